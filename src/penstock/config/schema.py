@@ -1,0 +1,132 @@
+"""Every configuration key, once: name, type, default and meaning. Frozen; unknown keys are refused by `load.py`.
+
+The comment behind a key is its line in `docs/configuration.md`, which a test keeps equal to this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Hold = Annotated[float, Meta(ge=0)]
+
+
+def doc(text: str) -> Meta:
+    """The meaning of a key, kept beside its type."""
+    return Meta(description=text)
+
+
+class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[server]`: where the listeners are bound."""
+
+    host: Annotated[str, doc("address of the inference listener")] = "127.0.0.1"
+    port: Annotated[Port, doc("port of the inference listener; 0 takes a free one")] = 8080
+    management: Annotated[bool, doc("allow routes that change models on the management listener")] = False
+    management_host: Annotated[str, doc("address of the management listener")] = "127.0.0.1"
+    management_port: Annotated[Port, doc("port of the management listener; 0 takes a free one")] = 8081
+    metrics_host: Annotated[str, doc("address of the metrics listener")] = "127.0.0.1"
+    metrics_port: Annotated[Port, doc("port of the metrics listener; 0 takes a free one")] = 8082
+    tls_cert: Annotated[str | None, doc("PEM file of the certificate chain, for every listener")] = None
+    tls_key: Annotated[str | None, doc("PEM file of the private key")] = None
+    tls_client_ca: Annotated[str | None, doc("PEM file of the authority that client certificates must come from")] = None
+    insecure: Annotated[bool, doc("allow a non-loopback address without a token or client certificates")] = False
+    drain_s: Annotated[Hold, doc("longest wait for running requests at shutdown")] = 30.0
+
+
+class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[limits]`: the bounds of everything."""
+
+    max_body_bytes: Annotated[Positive, doc("largest request body; more is answered with 413")] = 64 * 2**20
+    max_header_bytes: Annotated[Positive, doc("largest request head; more is answered with 431")] = 64 * 2**10
+    max_connections: Annotated[Positive, doc("connections of the inference listener; more are refused with 503")] = 20_000
+    max_pipelined: Annotated[Positive, doc("requests in flight on one connection; more are not read yet")] = 64
+    header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0
+    body_timeout_s: Annotated[Seconds, doc("longest time for a request's body to arrive")] = 30.0
+    idle_timeout_s: Annotated[Seconds, doc("longest silence of a kept-alive connection")] = 75.0
+    write_timeout_s: Annotated[Seconds, doc("longest time that a client may take no byte of its answer")] = 60.0
+    write_buffer_bytes: Annotated[Positive, doc("unsent bytes of one connection above which it is not read")] = 2**20
+    pool_bytes: Annotated[Positive, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20
+    reply_bytes: Annotated[Positive, doc("shared memory of each worker for answers over 64 KiB")] = 64 * 2**20
+    max_queue_bytes: Annotated[Positive, doc("bytes of payload that may wait in the queue of one model")] = 512 * 2**20
+
+
+class AuthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[auth]`: bearer tokens, one a line in each file. Health routes need none."""
+
+    token_file: Annotated[str | None, doc("tokens that open every listener")] = None
+    inference_token_file: Annotated[str | None, doc("tokens that open the inference listener")] = None
+    management_token_file: Annotated[str | None, doc("tokens that open the management listener")] = None
+    metrics_token_file: Annotated[str | None, doc("tokens that open the metrics listener")] = None
+
+
+class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[models.NAME.batching]`: how requests become batches."""
+
+    policy: Annotated[str, doc('"adaptive", "fixed", "none", or "pkg.mod:Class"')] = "adaptive"
+    max_batch_size: Annotated[
+        Positive | Literal["auto"],
+        doc('most rows in a batch; "auto": the best of the warm-up, without a warm-up 64, lowered by out-of-memory'),
+    ] = "auto"
+    max_hold_s: Annotated[
+        Hold | Literal["auto"],
+        doc('longest time a request is held beside an idle instance; "auto": learned; 0: never. "fixed": its delay'),
+    ] = "auto"
+    slo_s: Annotated[Seconds | None, doc("target latency of every request: its deadline is arrival + this")] = None
+    timeout_s: Annotated[Seconds, doc("longest wait in the queue")] = 30.0
+    max_queue: Annotated[
+        Positive | None, doc("most rows in the queue; without it 16 x instances x max_batch_size")
+    ] = None
+    rows: Annotated[
+        str, doc('rows of a request: "auto" (Open Inference: axis 0 of its first input; else 1) or "header:NAME"')
+    ] = "auto"
+    bucket: Annotated[
+        str, doc('what may share a batch: "none" (all), "shape", "content-type" or "header:NAME"')
+    ] = "none"
+    priority: Annotated[
+        tuple[Hold, ...], doc("seconds that requests of `x-priority` 0, 1, 2 ... may wait longer than others")
+    ] = (0.0, 0.1, 1.0)
+    retry_split: Annotated[bool, doc("re-run a batch that raised in halves, until the guilty item is alone")] = True
+    idempotent: Annotated[bool, doc("items may be run again after an error or a worker's death")] = True
+    run_timeout_s: Annotated[Seconds, doc("longest run of a batch; then the worker is dumped and killed")] = 60.0
+
+
+class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[models.NAME]`: one model."""
+
+    target: Annotated[str, doc("what to load: app.py:Model or pkg.mod:Model")]
+    version: Annotated[str, doc("version of the model")] = "1"
+    instances: Annotated[
+        Positive | Literal["auto"], doc('loaded copies; "auto": one a device, on cpu physical cores / 2')
+    ] = 1
+    devices: Annotated[tuple[str, ...], doc("devices that the instances are placed on in turn")] = ("cpu",)
+    transport: Annotated[str, doc('"process", "thread" or "inline"')] = "process"
+    precision: Annotated[str | None, doc("handed to the model: fp32, fp16, bf16")] = None
+    optimize: Annotated[str | None, doc("handed to the model: none, optimize_for_inference, compile")] = None
+    threads: Annotated[
+        Positive | None, doc("threads of numeric libraries in each worker; without it physical cores / instances")
+    ] = None
+    trust: Annotated[Literal["none", "pickle"], doc('"pickle" allows a model file to run code when it is loaded')] = "none"
+    env: Annotated[dict[str, str], doc("environment variables of the workers")] = field(default_factory=dict)
+    batching: Annotated[BatchingConfig, doc("see `[models.NAME.batching]`")] = field(default_factory=BatchingConfig)
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A whole `penstock.toml`."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    models: dict[str, ModelConfig] = field(default_factory=dict)
+
+
+SECTIONS: dict[str, Any] = {
+    "server": ServerConfig,
+    "limits": LimitsConfig,
+    "auth": AuthConfig,
+    "models.NAME": ModelConfig,
+    "models.NAME.batching": BatchingConfig,
+}

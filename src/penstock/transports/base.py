@@ -1,0 +1,48 @@
+"""What a transport is: one way to reach workers, with one contract for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.errors import PenstockError
+from penstock.types import Batch, BatchPart, Ready
+
+OnPart = Callable[[BatchPart], None]
+
+
+class TransportListener(Protocol):
+    """Told, on the event loop's thread, what becomes of the slots."""
+
+    def slot_up(self, slot: int, ready: Ready) -> None:
+        """The model of this slot is loaded: batches may be sent."""
+        ...
+
+    def slot_down(self, slot: int, error: PenstockError, retry_in_s: float | None) -> None:
+        """The slot is gone, or failed to load. It comes back by itself after `retry_in_s`; None: it does not.
+
+        Every batch that was on it has had its final part before this call.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """One way to reach the instances of one model. All calls are made on the event loop's thread.
+
+    `slots` is how many instances there are; `depth` how many batches a slot may hold (2: one running, one ahead).
+    """
+
+    slots: int
+    depth: int
+
+    async def start(self, listener: TransportListener) -> None:
+        """Begins to start every slot and returns; `listener` hears of each slot when it is up or failed."""
+        ...
+
+    def send(self, batch: Batch, on_part: OnPart) -> None:
+        """Runs a batch. `on_part` gets any number of parts and exactly one final one, whatever happens."""
+        ...
+
+    async def close(self, drain_s: float) -> None:
+        """Waits up to `drain_s` for what runs, then kills; nothing of the transport is left afterwards."""
+        ...

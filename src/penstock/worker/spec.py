@@ -1,0 +1,25 @@
+"""What a worker must know to load a model and run batches. Crosses to the child as msgpack (target may be pickled)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+
+from penstock.config.schema import ModelConfig
+
+
+class WorkerSpec(Struct):
+    """`target` is "app.py:obj", "pkg.mod:obj", or the function, class or object itself (in-process faces).
+
+    `instances` counts all workers of the model, so that threads can be shared out. `sys_path` is put in front of the
+    child's own. `slo_s` bounds the warm-up profile.
+    """
+
+    name: str
+    version: str
+    config: ModelConfig
+    target: Any
+    instances: int = 1
+    sys_path: list[str] = field(default_factory=list)
+    wants_headers: bool = False
