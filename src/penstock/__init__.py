@@ -1,0 +1,61 @@
+"""Penstock gathers discrete requests into full batches and drives them onto accelerators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    ItemFailed,
+    ModelNotFound,
+    ModelNotReady,
+    PenstockError,
+    QueueFull,
+    WorkerDied,
+)
+from penstock.types import Item, ItemResult, ModelMetadata, Response, TensorSpec
+
+if TYPE_CHECKING:
+    from penstock import metrics as metrics
+    from penstock.engine.engine import Engine as Engine
+    from penstock.engine.portal import Portal as Portal
+    from penstock.models.python import model as model
+
+__version__ = "0.1.0"
+__all__ = [
+    "BadRequest",
+    "DeadlineExceeded",
+    "Engine",
+    "Item",
+    "ItemFailed",
+    "ItemResult",
+    "ModelMetadata",
+    "ModelNotFound",
+    "ModelNotReady",
+    "PenstockError",
+    "Portal",
+    "QueueFull",
+    "Response",
+    "TensorSpec",
+    "WorkerDied",
+    "metrics",
+    "model",
+]
+
+_LAZY = {
+    "Engine": "penstock.engine.engine",
+    "Portal": "penstock.engine.portal",
+    "metrics": "penstock.metrics",
+    "model": "penstock.models.python",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Loads the heavier names when they are first used: `import penstock` alone stays light (law 8)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(_LAZY[name])
+    return module if name == "metrics" else getattr(module, name)
