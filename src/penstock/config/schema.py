@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
+
+from penstock.errors import ConfigError, nearest
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -32,7 +34,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     metrics_port: Annotated[Port, doc("port of the metrics listener; 0 takes a free one")] = 8082
     tls_cert: Annotated[str | None, doc("PEM file of the certificate chain, for every listener")] = None
     tls_key: Annotated[str | None, doc("PEM file of the private key")] = None
-    tls_client_ca: Annotated[str | None, doc("PEM file of the authority that client certificates must come from")] = None
+    tls_client_ca: Annotated[str | None, doc("PEM file of the authority that client certificates must come from")] = (
+        None
+    )
     insecure: Annotated[bool, doc("allow a non-loopback address without a token or client certificates")] = False
     drain_s: Annotated[Hold, doc("longest wait for running requests at shutdown")] = 30.0
 
@@ -42,7 +46,9 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     max_body_bytes: Annotated[Positive, doc("largest request body; more is answered with 413")] = 64 * 2**20
     max_header_bytes: Annotated[Positive, doc("largest request head; more is answered with 431")] = 64 * 2**10
-    max_connections: Annotated[Positive, doc("connections of the inference listener; more are refused with 503")] = 20_000
+    max_connections: Annotated[Positive, doc("connections of the inference listener; more are refused with 503")] = (
+        20_000
+    )
     max_pipelined: Annotated[Positive, doc("requests in flight on one connection; more are not read yet")] = 64
     header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0
     body_timeout_s: Annotated[Seconds, doc("longest time for a request's body to arrive")] = 30.0
@@ -77,15 +83,15 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = "auto"
     slo_s: Annotated[Seconds | None, doc("target latency of every request: its deadline is arrival + this")] = None
     timeout_s: Annotated[Seconds, doc("longest wait in the queue")] = 30.0
-    max_queue: Annotated[
-        Positive | None, doc("most rows in the queue; without it 16 x instances x max_batch_size")
-    ] = None
+    max_queue: Annotated[Positive | None, doc("most rows in the queue; without it 16 x instances x max_batch_size")] = (
+        None
+    )
     rows: Annotated[
         str, doc('rows of a request: "auto" (Open Inference: axis 0 of its first input; else 1) or "header:NAME"')
     ] = "auto"
-    bucket: Annotated[
-        str, doc('what may share a batch: "none" (all), "shape", "content-type" or "header:NAME"')
-    ] = "none"
+    bucket: Annotated[str, doc('what may share a batch: "none" (all), "shape", "content-type" or "header:NAME"')] = (
+        "none"
+    )
     priority: Annotated[
         tuple[Hold, ...], doc("seconds that requests of `x-priority` 0, 1, 2 ... may wait longer than others")
     ] = (0.0, 0.1, 1.0)
@@ -109,7 +115,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     threads: Annotated[
         Positive | None, doc("threads of numeric libraries in each worker; without it physical cores / instances")
     ] = None
-    trust: Annotated[Literal["none", "pickle"], doc('"pickle" allows a model file to run code when it is loaded')] = "none"
+    trust: Annotated[Literal["none", "pickle"], doc('"pickle" allows a model file to run code when it is loaded')] = (
+        "none"
+    )
     env: Annotated[dict[str, str], doc("environment variables of the workers")] = field(default_factory=dict)
     batching: Annotated[BatchingConfig, doc("see `[models.NAME.batching]`")] = field(default_factory=BatchingConfig)
 
@@ -130,3 +138,20 @@ SECTIONS: dict[str, Any] = {
     "models.NAME": ModelConfig,
     "models.NAME.batching": BatchingConfig,
 }
+
+
+def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingConfig:
+    """`config` with the options of `@penstock.model` for every key that was left at its default.
+
+    Raises ConfigError for an option that is no key of `[models.NAME.batching]`, or has a wrong value.
+    """
+    default = BatchingConfig()
+    for key in options:
+        if key not in BatchingConfig.__struct_fields__:
+            hint = nearest(key, BatchingConfig.__struct_fields__)
+            raise ConfigError(f"@penstock.model has no option '{key}'{hint}")
+    chosen = {k: v for k, v in options.items() if getattr(config, k) == getattr(default, k)}
+    try:
+        return convert({**to_builtins(config), **chosen}, BatchingConfig)
+    except ValidationError as e:
+        raise ConfigError(f"@penstock.model: {e}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from penstock.types import Item, ModelMetadata, ModelStatus, Sink
@@ -66,6 +67,6 @@ class Backend(Protocol):
         """Memory for a body, or None while the pool is full. Raises PayloadTooLarge if it can never fit."""
         ...
 
-    def when_free(self, wake: object) -> None:
+    def when_free(self, wake: Callable[[], None]) -> None:
         """Calls `wake()` once, soon after memory was given back to the pool."""
         ...

@@ -46,3 +46,7 @@ class Transport(Protocol):
     async def close(self, drain_s: float) -> None:
         """Waits up to `drain_s` for what runs, then kills; nothing of the transport is left afterwards."""
         ...
+
+    def forget(self) -> None:
+        """In a forked child: closes the child's copies of descriptors; the parent's workers notice nothing."""
+        ...

@@ -1,0 +1,39 @@
+"""The `penstock` command. Each verb is a file of its own and is imported only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from penstock import __version__
+
+_VERBS = {
+    "config": "penstock.cli.config:config",
+    "demo": "penstock.cli.demo:demo",
+    "serve": "penstock.cli.serve:serve",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose verbs are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _VERBS:
+            return None
+        module, _, attribute = _VERBS[name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="penstock")
+def main() -> None:
+    """Serves models: requests are gathered into full batches and driven onto workers."""
+
+
+if __name__ == "__main__":
+    main()

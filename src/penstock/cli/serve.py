@@ -1,0 +1,107 @@
+"""`penstock serve`: reads flags, files and environment into one Config, and hands it to the server."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from penstock.config.load import check_bind, load_config
+from penstock.config.schema import Config
+from penstock.errors import ConfigError, PenstockError
+
+
+def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[str, Any]]]:
+    """The TOML among TARGETs, and the models that the others name. Raises ConfigError.
+
+    `app.py:Digits` is served as `digits`, `name=app.py:Digits` as `name`.
+    """
+    toml: str | None = None
+    models: dict[str, dict[str, Any]] = {}
+    for target in targets:
+        if target.endswith(".toml"):
+            if toml is not None:
+                raise ConfigError(f"one TOML file at most, found '{toml}' and '{target}'; merge them")
+            toml = target
+            continue
+        given, equals, rest = target.partition("=")
+        spec = rest if equals else target
+        module, colon, attribute = spec.rpartition(":")
+        if not colon or not module or not attribute:
+            raise ConfigError(f"TARGET '{target}' must be app.py:obj, pkg.mod:obj or a .toml file")
+        name = given if equals else re.sub(r"[^a-z0-9_-]+", "-", attribute.lower())
+        if name in models:
+            raise ConfigError(f"two models are named '{name}'; name one with NAME={spec}")
+        if module.endswith(".py"):
+            spec = f"{Path(module).resolve()}:{attribute}"
+        models[name] = {"target": spec}
+    return toml, models
+
+
+def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[str, ...]) -> Config:
+    """The Config that TARGETs, flags, `--set` and the environment say together. Raises ConfigError."""
+    toml, models = split_targets(targets)
+    per_model = {k: v for k in ("instances", "devices") if (v := flags[k]) is not None}
+    if flags["max_batch_size"] is not None:
+        per_model["batching"] = {"max_batch_size": flags["max_batch_size"]}
+    server = {k: v for k in ("host", "port", "tls_cert", "tls_key", "insecure") if (v := flags[k]) not in (None, False)}
+    base: dict[str, Any] = {"models": {name: {**keys, **per_model} for name, keys in models.items()}}
+    if server:
+        base["server"] = server
+    if flags["token_file"] is not None:
+        base["auth"] = {"token_file": flags["token_file"]}
+    config = load_config(toml, env=os.environ, sets=sets, base=base)
+    if not config.models:
+        raise ConfigError(
+            "nothing to serve: name a TARGET such as app.py:Model, or a TOML with a [models.NAME] section"
+        )
+    check_bind(config)
+    return config
+
+
+def _number_or_auto(_: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    if not value.isdigit() or int(value) < 1:
+        raise click.BadParameter(f"expected a whole number from 1, or auto, found '{value}'", param=parameter)
+    return int(value)
+
+
+def _devices(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else [d.strip() for d in value.split(",") if d.strip()]
+
+
+@click.command()
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option("--instances", callback=_number_or_auto, metavar="N|auto", help="Loaded copies of each model.")
+@click.option("--devices", callback=_devices, metavar="D,D", help="Devices for the instances, such as cuda:0,cuda:1.")
+@click.option("--max-batch-size", callback=_number_or_auto, metavar="N|auto", help="Most rows in a batch.")
+@click.option("--host", help="Address of the inference listener [127.0.0.1].")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="Port of the inference listener [8080]; 0 takes a free one."
+)
+@click.option("--token-file", type=click.Path(), help="Bearer tokens, one a line, for every listener.")
+@click.option("--tls-cert", type=click.Path(), help="PEM file of the certificate chain.")
+@click.option("--tls-key", type=click.Path(), help="PEM file of the private key.")
+@click.option("--insecure", is_flag=True, help="Allow a non-loopback address without a token.")
+@click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Set any configuration key.")
+def serve(targets: tuple[str, ...], sets: tuple[str, ...], **flags: Any) -> None:
+    """Serve models over HTTP.
+
+    TARGET is app.py:obj, pkg.mod:obj (NAME=app.py:obj to choose its name), or a TOML file.
+    """
+    try:
+        config = build_config(targets, flags, sets)
+        from penstock.cli.server import run
+
+        code = run(config)
+    except PenstockError as e:
+        click.echo(f"penstock: {e}", err=True)
+        if e.detail:
+            click.echo(e.detail, err=True)
+        code = 1
+    sys.exit(code)

@@ -1,0 +1,225 @@
+"""ModelHandle: one version of one model, from loading to unloading."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from penstock.batching.scheduler import Scheduler, make_policy
+from penstock.config.schema import BatchingConfig, ModelConfig, with_options
+from penstock.engine.batcher import Batcher, Call
+from penstock.engine.peek import bucket_rule, rows_rule
+from penstock.errors import LoadFailed, ModelNotReady, PenstockError
+from penstock.observe.base import Observer
+from penstock.plugins import load_object
+from penstock.protocols.base import Codec
+from penstock.transports.base import Transport
+from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Ready, Sink
+from penstock.wire.slabs import Slab
+
+log = logging.getLogger("penstock.engine")
+
+CODECS = {"native": "penstock.protocols.native:NativeCodec", "oip_json": "penstock.protocols.oip_json:OipJsonCodec"}
+_DEFAULT_BATCH = 64
+
+
+def slots_of(config: ModelConfig) -> tuple[int, tuple[str, ...]]:
+    """How many instances, and the device of each, in turn over `devices`."""
+    devices = config.devices or ("cpu",)
+    if config.instances != "auto":
+        n = config.instances
+    elif all(d == "cpu" for d in devices):
+        n = max(1, (psutil.cpu_count(logical=False) or 1) // 2)
+    else:
+        n = len(devices)
+    return n, tuple(devices[i % len(devices)] for i in range(n))
+
+
+class ModelHandle:
+    """Owns transport, scheduler and batcher of one model version; hears of its slots."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        transport: Transport,
+        devices: Sequence[str],
+        max_queue_bytes: int,
+        observers: Sequence[Observer],
+    ) -> None:
+        self.name, self.version = name, config.version
+        self.config = config
+        self.devices = tuple(devices)
+        self.metadata: ModelMetadata | None = None
+        self.state = "LOADING"
+        self._transport = transport
+        self._max_queue_bytes = max_queue_bytes
+        self._observers = observers
+        self.batching: BatchingConfig = config.batching  # with the model's own options, once it is loaded
+        self._batcher: Batcher | None = None
+        self._rows_of = rows_rule(config.batching)
+        self._bucket_of = bucket_rule(config.batching)
+        self._codecs: dict[str, Codec] = {}
+        self._up: set[int] = set()
+        self._reported: set[int] = set()
+        self._retry_at: dict[int, float | None] = {}
+        self._error: PenstockError | None = None
+        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # ---- life
+
+    async def load(self) -> None:
+        """Returns when every slot has reported and one is up. Raises LoadFailed, TargetNotFound."""
+        await self._transport.start(self)
+        await self._loaded
+
+    async def close(self, drain_s: float) -> None:
+        self.state = "DRAINING"
+        end = time.monotonic() + drain_s
+        if self._batcher is not None and not await self._batcher.drain(drain_s):
+            log.warning(
+                "drain_timeout model=%s pending=%d: their callers get an error", self.name, self._batcher.pending
+            )
+        await self._transport.close(max(0.0, end - time.monotonic()))
+        if self._batcher is not None:
+            self._batcher.close(ModelNotReady(f"model '{self.name}' was stopped before the request was run"))
+
+    def forget(self) -> None:
+        """See `Engine.forget`."""
+        self._transport.forget()
+
+    # ---- slots (TransportListener)
+
+    def slot_up(self, slot: int, ready: Ready) -> None:
+        if self._batcher is None:
+            self._batcher = self._make_batcher(ready)
+        self.metadata = ready.metadata
+        self._up.add(slot)
+        self._retry_at.pop(slot, None)
+        if self.state in ("LOADING", "FAILED"):
+            self.state = "READY"
+        self._batcher.scheduler.slot_up(slot, time.monotonic())
+        self._batcher.wake()
+        self._tell(slot, "ready")
+        self._report(slot)
+
+    def slot_down(self, slot: int, error: PenstockError, retry_in_s: float | None) -> None:
+        was_up = slot in self._up
+        self._up.discard(slot)
+        self._retry_at[slot] = None if retry_in_s is None else time.monotonic() + retry_in_s
+        self._error = error
+        if not self._up and self.state == "READY":
+            self.state = "FAILED"
+        log.warning(
+            "slot_down model=%s slot=%d retry_in_s=%s error=%s%s",
+            self.name,
+            slot,
+            retry_in_s,
+            error,
+            f"\n{error.detail}" if error.detail else "",
+        )
+        if was_up and self._batcher is not None:
+            self._batcher.scheduler.slot_down(slot, time.monotonic())
+            self._batcher.wake()
+        self._tell(slot, "died" if was_up else "failed")
+        self._report(slot)
+
+    def _tell(self, slot: int, state: str) -> None:
+        for observer in self._observers:
+            observer.on_worker(self.name, self.version, slot, state)
+
+    def _report(self, slot: int) -> None:
+        self._reported.add(slot)
+        if len(self._reported) < self._transport.slots or self._loaded.done():
+            return
+        if self._up:
+            self._loaded.set_result(None)
+        else:
+            self.state = "FAILED"
+            self._loaded.set_exception(self._error or LoadFailed(f"model '{self.name}' did not load"))
+
+    def _make_batcher(self, ready: Ready) -> Batcher:
+        b = self.batching = with_options(self.config.batching, ready.options)
+        size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
+        policy = make_policy(
+            b.policy,
+            max_hold_s=None if b.max_hold_s == "auto" else b.max_hold_s,
+            slo_s=b.slo_s,
+            timeout_s=b.timeout_s,
+        )
+        scheduler = Scheduler(
+            policy,
+            max_batch_size=size,
+            max_queue=b.max_queue or 16 * self._transport.slots * size,
+            max_queue_bytes=self._max_queue_bytes,
+            depth=self._transport.depth,
+            idempotent=b.idempotent,
+            priority=b.priority,
+            horizon_s=b.slo_s or b.timeout_s,
+        )
+        scheduler.prime(ready.profile)
+        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, self._join)
+
+    # ---- requests
+
+    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
+        """Queues one item. Raises ModelNotReady, QueueFull, DeadlineExceeded, BadRequest."""
+        batcher = self._batcher
+        if batcher is None or self.state != "READY":
+            self._refuse(batcher)
+            assert batcher is not None
+        if item.codec != "object":
+            item.rows = self._rows_of(item)
+        bucket = self._bucket_of(item) if self._bucket_of is not None else ""
+        payload = item.payload
+        if isinstance(payload, (bytes, memoryview)):
+            nbytes = len(payload)
+        else:
+            nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
+        return batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
+
+    def _refuse(self, batcher: Batcher | None) -> None:
+        """Raises ModelNotReady, unless the only reason is a worker that will be back within a second."""
+        if batcher is not None and self.state == "FAILED":
+            soonest = min((t for t in self._retry_at.values() if t is not None), default=None)
+            wait = None if soonest is None else max(0.0, soonest - time.monotonic())
+            if wait is not None and wait <= 1.0:
+                return
+            raise ModelNotReady(f"model '{self.name}' has no worker that runs", retry_after_s=wait)
+        raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
+
+    def _join(self, item: Item, parts: list[ItemResult]) -> ItemResult:
+        if item.codec == "object":
+            return ItemResult(body=[value for part in parts for value in part.body])
+        codec = self._codecs.get(item.codec)
+        if codec is None:
+            make = load_object(CODECS[item.codec])
+            codec = self._codecs[item.codec] = make(self.name, self.version)  # type: ignore[operator]
+        return codec.join(parts)
+
+    # ---- what it says of itself
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "READY" and bool(self._up)
+
+    def status(self) -> ModelStatus:
+        scheduler = self._batcher.scheduler if self._batcher else None
+        return ModelStatus(
+            name=self.name,
+            version=self.version,
+            state=self.state,
+            instances=self._transport.slots,
+            ready_instances=len(self._up),
+            max_batch_size=scheduler.max_batch_size if scheduler else 0,
+            devices=self.devices,
+            queue=scheduler.queued if scheduler else 0,
+        )
+
+    def statistics(self) -> dict[str, object]:
+        """What the scheduler has learned and done; empty before the first worker is up."""
+        return self._batcher.scheduler.explain() if self._batcher else {}
