@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 Headers = list[tuple[bytes, bytes]]
 
 
-class Item(Struct):
+class Item(Struct, omit_defaults=True):
     """One unit of work as the user sees it. The payload is opaque to the core.
 
     `payload` is what `codec` says: "object" - any Python value (in-process callers); other codecs - the request body
@@ -35,7 +35,7 @@ class Item(Struct):
     stop: int = -1
 
 
-class ItemResult(Struct):
+class ItemResult(Struct, omit_defaults=True):
     """The answer to one Item, or one part of it when it streams.
 
     `body` is bytes for wire codecs, any value for codec "object". Errors are data: `error` set means that this item
@@ -132,7 +132,7 @@ class Ready(Struct):
     max_batch_size: int | None = None
 
 
-class BatchPart(Struct):
+class BatchPart(Struct, omit_defaults=True):
     """One message of a Transport about a batch: any number with `final=False`, then exactly one with `final=True`.
 
     `results` is aligned with the batch's items; None where this part has nothing for an item. In the final part None

@@ -1,0 +1,90 @@
+"""A model's own counters, gauges and timers: `penstock.metrics.counter("faces", 3)` inside `predict`.
+
+Callable from any thread. What changed goes to the serving process with the answer of the batch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.types import MetricDelta
+
+MAX_TIMINGS = 10_000  # between two batches; more are not kept
+MAX_SERIES = 1_000
+
+_Key = tuple[str, str, tuple[tuple[str, str], ...]]
+
+
+class _Registry:
+    """The changes since the last `drain`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[_Key, float] = {}
+        self._timings: list[tuple[_Key, float]] = []
+
+    def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
+        key = (kind, name, tuple(sorted((k, str(v)) for k, v in labels.items())))
+        with self._lock:
+            if kind == "timer":
+                if len(self._timings) < MAX_TIMINGS:
+                    self._timings.append((key, value))
+            elif key in self._values or len(self._values) < MAX_SERIES:
+                self._values[key] = value + (self._values.get(key, 0.0) if kind == "counter" else 0.0)
+
+    def drain(self) -> list[MetricDelta]:
+        if not self._values and not self._timings:
+            return []
+        with self._lock:
+            taken = [*self._values.items(), *self._timings]
+            self._values = {}
+            self._timings = []
+        return [MetricDelta(kind, name, value, dict(labels)) for (kind, name, labels), value in taken]
+
+
+_shared = _Registry()
+_own = threading.local()
+
+
+def own_registry() -> None:
+    """Gives the calling thread a registry of its own: one model among several in this process."""
+    _own.registry = _Registry()
+
+
+def _current() -> _Registry:
+    registry: _Registry = getattr(_own, "registry", _shared)
+    return registry
+
+
+def counter(name: str, value: float = 1, **labels: object) -> None:
+    """Adds `value` (>= 0) to a counter. Raises ValueError."""
+    if value < 0:
+        raise ValueError(f"counter '{name}' can only grow, found {value}: use a gauge")
+    _current().add("counter", name, value, labels)
+
+
+def gauge(name: str, value: float, **labels: object) -> None:
+    """Sets a gauge."""
+    _current().add("gauge", name, value, labels)
+
+
+@contextmanager
+def timer(name: str, **labels: object) -> Iterator[None]:
+    """Measures the time of a `with` block, in seconds."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _current().add("timer", name, time.perf_counter() - start, labels)
+
+
+def drain() -> list[MetricDelta] | None:
+    """What changed since the last call, of this thread's model and of threads that belong to none."""
+    registry = _current()
+    changes = registry.drain()
+    if registry is not _shared:
+        changes += _shared.drain()
+    return changes or None

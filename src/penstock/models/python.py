@@ -1,0 +1,114 @@
+"""A model in plain Python: a function `predict(items) -> results`, a class, or an instance of one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast, overload
+
+import msgspec
+
+from penstock.config.schema import BatchingConfig
+from penstock.errors import ConfigError, LoadFailed, nearest
+from penstock.types import ModelMetadata, TensorSpec
+
+T = TypeVar("T")
+_OPTIONS = "__penstock_options__"
+
+
+@overload
+def model(target: T, /) -> T: ...
+@overload
+def model(**options: Any) -> Callable[[T], T]: ...
+def model(target: Any = None, /, **options: Any) -> Any:
+    """The decorated function or class, unchanged but for its batching options.
+
+    The options are the keys of `[models.NAME.batching]`, and defaults to them: configuration wins.
+    Raises ConfigError.
+    """
+    known = BatchingConfig.__struct_fields__
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"@penstock.model has no option '{key}'{nearest(key, known)} Known: {', '.join(known)}")
+    try:
+        msgspec.convert(options, BatchingConfig)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"@penstock.model: {e}") from e
+
+    def decorate(found: T) -> T:
+        setattr(found, _OPTIONS, options)
+        return found
+
+    return decorate if target is None else decorate(target)
+
+
+def options_of(target: object) -> dict[str, Any]:
+    """What `@penstock.model` said of a function, class or instance."""
+    return dict(getattr(target, _OPTIONS, {}))
+
+
+def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingConfig:
+    """`config` with the options of the decorator where it has only defaults."""
+    default = BatchingConfig()
+    kept = {k: v for k, v in options.items() if getattr(config, k) == getattr(default, k)}
+    return msgspec.structs.replace(config, **kept) if kept else config
+
+
+class PythonModel:
+    """Makes a model of what a target names. `load` instantiates a class; a function is loaded already."""
+
+    def __init__(self, target: Any, *, precision: str | None = None, optimize: str | None = None) -> None:
+        self._target = target
+        self._extras = {"precision": precision, "optimize": optimize}
+        self._model: Any = None
+        self.predict: Callable[[list[Any]], Any] = self._not_loaded
+        self.preprocess: Callable[[Any], Any] | None = None
+        self.postprocess: Callable[[Any], Any] | None = None
+        self.warmup: Callable[[], Any] | None = None
+
+    def _not_loaded(self, items: list[Any]) -> Any:
+        raise LoadFailed("predict was called before load")
+
+    def load(self, device: str) -> None:
+        """Raises LoadFailed when there is nothing to call; else what the user's code raises."""
+        target = self._target
+        found = target() if inspect.isclass(target) else target
+        predict = getattr(found, "predict", None) or (found if callable(found) else None)
+        if not callable(predict):
+            raise LoadFailed(
+                f"the target is a {_name(target)} without predict: "
+                "give a function predict(items), or a class with a method of that name"
+            )
+        self._model = found
+        load = getattr(found, "load", None)
+        if load is not None:
+            load(device, **_accepted(load, self._extras))
+        self.predict = cast(Callable[[list[Any]], Any], predict)
+        for hook in ("preprocess", "postprocess", "warmup"):
+            setattr(self, hook, getattr(found, hook, None))
+
+    def unload(self) -> None:
+        """Calls the model's own `unload`, when it has one."""
+        unload = getattr(self._model, "unload", None)
+        if unload is not None:
+            unload()
+
+    def metadata(self, name: str, version: str) -> ModelMetadata:
+        """What the model declares of itself in `inputs` and `outputs`. Raises LoadFailed."""
+        specs: dict[str, tuple[TensorSpec, ...]] = {}
+        for side in ("inputs", "outputs"):
+            declared = tuple(getattr(self._model, side, None) or ())
+            if not all(isinstance(spec, TensorSpec) for spec in declared):
+                raise LoadFailed(f"'{side}' of the model must hold penstock.TensorSpec, found {declared!r}")
+            specs[side] = declared
+        return ModelMetadata(name, version, **specs)
+
+
+def _accepted(function: Callable[..., Any], extras: dict[str, str | None]) -> dict[str, str]:
+    """Those of the configured extras that the user's `load` has a parameter for."""
+    parameters = inspect.signature(function).parameters
+    return {k: v for k, v in extras.items() if v is not None and k in parameters}
+
+
+def _name(target: object) -> str:
+    return f"class '{target.__name__}'" if inspect.isclass(target) else type(target).__name__

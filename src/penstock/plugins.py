@@ -1,0 +1,124 @@
+"""Names to objects: "adaptive", "pkg.mod:Class", "app.py:obj". Imports only what is named."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.errors import ConfigError, LoadFailed, TargetNotFound, nearest
+
+BUILTIN: dict[str, dict[str, str]] = {
+    "codec": {
+        "native": "penstock.protocols.native:NativeCodec",
+        "oip_json": "penstock.protocols.oip_json:OipJsonCodec",
+    },
+    "transport": {
+        "inline": "penstock.transports.inline:InlineTransport",
+        "thread": "penstock.transports.thread:ThreadTransport",
+        "process": "penstock.transports.process:ProcessTransport",
+    },
+}
+
+
+def resolve(kind: str, name: str) -> Any:
+    """The object that `name` means among the plugins of `kind` ("codec", "transport" ...).
+
+    A built-in name, "pkg.mod:obj", or an entry point of the group `penstock.<kind>`. Raises ConfigError.
+    """
+    known = BUILTIN.get(kind, {})
+    if name in known:
+        return load_object(known[name])
+    if ":" in name:
+        return load_object(name)
+    from importlib.metadata import entry_points
+
+    found = {point.name: point for point in entry_points(group=f"penstock.{kind}")}
+    if name in found:
+        return found[name].load()
+    names = sorted({*known, *found})
+    raise ConfigError(
+        f"unknown {kind} '{name}'{nearest(name, names)} Known: {', '.join(names) or 'none'}; or give pkg.mod:obj"
+    )
+
+
+def load_object(spec: str) -> object:
+    """The object at "pkg.mod:obj" or "path/app.py:obj" (dots reach into it).
+
+    Raises TargetNotFound when there is no such file, module or object, LoadFailed when the module itself raises.
+    """
+    where, colon, path = spec.rpartition(":")
+    if not colon or not where or not path:
+        raise TargetNotFound(f"target '{spec}' names no object: write app.py:Model or pkg.mod:Model")
+    module = _from_file(where, path) if where.endswith(".py") or "/" in where else _from_package(where, path)
+    found: Any = module
+    for name in path.split("."):
+        if not hasattr(found, name):
+            names = candidates(found)
+            listed = f"it has: {', '.join(names)}" if names else "it defines no function or class"
+            raise TargetNotFound(f"'{where}' has no '{path}'{nearest(name, names)} ({listed})")
+        found = getattr(found, name)
+    return found
+
+
+def candidates(owner: Any) -> list[str]:
+    """The names of the functions and classes that a module defines itself, and of its instances with `predict`."""
+    module = owner.__name__ if inspect.ismodule(owner) else getattr(owner, "__module__", "")
+    return sorted(
+        name
+        for name, value in vars(owner).items()
+        if not name.startswith("_")
+        and (
+            ((inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module)
+            or callable(getattr(value, "predict", None))
+        )
+    )
+
+
+def _from_file(where: str, path: str) -> ModuleType:
+    file = Path(where).expanduser().resolve()
+    if not file.is_file():
+        raise TargetNotFound(f"target '{where}:{path}': there is no file {where}")
+    # A name of its own: `code.py` or `test.py` of a user must not take the place of a module of that name.
+    name = f"penstock_target_{file.stem}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise TargetNotFound(f"target '{where}:{path}': {where} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as e:
+        del sys.modules[name]
+        if isinstance(e, Exception):
+            raise _load_failed(where, e) from e
+        raise
+    return module
+
+
+def _from_package(where: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as e:
+        if e.name and (where == e.name or where.startswith(e.name + ".")):
+            raise TargetNotFound(
+                f"target '{where}:{path}': there is no module '{e.name}'; for a file write {e.name}.py:{path}"
+            ) from e
+        raise _load_failed(where, e) from e
+    except Exception as e:
+        raise _load_failed(where, e) from e
+
+
+def _load_failed(where: str, error: Exception) -> LoadFailed:
+    text = "".join(traceback.format_exception(error))
+    return LoadFailed(f"importing {where} raised {type(error).__name__}: {error}", detail=text)

@@ -1,0 +1,223 @@
+"""What a process and its own child say to each other: msgpack heads, large payloads beside them.
+
+Payloads up to 64 KiB stand in the head; larger ones in shared memory, or behind the head when there is no room.
+Python objects (codec "object") are pickled, protocol 5, their large buffers treated alike: only between a process and
+its own child. Errors cross as data, so that neither side imports the other's classes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.msgpack import Ext
+
+from penstock.errors import BadOutput, BadRequest, PenstockError, from_code
+from penstock.types import BatchPart, Item, ItemResult, Ready
+from penstock.wire import frames
+from penstock.wire.slabs import Slab, SlabPool
+
+LARGE_BYTES = 64 * 2**10
+_SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR = 1, 2, 3, 4, 5
+_PLACE = struct.Struct("<QQ")
+_INDEX = struct.Struct("<I")
+
+
+class Run(Struct, array_like=True, tag="run"):
+    """To the worker: a batch. `free`: offsets of the reply region that were read."""
+
+    id: int
+    items: list[Item]
+    free: list[int]
+
+
+class Free(Struct, array_like=True, tag="free"):
+    """To the worker: offsets of the reply region that were read."""
+
+    free: list[int]
+
+
+class Stop(Struct, array_like=True, tag="stop"):
+    """To the worker: unload and end, after what was sent before."""
+
+
+class Up(Struct, array_like=True, tag="up"):
+    """From the worker: the model is loaded."""
+
+    ready: Ready
+
+
+class Failed(Struct, array_like=True, tag="failed"):
+    """From the worker: the model could not be loaded; it ends."""
+
+    error: PenstockError
+
+
+class Part(Struct, array_like=True, tag="part"):
+    """From the worker: one part of a batch.
+
+    `held`: offsets of request slabs that the model still looks at; `let_go`: offsets that it held before.
+    """
+
+    part: BatchPart
+    held: list[int]
+    let_go: list[int]
+
+
+ToWorker = Run | Free | Stop
+FromWorker = Up | Failed | Part
+
+
+class Pickled:
+    """A Python object on its way. Not yet loaded: one that cannot be must fail alone."""
+
+    __slots__ = ("_buffers", "_data")
+
+    def __init__(self, data: Any, buffers: list[Any]) -> None:
+        self._data = data
+        self._buffers = buffers
+
+    def load(self) -> Any:
+        return pickle.loads(self._data, buffers=self._buffers)  # from our own child, or our own parent
+
+
+class Outbox:
+    """The payloads of one message that is being written, and the slabs and buffers that go with it."""
+
+    __slots__ = ("_pool", "buffers", "slabs")
+
+    def __init__(self, pool: SlabPool | None) -> None:
+        self._pool = pool
+        self.buffers: list[frames.Buffer] = []
+        self.slabs: list[Slab] = []  # made for this message: whoever sends it frees them
+
+    def put(self, data: frames.Buffer) -> Any:
+        """What stands for `data` in the head."""
+        size = data.nbytes if isinstance(data, memoryview) else len(data)
+        if size <= LARGE_BYTES:
+            return bytes(data) if isinstance(data, memoryview) else data
+        slab = self._pool.allocate(size) if self._pool is not None and size <= self._pool.capacity_bytes else None
+        if slab is not None:
+            slab.view[:] = memoryview(data).cast("B")
+            self.slabs.append(slab)
+            return place(slab)
+        self.buffers.append(bytes(data) if isinstance(data, memoryview) else data)
+        return Ext(_BUFFER, _INDEX.pack(len(self.buffers) - 1))
+
+    def put_object(self, value: object) -> Ext:
+        """What stands for a Python object in the head. Raises what pickle raises."""
+        large: list[memoryview] = []
+
+        def in_band(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes <= LARGE_BYTES:
+                return True
+            large.append(raw)
+            return False
+
+        data = pickle.dumps(value, 5, buffer_callback=in_band)
+        if not large and len(data) <= LARGE_BYTES:
+            return Ext(_PICKLE, data)
+        return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self.put(raw) for raw in large]]))
+
+    def items(self, items: list[Item], with_headers: bool) -> list[Item]:
+        """The items as they stand in the head; one that cannot be pickled becomes its own error in the worker."""
+        packed = []
+        for item in items:
+            payload = item.payload
+            if item.codec == "object":
+                try:
+                    payload = self.put_object(payload)
+                except Exception as e:
+                    text = f"the item is a {type(payload).__name__} that cannot be pickled for the worker"
+                    payload = Ext(_ERROR, _encoder.encode(BadRequest(text, detail=repr(e))))
+            elif type(payload) is Slab:
+                payload = place(payload)
+            elif len(payload) > LARGE_BYTES:
+                payload = self.put(payload)
+            if payload is not item.payload or (item.headers is not None and not with_headers):
+                item = Item(
+                    payload,
+                    item.codec,
+                    item.content_type,
+                    item.rows,
+                    item.many,
+                    item.request_id,
+                    item.headers if with_headers else None,
+                    item.start,
+                    item.stop,
+                )
+            packed.append(item)
+        return packed
+
+    def results(self, items: list[Item], results: list[ItemResult | None]) -> list[ItemResult | None]:
+        """The results as they stand in the head. They may be the ones given, changed: nobody else has them."""
+        for i, result in enumerate(results):
+            if result is None or result.error is not None:
+                continue
+            if items[i].codec == "object":
+                try:
+                    result.body = self.put_object(result.body)
+                except Exception as e:
+                    text = f"the model returned a {type(result.body).__name__} that cannot be pickled"
+                    results[i] = ItemResult(error=BadOutput(text, detail=repr(e)))
+            elif type(result.body) is not bytes or len(result.body) > LARGE_BYTES:
+                result.body = self.put(result.body)
+        return results
+
+
+class Inbox:
+    """Reads messages. `resolve(offset, length)` gives what stands in shared memory at that place."""
+
+    def __init__(self, kind: Any, resolve: Callable[[int, int], Any]) -> None:
+        self._resolve = resolve
+        self._buffers: list[bytearray] = []
+        self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._ext, dec_hook=_read_error)
+
+    def read(self, frame: frames.Frame) -> Any:
+        """The message in `frame`. Raises msgspec.DecodeError or ValueError: then the peer is broken."""
+        self._buffers = frame.buffers
+        return self._decoder.decode(frame.head)
+
+    def _ext(self, code: int, data: memoryview) -> Any:
+        if code == _PICKLE:
+            return Pickled(bytes(data), [])
+        if code == _SLAB:
+            return self._resolve(*_PLACE.unpack(data))
+        if code == _BUFFER:
+            return self._buffers[_INDEX.unpack(data)[0]]
+        if code == _PICKLE_PARTS:
+            return Pickled(*msgspec.msgpack.decode(data, ext_hook=self._ext))
+        if code == _ERROR:
+            return _read_error(PenstockError, msgspec.msgpack.decode(data))
+        raise ValueError(f"unknown extension {code}")
+
+
+def write(message: Struct, buffers: list[frames.Buffer] | None = None) -> list[frames.Buffer]:
+    """The pieces of the frame of one message."""
+    return frames.encode(_encoder.encode(message), buffers or ())
+
+
+def place(slab: Slab) -> Ext:
+    """What stands for a slab in the head."""
+    return Ext(_SLAB, _PLACE.pack(slab.offset, slab.length))
+
+
+def _write_error(value: object) -> object:
+    if isinstance(value, PenstockError):
+        return [value.code, value.message, value.retry_after_s, value.detail]
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
+
+
+def _read_error(kind: type, value: Any) -> PenstockError:
+    code, message, retry_after_s, detail = value
+    error = from_code(code, message, detail)
+    error.retry_after_s = retry_after_s
+    return error
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_write_error)

@@ -1,0 +1,201 @@
+"""Shared memory for large payloads: a pool of pages that this process fills and its workers read, without a name.
+
+The pool is one memfd (an unlinked temporary file where memfd is missing), mapped by every worker. The side that owns
+the pool allocates; the other maps it read-only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import PayloadTooLarge
+
+PAGE = mmap.PAGESIZE
+GIVE_BACK_BYTES = 16 * 2**20  # slabs from this size on go back to the system when freed; smaller ones are soon reused
+
+
+class Slab:
+    """Memory for one payload. `view` is writable; `release` gives the memory back once nobody has pinned it.
+
+    A transport pins the slab while a worker may read it, so `release` is safe, and idempotent, at any time.
+    """
+
+    __slots__ = ("_extent", "_pins", "_pool", "_released", "length", "offset", "view")
+
+    def __init__(self, pool: SlabPool, offset: int, length: int, extent: int, view: memoryview) -> None:
+        self._pool = pool
+        self.offset = offset
+        self.length = length
+        self.view = view
+        self._extent = extent
+        self._pins = 0
+        self._released = False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def shrink(self, length: int) -> None:
+        """Keeps only the first `length` bytes."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"a slab of {self.length} bytes cannot shrink to {length}")
+        self.view = self.view[:length]
+        self.length = length
+        keep = _pages(length)
+        if keep < self._extent:
+            tail, self._extent = self._extent - keep, keep
+            self._pool._give_back(self.offset + keep, tail)
+
+    def pin(self) -> None:
+        """The memory stays as it is until `unpin`, also when it is released."""
+        self._pins += 1
+
+    def unpin(self) -> None:
+        """Ends one `pin`; the last one frees a slab that was released."""
+        self._pins -= 1
+        self._maybe_free()
+
+    def release(self) -> None:
+        """Gives the memory back, now or with the last `unpin`."""
+        self._released = True
+        self._maybe_free()
+
+    def retire(self) -> None:
+        """Never reuses this memory: somebody may look at it for ever."""
+        self._extent = 0
+
+    def lease(self) -> tuple[memoryview, weakref.ref[Any]]:
+        """A read-only view, and what tells whether anybody still looks at it; see `lease`."""
+        return lease(self._pool.memory, self.offset, self.length)
+
+    def _maybe_free(self) -> None:
+        if self._released and self._pins == 0 and self._extent:
+            extent, self._extent = self._extent, 0
+            try:
+                self.view.release()
+            except BufferError:  # a reader of this process still has it in its hands: it reads what comes next
+                pass
+            self._pool._give_back(self.offset, extent)
+
+
+class SlabPool:
+    """`capacity_bytes` of shared memory, cut into slabs of whole pages, first fit. Safe from several threads.
+
+    `fd` is what a worker maps. With `fd` given, the pool is laid over memory that a peer made.
+    """
+
+    def __init__(self, capacity_bytes: int, fd: int | None = None) -> None:
+        self.capacity_bytes = _pages(capacity_bytes)
+        self.fd = _anonymous_file(self.capacity_bytes) if fd is None else fd
+        self.memory = mmap.mmap(self.fd, self.capacity_bytes)
+        self.in_use_bytes = 0
+        self._offsets = [0]  # of the free extents, sorted
+        self._lengths = [self.capacity_bytes]
+        self._waiters: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def allocate(self, n: int) -> Slab | None:
+        """A slab of `n` bytes, or None while there is no room. Raises PayloadTooLarge if it can never fit."""
+        extent = _pages(n)
+        if extent > self.capacity_bytes:
+            raise PayloadTooLarge(
+                f"a payload of {n} bytes does not fit into the pool of {self.capacity_bytes} bytes: raise limits.pool_bytes"
+            )
+        with self._lock:
+            for i, room in enumerate(self._lengths):
+                if room >= extent:
+                    break
+            else:
+                return None
+            offset = self._offsets[i]
+            if room == extent:
+                del self._offsets[i], self._lengths[i]
+            else:
+                self._offsets[i] += extent
+                self._lengths[i] -= extent
+            self.in_use_bytes += extent
+        return Slab(self, offset, n, extent, memoryview(self.memory)[offset : offset + n])
+
+    def when_free(self, wake: Callable[[], None]) -> None:
+        """Calls `wake()` once, when memory was given back; in the thread that gave it back."""
+        self._waiters.append(wake)
+
+    def close(self) -> None:
+        """Unmaps the pool; views that are still alive keep the mapping, not the descriptor, alive."""
+        self._waiters.clear()
+        try:
+            self.memory.close()
+        except BufferError:
+            pass
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _give_back(self, offset: int, extent: int) -> None:
+        if self.fd < 0:
+            return
+        if extent >= GIVE_BACK_BYTES:
+            _give_to_system(self.memory, offset, extent)
+        with self._lock:
+            self.in_use_bytes -= extent
+            i = bisect_left(self._offsets, offset)
+            if i < len(self._offsets) and offset + extent == self._offsets[i]:
+                extent += self._lengths[i]
+                del self._offsets[i], self._lengths[i]
+            if i and self._offsets[i - 1] + self._lengths[i - 1] == offset:
+                self._lengths[i - 1] += extent
+            else:
+                self._offsets.insert(i, offset)
+                self._lengths.insert(i, extent)
+            waiters, self._waiters = self._waiters, []
+        for wake in waiters:
+            wake()
+
+
+def map_read_only(fd: int, capacity_bytes: int) -> mmap.mmap:
+    """The memory of a peer's pool, for `lease`."""
+    return mmap.mmap(fd, capacity_bytes, prot=mmap.PROT_READ)
+
+
+def lease(memory: mmap.mmap, offset: int, length: int) -> tuple[memoryview, weakref.ref[Any]]:
+    """A read-only view `[length]` of bytes, and a reference that is dead when nobody looks at that memory any more.
+
+    Releasing a view does not tell of slices that were taken of it; the life of the array below all of them does.
+    """
+    import numpy as np  # here: a worker that never sees a large payload does not load it
+
+    if offset < 0 or length < 0 or offset + length > len(memory):
+        raise ValueError(f"[{offset}, {offset + length}) is outside the pool of {len(memory)} bytes")
+    base = np.frombuffer(memory, np.uint8, length, offset)
+    base.flags.writeable = False
+    return memoryview(base), weakref.ref(base)
+
+
+def _pages(n: int) -> int:
+    return max(PAGE, -(-n // PAGE) * PAGE)
+
+
+def _anonymous_file(size: int) -> int:
+    """A file descriptor of `size` bytes that has no name, and is not inherited unless asked for."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp(prefix="penstock-")
+        os.unlink(path)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def _give_to_system(memory: mmap.mmap, offset: int, extent: int) -> None:
+    option = getattr(mmap, "MADV_REMOVE", None)
+    if option is not None:
+        try:
+            memory.madvise(option, offset, extent)
+        except OSError:  # the file system of the temporary file cannot: the memory stays resident, nothing else
+            pass
