@@ -1,7 +1,7 @@
 """Portal: the sync face. One background event loop with an Engine; any number of threads call it.
 
-A call is one request of n items and one wake-up. Callers push onto a deque and ring the loop only when it is not already on
-its way (many threads, one wake-up), then sleep on a lock that each thread keeps for all its calls: a
+A call is one request of n items and one wake-up. Callers push onto a deque and ring the loop only when it is not rung
+already (many threads, one wake-up), then sleep on a lock that each thread keeps for all its calls: a
 `concurrent.futures.Future` costs a condition variable a call.
 """
 

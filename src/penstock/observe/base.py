@@ -14,7 +14,7 @@ from penstock.types import MetricDelta
 
 
 class BatchRecord(Struct):
-    """One finished batch. `waits_s` and `latencies_s` are aligned: queue wait, and arrival to answer, of each request."""
+    """One finished batch. `waits_s` (queue) and `latencies_s` (arrival to answer) are aligned, one a request."""
 
     model: str
     version: str

@@ -1,0 +1,193 @@
+"""The composition root: engine, listeners and signals, joined into one running server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from penstock import __version__
+from penstock.config.schema import Config
+from penstock.engine.engine import Engine
+from penstock.errors import PenstockError
+from penstock.frontends.http.auth import load_tokens, make_ssl_context
+from penstock.frontends.http.server import HttpServer
+from penstock.observe.prometheus import PrometheusObserver
+from penstock.types import ModelStatus, TensorSpec
+
+READY_FD = "PENSTOCK_READY_FD"
+_MOST_ROWS = 5  # of the banner's table of models
+_MOST_ELEMENTS = 64  # of an input that the banner writes out
+
+
+def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None) -> int:
+    """Serves until SIGINT or SIGTERM; the process's exit status. Raises PenstockError if it cannot start."""
+    return _runner()(Server(config).main(on_ready))
+
+
+def _runner() -> Callable[..., int]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run
+    runner: Callable[..., int] = uvloop.run
+    return runner
+
+
+class Server:
+    """Everything that `penstock serve` runs, in one process besides the workers."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._metrics = PrometheusObserver()
+        self._stopped = asyncio.Event()
+        self._admin: list[Any] = []
+        self.urls: dict[str, str] = {}
+
+    async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
+        engine = Engine(self._config.limits, [self._metrics])
+        self._metrics.statuses = engine.statuses
+        self._catch_signals()
+        http = self._listener(engine)
+        try:
+            await self._bind_inference(http)
+            loads = asyncio.gather(*(engine.load(n, m, sys_path=[os.getcwd()]) for n, m in self._config.models.items()))
+            try:
+                await self._bind_admin(engine)
+                await self._unless_stopped(loads)
+            finally:
+                loads.cancel()
+                with contextlib.suppress(asyncio.CancelledError, PenstockError):
+                    await loads
+            if not self._stopped.is_set():
+                self._announce(engine, on_ready)
+            await self._stopped.wait()
+            return 0
+        finally:
+            engine.drain()
+            await http.close(self._config.server.drain_s)
+            await engine.close(self._config.server.drain_s)
+            for server in self._admin:
+                await server.close()
+
+    # ---- listeners
+
+    def _tokens(self, own: str | None) -> frozenset[str]:
+        return load_tokens([f for f in (self._config.auth.token_file, own) if f])
+
+    def _listener(self, engine: Engine) -> HttpServer:
+        s = self._config.server
+        self._ssl = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca) if s.tls_cert and s.tls_key else None
+        tokens = self._tokens(self._config.auth.inference_token_file)
+        return HttpServer(engine, self._config.limits, tokens=tokens, ssl=self._ssl)
+
+    async def _bind_inference(self, http: HttpServer) -> None:
+        self._note("inference", *await http.start(self._config.server.host, self._config.server.port))
+
+    async def _bind_admin(self, engine: Engine) -> None:
+        """The management and metrics listeners. Imported here: the workers load meanwhile."""
+        from penstock.frontends.http.admin import UvicornServer, admin_app, metrics_app
+
+        s, auth = self._config.server, self._config.auth
+        for name, app, host, port in (
+            (
+                "management",
+                admin_app(engine, self._tokens(auth.management_token_file)),
+                s.management_host,
+                s.management_port,
+            ),
+            (
+                "metrics",
+                metrics_app(self._metrics.render, self._tokens(auth.metrics_token_file)),
+                s.metrics_host,
+                s.metrics_port,
+            ),
+        ):
+            server = UvicornServer(app, tls_cert=s.tls_cert, tls_key=s.tls_key, tls_client_ca=s.tls_client_ca)
+            self._note(name, *await server.start(host, port))
+            self._admin.append(server)
+
+    def _note(self, name: str, host: str, port: int) -> None:
+        scheme = "https" if self._config.server.tls_cert else "http"
+        self.urls[name] = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    # ---- signals
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stopped.is_set():
+            os._exit(1)  # the second one: at once; workers end with their sockets
+        click.echo(f"penstock: draining, at most {self._config.server.drain_s:g} s; once more stops at once", err=True)
+        self._stopped.set()
+
+    async def _unless_stopped(self, loads: asyncio.Future[Any]) -> None:
+        stop = asyncio.ensure_future(self._stopped.wait())
+        await asyncio.wait((loads, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if loads.done():
+            loads.result()
+
+    # ---- what it says
+
+    def _announce(self, engine: Engine, on_ready: Callable[[dict[str, str]], None] | None) -> None:
+        click.echo(banner(self.urls, engine.statuses(), _example(engine, self.urls["inference"])))
+        sys.stdout.flush()
+        if on_ready is not None:
+            on_ready(self.urls)
+        fd = os.environ.get(READY_FD, "")
+        if fd.isdigit():
+            with contextlib.suppress(OSError), os.fdopen(int(fd), "w") as f:
+                f.write(json.dumps(self.urls) + "\n")
+
+
+def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) -> str:
+    """At most 12 lines: where it listens, what it serves, and one line to try it."""
+    rows = [("MODEL", "VERSION", "INSTANCES", "BATCH", "DEVICE", "STATE")]
+    for m in models[:_MOST_ROWS]:
+        devices = ",".join(dict.fromkeys(m.devices))
+        rows.append((m.name, m.version, str(m.instances), str(m.max_batch_size), devices, m.state))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [f"penstock {__version__}"]
+    lines += [f"  {name:<10} {url}" for name, url in urls.items()]
+    lines += [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    if len(models) > _MOST_ROWS:
+        lines.append(f"  ... and {len(models) - _MOST_ROWS} more: GET {urls['management']}/models")
+    lines.append(f"  {example}")
+    return "\n".join(lines)
+
+
+def _example(engine: Engine, url: str) -> str:
+    """A curl line that works when pasted: an inference if the model declares a small input, else its description."""
+    name = next((m.name for m in engine.statuses() if m.state == "READY"), None)
+    if name is None:
+        return f"curl {url}/readyz"
+    metadata, _ = engine.metadata(name, None)
+    tensors = [_zeros(spec) for spec in metadata.inputs]
+    if not tensors or any(t is None for t in tensors):
+        return f"curl {url}/v2/models/{name}"
+    body = json.dumps({"inputs": tensors}, separators=(",", ":"))
+    return f"curl -d '{body}' {url}/v2/models/{name}/infer"
+
+
+def _zeros(spec: TensorSpec) -> dict[str, Any] | None:
+    shape = [1 if n < 0 else n for n in spec.shape]
+    count = 1
+    for n in shape:
+        count *= n
+    if count > _MOST_ELEMENTS or spec.datatype == "BYTES":
+        return None
+    zero: Any = False if spec.datatype == "BOOL" else 0
+    return {"name": spec.name, "datatype": spec.datatype, "shape": shape, "data": [zero] * count}

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
+FREE_PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
+
+
+class RunningServer:
+    """A real `penstock serve` in a process of its own; `urls` has its three listeners."""
+
+    def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str]) -> None:
+        read, write = os.pipe()
+        self.process = subprocess.Popen(
+            [*SERVE, *arguments, *FREE_PORTS],
+            pass_fds=[write],
+            cwd=cwd,
+            env={**os.environ, **env, "PENSTOCK_READY_FD": str(write)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            line = pipe.readline()  # ends with the process if it fails
+        if not line:
+            out, err = self.process.communicate()
+            raise RuntimeError(f"the server did not start, exit {self.process.returncode}\n{out}\n{err}")
+        self.urls: dict[str, str] = json.loads(line)
+
+    @property
+    def url(self) -> str:
+        return self.urls["inference"]
+
+    def post(self, path: str, body: bytes, content_type: str = "application/json", **headers: str) -> tuple[int, bytes]:
+        named = {"content-type": content_type, **{k.replace("_", "-"): v for k, v in headers.items()}}
+        return self.fetch(urllib.request.Request(self.url + path, body, named))
+
+    def get(self, path: str, listener: str = "inference", **headers: str) -> tuple[int, bytes]:
+        named = {k.replace("_", "-"): v for k, v in headers.items()}
+        return self.fetch(urllib.request.Request(self.urls[listener] + path, headers=named))
+
+    @staticmethod
+    def fetch(request: urllib.request.Request) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as e:
+            with e:
+                return e.code, e.read()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples of one name whose labels include `labels`."""
+        total = 0.0
+        for line in self.get("/metrics", "metrics")[1].decode().splitlines():
+            if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
+        """(exit status, stdout, stderr) after a signal."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            out, err = self.process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, err = self.process.communicate()
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
+    """Starts servers; `serve("def f(items): ...", "f")` writes app.py and serves `app.py:f`."""
+    servers: list[RunningServer] = []
+
+    def start(source: str | None, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
+        given = list(arguments)
+        if source is not None:
+            (tmp_path / "app.py").write_text(textwrap.dedent(source))
+            given = [a if "=" in a or a.startswith("-") or "." in a or a.isdigit() else f"app.py:{a}" for a in given]
+        server = RunningServer(given, cwd or tmp_path, env or {})
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        with contextlib.suppress(ProcessLookupError):
+            server.stop()

@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
+
+MODELS = """
+    import time
+    import numpy as np
+    import penstock
+    from penstock import metrics
+
+    def echo(items):
+        return items
+
+    def sizes(items):
+        time.sleep(0.02)
+        return [len(items)] * len(items)
+
+    def picky(items):
+        for item in items:
+            if item == {"bad": 1}:
+                raise ValueError("secret path /etc/passwd")
+        return items
+
+    def short(items):
+        return items[:-1]
+
+    def nan(items):
+        return [float("nan")] * len(items)
+
+    def odd(items):
+        return [object() for _ in items]
+
+    def stream(items):
+        for i in range(3):
+            yield [f"{i};" for _ in items]
+
+    def counted(items):
+        metrics.counter("things", len(items), kind="x")
+        return [len(x) for x in items]
+
+    def custom(items):
+        return [penstock.Response(b"GIF8", "image/gif", 201, {"x-own": "1"}) for _ in items]
+
+    def slow(items):
+        time.sleep(1.0)
+        return items
+
+    class Sums:
+        inputs = [penstock.TensorSpec("x", "FP32", (-1, 2))]
+        outputs = [penstock.TensorSpec("sum", "FP32", (-1,))]
+
+        def load(self, device):
+            self.device = device
+
+        def predict(self, items):
+            return [{"sum": item["x"].sum(axis=1)} for item in items]
+"""
+
+
+def infer_body(rows: int) -> bytes:
+    data = [float(i) for i in range(rows * 2)]
+    return json.dumps(
+        {"id": "7", "inputs": [{"name": "x", "datatype": "FP32", "shape": [rows, 2], "data": data}]}
+    ).encode()
+
+
+def test_a_model_answers_json_text_bytes_and_forms(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "echo", "counted", "custom")
+    assert server.post("/predictions/echo", b'{"a": [1, 2]}') == (200, b'{"a":[1,2]}')
+    assert server.post("/predictions/echo/1", b"hello", "text/plain") == (200, b"hello")
+    assert server.post("/predictions/echo", b"\x00\xff", "image/png") == (200, b"\x00\xff")
+    form = b'--B\r\ncontent-disposition: form-data; name="f"; filename="a.bin"\r\n\r\nabc\r\n--B--\r\n'
+    assert server.post("/predictions/counted", form, "multipart/form-data; boundary=B") == (200, b"1")
+    assert server.post("/predictions/custom", b"{}") == (201, b"GIF8")
+    assert server.metric("things_total", kind="x", model="counted") == 1
+
+
+def test_open_inference_routes_answer(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "Sums")
+    status, body = server.post("/v2/models/sums/infer", infer_body(3))
+    answer = json.loads(body)
+    assert status == 200
+    assert answer["id"] == "7"
+    assert answer["outputs"] == [{"name": "sum", "datatype": "FP32", "shape": [3], "data": [1.0, 5.0, 9.0]}]
+    status, body = server.get("/v2/models/sums")
+    assert json.loads(body)["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]
+    for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/sums/ready", "/ping", "/healthz", "/readyz"):
+        assert server.get(path)[0] == 200, path
+    assert "/predictions/sums" in json.loads(server.get("/openapi.json")[1])["paths"]
+
+
+def test_a_request_of_more_rows_than_the_batch_is_split_and_joined(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "Sums", "--max-batch-size", "4")
+    status, body = server.post("/v2/models/sums/infer", infer_body(10))
+    assert status == 200
+    output = json.loads(body)["outputs"][0]
+    assert output["shape"] == [10]
+    assert output["data"] == [4.0 * i + 1 for i in range(10)]
+    assert server.metric("penstock_batches_total", model="sums") == 3
+
+
+def test_concurrent_requests_share_batches(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "sizes")
+    with ThreadPoolExecutor(16) as pool:
+        answers = [json.loads(b) for _, b in pool.map(lambda _: server.post("/predictions/sizes", b"{}"), range(64))]
+    assert max(answers) > 4
+    assert server.metric("penstock_answers_total", model="sizes") == 64
+    assert server.metric("penstock_batches_total", model="sizes") < 40
+
+
+def test_one_bad_item_of_64_fails_alone_and_tells_nothing_private(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "picky", "--set", "models.picky.batching.max_hold_s=0.05")
+    bodies = [b'{"bad": 1}' if i == 17 else b'{"n": %d}' % i for i in range(64)]
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(lambda b: server.post("/predictions/picky", b), bodies))
+    assert [s for s, _ in answers].count(200) == 63
+    status, body = answers[17]
+    assert status == 500
+    assert b"passwd" not in body
+    assert b"ValueError" in body
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("short", ["1", "0"]), ("nan", ["NaN"]), ("odd", ["object"])], ids=["k-of-n", "nan", "object"]
+)
+def test_a_wrong_result_is_a_clear_error(serve: Callable[..., Any], model: str, words: list[str]) -> None:
+    server = serve(MODELS, model)
+    status, body = server.post(f"/predictions/{model}", b"{}")
+    assert status == 500
+    assert all(w in body.decode() for w in words), body
+
+
+def test_truncated_json_is_told_with_its_offset_and_batch_mates_are_answered(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "sizes")
+    with ThreadPoolExecutor(8) as pool:
+        bad = pool.submit(server.post, "/predictions/sizes", b'{"a": [1, 2')
+        good = [pool.submit(server.post, "/predictions/sizes", b"{}") for _ in range(7)]
+    assert bad.result()[0] == 400
+    assert re.search(rb"byte \d+|position \d+|offset \d+", bad.result()[1]), bad.result()[1]
+    assert all(g.result()[0] == 200 for g in good)
+
+
+def test_a_stream_comes_in_parts_or_as_events(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "stream")
+    assert server.post("/predictions/stream", b"{}") == (200, b"0;1;2;")
+    status, body = server.post("/predictions/stream", b"{}", accept="text/event-stream")
+    assert status == 200
+    assert re.findall(rb"data: (.*)", body) == [b"0;", b"1;", b"2;"]
+
+
+def test_deadline_priority_and_request_id_headers(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "echo")
+    assert server.post("/predictions/echo", b"{}", x_deadline_ms="0")[0] == 504
+    assert server.post("/predictions/echo", b"{}", x_deadline_ms="soon")[0] == 400
+    assert server.post("/predictions/echo", b"{}", x_deadline_ms="1000", x_priority="1")[0] == 200
+    request = urllib.request.Request(server.url + "/predictions/echo", b"{}", {"x-request-id": "abc-1"})
+    with urllib.request.urlopen(request) as response:
+        assert response.headers["x-request-id"] == "abc-1"
+
+
+def test_a_full_queue_is_429_with_retry_after(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "slow", "--max-batch-size", "1", "--set", "models.slow.batching.max_queue=1")
+    with ThreadPoolExecutor(8) as pool:
+        answers = [f.result()[0] for f in [pool.submit(server.post, "/predictions/slow", b"{}") for _ in range(8)]]
+    assert 429 in answers
+    assert 200 in answers
+    assert set(answers) == {200, 429}
+
+
+def test_unknown_model_version_route_and_method(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "echo")
+    status, body = server.post("/predictions/eco", b"{}")
+    assert status == 404
+    assert b"echo" in body
+    assert server.post("/predictions/echo/9", b"{}")[0] == 404
+    assert server.post("/nothing", b"{}")[0] == 404
+    assert server.get("/predictions/echo")[0] == 405
+
+
+def test_a_body_over_64_kib_crosses_in_a_slab_which_is_given_back(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "echo")
+    body = os.urandom(6_000_000)
+    for _ in range(60):  # more than the pool holds at once
+        assert server.post("/predictions/echo", body, "application/octet-stream") == (200, body)
+
+
+def test_a_body_of_500_mb_passes_with_flat_front_end_memory(serve: Callable[..., Any]) -> None:
+    limit = 600 * 2**20
+    server = serve(MODELS, "counted", "--set", f"limits.max_body_bytes={limit}", "--set", f"limits.pool_bytes={limit}")
+    process = psutil.Process(server.process.pid)
+
+    def anonymous() -> int:
+        with open(f"/proc/{process.pid}/smaps_rollup") as f:
+            return next(int(line.split()[1]) for line in f if line.startswith("Anonymous:")) * 1024
+
+    before = anonymous()
+    host, port = server.url.removeprefix("http://").split(":")
+    size = 500 * 10**6
+    with socket.create_connection((host, int(port))) as s:
+        head = f"POST /predictions/counted HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n"
+        s.sendall(head.encode())
+        block = bytes(10**6)
+        for _ in range(500):
+            s.sendall(block)
+        answer = s.recv(4096)
+    assert answer.endswith(b"\r\n\r\n500000000")
+    assert anonymous() - before < 30 * 2**20
+
+
+def test_sigterm_drains_and_exits_0_and_leaves_no_process(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "slow", "--instances", "2")
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(children) >= 2
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/predictions/slow", b"[1]")
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert answer.result() == (200, b"[1]")
+    status, out, _ = server.stop()
+    assert status == 0
+    assert len(out.splitlines()) <= 12
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_a_second_signal_stops_at_once_and_leaves_no_process(serve: Callable[..., Any]) -> None:
+    server = serve("import time\ndef stuck(items):\n    time.sleep(60)\n", "stuck")
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    thread = threading.Thread(target=lambda: pytest.raises(OSError, server.post, "/predictions/stuck", b"{}"))
+    thread.start()
+    time.sleep(0.3)
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    status, _, _ = server.stop(signal.SIGINT)
+    assert status == 1
+    assert time.monotonic() - start < 5
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    thread.join()
+
+
+def test_the_curl_line_of_the_banner_works_when_pasted(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "Sums")
+    line = ""
+    for _ in range(12):
+        line = server.process.stdout.readline()
+        if "curl" in line:
+            break
+    done = subprocess.run(["bash", "-c", line.strip() + " -s -f"], capture_output=True, check=False)
+    assert done.returncode == 0, (line, done.stderr)
+    assert json.loads(done.stdout)["outputs"][0]["data"] == [0.0]
+
+
+def refused(*arguments: str, cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        [*SERVE, *arguments],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stderr
+
+
+def test_wrong_starts_are_told_clearly(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("def predict_one(items):\n    return items\n")
+    assert "predict_one" in refused("app.py:predict", "--port", "0", cwd=tmp_path)
+    assert "nowhere.py" in refused("nowhere.py:f", "--port", "0", cwd=tmp_path)
+    assert "token" in refused("app.py:predict_one", "--host", "0.0.0.0", "--port", "0", cwd=tmp_path)
+    assert "app.py:obj" in refused("app.py", cwd=tmp_path)
+    (tmp_path / "p.toml").write_text('[server]\nprot = 1\n[models.m]\ntarget = "app.py:predict_one"\n')
+    message = refused("p.toml", cwd=tmp_path)
+    assert "prot" in message
+    assert "'port'" in message
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refused("app.py:predict_one", "--port", str(port), cwd=tmp_path)
+    assert str(port) in message
+
+
+def test_a_toml_environment_and_set_are_read_together(serve: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text('[models.m]\ntarget = "app.py:sizes"\n[models.m.batching]\nmax_batch_size = 8\n')
+    server = serve(MODELS, "p.toml", "--set", "models.m.instances=2", env={"PENSTOCK_LIMITS__MAX_BODY_BYTES": "1000"})
+    model = json.loads(server.get("/models/m", "management")[1])
+    text = json.dumps(model)
+    assert '"instances": 2' in text
+    assert '"max_batch_size": 8' in text
+    assert server.post("/predictions/m", b"x" * 1001)[0] == 413
+
+
+def test_tokens_are_asked_for_on_every_listener(serve: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("# ours\nopen-sesame-0123456789\n")
+    server = serve(MODELS, "echo", "--token-file", "tokens")
+    good = {"authorization": "Bearer open-sesame-0123456789"}
+    assert server.post("/predictions/echo", b"{}")[0] == 401
+    assert server.post("/predictions/echo", b"{}", authorization="Bearer wrong")[0] == 401
+    assert server.post("/predictions/echo", b"{}", **good)[0] == 200
+    for path, listener in (("/models", "management"), ("/metrics", "metrics")):
+        assert server.get(path, listener)[0] == 401
+        assert server.get(path, listener, **good)[0] == 200
+    assert server.get("/ping")[0] == 200
+
+
+def test_an_idle_server_uses_no_cpu(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "echo")
+    server.post("/predictions/echo", b"{}")
+    tree = [psutil.Process(server.process.pid)]
+    tree += tree[0].children(recursive=True)
+
+    def cpu() -> float:
+        return sum(t.user + t.system for t in (p.cpu_times() for p in tree))
+
+    time.sleep(1.0)
+    before = cpu()
+    time.sleep(3.0)
+    assert cpu() - before <= 0.03
+
+
+def test_a_killed_worker_costs_no_request(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "sizes", "--instances", "2")
+    worker = psutil.Process(server.process.pid).children()[0]
+    with ThreadPoolExecutor(16) as pool:
+        answers = [pool.submit(server.post, "/predictions/sizes", b"{}") for _ in range(100)]
+        time.sleep(0.05)
+        worker.kill()
+        statuses = [a.result()[0] for a in answers]
+    assert statuses == [200] * 100
+    assert server.get("/readyz")[0] == 200
+    deadline = time.monotonic() + 10
+    while server.metric("penstock_workers_up") < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.metric("penstock_workers_up") == 2

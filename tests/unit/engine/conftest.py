@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.batching.scheduler import Scheduler, make_policy
+from penstock.config.schema import BatchingConfig
+from penstock.engine.batcher import Batcher
+from penstock.transports.base import OnPart, TransportListener
+from penstock.types import Batch, BatchPart, Item, ItemResult
+
+
+class FakeTransport:
+    """Keeps every batch until the test answers it."""
+
+    slots = 1
+    depth = 1
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Batch, OnPart]] = []
+
+    async def start(self, listener: TransportListener) -> None: ...
+
+    async def close(self, drain_s: float) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def send(self, batch: Batch, on_part: OnPart) -> None:
+        self.sent.append((batch, on_part))
+
+    def answer(self, part: BatchPart | None = None, **fields: object) -> Batch:
+        """Answers the oldest batch: every payload with itself, unless `part` or fields of it say otherwise."""
+        batch, on_part = self.sent.pop(0)
+        results = [ItemResult(body=item.payload) for item in batch.items]
+        on_part(part or BatchPart(batch.id, **{"results": results, **fields}))  # type: ignore[arg-type]
+        return batch
+
+    def part(self, results: list[ItemResult | None]) -> None:
+        """A non-final part of the oldest batch."""
+        batch, on_part = self.sent[0]
+        on_part(BatchPart(batch.id, results=results, final=False))
+
+
+class Caller:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.parts: list[ItemResult] = []
+
+    def __call__(self, result: ItemResult) -> None:
+        assert not self.parts or not self.parts[-1].final, "answered twice"
+        self.parts.append(result)
+
+    @property
+    def answer(self) -> ItemResult:
+        assert self.parts, "not answered"
+        assert self.parts[-1].final, "not answered to the end"
+        return self.parts[-1]
+
+
+@pytest.fixture
+def transport() -> FakeTransport:
+    return FakeTransport()
+
+
+@pytest.fixture
+def caller() -> type[Caller]:
+    return Caller
+
+
+@pytest.fixture
+def make_batcher(transport: FakeTransport) -> Callable[..., Batcher]:
+    def make(max_batch_size: int = 4, max_queue: int = 8, depth: int = 1, **keys: object) -> Batcher:
+        config = BatchingConfig(**keys)  # type: ignore[arg-type]
+        policy = make_policy("adaptive", max_hold_s=0.0, slo_s=config.slo_s, timeout_s=config.timeout_s)
+        scheduler = Scheduler(
+            policy,
+            max_batch_size=max_batch_size,
+            max_queue=max_queue,
+            max_queue_bytes=2**20,
+            depth=depth,
+            idempotent=config.idempotent,
+        )
+
+        def join(item: Item, parts: list[ItemResult]) -> ItemResult:
+            return ItemResult(body=[p.body for p in parts])
+
+        batcher = Batcher("m", "1", transport, scheduler, config, [], join)
+        batcher.scheduler.slot_up(0, 0.0)
+        return batcher
+
+    return make

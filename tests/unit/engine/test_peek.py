@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.schema import BatchingConfig
+from penstock.engine.peek import bucket_rule, rows_rule
+from penstock.errors import BadRequest, ConfigError
+from penstock.types import Item
+
+INFER = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[3,2],"data":[1,2,3,4,5,6]}]}'
+
+
+def test_rows_of_an_open_inference_request_are_axis_0_of_its_first_input() -> None:
+    assert rows_rule(BatchingConfig())(Item(INFER, codec="oip_json")) == 3
+
+
+def test_a_body_over_64_kib_is_not_looked_into() -> None:
+    assert rows_rule(BatchingConfig())(Item(INFER + b" " * 70_000, codec="oip_json")) == 1
+
+
+def test_rows_may_come_from_a_header() -> None:
+    rows = rows_rule(BatchingConfig(rows="header:X-Rows"))
+    assert rows(Item(b"", codec="native", headers=[(b"x-rows", b"5")])) == 5
+    assert rows(Item(b"", codec="native")) == 1
+    with pytest.raises(BadRequest, match="x-rows"):
+        rows(Item(b"", codec="native", headers=[(b"X-Rows", b"0")]))
+
+
+def test_buckets_by_shape_content_type_and_header() -> None:
+    assert bucket_rule(BatchingConfig()) is None
+    shape = bucket_rule(BatchingConfig(bucket="shape"))
+    other = INFER.replace(b"[3,2]", b"[2,3]")
+    same = INFER.replace(b"[3,2]", b"[7,2]")
+    assert shape is not None
+    assert shape(Item(INFER, codec="oip_json")) == shape(Item(same, codec="oip_json"))
+    assert shape(Item(INFER, codec="oip_json")) != shape(Item(other, codec="oip_json"))
+    kind = bucket_rule(BatchingConfig(bucket="content-type"))
+    assert kind is not None
+    assert kind(Item(b"", content_type="image/png")) == "image/png"
+    header = bucket_rule(BatchingConfig(bucket="header:X-Bucket"))
+    assert header is not None
+    assert header(Item(b"", headers=[(b"x-bucket", b"big")])) == "big"
+
+
+@pytest.mark.parametrize("key", ["rows", "bucket"])
+def test_an_unknown_rule_is_refused(key: str) -> None:
+    make = {"rows": rows_rule, "bucket": bucket_rule}[key]
+    with pytest.raises(ConfigError, match=key):
+        make(BatchingConfig(**{key: "header:"}))
