@@ -1,0 +1,102 @@
+"""Cost: what a batch of n rows takes, learned from the batches that ran."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+READY_SAMPLES = 6  # after the skipped ones: too few samples predict noise
+_FORGET = 0.995  # weight that a size keeps, per sample of any size
+_MAX_WEIGHT = 30.0
+_STRAGGLER = 3.0  # times the mean of its size: counted in `ratio`, clipped in the mean
+_UPPER = 0.97  # the quantile of measured / predicted that `ratio` follows
+
+
+class Cost:
+    """Binned, forgetting least squares for t(n) = a + b*n seconds.
+
+    One bin a power of two keeps what was learned about other sizes while the load sits at one size. While only one
+    size was seen, t is proportional: no set-up cost is claimed, and so nothing is held. a >= 0, b > 0 always.
+    `ratio` is a running upper quantile of measured / predicted, from 1 to 2.
+    """
+
+    __slots__ = ("_bins", "_seen", "_skip", "a", "b", "ratio", "ready")
+
+    def __init__(self, skip: int = 2) -> None:
+        self._bins: dict[int, list[float]] = {}  # bit length of n -> [mean n, mean seconds, weight]
+        self._seen = 0
+        self._skip = skip  # the first samples hold lazy initialisation
+        self.a = 0.0
+        self.b = 1e-9
+        self.ratio = 1.15
+        self.ready = False
+
+    def t(self, n: float) -> float:
+        """Predicted mean seconds of a batch of n rows."""
+        return self.a + self.b * n
+
+    def high(self, n: float) -> float:
+        """Predicted seconds that all but ~3 % of the batches of n rows stay under."""
+        return (self.a + self.b * n) * self.ratio
+
+    @property
+    def knee(self) -> float:
+        """Rows at which the set-up cost is half of the batch: a / b."""
+        return self.a / self.b
+
+    def add(self, n: int, seconds: float) -> None:
+        """Learns from one batch; what cannot be a measurement is ignored."""
+        if n < 1 or not (isfinite(seconds) and seconds >= 0):
+            return
+        self._seen += 1
+        if self._seen <= self._skip:
+            return
+        predicted = self.a + self.b * n
+        seconds = self._bin(n, seconds)
+        if self.ready:
+            self.ratio += 0.02 * (_UPPER if seconds > self.ratio * predicted else _UPPER - 1)
+            self.ratio = min(2.0, max(1.0, self.ratio))
+        self._fit()
+        self.ready = self._seen >= self._skip + READY_SAMPLES
+
+    def _bin(self, n: int, seconds: float) -> float:
+        """Moves the bin of n towards the sample; what is not refreshed loses its say. The sample, clipped."""
+        bins = self._bins
+        for v in bins.values():
+            w = v[2] * _FORGET
+            v[2] = w if w > 1.0 else 1.0
+        v = bins.get(n.bit_length(), _NONE)
+        if v is _NONE:
+            bins[n.bit_length()] = [n, seconds, 1.0]
+            return seconds
+        if v[2] >= 4 and seconds > _STRAGGLER * v[1]:
+            seconds = _STRAGGLER / 2 * v[1]
+        gain = max(0.08, 1 / (v[2] + 1))
+        v[0] += gain * (n - v[0])
+        v[1] += gain * (seconds - v[1])
+        v[2] = min(v[2] + 1, _MAX_WEIGHT)
+        return seconds
+
+    def _fit(self) -> None:
+        weight = x = y = 0.0
+        bins = self._bins.values()
+        for n, seconds, w in bins:
+            weight += w
+            x += w * n
+            y += w * seconds
+        x /= weight
+        y /= weight
+        xx = xy = 0.0
+        for n, seconds, w in bins:
+            d = w * (n - x)
+            xx += d * (n - x)
+            xy += d * (seconds - y)
+        per_row = max(y / x, 1e-12)
+        if xx > 0.2 * weight:
+            self.b = max(1e-6 * per_row, xy / xx)
+            self.a = y - self.b * x
+            if self.a >= 0:
+                return
+        self.a, self.b = 0.0, per_row
+
+
+_NONE: list[float] = []

@@ -1,0 +1,332 @@
+"""Scheduler: which entries become which batch, when, on which slot. A state machine that is told the time.
+
+`room.py` holds what waits, `slots.py` what runs, and the policy decides how many go, when, and what is given up. Here
+they meet: bounds, the turn (`poll`), sending ahead, re-runs after a death, and the ceiling learned from out-of-memory.
+Nothing reads a clock, waits or draws lots: the same calls give the same events.
+"""
+
+from __future__ import annotations
+
+from penstock.batching.cost import Cost
+from penstock.batching.entry import INF, Dispatch, Entry, Event, Expire, Outcome, Shed
+from penstock.batching.policies.adaptive import Adaptive
+from penstock.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
+from penstock.batching.policies.fixed import DEFAULT_DELAY_S, Fixed
+from penstock.batching.policies.none import Unbatched
+from penstock.batching.queues import Bucket
+from penstock.batching.room import Room
+from penstock.batching.slots import Slots
+from penstock.errors import BadRequest, ConfigError, PayloadTooLarge, QueueFull, nearest
+
+CEILING_S = 600.0
+"""How long an out-of-memory is remembered: other users of the device come and go."""
+
+
+class Scheduler:
+    """See the module. `max_queue` counts rows, `depth` batches may be on a slot. In the order of service a request has
+    the budget `horizon_s` + `priority[class]` (the last one holds for higher classes too), or its deadline if earlier.
+    Parts of a request larger than the batch are Entries with its id, `parent` and `start`."""
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        *,
+        max_batch_size: int,
+        max_queue: int,
+        max_queue_bytes: int,
+        depth: int = 1,
+        idempotent: bool = True,
+        priority: tuple[float, ...] = (0.0,),
+        horizon_s: float = 30.0,
+    ) -> None:
+        if not horizon_s < INF or not priority or max_batch_size < 1:
+            raise ValueError("expected a finite horizon_s, at least one priority class and max_batch_size >= 1")
+        self._policy = policy
+        self._cost = Cost()
+        self._slots = Slots(self._cost, depth)
+        self._room = Room(max_batch_size)
+        self._view = View(Bucket(""), self._cost, max_rows=max_batch_size)
+        self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
+        self._depth, self._idempotent = depth, idempotent
+        self._budgets = [horizon_s + extra for extra in priority]
+        self._max_batch_size = max_batch_size
+        self._ceiling: int | None = None
+        self._ceiling_end_s = INF
+        self._running_rows = 0
+        self._batch_id = 0
+        self._held_since_s = INF
+        self._holds, self._held_s = 0, 0.0
+        self._wake_s = INF
+
+    # ---- what others may know
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait, at least in part."""
+        return len(self._room.waiting)
+
+    @property
+    def queued_rows(self) -> int:
+        return self._room.rows
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._room.nbytes
+
+    @property
+    def running(self) -> int:
+        """Batches on slots."""
+        return len(self._slots.running)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When poll could change its mind unasked; None: only after an event."""
+        wake = min(self._wake_s, self._room.ends.next())
+        return wake if wake < INF else None
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most rows of a batch; while an out-of-memory is remembered, batches are smaller (`explain`)."""
+        return self._max_batch_size
+
+    @max_batch_size.setter
+    def max_batch_size(self, rows: int) -> None:
+        if rows < 1:
+            raise ValueError(f"max_batch_size must be at least 1, found {rows}")
+        self._max_batch_size = rows
+        self._resize()
+
+    def prime(self, samples: list[tuple[int, float]]) -> None:
+        """Learns from (rows, seconds) of warm-up runs."""
+        for rows, seconds in samples:
+            self._cost.add(rows, seconds)
+
+    def drain_s(self) -> float | None:
+        """Predicted seconds until all that waits now would have run; None while it cannot be told."""
+        slots, full = self._slots.up, self._view.max_rows
+        if not self._cost.ready or not slots:
+            return None
+        return self._room.rows / full * self._cost.t(full) / slots
+
+    def explain(self) -> dict[str, object]:
+        """Why batches are as they are: the learned model, holds, drops by reason, the ceiling; and the policy's own."""
+        cost = self._cost
+        return {
+            "a_s": cost.a,
+            "b_s": cost.b,
+            "upper_ratio": cost.ratio,
+            "ready": cost.ready,
+            "handover_s": self._slots.handover_s,
+            "max_batch_size": self._max_batch_size,
+            "ceiling": self._ceiling,
+            "slots": self._slots.up,
+            "holds": self._holds,
+            "held_s": self._held_s,
+            "drops": dict(self._room.drops),
+            **self._policy.explain(),
+        }
+
+    # ---- events
+
+    def offer(self, entry: Entry, now: float) -> None:
+        """Queues a request. Raises QueueFull at once; BadRequest, PayloadTooLarge if it could never be queued."""
+        room = self._room
+        rows = entry.rows
+        if rows < 1 or room.rows + rows > self._max_queue or room.nbytes + entry.nbytes > self._max_queue_bytes:
+            self._refuse(entry)
+        budgets, priority = self._budgets, entry.priority
+        v = entry.arrival_s + budgets[priority if priority < len(budgets) else -1]
+        entry.vdeadline_s = v if v < entry.deadline_s else entry.deadline_s
+        room.add(entry)
+        self._policy.on_arrival(entry, now)
+
+    def _refuse(self, entry: Entry) -> None:
+        rows, most, room = entry.rows, self._max_queue, self._room
+        if rows < 1:
+            raise BadRequest(f"the request has {rows} rows, expected at least 1")
+        if rows > most:
+            raise BadRequest(f"the request has {rows} rows, more than the queue may hold ({most}): send it in pieces")
+        if entry.nbytes > self._max_queue_bytes:
+            raise PayloadTooLarge(
+                f"the request has {entry.nbytes} bytes, more than the queue may hold ({self._max_queue_bytes})"
+            )
+        full = f"{room.rows} of {most} rows, {room.nbytes} of {self._max_queue_bytes} bytes"
+        raise QueueFull(f"the queue is full ({full} wait): try again later", retry_after_s=self.drain_s())
+
+    def cancel(self, id: int, now: float) -> bool:
+        """True: the request waited and is gone, no event follows. False: it runs (at least a part of it; what waited is
+        gone) and ends later, or it is unknown."""
+        return self._room.cancel(id)
+
+    def slot_up(self, slot: int, now: float) -> None:
+        """The slot can take batches."""
+        self._slots.raise_up(slot)
+
+    def slot_down(self, slot: int, now: float) -> None:
+        """The slot is gone. What was on it has been completed before, as died or lost."""
+        self._slots.take_down(slot)
+
+    def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
+        """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
+        the caller gone; a request is told only when nothing of it runs any more. What a death ends is told by poll."""
+        answered = outcome.kind == "ok"
+        batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, now)
+        if outcome.oom is not None:
+            self._shrink(outcome.oom, now)
+        if answered:
+            if outcome.oom is None:  # else it was run in pieces: not what a batch of this size takes
+                self._cost.add(batch.rows, seconds)
+            self._see()
+            self._policy.on_complete(batch, seconds, self._view, now)
+            self._running_rows -= batch.rows
+            return self._room.answered(batch.entries, outcome.failed)
+        self._running_rows -= batch.rows
+        died = outcome.kind == "died"
+        again = self._room.lose(batch.entries, died, self._idempotent)
+        if again:
+            self._room.put_back(again, 2 if died else int(batch.exact), batch.slot)
+        return []
+
+    # ---- the turn
+
+    def poll(self, now: float) -> list[Event]:
+        """All that is to be done now. Asked again at the same time, it gives nothing."""
+        room = self._room
+        if now >= self._ceiling_end_s:
+            self._ceiling, self._ceiling_end_s = None, INF
+            self._resize()
+        room.due(now)
+        self._wake_s = INF
+        if room.dirty:
+            self._prune(now)
+        while room.waiting and self._place(now):
+            pass
+        if self._held_since_s < INF and not (self._slots.idle and room.waiting):
+            self._held_s += now - self._held_since_s
+            self._held_since_s = INF
+        events, room.events = room.events, []
+        return events
+
+    def _see(self) -> None:
+        """Brings the view up to date."""
+        view = self._view
+        view.slots = self._slots.up
+        view.inside_rows = self._room.rows + self._running_rows
+
+    def _ask(self, bucket: Bucket, idle: int, now: float) -> Choice:
+        """The policy's choice for a bucket. Its Drops are carried out until it gives none."""
+        view = self._view
+        view.idle = idle
+        view.held_s = self._held_since_s if self._held_since_s < now else now
+        while True:
+            self._see()
+            view.bucket = bucket
+            if bucket.finite:
+                view.busy_s = self._slots.busy_s(now)
+            choice = self._policy.select(view, now)
+            if type(choice) is not Drop:
+                return choice
+            for entry in choice.entries:
+                if entry.state == 1:
+                    kind = Expire(entry.id, "expired") if choice.reason == "expired" else Shed(entry.id, "overload")
+                    self._room.drop(entry, kind)
+            if not bucket.keys:
+                return None
+
+    def _prune(self, now: float) -> None:
+        """Lets the policy give up what cannot be in time, in buckets that got a deadline; also while all slots work."""
+        self._view.ahead = False
+        dirty, self._room.dirty = self._room.dirty, {}
+        for name in dirty:
+            bucket = self._room.buckets.get(name)
+            if bucket is not None:
+                self._ask(bucket, 0, now)
+
+    def _place(self, now: float) -> bool:
+        """Sends one batch, or drops something; True: look again."""
+        room, idle = self._room, self._slots.idle
+        if not idle:
+            return self._depth > 1 and not room.reruns and self._send_ahead(now)
+        if room.reruns:
+            rerun = room.reruns[0]
+            slot = next((n for n in idle if n != rerun.avoid), idle[0])
+            self._dispatch(slot, room.take_rerun(rerun), "rerun", now, exact=True)
+            return True
+        bucket = room.head()
+        if bucket is None:
+            return False
+        self._view.ahead = False
+        choice = self._ask(bucket, len(idle), now)
+        if type(choice) is WaitUntil:
+            choice = self._hold(choice.t, bucket, now)
+            bucket = self._view.bucket
+        if type(choice) is Take:
+            self._dispatch(idle[0], room.take(bucket, choice.rows, choice.until_s), choice.reason, now)
+            return True
+        return not bucket.keys  # all of it was dropped: look at the next one
+
+    def _hold(self, until_s: float, held: Bucket, now: float) -> Choice:
+        """Notes a hold. A full batch of another bucket does not wait for it: the choice for that bucket."""
+        assert until_s > now, f"a policy must wait for a later time than now, found {until_s} at {now}"
+        self._wake_s = min(self._wake_s, until_s)
+        if self._held_since_s == INF:
+            self._held_since_s = now
+            self._holds += 1
+        if self._room.rows - held.rows >= self._view.max_rows:
+            for bucket in self._room.buckets.values():
+                if bucket is not held and bucket.rows >= self._view.max_rows:
+                    return self._ask(bucket, len(self._slots.idle), now)
+        return None
+
+    def _send_ahead(self, now: float) -> bool:
+        """Sends a batch behind a running one: a full one; or any, when the running one ends within the hand-over."""
+        near = self._slots.nearest()
+        bucket = self._room.head()
+        if near is None or bucket is None:
+            return False
+        left = near.end_s - now
+        soon = self._cost.ready and left <= (self._slots.handover_s or 0.0)
+        view = self._view
+        view.ahead, view.ahead_s = True, max(0.0, left)
+        choice = self._ask(bucket, 1, now)
+        if type(choice) is Take and (soon or choice.full):
+            entries = self._room.take(bucket, choice.rows, choice.until_s)
+            self._dispatch(near.slot, entries, choice.reason, now)
+            return True
+        if not soon and self._cost.ready:
+            self._wake_s = min(self._wake_s, near.end_s - (self._slots.handover_s or 0.0))
+        return not bucket.keys
+
+    def _dispatch(self, slot: int, entries: list[Entry], reason: str, now: float, exact: bool = False) -> None:
+        self._batch_id += 1
+        rows = sum([e.rows for e in entries])
+        batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
+        self._running_rows += rows
+        self._room.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead))
+
+    # ---- the ceiling
+
+    def _shrink(self, oom: tuple[int, int], now: float) -> None:
+        """Lowers the ceiling: `oom` is (fewest rows that ran out of memory, most rows that ran)."""
+        bad, good = oom
+        ceiling = max(1, good if good >= 0.8 * bad else (good + bad) // 2)
+        self._ceiling = ceiling if self._ceiling is None else min(ceiling, self._ceiling)
+        self._ceiling_end_s = now + CEILING_S
+        self._resize()
+
+    def _resize(self) -> None:
+        rows = self._max_batch_size if self._ceiling is None else min(self._max_batch_size, self._ceiling)
+        self._view.max_rows = rows
+        self._room.resize(rows)
+
+
+def make_policy(name: str, *, max_hold_s: float | None, slo_s: float | None, timeout_s: float) -> BatchPolicy:
+    """The policy of that name; `max_hold_s` None is "auto". Raises ConfigError for an unknown name."""
+    if name == "adaptive":
+        return Adaptive(max_hold_s)
+    if name == "fixed":  # a delay as long as the target would only produce late answers
+        return Fixed(min(DEFAULT_DELAY_S, (slo_s or timeout_s) / 2) if max_hold_s is None else max_hold_s)
+    if name == "none":
+        return Unbatched()
+    known = ("adaptive", "fixed", "none")
+    raise ConfigError(f"unknown batching policy '{name}', expected one of {', '.join(known)}{nearest(name, known)}")

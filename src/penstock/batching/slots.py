@@ -1,0 +1,110 @@
+"""The slots of one model: which are idle, what runs on each, when each is predicted to be free."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from penstock.batching.cost import Cost
+from penstock.batching.entry import INF, Entry
+from penstock.batching.policies.base import Running
+from penstock.batching.states import SLOT_MOVES, SlotState
+
+
+class Slot(Struct, eq=False):
+    """One instance. `batches` run in order; `last_s` is when the last one ended."""
+
+    number: int
+    state: SlotState = SlotState.DOWN
+    batches: list[Running] = []
+    last_s: float = -INF
+
+    def move(self, to: SlotState) -> None:
+        assert to in SLOT_MOVES[self.state], f"slot {self.number} cannot go from {self.state.name} to {to.name}"
+        self.state = to
+
+
+class Slots:
+    """All slots of one Scheduler. `idle` holds the numbers of the idle ones, lowest first; `up` counts live ones."""
+
+    def __init__(self, cost: Cost, depth: int) -> None:
+        self.idle: list[int] = []
+        self.up = 0
+        self.running: dict[int, Running] = {}
+        self.handover_s: float | None = None  # learned: from dispatch to the start of the run, and back
+        self._cost, self._depth = cost, depth
+        self._slots: dict[int, Slot] = {}
+
+    def raise_up(self, number: int) -> None:
+        slot = self._slots.setdefault(number, Slot(number, batches=[]))
+        if slot.batches:
+            raise ValueError(f"slot {number} came up with {len(slot.batches)} batches on it: complete them first")
+        if slot.state != SlotState.IDLE:
+            self.up += 1
+        self._set(slot, SlotState.IDLE)
+
+    def take_down(self, number: int) -> None:
+        slot = self._slots.get(number)
+        if slot is None or slot.state == SlotState.DOWN:
+            return
+        if slot.batches:
+            raise ValueError(
+                f"slot {number} went down with {len(slot.batches)} batches still on it: complete them first"
+            )
+        if slot.state == SlotState.IDLE:
+            self.up -= 1
+        self._set(slot, SlotState.DOWN)
+
+    def _set(self, slot: Slot, to: SlotState) -> None:
+        if slot.state == SlotState.IDLE:
+            self.idle.remove(slot.number)
+        slot.move(to)
+        if to == SlotState.IDLE:
+            self.idle.append(slot.number)
+            self.idle.sort()
+
+    def start(self, id: int, number: int, entries: list[Entry], rows: int, now: float, exact: bool) -> Running:
+        """Puts a batch on a slot, and returns it."""
+        slot = self._slots[number]
+        ahead = bool(slot.batches)
+        begin = max(now, slot.batches[-1].end_s) if ahead else now
+        end = begin + (self._cost.t(rows) if self._cost.ready else 0.0)
+        batch = Running(id, number, entries, rows, now, end, ahead, exact)
+        slot.batches.append(batch)
+        self.running[id] = batch
+        self._set(slot, SlotState.BUSY)
+        return batch
+
+    def finish(self, id: int, alive: bool, run_s: float, now: float) -> tuple[Running, float]:
+        """Takes a batch off its slot. Returns it and its seconds, from its turn on the slot to `now`."""
+        batch = self.running.pop(id, None)
+        if batch is None:
+            raise ValueError(f"batch {id} is not running: every batch is completed exactly once")
+        slot = self._slots[batch.slot]
+        seconds = now - max(batch.start_s, slot.last_s)
+        slot.batches.remove(batch)
+        slot.last_s = now
+        if alive:
+            if slot.batches:
+                slot.batches[0].end_s = now + (self._cost.t(slot.batches[0].rows) if self._cost.ready else 0.0)
+            if not batch.ahead and 0 < run_s <= seconds:
+                over = seconds - run_s
+                self.handover_s = over if self.handover_s is None else self.handover_s + 0.1 * (over - self.handover_s)
+        if slot.state != SlotState.DYING:
+            if not alive:
+                self.up -= 1
+            self._set(slot, SlotState.BUSY if alive and slot.batches else SlotState.IDLE if alive else SlotState.DYING)
+        return batch, seconds
+
+    def nearest(self) -> Running | None:
+        """The running batch that is predicted to end first, of slots that can take another one behind it."""
+        best: Running | None = None
+        for slot in self._slots.values():
+            if slot.state == SlotState.BUSY and len(slot.batches) < self._depth:
+                last = slot.batches[-1]
+                if best is None or last.end_s < best.end_s:
+                    best = last
+        return best
+
+    def busy_s(self, now: float) -> float:
+        """Predicted seconds that what runs still needs, over all slots together."""
+        return sum(max(0.0, s.batches[-1].end_s - now) for s in self._slots.values() if s.batches)

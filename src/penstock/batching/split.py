@@ -1,0 +1,42 @@
+"""Requests larger than the batch: cut into parts, ended once.
+
+A part is an Entry with the request's id, `parent` the request and `start` its first row. A split request ends when all
+its rows are answered; or, once a part failed, expired or the caller left, as soon as no part of it runs any more (a
+worker may still read its payload until then), with the parts that waited purged at once.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from penstock.batching.entry import Entry, Event
+from penstock.batching.states import EntryState
+
+
+class Split(Struct, eq=False):
+    """A split request: its waiting parts, how many run, rows not answered yet. `over`: nothing more is to run;
+    `verdict` is then the event that ends it, None if the batch that ends it tells."""
+
+    root: Entry
+    waiting: list[Entry]
+    running: int = 0
+    rows_left: int = 0
+    over: bool = False
+    verdict: Event | None = None
+
+
+def cut(entry: Entry, rows: int) -> list[Entry]:
+    """Parts of at most `rows` rows, in row order, of a request or of a part that has become too large."""
+    return [
+        replace(
+            entry,
+            rows=min(rows, entry.rows - k),
+            nbytes=0,
+            parent=entry.parent or entry,
+            start=entry.start + k,
+            state=int(EntryState.NEW),
+            note=None,
+        )
+        for k in range(0, entry.rows, rows)
+    ]

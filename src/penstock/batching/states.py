@@ -1,0 +1,60 @@
+"""The states of an entry and of a slot, each as a table of what may follow. The scheduler asserts every move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Protocol
+
+
+class EntryState(IntEnum):
+    """Where an entry (a request, or a part of a split one) is."""
+
+    NEW = 0
+    WAITING = 1
+    RUNNING = 2
+    SPLIT = 3  # a request larger than the batch: its parts wait and run in its place
+    DONE = 4  # answered
+    DROPPED = 5  # expired, shed, failed, cancelled
+
+
+class SlotState(IntEnum):
+    """What a slot can take."""
+
+    DOWN = 0
+    IDLE = 1
+    BUSY = 2
+    DYING = 3  # a batch on it came back dead or lost: nothing is sent until it is down and up again
+
+
+ENTRY_MOVES: dict[EntryState, frozenset[EntryState]] = {
+    EntryState.NEW: frozenset({EntryState.WAITING, EntryState.SPLIT}),
+    EntryState.WAITING: frozenset({EntryState.RUNNING, EntryState.SPLIT, EntryState.DROPPED}),
+    EntryState.RUNNING: frozenset({EntryState.DONE, EntryState.WAITING, EntryState.DROPPED}),
+    EntryState.SPLIT: frozenset({EntryState.DONE, EntryState.DROPPED}),
+    EntryState.DONE: frozenset(),
+    EntryState.DROPPED: frozenset(),
+}
+
+SLOT_MOVES: dict[SlotState, frozenset[SlotState]] = {
+    SlotState.DOWN: frozenset({SlotState.DOWN, SlotState.IDLE}),
+    SlotState.IDLE: frozenset({SlotState.IDLE, SlotState.BUSY, SlotState.DOWN}),
+    SlotState.BUSY: frozenset({SlotState.BUSY, SlotState.IDLE, SlotState.DYING}),
+    SlotState.DYING: frozenset({SlotState.DYING, SlotState.DOWN, SlotState.IDLE}),
+}
+
+SOURCES: dict[int, frozenset[int]] = {
+    int(to): frozenset(int(s) for s, nexts in ENTRY_MOVES.items() if to in nexts) for to in EntryState
+}
+
+
+class HasState(Protocol):
+    state: int
+
+
+def move(entries: Iterable[HasState], to: EntryState) -> None:
+    """Sets the state of every entry; a move that is not in the table is a bug, and asserted."""
+    sources, new = SOURCES[to], int(to)
+    for e in entries:
+        assert e.state in sources, f"entry {e!r} cannot become {to.name}"
+        e.state = new
