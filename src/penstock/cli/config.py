@@ -1,0 +1,34 @@
+"""`penstock config check FILE`: says whether a configuration would be accepted, and starts nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+
+@click.group()
+def config() -> None:
+    """Looks at configuration files."""
+
+
+@config.command()
+@click.argument("file", type=click.Path())
+def check(file: str) -> None:
+    """Check FILE, together with the PENSTOCK_* variables that are set now.
+
+    Prints "ok" and the models found, or what is wrong and exits with 1.
+    """
+    from penstock.config.checks import check_bind
+    from penstock.config.load import load_config
+    from penstock.errors import ConfigError
+
+    try:
+        found = load_config(file, env=os.environ)
+        check_bind(found)
+    except ConfigError as error:
+        click.echo(f"penstock: {error.message}", err=True)
+        sys.exit(1)
+    models = ", ".join(f"{name} ({model.target})" for name, model in found.models.items())
+    click.echo(f"ok: {models or 'no models'}")

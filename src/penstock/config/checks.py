@@ -1,0 +1,102 @@
+"""What no single key can tell: bounds that contradict each other, files that are missing, listeners without a guard."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import stat
+
+from penstock.config.schema import Config
+from penstock.errors import ConfigError
+
+log = logging.getLogger("penstock.config")
+
+LISTENERS = ("inference", "management", "metrics")
+
+
+def check_config(config: Config) -> None:
+    """Raises ConfigError if two keys contradict each other or a named file cannot serve."""
+    limits, server = config.limits, config.server
+    if limits.max_body_bytes > limits.pool_bytes:
+        raise ConfigError(
+            f"limits.max_body_bytes: found {limits.max_body_bytes}, which is more than limits.pool_bytes"
+            f" ({limits.pool_bytes}); raise pool_bytes to at least the same, or lower max_body_bytes"
+        )
+    if (server.tls_cert is None) != (server.tls_key is None):
+        here, absent = ("tls_cert", "tls_key") if server.tls_cert else ("tls_key", "tls_cert")
+        raise ConfigError(f"server.{here}: found without server.{absent}; set both, or neither")
+    if server.tls_client_ca is not None and server.tls_cert is None:
+        raise ConfigError("server.tls_client_ca: found without server.tls_cert and server.tls_key; set all three")
+    for key in ("tls_cert", "tls_key", "tls_client_ca"):
+        if (path := getattr(server, key)) is not None:
+            _read(path, f"server.{key}")
+    for key in config.auth.__struct_fields__:
+        if (path := getattr(config.auth, key)) is not None:
+            read_tokens(path, f"auth.{key}")
+            if os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+                log.warning("key=auth.%s file=%s mode=readable_by_others consequence=tokens_are_known", key, path)
+
+
+def tokens_for(config: Config, listener: str) -> frozenset[str]:
+    """The bearer tokens that open the listener ("inference", "management", "metrics"); empty if it asks for none.
+
+    Raises ConfigError when a token file is missing, unreadable or empty: such a listener would be open or shut for
+    all, and neither was meant.
+    """
+    keys = ("token_file", f"{listener}_token_file")
+    paths = {key: path for key in keys if (path := getattr(config.auth, key)) is not None}
+    return frozenset(token for key, path in paths.items() for token in read_tokens(path, f"auth.{key}"))
+
+
+def read_tokens(path: str, key: str) -> list[str]:
+    """The tokens of a file, one a line; blank lines and lines that begin with # are none. `key` is for messages."""
+    try:
+        lines = _read(path, key).decode("ascii").splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {path} holds bytes that are no ASCII; a token cannot be sent with them") from None
+    tokens = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not tokens:
+        raise ConfigError(f"{key}: {path} holds no token; expected one a line")
+    for token in tokens:
+        if not token.isprintable() or " " in token:
+            raise ConfigError(f"{key}: {path} holds a token with spaces or control characters; expected one a line")
+    return tokens
+
+
+def check_bind(config: Config, insecure: bool = False) -> None:
+    """Raises ConfigError if a listener would be open to other machines with no token and no client certificate.
+
+    `insecure` is the flag `--insecure`, the same as `server.insecure`.
+    """
+    server = config.server
+    if insecure or server.insecure or server.tls_client_ca is not None:
+        return
+    hosts = {"host": server.host, "management_host": server.management_host, "metrics_host": server.metrics_host}
+    for listener, (key, host) in zip(LISTENERS, hosts.items(), strict=True):
+        if not is_loopback(host) and not tokens_for(config, listener):
+            raise ConfigError(
+                f"server.{key}: found {host!r}, which other machines can reach, while nothing guards the {listener}"
+                f" listener; set auth.token_file (--token-file) or auth.{listener}_token_file, or server.tls_client_ca,"
+                " or say --insecure if a guard stands elsewhere"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach a listener bound to `host`. Other names than localhost are not resolved."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(path: str, key: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(2**20)  # a device file must not fill the memory
+    except FileNotFoundError:
+        raise ConfigError(f"{key}: no such file: {path}") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from None

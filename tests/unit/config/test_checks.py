@@ -1,0 +1,123 @@
+"""Contradictions, files and open listeners are refused before anything is bound."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from penstock.config.checks import check_bind, check_config, is_loopback, read_tokens, tokens_for
+from penstock.config.schema import AuthConfig, Config, LimitsConfig, ServerConfig
+from penstock.errors import ConfigError
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    path = tmp_path / "tokens"
+    path.write_text("# the first team\none\n\n  two  \n")
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_a_body_larger_than_the_pool_is_refused_with_both_keys() -> None:
+    with pytest.raises(ConfigError, match=r"max_body_bytes: found 11, .* limits.pool_bytes \(10\); raise pool_bytes"):
+        check_config(Config(limits=LimitsConfig(max_body_bytes=11, pool_bytes=10)))
+    check_config(Config(limits=LimitsConfig(max_body_bytes=10, pool_bytes=10)))
+
+
+def test_half_a_tls_pair_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"server.tls_cert: found without server.tls_key"):
+        check_config(Config(server=ServerConfig(tls_cert="a.pem")))
+    with pytest.raises(ConfigError, match=r"server.tls_key: found without server.tls_cert"):
+        check_config(Config(server=ServerConfig(tls_key="a.pem")))
+    with pytest.raises(ConfigError, match=r"server.tls_client_ca: found without server.tls_cert"):
+        check_config(Config(server=ServerConfig(tls_client_ca="a.pem")))
+
+
+def test_a_tls_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"server.tls_cert: no such file: .*c.pem"):
+        check_config(Config(server=ServerConfig(tls_cert=str(tmp_path / "c.pem"), tls_key="k.pem")))
+
+
+def test_tokens_are_one_a_line_without_comments(tokens: str) -> None:
+    assert read_tokens(tokens, "auth.token_file") == ["one", "two"]
+
+
+def test_a_listener_is_opened_by_its_own_tokens_and_the_common_ones(tokens: str, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("three\n")
+    config = Config(auth=AuthConfig(token_file=tokens, metrics_token_file=str(own)))
+    assert tokens_for(config, "metrics") == {"one", "two", "three"}
+    assert tokens_for(config, "inference") == {"one", "two"}
+    assert tokens_for(Config(), "inference") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no token"),
+        (b"\n# only a remark\n", "holds no token"),
+        (b"two words\n", "a token with spaces"),
+        (b"\xff\n", "no ASCII"),
+    ],
+)
+def test_a_token_file_that_cannot_serve_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "tokens"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as info:
+        check_config(Config(auth=AuthConfig(management_token_file=str(path))))
+    assert info.value.message.startswith(f"auth.management_token_file: {path}")
+
+
+def test_a_missing_token_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"auth.token_file: no such file"):
+        check_config(Config(auth=AuthConfig(token_file=str(tmp_path / "no"))))
+    with pytest.raises(ConfigError, match=r"auth.token_file: .* cannot be read"):
+        check_config(Config(auth=AuthConfig(token_file=str(tmp_path))))
+
+
+def test_a_token_file_that_others_can_read_is_warned_of(tokens: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(auth=AuthConfig(token_file=tokens))
+    with caplog.at_level(logging.WARNING, "penstock.config"):
+        check_config(config)
+        assert caplog.text == ""
+        Path(tokens).chmod(0o644)
+        check_config(config)
+    assert "auth.token_file" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["host", "management_host", "metrics_host"])
+def test_an_open_listener_without_a_guard_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"server.{key}: found '0.0.0.0'.*token_file.*--insecure"):
+        check_bind(Config(server=ServerConfig(**{key: "0.0.0.0"})))
+
+
+def test_an_open_listener_is_allowed_with_its_token_client_certificates_or_a_word(tokens: str) -> None:
+    server = ServerConfig(metrics_host="0.0.0.0")
+    check_bind(Config(server=server), insecure=True)
+    check_bind(Config(server=ServerConfig(metrics_host="0.0.0.0", insecure=True)))
+    check_bind(Config(server=ServerConfig(metrics_host="0.0.0.0", tls_client_ca="ca.pem")))
+    check_bind(Config(server=server, auth=AuthConfig(token_file=tokens)))
+    check_bind(Config(server=server, auth=AuthConfig(metrics_token_file=tokens)))
+    with pytest.raises(ConfigError, match="metrics_host"):
+        check_bind(Config(server=server, auth=AuthConfig(inference_token_file=tokens)))
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+    ],
+)
+def test_only_addresses_of_this_machine_are_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
