@@ -81,12 +81,16 @@ def candidates(owner: Any) -> list[str]:
     )
 
 
+def module_name(file: Path) -> str:
+    """The name under which a file is loaded: its own, so that a user's `code.py` takes the place of no module."""
+    return f"penstock_target_{file.stem}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
+
+
 def _from_file(where: str, path: str) -> ModuleType:
     file = Path(where).expanduser().resolve()
     if not file.is_file():
         raise TargetNotFound(f"target '{where}:{path}': there is no file {where}")
-    # A name of its own: `code.py` or `test.py` of a user must not take the place of a module of that name.
-    name = f"penstock_target_{file.stem}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
+    name = module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     if str(file.parent) not in sys.path:

@@ -6,10 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, overload
 
-import msgspec
-
-from penstock.config.schema import BatchingConfig
-from penstock.errors import ConfigError, LoadFailed, nearest
+from penstock.config.schema import BatchingConfig, with_options
+from penstock.errors import LoadFailed
 from penstock.types import ModelMetadata, TensorSpec
 
 T = TypeVar("T")
@@ -26,14 +24,7 @@ def model(target: Any = None, /, **options: Any) -> Any:
     The options are the keys of `[models.NAME.batching]`, and defaults to them: configuration wins.
     Raises ConfigError.
     """
-    known = BatchingConfig.__struct_fields__
-    for key in options:
-        if key not in known:
-            raise ConfigError(f"@penstock.model has no option '{key}'{nearest(key, known)} Known: {', '.join(known)}")
-    try:
-        msgspec.convert(options, BatchingConfig)
-    except msgspec.ValidationError as e:
-        raise ConfigError(f"@penstock.model: {e}") from e
+    with_options(BatchingConfig(), options)
 
     def decorate(found: T) -> T:
         setattr(found, _OPTIONS, options)
@@ -45,13 +36,6 @@ def model(target: Any = None, /, **options: Any) -> Any:
 def options_of(target: object) -> dict[str, Any]:
     """What `@penstock.model` said of a function, class or instance."""
     return dict(getattr(target, _OPTIONS, {}))
-
-
-def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingConfig:
-    """`config` with the options of the decorator where it has only defaults."""
-    default = BatchingConfig()
-    kept = {k: v for k, v in options.items() if getattr(config, k) == getattr(default, k)}
-    return msgspec.structs.replace(config, **kept) if kept else config
 
 
 class PythonModel:
@@ -95,13 +79,13 @@ class PythonModel:
 
     def metadata(self, name: str, version: str) -> ModelMetadata:
         """What the model declares of itself in `inputs` and `outputs`. Raises LoadFailed."""
-        specs: dict[str, tuple[TensorSpec, ...]] = {}
-        for side in ("inputs", "outputs"):
-            declared = tuple(getattr(self._model, side, None) or ())
-            if not all(isinstance(spec, TensorSpec) for spec in declared):
-                raise LoadFailed(f"'{side}' of the model must hold penstock.TensorSpec, found {declared!r}")
-            specs[side] = declared
-        return ModelMetadata(name, version, **specs)
+        return ModelMetadata(name, version, inputs=self._declared("inputs"), outputs=self._declared("outputs"))
+
+    def _declared(self, side: str) -> tuple[TensorSpec, ...]:
+        specs = tuple(getattr(self._model, side, None) or ())
+        if not all(isinstance(spec, TensorSpec) for spec in specs):
+            raise LoadFailed(f"'{side}' of the model must hold penstock.TensorSpec, found {specs!r}")
+        return specs
 
 
 def _accepted(function: Callable[..., Any], extras: dict[str, str | None]) -> dict[str, str]:

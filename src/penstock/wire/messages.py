@@ -171,9 +171,12 @@ class Outbox:
 
 
 class Inbox:
-    """Reads messages. `resolve(offset, length)` gives what stands in shared memory at that place."""
+    """Reads messages. `resolve(offset, length, writable)` gives what stands in shared memory at that place.
 
-    def __init__(self, kind: Any, resolve: Callable[[int, int], Any]) -> None:
+    `writable`: it becomes the memory of a Python object, which should not differ from one that came another way.
+    """
+
+    def __init__(self, kind: Any, resolve: Callable[[int, int, bool], Any]) -> None:
         self._resolve = resolve
         self._buffers: list[bytearray] = []
         self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._ext, dec_hook=_read_error)
@@ -187,14 +190,19 @@ class Inbox:
         if code == _PICKLE:
             return Pickled(bytes(data), [])
         if code == _SLAB:
-            return self._resolve(*_PLACE.unpack(data))
+            return self._resolve(*_PLACE.unpack(data), False)
         if code == _BUFFER:
-            return self._buffers[_INDEX.unpack(data)[0]]
+            return bytes(self._buffers[_INDEX.unpack(data)[0]])
         if code == _PICKLE_PARTS:
-            return Pickled(*msgspec.msgpack.decode(data, ext_hook=self._ext))
+            return Pickled(*msgspec.msgpack.decode(data, ext_hook=self._memory_of_object))
         if code == _ERROR:
             return _read_error(PenstockError, msgspec.msgpack.decode(data))
         raise ValueError(f"unknown extension {code}")
+
+    def _memory_of_object(self, code: int, data: memoryview) -> Any:
+        if code == _SLAB:
+            return self._resolve(*_PLACE.unpack(data), True)
+        return self._buffers[_INDEX.unpack(data)[0]]
 
 
 def write(message: Struct, buffers: list[frames.Buffer] | None = None) -> list[frames.Buffer]:

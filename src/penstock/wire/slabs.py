@@ -92,7 +92,7 @@ class SlabPool:
 
     def __init__(self, capacity_bytes: int, fd: int | None = None) -> None:
         self.capacity_bytes = _pages(capacity_bytes)
-        self.fd = _anonymous_file(self.capacity_bytes) if fd is None else fd
+        self.fd = anonymous_file(self.capacity_bytes) if fd is None else fd
         self.memory = mmap.mmap(self.fd, self.capacity_bytes)
         self.in_use_bytes = 0
         self._offsets = [0]  # of the free extents, sorted
@@ -105,16 +105,15 @@ class SlabPool:
         extent = _pages(n)
         if extent > self.capacity_bytes:
             raise PayloadTooLarge(
-                f"a payload of {n} bytes does not fit into the pool of {self.capacity_bytes} bytes: raise limits.pool_bytes"
+                f"a payload of {n} bytes does not fit into the pool of {self.capacity_bytes} bytes: "
+                "raise limits.pool_bytes"
             )
         with self._lock:
-            for i, room in enumerate(self._lengths):
-                if room >= extent:
-                    break
-            else:
+            i = next((i for i, room in enumerate(self._lengths) if room >= extent), -1)
+            if i < 0:
                 return None
             offset = self._offsets[i]
-            if room == extent:
+            if self._lengths[i] == extent:
                 del self._offsets[i], self._lengths[i]
             else:
                 self._offsets[i] += extent
@@ -174,14 +173,14 @@ def lease(memory: mmap.mmap, offset: int, length: int) -> tuple[memoryview, weak
         raise ValueError(f"[{offset}, {offset + length}) is outside the pool of {len(memory)} bytes")
     base = np.frombuffer(memory, np.uint8, length, offset)
     base.flags.writeable = False
-    return memoryview(base), weakref.ref(base)
+    return memoryview(base.data), weakref.ref(base)
 
 
 def _pages(n: int) -> int:
     return max(PAGE, -(-n // PAGE) * PAGE)
 
 
-def _anonymous_file(size: int) -> int:
+def anonymous_file(size: int) -> int:
     """A file descriptor of `size` bytes that has no name, and is not inherited unless asked for."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("penstock", os.MFD_CLOEXEC)

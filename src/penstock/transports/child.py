@@ -1,0 +1,242 @@
+"""The worker's end of the process transport: `python -m penstock.transports.child`, started by `launch.py` alone.
+
+The main thread runs the model and sends the answers; a reader thread receives and decodes the batch that was sent
+ahead. The child ends when its socket closes, and with its parent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+from penstock.errors import LoadFailed, PenstockError, TargetNotFound
+from penstock.types import BatchPart, Ready
+from penstock.wire import frames
+from penstock.wire.messages import Failed, Free, Inbox, Outbox, Part, Run, ToWorker, Up, write
+from penstock.wire.slabs import Slab, SlabPool, lease, map_read_only
+from penstock.worker.loop import BatchRunner, Decoded
+from penstock.worker.main import open_model
+
+ORPHAN_GRACE_S = 1.0
+RECEIVE_BYTES = 256 * 2**10
+
+Lease = tuple[int, "weakref.ref[Any]"]  # offset of a request slab, and whether somebody looks at it
+
+
+class Worker:
+    """One loaded model at the end of a socket."""
+
+    def __init__(self, sock: socket.socket, requests: mmap.mmap | None, replies: SlabPool) -> None:
+        self._sock = sock
+        self._requests = requests  # the parent's pool
+        self._replies = replies
+        self._sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
+        self._leases: list[Lease] = []  # of the message that is being read
+        self._held: list[Lease] = []  # slabs that the model kept beyond its answer
+        self._batches: SimpleQueue[tuple[Run, Decoded, list[Lease]] | None] = SimpleQueue()
+        self._frames = self._receive()
+        self._runner: BatchRunner | None = None
+
+    def main(self) -> None:
+        """Loads the model, then runs batches until the parent says stop or its socket closes."""
+        hello = next(self._frames)
+        threading.Thread(target=self._read, name="penstock-reader", daemon=True).start()
+        try:
+            self._runner, ready = _open(hello)
+        except PenstockError as e:
+            error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
+            self._send(write(Failed(error)))
+            _end(1)
+        _limit_torch()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: later collections need not look at it
+        self._send(write(Up(ready)))
+        while self._run_one():
+            pass
+        self._runner.close()
+
+    # ---- main thread
+
+    def _run_one(self) -> bool:
+        """Runs the next batch; False when there is none to come."""
+        work = self._batches.get()
+        if work is None:
+            return False
+        run, decoded, leases = work
+        del work
+        part = self._answer(run, decoded)
+        outbox = Outbox(self._replies)
+        outbox.results(run.items, part.results)
+        # Nothing of ours looks at the payloads any more: what is still alive, the model keeps.
+        del decoded
+        if leases or self._held:
+            for item in run.items:
+                item.payload = None
+            held = _alive(leases)
+            if held:
+                gc.collect(1)
+                held = _alive(held)
+            kept = _alive(self._held)
+            let_go = [o for o in {offset for offset, _ in self._held} - {offset for offset, _ in kept}]
+            self._held = kept + held
+            self._send_packed(Part(part, [offset for offset, _ in held], let_go), outbox)
+        else:
+            self._send_packed(Part(part, [], []), outbox)
+        return True
+
+    def _answer(self, run: Run, decoded: Decoded) -> BatchPart:
+        """The final part; those before it are sent."""
+        final: list[BatchPart] = []
+
+        def emit(part: BatchPart) -> None:
+            if part.final:
+                final.append(part)
+                return
+            outbox = Outbox(self._replies)
+            outbox.results(run.items, part.results)
+            self._send_packed(Part(part, [], []), outbox)
+
+        assert self._runner is not None
+        self._runner.run(run.id, decoded, emit)
+        return final[0]
+
+    def _send_packed(self, message: Part, outbox: Outbox) -> None:
+        for slab in outbox.slabs:
+            self._sent[slab.offset] = slab
+        self._send(write(message, outbox.buffers))
+
+    def _send(self, pieces: list[frames.Buffer]) -> None:
+        try:
+            for piece in pieces:
+                self._sock.sendall(piece)
+        except OSError:
+            _end(0)  # the parent is gone: nobody waits for anything
+
+    # ---- reader thread, after the first frame
+
+    def _receive(self) -> Iterator[frames.Frame]:
+        decoder = frames.Decoder()
+        buffer = memoryview(bytearray(RECEIVE_BYTES))
+        while True:
+            try:
+                count = self._sock.recv_into(buffer)
+            except OSError:
+                count = 0
+            if count == 0:
+                return
+            yield from decoder.feed(buffer[:count])
+
+    def _read(self) -> None:
+        try:
+            inbox = Inbox(ToWorker, self._lease)
+            for frame in self._frames:
+                self._take(inbox.read(frame))
+                del frame  # it holds the payloads
+        except BaseException:
+            traceback.print_exc()
+            _end(1)
+        # The parent is gone. An idle model is unloaded in order; one that is busy, or still loading, has a moment.
+        self._batches.put(None)
+        threading.Event().wait(ORPHAN_GRACE_S)
+        _end(0)
+
+    def _take(self, message: ToWorker) -> None:
+        if isinstance(message, (Run, Free)):
+            for offset in message.free:
+                self._sent.pop(offset).release()
+        if isinstance(message, Run):
+            assert self._runner is not None
+            leases, self._leases = self._leases, []
+            self._batches.put((message, self._runner.decode(message.items), leases))
+        elif not isinstance(message, Free):
+            self._batches.put(None)
+
+    def _lease(self, offset: int, length: int, writable: bool) -> memoryview:
+        assert self._requests is not None
+        view, alive = lease(self._requests, offset, length)
+        self._leases.append((offset, alive))
+        return view
+
+
+def _open(hello: frames.Frame) -> tuple[BatchRunner, Ready]:
+    """Loads what the first message names: paths first, because the rest may need them to be unpickled."""
+    paths, device, shown_device, main_module = pickle.loads(hello.head)  # from our own parent
+    sys.path[:] = paths
+    try:
+        spec = pickle.loads(hello.buffers[0])
+    except Exception as e:
+        text = "".join(traceback.format_exception(e))
+        raise LoadFailed(f"the target cannot be unpickled in the worker: {type(e).__name__}: {e}", detail=text) from e
+    opened = open_model(spec, device, shown_device)
+    if main_module in sys.modules:  # the parent's script: what it pickles as `__main__.X` is found there
+        sys.modules["__main__"] = sys.modules[main_module]
+    return opened
+
+
+def _alive(leases: list[Lease]) -> list[Lease]:
+    return [(offset, ref) for offset, ref in leases if ref() is not None]
+
+
+def _limit_torch() -> None:
+    """Torch may have been loaded in a way that did not look at the environment."""
+    torch = sys.modules.get("torch")
+    if torch is not None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process from any thread, without the finalizers of native libraries, which may hang or crash."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(code)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process with its parent: also when the model holds the GIL for ever."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before the call
+        _end(0)
+
+
+def main(arguments: list[str]) -> None:
+    """Arguments: pid of the parent; socket; request pool and its size; reply region and its size. -1: no pool."""
+    parent, sock_fd, pool_fd, pool_bytes, reply_fd, reply_bytes = map(int, arguments)
+    faulthandler.enable()  # SIGABRT, a segmentation fault ...: the stacks of all threads on stderr
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # the parent decides; what a model starts gets the default back
+    _end_with_parent(parent)
+    for fd in (sock_fd, pool_fd, reply_fd):
+        if fd >= 0:
+            os.set_inheritable(fd, False)
+    requests = map_read_only(pool_fd, pool_bytes) if pool_fd >= 0 else None
+    worker = Worker(socket.socket(fileno=sock_fd), requests, SlabPool(reply_bytes, reply_fd))
+    try:
+        worker.main()
+    except SystemExit as e:
+        _end(e.code if isinstance(e.code, int) else int(e.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        _end(1)
+    _end(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,98 @@
+"""The inline transport: the model runs on the event loop's own thread. For tests, and for functions of microseconds."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+
+from penstock.errors import LoadFailed, PenstockError, WorkerDied
+from penstock.transports.slot import Slot, SlotTransport
+from penstock.transports.thread import Lease, abandon, let_go, readable
+from penstock.types import Batch, BatchPart, Item, Ready
+from penstock.wire.slabs import Slab, SlabPool
+from penstock.worker.loop import BatchRunner
+from penstock.worker.main import open_model
+from penstock.worker.spec import WorkerSpec
+
+log = logging.getLogger("penstock.transports")
+
+
+class InlineTransport(SlotTransport):
+    """One slot, whatever is asked for: there is one event loop. Async models need another transport."""
+
+    depth = 1
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        slots: int = 1,
+        devices: Sequence[str] = ("cpu",),
+        pool: SlabPool | None = None,
+        reply_bytes: int = 0,
+    ) -> None:
+        super().__init__([_InlineSlot(spec, 0, devices[0])])
+
+
+class _InlineSlot(Slot):
+    """Runs each batch in a callback of the loop. `run_timeout_s` cannot be kept here."""
+
+    _runner: BatchRunner | None = None
+    _held: list[Lease]
+
+    def launch(self) -> None:
+        """Raises LoadFailed, TargetNotFound."""
+        runner, ready = open_model(self.spec, self.device)
+        predict = runner.model.predict
+        if inspect.iscoroutinefunction(predict) or inspect.isasyncgenfunction(predict):
+            raise LoadFailed("an async model cannot run on the event loop's thread: use transport = 'thread'")
+        self._runner = runner
+        self._held = []
+        self.loop.call_soon(self._loaded, ready)
+
+    def _loaded(self, ready: Ready) -> None:
+        if self._runner is not None:
+            self.up = True
+            self.listener.slot_up(self.number, ready)
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        items, leases = readable(batch.items)
+        self.loop.call_soon(self._run, batch.id, items, leases)
+        return [slab for slab, _ in leases]
+
+    def _run(self, batch_id: int, items: list[Item], leases: list[Lease]) -> None:
+        if self._runner is None or not self.sent or self.sent[0].batch.id != batch_id:
+            return  # the model ended in between, and the caller was told
+        final: list[BatchPart] = []
+
+        def emit(part: BatchPart) -> None:
+            if part.final:
+                final.append(part)
+            else:
+                self.tell(self.answered(part).on_part, part)
+
+        try:
+            self._runner.run(batch_id, self._runner.decode(items), emit)
+        except SystemExit as e:
+            self.kill(WorkerDied(f"the model called sys.exit({e.code})"))
+            return
+        del items
+        sent = self.answered(final[0])
+        self._held = let_go([*self._held, *leases])
+        self.tell(sent.on_part, final.pop())
+
+    def kill(self, why: PenstockError) -> None:
+        self._runner = None
+        abandon(self._held)
+        self._held = []
+        self.down(why)
+
+    async def stop(self, idle: bool) -> None:
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        try:
+            runner.close()
+        except Exception:
+            log.exception("unload_failed model=%s", self.spec.name)
+        self.kill(WorkerDied("the workers were stopped before the batch was answered"))

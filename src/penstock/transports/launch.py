@@ -1,0 +1,119 @@
+"""Starts a worker process: its socket, its shared memory, its environment. Nothing of it has a name."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import LoadFailed
+from penstock.plugins import module_name
+from penstock.wire import frames
+from penstock.wire.slabs import SlabPool, anonymous_file, map_read_only
+from penstock.worker.spec import WorkerSpec
+from penstock.worker.threads import environment
+
+
+class Child:
+    """A running worker process, as its parent holds it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], sock: socket.socket, pidfd: int | None, replies: mmap.mmap
+    ) -> None:
+        self.process = process
+        self.sock = sock
+        self.pidfd = pidfd  # readable when the process has ended; None where the system has none
+        self.replies = replies
+
+    def ended(self) -> str:
+        """How the process ended, in words. It must have ended, or be about to."""
+        code = self.process.wait()
+        if code >= 0:
+            return f"exited with code {code}"
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+
+    def close(self) -> None:
+        """Closes what the parent has of it."""
+        self.sock.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        self.replies.close()
+
+    def forget(self) -> None:
+        """In a forked child: closes its copies, and keeps it from waiting for a process that is not its own."""
+        self.process.returncode = 0
+        self.close()
+
+
+def pack_spec(spec: WorkerSpec) -> tuple[bytes, str]:
+    """(the spec for the worker, name that the parent's script has there or ""). Raises LoadFailed."""
+    target, script = spec.target, ""
+    if getattr(target, "__module__", None) == "__main__" or type(target).__module__ == "__main__":
+        target, script = _in_script(target)
+    try:
+        return pickle.dumps(msgspec.structs.replace(spec, target=target), 5), script
+    except Exception as e:
+        raise LoadFailed(
+            f"the target, a {type(target).__name__}, cannot be sent to a worker process ({e}): "
+            "give a function or class of a module, or a string such as app.py:Model"
+        ) from e
+
+
+def _in_script(target: Any) -> tuple[Any, str]:
+    """A target of the parent's script as `path:name`: the worker's own `__main__` is another one."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    name = getattr(target, "__qualname__", "")
+    if not file or not name or "<" in name:
+        raise LoadFailed(
+            f"the target, a {type(target).__name__} of the main script, cannot be found by a worker process: "
+            "give a function or class at the top level of a file"
+        )
+    path = Path(file).resolve()
+    script = module_name(path)
+    sys.modules.setdefault(script, main)  # results whose classes are of the script come back under this name
+    return f"{path}:{name}", script
+
+
+def launch(
+    spec: WorkerSpec, packed: tuple[bytes, str], device: str, pool: SlabPool | None, reply_bytes: int
+) -> tuple[Child, list[frames.Buffer]]:
+    """(a started child, the first message for it). Raises OSError."""
+    env, inner_device = environment(spec, device, os.environ)
+    ours, theirs = socket.socketpair()
+    reply_fd = -1
+    try:
+        reply_fd = anonymous_file(reply_bytes)
+        pool_fd, pool_bytes = (pool.fd, pool.capacity_bytes) if pool is not None else (-1, 0)
+        numbers = [os.getpid(), theirs.fileno(), pool_fd, pool_bytes, reply_fd, reply_bytes]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "penstock.transports.child", *map(str, numbers)],
+            pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
+            env=env,
+            stdin=subprocess.DEVNULL,
+        )
+        replies = map_read_only(reply_fd, reply_bytes)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+        if reply_fd >= 0:
+            os.close(reply_fd)
+    pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+    ours.setblocking(False)
+    paths = list(dict.fromkeys([*spec.sys_path, *(p or os.getcwd() for p in sys.path)]))
+    head = pickle.dumps((paths, inner_device, device, packed[1]), 5)
+    return Child(process, ours, pidfd, replies), frames.encode(head, [packed[0]])

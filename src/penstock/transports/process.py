@@ -1,0 +1,222 @@
+"""The process transport, parent's end: one child process a slot, one message a batch over a socketpair.
+
+A death is noticed by the process's descriptor (or the end of its socket) and told at once. The other end is `child.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+
+from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, WorkerDied
+from penstock.transports.base import TransportListener
+from penstock.transports.channel import Channel
+from penstock.transports.launch import Child, launch, pack_spec
+from penstock.transports.slot import Sent, Slot, SlotTransport, unpin, within
+from penstock.types import Batch, BatchPart, ItemResult
+from penstock.wire import frames
+from penstock.wire.messages import Failed, Free, FromWorker, Inbox, Outbox, Part, Pickled, Run, Stop, Up, write
+from penstock.wire.slabs import Slab, SlabPool
+from penstock.worker.spec import WorkerSpec
+
+log = logging.getLogger("penstock.transports")
+
+END_GRACE_S = 0.03  # from the end of the socket to that of the process; then it is killed
+DUMP_S = 1.0  # for the stack dump of a worker that hangs
+STOP_S = 5.0  # for `unload`
+
+
+class ProcessTransport(SlotTransport):
+    """`slots` worker processes; slot i is on `devices[i % len(devices)]`.
+
+    `pool` is the shared memory of request slabs, `reply_bytes` the size of each worker's own for its answers.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, slots: int, devices: Sequence[str], pool: SlabPool | None, reply_bytes: int
+    ) -> None:
+        self._spec = spec
+        self._processes = [_ProcessSlot(spec, i, devices[i % len(devices)], pool, reply_bytes) for i in range(slots)]
+        super().__init__(self._processes)
+
+    async def start(self, listener: TransportListener) -> None:
+        """See `Transport.start`. Raises LoadFailed when the target cannot be sent to another process."""
+        packed = pack_spec(self._spec)
+        for place in self._processes:
+            place.packed = packed
+        await super().start(listener)
+
+
+class _ProcessSlot(Slot):
+    """One place for a worker process."""
+
+    packed: tuple[bytes, str]
+
+    def __init__(self, spec: WorkerSpec, number: int, device: str, pool: SlabPool | None, reply_bytes: int) -> None:
+        super().__init__(spec, number, device)
+        self._pool = pool
+        self._reply_bytes = reply_bytes
+        self._child: Child | None = None
+        self._error: PenstockError | None = None  # what the worker said, or what it is killed for
+        self._held: dict[int, Slab] = {}  # by offset: pinned because the model still looks at them
+        self._free: list[int] = []  # offsets of the reply region to give back
+        self._finisher: asyncio.TimerHandle | None = None
+        self._inbox = Inbox(FromWorker, self._read_reply)
+
+    # ---- life
+
+    def launch(self) -> None:
+        """Raises LoadFailed."""
+        self._error, self._free = None, []
+        try:
+            child, hello = launch(self.spec, self.packed, self.device, self._pool, self._reply_bytes)
+        except OSError as e:
+            raise LoadFailed(f"a worker process could not be started: {e}") from e
+        self._child = child
+        self._gone = asyncio.Event()
+        self._channel = Channel(self.loop, child.sock, self._on_frame, self._on_end)
+        if child.pidfd is not None:
+            self.loop.add_reader(child.pidfd, self._on_exit)
+        self._channel.send(hello)
+
+    def kill(self, why: PenstockError) -> None:
+        """Asks for a dump of all stacks, and for the end a second later."""
+        if self._child is not None:
+            self._error = why
+            self._child.process.send_signal(signal.SIGABRT)
+            self._finish_in(DUMP_S)
+
+    async def stop(self, idle: bool) -> None:
+        if self._child is None:
+            return
+        gone = self._gone
+        if idle and self.up:
+            self._channel.send(write(Stop()))
+            if await within(gone, STOP_S):
+                return
+        self._error = WorkerDied("the workers were stopped before the batch was answered")
+        self._finish()
+        await gone.wait()
+
+    def forget(self) -> None:
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.forget()
+
+    def _on_end(self) -> None:
+        """The socket ended: the process is about to, or it has broken the stream and is killed."""
+        if self._child is not None and self._finisher is None:
+            self._finish_in(END_GRACE_S)
+
+    def _finish_in(self, seconds: float) -> None:
+        if self._finisher is not None:
+            self._finisher.cancel()
+        self._finisher = self.loop.call_later(seconds, self._finish)
+
+    def _finish(self) -> None:
+        child = self._child
+        if child is not None:
+            child.process.kill()
+            if child.pidfd is None:
+                self._on_exit()
+
+    def _on_exit(self) -> None:
+        child = self._child
+        if child is None:
+            return
+        self._channel.drain()  # what it answered before it died counts
+        self._channel.close()
+        self._child = None
+        how = child.ended()
+        if child.pidfd is not None:
+            self.loop.remove_reader(child.pidfd)
+        child.close()
+        if self._finisher is not None:
+            self._finisher.cancel()
+            self._finisher = None
+        unpin(list(self._held.values()))
+        self._held.clear()
+        self._gone.set()
+        if self._error is None:
+            dead = WorkerDied(f"the worker {how}")
+            self._error = dead if self.up else LoadFailed(f"the worker {how} while it loaded the model")
+        self.down(self._error)
+
+    # ---- batches
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        outbox = Outbox(self._pool)
+        try:
+            items = outbox.items(batch.items, self.spec.wants_headers)
+            pieces = write(Run(batch.id, items, self._free), outbox.buffers)
+        except Exception as e:
+            log.exception("batch_not_sent model=%s: its callers get an error", self.spec.name)
+            for slab in outbox.slabs:
+                slab.release()
+            error = ItemFailed(f"the batch cannot be sent to a worker: {type(e).__name__}", detail=repr(e))
+            return BatchPart(batch.id, [ItemResult(error=error) for _ in batch.items])
+        self._free = []
+        self._channel.send(pieces)
+        slabs = [item.payload for item in batch.items if type(item.payload) is Slab] + outbox.slabs
+        for slab in slabs:
+            slab.pin()
+        for slab in outbox.slabs:
+            slab.release()  # made here: freed with the pin
+        return slabs
+
+    def _on_frame(self, frame: frames.Frame) -> None:
+        try:
+            message = self._inbox.read(frame)
+            if isinstance(message, Part):
+                self._on_part(message)
+            elif isinstance(message, Up):
+                self.up = True
+                self.listener.slot_up(self.number, message.ready)
+            elif isinstance(message, Failed):
+                self._error = message.error
+        except Exception as e:  # a worker that speaks nonsense is worth no more than a dead one
+            log.exception("worker_broken model=%s slot=%d: it is killed", self.spec.name, self.number)
+            self._error = self._error or WorkerDied(f"the worker's answer cannot be read: {type(e).__name__}")
+            self._finish_in(0)
+
+    def _on_part(self, message: Part) -> None:
+        part = message.part
+        sent = self.answered(part)
+        for i, result in enumerate(part.results):
+            if result is not None and type(result.body) is Pickled:
+                _unpickle(part.results, i, result.body)
+        if part.final:
+            self._let_go(sent, message)
+        if self._free and not self.sent:
+            self._channel.send(write(Free(self._free)))
+            self._free = []
+        self.tell(sent.on_part, part)
+
+    def _let_go(self, sent: Sent, message: Part) -> None:
+        """Unpins the slabs of an answered batch, but for those that the model still looks at."""
+        for offset in message.let_go:
+            self._held.pop(offset).unpin()
+        held = set(message.held)
+        for slab in sent.slabs:
+            if slab.offset in held and slab.offset not in self._held:
+                self._held[slab.offset] = slab
+            else:
+                slab.unpin()
+
+    def _read_reply(self, offset: int, length: int, writable: bool) -> bytes | bytearray:
+        assert self._child is not None
+        self._free.append(offset)
+        data = self._child.replies[offset : offset + length]
+        return bytearray(data) if writable else data
+
+
+def _unpickle(results: list[ItemResult | None], i: int, body: Pickled) -> None:
+    result = results[i]
+    assert result is not None
+    try:
+        result.body = body.load()
+    except Exception as e:
+        text = f"the result cannot be unpickled in the serving process: {type(e).__name__}"
+        results[i] = ItemResult(error=BadOutput(text, detail=repr(e)), final=result.final)

@@ -1,0 +1,212 @@
+"""What the transports have in common: a slot that starts a worker, feeds it, buries it, and starts the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from penstock.errors import PenstockError, WorkerDied
+from penstock.transports.base import OnPart, TransportListener
+from penstock.types import Batch, BatchPart
+from penstock.wire.slabs import Slab
+from penstock.worker.spec import WorkerSpec
+
+log = logging.getLogger("penstock.transports")
+
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 30.0
+
+
+class Sent(Struct):
+    """A batch that is out."""
+
+    batch: Batch
+    on_part: OnPart
+    slabs: list[Slab]  # pinned
+    started_s: float
+
+
+class Slot:
+    """One place for a worker. A transport says how to `launch`, `submit`, `kill`, `stop` and `forget` one."""
+
+    def __init__(self, spec: WorkerSpec, number: int, device: str) -> None:
+        self.spec = spec
+        self.number = number
+        self.device = device
+        self.up = False
+        self.closing = False
+        self.sent: deque[Sent] = deque()
+        self._retry_s = FIRST_RETRY_S
+        self._timeout_s = spec.config.batching.run_timeout_s
+        self._timer: asyncio.TimerHandle | None = None  # of the running batch
+        self._restart: asyncio.TimerHandle | None = None
+
+    def launch(self) -> None:
+        """Starts a worker; later `loaded` or `down` is called. May raise a PenstockError."""
+        raise NotImplementedError
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        """Hands the batch to the worker: the slabs it pinned, or the final part if it cannot be sent."""
+        raise NotImplementedError
+
+    def kill(self, why: PenstockError) -> None:
+        """Ends the worker at once; `down` is called with `why`, now or soon."""
+        raise NotImplementedError
+
+    async def stop(self, idle: bool) -> None:
+        """Ends the worker and returns when it is gone; `idle`: it has answered everything, so in order."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """See `Transport.forget`."""
+
+    # ---- life
+
+    def start(self, listener: TransportListener) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.listener = listener
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._launch()
+
+    def _launch(self) -> None:
+        self._restart = None
+        try:
+            self.launch()
+        except PenstockError as e:
+            self.down(e)
+
+    def down(self, error: PenstockError) -> None:
+        """The worker is gone: everybody who waited for it is told, then the listener; the next is on its way."""
+        self.up = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lost, self.sent = self.sent, deque()
+        died = error if isinstance(error, WorkerDied) else WorkerDied(error.message, detail=error.detail)
+        for place, sent in enumerate(lost):
+            unpin(sent.slabs)
+            self.tell(sent.on_part, BatchPart(sent.batch.id, error=died, started=place == 0))
+        self.idle.set()
+        if self.closing:
+            if lost:
+                self.listener.slot_down(self.number, error, None)
+            return
+        wait, self._retry_s = self._retry_s, min(2 * self._retry_s, LAST_RETRY_S)
+        self._restart = self.loop.call_later(wait, self._launch)
+        self.listener.slot_down(self.number, error, wait)
+
+    async def close(self, drain_s: float) -> None:
+        self.closing = True
+        if self._restart is not None:
+            self._restart.cancel()
+            self._restart = None
+        await within(self.idle, drain_s)
+        await self.stop(idle=self.idle.is_set())
+
+    # ---- batches
+
+    def send(self, batch: Batch, on_part: OnPart) -> None:
+        if not self.up:
+            part = BatchPart(batch.id, error=WorkerDied("no worker runs on this slot"), started=False)
+            self.loop.call_soon(self.tell, on_part, part)
+            return
+        found = self.submit(batch)
+        if isinstance(found, BatchPart):
+            self.loop.call_soon(self.tell, on_part, found)
+            return
+        now = self.loop.time()
+        self.sent.append(Sent(batch, on_part, found, now))
+        self.idle.clear()
+        if self._timer is None:
+            self._timer = self.loop.call_at(now + self._timeout_s, self._check_time)
+
+    def answered(self, part: BatchPart) -> Sent:
+        """Takes note of a part, before its caller hears of it: the batch it belongs to. Raises ValueError."""
+        sent = self.sent[0] if self.sent else None
+        if sent is None or part.batch_id != sent.batch.id or len(part.results) != len(sent.batch.items):
+            raise ValueError(f"{len(part.results)} answers to batch {part.batch_id} do not fit what was sent")
+        if part.final:
+            self.sent.popleft()
+            self._retry_s = FIRST_RETRY_S
+            if self.sent:
+                self.sent[0].started_s = self.loop.time()
+            else:
+                self.idle.set()
+        return sent
+
+    def tell(self, on_part: OnPart, part: BatchPart) -> None:
+        try:
+            on_part(part)
+        except Exception:
+            log.exception("part_not_taken model=%s batch=%d", self.spec.name, part.batch_id)
+
+    def _check_time(self) -> None:
+        """The one timer of the slot: often the batch that it was set for has long been answered."""
+        self._timer = None
+        if not self.sent:
+            return
+        due = self.sent[0].started_s + self._timeout_s
+        if self.loop.time() < due:
+            self._timer = self.loop.call_at(due, self._check_time)
+            return
+        why = f"run exceeded run_timeout_s={self._timeout_s:g}; its worker was given up"
+        log.warning("worker_hangs model=%s slot=%d: %s", self.spec.name, self.number, why)
+        self.kill(WorkerDied(why))
+
+
+class SlotTransport:
+    """A Transport of independent slots. Slabs are pinned while a worker may read them, and stay the caller's."""
+
+    depth = 2
+
+    def __init__(self, places: Sequence[Slot]) -> None:
+        self.slots = len(places)
+        self._places = places
+        self._closing = False
+        self._parked: list[tuple[Batch, OnPart]] = []  # sent while closing: answered at its end, so that none spins
+
+    async def start(self, listener: TransportListener) -> None:
+        """See `Transport.start`."""
+        for place in self._places:
+            place.start(listener)
+            await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let others in between
+
+    def send(self, batch: Batch, on_part: OnPart) -> None:
+        """See `Transport.send`."""
+        if self._closing:
+            self._parked.append((batch, on_part))
+        else:
+            self._places[batch.slot].send(batch, on_part)
+
+    async def close(self, drain_s: float) -> None:
+        """See `Transport.close`."""
+        self._closing = True
+        await asyncio.gather(*(place.close(drain_s) for place in self._places))
+        parked, self._parked = self._parked, []
+        for batch, on_part in parked:
+            on_part(BatchPart(batch.id, error=WorkerDied("the workers were stopped"), started=False))
+
+    def forget(self) -> None:
+        """See `Transport.forget`."""
+        for place in self._places:
+            place.forget()
+
+
+async def within(event: asyncio.Event, seconds: float) -> bool:
+    """True if the event is set, or becomes so in time."""
+    if not event.is_set() and seconds > 0:
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            pass
+    return event.is_set()
+
+
+def unpin(slabs: Sequence[Slab]) -> None:
+    for slab in slabs:
+        slab.unpin()

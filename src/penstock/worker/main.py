@@ -1,0 +1,46 @@
+"""What a worker does before its first batch: finds the target, loads the model, warms it up."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from penstock.config.schema import with_options
+from penstock.errors import LoadFailed, PenstockError
+from penstock.models.python import PythonModel, options_of
+from penstock.plugins import load_object
+from penstock.types import Ready
+from penstock.worker.loop import BatchRunner
+from penstock.worker.profile import warm_up
+from penstock.worker.spec import WorkerSpec
+
+
+def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
+    """A runner around the loaded model, and what is told of it.
+
+    `device` is handed to `load`; `shown_device` is its name outside of this process, when that is another one.
+    Raises LoadFailed, TargetNotFound, ConfigError.
+    """
+    add_paths(spec.sys_path)
+    try:
+        target = load_object(spec.target) if isinstance(spec.target, str) else spec.target
+        options = options_of(target)
+        batching = with_options(spec.config.batching, options)
+        model = PythonModel(target, precision=spec.config.precision, optimize=spec.config.optimize)
+        model.load(device)
+        metadata = model.metadata(spec.name, spec.version)
+        runner = BatchRunner(model, metadata, batching)
+        profile, best = warm_up(runner, batching)
+    except PenstockError:
+        raise
+    except Exception as e:
+        text = "".join(traceback.format_exception(e))
+        raise LoadFailed(f"loading '{spec.name}' raised {type(e).__name__}: {e}", detail=text) from e
+    return runner, Ready(metadata, shown_device or device, os.getpid(), options, profile, best)
+
+
+def add_paths(paths: Sequence[str]) -> None:
+    """Puts `paths` in front of `sys.path`, in their order, those that are not there yet."""
+    sys.path[:0] = [p for p in paths if p not in sys.path]

@@ -1,0 +1,43 @@
+"""The environment of a worker process: threads of numeric libraries, visible devices. Set before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from penstock.worker.spec import WorkerSpec
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def threads_of(spec: WorkerSpec) -> int:
+    """Threads of numeric libraries in each worker: `threads`, or physical cores / instances, at least 1."""
+    if spec.config.threads is not None:
+        return spec.config.threads
+    import psutil  # only the parent asks
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(psutil.cpu_count(logical=False) or allowed, allowed)
+    return max(1, cores // spec.instances)
+
+
+def environment(spec: WorkerSpec, device: str, base: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """(environment of a worker on `device`, the name of the device inside of it).
+
+    What the user's own environment says of threads is kept, unless the configuration says otherwise.
+    """
+    env = dict(base)
+    threads = str(threads_of(spec))
+    for name in THREAD_VARIABLES:
+        if spec.config.threads is not None:
+            env[name] = threads
+        else:
+            env.setdefault(name, threads)
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a waiting worker must not spin on the cores of the others
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and index:
+        visible = [d for d in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+        env["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if int(index) < len(visible) else index
+        device = "cuda:0"  # the only one that it sees
+    env.update(spec.config.env)
+    return env, device
