@@ -1,0 +1,130 @@
+"""What goes out: the one table from errors to HTTP status, and the framing of parts of a stream. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Final
+
+from penstock.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    ModelNotFound,
+    ModelNotReady,
+    PayloadTooLarge,
+    PenstockError,
+    QueueFull,
+    Unauthorized,
+    WorkerDied,
+)
+from penstock.types import ItemResult
+
+JSON: Final = "application/json"
+
+
+class RouteNotFound(PenstockError):
+    """No route has this path."""
+
+    code = "not_found"
+
+
+class MethodNotAllowed(PenstockError):
+    """The route has another method; `allow` is the value of the Allow header."""
+
+    code = "method_not_allowed"
+    allow = "GET, HEAD"
+
+
+class PostOnly(MethodNotAllowed):
+    """The route is for POST."""
+
+    allow = "POST"
+
+
+class RequestTimeout(PenstockError):
+    """The head or the body did not arrive in time."""
+
+    code = "request_timeout"
+
+
+class ExpectationFailed(PenstockError):
+    """An Expect header other than 100-continue."""
+
+    code = "expectation_failed"
+
+
+class HeadTooLarge(PenstockError):
+    """The head is larger than `limits.max_header_bytes`."""
+
+    code = "head_too_large"
+
+
+class NotImplementedHere(PenstockError):
+    """A transfer coding other than chunked."""
+
+    code = "not_implemented"
+
+
+STATUS: Final[dict[type[PenstockError], int]] = {
+    BadRequest: 400,
+    Unauthorized: 401,
+    ModelNotFound: 404,
+    RouteNotFound: 404,
+    MethodNotAllowed: 405,
+    RequestTimeout: 408,
+    PayloadTooLarge: 413,
+    ExpectationFailed: 417,
+    QueueFull: 429,
+    HeadTooLarge: 431,
+    Cancelled: 499,
+    PenstockError: 500,  # ItemFailed, OutOfMemory, BadOutput and whatever has no line of its own
+    NotImplementedHere: 501,
+    ModelNotReady: 503,
+    WorkerDied: 503,
+    DeadlineExceeded: 504,
+}
+REASONS: Final = {status.value: status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
+
+
+def status_of(error: PenstockError) -> int:
+    """The HTTP status of an error: that of its nearest ancestor in the table."""
+    return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
+
+
+def error_result(error: PenstockError, error_body: Callable[[PenstockError], bytes]) -> ItemResult:
+    """The whole answer for an error, with the headers that belong to its status."""
+    status = status_of(error)
+    headers = []
+    if status in (429, 503):
+        headers.append(("retry-after", str(max(1, math.ceil(error.retry_after_s or 1.0)))))
+    elif status == 401:
+        headers.append(("www-authenticate", "Bearer"))
+    elif isinstance(error, MethodNotAllowed):
+        headers.append(("allow", error.allow))
+    return ItemResult(body=error_body(error), content_type=JSON, status=status, headers=headers or None)
+
+
+def stream_type(content_type: str, sse: bool) -> str:
+    """Content type of a stream: server-sent events, lines of JSON, or what its first part is."""
+    if sse:
+        return "text/event-stream"
+    return "application/x-ndjson" if content_type == JSON else content_type
+
+
+def stream_part(result: ItemResult, sse: bool) -> bytes:
+    """One part as it stands in the stream; empty for the empty part that only ends one."""
+    body = bytes(result.body)
+    if not body:
+        return b""
+    if sse:
+        return sse_event(body)
+    return body + b"\n" if result.content_type == JSON else body
+
+
+def sse_event(body: bytes, event: bytes = b"") -> bytes:
+    """A server-sent event; every line of the body is a `data:` line."""
+    lines = body.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
+    head = b"event: " + event + b"\n" if event else b""
+    return head + b"data: " + lines + b"\n\n"

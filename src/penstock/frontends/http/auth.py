@@ -1,0 +1,71 @@
+"""Who may call: bearer tokens from files, and TLS."""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from collections.abc import Iterable
+
+from penstock.errors import ConfigError, Unauthorized
+
+
+def load_tokens(files: Iterable[str | None]) -> frozenset[bytes]:
+    """The tokens of all files, one a line; empty lines and lines that begin with `#` do not count.
+
+    Raises ConfigError for a file that cannot be read or holds no token.
+    """
+    tokens: set[bytes] = set()
+    for path in files:
+        if path is None:
+            continue
+        try:
+            with open(path, "rb") as file:
+                lines = [line.strip() for line in file]
+        except OSError as exc:
+            raise ConfigError(f"token file '{path}' cannot be read: {exc.strerror}") from None
+        found = {line for line in lines if line and not line.startswith(b"#")}
+        if not found:
+            raise ConfigError(f"token file '{path}' holds no token; write one a line")
+        tokens |= found
+    return frozenset(tokens)
+
+
+def check_token(tokens: frozenset[bytes], authorization: bytes | None) -> None:
+    """Raises Unauthorized unless the header is `Bearer` and one of `tokens`; no tokens at all open to everybody.
+
+    Every token is compared, each in constant time: the time tells nothing of which one was nearly right.
+    """
+    if not tokens:
+        return
+    kind, _, given = (authorization or b"").partition(b" ")
+    given = given.strip()
+    right = False
+    for token in tokens:
+        right |= hmac.compare_digest(token, given)
+    if not right or kind.lower() != b"bearer":
+        raise Unauthorized("a valid bearer token is needed: Authorization: Bearer TOKEN")
+
+
+def make_ssl_context(cert: str | None, key: str | None, client_ca: str | None = None) -> ssl.SSLContext | None:
+    """A server's TLS context, None without a certificate. With `client_ca` clients must show a certificate.
+
+    Raises ConfigError for files that cannot be read or do not fit together.
+    """
+    if cert is None:
+        if key is not None or client_ca is not None:
+            raise ConfigError("server.tls_key and server.tls_client_ca need server.tls_cert")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as exc:
+        raise ConfigError(f"TLS certificate '{cert}' or key '{key or cert}' cannot be loaded: {exc.args[-1]}") from None
+    if client_ca is not None:
+        try:
+            context.load_verify_locations(client_ca)
+        except (OSError, ssl.SSLError) as exc:
+            raise ConfigError(f"TLS client authority '{client_ca}' cannot be loaded: {exc.args[-1]}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context

@@ -1,0 +1,235 @@
+"""The one table of routes, for the listener, the ASGI app and the OpenAPI page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Final, Protocol
+from urllib.parse import unquote
+
+import msgspec
+from msgspec import Struct
+
+from penstock import __version__
+from penstock.errors import BadRequest, DeadlineExceeded, PenstockError
+from penstock.frontends.base import Backend
+from penstock.frontends.http.answers import (
+    JSON,
+    ExpectationFailed,
+    MethodNotAllowed,
+    NotImplementedHere,
+    PostOnly,
+    RouteNotFound,
+)
+from penstock.frontends.http.auth import check_token
+from penstock.frontends.http.openapi import openapi_body
+from penstock.protocols import native, oip_json
+from penstock.types import ItemResult
+
+CACHED_PATHS: Final = 1024
+CACHED_PATH_BYTES: Final = 256
+SPECIAL_NAMES: Final = frozenset(
+    {
+        b"accept",
+        b"authorization",
+        b"connection",
+        b"expect",
+        b"transfer-encoding",
+        b"x-deadline-ms",
+        b"x-priority",
+        b"x-request-id",
+    }
+)
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+
+
+class Template(Struct, frozen=True):
+    """A line of the table. With `codec` it is an inference route (POST), else `answer` is called (GET, HEAD)."""
+
+    path: str
+    summary: str
+    codec: str = ""
+    answer: Callable[[Backend, Route], ItemResult] | None = None
+    open: bool = False  # needs no token
+    error_body: Callable[[PenstockError], bytes] = native.error_body
+
+
+class Route(Struct, frozen=True):
+    """A template with the names that the path gave."""
+
+    template: Template
+    model: str = ""
+    version: str | None = None
+
+
+def _json(body: bytes, status: int = 200) -> ItemResult:
+    return ItemResult(body=body, content_type=JSON, status=status)
+
+
+def _server(backend: Backend, route: Route) -> ItemResult:
+    return _json(oip_json.server_body(__version__))
+
+
+def _live(backend: Backend, route: Route) -> ItemResult:
+    return _json(b'{"live":true}')
+
+
+def _ready(backend: Backend, route: Route) -> ItemResult:
+    return _json(b'{"ready":true}') if backend.ready() else _json(b'{"ready":false}', 503)
+
+
+def _ping(backend: Backend, route: Route) -> ItemResult:
+    return _json(b'{"status":"Healthy"}') if backend.ready() else _json(b'{"status":"Unhealthy"}', 503)
+
+
+def _model_ready(backend: Backend, route: Route) -> ItemResult:
+    ready = backend.model_ready(route.model, route.version)
+    return _json(msgspec.json.encode({"name": route.model, "ready": ready}), 200 if ready else 503)
+
+
+def _metadata(backend: Backend, route: Route) -> ItemResult:
+    return _json(oip_json.metadata_body(*backend.metadata(route.model, route.version)))
+
+
+def _openapi(backend: Backend, route: Route) -> ItemResult:
+    return _json(openapi_body(backend, __version__, TEMPLATES))
+
+
+def _oip(path: str, summary: str, answer: Callable[[Backend, Route], ItemResult], open: bool = False) -> Template:
+    return Template(path, summary, answer=answer, open=open, error_body=oip_json.error_body)
+
+
+def _infer(path: str) -> Template:
+    return Template(path, "Infer by the Open Inference Protocol", codec="oip_json", error_body=oip_json.error_body)
+
+
+TEMPLATES: Final = (
+    Template("/predictions/{model}", "Predict one item", codec="native"),
+    Template("/predictions/{model}/{version}", "Predict one item", codec="native"),
+    _infer("/v2/models/{model}/infer"),
+    _infer("/v2/models/{model}/versions/{version}/infer"),
+    _oip("/v2", "Name and version of the server", _server),
+    _oip("/v2/health/live", "Whether the server lives", _live, open=True),
+    _oip("/v2/health/ready", "Whether every model can answer", _ready, open=True),
+    _oip("/v2/models/{model}", "Inputs and outputs of a model", _metadata),
+    _oip("/v2/models/{model}/versions/{version}", "Inputs and outputs of a model", _metadata),
+    _oip("/v2/models/{model}/ready", "Whether a model can answer", _model_ready),
+    _oip("/v2/models/{model}/versions/{version}/ready", "Whether a model can answer", _model_ready),
+    Template("/ping", "Whether every model can answer", answer=_ping, open=True),
+    Template("/healthz", "Whether the server lives", answer=_live, open=True),
+    Template("/readyz", "Whether every model can answer", answer=_ready, open=True),
+    Template("/openapi.json", "This page", answer=_openapi),
+)
+_SEGMENTS: Final = [(template, template.path.split("/")[1:]) for template in TEMPLATES]
+
+
+def resolve(path: bytes) -> Route:
+    """The route of a raw (still percent-encoded) path; a query is ignored. Raises RouteNotFound, BadRequest."""
+    raw = path.partition(b"?")[0].partition(b"#")[0]
+    try:
+        found = [unquote(part, errors="strict") for part in raw.decode("ascii").split("/")[1:]]
+    except UnicodeDecodeError:
+        raise BadRequest("the path is not percent-encoded UTF-8") from None
+    if len(found) > 1 and found[-1] == "":
+        found.pop()  # one slash at the end is forgiven
+    for template, wanted in _SEGMENTS:
+        if len(wanted) != len(found):
+            continue
+        names: dict[str, str] = {}
+        for want, have in zip(wanted, found, strict=True):
+            if want.startswith("{") and have:
+                names[want[1:-1]] = have
+            elif want != have:
+                break
+        else:
+            return Route(template, names.get("model", ""), names.get("version"))
+    raise RouteNotFound("no route has this path; /openapi.json lists them")
+
+
+def check_method(route: Route, method: bytes) -> None:
+    """Raises MethodNotAllowed."""
+    if route.template.codec:
+        if method != b"POST":
+            raise PostOnly("this route takes POST only")
+    elif method not in (b"GET", b"HEAD"):
+        raise MethodNotAllowed("this route takes GET and HEAD only")
+
+
+class Router:
+    """`resolve` with a memory for the paths that come again and again."""
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, Route] = {}
+
+    def resolve(self, path: bytes) -> Route:
+        """The route of a raw path. Raises RouteNotFound, BadRequest."""
+        route = self.known.get(path)
+        if route is None:
+            route = resolve(path)
+            if len(path) <= CACHED_PATH_BYTES:
+                if len(self.known) >= CACHED_PATHS:
+                    self.known.clear()
+                self.known[path] = route
+        return route
+
+
+def parse_budget(value: bytes) -> float:
+    """Seconds of an `x-deadline-ms` header. Raises BadRequest, and DeadlineExceeded when nothing is left of it."""
+    try:
+        budget_s = float(value) / 1000.0
+    except ValueError:
+        budget_s = math.nan
+    if not math.isfinite(budget_s):
+        raise BadRequest("header x-deadline-ms must be a number of milliseconds")
+    if budget_s <= 0.0:
+        raise DeadlineExceeded("the deadline of the request had passed when it arrived")
+    return budget_s
+
+
+def parse_priority(value: bytes) -> int:
+    """Class of an `x-priority` header: 0 is the most urgent. Raises BadRequest."""
+    if not value.isdigit() or len(value) > 9:
+        raise BadRequest("header x-priority must be a whole number from 0")
+    return int(value)
+
+
+def parse_request_id(value: bytes) -> str:
+    """The id if it is up to 128 visible ASCII characters, else "": it is then neither echoed nor logged."""
+    return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else ""
+
+
+class Wishes(Protocol):
+    """What the headers of one request may set."""
+
+    request_id: str
+    sse: bool
+    expect: bool
+    plain: bool
+    budget_s: float | None
+    priority: int
+
+
+def read_special(wishes: Wishes, route: Route, special: dict[bytes, bytes], tokens: frozenset[bytes]) -> None:
+    """Reads the headers of `SPECIAL_NAMES` (keys in lower case) and checks the token.
+
+    Raises Unauthorized, BadRequest, DeadlineExceeded, NotImplementedHere, ExpectationFailed.
+    """
+    get = special.get
+    wishes.request_id = parse_request_id(get(b"x-request-id", b""))
+    expect = get(b"expect")
+    wishes.expect = expect is not None
+    wishes.sse = b"text/event-stream" in get(b"accept", b"") and bool(route.template.codec)
+    if tokens and not route.template.open:
+        check_token(tokens, get(b"authorization"))
+    if expect is not None and expect.lower() != b"100-continue":
+        raise ExpectationFailed("the only expectation that is met is 100-continue")
+    if get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+        raise NotImplementedHere("the only transfer coding that is understood is chunked")
+    budget, priority = get(b"x-deadline-ms"), get(b"x-priority")
+    if priority is not None:
+        wishes.priority = parse_priority(priority)
+    if budget is not None:
+        wishes.budget_s = parse_budget(budget)
+    if wishes.request_id or wishes.sse or budget is not None or priority is not None:
+        wishes.plain = False

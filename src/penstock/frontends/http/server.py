@@ -1,0 +1,165 @@
+"""The inference listener: an asyncio server of connections, one clock for all their timers, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import ssl
+from email.utils import formatdate
+from typing import Final
+
+from penstock.config.schema import LimitsConfig
+from penstock.errors import ConfigError
+from penstock.frontends.base import Backend
+from penstock.frontends.http.connection import Connection
+from penstock.frontends.http.exchange import status_line
+from penstock.frontends.http.intake import BIG_BYTES
+from penstock.frontends.http.routes import Router
+
+log = logging.getLogger("penstock.frontends")
+
+RECEIVE_BYTES: Final = BIG_BYTES  # so a body that belongs into a Buffer is never read whole beside it
+SWEEP_S: Final = 0.5
+
+
+class HttpServer:
+    """Serves `backend` over HTTP/1.1. All calls are made on one event loop's thread.
+
+    Timers are deadlines on the connections, looked at by one sweep while there are connections: a request sets two or
+    three floats and no timer. They are late by up to two sweeps, never early.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: LimitsConfig,
+        *,
+        tokens: frozenset[bytes] = frozenset(),
+        ssl: ssl.SSLContext | None = None,
+        router: Router | None = None,
+    ) -> None:
+        self.backend = backend
+        self.config = config
+        self.tokens = tokens
+        self.router = router or Router()
+        self.closing = False
+        self.special = False  # every head needs the long way: the server closes
+        self.small_bytes = min(BIG_BYTES, config.max_body_bytes)
+        self.receive = memoryview(bytearray(RECEIVE_BYTES))
+        self.heads: dict[str, bytes] = {}
+        self.date_line = b""
+        self.too_many = status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+        self._ssl = ssl
+        self._connections: set[Connection] = set()
+        self._listener: asyncio.Server | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._empty: asyncio.Event | None = None
+        timeouts = (config.header_timeout_s, config.body_timeout_s, config.idle_timeout_s, config.write_timeout_s)
+        self._sweep_s = min(SWEEP_S, min(timeouts) / 4)
+        self.header_at = self.body_at = self.idle_at = 0.0
+
+    async def start(self, host: str, port: int, key: str = "server.port") -> tuple[str, int]:
+        """The address really bound. Raises ConfigError naming `key` when it cannot be."""
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._tick()
+        try:
+            self._listener = await loop.create_server(
+                lambda: Connection(self),
+                host,
+                port,
+                ssl=self._ssl,
+                backlog=2048,
+                ssl_handshake_timeout=self.config.header_timeout_s if self._ssl else None,
+                ssl_shutdown_timeout=2.0 if self._ssl else None,
+            )
+        except (OSError, UnicodeError) as exc:
+            raise bind_error(host, port, exc, key) from None
+        bound = self._listener.sockets[0].getsockname()
+        return str(bound[0]), int(bound[1])
+
+    async def close(self, drain_s: float) -> None:
+        """Takes no more connections, answers what is in flight, and drops what is left after `drain_s`."""
+        self.closing = self.special = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.close_soon()
+        if self._connections:
+            self._empty = asyncio.Event()
+            try:
+                await asyncio.wait_for(self._empty.wait(), drain_s)
+            except TimeoutError:
+                log.warning("event=drain_timeout connections=%d consequence=dropped", len(self._connections))
+                for connection in list(self._connections):
+                    connection.transport.abort()
+                await self._empty.wait()
+
+    # ---- what connections call
+
+    def add(self, connection: Connection) -> bool:
+        """Counts a connection; False when there is no room for it."""
+        if self.closing or len(self._connections) >= self.config.max_connections:
+            return False
+        if self._sweep_timer is None:
+            self._tick()
+            connection.deadline = self.header_at
+            self._sweep_timer = self._loop.call_later(self._sweep_s, self._sweep)
+        self._connections.add(connection)
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """The connection is gone."""
+        self._connections.discard(connection)
+        if not self._connections:
+            if self._sweep_timer is not None:
+                self._sweep_timer.cancel()
+                self._sweep_timer = None
+            if self._empty is not None:
+                self._empty.set()
+
+    def learn_head(self, content_type: str) -> bytes:
+        """Everything of a plain answer's head before the length, kept until the date changes."""
+        kind = f"content-type: {content_type}\r\n".encode("latin-1") if content_type else b""
+        head = self.heads[content_type] = status_line(200) + self.date_line + kind + b"content-length: "
+        if len(self.heads) > 256:  # a model that makes up content types
+            self.heads.clear()
+        return head
+
+    def now(self) -> float:
+        """The loop's time, s."""
+        return self._loop.time()
+
+    # ---- time
+
+    def _tick(self) -> None:
+        now = self._loop.time() + self._sweep_s
+        config = self.config
+        self.header_at = now + config.header_timeout_s
+        self.body_at = now + config.body_timeout_s
+        self.idle_at = now + config.idle_timeout_s
+        date_line = f"date: {formatdate(usegmt=True)}\r\n".encode("ascii")
+        if date_line != self.date_line:
+            self.date_line = date_line
+            self.heads.clear()
+
+    def _sweep(self) -> None:
+        self._sweep_timer = self._loop.call_later(self._sweep_s, self._sweep)
+        self._tick()
+        now = self._loop.time()
+        for connection in list(self._connections):
+            if connection.deadline <= now:
+                connection.expire()
+            if connection.write_at <= now + self.config.write_timeout_s:
+                connection.check_writing(now)
+
+
+def bind_error(host: str, port: int, exc: Exception, key: str) -> ConfigError:
+    """Why `host:port` could not be bound, and the key to change."""
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
+        reason = "the port is in use"
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {reason.lower()}; choose another with {key} (0 takes a free one)"
+    )
