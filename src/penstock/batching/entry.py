@@ -33,6 +33,7 @@ class Entry(Struct, eq=False):
     vdeadline_s: float = INF
     seq: int = 0
     deaths: int = 0
+    passed: int = 0
     state: int = 0
     note: Any = None
 

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from penstock.batching.entry import INF, Entry
 
 MAX_BYPASSES = 8
-"""Misfits that one batch may pass over. The first of them heads the next batch, so nobody is passed more often."""
+"""How often an entry that does not fit may be passed over by later ones, and how many one batch may pass over."""
 
 
 class Bucket:
@@ -85,7 +85,7 @@ class Bucket:
 
     def take(self, rows: int, until_s: float) -> list[Entry]:
         """Removes and returns the earliest entries whose deadline is not before `until_s`: up to `rows` rows, but at
-        least one entry if any bears it. What does not fit is passed over, at most `MAX_BYPASSES` of them."""
+        least one entry if any bears it. What does not fit is passed over, see `MAX_BYPASSES`."""
         entries = self.entries
         if self.rows == len(entries) and (until_s == -INF or not self.loose):
             i = 0 if until_s == -INF else bisect_left(self.keys, until_s)
@@ -93,20 +93,26 @@ class Bucket:
             del self.keys[i : i + rows], entries[i : i + rows]
             self._uncount(taken)
             return taken
-        taken, places, room, misfits = [], [], rows, 0
+        taken = []
+        passed: list[Entry] = []
+        places: list[int] = []
+        room, counted = rows, 0
         for i, e in enumerate(entries):
             if e.deadline_s < until_s:
                 continue
             if e.rows <= room or not taken:
                 taken.append(e)
                 places.append(i)
+                counted = len(passed)  # those before it have now been passed over
                 room -= e.rows
                 if room <= 0:
                     break
+            elif e.passed >= MAX_BYPASSES or len(passed) >= MAX_BYPASSES:
+                break
             else:
-                misfits += 1
-                if misfits >= MAX_BYPASSES:
-                    break
+                passed.append(e)
+        for e in passed[:counted]:
+            e.passed += 1
         for i in reversed(places):
             del self.keys[i], entries[i]
         self._uncount(taken)
@@ -128,11 +134,12 @@ class Ends:
     deque; the others are a heap.
     """
 
-    __slots__ = ("_heap", "_line", "_waiting")
+    __slots__ = ("_count", "_heap", "_line", "_waiting")
 
     def __init__(self, waiting: int) -> None:
         self._line: deque[tuple[float, int, Entry]] = deque()
         self._heap: list[tuple[float, int, Entry]] = []
+        self._count = 0
         self._waiting = waiting  # the state of an entry that waits
 
     def add(self, entry: Entry) -> None:
@@ -140,10 +147,11 @@ class Ends:
         if end == INF:
             return
         line = self._line
+        self._count += 1
         if not line or end >= line[-1][0]:
-            line.append((end, entry.seq, entry))
+            line.append((end, self._count, entry))
         else:
-            heappush(self._heap, (end, entry.seq, entry))
+            heappush(self._heap, (end, self._count, entry))
 
     def next(self) -> float:
         """The earliest end of an entry that waits, or INF."""

@@ -86,7 +86,7 @@ class Adaptive:
     """See the module. `max_hold_s` caps every hold; 0 makes it strictly work-conserving."""
 
     def __init__(self, max_hold_s: float | None = None) -> None:
-        self._cap_s = INF if max_hold_s is None else max_hold_s
+        self.max_hold_s = INF if max_hold_s is None else max_hold_s
         self._returns = Returns()
         self._times: deque[float] = deque(maxlen=RATE_WINDOW)
         self._rows: deque[int] = deque(maxlen=RATE_WINDOW)
@@ -213,10 +213,10 @@ class Adaptive:
     def _hold(self, view: View, rows: int, now: float) -> float:
         """When to look again, if the `rows` that wait are to be held; else 0."""
         cost, m = view.cost, view.slots
-        if not self._cap_s or cost.a <= 0:
+        if not self.max_hold_s or cost.a <= 0:
             return 0.0
         even = self.even_batch(view, now) if m > 1 else 0.0
-        most = min(cost.t(min(even, cost.knee)) / m, self._cap_s)
+        most = min(cost.t(min(even, cost.knee)) / m, self.max_hold_s)
         end = min(view.held_s, now) + most
         if now >= end:
             return 0.0
