@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock import metrics
-from penstock.errors import LoadFailed, PenstockError, WorkerDied
+from penstock.errors import PenstockError, WorkerDied
 from penstock.transports.slot import Slot, SlotTransport, within
 from penstock.types import Batch, BatchPart, Item, Ready
 from penstock.wire.slabs import Slab, SlabPool
@@ -125,10 +125,7 @@ class _Life:
 
     def _work(self, spec: WorkerSpec, device: str) -> None:
         metrics.own_registry()
-        try:
-            runner, ready = open_model(spec, device)
-        except SystemExit as e:
-            raise LoadFailed(f"loading '{spec.name}' called sys.exit({e.code})") from e
+        runner, ready = open_model(spec, device)
         self._post(self._slot.on_up, self, ready)
         while (work := self.batches.get()) is not None and not self.abandoned:
             batch_id, items, leases = work

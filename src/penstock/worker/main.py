@@ -35,6 +35,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         profile, best = warm_up(runner, batching)
     except PenstockError:
         raise
+    except SystemExit as e:
+        raise LoadFailed(f"loading '{spec.name}' called sys.exit({e.code})") from e
     except Exception as e:
         text = "".join(traceback.format_exception(e))
         raise LoadFailed(f"loading '{spec.name}' raised {type(e).__name__}: {e}", detail=text) from e

@@ -1,0 +1,240 @@
+"""Workers that die, hang, crash and are orphaned: every caller is answered, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.errors import LoadFailed, WorkerDied
+from penstock.testing.transports import Desk, values
+from penstock.transports.make import make_transport
+from penstock.types import Item
+
+
+def process(spec, pool):
+    return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+
+
+def thread(spec, pool):
+    return make_transport("thread", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+
+
+def descriptors() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+    return found
+
+
+async def pid_of(desk: Desk) -> int:
+    (pid,) = await desk.values(("pid", 0))
+    return pid
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def test_kill_9_in_the_middle_of_a_batch_is_told_within_50_ms():
+    delays = []
+    async with Desk(process) as desk:
+        for _ in range(5):
+            pid = await pid_of(desk)
+            running, ahead = desk.post([Item(("hang", 0))]), desk.post([Item(1)])
+            await asyncio.sleep(0.02)
+            started = time.perf_counter()
+            os.kill(pid, signal.SIGKILL)
+            parts = await desk.final(running), await desk.final(ahead)
+            delays.append(time.perf_counter() - started)
+            assert all(type(part.error) is WorkerDied for part in parts)
+            assert "SIGKILL" in parts[0].error.message
+            assert [part.started for part in parts] == [True, False]
+            await desk.up()
+        # each life answered a batch (its pid), so the wait before the next one never grew
+        assert [wait for _, wait in desk.downs] == [0.1] * 5
+    assert sorted(delays)[2] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("item", "found"),
+    [
+        (("segfault", 0), "SIGSEGV"),
+        (("exit", 3), "code 3"),
+        (("vanish", 0), "code 0"),
+        (("signal", signal.SIGTERM), None),  # ignored: the parent decides
+    ],
+)
+async def test_a_crash_is_named_and_the_next_worker_answers(item, found, capfd):
+    async with Desk(process) as desk:
+        part = await desk.run(item)
+        if found is None:
+            assert part.error is None
+        else:
+            assert type(part.error) is WorkerDied
+            assert found in part.error.message
+        assert await desk.values(5) == [5]
+    if found == "SIGSEGV":
+        assert "Fatal Python error: Segmentation fault" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("item", [("hang", 0), ("hold_the_gil", 60)], ids=["hangs", "holds the GIL"])
+async def test_a_run_beyond_its_limit_is_dumped_and_killed(item, capfd):
+    async with Desk(process, run_timeout_s=0.3) as desk:
+        await desk.up()
+        pid = await pid_of(desk)
+        running, ahead = desk.post([Item(item)]), desk.post([Item(1)])
+        part = await desk.final(running)
+        assert type(part.error) is WorkerDied
+        assert part.error.message.startswith("run exceeded run_timeout_s=0.3")
+        assert not (await desk.final(ahead)).started
+        assert not alive(pid)
+        assert await desk.values(5) == [5]
+    err = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in err
+    assert "scripted.py" in err
+
+
+async def test_a_worker_that_is_stopped_by_a_signal_is_killed_at_its_limit():
+    async with Desk(process, run_timeout_s=0.2) as desk:
+        pid = await pid_of(desk)
+        os.kill(pid, signal.SIGSTOP)
+        part = await desk.final(desk.post([Item(1)]))
+        assert type(part.error) is WorkerDied
+        assert not alive(pid)
+
+
+async def test_a_run_ahead_has_its_own_time():
+    async with Desk(process, run_timeout_s=0.5) as desk:
+        await desk.up()
+        numbers = [desk.post([Item(("sleep", 0.3))]) for _ in range(2)]
+        assert [values(await desk.final(n)) for n in numbers] == [[0.3], [0.3]]
+        assert not desk.downs
+
+
+async def test_a_thread_that_hangs_is_abandoned_and_replaced():
+    async with Desk(thread, run_timeout_s=0.2) as desk:
+        await desk.up()
+        running, ahead = desk.post([Item(("sleep", 0.6))]), desk.post([Item(1)])
+        part = await desk.final(running)
+        assert type(part.error) is WorkerDied
+        assert not (await desk.final(ahead)).started
+        assert await desk.values(5) == [5]
+        await asyncio.sleep(0.5)  # the abandoned thread comes back: nobody listens
+        assert len(desk.parts[running]) == 1
+
+
+async def test_a_worker_that_dies_while_it_loads_is_retried_ever_more_slowly():
+    async with Desk(process, "penstock.testing.scripted:DiesWhileLoading") as desk:
+        await desk.until(lambda: len(desk.downs) == 3)
+        assert all(type(error) is LoadFailed for error, _ in desk.downs)
+        assert [wait for _, wait in desk.downs] == [0.1, 0.2, 0.4]
+
+
+async def test_no_descriptor_and_no_process_is_left():
+    async with Desk(process) as desk:  # what is opened once and for all
+        await desk.up()
+    gc.collect()
+    before = descriptors()
+    for _ in range(3):
+        async with Desk(process) as desk:
+            pid = await pid_of(desk)
+            await desk.run(b"x" * 200_000)
+            os.kill(pid, signal.SIGKILL)
+            await desk.until(lambda: desk.downs)
+            await desk.up()
+            second = await pid_of(desk)
+        assert not alive(pid)
+        assert not alive(second)
+    gc.collect()
+    assert len(descriptors()) == len(before)
+    assert not psutil.Process().children()
+
+
+async def test_close_kills_what_does_not_end():
+    async with Desk(process) as desk:
+        pid = await pid_of(desk)
+        running = desk.post([Item(("hold_the_gil", 60))])
+        await asyncio.sleep(0.05)
+        started = time.perf_counter()
+        await desk.transport.close(0.1)
+        assert time.perf_counter() - started < 1.0
+        assert type(desk.parts[running][-1].error) is WorkerDied
+        assert not alive(pid)
+
+
+@pytest.mark.parametrize("item", ["1", "('hold_the_gil', 60)"], ids=["idle", "busy"])
+def test_workers_end_with_their_parent(item, tmp_path: Path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"""
+import asyncio
+from penstock.testing.transports import Desk
+from penstock.transports.make import make_transport
+from penstock.types import Item
+
+async def main():
+    make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    async with Desk(make) as desk:
+        (pid,) = await desk.values(("pid", 0))
+        desk.post([Item({item})])
+        print(pid, flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert alive(worker)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    end = time.monotonic() + 5
+    while alive(worker) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not alive(worker)
+
+
+def test_what_a_script_defines_can_be_a_target_and_a_payload(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import asyncio
+from dataclasses import dataclass
+from penstock.testing.transports import Desk
+from penstock.transports.make import make_transport
+
+@dataclass
+class Point:
+    x: int
+
+def double(points):
+    return [Point(2 * p.x) for p in points]
+
+async def main():
+    make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    async with Desk(make, double) as desk:
+        assert await desk.values(Point(2), Point(3)) == [Point(4), Point(6)]
+        print("fine")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "fine\n", done.stderr
