@@ -60,7 +60,7 @@ async def theirs() -> None:
     config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off", http="httptools")
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     print(server.servers[0].sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

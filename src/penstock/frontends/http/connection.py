@@ -150,6 +150,8 @@ class Connection(Answering):
         self.deadline = server.body_at
         if self.special is not None or server.special or not self.parser.should_keep_alive():
             self._framing(exchange)
+        special = self.special or {}
+        expect = b"expect" in special
         try:
             if self.read_bytes > server.config.max_header_bytes or self.head_bytes > 0:
                 self._check_head()
@@ -160,17 +162,17 @@ class Connection(Answering):
             if self.content_type:
                 exchange.content_type = self.content_type.decode("latin-1")
             if self.special is not None or server.tokens:
-                read_special(exchange, route, self.special or {}, server.tokens)
-            if self.length > server.small_bytes or exchange.expect:
+                read_special(exchange, route, special, server.tokens)
+            if self.length > server.small_bytes or expect:
                 self._check_large(route)
         except PenstockError as error:
             # a small body is read and forgotten; for any other the connection is not worth keeping
             exchange.error = error
-            chunked = self.special is not None and b"transfer-encoding" in self.special
-            if self.length > server.small_bytes or chunked or exchange.expect or isinstance(error, HeadTooLarge):
+            chunked = b"transfer-encoding" in special
+            if self.length > server.small_bytes or chunked or expect or isinstance(error, HeadTooLarge):
                 self._refuse(error)
                 raise _Stop from None
-        if exchange.expect and not exchange.old:
+        if expect and not exchange.old:
             self.continue_due = True
             self.advance()
         self.intake.begin(self.length)

@@ -40,7 +40,6 @@ class Exchange:
     old = False  # HTTP/1.0
     head_only = False
     sse = False
-    expect = False  # the client waits for 100 Continue before it sends the body
     close = False  # the connection ends with this answer
     linger = False  # ... while the client may still be sending
     started = False  # the head of a stream is out
@@ -119,6 +118,7 @@ class Exchange:
     def _part(self, connection: Answering, result: ItemResult) -> None:
         if not self.started:
             self.started = True
+            self.plain = False
             if self.old:
                 self.close = True  # HTTP/1.0 knows no chunks: the end of the connection is the end of the stream
             framing = None if self.old else b"transfer-encoding: chunked\r\n"

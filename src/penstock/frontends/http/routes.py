@@ -41,6 +41,8 @@ SPECIAL_NAMES: Final = frozenset(
         b"x-request-id",
     }
 )
+CONTINUE: Final = b"100-continue"
+CHUNKED: Final = b"chunked"
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -204,7 +206,6 @@ class Wishes(Protocol):
 
     request_id: str
     sse: bool
-    expect: bool
     plain: bool
     budget_s: float | None
     priority: int
@@ -217,14 +218,12 @@ def read_special(wishes: Wishes, route: Route, special: dict[bytes, bytes], toke
     """
     get = special.get
     wishes.request_id = parse_request_id(get(b"x-request-id", b""))
-    expect = get(b"expect")
-    wishes.expect = expect is not None
     wishes.sse = b"text/event-stream" in get(b"accept", b"") and bool(route.template.codec)
     if tokens and not route.template.open:
         check_token(tokens, get(b"authorization"))
-    if expect is not None and expect.lower() != b"100-continue":
+    if get(b"expect", CONTINUE).lower() != CONTINUE:
         raise ExpectationFailed("the only expectation that is met is 100-continue")
-    if get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+    if get(b"transfer-encoding", CHUNKED).lower() != CHUNKED:
         raise NotImplementedHere("the only transfer coding that is understood is chunked")
     budget, priority = get(b"x-deadline-ms"), get(b"x-priority")
     if priority is not None:

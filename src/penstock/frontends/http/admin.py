@@ -1,0 +1,147 @@
+"""The management and metrics apps, and the uvicorn that serves them inside our own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.errors import PenstockError
+from penstock.frontends.base import Backend
+from penstock.frontends.http.answers import JSON, MethodNotAllowed, RouteNotFound, error_result
+from penstock.frontends.http.auth import check_token
+from penstock.frontends.http.server import bind_error
+from penstock.protocols import admin, native
+
+GRACE_S: Final = 2  # for answers in flight when an admin listener closes
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def admin_app(backend: Backend, tokens: frozenset[bytes] = frozenset()) -> Starlette:
+    """The management API: GET /models, /models/{model}, /ping. Tokens, if any, open all but /ping."""
+
+    async def models(request: Request) -> Response:
+        check_token(tokens, _authorization(request))
+        return Response(admin.models_body(backend.statuses()), media_type=JSON)
+
+    async def model(request: Request) -> Response:
+        check_token(tokens, _authorization(request))
+        return Response(admin.model_body(backend.statuses(), request.path_params["model"]), media_type=JSON)
+
+    async def ping(request: Request) -> Response:
+        if backend.ready():
+            return Response(b'{"status":"Healthy"}', media_type=JSON)
+        return Response(b'{"status":"Unhealthy"}', 503, media_type=JSON)
+
+    return _app({"/models": models, "/models/{model}": model, "/ping": ping})
+
+
+def metrics_app(render: Callable[[], bytes], tokens: frozenset[bytes] = frozenset()) -> Starlette:
+    """GET /metrics: what `render` gives, in the Prometheus text format."""
+
+    async def metrics(request: Request) -> Response:
+        check_token(tokens, _authorization(request))
+        return Response(render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    return _app({"/metrics": metrics})
+
+
+def _app(routes: dict[str, Handler]) -> Starlette:
+    handlers: dict[Any, Any] = {PenstockError: _error, HTTPException: _http_error}
+    return Starlette(
+        routes=[Route(path, handler, methods=["GET"]) for path, handler in routes.items()], exception_handlers=handlers
+    )
+
+
+def _authorization(request: Request) -> bytes | None:
+    value = request.headers.get("authorization")
+    return None if value is None else value.encode("latin-1")
+
+
+async def _error(request: Request, error: PenstockError) -> Response:
+    result = error_result(error, native.error_body)
+    return Response(result.body, result.status, dict(result.headers or ()), JSON)
+
+
+async def _http_error(request: Request, exc: HTTPException) -> Response:
+    if exc.status_code == 405:
+        return await _error(request, MethodNotAllowed("this route takes GET and HEAD only"))
+    return await _error(request, RouteNotFound("no route has this path"))
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn as a guest: no signal handlers, no ten ticks a second, and it tells when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+        self.stop = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    async def main_loop(self) -> None:
+        await self.stop.wait()
+
+
+class UvicornServer:
+    """One ASGI app on one address. `start` binds, `close` ends it; neither touches the process's signals."""
+
+    def __init__(
+        self, app: Any, *, tls_cert: str | None = None, tls_key: str | None = None, tls_client_ca: str | None = None
+    ) -> None:
+        self._config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            date_header=False,  # it would stand still without the ticks
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+            ssl_certfile=tls_cert,
+            ssl_keyfile=tls_key,
+            ssl_ca_certs=tls_client_ca,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if tls_client_ca else ssl.CERT_NONE,
+        )
+        self._server: _Uvicorn | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int, key: str = "the port's key") -> tuple[str, int]:
+        """The address really bound. Raises ConfigError naming `key` when it cannot be."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=128)
+        except (OSError, UnicodeError) as exc:
+            raise bind_error(host, port, exc, key) from None
+        bound = listener.getsockname()
+        self._server = _Uvicorn(self._config)
+        self._task = asyncio.create_task(self._server.serve([listener]))
+        up = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait((self._task, up), return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        if self._task.done():
+            listener.close()
+            await self._task  # tells why
+            raise PenstockError("the application ended while it was starting")
+        return str(bound[0]), int(bound[1])
+
+    async def close(self) -> None:
+        """Answers what is in flight, for a short while, and closes."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            self._server.stop.set()
+            await self._task
