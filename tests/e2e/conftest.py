@@ -90,7 +90,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
         given = list(arguments)
         if source is not None:
             (tmp_path / "app.py").write_text(textwrap.dedent(source))
-            given = [a if "=" in a or a.startswith("-") or "." in a or a.isdigit() else f"app.py:{a}" for a in given]
+            flags = next((i for i, a in enumerate(given) if a.startswith("-")), len(given))
+            given[:flags] = [a if "." in a else f"app.py:{a}" for a in given[:flags]]
         server = RunningServer(given, cwd or tmp_path, env or {})
         servers.append(server)
         return server

@@ -79,7 +79,7 @@ class Server:
 
     # ---- listeners
 
-    def _tokens(self, own: str | None) -> frozenset[str]:
+    def _tokens(self, own: str | None) -> frozenset[bytes]:
         return load_tokens([f for f in (self._config.auth.token_file, own) if f])
 
     def _listener(self, engine: Engine) -> HttpServer:
@@ -111,7 +111,7 @@ class Server:
             ),
         ):
             server = UvicornServer(app, tls_cert=s.tls_cert, tls_key=s.tls_key, tls_client_ca=s.tls_client_ca)
-            self._note(name, *await server.start(host, port))
+            self._note(name, *await server.start(host, port, f"server.{name}_port"))
             self._admin.append(server)
 
     def _note(self, name: str, host: str, port: int) -> None:

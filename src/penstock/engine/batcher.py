@@ -279,8 +279,8 @@ class Batcher:
         """The worker died. What nobody waits for any more, or has had a part of its answer, is not run again."""
         now = time.monotonic()
         assert part.error is not None
-        kind = "died" if part.started else "lost"
-        self.scheduler.complete(running.dispatch.batch_id, Outcome(kind, part.run_s), now)
+        outcome = Outcome("died" if part.started else "lost", part.run_s)
+        self.scheduler.complete(running.dispatch.batch_id, outcome, now)
         for call in running.calls:
             if call.sink is None or call.streamed:
                 call.settle(ItemResult(error=part.error))

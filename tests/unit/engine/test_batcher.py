@@ -20,6 +20,15 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+async def died(batcher: Batcher, transport: Any, started: bool = True) -> None:
+    """The worker ends under its batch, and is back at once."""
+    transport.answer(results=[], error=WorkerDied("signal 9"), started=started)
+    batcher.scheduler.slot_down(0, 0.0)
+    batcher.scheduler.slot_up(0, 0.0)
+    batcher.wake()
+    await turns()
+
+
 async def test_requests_of_one_pass_of_the_loop_meet_in_one_batch(make_batcher, transport, caller) -> None:
     batcher = make_batcher()
     callers = [caller() for _ in range(3)]
@@ -164,7 +173,7 @@ async def test_a_batch_whose_worker_died_is_run_again_in_halves(make_batcher, tr
     for sink in callers:
         submit(batcher, sink)
     await turns()
-    transport.answer(results=[], error=WorkerDied("signal 9"))
+    await died(batcher, transport)
     await turns()
     sizes = []
     while transport.sent:
@@ -180,7 +189,7 @@ async def test_an_item_in_two_deaths_fails(make_batcher, transport, caller) -> N
     submit(batcher, sink)
     for _ in range(2):
         await turns()
-        transport.answer(results=[], error=WorkerDied("signal 9"))
+        await died(batcher, transport)
     await turns()
     assert isinstance(sink.answer.error, WorkerDied)
     assert not transport.sent
@@ -193,7 +202,7 @@ async def test_a_batch_that_only_waited_behind_a_death_bears_no_blame(make_batch
     submit(batcher, sink)
     for _ in range(3):
         await turns()
-        transport.answer(results=[], error=WorkerDied("signal 9"), started=False)
+        await died(batcher, transport, started=False)
     await turns()
     transport.answer()
     assert sink.answer.error is None
@@ -204,7 +213,7 @@ async def test_a_model_that_is_not_idempotent_is_not_run_again(make_batcher, tra
     sink = caller()
     submit(batcher, sink)
     await turns()
-    transport.answer(results=[], error=WorkerDied("signal 9"))
+    await died(batcher, transport)
     await turns()
     assert isinstance(sink.answer.error, WorkerDied)
     assert not transport.sent
@@ -216,7 +225,7 @@ async def test_a_stream_that_was_cut_by_a_death_ends_with_the_error(make_batcher
     submit(batcher, sink)
     await turns()
     transport.part([ItemResult(body=b"1", final=False)])
-    transport.answer(results=[], error=WorkerDied("signal 9"))
+    await died(batcher, transport)
     await turns()
     assert [p.body for p in sink.parts[:-1]] == [b"1"]
     assert isinstance(sink.answer.error, WorkerDied)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.engine.engine import Engine
+from penstock.errors import BadRequest, DeadlineExceeded, LoadFailed, ModelNotFound, ModelNotReady
+from penstock.observe.base import BatchRecord, Observer
+
+
+def double(items: list[Any]) -> list[Any]:
+    return [ValueError("negative") if x < 0 else 2 * x for x in items]
+
+
+def count_up(items: list[int]) -> Any:
+    for i in range(max(items)):
+        yield [i if i < n else None for n in items]
+
+
+class NeverLoads:
+    def load(self, device: str) -> None:
+        raise RuntimeError("no weights")
+
+    def predict(self, items: list[Any]) -> list[Any]:
+        return items
+
+
+def config(transport: str = "thread", **keys: Any) -> ModelConfig:
+    batching = BatchingConfig(**{k: keys.pop(k) for k in list(keys) if k in BatchingConfig.__struct_fields__})
+    return ModelConfig(target="here", transport=transport, batching=batching, **keys)
+
+
+@pytest.fixture(params=["thread", "inline"])
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+async def test_infer_gives_the_result_and_raises_the_items_own_error(transport: str) -> None:
+    async with Engine() as engine:
+        await engine.load("double", config(transport), target=double)
+        assert await engine.infer("double", 21) == 42
+        with pytest.raises(Exception, match=r".") as caught:
+            await engine.infer("double", -1)
+        assert "ValueError" in str(caught.value) or isinstance(caught.value, ValueError)
+
+
+async def test_infer_many_keeps_the_order_and_puts_exceptions_in_place(transport: str) -> None:
+    async with Engine() as engine:
+        await engine.load("double", config(transport, max_batch_size=4), target=double)
+        results = await engine.infer_many("double", [*range(10), -1])
+        assert results[:10] == [2 * i for i in range(10)]
+        assert isinstance(results[10], Exception)
+        assert await engine.infer_many("double", []) == []
+
+
+async def test_a_stream_gives_its_parts_and_can_be_left_early(transport: str) -> None:
+    async with Engine() as engine:
+        await engine.load("count", config(transport), target=count_up)
+        assert [part async for part in engine.stream("count", 3)] == [0, 1, 2]
+        async for part in engine.stream("count", 100):
+            if part == 2:
+                break
+        assert [part async for part in engine.stream("count", 2)] == [0, 1]
+
+
+async def test_a_model_that_does_not_load_is_told_and_leaves_nothing_behind(transport: str) -> None:
+    async with Engine() as engine:
+        with pytest.raises(LoadFailed):
+            await engine.load("never", config(transport), target=NeverLoads)
+        with pytest.raises(ModelNotFound):
+            await engine.infer("never", 1)
+
+
+async def test_versions_stand_side_by_side_and_unloading_makes_the_other_the_default() -> None:
+    async with Engine() as engine:
+        await engine.load("m", config(version="1"), target=double)
+        await engine.load("m", config(version="2"), target=lambda items: [-x for x in items])
+        assert await engine.infer("m", 1) == 2
+        assert await engine.infer("m", 1, version="2") == -1
+        await engine.unload("m", "1")
+        assert await engine.infer("m", 1) == -1
+        assert engine.metadata("m", None)[1] == ["2"]
+
+
+async def test_ready_only_while_every_model_is_up_and_nothing_drains() -> None:
+    engine = Engine()
+    assert not engine.ready()
+    await engine.load("m", config(), target=double)
+    assert engine.ready()
+    assert engine.model_ready("m", None)
+    assert [s.state for s in engine.statuses()] == ["READY"]
+    engine.drain()
+    assert not engine.ready()
+    assert await engine.infer("m", 1) == 2
+    await engine.close()
+
+
+async def test_close_answers_what_was_accepted() -> None:
+    engine = Engine()
+    await engine.load("m", config(), target=double)
+    answers = [asyncio.ensure_future(engine.infer("m", i)) for i in range(5)]
+    await asyncio.sleep(0)
+    await engine.close()
+    assert await asyncio.gather(*answers) == [0, 2, 4, 6, 8]
+
+
+async def test_a_past_deadline_and_an_unknown_model_are_refused_at_once() -> None:
+    async with Engine() as engine:
+        await engine.load("m", config(), target=double)
+        with pytest.raises(DeadlineExceeded):
+            await engine.infer("m", 1, budget_s=0)
+        with pytest.raises(ModelNotFound):
+            await engine.infer("n", 1)
+        with pytest.raises(ModelNotFound):
+            await engine.infer("m", 1, version="9")
+
+
+async def test_more_rows_than_the_queue_can_ever_hold_is_a_bad_request() -> None:
+    async with Engine() as engine:
+        await engine.load("m", config(max_queue=10), target=double)
+        with pytest.raises(BadRequest, match="11 rows"):
+            await engine.infer_many("m", list(range(11)))
+
+
+async def test_a_cancelled_caller_frees_its_place() -> None:
+    async with Engine() as engine:
+        await engine.load("m", config("inline", max_batch_size=1), target=double)
+        task = asyncio.ensure_future(engine.infer("m", 1))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await engine.infer("m", 2) == 4
+
+
+async def test_observers_hear_of_batches() -> None:
+    records: list[BatchRecord] = []
+
+    class Records(Observer):
+        def on_complete(self, record: BatchRecord) -> None:
+            records.append(record)
+
+    async with Engine(observers=[Records()]) as engine:
+        await engine.load("m", config(), target=double)
+        await asyncio.gather(*(engine.infer("m", i) for i in range(8)))
+    assert sum(r.rows for r in records) == 8
+    assert len(records) < 8
+    assert all(r.latencies_s[0] >= r.waits_s[0] >= 0 for r in records)
+
+
+async def test_a_draining_model_refuses_new_requests() -> None:
+    async with Engine() as engine:
+        await engine.load("m", config(), target=double)
+        handle = engine._registry.find("m", None)
+        await handle.close(1)
+        with pytest.raises(ModelNotReady):
+            await engine.infer("m", 1)
