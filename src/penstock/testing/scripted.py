@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock import metrics
@@ -72,7 +72,7 @@ def _hold_the_gil(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-_ENDS = {
+_ENDS: dict[str, Callable[[Any], Any]] = {
     "exit": sys.exit,
     "vanish": os._exit,
     "signal": lambda number: os.kill(os.getpid(), number),

@@ -1,0 +1,53 @@
+"""The contract of models: `check_model(target, items)` for a function, a class or an instance that `predict`s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.config.schema import BatchingConfig
+from penstock.models.python import PythonModel
+from penstock.types import BatchPart, Item
+from penstock.worker.loop import BatchRunner
+
+
+def check_model(
+    target: Any,
+    items: Sequence[Any],
+    *,
+    same: Callable[[Any, Any], bool] = lambda a, b: bool(a == b),
+    device: str = "cpu",
+) -> None:
+    """Loads the model, runs the items alone and in batches, and unloads it. Raises AssertionError.
+
+    An item must get the same answer whatever its batch-mates are; `same` compares two answers. Streams are compared
+    part by part.
+    """
+    assert items, "check_model needs at least one item"
+    model = PythonModel(target)
+    model.load(device)
+    runner = BatchRunner(model, model.metadata("checked", "1"), BatchingConfig(retry_split=False))
+    try:
+        alone = [_answers(runner, [item])[0] for item in items]
+        for batch in (list(range(len(items))), list(reversed(range(len(items)))), [0, *range(len(items))]):
+            together = _answers(runner, [items[i] for i in batch])
+            for i, answer in zip(batch, together, strict=True):
+                assert len(answer) == len(alone[i]) and all(map(same, answer, alone[i])), (
+                    f"item {i} alone gave {alone[i]!r}, in a batch of {len(batch)} {answer!r}"
+                )
+    finally:
+        runner.close()
+
+
+def _answers(runner: BatchRunner, items: Sequence[Any]) -> list[list[Any]]:
+    """The parts that each item got."""
+    parts: list[BatchPart] = []
+    runner.run(1, runner.decode([Item(item) for item in items]), parts.append)
+    assert [part.final for part in parts] == [False] * (len(parts) - 1) + [True]
+    answers: list[list[Any]] = [[] for _ in items]
+    for part in parts:
+        for answer, result in zip(answers, part.results, strict=True):
+            if result is not None:
+                assert result.error is None, f"{result.error}\n{result.error.detail}"
+                answer.append(result.body)
+    return answers

@@ -1,0 +1,33 @@
+"""Models that are shipped or shown keep the contract of models, and the check notices one that does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.testing import scripted
+from penstock.testing.models import check_model
+
+
+@pytest.mark.parametrize(
+    ("target", "items"),
+    [
+        (scripted.Scripted, [1, "two", (None, 3)]),
+        (scripted.Scripted(), [("raise_nothing", 1)]),
+        (scripted.echo_async, [1, 2, 3]),
+        (scripted.stream, [1, 4, 2]),
+        (scripted.stream_async, [3, 1]),
+    ],
+    ids=["class", "instance", "coroutine", "generator", "async generator"],
+)
+def test_model(target, items):
+    check_model(target, items)
+
+
+def test_an_answer_that_depends_on_batch_mates_is_noticed():
+    with pytest.raises(AssertionError, match="in a batch of 2"):
+        check_model(lambda items: [len(items) for _ in items], [1, 2])
+
+
+def test_a_model_that_raises_is_noticed():
+    with pytest.raises(AssertionError, match="the model raised ValueError"):
+        check_model(scripted.Scripted, [("raise", "no")])
