@@ -48,10 +48,16 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
     per_model = {k: v for k in ("instances", "devices") if (v := flags[k]) is not None}
     if flags["max_batch_size"] is not None:
         per_model["batching"] = {"max_batch_size": flags["max_batch_size"]}
-    server = {k: v for k in ("host", "port", "tls_cert", "tls_key", "insecure") if (v := flags[k]) not in (None, False)}
+    if per_model and not models:
+        raise ConfigError(
+            f"--{next(iter(per_model))} is for models named on the command line; "
+            f"for those of {toml} use --set models.NAME.KEY=..."
+        )
+    server = {k: v for k in ("host", "port", "tls_cert", "tls_key") if (v := flags[k]) is not None}
+    if flags["insecure"]:
+        server["insecure"] = True
     base: dict[str, Any] = {"models": {name: {**keys, **per_model} for name, keys in models.items()}}
-    if server:
-        base["server"] = server
+    base["server"] = server
     if flags["token_file"] is not None:
         base["auth"] = {"token_file": flags["token_file"]}
     config = load_config(toml, env=os.environ, sets=sets, base=base)
