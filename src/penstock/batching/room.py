@@ -104,12 +104,14 @@ class Room:
         for rerun in self.reruns:
             fitting: list[Entry] = []
             for entry in rerun.entries:
-                parts = [entry] if entry.rows <= max_rows else self._cut(entry)
-                for part in parts:
+                if entry.rows <= max_rows:
+                    fitting.append(entry)
+                    continue
+                del self._rerun_of[id(entry)]
+                for part in self._cut(entry):
                     self._rerun_of[id(part)] = rerun
-                    if part is not entry:
-                        self.ends.add(part)
-                fitting += parts
+                    self.ends.add(part)
+                    fitting.append(part)
             rerun.entries = fitting
 
     def put_back(self, entries: list[Entry], halves: int, avoid: int) -> None:

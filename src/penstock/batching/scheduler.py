@@ -16,6 +16,7 @@ from penstock.batching.policies.none import Unbatched
 from penstock.batching.queues import Bucket
 from penstock.batching.room import Room
 from penstock.batching.slots import Slots
+from penstock.batching.states import EntryState
 from penstock.errors import BadRequest, ConfigError, PayloadTooLarge, QueueFull, nearest
 
 CEILING_S = 600.0
@@ -196,11 +197,12 @@ class Scheduler:
             self._ceiling, self._ceiling_end_s = None, INF
             self._resize()
         room.due(now)
-        self._wake_s = INF
         if room.dirty:
             self._prune(now)
         while room.waiting and self._place(now):
             pass
+        if not room.waiting:
+            self._wake_s = INF
         if self._held_since_s < INF and not (self._slots.idle and room.waiting):
             self._held_s += now - self._held_since_s
             self._held_since_s = INF
@@ -214,37 +216,33 @@ class Scheduler:
         view.inside_rows = self._room.rows + self._running_rows
 
     def _ask(self, bucket: Bucket, idle: int, now: float) -> Choice:
-        """The policy's choice for a bucket. Its Drops are carried out until it gives none."""
+        """The policy's choice for a bucket. A Drop is carried out: the queue has changed, and is to be looked at anew."""
         view = self._view
-        view.idle = idle
+        self._see()
+        view.bucket, view.idle = bucket, idle
         view.held_s = self._held_since_s if self._held_since_s < now else now
-        while True:
-            self._see()
-            view.bucket = bucket
-            if bucket.finite:
-                view.busy_s = self._slots.busy_s(now)
-            choice = self._policy.select(view, now)
-            if type(choice) is not Drop:
-                return choice
+        if bucket.finite:
+            view.busy_s = self._slots.busy_s(now)
+        choice = self._policy.select(view, now)
+        if type(choice) is Drop:
             for entry in choice.entries:
-                if entry.state == 1:
-                    kind = Expire(entry.id, "expired") if choice.reason == "expired" else Shed(entry.id, "overload")
-                    self._room.drop(entry, kind)
-            if not bucket.keys:
-                return None
+                if entry.state == EntryState.WAITING:  # else purged a moment ago, with another part of its request
+                    expired = choice.reason == "expired"
+                    self._room.drop(entry, Expire(entry.id, "expired") if expired else Shed(entry.id, "overload"))
+        return choice
 
     def _prune(self, now: float) -> None:
         """Lets the policy give up what cannot be in time, in buckets that got a deadline; also while all slots work."""
-        self._view.ahead = False
         dirty, self._room.dirty = self._room.dirty, {}
         for name in dirty:
-            bucket = self._room.buckets.get(name)
-            if bucket is not None:
-                self._ask(bucket, 0, now)
+            while (bucket := self._room.buckets.get(name)) is not None:
+                if type(self._ask(bucket, 0, now)) is not Drop:
+                    break
 
     def _place(self, now: float) -> bool:
         """Sends one batch, or drops something; True: look again."""
         room, idle = self._room, self._slots.idle
+        self._wake_s = INF
         if not idle:
             return self._depth > 1 and not room.reruns and self._send_ahead(now)
         if room.reruns:
@@ -255,20 +253,18 @@ class Scheduler:
         bucket = room.head()
         if bucket is None:
             return False
-        self._view.ahead = False
         choice = self._ask(bucket, len(idle), now)
         if type(choice) is WaitUntil:
             choice = self._hold(choice.t, bucket, now)
             bucket = self._view.bucket
         if type(choice) is Take:
             self._dispatch(idle[0], room.take(bucket, choice.rows, choice.until_s), choice.reason, now)
-            return True
-        return not bucket.keys  # all of it was dropped: look at the next one
+        return type(choice) in (Take, Drop)
 
     def _hold(self, until_s: float, held: Bucket, now: float) -> Choice:
         """Notes a hold. A full batch of another bucket does not wait for it: the choice for that bucket."""
         assert until_s > now, f"a policy must wait for a later time than now, found {until_s} at {now}"
-        self._wake_s = min(self._wake_s, until_s)
+        self._wake_s = until_s
         if self._held_since_s == INF:
             self._held_since_s = now
             self._holds += 1
@@ -284,18 +280,19 @@ class Scheduler:
         bucket = self._room.head()
         if near is None or bucket is None:
             return False
-        left = near.end_s - now
-        soon = self._cost.ready and left <= (self._slots.handover_s or 0.0)
+        soon_s = near.end_s - (self._slots.handover_s or 0.0)
+        soon = self._cost.ready and soon_s <= now
         view = self._view
-        view.ahead, view.ahead_s = True, max(0.0, left)
+        view.ahead, view.ahead_s = True, max(0.0, near.end_s - now)
         choice = self._ask(bucket, 1, now)
+        view.ahead, view.ahead_s = False, 0.0
         if type(choice) is Take and (soon or choice.full):
             entries = self._room.take(bucket, choice.rows, choice.until_s)
             self._dispatch(near.slot, entries, choice.reason, now)
             return True
         if not soon and self._cost.ready:
-            self._wake_s = min(self._wake_s, near.end_s - (self._slots.handover_s or 0.0))
-        return not bucket.keys
+            self._wake_s = soon_s
+        return type(choice) is Drop
 
     def _dispatch(self, slot: int, entries: list[Entry], reason: str, now: float, exact: bool = False) -> None:
         self._batch_id += 1
