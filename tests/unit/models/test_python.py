@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.schema import BatchingConfig
+from penstock.errors import ConfigError, LoadFailed
+from penstock.models.base import Model
+from penstock.models.python import PythonModel, model, options_of
+from penstock.types import TensorSpec
+
+
+class Full:
+    inputs = (TensorSpec("x", "FP32", (-1, 2)),)
+
+    def __init__(self):
+        self.calls = []
+
+    def load(self, device, precision=None):
+        self.calls.append((device, precision))
+
+    def predict(self, items):
+        return items
+
+    def preprocess(self, item):
+        return item
+
+    def unload(self):
+        self.calls.append("unload")
+
+
+def test_a_class_is_made_and_loaded_with_what_its_load_accepts():
+    wrapped = PythonModel(Full, precision="fp16", optimize="compile")
+    wrapped.load("cuda:1")
+    assert wrapped.predict([1]) == [1]
+    assert wrapped.preprocess(2) == 2
+    assert wrapped.postprocess is None
+    wrapped.unload()
+    assert wrapped._model.calls == [("cuda:1", "fp16"), "unload"]
+    assert wrapped.metadata("m", "2").inputs == Full.inputs
+    assert isinstance(wrapped, Model)
+
+
+@pytest.mark.parametrize("target", [lambda items: items[::-1], Full()], ids=["function", "instance"])
+def test_functions_and_instances_are_models(target):
+    wrapped = PythonModel(target)
+    wrapped.load("cpu")
+    assert sorted(wrapped.predict([1, 2])) == [1, 2]
+    wrapped.unload()
+
+
+@pytest.mark.parametrize("target", [5, type("Empty", (), {})])
+def test_what_cannot_predict_is_named(target):
+    with pytest.raises(LoadFailed, match=r"the target is a .*(int|Empty).* without predict"):
+        PythonModel(target).load("cpu")
+
+
+def test_declared_inputs_must_be_specs():
+    wrapped = PythonModel(type("Bad", (Full,), {"inputs": ["x"]}))
+    wrapped.load("cpu")
+    with pytest.raises(LoadFailed, match="'inputs' of the model must hold"):
+        wrapped.metadata("m", "1")
+
+
+def test_the_decorator_leaves_its_target_and_keeps_options():
+    @model(max_batch_size=8, slo_s=0.1)
+    class Small(Full):
+        pass
+
+    @model
+    def plain(items):
+        return items
+
+    assert options_of(Small) == options_of(Small()) == {"max_batch_size": 8, "slo_s": 0.1}
+    assert options_of(plain) == {}
+    assert plain([1]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"max_batchsize": 8}, "did you mean 'max_batch_size'"), ({"max_batch_size": 0}, "max_batch_size")],
+)
+def test_the_decorator_refuses_wrong_options(options, told):
+    with pytest.raises(ConfigError, match=told):
+        model(**options)
+    assert set(options) - {"max_batchsize"} <= set(BatchingConfig.__struct_fields__)

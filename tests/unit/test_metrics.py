@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock import metrics
+
+
+@pytest.fixture(autouse=True)
+def nothing_pending():
+    metrics.drain()
+
+
+def drained():
+    return [(d.kind, d.name, d.value, d.labels) for d in metrics.drain() or []]
+
+
+def test_counters_add_up_and_gauges_keep_the_last_value():
+    metrics.counter("faces", 2, kind="a")
+    metrics.counter("faces", 3, kind="a")
+    metrics.counter("faces", kind="b")
+    metrics.gauge("fill", 5)
+    metrics.gauge("fill", 4)
+    assert sorted(drained()) == [
+        ("counter", "faces", 1, {"kind": "b"}),
+        ("counter", "faces", 5, {"kind": "a"}),
+        ("gauge", "fill", 4, {}),
+    ]
+    assert metrics.drain() is None
+
+
+def test_a_timer_gives_every_time_also_of_a_block_that_raises():
+    with metrics.timer("step"):
+        pass
+    with pytest.raises(KeyError), metrics.timer("step"):
+        raise KeyError
+    found = drained()
+    assert [name for _, name, _, _ in found] == ["step", "step"]
+    assert all(0 <= seconds < 1 for _, _, seconds, _ in found)
+
+
+def test_a_counter_cannot_go_down():
+    with pytest.raises(ValueError, match="use a gauge"):
+        metrics.counter("faces", -1)
+
+
+def test_what_is_kept_between_two_batches_is_bounded():
+    for i in range(metrics.MAX_SERIES + 10):
+        metrics.counter("request", id=i)
+    assert len(drained()) == metrics.MAX_SERIES
+
+
+def test_threads_lose_nothing():
+    def count():
+        for _ in range(1000):
+            metrics.counter("n")
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert drained() == [("counter", "n", 4000, {})]
+
+
+def test_models_in_threads_of_their_own_do_not_mix():
+    heard = {}
+
+    def work(name):
+        metrics.own_registry()
+        metrics.counter(name)
+        heard[name] = [d.name for d in metrics.drain() or []]
+
+    for name in ("a", "b"):
+        thread = threading.Thread(target=work, args=(name,))
+        thread.start()
+        thread.join()
+    assert heard == {"a": ["a"], "b": ["b"]}

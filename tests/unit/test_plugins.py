@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from penstock.errors import ConfigError, LoadFailed, TargetNotFound
+from penstock.plugins import candidates, load_object, resolve
+
+
+@pytest.fixture
+def app(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    file = tmp_path / "code.py"  # the name of a module of the standard library
+    file.write_text(
+        "import os\nfrom collections import OrderedDict\nimport beside\n"
+        "def predict(items): return items\n"
+        "class Model:\n    class Inner: pass\n    def predict(self, items): return items\n"
+        "model = Model()\nVALUE = beside.VALUE\n"
+    )
+    yield file
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_an_object_of_a_file_is_found_with_its_neighbours_importable(app):
+    assert load_object(f"{app}:VALUE") == 7
+    assert load_object(f"{app}:Model.Inner").__name__ == "Inner"
+    assert load_object(f"{app}:Model") is load_object(f"{app}:Model")
+    assert "code" not in sys.modules or sys.modules["code"].__file__ != str(app)
+
+
+def test_an_object_of_a_package_is_found():
+    import json.decoder
+
+    assert load_object("json.decoder:JSONDecoder") is json.decoder.JSONDecoder
+
+
+def test_candidates_are_what_the_file_defines_itself(app):
+    with pytest.raises(TargetNotFound) as caught:
+        load_object(f"{app}:Modell")
+    assert "did you mean 'Model'?" in caught.value.message
+    assert "(it has: Model, model, predict)" in caught.value.message
+
+
+def test_candidates_of_a_module_without_any(tmp_path):
+    import penstock.models
+
+    assert candidates(penstock.models) == []
+    with pytest.raises(TargetNotFound, match="defines no function or class"):
+        load_object("penstock.models:Model")
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("app.py", "names no object: write app.py:Model"),
+        ("app.py:", "names no object"),
+        (":Model", "names no object"),
+        ("nowhere/app.py:Model", "there is no file nowhere/app.py"),
+        (
+            "no_such_package.mod:Model",
+            "there is no module 'no_such_package'; for a file write no_such_package.py:Model",
+        ),
+        ("json.nothing:Model", "there is no module 'json.nothing'"),
+    ],
+)
+def test_what_cannot_be_found_is_named(spec, told):
+    with pytest.raises(TargetNotFound) as caught:
+        load_object(spec)
+    assert told in caught.value.message
+
+
+@pytest.mark.parametrize("source", ["import no_such_thing_at_all", "1/0", "def x(:"])
+def test_an_error_of_the_file_itself_is_its_own(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "broken.py"
+    file.write_text(source)
+    for _ in range(2):  # a failed import leaves nothing behind
+        with pytest.raises(LoadFailed, match=r"importing .*broken.py raised") as caught:
+            load_object(f"{file}:Model")
+        assert "broken.py" in caught.value.detail
+
+
+def test_plugins_are_built_in_or_named_by_module():
+    from penstock.transports.inline import InlineTransport
+
+    assert resolve("transport", "inline") is InlineTransport
+    assert resolve("transport", "penstock.transports.inline:InlineTransport") is InlineTransport
+    with pytest.raises(ConfigError, match="unknown transport 'proces'; did you mean 'process'"):
+        resolve("transport", "proces")
