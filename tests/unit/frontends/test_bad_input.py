@@ -1,0 +1,321 @@
+"""The listener under clients that are wrong, slow or hostile: refused precisely, in bounded time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import msgspec
+import pytest
+
+from penstock.testing.backend import Call, FakeBackend
+from penstock.types import ItemResult
+
+CHUNKED = b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+SHORT = {"header_timeout_s": 0.1, "body_timeout_s": 0.1, "idle_timeout_s": 0.1}
+
+
+def hold(call: Call) -> None:
+    """The model answers when the test says so."""
+
+
+async def flood(client, data: bytes, times: int) -> None:
+    """Sends until it is all gone or the server has had enough."""
+    try:
+        for _ in range(times):
+            client.send(data)
+            await client.writer.drain()
+    except ConnectionError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("POST", "/predictions/nobody", 404, None),
+        ("POST", "/predictions/echo/99", 404, None),
+        ("POST", "/v2/models/nobody/infer", 404, None),
+        ("GET", "/v2/models/nobody", 404, None),
+        ("GET", "/v2/models/nobody/ready", 404, None),
+        ("GET", "/nowhere", 404, None),
+        ("POST", "/predictions", 404, None),
+        ("POST", "/predictions//1", 404, None),
+        ("GET", "/predictions/%ff", 400, None),
+        ("GET", "/predictions/echo", 405, "POST"),
+        ("DELETE", "/predictions/echo", 405, "POST"),
+        ("POST", "/ping", 405, "GET, HEAD"),
+        ("OPTIONS", "/v2", 405, "GET, HEAD"),
+    ],
+)
+async def test_unknown_routes_models_versions_and_methods_are_named(listen, method, path, status, allow):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.get(path, "Content-Length: 0", method=method)
+        answer = await client.answer()
+        assert (answer.status, answer.headers.get("allow")) == (status, allow)
+        assert msgspec.json.decode(answer.body)["error"]
+        client.get("/ping")  # the connection lives on
+        assert (await client.answer()).status == 200
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost : a\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00", 400),
+        (b"FETCH /ping HTTP/1.1\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"POST /predictions/echo HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST /predictions/echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", 400),
+        (b"POST /predictions/echo HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc", 400),
+        (b"POST /predictions/echo HTTP/1.1\r\nContent-Length: 3, 3\r\n\r\nabc", 400),
+        (b"POST /predictions/echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST /predictions/echo HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n", 400),
+        (b"POST /predictions/echo HTTP/1.1\r\nX: a\r\n b\r\n\r\n", 400),
+        (b"POST /predictions/echo HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+        (b"POST /predictions/echo HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
+        (CHUNKED + b"zz\r\n", 400),
+        (CHUNKED + b"1\r\nab\r\n", 400),
+        (CHUNKED + b"ffffffffffffffffff\r\n", 400),
+    ],
+)
+async def test_malformed_and_smuggled_requests_are_refused_and_the_connection_closed(listen, raw, status):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(raw + b"GET /ping HTTP/1.1\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (status, "close")
+        assert await client.closed()
+        assert listener.backend.calls == []
+
+
+async def test_a_refusal_waits_for_the_answers_before_it(listen, wait_until):
+    async with listen(FakeBackend({"m": hold})) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"first")
+        client.send(b"nonsense\r\n\r\n")
+        await wait_until(lambda: listener.backend.calls)
+        await asyncio.sleep(0)
+        listener.backend.calls[0].reply()
+        assert (await client.answer()).body == b"first"
+        assert (await client.answer()).status == 400
+        assert await client.closed()
+
+
+@pytest.mark.parametrize("limit", [1000, 2**20])
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(listen, limit):
+    async with listen(max_body_bytes=limit) as listener:
+        client = await listener.connect()
+        client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (limit + 1))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (413, "close")
+        assert b"limits.max_body_bytes" in answer.body
+        assert await client.closed()
+        client = await listener.connect()
+        client.post("/predictions/echo", b"x" * limit)
+        assert (await client.answer()).status == 200
+
+
+async def test_a_client_that_sends_on_after_413_reads_the_answer_and_costs_no_memory(listen):
+    async with listen(max_body_bytes=2**20) as listener:
+        client = await listener.connect()
+        client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % 2**40)
+        sending = asyncio.create_task(flood(client, b"x" * 65536, 500))
+        assert (await client.answer()).status == 413
+        tracemalloc.start()
+        await sending
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2 * 2**20
+        assert listener.backend.used_bytes == 0
+
+
+async def test_an_endless_chunked_body_is_cut_at_the_limit(listen):
+    async with listen(max_body_bytes=300_000) as listener:
+        client = await listener.connect()
+        client.send(CHUNKED)
+        sending = asyncio.create_task(flood(client, b"1000\r\n" + b"x" * 4096 + b"\r\n", 200))
+        assert (await client.answer()).status == 413
+        await sending
+        assert listener.backend.used_bytes == 0
+
+
+@pytest.mark.parametrize("junk", [b"1;" + b"e" * 4000, b"0\r\nX-T: " + b"t" * 4000])
+async def test_endless_chunk_extensions_and_trailers_are_cut(listen, junk):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(CHUNKED + junk)
+        sending = asyncio.create_task(flood(client, b"e" * 4096, 200))
+        assert (await client.answer()).status == 400
+        await sending
+
+
+async def test_ninety_megabytes_of_headers_are_refused_with_flat_memory(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(b"GET /ping HTTP/1.1\r\n")
+        tracemalloc.start()
+        sending = asyncio.create_task(flood(client, b"X-Header: " + b"h" * 8000 + b"\r\n", 90_000_000 // 8012))
+        assert (await client.answer()).status == 431
+        await sending
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 4 * 2**20
+
+
+@pytest.mark.parametrize(("size", "status"), [(900, 200), (1100, 431), (30_000, 431)])
+async def test_the_head_limit_is_exact_also_when_the_head_comes_in_one_piece(listen, size, status):
+    async with listen(max_header_bytes=1000) as listener:
+        client = await listener.connect()
+        client.get("/ping", "X: " + "h" * (size - 50))
+        assert (await client.answer()).status == status
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /pi", b"POST /predictions/echo HTTP/1.1\r\nContent-Le"])
+async def test_silent_and_half_sent_heads_are_timed_out(listen, sent):
+    async with listen(**SHORT) as listener:
+        client = await listener.connect()
+        client.send(sent)
+        raw = await client.rest()
+        assert raw.startswith(b"HTTP/1.1 408 ") if sent else raw == b""
+
+
+@pytest.mark.parametrize("size", [100, 200_000])
+async def test_half_a_body_is_timed_out_and_its_memory_given_back(listen, size):
+    async with listen(**SHORT) as listener:
+        client = await listener.connect()
+        client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\nabc" % size)
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (408, "close")
+        assert listener.backend.used_bytes == 0
+
+
+async def test_a_head_that_drips_is_timed_out_all_the_same(listen):
+    async with listen(**SHORT) as listener:
+        client = await listener.connect()
+        async with asyncio.timeout(5):
+            for byte in b"GET /ping HTTP/1.1\r\nX: " + b"a" * 10_000:
+                client.send(bytes([byte]))
+                await asyncio.sleep(0.005)
+                if listener.server._connections == set() or client.reader._buffer:  # type: ignore[attr-defined]
+                    break
+        assert (await client.answer()).status == 408
+
+
+async def test_a_kept_alive_connection_is_closed_when_it_idles(listen):
+    async with listen(header_timeout_s=5.0, body_timeout_s=5.0, idle_timeout_s=0.1) as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"a")
+        assert (await client.answer()).status == 200
+        assert await client.closed()
+
+
+async def test_a_running_request_is_not_timed_out_by_the_listener(listen, wait_until):
+    async with listen(FakeBackend({"m": hold}), **SHORT) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"slow")
+        await wait_until(lambda: listener.backend.calls)
+        await asyncio.sleep(0.4)
+        listener.backend.calls[0].reply()
+        assert (await client.answer()).body == b"slow"
+
+
+async def test_a_full_pool_stops_reading_without_a_timer_and_goes_on_when_there_is_room(listen, wait_until):
+    backend = FakeBackend({"m": hold}, pool_bytes=300_000)
+    async with listen(backend, **SHORT) as listener:
+        first, second = await listener.connect(), await listener.connect()
+        first.post("/predictions/m", b"1" * 200_000)
+        await wait_until(lambda: backend.calls)
+        second.post("/predictions/m", b"2" * 200_000)
+        await wait_until(lambda: backend.waiting)
+        await asyncio.sleep(0.4)  # longer than the body timer
+        backend.calls[0].reply()
+        await wait_until(lambda: len(backend.calls) == 2)
+        backend.calls[1].reply()
+        assert (await second.answer()).body == b"2" * 200_000
+        assert backend.used_bytes == 0
+
+
+async def test_a_body_that_can_never_fit_the_pool_is_413(listen):
+    async with listen(FakeBackend(pool_bytes=100_000)) as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"1" * 200_000)
+        assert (await client.answer()).status == 413
+
+
+async def test_a_chunked_body_that_finds_the_pool_full_is_429(listen, wait_until):
+    backend = FakeBackend({"m": hold, "echo": Call.reply}, pool_bytes=300_000)
+    async with listen(backend) as listener:
+        first, second = await listener.connect(), await listener.connect()
+        first.post("/predictions/m", b"1" * 200_000)
+        await wait_until(lambda: backend.calls)
+        second.send(CHUNKED + b"20000\r\n" + b"x" * 0x20000 + b"\r\n0\r\n\r\n")
+        answer = await second.answer()
+        assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+
+
+@pytest.mark.parametrize("size", [1000, 200_000])
+async def test_a_client_that_goes_before_its_body_ends_is_never_run(listen, wait_until, size):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\nabc" % size)
+        await wait_until(lambda: listener.server._connections)
+        await client.close()
+        await wait_until(lambda: not listener.server._connections)
+        assert listener.backend.calls == []
+        assert listener.backend.used_bytes == 0
+
+
+async def test_a_client_that_goes_while_it_waits_is_cancelled_with_all_its_requests(listen, wait_until):
+    async with listen(FakeBackend({"m": hold})) as listener:
+        calls = listener.backend.calls
+        client = await listener.connect()
+        for _ in range(3):
+            client.post("/predictions/m", b"")
+        await wait_until(lambda: len(calls) == 3)
+        client.writer.transport.abort()
+        await wait_until(lambda: all(call.cancelled for call in calls))
+        calls[0].sink(ItemResult(body=b"late"))  # nobody is there: nothing happens
+
+
+async def test_a_client_that_takes_no_byte_of_its_answer_is_dropped(listen, wait_until):
+    models = {"big": lambda call: call.reply(b"x" * 30_000_000)}
+    async with listen(FakeBackend(models), write_timeout_s=0.2) as listener:
+        client = await listener.connect()
+        client.writer.transport.pause_reading()
+        client.post("/predictions/big", b"")
+        await wait_until(lambda: listener.server._connections)
+        await wait_until(lambda: not listener.server._connections)
+
+
+async def test_the_reader_of_a_stream_that_falls_behind_is_dropped(listen, wait_until):
+    async with listen(FakeBackend({"m": hold}), write_buffer_bytes=65536) as listener:
+        client = await listener.connect()
+        client.writer.transport.pause_reading()
+        client.post("/predictions/m", b"")
+        await wait_until(lambda: listener.backend.calls)
+        call = listener.backend.calls[0]
+        for _ in range(100):
+            call.reply(b"x" * 100_000, "text/plain", final=False)
+        await wait_until(lambda: call.cancelled)
+
+
+async def test_connections_beyond_the_bound_are_told_503(listen, wait_until):
+    async with listen(max_connections=1) as listener:
+        await listener.connect()
+        await wait_until(lambda: listener.server._connections)
+        client = await listener.connect()
+        answer = await client.answer()
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert await client.closed()
+        assert len(listener.server._connections) == 1
+
+
+async def test_the_listener_answers_others_after_all_this(listen):
+    async with listen() as listener:
+        bad = await listener.connect()
+        bad.send(b"nonsense\r\n\r\n")
+        await bad.answer()
+        good = await listener.connect()
+        good.post("/predictions/echo", b"fine")
+        assert (await good.answer()).body == b"fine"
