@@ -1,0 +1,79 @@
+"""What every Codec must keep, whatever its protocol. Run it over a new one with some of its requests and values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.errors import BadOutput, BadRequest
+from penstock.protocols.base import Codec
+from penstock.types import Item, ItemResult
+
+
+class _Opaque:
+    """A value that no protocol can know."""
+
+
+def check_protocol(make: Callable[[], Codec], requests: Sequence[Item], values: Sequence[Any]) -> None:
+    """Raises AssertionError, naming the rule, unless the codec keeps all of them.
+
+    `requests` are good ones; `values` are what a model may return for each of them.
+    """
+    for request in requests:
+        _check_decode(make(), request)
+        _check_damage(make(), request)
+        for value in values:
+            _check_encode(make(), request, value)
+        _check_refusals(make(), request)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return repr(a) == repr(b)
+
+
+def _check_decode(codec: Codec, request: Item) -> None:
+    before = copy.copy(request)
+    value, _ = codec.decode(request)
+    assert request == before, "decode changes the item"
+    assert _same(codec.decode(request)[0], value), "decode gives something else the second time: it keeps state"
+    in_slab = msgspec.structs.replace(request, payload=memoryview(bytes(request.payload)).toreadonly())
+    found = codec.decode(in_slab)[0]
+    if isinstance(found, memoryview):
+        found = found.tobytes()
+    assert _same(found, value), "decode gives something else for a read-only memoryview"
+
+
+def _check_damage(codec: Codec, request: Item) -> None:
+    """Every prefix, and every body with one byte changed, is decoded or refused; nothing else is ever raised."""
+    body = bytes(request.payload)
+    step = max(1, len(body) // 64)
+    damaged = [body[:n] for n in range(0, len(body), step)]
+    damaged += [body[:n] + bytes([body[n] ^ 0x80]) + body[n + 1 :] for n in range(0, len(body), step)]
+    for payload in damaged:
+        try:
+            codec.decode(msgspec.structs.replace(request, payload=payload))
+        except BadRequest:
+            continue
+
+
+def _check_encode(codec: Codec, request: Item, value: Any) -> None:
+    _, context = codec.decode(request)
+    result = codec.encode(value, request, context)
+    assert isinstance(result, ItemResult), f"encode gives {type(result).__name__}, not ItemResult"
+    assert isinstance(result.body, bytes), f"encode leaves the body a {type(result.body).__name__}: it cannot be sent"
+    assert result.final, "encode gives a part that is not final: streaming is not the codec's affair"
+    assert result.error is None, "encode gives an error instead of raising it"
+    assert codec.join([result]) == result, "join changes an answer that has one part"
+
+
+def _check_refusals(codec: Codec, request: Item) -> None:
+    _, context = codec.decode(request)
+    for value in (None, _Opaque(), [_Opaque()], [float("nan")], float("inf")):
+        try:
+            codec.encode(value, request, context)
+        except BadOutput:
+            continue
+        raise AssertionError(f"encode takes {value!r}, which cannot be an answer")

@@ -1,0 +1,41 @@
+"""Every codec keeps the contract; a new one adds a line here."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from penstock.protocols.native import NativeCodec
+from penstock.protocols.oip_json import OipJsonCodec
+from penstock.testing.protocols import check_protocol
+from penstock.types import Item, Response, TensorSpec
+
+FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'
+TENSOR = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [[1, 2], [3, 4.5]]}
+TENSORS = json.dumps({"id": "7", "inputs": [TENSOR]}).encode()
+
+CODECS = {
+    "native": (
+        lambda: NativeCodec("m", "1"),
+        [
+            Item(b'{"a": [1, 2.5, null, "\xc3\xa9"]}', "native", "application/json"),
+            Item("h\xe9llo".encode(), "native", "text/plain; charset=utf-8"),
+            Item(b"a=1&b=%C3%A9", "native", "application/x-www-form-urlencoded"),
+            Item(FORM, "native", "multipart/form-data; boundary=B"),
+            Item(b"\x89PNG\r\n", "native", "image/png"),
+        ],
+        [b"bytes", "text", {"a": [1, None]}, np.arange(3), np.float32(1.5), Response("own"), []],
+    ),
+    "oip_json": (
+        lambda: OipJsonCodec("m", "1", (TensorSpec("x", "FP32", (-1, 2)),)),
+        [Item(TENSORS, "oip_json", "application/json")],
+        [np.zeros((2, 3), np.float16), {"y": [1, 2], "z": np.array([b"a", "b"], object)}, [True, False], Response(b"")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_codec_keeps_the_contract(name):
+    check_protocol(*CODECS[name])
