@@ -162,6 +162,23 @@ async def test_no_descriptor_and_no_process_is_left():
     assert not psutil.Process().children()
 
 
+@pytest.mark.parametrize("end", ["kill", "close"])
+async def test_what_a_worker_has_started_ends_with_it(end):
+    async with Desk(process) as desk:
+        worker, started = await desk.values(("pid", 0), ("start", ["sleep", "60"]))
+        assert alive(started)
+        if end == "kill":
+            os.kill(worker, signal.SIGKILL)
+            await desk.until(lambda: desk.downs)
+        else:
+            await desk.transport.close(1.0)
+    for _ in range(200):
+        if not alive(started):
+            break
+        await asyncio.sleep(0.01)
+    assert not alive(started)
+
+
 async def test_close_kills_what_does_not_end():
     async with Desk(process) as desk:
         pid = await pid_of(desk)
@@ -208,6 +225,34 @@ asyncio.run(main())
     while alive(worker) and time.monotonic() < end:
         time.sleep(0.01)
     assert not alive(worker)
+
+
+def test_a_forked_child_forgets_its_parents_workers(tmp_path: Path):
+    script = tmp_path / "forks.py"
+    script.write_text(
+        """
+import asyncio, os
+from penstock.testing.transports import Desk
+from penstock.transports.make import make_transport
+
+async def main():
+    make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    async with Desk(make) as desk:
+        await desk.values(1)
+        pid = os.fork()
+        if pid == 0:
+            desk.transport.forget()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert await desk.values(2) == [2]
+        assert not desk.downs
+        print("fine")
+
+asyncio.run(main())
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "fine\n", done.stderr
 
 
 def test_what_a_script_defines_can_be_a_target_and_a_payload(tmp_path: Path):

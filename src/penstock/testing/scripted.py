@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -62,8 +63,10 @@ class Scripted:
             return os.environ.get(argument)
         if verb == "modules":
             return sorted(sys.modules)
-        if verb == "lambda":
-            return lambda: argument
+        if verb == "start":
+            return subprocess.Popen(argument).pid
+        if verb == "repeat":
+            return b"r" * argument
         return _ENDS[verb](argument) if verb in _ENDS else argument
 
 

@@ -217,6 +217,14 @@ async def check_a_full_pool_does_not_stop_large_payloads(make: MakeTransport) ->
         slab.release()
 
 
+async def check_answers_larger_than_any_shared_memory(make: MakeTransport) -> None:
+    async with Desk(make) as desk:
+        for size in (LARGE, 3 * POOL_BYTES, LARGE):
+            for _ in range(20 if size == LARGE else 1):
+                (found,) = await desk.values(("repeat", size))
+                assert found == b"r" * size
+
+
 async def check_a_slab_that_the_model_keeps_is_not_reused(make: MakeTransport) -> None:
     async with Desk(make, "penstock.testing.transports:Keeper") as desk:
         await desk.up()

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,17 @@ class Child:
         self.pidfd = pidfd  # readable when the process has ended; None where the system has none
         self.replies = replies
 
+    def kill(self) -> None:
+        """Kills the process and what it has started. Only before `ended`: later the number may be another's."""
+        with suppress(ProcessLookupError, PermissionError):  # macOS: all of them are zombies
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def ended(self) -> str:
-        """How the process ended, in words. It must have ended, or be about to."""
+        """How the process ended, in words. It must have ended, or be about to. Ends what it has left behind."""
+        if hasattr(os, "waitid"):
+            with suppress(ChildProcessError):  # the parent ignores SIGCHLD
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+                self.kill()  # its number is still its own: it is not reaped yet
         code = self.process.wait()
         if code >= 0:
             return f"exited with code {code}"
@@ -103,6 +113,7 @@ def launch(
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,
             stdin=subprocess.DEVNULL,
+            process_group=0,  # its own, so that what it starts ends with it, and Ctrl-C is the parent's alone
         )
         replies = map_read_only(reply_fd, reply_bytes)
     except BaseException:

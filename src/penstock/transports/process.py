@@ -118,7 +118,7 @@ class _ProcessSlot(Slot):
     def _finish(self) -> None:
         child = self._child
         if child is not None:
-            child.process.kill()
+            child.kill()
             if child.pidfd is None:
                 self._on_exit()
 

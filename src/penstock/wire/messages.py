@@ -190,7 +190,8 @@ class Inbox:
         if code == _PICKLE:
             return Pickled(bytes(data), [])
         if code == _SLAB:
-            return self._resolve(*_PLACE.unpack(data), False)
+            offset, length = _PLACE.unpack(data)
+            return self._resolve(offset, length, False)
         if code == _BUFFER:
             return bytes(self._buffers[_INDEX.unpack(data)[0]])
         if code == _PICKLE_PARTS:
@@ -201,7 +202,8 @@ class Inbox:
 
     def _memory_of_object(self, code: int, data: memoryview) -> Any:
         if code == _SLAB:
-            return self._resolve(*_PLACE.unpack(data), True)
+            offset, length = _PLACE.unpack(data)
+            return self._resolve(offset, length, True)
         return self._buffers[_INDEX.unpack(data)[0]]
 
 
