@@ -15,6 +15,7 @@ from penstock.batching.entry import INF, Entry
 from penstock.batching.policies.base import Choice, Drop, Running, Take, View, WaitUntil
 
 BINS = 8  # of the time a/m after a completion, in which a closed loop's clients return
+EDGE = 1e-6  # of a bin: a timer set to its end, rounded, is at its end
 RATE_WINDOW = 32  # arrivals over which the rate is measured
 CLOSED = 0.4  # share of the served rows that must come straight back
 MOST = 0.8  # a hold must bring so much of all that can still be expected
@@ -56,7 +57,7 @@ class Returns:
         cum = 0
         for j in range(BINS):
             end = self.width * (j + 1)
-            if now - self.since_s < end:
+            if now - self.since_s < end * (1 - EDGE):
                 break
             cum += self.counts[j]
             self._arrived[j] += gain * (self.counts[j] - self._arrived[j])
@@ -101,7 +102,7 @@ class Adaptive:
         self._rows.append(entry.rows)
         r = self._returns
         if r.width > 0:
-            j = int((now - r.since_s) / r.width)
+            j = int((now - r.since_s) / r.width + EDGE)
             if j < BINS:
                 r.counts[j] += entry.rows
 
@@ -244,7 +245,7 @@ class Adaptive:
         since = now - r.since_s
         if r.width <= 0 or r.rounds < 5 or r.closed < CLOSED or self._peak < view.slots + 0.5:
             return 0.0
-        j = int(since / r.width + 1e-6)
+        j = int(since / r.width + EDGE)
         room = min(view.max_rows - rows, self._peak - view.inside_rows)
         if j >= BINS or room < 0.5:
             return 0.0

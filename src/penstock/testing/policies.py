@@ -1,0 +1,394 @@
+"""check_policy: plays random scripts on the real Scheduler with a policy, and holds the invariants after every event.
+
+The checker keeps its own, slow and simple account of every request: a bit mask of its rows for each place where rows
+can be. It is told only what a caller is told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+
+from msgspec import Struct
+
+from penstock.batching.cost import Cost
+from penstock.batching.entry import INF, Dispatch, Entry, Event, Expire, Fail, Outcome, Shed
+from penstock.batching.policies.adaptive import Adaptive
+from penstock.batching.policies.base import BatchPolicy
+from penstock.batching.policies.fixed import Fixed
+from penstock.batching.policies.none import Unbatched
+from penstock.batching.queues import MAX_BYPASSES
+from penstock.testing.scripts import TICK, Player, Setup, random_setup
+
+INVARIANTS = {
+    "I1": "rows of a batch <= the maximum, one bucket; every request ends exactly once; the queue's counts are right",
+    "I2": "only slots that are up are used, and none holds more than one batch (with depth 2: one more, sent ahead)",
+    "I3": "same bucket and class, no deadline: first in, first out; what does not fit is passed at most 8 times",
+    "I4": "max_hold_s = 0: never an idle slot beside a waiting request",
+    "I5": "a request beside an idle slot waits at most 2a/m (fixed: its delay), a full batch not at all",
+    "I6": "n* <= 1 or one slot, and no completion in the last a/m: no hold",
+    "I7": "a = 0, or the cost model not ready: no hold",
+    "I8": "nothing is sent that is late, or dropped for time that could be in time; without a deadline never",
+    "I9": "the head with the smallest virtual deadline is in the next batch unless its own deadline forbids",
+    "I10": "skipped entries are served later or dropped for I8 only: nothing is left in the end",
+    "I11": "wake_at is later than now, set while something is held; polling again changes nothing",
+    "I12": "a split request ends once, when nothing of it waits or runs",
+    "I13": "only differences of time count, and ids do not: a shifted, renumbered script gives the same decisions",
+    "I14": "a script with all times doubled gives the same decisions, doubled",
+    "I15": "the cost model: a >= 0, b > 0, t increasing, whatever the samples",
+}
+"""All hold for every policy, but for: I4 (max_hold_s = 0, and none), I5 (adaptive, fixed), I6 and I7 (adaptive), and of
+I8 what concerns the cost model (adaptive; the others drop at the deadline itself)."""
+
+
+class Violation(AssertionError):
+    """`name` is the invariant that was broken."""
+
+    def __init__(self, name: str, found: str) -> None:
+        super().__init__(f"{name} ({INVARIANTS[name]}): {found}")
+        self.name = name
+
+
+class Rules(Struct, frozen=True):
+    """Which of the invariants that are not for all hold for a policy."""
+
+    holds: bool  # it may let a request wait beside an idle slot
+    model: bool  # it holds and drops by the cost model, as adaptive does
+    delay_s: float = INF  # it holds a head no longer than this
+
+    @classmethod
+    def of(cls, policy: BatchPolicy) -> Rules:
+        if isinstance(policy, Adaptive):
+            return cls(holds=policy.max_hold_s > 0, model=True)
+        if isinstance(policy, Fixed):
+            return cls(holds=policy.max_hold_s > 0, model=False, delay_s=policy.max_hold_s)
+        return cls(holds=not isinstance(policy, Unbatched), model=False)
+
+
+class Request(Struct):
+    """The checker's account of a request; bit k of a mask is row k."""
+
+    entry: Entry
+    order: int
+    rows: int
+    vdeadline_s: float
+    waits: int  # rows that wait in their bucket
+    rerun: int = 0  # rows that wait to be run again as an exact batch
+    runs: int = 0
+    done: int = 0
+    dead: int = 0  # rows that were in a death
+    requeued: bool = False
+    over: bool = False  # nothing more of it is to run
+    passed: int = 0
+
+    @property
+    def end_s(self) -> float:
+        return min(self.entry.deadline_s, self.entry.expires_s)
+
+    def purge(self) -> None:
+        self.over, self.waits, self.rerun = True, 0, 0
+
+
+def mask(entry: Entry) -> int:
+    return ((1 << entry.rows) - 1) << entry.start
+
+
+class Checker(Player):
+    """Plays one script and raises Violation at the first broken invariant."""
+
+    def __init__(self, setup: Setup, make_policy: Callable[[], BatchPolicy]) -> None:
+        policy = make_policy()
+        self.rules = Rules.of(policy)
+        self.requests: dict[int, Request] = {}  # those that have not ended
+        self.recent: deque[tuple[float, int]] = deque(maxlen=32)
+        self.ceiling = 2**30
+        self.exact: set[int] = set()  # batches that are re-runs
+        self.beside_s = INF  # since when something waits beside an idle slot
+        self.quiet_s = -INF  # a/m after the last completion: until then a closed loop may regroup
+        super().__init__(setup, lambda: policy)
+
+    def play(self) -> None:
+        super().play()
+        self.need("I10", not self.requests, f"{sorted(self.requests)} never ended")
+
+    def need(self, name: str, holds: bool, found: object) -> None:
+        if not holds:
+            raise Violation(name, f"{found} at {self.now} in {self.setup}")
+
+    @property
+    def cost(self) -> Cost:
+        return self.scheduler._cost
+
+    @property
+    def most(self) -> int:
+        return min(self.scheduler.max_batch_size, self.ceiling)
+
+    @property
+    def live(self) -> int:
+        """Slots that are up."""
+        return len(self.on_slot) - len(self.down)
+
+    def idle(self) -> bool:
+        return any(not batches for n, batches in self.on_slot.items() if n not in self.down)
+
+    def end(self, id: int, how: object) -> None:
+        self.need("I1", id in self.requests, f"request {id} ended again, or was never offered: {how}")
+        self.need("I12", not self.requests[id].runs, f"request {id} ended while a part of it runs: {how}")
+        del self.requests[id]
+
+    # ---- what is told to the scheduler
+
+    def on_offer(self, entry: Entry) -> None:
+        classes = self.setup.priority
+        extra = classes[min(entry.priority, len(classes) - 1)] * self.tick_s / TICK
+        v = min(entry.deadline_s, entry.arrival_s + (self.setup.horizon_ticks * self.tick_s + extra))
+        self.requests[entry.id] = Request(entry, len(self.ids), entry.rows, v, mask(entry))
+        self.recent.append((self.now, entry.rows))
+
+    def on_cancel(self, id: int, gone: bool) -> None:
+        r = self.requests.get(id)
+        if gone:
+            self.need("I1", r is not None and bool(r.waits | r.rerun), f"cancel({id}) of what does not wait gave True")
+            self.end(id, "cancelled")
+        elif r is not None:
+            self.need("I1", bool(r.runs) or r.over, f"cancel({id}) of what only waits gave False")
+            if r.waits | r.rerun:
+                r.purge()
+
+    def on_complete(self, batch: Dispatch, outcome: Outcome, ended: list[int]) -> None:
+        exact = batch.batch_id in self.exact
+        for e in batch.entries:
+            self.need("I1", e.id in self.requests, f"request {e.id} ended before its batch")
+            r, rows = self.requests[e.id], mask(e)
+            r.runs &= ~rows
+            if outcome.kind == "ok":
+                r.done |= rows
+                if e.parent is None:
+                    self.end(e.id, outcome)
+                elif e.id in outcome.failed:
+                    r.purge()
+            elif outcome.kind == "died" and not r.over and (r.dead & rows or not self.setup.idempotent):
+                r.purge()
+            elif not r.over:
+                r.requeued = True
+                if outcome.kind == "died":
+                    r.dead |= rows
+                if outcome.kind == "died" or exact:
+                    r.rerun |= rows
+                else:
+                    r.waits |= rows
+        for id in ended:
+            r = self.requests.get(id) or Request(batch.entries[0], 0, 0, 0.0, 1)
+            self.need("I12", r.over or r.done == (1 << r.rows) - 1, f"request {id} ended before all its rows")
+            self.end(id, "joined")
+        whole = [id for id, r in self.requests.items() if r.done == (1 << r.rows) - 1]
+        self.need("I12", not whole, f"requests {whole} are answered, but have not ended")
+        self.note_completion(outcome)
+
+    def note_completion(self, outcome: Outcome) -> None:
+        if outcome.oom is not None:
+            bad, good = outcome.oom
+            self.ceiling = min(self.ceiling, max(1, good if good >= 0.8 * bad else (good + bad) // 2))
+        self.need("I15", self.cost.a >= 0 and self.cost.b > 0, f"a={self.cost.a} b={self.cost.b}")
+        if outcome.kind == "ok":
+            self.quiet_s = self.now + self.cost.a / max(1, self.live)
+
+    # ---- what it decides
+
+    def on_poll(self, events: list[Event]) -> None:
+        before = [r for r in self.requests.values() if r.waits]
+        for r in self.requests.values():
+            if r.runs and r.waits | r.rerun and r.end_s <= self.now:
+                r.purge()  # told when the part that runs is back
+        for event in events:
+            if isinstance(event, Dispatch):
+                self.sent(event)
+            else:
+                self.dropped(event, before)
+        for id, r in self.requests.items():
+            self.need(
+                "I12", bool(r.runs) or not r.over, f"request {id} is over and nothing of it runs, but it was not ended"
+            )
+            self.need("I8", not r.waits | r.rerun or r.end_s > self.now, f"request {id} waits after its end {r.end_s}")
+        for slot, batches in self.on_slot.items():
+            right = len(batches) <= self.setup.depth and all(b.ahead for b in batches[1:])
+            self.need("I2", right and not (slot in self.down and batches), f"slot {slot} holds {batches}")
+        self.check_counts()
+        self.check_holds()
+        wake = self.scheduler.wake_at
+        self.need("I11", wake is None or wake > self.now, f"wake_at {wake}")
+        again = self.scheduler.poll(self.now)
+        self.need("I11", not again and self.scheduler.wake_at == wake, f"a second poll gave {again}, {wake}")
+
+    def sent(self, batch: Dispatch) -> None:
+        rows, names = sum(e.rows for e in batch.entries), {e.bucket for e in batch.entries}
+        self.need("I1", 0 < rows == batch.rows <= self.most and len(names) == 1, f"{batch}: {rows} of {self.most} rows")
+        exact = batch.reason == "rerun"
+        if exact:
+            self.exact.add(batch.batch_id)
+        else:
+            self.check_head(batch)
+        slow_s = self.cost.high(rows) if self.rules.model and self.cost.ready and not batch.ahead and not exact else 0.0
+        for e in batch.entries:
+            r, bits = self.requests.get(e.id), mask(e)
+            self.need("I1", r is not None and bits & (r.rerun if exact else r.waits) == bits, f"{e} does not wait")
+            assert r is not None
+            self.need("I8", min(r.entry.expires_s, r.entry.deadline_s) > self.now, f"{e} was sent after its end")
+            self.need("I8", self.now + slow_s <= r.entry.deadline_s, f"{e} was sent, but will be late")
+            r.waits &= ~bits
+            r.rerun &= ~bits
+            r.runs |= bits
+        if not exact:
+            self.check_order(batch)
+
+    def check_head(self, batch: Dispatch) -> None:
+        """I9, before the rows of the batch leave."""
+        waits = [r for r in self.requests.values() if r.waits]
+        head = min(waits, key=lambda r: (r.vdeadline_s, r.order), default=None)
+        if head is None or self.unsure(head) or any(e.id == head.entry.id for e in batch.entries):
+            return
+        name = batch.entries[0].bucket
+        other = head.entry.bucket != name and self.rules.holds
+        full = other and sum(r.rows for r in self.requests.values() if r.waits and r.entry.bucket == name) >= self.most
+        slow_s = self.cost.high(self.most) if self.rules.model else 0.0  # what it chose, before misfits were left out
+        tight = head.entry.deadline_s < self.now + slow_s or (batch.ahead and head.entry.deadline_s < INF)
+        self.need("I9", full or tight, f"{batch} without the head {head}")
+
+    def check_order(self, batch: Dispatch) -> None:
+        """I3, after the rows of the batch have left."""
+
+        def plain(r: Request) -> bool:
+            return r.entry.deadline_s == INF and not r.requeued
+
+        sent = [r for e in batch.entries if plain(r := self.requests[e.id])]
+        for r in sent:
+            r.passed = 0
+        for r in self.requests.values():
+            if r.waits and plain(r) and any(self.overtakes(s, r) for s in sent):
+                r.passed += 1
+                fits = r.rows == 1
+                self.need("I3", r.passed <= MAX_BYPASSES and not fits, f"{r} was passed {r.passed} times by {batch}")
+
+    @staticmethod
+    def overtakes(later: Request, r: Request) -> bool:
+        same = later.entry.bucket == r.entry.bucket and later.entry.priority == r.entry.priority
+        return same and later.order > r.order
+
+    def unsure(self, r: Request) -> bool:
+        """Of a split request that runs in part, the waiting parts may have been dropped by the model: not told yet."""
+        return bool(r.runs) and r.entry.deadline_s < INF
+
+    def dropped(self, event: Expire | Shed | Fail, before: list[Request]) -> None:
+        r = self.requests.get(event.id)
+        self.need("I1", r is not None, f"{event} of what has ended")
+        assert r is not None
+        deadline, cost, reason = r.entry.deadline_s, self.cost, event.reason
+        if reason == "worker_died":
+            self.need("I1", r.over, f"{event} without a death")
+        elif reason == "timeout":
+            self.need("I8", self.now >= r.entry.expires_s, f"{event} of {r}")
+        elif not (r.over or r.done):  # else dropped when it ran in part, and told only now
+            self.need("I8", deadline < INF, f"{event} without a deadline")
+            by_model = self.rules.model and cost.ready
+            if reason == "expired":
+                slow_s = cost.high(min(r.rows, self.most)) if by_model else 0.0
+                self.need("I8", self.now + slow_s >= deadline, f"{event} of {r}, which could be in time")
+            else:
+                same = [x for x in before if x.entry.bucket == r.entry.bucket]
+                full_s = cost.t(self.most)
+                work_s = sum(x.rows for x in same) / self.most * full_s
+                work_s += sum(cost.t(b.rows) for batches in self.on_slot.values() for b in batches)
+                last_s = max(x.entry.deadline_s for x in same if x.entry.deadline_s < INF)
+                room_s = (last_s - self.now - full_s) * self.live
+                self.need("I8", by_model and work_s > room_s, f"{event} of {r}, but {work_s} fit into {room_s}")
+        self.end(event.id, event)
+
+    def check_counts(self) -> None:
+        """I1: what the scheduler says of its queue."""
+        waits = [r for r in self.requests.values() if r.waits | r.rerun]
+        sure = [r for r in waits if not self.unsure(r)]
+        s = self.scheduler
+        for found, value in (
+            (s.queued, lambda r: 1),
+            (s.queued_rows, lambda r: (r.waits | r.rerun).bit_count()),
+            (s.queued_bytes, lambda r: r.entry.nbytes),
+        ):
+            low, high = sum(map(value, sure)), sum(map(value, waits))
+            self.need("I1", low <= found <= high, f"queued counts {found}, expected {low} to {high}")
+        running = sum(len(batches) for batches in self.on_slot.values())
+        self.need("I1", s.running == running, f"running is {s.running}, expected {running}")
+
+    def check_holds(self) -> None:
+        """I4 to I7, I11: what waits beside an idle slot."""
+        waits = [r for r in self.requests.values() if r.waits | r.rerun and not self.unsure(r)]
+        if not (waits and self.idle()):
+            self.beside_s = INF
+            return
+        self.beside_s = min(self.beside_s, self.now)
+        wake, cost, m = self.scheduler.wake_at, self.cost, self.live
+        self.need("I4", self.rules.holds, f"{len(waits)} requests beside an idle slot")
+        self.need("I11", wake is not None, "something is held, but wake_at is None")
+        assert wake is not None
+        for name in {r.entry.bucket for r in waits}:
+            rows = sum(r.waits.bit_count() for r in waits if r.entry.bucket == name)
+            self.need("I5", rows < self.most, f"a full batch of bucket '{name}' beside an idle slot")
+        head = min(waits, key=lambda r: (r.vdeadline_s, r.order))
+        self.need("I5", self.now < head.entry.arrival_s + self.rules.delay_s, f"the head is held too long: {head}")
+        if self.rules.model:
+            self.need("I7", cost.ready and cost.a > 0, f"a hold with a={cost.a}, ready={cost.ready}")
+            end = (self.beside_s + 2 * cost.a / m) * (1 + 1e-9)
+            self.need(
+                "I5", self.now < end and wake <= end, f"held since {self.beside_s} until {wake}, at most to {end}"
+            )
+            alone = m == 1 or self.even_batch() <= 1
+            self.need("I6", not alone or self.now < self.quiet_s, "a hold at light load")
+
+    def even_batch(self) -> float:
+        """n* of adaptive, from the arrivals that the checker saw."""
+        if len(self.recent) < 8:
+            return 1.0
+        span = self.now - self.recent[0][0]
+        rate = (sum(k for _, k in self.recent) - self.recent[0][1]) / span if span else INF
+        room = self.live - rate * self.cost.b
+        return self.most if room <= 0 else min(self.most, rate * self.cost.a / room)
+
+
+def check_invariance(
+    setup: Setup, make_policy: Callable[[], BatchPolicy], doubled: Callable[[], BatchPolicy] | None = None
+) -> None:
+    """I13 and I14 on one script. `doubled` makes the policy with its own times doubled, if it has any."""
+    plain = Player(setup, make_policy)
+    plain.play()
+    for name, other in (
+        ("I13", Player(setup, make_policy, shift_s=4096.0, number=lambda k: 100_003 - 7 * k)),
+        ("I14", Player(setup, doubled or make_policy, scale=2.0)),
+    ):
+        other.play()
+        pairs = zip(plain.trace, other.trace, strict=False)
+        differ = next(((x, y) for x, y in pairs if x[1:] != y[1:] or abs(x[0] - y[0]) > 1e-6), None)
+        if differ or len(plain.trace) != len(other.trace):
+            raise Violation(name, f"{differ} in {setup}")
+
+
+def check_policy(
+    make_policy: Callable[[], BatchPolicy],
+    *,
+    traces: int = 200,
+    seed: int = 0,
+    steps: int = 60,
+    doubled: Callable[[], BatchPolicy] | None = None,
+) -> int:
+    """Plays so many random scripts, each on a new policy, and returns how many decisions were checked.
+
+    Raises Violation, named after the invariant, with the setup that shows it. `doubled`: see `check_invariance`.
+    """
+    decisions = 0
+    for k in range(traces):
+        setup = random_setup(Random(f"{seed}/{k}"), steps)
+        checker = Checker(setup, make_policy)
+        checker.play()
+        decisions += len(checker.trace)
+        if k % 10 == 0:
+            check_invariance(setup, make_policy, doubled)
+    return decisions

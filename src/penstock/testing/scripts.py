@@ -1,0 +1,270 @@
+"""Random scripts of what can happen to a Scheduler, and a player that applies one.
+
+A script names batches and requests by number modulo what there is, so that any list of steps is a valid script, and
+the same script can be played shifted or stretched in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Literal
+
+from msgspec import Struct
+
+from penstock.batching.entry import INF, Dispatch, Entry, Event, Outcome
+from penstock.batching.policies.base import BatchPolicy
+from penstock.batching.scheduler import Scheduler
+from penstock.errors import QueueFull
+
+TICK = 2.0**-12
+"""All times of a script are multiples of it, so that adding and doubling them is exact."""
+
+Kind = Literal["offer", "cancel", "ok", "failed", "oom", "died", "lost", "up", "down", "wake", "late", "resize"]
+
+
+class Step(Struct, frozen=True):
+    """After `ticks`, what happens. `pick` names a request, batch or slot; the rest is of an offer."""
+
+    kind: Kind
+    ticks: int = 0
+    pick: int = 0
+    rows: int = 1
+    deadline_ticks: int = 0  # 0: none
+    priority: int = 0
+    bucket: str = ""
+    timeout_ticks: int = 0  # 0: none
+
+
+class Setup(Struct, frozen=True):
+    """The scheduler that a script is played on, and the service times (a + b*n ticks) of its slots."""
+
+    max_batch_size: int = 8
+    slots: int = 2
+    depth: int = 1
+    idempotent: bool = True
+    priority: tuple[float, ...] = (0.0,)
+    horizon_ticks: int = 4096
+    max_queue: int = 64
+    a: int = 20
+    b: int = 1
+    primed: bool = True
+    steps: tuple[Step, ...] = ()
+
+
+def random_setup(rng: Random, steps: int = 60) -> Setup:
+    """A setup with a script. Each draws its own habits, so that quiet, crowded and broken traces all occur."""
+    deadlines, sizes, buckets = (
+        rng.choice((0, 0, 0.5, 1)),
+        rng.choice((1, 1, 4, 20)),
+        rng.choice(("", "", "ab", "abcd")),
+    )
+    trouble, pace = rng.choice((0, 0.05, 0.3)), rng.choice((0, 1, 4, 30))
+    timeout = rng.choice((0, 2000, 20000))
+    classes = rng.choice((1, 1, 3))
+
+    def step() -> Step:
+        pick, ticks = rng.randrange(1000), rng.randint(0, 2 * pace) if rng.random() < 0.7 else 0
+        if rng.random() < trouble:
+            kind: Kind = rng.choice(("cancel", "failed", "oom", "died", "lost", "up", "down", "late", "resize"))
+            return Step(kind, ticks, pick, rows=rng.choice((1, 2, 5, 8, 16)))
+        if rng.random() < 0.6:
+            return Step(
+                "offer",
+                ticks,
+                rows=rng.randint(1, sizes),
+                deadline_ticks=rng.randint(1, 400) if rng.random() < deadlines else 0,
+                priority=rng.randrange(classes),
+                bucket=rng.choice(buckets) if buckets else "",
+                timeout_ticks=timeout,
+            )
+        return Step(rng.choice(("ok", "ok", "ok", "wake", "up")), ticks, pick)
+
+    return Setup(
+        max_batch_size=rng.choice((1, 2, 4, 8, 16)),
+        slots=rng.randint(1, 4),
+        depth=rng.choice((1, 2)),
+        idempotent=rng.random() < 0.7,
+        priority=(0.0, 0.25, 1.0)[:classes],
+        max_queue=rng.choice((16, 64, 256)),
+        a=rng.choice((0, 2, 20, 200)),
+        b=rng.choice((1, 1, 8)),
+        primed=rng.random() < 0.8,
+        steps=tuple(step() for _ in range(steps)),
+    )
+
+
+class Player:
+    """Plays a setup's script on a new Scheduler. `trace` is all that it decided, in times relative to the start.
+
+    A subclass may play on another `scheduler_class`. It sees every call (`on_offer`, `on_cancel`, `on_complete`) and,
+    after each, the poll (`on_poll`).
+    """
+
+    scheduler_class: type[Scheduler] = Scheduler
+
+    def __init__(
+        self,
+        setup: Setup,
+        make_policy: Callable[[], BatchPolicy],
+        *,
+        shift_s: float = 0.0,
+        scale: float = 1.0,
+        number: Callable[[int], int] = int,
+    ) -> None:
+        self.setup, self.tick_s, self.start_s, self.number = setup, TICK * scale, shift_s, number
+        self.now = shift_s
+        self.scheduler = self.scheduler_class(
+            make_policy(),
+            max_batch_size=setup.max_batch_size,
+            max_queue=setup.max_queue,
+            max_queue_bytes=2**40,
+            depth=setup.depth,
+            idempotent=setup.idempotent,
+            priority=tuple(p * scale for p in setup.priority),
+            horizon_s=setup.horizon_ticks * self.tick_s,
+        )
+        if setup.primed:
+            self.scheduler.prime([(2**k, self.takes_s(2**k, j)) for k in range(5) for j in range(3)])
+        self.ids: list[int] = []
+        self.down: list[int] = []
+        self.on_slot: dict[int, list[Dispatch]] = {}
+        self.trace: list[tuple[float, *tuple[object, ...]]] = []
+        for slot in range(setup.slots):
+            self.scheduler.slot_up(slot, self.now)
+            self.on_slot[slot] = []
+
+    def takes_s(self, rows: int, pick: int = 0) -> float:
+        """Seconds of a batch. The factor keeps predicted ends off the grid of the script: ties would be settled by
+        the rounding of a shifted clock."""
+        return (self.setup.a + self.setup.b * rows) * self.tick_s * (0.9 + 0.0137 * (pick % 17))
+
+    def play(self) -> None:
+        """The whole script; then every slot comes up and everything runs to its end."""
+        for step in self.setup.steps:
+            if step.kind != "late":  # a late timer: time passes without a poll
+                self.advance(self.now + step.ticks * self.tick_s)
+            else:
+                self.now += step.ticks * self.tick_s
+            self.apply(step)
+            self.poll()
+        self.finish()
+
+    def finish(self) -> None:
+        for slot in list(self.down):
+            self.up(slot)
+        for _ in range(50 * len(self.ids) + 50):
+            self.poll()
+            batches = [d for ds in self.on_slot.values() for d in ds[:1]]
+            if batches:
+                self.advance(self.now + self.takes_s(batches[0].rows))
+                self.complete(batches[0], Outcome("ok", 0.0))
+            elif self.scheduler.wake_at is not None:
+                self.advance(self.scheduler.wake_at)
+            else:
+                return
+
+    def advance(self, until_s: float) -> None:
+        """Lets time pass; the timer rings on the way."""
+        for _ in range(10_000):
+            wake = self.scheduler.wake_at
+            if wake is None or wake > until_s:
+                self.now = max(self.now, until_s)
+                return
+            self.now = max(self.now, wake)
+            self.poll()
+        raise AssertionError("the timer never stops ringing")
+
+    def apply(self, step: Step) -> None:
+        busy = [n for n, batches in self.on_slot.items() if batches]
+        if step.kind == "offer":
+            self.offer(step)
+        elif step.kind == "cancel" and self.ids:
+            self.cancel(self.ids[step.pick % len(self.ids)])
+        elif step.kind == "wake" and self.scheduler.wake_at is not None:
+            self.advance(self.scheduler.wake_at)
+        elif step.kind == "up" and self.down:
+            self.up(self.down[step.pick % len(self.down)])
+        elif step.kind == "resize":
+            self.scheduler.max_batch_size = step.rows
+        elif step.kind == "down" and len(self.on_slot) > len(self.down):
+            self.die(
+                [n for n in self.on_slot if n not in self.down][step.pick % (len(self.on_slot) - len(self.down))],
+                "lost",
+            )
+        elif step.kind in ("died", "lost") and busy:
+            self.die(busy[step.pick % len(busy)], step.kind)
+        elif step.kind in ("ok", "failed", "oom") and busy:
+            batch = self.on_slot[busy[step.pick % len(busy)]][0]
+            self.advance(self.now + (self.takes_s(batch.rows, step.pick) if step.kind == "ok" else 0.0))
+            self.complete(batch, self.outcome(step, batch))
+
+    def outcome(self, step: Step, batch: Dispatch) -> Outcome:
+        run_s = self.takes_s(batch.rows) / 2
+        if step.kind == "failed":
+            return Outcome("ok", run_s, frozenset(e.id for e in batch.entries[:: 1 + step.pick % 3]))
+        if step.kind == "oom" and batch.rows > 1:
+            return Outcome("ok", run_s, oom=(batch.rows, max(1, batch.rows // 2)))
+        return Outcome("ok", run_s)
+
+    def offer(self, step: Step) -> None:
+        id = self.number(len(self.ids) + 1)
+        entry = Entry(
+            id=id,
+            rows=min(step.rows, self.setup.max_queue),
+            nbytes=10 * step.rows,
+            arrival_s=self.now,
+            deadline_s=self.now + step.deadline_ticks * self.tick_s if step.deadline_ticks else INF,
+            expires_s=self.now + step.timeout_ticks * self.tick_s if step.timeout_ticks else INF,
+            priority=step.priority,
+            bucket=step.bucket,
+        )
+        try:
+            self.scheduler.offer(entry, self.now)
+        except QueueFull:
+            self.trace.append(((self.now - self.start_s) / self.tick_s, "full"))
+            return
+        self.ids.append(id)
+        self.on_offer(entry)
+
+    def cancel(self, id: int) -> None:
+        self.on_cancel(id, self.scheduler.cancel(id, self.now))
+
+    def complete(self, batch: Dispatch, outcome: Outcome) -> None:
+        self.on_slot[batch.slot].remove(batch)
+        ended = self.scheduler.complete(batch.batch_id, outcome, self.now)
+        self.on_complete(batch, outcome, ended)
+
+    def die(self, slot: int, first: Literal["died", "lost"]) -> None:
+        for k, batch in enumerate(list(self.on_slot[slot])):
+            self.complete(batch, Outcome(first if k == 0 else "lost"))
+        self.scheduler.slot_down(slot, self.now)
+        self.down.append(slot)
+
+    def up(self, slot: int) -> None:
+        self.down.remove(slot)
+        self.scheduler.slot_up(slot, self.now)
+
+    def poll(self) -> None:
+        events = self.scheduler.poll(self.now)
+        t = (self.now - self.start_s) / self.tick_s
+        for event in events:
+            if isinstance(event, Dispatch):
+                self.on_slot[event.slot].append(event)
+                parts = tuple((self.ids.index(e.id), e.start, e.rows) for e in event.entries)
+                self.trace.append((t, "send", event.slot, parts, event.reason, event.ahead))
+            else:
+                self.trace.append((t, type(event).__name__, self.ids.index(event.id), event.reason))
+        self.on_poll(events)
+
+    def on_offer(self, entry: Entry) -> None:
+        pass
+
+    def on_cancel(self, id: int, gone: bool) -> None:
+        pass
+
+    def on_complete(self, batch: Dispatch, outcome: Outcome, ended: list[int]) -> None:
+        pass
+
+    def on_poll(self, events: list[Event]) -> None:
+        pass
