@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
+from typing import Any
 
 BODY = '{"text": "a small body of some sixty bytes, as a prompt or a row"}'
 LUA = f"""wrk.method = "POST"
@@ -30,13 +31,19 @@ async def ours() -> None:
     from penstock.config.schema import LimitsConfig
     from penstock.frontends.http.server import HttpServer
     from penstock.testing.backend import Call, FakeBackend
+    from penstock.types import Item, ItemResult, Sink
 
-    def echo(call: Call) -> None:
-        backend.calls.clear()
-        call.reply(content_type="application/json")
+    call_soon = asyncio.get_running_loop().call_soon
+    ticket = Call(Item(b""), lambda result: None, None, 0)
 
-    backend = FakeBackend({"echo": echo})
-    server = HttpServer(backend, LimitsConfig())
+    class Echo(FakeBackend):
+        """Keeps no record of what it is asked."""
+
+        def submit(self, model: str, version: str | None, item: Item, sink: Sink, **more: Any) -> Call:
+            call_soon(sink, ItemResult(item.payload, "application/json"))
+            return ticket
+
+    server = HttpServer(Echo(), LimitsConfig())
     _, port = await server.start("127.0.0.1", 0)
     print(port, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

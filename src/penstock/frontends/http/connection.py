@@ -117,6 +117,7 @@ class Connection(Answering):
         self.headers: Headers = []
         self.content_type = b""
         self.length = 0
+        self.whole = b""
         self.special: dict[bytes, bytes] | None = None
         self.head_bytes = -self.read_bytes  # the read in which it begins is not counted: it is bounded anyhow
 
@@ -148,27 +149,27 @@ class Connection(Answering):
         exchange.headers = self.headers
         self.phase = BODY
         self.deadline = server.body_at
-        if self.special is not None or server.special or not self.parser.should_keep_alive():
+        special = self.special
+        if special is not None or server.special or not self.parser.should_keep_alive():
             self._framing(exchange)
-        special = self.special or {}
-        expect = b"expect" in special
+        expect = special is not None and b"expect" in special
         try:
             if self.read_bytes > server.config.max_header_bytes or self.head_bytes > 0:
                 self._check_head()
-            exchange.route = route = server.router.resolve(self.url)
+            exchange.route = route = server.known_routes.get(self.url) or server.router.resolve(self.url)
             method = self.parser.get_method()
             if method != b"POST" or not route.template.codec:
                 self._not_post(exchange, route, method)
             if self.content_type:
                 exchange.content_type = self.content_type.decode("latin-1")
-            if self.special is not None or server.tokens:
-                read_special(exchange, route, special, server.tokens)
+            if special is not None or server.tokens:
+                read_special(exchange, route, special or {}, server.tokens)
             if self.length > server.small_bytes or expect:
                 self._check_large(route)
         except PenstockError as error:
             # a small body is read and forgotten; for any other the connection is not worth keeping
             exchange.error = error
-            chunked = b"transfer-encoding" in special
+            chunked = special is not None and b"transfer-encoding" in special
             if self.length > server.small_bytes or chunked or expect or isinstance(error, HeadTooLarge):
                 self._refuse(error)
                 raise _Stop from None
@@ -179,6 +180,9 @@ class Connection(Answering):
 
     def on_body(self, chunk: bytes) -> None:
         """A piece of the body that came through the parser."""
+        if len(chunk) == self.length:
+            self.whole = chunk  # nearly every small body comes in one piece; its length was checked with the head
+            return
         self.quiet_bytes = 0
         try:
             self.intake.add(chunk)
@@ -190,12 +194,15 @@ class Connection(Answering):
         """The body is whole: submits the request, or answers it."""
         exchange = self.exchange
         assert exchange is not None
-        exchange.payload = self.intake.take()
+        exchange.payload = self.whole or self.intake.take()
         self.exchange = None
         self.continue_due = False
         self.deadline = INF
         self.phase = DISCARD if exchange.close else IDLE  # whatever comes behind the last request is not read
-        self.enqueue(exchange)
+        if self.inflight:
+            self.enqueue(exchange)
+        else:
+            self.start(exchange)
 
     # ---- the checks of a head
 

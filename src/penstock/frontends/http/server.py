@@ -43,6 +43,7 @@ class HttpServer:
         self.config = config
         self.tokens = tokens
         self.router = router or Router()
+        self.known_routes = self.router.known
         self.closing = False
         self.special = False  # every head needs the long way: the server closes
         self.small_bytes = min(BIG_BYTES, config.max_body_bytes)
