@@ -40,7 +40,11 @@ class Transport(Protocol):
         ...
 
     def send(self, batch: Batch, on_part: OnPart) -> None:
-        """Runs a batch. `on_part` gets any number of parts and exactly one final one, whatever happens."""
+        """Runs a batch. `on_part` gets any number of parts and exactly one final one, whatever happens.
+
+        Slabs among the payloads stay the caller's, who may have to run them again: they are pinned while a worker may
+        look at them, so that the caller can release them at any time.
+        """
         ...
 
     async def close(self, drain_s: float) -> None:
