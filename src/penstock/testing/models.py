@@ -32,9 +32,8 @@ def check_model(
         for batch in (list(range(len(items))), list(reversed(range(len(items)))), [0, *range(len(items))]):
             together = _answers(runner, [items[i] for i in batch])
             for i, answer in zip(batch, together, strict=True):
-                assert len(answer) == len(alone[i]) and all(map(same, answer, alone[i])), (
-                    f"item {i} alone gave {alone[i]!r}, in a batch of {len(batch)} {answer!r}"
-                )
+                fits = len(answer) == len(alone[i]) and all(map(same, answer, alone[i]))
+                assert fits, f"item {i} alone gave {alone[i]!r}, in a batch of {len(batch)} {answer!r}"
     finally:
         runner.close()
 

@@ -26,7 +26,8 @@ from penstock.types import BatchPart, Ready
 from penstock.wire import frames
 from penstock.wire.messages import Failed, Free, Inbox, Outbox, Part, Run, ToWorker, Up, write
 from penstock.wire.slabs import Slab, SlabPool, lease, map_read_only
-from penstock.worker.loop import BatchRunner, Decoded
+from penstock.worker.batch import Decoded
+from penstock.worker.loop import BatchRunner
 from penstock.worker.main import open_model
 
 ORPHAN_GRACE_S = 1.0

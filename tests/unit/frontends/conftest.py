@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 from penstock.config.schema import LimitsConfig
 from penstock.frontends.http.server import HttpServer
@@ -132,3 +133,8 @@ def listen() -> Listen:
             await server.close(1.0)
 
     return run
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], Any]]:
+    """Every test runs on both loops: they differ in how they read, pause and close."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
