@@ -199,6 +199,34 @@ async def test_a_client_that_hangs_up_is_cancelled(wait_until):
     assert backend.calls[0].cancelled
 
 
+async def test_a_stream_that_is_read_too_slowly_is_given_up(wait_until):
+    backend = FakeBackend({"m": lambda call: None})
+    app = InferenceApp(backend, LimitsConfig(write_buffer_bytes=1000))
+    messages = [{"type": "http.request", "body": b"x"}]
+    reading, sent = asyncio.Event(), []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message):
+        sent.append(message)
+        await reading.wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/predictions/m", "headers": []}
+    running = asyncio.create_task(app(scope, receive, send))
+    await wait_until(lambda: backend.calls)
+    for _ in range(40):
+        backend.calls[0].reply(b"x" * 500, "text/plain", final=False)
+        await asyncio.sleep(0)
+    assert backend.calls[0].cancelled
+    reading.set()
+    with pytest.raises(RuntimeError, match="stream failed"):
+        await running
+    assert sum(len(message.get("body", b"")) for message in sent) < 40 * 500
+
+
 async def test_the_lifespan_is_answered():
     sent = []
 

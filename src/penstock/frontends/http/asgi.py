@@ -8,8 +8,9 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import PayloadTooLarge, PenstockError
-from penstock.frontends.base import Backend
+from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
+from penstock.frontends.base import Backend, Ticket
+from penstock.frontends.http.answering import STREAM_BACKLOG
 from penstock.frontends.http.answers import error_result, sse_event, stream_part, stream_type
 from penstock.frontends.http.intake import BIG_BYTES, Intake
 from penstock.frontends.http.routes import SPECIAL_NAMES, Route, Router, check_method, read_special
@@ -28,7 +29,7 @@ class _Gone(Exception):
 class _Call:
     """One request: what its headers wish, and the results that have come for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_unread: int) -> None:
         self.route: Route | None = None
         self.request_id = ""
         self.sse = False
@@ -38,6 +39,32 @@ class _Call:
         self.content_type = ""
         self.length = 0
         self.results: asyncio.Queue[ItemResult] = asyncio.Queue()
+        self.ticket: Ticket | None = None
+        self._unread = most_unread
+
+    def sink(self, result: ItemResult) -> None:
+        """Keeps a result until the client takes it; one that falls too far behind a stream is given up."""
+        self._unread -= 0 if result.final else len(result.body)
+        if self._unread > 0:
+            self.results.put_nowait(result)
+        elif self.ticket is not None:
+            self.ticket.cancel()
+            self.ticket = None
+            self.results.put_nowait(ItemResult(error=Cancelled("the stream was read too slowly")))
+
+    async def next(self, gone: asyncio.Future[None]) -> ItemResult:
+        """The next result. Raises _Gone when the client hangs up first."""
+        if self.results.empty():
+            coming = asyncio.ensure_future(self.results.get())
+            await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
+                raise _Gone
+            result = coming.result()
+        else:
+            result = self.results.get_nowait()
+        self._unread += 0 if result.final else len(result.body)
+        return result
 
 
 class InferenceApp:
@@ -54,7 +81,7 @@ class InferenceApp:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            call = _Call()
+            call = _Call(STREAM_BACKLOG * self.config.write_buffer_bytes)
             try:
                 await self._http(call, scope, receive, send)
             except PenstockError as error:
@@ -93,11 +120,11 @@ class InferenceApp:
         payload = await self._body(call, route, receive)
         headers = list(scope["headers"])
         item = Item(payload, template.codec, call.content_type, request_id=call.request_id, headers=headers)
-        ticket = self.backend.submit(
+        call.ticket = self.backend.submit(
             route.model,
             route.version,
             item,
-            call.results.put_nowait,
+            call.sink,
             budget_s=call.budget_s,
             priority=call.priority,
         )
@@ -108,7 +135,8 @@ class InferenceApp:
             finally:
                 gone.cancel()
         except BaseException:
-            ticket.cancel()
+            if call.ticket is not None:
+                call.ticket.cancel()
             raise
 
     async def _body(self, call: _Call, route: Route, receive: Receive) -> Any:
@@ -143,7 +171,7 @@ class InferenceApp:
         """Writes what comes for the call until its final result. Raises _Gone."""
         started = False
         while True:
-            result = await _next(call, gone)
+            result = await call.next(gone)
             assert call.route is not None
             error_body = call.route.template.error_body
             if result.error is not None and not started:
@@ -188,15 +216,3 @@ class InferenceApp:
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _next(call: _Call, gone: asyncio.Future[None]) -> ItemResult:
-    """The next result. Raises _Gone when the client hangs up first."""
-    if not call.results.empty():
-        return call.results.get_nowait()
-    coming = asyncio.ensure_future(call.results.get())
-    await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
-    if not coming.done():
-        coming.cancel()
-        raise _Gone
-    return coming.result()
