@@ -331,10 +331,8 @@ class Batcher:
         self._closed = True
         self._timer.close()
         waiting, self._waiting = self._waiting, {}
-        queued = [c for c in waiting.values() if self.scheduler.cancel(c.entry.id, time.monotonic())]
-        for call in queued:
-            release(call.item)
         for call in waiting.values():
+            release(call.item)  # memory that a worker still reads is pinned until that worker is gone
             call.settle(ItemResult(error=error))
         self._running.clear()
 

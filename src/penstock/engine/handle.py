@@ -15,7 +15,7 @@ from penstock.engine.batcher import Batcher, Call
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
 from penstock.observe.base import Observer
-from penstock.plugins import load_object
+from penstock.plugins import resolve
 from penstock.protocols.base import Codec
 from penstock.transports.base import Transport
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Ready, Sink
@@ -23,7 +23,6 @@ from penstock.wire.slabs import Slab
 
 log = logging.getLogger("penstock.engine")
 
-CODECS = {"native": "penstock.protocols.native:NativeCodec", "oip_json": "penstock.protocols.oip_json:OipJsonCodec"}
 _DEFAULT_BATCH = 64
 
 
@@ -197,8 +196,7 @@ class ModelHandle:
             return ItemResult(body=[value for part in parts for value in part.body])
         codec = self._codecs.get(item.codec)
         if codec is None:
-            make = load_object(CODECS[item.codec])
-            codec = self._codecs[item.codec] = make(self.name, self.version)  # type: ignore[operator]
+            codec = self._codecs[item.codec] = resolve("codec", item.codec)(self.name, self.version)
         return codec.join(parts)
 
     # ---- what it says of itself

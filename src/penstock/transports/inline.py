@@ -52,8 +52,7 @@ class _InlineSlot(Slot):
 
     def _loaded(self, ready: Ready) -> None:
         if self._runner is not None:
-            self.up = True
-            self.listener.slot_up(self.number, ready)
+            self.is_up(ready)
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
         items, leases = readable(batch.items)

@@ -172,8 +172,7 @@ class _ProcessSlot(Slot):
             if isinstance(message, Part):
                 self._on_part(message)
             elif isinstance(message, Up):
-                self.up = True
-                self.listener.slot_up(self.number, message.ready)
+                self.is_up(message.ready)
             elif isinstance(message, Failed):
                 self._error = message.error
         except Exception as e:  # a worker that speaks nonsense is worth no more than a dead one

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from penstock.config.schema import with_options
 from penstock.errors import PenstockError, WorkerDied
 from penstock.transports.base import OnPart, TransportListener
-from penstock.types import Batch, BatchPart
+from penstock.types import Batch, BatchPart, Ready
 from penstock.wire.slabs import Slab
 from penstock.worker.spec import WorkerSpec
 
@@ -46,7 +47,7 @@ class Slot:
         self._restart: asyncio.TimerHandle | None = None
 
     def launch(self) -> None:
-        """Starts a worker; later `loaded` or `down` is called. May raise a PenstockError."""
+        """Starts a worker; later `is_up` or `down` is called. May raise a PenstockError."""
         raise NotImplementedError
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
@@ -79,6 +80,12 @@ class Slot:
             self.launch()
         except PenstockError as e:
             self.down(e)
+
+    def is_up(self, ready: Ready) -> None:
+        """The worker has loaded its model."""
+        self.up = True
+        self._timeout_s = with_options(self.spec.config.batching, ready.options).run_timeout_s
+        self.listener.slot_up(self.number, ready)
 
     def down(self, error: PenstockError) -> None:
         """The worker is gone: everybody who waited for it is told, then the listener; the next is on its way."""

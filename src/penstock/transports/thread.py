@@ -79,8 +79,7 @@ class _ThreadSlot(Slot):
 
     def on_up(self, life: _Life, ready: Ready) -> None:
         if life is self._life:
-            self.up = True
-            self.listener.slot_up(self.number, ready)
+            self.is_up(ready)
 
     def on_part(self, life: _Life, part: BatchPart, leases: list[Lease]) -> None:
         if life is not self._life:
