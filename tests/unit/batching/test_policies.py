@@ -1,0 +1,129 @@
+"""What each policy chooses, seen through a Scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from penstock.batching.entry import Expire
+from penstock.batching.policies.adaptive import Adaptive
+from penstock.batching.policies.fixed import Fixed
+from penstock.batching.policies.none import Unbatched
+from penstock.tune.simulate import Service, poisson, simulate
+
+Make = Callable[..., Any]
+
+
+def test_none_sends_every_request_alone(bench: Make) -> None:
+    b = bench(Unbatched(), slots=2)
+    b.offer(1, 2, 3)
+    assert b.poll() == [[1], [2]]
+
+
+def test_none_sends_a_request_of_many_rows_whole(bench: Make) -> None:
+    b = bench(Unbatched())
+    b.offer(1, rows=3)
+    b.poll()
+    assert b.sent[0].rows == 3
+
+
+def test_fixed_waits_for_its_delay(bench: Make) -> None:
+    b = bench(Fixed(0.5))
+    b.offer(1)
+    assert b.poll() == []
+    assert b.scheduler.wake_at == b.now + 0.5
+    b.now += 0.2
+    b.offer(2)
+    assert b.poll() == []
+    assert b.poll(0.3) == [[1, 2]]
+
+
+def test_fixed_sends_a_full_batch_at_once(bench: Make) -> None:
+    b = bench(Fixed(0.5))
+    b.offer(1, 2, 3, 4, 5)
+    assert b.poll() == [[1, 2, 3, 4]]
+
+
+def test_fixed_without_a_delay_is_greedy(bench: Make) -> None:
+    b = bench(Fixed(0.0), slots=2)
+    b.offer(1, 2)
+    assert b.poll() == [[1, 2]]
+
+
+def test_adaptive_sends_a_lone_request_at_once(bench: Make) -> None:
+    b = bench(Adaptive(), slots=4, max_batch_size=64)
+    b.prime(0.005, 0.0002)
+    b.offer(1)
+    assert b.poll() == [[1]]
+
+
+def test_adaptive_spreads_a_long_queue_over_idle_slots(bench: Make) -> None:
+    b = bench(Adaptive(), slots=2, max_batch_size=64)
+    b.prime(1.0, 0.5)  # the knee is at 2 rows
+    b.offer(*range(8))
+    assert [len(batch) for batch in b.poll()] == [4, 4]
+
+
+def test_adaptive_takes_the_largest_batch_that_enough_can_bear_and_skips_tight_heads(bench: Make) -> None:
+    b = bench(Adaptive(), max_batch_size=8)
+    b.prime(1.0, 1.0)  # n rows take (1 + n) s, times 1.15 and a little less to be sure
+    b.offer(1, deadline_s=b.now + 3.0)
+    b.offer(*range(2, 8), deadline_s=b.now + 20.0)
+    assert b.poll() == [[2, 3, 4, 5, 6, 7]]
+    assert b.sent[0].reason == "deadline"
+    assert b.scheduler.queued == 1
+
+
+def test_adaptive_drops_what_cannot_be_in_time_even_alone(bench: Make) -> None:
+    b = bench(Adaptive())
+    b.prime(1.0, 1.0)
+    b.offer(1, deadline_s=b.now + 1.9)
+    b.offer(2, deadline_s=b.now + 9.0)
+    assert b.poll() == [[2]]
+    assert b.told == [Expire(1, "expired")]
+
+
+def test_adaptive_drops_many_rows_by_the_time_of_all_of_them(bench: Make) -> None:
+    b = bench(Adaptive(), max_batch_size=8)
+    b.prime(1.0, 1.0)
+    b.offer(1, rows=8, deadline_s=b.now + 6.0)
+    b.offer(2, rows=1, deadline_s=b.now + 6.0)
+    assert b.poll() == [[2]]
+    assert b.told == [Expire(1, "expired")]
+
+
+ACC = Service(0.005, 0.0002)
+
+
+def holds(policy: Adaptive) -> Any:
+    return policy.explain()["holds_by_kind"]
+
+
+def test_adaptive_staggers_several_slots_but_not_a_lone_one() -> None:
+    for slots, staggers in ((4, True), (1, False)):
+        policy = Adaptive()
+        arrivals = poisson(0.3 * ACC.capacity(slots, 64), 2000, random.Random(3))
+        simulate(ACC, policy, slots=slots, arrivals=arrivals)
+        assert (holds(policy)["stagger"] > 0) == staggers
+
+
+def test_adaptive_regroups_a_closed_loop_into_one_batch_but_not_a_lone_client() -> None:
+    for clients, regroups in ((8, True), (1, False)):
+        policy = Adaptive()
+        result = simulate(ACC, policy, clients=clients, horizon_s=1.0)
+        assert (holds(policy)["regroup"] > 0) == regroups
+        assert result.mean_batch > 0.85 * clients
+
+
+def test_a_hold_of_zero_is_strictly_work_conserving() -> None:
+    for load in ({"clients": 8, "horizon_s": 1.0}, {"arrivals": poisson(3000, 2000, random.Random(3)), "slots": 4}):
+        policy = Adaptive(0.0)
+        simulate(ACC, policy, **load)
+        assert holds(policy) == {"stagger": 0, "regroup": 0}
+
+
+def test_nothing_is_held_while_the_set_up_cost_is_nil() -> None:
+    policy = Adaptive()
+    simulate(Service(0.0, 0.001), policy, slots=2, clients=20, horizon_s=1.0)
+    assert holds(policy) == {"stagger": 0, "regroup": 0}
