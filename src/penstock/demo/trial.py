@@ -177,6 +177,7 @@ async def _watched(
 
 def forward_terminations() -> None:
     """Makes SIGTERM and SIGHUP end this process as Ctrl-C does, so that its server is stopped too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with "&"
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
 
