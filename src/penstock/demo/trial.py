@@ -87,7 +87,7 @@ class Server:
             self.stop()
             self._output.seek(0)
             said = self._output.read()[-4000:].decode(errors="replace").strip()
-            raise PenstockError(f"the server did not start within {START_S:g} s; it said:\n{said}")
+            raise PenstockError(f"the server did not start; it said:\n{said}")
         self.urls: dict[str, str] = json.loads(line)
 
     def batches(self) -> tuple[float, float]:
