@@ -84,9 +84,9 @@ class Server:
 
     def _listener(self, engine: Engine) -> HttpServer:
         s = self._config.server
-        self._ssl = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca) if s.tls_cert and s.tls_key else None
         tokens = self._tokens(self._config.auth.inference_token_file)
-        return HttpServer(engine, self._config.limits, tokens=tokens, ssl=self._ssl)
+        context = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+        return HttpServer(engine, self._config.limits, tokens=tokens, ssl=context)
 
     async def _bind_inference(self, http: HttpServer) -> None:
         self._note("inference", *await http.start(self._config.server.host, self._config.server.port))
