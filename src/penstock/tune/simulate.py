@@ -164,6 +164,7 @@ class _Run:
             event = events[0][0] if events else INF
             now = min(event, arrival, INF if wake is None else wake)
             if now > horizon_s or now == INF:
+                self.now = min(now, horizon_s) if horizon_s < INF else self.now
                 break
             self.now = now
             if arrival <= now:
