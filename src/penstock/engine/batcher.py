@@ -17,56 +17,16 @@ import msgspec
 from penstock.batching.entry import INF, Dispatch, Entry, Fail, Outcome, Shed
 from penstock.batching.scheduler import Scheduler
 from penstock.config.schema import BatchingConfig
+from penstock.engine.call import Call, Running, release
 from penstock.engine.timer import Timer
 from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, QueueFull, WorkerDied
 from penstock.observe.base import BatchRecord, Observer
 from penstock.transports.base import Transport
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
-from penstock.wire.slabs import Slab
 
 log = logging.getLogger("penstock.engine")
 
 Join = Callable[[Item, list[ItemResult]], ItemResult]
-
-
-class Call:
-    """One accepted request: who waits for it, and how far its answer has come."""
-
-    __slots__ = ("batcher", "entry", "item", "parts", "sink", "streamed")
-
-    def __init__(self, batcher: Batcher, item: Item, sink: Sink, entry: Entry) -> None:
-        self.batcher = batcher
-        self.item = item
-        self.sink: Sink | None = sink
-        self.entry = entry
-        self.streamed = False
-        self.parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
-
-    def settle(self, result: ItemResult) -> None:
-        """Hands the final answer over, once; a caller that left is skipped."""
-        sink, self.sink = self.sink, None
-        if sink is not None:
-            try:
-                sink(result)
-            except Exception:
-                log.exception("sink_failed request=%d", self.entry.id)
-
-    def cancel(self) -> None:
-        """The caller is gone: not run if it still waits, else not answered."""
-        if self.sink is not None:
-            self.sink = None
-            self.batcher.cancelled(self)
-
-
-class Running:
-    """A batch that is out on a slot."""
-
-    __slots__ = ("calls", "dispatch", "sent_s")
-
-    def __init__(self, dispatch: Dispatch, calls: list[Call], sent_s: float) -> None:
-        self.dispatch = dispatch
-        self.calls = calls
-        self.sent_s = sent_s
 
 
 class Batcher:
@@ -119,7 +79,7 @@ class Batcher:
             priority=priority,
             bucket=bucket,
         )
-        call = Call(self, item, sink, entry)
+        call = Call(item, sink, entry, self._cancelled)
         entry.note = call
         try:
             self.scheduler.offer(entry, now)
@@ -134,7 +94,7 @@ class Batcher:
             self._loop.call_soon(self._turn)
         return call
 
-    def cancelled(self, call: Call) -> None:
+    def _cancelled(self, call: Call) -> None:
         """A caller left. Its payload is given back at once if no worker has it."""
         if self._withdraw(call, time.monotonic()):
             self._reject("cancelled")
@@ -335,9 +295,3 @@ class Batcher:
             release(call.item)  # memory that a worker still reads is pinned until that worker is gone
             call.settle(ItemResult(error=error))
         self._running.clear()
-
-
-def release(item: Item) -> None:
-    """Gives a slab payload back to its pool; other payloads are left to the garbage collector."""
-    if isinstance(item.payload, Slab):
-        item.payload.release()

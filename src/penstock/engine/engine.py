@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from penstock.config.schema import LimitsConfig, ModelConfig
-from penstock.engine.batcher import Call, release
+from penstock.engine.call import Call, release
 from penstock.engine.handle import ModelHandle, slots_of
 from penstock.engine.registry import ModelRegistry
 from penstock.errors import ModelNotReady, PenstockError

@@ -11,7 +11,8 @@ import psutil
 
 from penstock.batching.scheduler import Scheduler, make_policy
 from penstock.config.schema import BatchingConfig, ModelConfig, with_options
-from penstock.engine.batcher import Batcher, Call
+from penstock.engine.batcher import Batcher
+from penstock.engine.call import Call
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
 from penstock.observe.base import Observer

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from penstock.config.schema import LimitsConfig, ModelConfig
-from penstock.engine.batcher import Call
+from penstock.engine.call import Call
 from penstock.engine.engine import Engine
 from penstock.errors import ModelNotReady, PenstockError
 from penstock.observe.base import Observer
