@@ -14,10 +14,11 @@ from typing import Any
 import click
 
 from penstock import __version__
+from penstock.config.checks import tokens_for
 from penstock.config.schema import Config
 from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
-from penstock.frontends.http.auth import load_tokens, make_ssl_context
+from penstock.frontends.http.auth import make_ssl_context
 from penstock.frontends.http.server import HttpServer
 from penstock.observe.prometheus import PrometheusObserver
 from penstock.types import ModelStatus, TensorSpec
@@ -79,12 +80,9 @@ class Server:
 
     # ---- listeners
 
-    def _tokens(self, own: str | None) -> frozenset[bytes]:
-        return load_tokens([f for f in (self._config.auth.token_file, own) if f])
-
     def _listener(self, engine: Engine) -> HttpServer:
         s = self._config.server
-        tokens = self._tokens(self._config.auth.inference_token_file)
+        tokens = tokens_for(self._config, "inference")
         context = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
         return HttpServer(engine, self._config.limits, tokens=tokens, ssl=context)
 
@@ -95,17 +93,17 @@ class Server:
         """The management and metrics listeners. Imported here: the workers load meanwhile."""
         from penstock.frontends.http.admin import UvicornServer, admin_app, metrics_app
 
-        s, auth = self._config.server, self._config.auth
+        s = self._config.server
         for name, app, host, port in (
             (
                 "management",
-                admin_app(engine, self._tokens(auth.management_token_file)),
+                admin_app(engine, tokens_for(self._config, "management")),
                 s.management_host,
                 s.management_port,
             ),
             (
                 "metrics",
-                metrics_app(self._metrics.render, self._tokens(auth.metrics_token_file)),
+                metrics_app(self._metrics.render, tokens_for(self._config, "metrics")),
                 s.metrics_host,
                 s.metrics_port,
             ),

@@ -38,7 +38,7 @@ def check_config(config: Config) -> None:
                 log.warning("key=auth.%s file=%s mode=readable_by_others consequence=tokens_are_known", key, path)
 
 
-def tokens_for(config: Config, listener: str) -> frozenset[str]:
+def tokens_for(config: Config, listener: str) -> frozenset[bytes]:
     """The bearer tokens that open the listener ("inference", "management", "metrics"); empty if it asks for none.
 
     Raises ConfigError when a token file is missing, unreadable or empty: such a listener would be open or shut for
@@ -46,7 +46,7 @@ def tokens_for(config: Config, listener: str) -> frozenset[str]:
     """
     keys = ("token_file", f"{listener}_token_file")
     paths = {key: path for key in keys if (path := getattr(config.auth, key)) is not None}
-    return frozenset(token for key, path in paths.items() for token in read_tokens(path, f"auth.{key}"))
+    return frozenset(token.encode() for key, path in paths.items() for token in read_tokens(path, f"auth.{key}"))
 
 
 def read_tokens(path: str, key: str) -> list[str]:

@@ -23,6 +23,10 @@ TICK = 2.0**-12
 Kind = Literal["offer", "cancel", "ok", "failed", "oom", "died", "lost", "up", "down", "wake", "late", "resize"]
 
 
+Decision = tuple[float, *tuple[object, ...]]
+"""The time in ticks since the start, "send" or the kind of event, and what it says."""
+
+
 class Step(Struct, frozen=True):
     """After `ticks`, what happens. `pick` names a request, batch or slot; the rest is of an offer."""
 
@@ -129,7 +133,7 @@ class Player:
         self.ids: list[int] = []
         self.down: list[int] = []
         self.on_slot: dict[int, list[Dispatch]] = {}
-        self.trace: list[tuple[float, *tuple[object, ...]]] = []
+        self.trace: list[Decision] = []
         for slot in range(setup.slots):
             self.scheduler.slot_up(slot, self.now)
             self.on_slot[slot] = []

@@ -48,8 +48,8 @@ def test_a_listener_is_opened_by_its_own_tokens_and_the_common_ones(tokens: str,
     own = tmp_path / "own"
     own.write_text("three\n")
     config = Config(auth=AuthConfig(token_file=tokens, metrics_token_file=str(own)))
-    assert tokens_for(config, "metrics") == {"one", "two", "three"}
-    assert tokens_for(config, "inference") == {"one", "two"}
+    assert tokens_for(config, "metrics") == {b"one", b"two", b"three"}
+    assert tokens_for(config, "inference") == {b"one", b"two"}
     assert tokens_for(Config(), "inference") == frozenset()
 
 

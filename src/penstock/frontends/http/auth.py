@@ -1,33 +1,11 @@
-"""Who may call: bearer tokens from files, and TLS."""
+"""Who may call: bearer tokens, and TLS."""
 
 from __future__ import annotations
 
 import hmac
 import ssl
-from collections.abc import Iterable
 
 from penstock.errors import ConfigError, Unauthorized
-
-
-def load_tokens(files: Iterable[str | None]) -> frozenset[bytes]:
-    """The tokens of all files, one a line; empty lines and lines that begin with `#` do not count.
-
-    Raises ConfigError for a file that cannot be read or holds no token.
-    """
-    tokens: set[bytes] = set()
-    for path in files:
-        if path is None:
-            continue
-        try:
-            with open(path, "rb") as file:
-                lines = [line.strip() for line in file]
-        except OSError as exc:
-            raise ConfigError(f"token file '{path}' cannot be read: {exc.strerror}") from None
-        found = {line for line in lines if line and not line.startswith(b"#")}
-        if not found:
-            raise ConfigError(f"token file '{path}' holds no token; write one a line")
-        tokens |= found
-    return frozenset(tokens)
 
 
 def check_token(tokens: frozenset[bytes], authorization: bytes | None) -> None:
