@@ -1,7 +1,7 @@
 """How many small JSON requests a second pass through the whole server, beside mosec in the same minute?
 
-Closed loop by `wrk` on this machine, one worker process each, all features on. Rounds alternate between the two; the table
-gives the median of the rounds, and the ratio of each round's pair. `python benchmarks/http_echo.py [--rounds 5]`
+Closed loop by `wrk` on this machine, one worker process each, all features on. Rounds alternate between the two; the
+table gives the median of the rounds, and the ratio of each round's pair. `python benchmarks/http_echo.py [--rounds 5]`
 """
 
 from __future__ import annotations
@@ -91,12 +91,9 @@ def main() -> None:
     penstock = [sys.executable, "-m", "penstock.cli.main", "serve", f"{HERE}/models.py:echo", "--port", str(ours)]
     penstock += ["--set", "server.management_port=0", "--set", "server.metrics_port=0"]
     mosec = [mosec_python(), str(HERE / "peers" / "mosec_echo.py"), "--port", str(theirs), "--log-level", "error"]
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, mosec {MOSEC}"
-    )
-    print(
-        f"{'connections':>11} {'penstock/s':>11} {'p99 ms':>8} {'mosec/s':>9} {'p99 ms':>8} {'ratio':>6} {'(spread)':>13}"
-    )
+    versions = f"Python {platform.python_version()}, mosec {MOSEC}"
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}, {options.rounds} rounds of {options.seconds:g} s")
+    print(f"{'connections':>11}{'penstock/s':>12}{'p99 ms':>9}{'mosec/s':>10}{'p99 ms':>9}{'ratio':>7}  (spread)")
     with (
         server(penstock, f"http://127.0.0.1:{ours}/predictions/echo") as a,
         server(mosec, f"http://127.0.0.1:{theirs}/inference") as b,
@@ -110,8 +107,9 @@ def main() -> None:
             median = [statistics.median(r[who][what] for r in rounds) for who in (0, 1) for what in (0, 1)]
             ratios = sorted(x[0] / y[0] for x, y in rounds)
             print(
-                f"{connections:>11} {median[0]:>11.0f} {median[1]:>8.2f} {median[2]:>9.0f} {median[3]:>8.2f} "
-                f"{statistics.median(ratios):>6.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f})"
+                f"{connections:>11}{median[0]:>12.0f}{median[1]:>9.2f}{median[2]:>10.0f}{median[3]:>9.2f}"
+                f"{statistics.median(ratios):>7.2f}  ({ratios[0]:.2f}..{ratios[-1]:.2f})",
+                flush=True,
             )
 
 
