@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import groupby
 from random import Random
 
 from msgspec import Struct
@@ -20,7 +19,7 @@ from penstock.batching.policies.base import BatchPolicy
 from penstock.batching.policies.fixed import Fixed
 from penstock.batching.policies.none import Unbatched
 from penstock.batching.queues import MAX_BYPASSES
-from penstock.testing.scripts import TICK, Decision, Player, Setup, random_setup
+from penstock.testing.scripts import TICK, Player, Setup, random_setup
 
 INVARIANTS = {
     "I1": "rows of a batch <= the maximum, one bucket; every request ends exactly once; the queue's counts are right",
@@ -355,15 +354,6 @@ class Checker(Player):
         return self.most if room <= 0 else min(self.most, rate * self.cost.a / room)
 
 
-def settled(trace: list[Decision]) -> list[Decision]:
-    """The trace with requests that end together in the order of their numbers: where their times are equal, only
-    rounding decides."""
-    out: list[Decision] = []
-    for sent, run in groupby(trace, key=lambda x: x[1] == "send"):
-        out += run if sent else sorted(run, key=lambda x: (round(x[0], 3), str(x[1:])))
-    return out
-
-
 def check_invariance(
     setup: Setup, make_policy: Callable[[], BatchPolicy], doubled: Callable[[], BatchPolicy] | None = None
 ) -> None:
@@ -375,7 +365,7 @@ def check_invariance(
         ("I14", Player(setup, doubled or make_policy, scale=2.0)),
     ):
         other.play()
-        pairs = zip(settled(plain.trace), settled(other.trace), strict=False)
+        pairs = zip(plain.trace, other.trace, strict=False)
         differ = next(((x, y) for x, y in pairs if x[1:] != y[1:] or abs(x[0] - y[0]) > 1e-6), None)
         if differ or len(plain.trace) != len(other.trace):
             raise Violation(name, f"{differ} in {setup}")

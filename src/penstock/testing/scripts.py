@@ -213,12 +213,14 @@ class Player:
 
     def offer(self, step: Step) -> None:
         id = self.number(len(self.ids) + 1)
+        # no two deadlines are equal but for rounding, see `takes_s`
+        deadline_s = self.now + (step.deadline_ticks + 0.000731 * len(self.ids)) * self.tick_s
         entry = Entry(
             id=id,
             rows=min(step.rows, self.setup.max_queue),
             nbytes=10 * step.rows,
             arrival_s=self.now,
-            deadline_s=self.now + step.deadline_ticks * self.tick_s if step.deadline_ticks else INF,
+            deadline_s=deadline_s if step.deadline_ticks else INF,
             expires_s=self.now + step.timeout_ticks * self.tick_s if step.timeout_ticks else INF,
             priority=step.priority,
             bucket=step.bucket,
