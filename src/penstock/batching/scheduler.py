@@ -216,7 +216,7 @@ class Scheduler:
         view.inside_rows = self._room.rows + self._running_rows
 
     def _ask(self, bucket: Bucket, idle: int, now: float) -> Choice:
-        """The policy's choice for a bucket. A Drop is carried out: the queue has changed, and is to be looked at anew."""
+        """The policy's choice for a bucket. A Drop is carried out: the queue has changed, look at it anew."""
         view = self._view
         self._see()
         view.bucket, view.idle = bucket, idle

@@ -333,8 +333,9 @@ class Checker(Player):
         for name in {r.entry.bucket for r in waits}:
             rows = sum(r.waits.bit_count() for r in waits if r.entry.bucket == name)
             self.need("I5", rows < self.most, f"a full batch of bucket '{name}' beside an idle slot")
-        head = min(waits, key=lambda r: (r.vdeadline_s, r.order))
-        self.need("I5", self.now < head.entry.arrival_s + self.rules.delay_s, f"the head is held too long: {head}")
+        head = min((r for r in self.requests.values() if r.waits | r.rerun), key=lambda r: (r.vdeadline_s, r.order))
+        young = self.now < head.entry.arrival_s + self.rules.delay_s
+        self.need("I5", young or self.unsure(head), f"the head is held too long: {head}")
         if self.rules.model:
             self.need("I7", cost.ready and cost.a > 0, f"a hold with a={cost.a}, ready={cost.ready}")
             end = (self.beside_s + 2 * cost.a / m) * (1 + 1e-9)

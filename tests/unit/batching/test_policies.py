@@ -39,6 +39,15 @@ def test_fixed_waits_for_its_delay(bench: Make) -> None:
     assert b.poll(0.3) == [[1, 2]]
 
 
+def test_fixed_does_not_hold_a_request_until_its_deadline_is_lost(bench: Make) -> None:
+    b = bench(Fixed(5.0))
+    b.prime(0.5, 0.5)
+    b.offer(1, deadline_s=b.now + 3.0)
+    assert b.poll() == []
+    assert b.poll(b.scheduler.wake_at - b.now) == [[1]]
+    assert b.now + 1.0 < 103.0
+
+
 def test_fixed_sends_a_full_batch_at_once(bench: Make) -> None:
     b = bench(Fixed(0.5))
     b.offer(1, 2, 3, 4, 5)

@@ -226,7 +226,7 @@ class Adaptive:
         if not wake:
             wake, kind = self._regroup(view, rows, now), "regroup"
         wake = min(wake, end)
-        if wake <= now:
+        if wake <= now or wake >= view.bucket.entries[0].expires_s:
             return 0.0
         if view.held_s >= now and not view.ahead:
             self._batch = even

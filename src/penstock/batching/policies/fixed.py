@@ -9,7 +9,8 @@ DEFAULT_DELAY_S = 0.1
 
 
 class Fixed:
-    """Sends a batch when it is full, or when its head is `max_hold_s` old. 0 is greedy: all that waits, at once."""
+    """Sends a batch when it is full, when its head is `max_hold_s` old, or when the head's time would run out. With 0
+    it is greedy: all that waits, at once."""
 
     def __init__(self, max_hold_s: float = DEFAULT_DELAY_S) -> None:
         self.max_hold_s = max_hold_s
@@ -25,7 +26,9 @@ class Fixed:
             return None
         if view.bucket.rows >= view.max_rows:
             return Take(view.max_rows, full=True, reason="full")
-        due = view.bucket.entries[0].arrival_s + self.max_hold_s
+        head, cost = view.bucket.entries[0], view.cost
+        last = min(head.deadline_s, head.expires_s) - (cost.high(view.bucket.rows) if cost.ready else 0.0)
+        due = min(head.arrival_s + self.max_hold_s, last)
         if now >= due:
             return Take(view.max_rows, reason="delay")
         return WaitUntil(due)
