@@ -252,7 +252,8 @@ class Adaptive:
         left = r.width * (j + 1) - since
         expected = r.expected(j, left, room)
         for ahead, back in expected:
-            if back >= 0.5 and back * cost.a > rows * view.slots * ahead and back >= MOST * expected[-1][1]:
+            pays = back * cost.a * (1 - EDGE) > rows * view.slots * ahead  # often nearly equal: not by rounding, then
+            if back >= 0.5 and pays and back >= MOST * expected[-1][1]:
                 late = deadline < INF and now + ahead + cost.high(rows + back) > deadline
                 return 0.0 if late else now + left
         return 0.0
