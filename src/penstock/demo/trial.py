@@ -60,7 +60,9 @@ class Server:
     def __init__(self, policy: str, port: int = 0) -> None:
         # Settings of the user's own server must not change what is measured.
         env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-        sets = ["server.management_port=0", "server.metrics_port=0", f"models.digits.batching.policy={policy}"]
+        # one thread: a network this small only loses time handing its pieces to others, most of all on a busy machine
+        sets = ["server.management_port=0", "server.metrics_port=0", "models.digits.threads=1"]
+        sets.append(f"models.digits.batching.policy={policy}")
         command = [sys.executable, "-m", "penstock.cli.main", "serve", "penstock.demo.digits:Digits"]
         command += ["--port", str(port), *(word for text in sets for word in ("--set", text))]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
