@@ -20,7 +20,7 @@ class PenstockError(Exception):
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, detail: str = "") -> None:
         super().__init__(message)
-        self.message = message
+        self.message = plain(message)
         self.retry_after_s = retry_after_s
         self.detail = detail
 
@@ -136,6 +136,21 @@ def from_code(code: str, message: str, detail: str = "") -> PenstockError:
     """The error that `code` names, as it was on the other side of a wire; unknown codes become `PenstockError`."""
     cls = next((c for c in _tree(PenstockError) if c.code == code), PenstockError)
     return cls(message, detail=detail)
+
+
+def plain(text: object) -> str:
+    """The text without halves of characters, which no wire can carry; from a model it may be of any type."""
+    text = text if isinstance(text, str) else str(text)
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def describe(error: BaseException) -> str:
+    """`Type: first line of its text`, also of an error whose text cannot be had."""
+    try:
+        text = plain(error).partition("\n")[0]
+    except Exception:
+        text = "(its text cannot be shown)"
+    return f"{type(error).__name__}: {text}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from penstock.errors import plain
 from penstock.types import MetricDelta
 
 MAX_TIMINGS = 10_000  # between two batches; more are not kept
@@ -27,7 +28,9 @@ class _Registry:
         self._timings: list[tuple[_Key, float]] = []
 
     def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
-        key = (kind, name, tuple(sorted((k, str(v)) for k, v in labels.items())))
+        # numbers of numpy and texts of requests are welcome, but must not be what cannot be sent
+        key = (kind, plain(name), tuple(sorted((k, plain(v)) for k, v in labels.items())))
+        value = float(value)
         with self._lock:
             if kind == "timer":
                 if len(self._timings) < MAX_TIMINGS:
@@ -61,7 +64,7 @@ def _current() -> _Registry:
 
 def counter(name: str, value: float = 1, **labels: object) -> None:
     """Adds `value` (>= 0) to a counter. Raises ValueError."""
-    if value < 0:
+    if not value >= 0:  # NaN is refused, too
         raise ValueError(f"counter '{name}' can only grow, found {value}: use a gauge")
     _current().add("counter", name, value, labels)
 

@@ -6,13 +6,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.errors import ConfigError, LoadFailed, TargetNotFound, nearest
+from penstock.errors import ConfigError, LoadFailed, TargetNotFound, describe, nearest
 
 BUILTIN: dict[str, dict[str, str]] = {
     "codec": {
@@ -125,4 +126,15 @@ def _from_package(where: str, path: str) -> ModuleType:
 
 def _load_failed(where: str, error: Exception) -> LoadFailed:
     text = "".join(traceback.format_exception(error))
-    return LoadFailed(f"importing {where} raised {type(error).__name__}: {error}", detail=text)
+    return LoadFailed(f"importing {where} raised {describe(error)}{raised_at(error)}", detail=text)
+
+
+def raised_at(error: BaseException) -> str:
+    """`" (app.py, line 3)"`: the innermost line of the user's own code that the error came through, or ""."""
+    if isinstance(error, SyntaxError):  # its text says so itself
+        return ""
+    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""

@@ -74,7 +74,7 @@ class Response:
         self.content_type = content_type or (
             "text/plain; charset=utf-8" if isinstance(body, str) else "application/octet-stream"
         )
-        self.status = status
+        self.status = int(status)
         self.headers = headers or {}
 
 

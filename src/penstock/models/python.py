@@ -12,6 +12,7 @@ from penstock.types import ModelMetadata, TensorSpec
 
 T = TypeVar("T")
 _OPTIONS = "__penstock_options__"
+_HOOKS = ("load", "preprocess", "postprocess", "warmup", "unload")
 
 
 @overload
@@ -64,6 +65,9 @@ class PythonModel:
                 "give a function predict(items), or a class with a method of that name"
             )
         self._model = found
+        for hook in _HOOKS:
+            if inspect.iscoroutinefunction(getattr(found, hook, None)):
+                raise LoadFailed(f"'{hook}' of the model is async: of its methods only 'predict' may be")
         load = getattr(found, "load", None)
         if load is not None:
             load(device, **_accepted(load, self._extras))

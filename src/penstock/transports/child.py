@@ -60,7 +60,6 @@ class Worker:
             error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
             self._send(write(Failed(error)))
             _end(1)
-        _limit_torch()
         gc.collect()
         gc.freeze()  # what is loaded stays: later collections need not look at it
         self._send(write(Up(ready)))
@@ -182,19 +181,13 @@ def _open(hello: frames.Frame) -> tuple[BatchRunner, Ready]:
         raise LoadFailed(f"the target cannot be unpickled in the worker: {type(e).__name__}: {e}", detail=text) from e
     opened = open_model(spec, device, shown_device)
     if main_module in sys.modules:  # the parent's script: what it pickles as `__main__.X` is found there
-        sys.modules["__main__"] = sys.modules[main_module]
+        main = sys.modules["__main__"] = sys.modules[main_module]
+        main.__spec__ = None  # as of a script: processes that multiprocessing spawns look for its file, not its name
     return opened
 
 
 def _alive(leases: list[Lease]) -> list[Lease]:
     return [(offset, ref) for offset, ref in leases if ref() is not None]
-
-
-def _limit_torch() -> None:
-    """Torch may have been loaded in a way that did not look at the environment."""
-    torch = sys.modules.get("torch")
-    if torch is not None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _end(code: int) -> NoReturn:
@@ -205,6 +198,12 @@ def _end(code: int) -> NoReturn:
         except (OSError, ValueError):
             pass
     os._exit(code)
+
+
+def _default_signals() -> None:
+    """In what a model forks: else `Process.terminate` would do nothing."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -223,6 +222,7 @@ def main(arguments: list[str]) -> None:
     faulthandler.enable()  # SIGABRT, a segmentation fault ...: the stacks of all threads on stderr
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # the parent decides; what a model starts gets the default back
+    os.register_at_fork(after_in_child=_default_signals)
     _end_with_parent(parent)
     for fd in (sock_fd, pool_fd, reply_fd):
         if fd >= 0:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 
 from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, WorkerDied
 from penstock.transports.base import TransportListener
@@ -85,7 +87,8 @@ class _ProcessSlot(Slot):
         """Asks for a dump of all stacks, and for the end a second later."""
         if self._child is not None:
             self._error = why
-            self._child.process.send_signal(signal.SIGABRT)
+            with suppress(ProcessLookupError):  # not `send_signal`: it would reap a worker that has just ended
+                os.kill(self._child.process.pid, signal.SIGABRT)
             self._finish_in(DUMP_S)
 
     async def stop(self, idle: bool) -> None:
@@ -207,8 +210,10 @@ class _ProcessSlot(Slot):
     def _read_reply(self, offset: int, length: int, writable: bool) -> bytes | bytearray:
         assert self._child is not None
         self._free.append(offset)
-        data = self._child.replies[offset : offset + length]
-        return bytearray(data) if writable else data
+        if not writable:
+            return self._child.replies[offset : offset + length]
+        with memoryview(self._child.replies) as region, region[offset : offset + length] as data:
+            return bytearray(data)
 
 
 def _unpickle(results: list[ItemResult | None], i: int, body: Pickled) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.msgpack import Ext
 
-from penstock.errors import BadOutput, BadRequest, PenstockError, from_code
+from penstock.errors import BadOutput, BadRequest, PenstockError, from_code, plain
 from penstock.types import BatchPart, Item, ItemResult, Ready
 from penstock.wire import frames
 from penstock.wire.slabs import Slab, SlabPool
@@ -85,6 +85,13 @@ class Pickled:
         return pickle.loads(self._data, buffers=self._buffers)  # from our own child, or our own parent
 
 
+class Unsent:
+    """Stands for one item of a `many` that could not be sent."""
+
+    def __init__(self, error: PenstockError) -> None:
+        self.error = error
+
+
 class Outbox:
     """The payloads of one message that is being written, and the slabs and buffers that go with it."""
 
@@ -124,17 +131,33 @@ class Outbox:
             return Ext(_PICKLE, data)
         return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self.put(raw) for raw in large]]))
 
+    def _put_all(self, values: list[Any], refuse: Callable[[Any, Exception], object]) -> Ext:
+        """As `put_object`, for a list of which each value that cannot be pickled is replaced by what `refuse` makes."""
+        try:
+            return self.put_object(values)
+        except Exception:
+            sendable: list[object] = []
+            for value in values:
+                try:
+                    pickle.dumps(value, 5, buffer_callback=lambda _: False)
+                    sendable.append(value)
+                except Exception as e:
+                    sendable.append(refuse(value, e))
+            return self.put_object(sendable)
+
     def items(self, items: list[Item], with_headers: bool) -> list[Item]:
         """The items as they stand in the head; one that cannot be pickled becomes its own error in the worker."""
         packed = []
         for item in items:
             payload = item.payload
+            start, stop = item.start, item.stop
             if item.codec == "object":
+                if item.many and stop >= 0:
+                    payload, start, stop = payload[start:stop], 0, -1  # the other rows have batches of their own
                 try:
-                    payload = self.put_object(payload)
+                    payload = self._put_all(payload, _unsent) if item.many else self.put_object(payload)
                 except Exception as e:
-                    text = f"the item is a {type(payload).__name__} that cannot be pickled for the worker"
-                    payload = Ext(_ERROR, _encoder.encode(BadRequest(text, detail=repr(e))))
+                    payload = Ext(_ERROR, _encoder.encode(_unsent(payload, e).error))
             elif type(payload) is Slab:
                 payload = place(payload)
             elif len(payload) > LARGE_BYTES:
@@ -148,8 +171,8 @@ class Outbox:
                     item.many,
                     item.request_id,
                     item.headers if with_headers else None,
-                    item.start,
-                    item.stop,
+                    start,
+                    stop,
                 )
             packed.append(item)
         return packed
@@ -161,10 +184,10 @@ class Outbox:
                 continue
             if items[i].codec == "object":
                 try:
-                    result.body = self.put_object(result.body)
+                    many = items[i].many
+                    result.body = self._put_all(result.body, _unsendable) if many else self.put_object(result.body)
                 except Exception as e:
-                    text = f"the model returned a {type(result.body).__name__} that cannot be pickled"
-                    results[i] = ItemResult(error=BadOutput(text, detail=repr(e)))
+                    results[i] = ItemResult(error=_unsendable(result.body, e))
             elif type(result.body) is not bytes or len(result.body) > LARGE_BYTES:
                 result.body = self.put(result.body)
         return results
@@ -217,9 +240,19 @@ def place(slab: Slab) -> Ext:
     return Ext(_SLAB, _PLACE.pack(slab.offset, slab.length))
 
 
+def _unsent(value: object, why: Exception) -> Unsent:
+    text = f"the item is a {type(value).__name__} that cannot be pickled for the worker"
+    return Unsent(BadRequest(text, detail=repr(why)))
+
+
+def _unsendable(value: object, why: Exception) -> BadOutput:
+    return BadOutput(f"the model returned a {type(value).__name__} that cannot be pickled", detail=repr(why))
+
+
 def _write_error(value: object) -> object:
     if isinstance(value, PenstockError):
-        return [value.code, value.message, value.retry_after_s, value.detail]
+        retry_after_s = None if value.retry_after_s is None else float(value.retry_after_s)
+        return [value.code, plain(value.message), retry_after_s, plain(value.detail)]
     raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from penstock.errors import BadOutput, OutOfMemory, PenstockError
+from penstock.errors import BadOutput, OutOfMemory, PenstockError, describe
 from penstock.types import BatchPart, Item, ItemResult
+from penstock.wire.messages import Unsent
 
 if TYPE_CHECKING:
     from penstock.worker.loop import BatchRunner
@@ -42,8 +43,9 @@ class BatchRun:
         self.batch_id = batch_id
         self.d = decoded
         self.emit = emit
-        self.outcomes: list[Any] = [_NOTHING] * len(decoded.values)  # a result, or a PenstockError
-        self.live = list(range(len(decoded.values)))
+        # of each unit: a result, or a PenstockError
+        self.outcomes: list[Any] = [v.error if type(v) is Unsent else _NOTHING for v in decoded.values]
+        self.live = [u for u, outcome in enumerate(self.outcomes) if outcome is _NOTHING]
         self.failed_rows: int | None = None  # fewest rows that ran out of memory
         self.ran_rows = 0  # most rows that ran
 
@@ -53,9 +55,9 @@ class BatchRun:
         if hook is None:
             return
         live = []
-        for u, value in enumerate(self.d.values):
+        for u in self.live:
             try:
-                self.d.values[u] = hook(value)
+                self.d.values[u] = hook(self.d.values[u])
             except Exception as e:
                 self.outcomes[u] = self.runner.error_of(e, "preprocess raised")
             else:
@@ -224,8 +226,13 @@ class BatchRun:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """MemoryError, or one of that kind of a framework that is not imported here (torch.cuda.OutOfMemoryError)."""
-    return isinstance(error, MemoryError) or any("OutOfMemory" in c.__name__ for c in type(error).__mro__)
+    """MemoryError, or one of that kind of a framework that is not imported here.
+
+    By its name (torch.cuda.OutOfMemoryError), or its text: drivers and libraries of CUDA raise plain RuntimeErrors.
+    """
+    if isinstance(error, MemoryError) or any("OutOfMemory" in c.__name__ for c in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and "out of memory" in describe(error).lower()
 
 
 def _positions(owners: list[int]) -> list[int]:
@@ -240,10 +247,15 @@ def _positions(owners: list[int]) -> list[int]:
 
 def _aligned(found: Any, expected: int) -> list[Any] | PenstockError:
     """The results as a list, one for each item, or the error that says what is wrong with them."""
-    if not isinstance(found, (list, tuple)) and not (hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0):
+    array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
+    if not isinstance(found, (list, tuple)) and (not array or hasattr(found, "columns")):  # a table gives its columns
         return BadOutput(
             f"predict returned a {type(found).__name__}, expected a list, a tuple or an array of {expected} results"
         )
-    if len(found) != expected:
-        return BadOutput(f"predict returned {len(found)} results for {expected} items, expected one for each item")
-    return list(found)
+    try:
+        results = list(found)
+    except Exception as e:
+        return BadOutput(f"predict returned a {type(found).__name__} that cannot be read: {describe(e)}")
+    if len(results) != expected:
+        return BadOutput(f"predict returned {len(results)} results for {expected} items, expected one for each item")
+    return results

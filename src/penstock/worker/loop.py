@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import metrics, plugins
 from penstock.config.schema import BatchingConfig
-from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError
+from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe
 from penstock.models.python import PythonModel
 from penstock.protocols.base import Codec
 from penstock.types import Item, ModelMetadata
@@ -132,8 +132,7 @@ class BatchRunner:
             error.__traceback__ = error.__context__ = error.__cause__ = None  # frames keep payloads alive
             return error
         kind = type(error).__name__
-        first = str(error).partition("\n")[0]
-        self._warn(f"{doing} {kind}: {first}", text)
+        self._warn(f"{doing} {describe(error)}", text)
         if out_of_memory(error):
             return OutOfMemory("the device ran out of memory on this item alone", detail=text)
         return ItemFailed(f"{doing} {kind}", detail=text)

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Sequence
 
 from penstock.config.schema import with_options
-from penstock.errors import LoadFailed, PenstockError
+from penstock.errors import LoadFailed, PenstockError, describe
 from penstock.models.python import PythonModel, options_of
-from penstock.plugins import load_object
+from penstock.plugins import load_object, raised_at
 from penstock.types import Ready
 from penstock.worker.loop import BatchRunner
 from penstock.worker.profile import warm_up
@@ -42,7 +42,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         raise LoadFailed(f"loading '{spec.name}' called sys.exit({e.code})") from e
     except Exception as e:
         text = "".join(traceback.format_exception(e))
-        raise LoadFailed(f"loading '{spec.name}' raised {type(e).__name__}: {e}", detail=text) from e
+        raise LoadFailed(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
     return runner, Ready(metadata, shown_device or device, os.getpid(), options, profile, best)
 
 

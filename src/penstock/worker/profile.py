@@ -25,7 +25,8 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
     takes longer than half the slo. Raises LoadFailed when the model fails on its own samples.
     """
     hook = runner.model.warmup
-    samples = list((hook() if hook is not None else None) or ())
+    found = hook() if hook is not None else None
+    samples = [] if found is None else list(found)
     if not samples:
         return [], None
     auto = batching.max_batch_size == "auto"
