@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
@@ -35,7 +35,6 @@ class Entry(Struct, eq=False):
     deaths: int = 0
     passed: int = 0
     state: int = 0
-    note: Any = None
 
 
 class Dispatch(Struct, frozen=True):

@@ -36,7 +36,6 @@ def cut(entry: Entry, rows: int) -> list[Entry]:
             parent=entry.parent or entry,
             start=entry.start + k,
             state=int(EntryState.NEW),
-            note=None,
         )
         for k in range(0, entry.rows, rows)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -68,6 +69,7 @@ class Server:
                 with contextlib.suppress(asyncio.CancelledError, PenstockError):
                     await loads
             if not self._stopped.is_set():
+                self._settle()
                 self._announce(engine, on_ready)
             await self._stopped.wait()
             return 0
@@ -137,6 +139,11 @@ class Server:
             loads.result()
 
     # ---- what it says
+
+    def _settle(self) -> None:
+        """What is loaded now stays: the collector need not look at it again, nor run for every few hundred requests."""
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
 
     def _announce(self, engine: Engine, on_ready: Callable[[dict[str, str]], None] | None) -> None:
         click.echo(banner(self.urls, engine.statuses(), _example(engine, self.urls["inference"])))

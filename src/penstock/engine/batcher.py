@@ -56,6 +56,7 @@ class Batcher:
         self._timer = Timer(self._loop, self._turn)
         self._closed = False
         self._emptied: asyncio.Event | None = None  # made by drain()
+        self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: nothing is taken any more
 
     # ---- requests
 
@@ -67,8 +68,8 @@ class Batcher:
         if budget <= 0:
             self._reject("deadline_exceeded")
             raise DeadlineExceeded("the deadline had passed when the request arrived")
-        if config.slo_s is not None and config.slo_s < budget:
-            budget = config.slo_s
+        if config.slo_s is not None:
+            budget = min(budget, config.slo_s + config.priority[min(priority, len(config.priority) - 1)])
         entry = Entry(
             id=next(self._ids),
             rows=item.rows,
@@ -80,12 +81,16 @@ class Batcher:
             bucket=bucket,
         )
         call = Call(item, sink, entry, self._cancelled)
-        entry.note = call
         try:
             self.scheduler.offer(entry, now)
         except QueueFull:
             self._reject("queue_full")
             raise
+        except PenstockError:
+            raise
+        except Exception:  # it may be half in the queue: nobody must run it, its memory is about to be given back
+            self._break()
+            raise PenstockError("internal error") from None
         self._waiting[entry.id] = call
         for observer in self._observers:
             observer.on_arrival(self.name, self.version)
@@ -98,6 +103,7 @@ class Batcher:
         """A caller left. Its payload is given back at once if no worker has it."""
         if self._withdraw(call, time.monotonic()):
             self._reject("cancelled")
+            self.wake()
 
     def _withdraw(self, call: Call, now: float) -> bool:
         """Takes a request out of the queue; False if a worker has it, or a part of it, so that it ends later."""
@@ -125,12 +131,15 @@ class Batcher:
         if self._closed:
             return
         now = time.monotonic()
-        for event in self.scheduler.poll(now):
-            if type(event) is Dispatch:
-                self._dispatch(event, now)
-            else:
-                self._dropped(event)
-        self._timer.at(self.scheduler.wake_at)
+        try:
+            for event in self.scheduler.poll(now):
+                if type(event) is Dispatch:
+                    self._dispatch(event, now)
+                else:
+                    self._dropped(event)
+            self._timer.at(self.scheduler.wake_at)
+        except Exception:
+            self._break()
         if self._emptied is not None and not self._waiting:
             self._emptied.set()
 
@@ -138,7 +147,7 @@ class Batcher:
         calls: list[Call] = []
         items: list[Item] = []
         for entry in dispatch.entries:
-            call: Call = (entry.parent or entry).note
+            call = self._waiting[entry.id]  # parts have the id of their request
             calls.append(call)
             if entry.parent is None:
                 items.append(call.item)
@@ -149,7 +158,12 @@ class Batcher:
                     )
                 )
         self._running[dispatch.batch_id] = Running(dispatch, calls, now)
-        self._transport.send(Batch(dispatch.batch_id, dispatch.slot, items), self._on_part)
+        try:
+            self._transport.send(Batch(dispatch.batch_id, dispatch.slot, items), self._on_part)
+        except Exception:
+            log.exception("dispatch_failed model=%s batch=%d: its callers get an error", self.name, dispatch.batch_id)
+            bad = ItemResult(error=PenstockError("internal error"))
+            self._on_part(BatchPart(dispatch.batch_id, [bad] * len(items)))
 
     def _dropped(self, event: object) -> None:
         call = self._waiting.pop(event.id)  # type: ignore[attr-defined]
@@ -176,10 +190,13 @@ class Batcher:
             return
         if part.final:
             del self._running[part.batch_id]
-            if part.error is not None:
-                self._lost(running, part)
-            else:
-                self._completed(running, part)
+            try:
+                if part.error is not None:
+                    self._lost(running, part)
+                else:
+                    self._completed(running, part)
+            except Exception:
+                self._break()
             self.wake()
             return
         for call, result in zip(running.calls, part.results, strict=True):
@@ -222,8 +239,8 @@ class Batcher:
         release(call.item)
         parts = [result for _, result in sorted((call.parts or {}).items())]
         bad = next((p for p in parts if p.error is not None), None)
-        if bad is not None:
-            call.settle(bad)
+        if bad is not None or call.streamed:  # what streamed is out already: there is only the end to tell
+            call.settle(bad or parts[-1])
             return
         try:
             call.settle(self._join(call.item, parts))
@@ -276,6 +293,12 @@ class Batcher:
 
     # ---- end
 
+    def _break(self) -> None:
+        """A bug in the scheduler or its policy: what it knows cannot be trusted any more. Everybody is answered."""
+        log.exception("batcher_broken model=%s: it answers nobody any more until it is loaded anew", self.name)
+        self.close(PenstockError("internal error"))
+        self.on_broken()
+
     async def drain(self, seconds: float) -> bool:
         """Waits until nothing waits or runs, at most so long; True when it is empty."""
         if self._waiting:
@@ -288,6 +311,8 @@ class Batcher:
 
     def close(self, error: PenstockError) -> None:
         """Answers everybody who still waits with `error`; nothing is dispatched any more."""
+        if self._closed:
+            return
         self._closed = True
         self._timer.close()
         waiting, self._waiting = self._waiting, {}
@@ -295,3 +320,5 @@ class Batcher:
             release(call.item)  # memory that a worker still reads is pinned until that worker is gone
             call.settle(ItemResult(error=error))
         self._running.clear()
+        if self._emptied is not None:
+            self._emptied.set()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -295,3 +297,73 @@ async def test_drain_returns_when_the_last_answer_is_out(make_batcher, transport
     await turns()
     transport.answer()
     assert await drained
+
+
+async def test_drain_ends_when_the_last_caller_leaves_the_queue(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    batcher.scheduler.slot_down(0, 0.0)
+    call = batcher.submit(Item("a"), caller(), None, 0, "", 0)
+    draining = asyncio.create_task(batcher.drain(5.0))
+    await asyncio.sleep(0)
+    call.cancel()
+    async with asyncio.timeout(1.0):
+        assert await draining
+
+
+async def test_a_batch_that_cannot_be_sent_fails_and_the_next_one_runs(make_batcher, transport, caller, caplog) -> None:
+    batcher = make_batcher()
+    send, transport.send = transport.send, None
+    lost = caller()
+    batcher.submit(Item("a"), lost, None, 0, "", 0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert lost.answer.error.code == "internal"
+    assert "dispatch_failed" in caplog.text
+    transport.send = send
+    good = caller()
+    batcher.submit(Item("b"), good, None, 0, "", 0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    transport.answer()
+    assert good.answer.body == "b"
+    assert batcher.pending == 0
+
+
+async def test_a_scheduler_that_breaks_answers_everybody_and_tells(make_batcher, transport, caller, caplog) -> None:
+    batcher = make_batcher()
+    told: list[bool] = []
+    batcher.on_broken = lambda: told.append(True)
+    waits = caller()
+    batcher.submit(Item("a"), waits, None, 0, "", 0)
+
+    def poll(now: float) -> list[object]:
+        raise KeyError("a bug")
+
+    batcher.scheduler.poll = poll
+    await asyncio.sleep(0)
+    assert waits.answer.error.code == "internal"
+    assert told == [True]
+    assert batcher.pending == 0
+    assert "batcher_broken" in caplog.text
+
+
+async def test_an_answered_request_is_freed_without_the_garbage_collector(make_batcher, transport, caller) -> None:
+    class Payload:
+        nbytes = 0
+
+        def __len__(self) -> int:
+            return 1
+
+    batcher = make_batcher()
+    payload = Payload()
+    seen = weakref.ref(payload)
+    gc.disable()
+    try:
+        submit(batcher, caller(), payload)
+        await turns()
+        transport.answer(results=[ItemResult(body=b"done")])
+        del payload
+        await turns()
+        assert seen() is None
+    finally:
+        gc.enable()
