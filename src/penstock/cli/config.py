@@ -22,11 +22,19 @@ def check(file: str) -> None:
     """
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
-    from penstock.errors import ConfigError
+    from penstock.engine.handle import check_rules
+    from penstock.errors import ConfigError, PenstockError
+    from penstock.plugins import resolve
 
     try:
         found = load_config(file, env=os.environ)
         check_bind(found)
+        for name, model in found.models.items():
+            try:
+                check_rules(model.batching)
+                resolve("transport", model.transport)
+            except PenstockError as error:
+                raise ConfigError(f"models.{name}: {error.message}") from None
     except ConfigError as error:
         click.echo(f"penstock: {error.message}", err=True)
         sys.exit(1)

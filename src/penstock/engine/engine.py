@@ -10,7 +10,7 @@ from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.engine.call import Call, release
 from penstock.engine.handle import ModelHandle, slots_of
 from penstock.engine.registry import ModelRegistry
-from penstock.errors import ModelNotReady, PenstockError
+from penstock.errors import ModelNotReady
 from penstock.observe.base import Observer
 from penstock.transports.make import make_transport
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
@@ -40,10 +40,14 @@ class Engine:
     # ---- models
 
     async def load(self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = ()) -> None:
-        """Starts the instances of a model and returns when one is up. Raises LoadFailed, TargetNotFound, ConfigError.
+        """Starts the instances of a model and returns when one is up.
+
+        Raises LoadFailed, TargetNotFound, ConfigError; ModelNotReady when the engine is closed, now or meanwhile.
 
         `target`: a function, class or object in place of `config.target`, for callers in this process.
         """
+        if self._draining:
+            raise ModelNotReady(f"model '{name}' is not loaded: the engine is draining or closed")
         slots, devices = slots_of(config)
         spec = WorkerSpec(
             name=name,
@@ -118,7 +122,7 @@ class Engine:
         """Queues one item; see `frontends.base.Backend.submit`."""
         try:
             return self._registry.find(model, version).submit(item, sink, budget_s, priority)
-        except PenstockError:
+        except BaseException:
             release(item)
             raise
 

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 
+from penstock.batching.policies.base import BatchPolicy
 from penstock.batching.scheduler import Scheduler, make_policy
 from penstock.config.schema import BatchingConfig, ModelConfig, with_options
 from penstock.engine.batcher import Batcher
@@ -16,7 +18,7 @@ from penstock.engine.call import Call
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
 from penstock.observe.base import Observer
-from penstock.plugins import resolve
+from penstock.plugins import load_object, resolve
 from penstock.protocols.base import Codec
 from penstock.transports.base import Transport
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Ready, Sink
@@ -37,6 +39,27 @@ def slots_of(config: ModelConfig) -> tuple[int, tuple[str, ...]]:
     else:
         n = len(devices)
     return n, tuple(devices[i % len(devices)] for i in range(n))
+
+
+def check_rules(config: BatchingConfig) -> None:
+    """Raises ConfigError for a policy or a rule that does not exist."""
+    rows_rule(config)
+    bucket_rule(config)
+    policy_of(config)
+
+
+def policy_of(config: BatchingConfig) -> BatchPolicy:
+    """A new policy. Raises ConfigError."""
+    if ":" in config.policy:
+        found: Any = load_object(config.policy)
+        policy: BatchPolicy = found()
+        return policy
+    return make_policy(
+        config.policy,
+        max_hold_s=None if config.max_hold_s == "auto" else config.max_hold_s,
+        slo_s=config.slo_s,
+        timeout_s=config.timeout_s,
+    )
 
 
 class ModelHandle:
@@ -61,13 +84,13 @@ class ModelHandle:
         self._observers = observers
         self.batching: BatchingConfig = config.batching  # with the model's own options, once it is loaded
         self._batcher: Batcher | None = None
-        self._rows_of = rows_rule(config.batching)
-        self._bucket_of = bucket_rule(config.batching)
+        check_rules(config.batching)
         self._codecs: dict[str, Codec] = {}
         self._up: set[int] = set()
         self._reported: set[int] = set()
         self._retry_at: dict[int, float | None] = {}
         self._error: PenstockError | None = None
+        self._broken = False
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # ---- life
@@ -87,6 +110,9 @@ class ModelHandle:
         await self._transport.close(max(0.0, end - time.monotonic()))
         if self._batcher is not None:
             self._batcher.close(ModelNotReady(f"model '{self.name}' was stopped before the request was run"))
+        if not self._loaded.done():
+            self._loaded.set_exception(ModelNotReady(f"model '{self.name}' was stopped while it was loading"))
+            self._loaded.exception()  # nobody may be waiting for it: that is no mistake
 
     def forget(self) -> None:
         """See `Engine.forget`."""
@@ -96,11 +122,17 @@ class ModelHandle:
 
     def slot_up(self, slot: int, ready: Ready) -> None:
         if self._batcher is None:
-            self._batcher = self._make_batcher(ready)
+            try:
+                self._batcher = self._make_batcher(ready)
+            except PenstockError as e:  # an option of the model's own is wrong: another worker would say the same
+                self.state = "FAILED"
+                if not self._loaded.done():
+                    self._loaded.set_exception(e)
+                return
         self.metadata = ready.metadata
         self._up.add(slot)
         self._retry_at.pop(slot, None)
-        if self.state in ("LOADING", "FAILED"):
+        if self.state in ("LOADING", "FAILED") and not self._broken:
             self.state = "READY"
         self._batcher.scheduler.slot_up(slot, time.monotonic())
         self._batcher.wake()
@@ -144,15 +176,10 @@ class ModelHandle:
 
     def _make_batcher(self, ready: Ready) -> Batcher:
         b = self.batching = with_options(self.config.batching, ready.options)
+        self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
         size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
-        policy = make_policy(
-            b.policy,
-            max_hold_s=None if b.max_hold_s == "auto" else b.max_hold_s,
-            slo_s=b.slo_s,
-            timeout_s=b.timeout_s,
-        )
         scheduler = Scheduler(
-            policy,
+            policy_of(b),
             max_batch_size=size,
             max_queue=b.max_queue or 16 * self._transport.slots * size,
             max_queue_bytes=self._max_queue_bytes,
@@ -162,7 +189,14 @@ class ModelHandle:
             horizon_s=b.slo_s or b.timeout_s,
         )
         scheduler.prime(ready.profile)
-        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, self._join)
+        batcher = Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, self._join)
+        batcher.on_broken = self._on_broken
+        return batcher
+
+    def _on_broken(self) -> None:
+        self._broken = True
+        if self.state == "READY":
+            self.state = "FAILED"
 
     # ---- requests
 
@@ -180,11 +214,13 @@ class ModelHandle:
             nbytes = len(payload)
         else:
             nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
+            if not isinstance(nbytes, int):  # any object may be a payload
+                nbytes = 0
         return batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
 
     def _refuse(self, batcher: Batcher | None) -> None:
         """Raises ModelNotReady, unless the only reason is a worker that will be back within a second."""
-        if batcher is not None and self.state == "FAILED":
+        if batcher is not None and self.state == "FAILED" and not self._broken:
             soonest = min((t for t in self._retry_at.values() if t is not None), default=None)
             wait = None if soonest is None else max(0.0, soonest - time.monotonic())
             if wait is not None and wait <= 1.0:

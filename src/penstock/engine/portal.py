@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from penstock.config.schema import LimitsConfig, ModelConfig
@@ -29,6 +29,7 @@ from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.engine")
 T = TypeVar("T")
+_Request = tuple[str, Item, Callable[[ItemResult], None], float | None, int]  # model, item, sink, budget_s, priority
 
 
 class _Waiter:
@@ -59,9 +60,14 @@ class _ToFuture:
     def accepted(self, call: Call) -> None:
         """On the loop: from now on `future.cancel()` takes the request out of the queue."""
 
+        def leave() -> None:
+            if call.sink is not None:  # else it is answered, and the future knows
+                call.cancel()
+                self.future.set_running_or_notify_cancel()  # `concurrent.futures.wait` waits for this
+
         def done(future: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
-                self.loop.call_soon_threadsafe(call.cancel)
+                self.loop.call_soon_threadsafe(leave)
 
         self.future.add_done_callback(done)
 
@@ -80,27 +86,46 @@ class _Inbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
         self._loop = loop
         self._engine = engine
-        self._requests: deque[tuple[str, Item, Callable[[ItemResult], None], float | None, int]] = deque()
+        self._requests: deque[_Request] = deque()
         self._rung = False
+        self._closed = False
 
     def put(
         self, model: str, item: Item, sink: Callable[[ItemResult], None], budget_s: float | None, priority: int
     ) -> None:
         self._requests.append((model, item, sink, budget_s, priority))
-        if not self._rung:
+        if self._closed:  # looked at after the append: either we see it, or `close` sees the request
+            self.close()
+        elif not self._rung:
             self._rung = True
             self._loop.call_soon_threadsafe(self._drain)
 
+    def close(self) -> None:
+        """From any thread, while the loop still runs: what has not reached the engine is refused."""
+        self._closed = True
+        for _, _, sink, _, _ in self._taken():
+            sink(ItemResult(error=ModelNotReady("the portal is closed")))
+
+    def _taken(self) -> Iterator[_Request]:
+        """Requests, each handed to one thread only."""
+        while True:
+            try:
+                yield self._requests.popleft()
+            except IndexError:
+                return
+
     def _drain(self) -> None:
         self._rung = False  # before the deque is emptied: a request that comes now rings again
-        while self._requests:
-            model, item, sink, budget_s, priority = self._requests.popleft()
+        for model, item, sink, budget_s, priority in self._taken():
             try:
                 call = self._engine.submit(model, None, item, sink, budget_s=budget_s, priority=priority)
                 if isinstance(sink, _ToFuture):
                     sink.accepted(call)
             except PenstockError as e:
                 sink(ItemResult(error=e))
+            except Exception as e:
+                log.exception("submit_failed model=%s: its caller gets an error", model)
+                sink(ItemResult(error=PenstockError(f"the request cannot be queued: {type(e).__name__}: {e}")))
 
 
 class Portal:
@@ -163,6 +188,7 @@ class Portal:
         if not items:
             return []
         self._alive()
+        self._not_on_loop()
         waiter = self._waiter()
         item = Item(list(items), rows=len(items), many=True)
         self._inbox.put(model, item, waiter, budget_s, priority)
@@ -201,13 +227,15 @@ class Portal:
 
     def close(self, drain_s: float = 30.0) -> None:
         """Answers what was accepted, ends the workers and the loop. Idempotent."""
+        self._not_on_loop()
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         if self._forked:
             return
-        self._run(self._engine.close(drain_s))
+        asyncio.run_coroutine_threadsafe(self._engine.close(drain_s), self._loop).result()
+        self._inbox.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -233,6 +261,7 @@ class Portal:
             self._loop.run_until_complete(make())
             started.set()
             self._loop.run_forever()
+            _cancel_tasks(self._loop)
             self._loop.close()
 
         self._thread = threading.Thread(target=run, name="penstock-portal", daemon=True)
@@ -248,11 +277,30 @@ class Portal:
         )
         self._start()
         for name, config, target, sys_path in self._loads:
-            self._run(self._engine.load(name, config, target=target, sys_path=sys_path))
+            load = self._engine.load(name, config, target=target, sys_path=sys_path)
+            asyncio.run_coroutine_threadsafe(load, self._loop).result()
         self._forked = False
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        """What the coroutine returns. Raises ModelNotReady when the portal is closed, before or meanwhile."""
+        try:
+            self._not_on_loop()
+            with self._lock:  # `close` cancels what was begun before it
+                if self._closed:
+                    raise ModelNotReady("the portal is closed")
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise ModelNotReady("the portal was closed meanwhile") from None
+
+    def _not_on_loop(self) -> None:
+        """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the portal was called on its own thread, where it would wait for itself")
 
     def after_fork(self) -> None:
         """Called in a child by the fork hook: forgets the parent's loop, without touching what the two share."""
@@ -273,6 +321,15 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Ends what still runs on a loop that was stopped, so that no thread waits for it for ever."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
 def _after_fork() -> None:

@@ -23,6 +23,9 @@ class ModelRegistry:
         self._handles.setdefault((handle.name, None), handle)
 
     def remove(self, handle: ModelHandle) -> None:
+        """Takes it out of sight. Idempotent: a load that fails may meet an unload."""
+        if self._handles.get((handle.name, handle.version)) is not handle:
+            return
         del self._handles[(handle.name, handle.version)]
         if self._handles[(handle.name, None)] is handle:
             del self._handles[(handle.name, None)]

@@ -72,7 +72,7 @@ class _ThreadSlot(Slot):
         if self._life is None:
             return
         self._life.batches.put(None)
-        if not idle or not await within(self._gone, STOP_S):
+        if not idle or not self.up or not await within(self._gone, STOP_S):  # one that still loads is not waited for
             self.kill(WorkerDied("the workers were stopped before the batch was answered"))
 
     # ---- called by the thread, on the loop

@@ -29,3 +29,18 @@ def test_the_environment_is_checked_with_it(toml: Callable[[str], str]) -> None:
     result = CliRunner().invoke(config, ["check", toml("")], env={"PENSTOCK_SERVER__PORT": "x"})
     assert result.exit_code == 1
     assert "PENSTOCK_SERVER__PORT" in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ('batching.policy = "adaptiv"', "'adaptive'"),
+        ('batching.rows = "many"', "header:NAME"),
+        ('transport = "proces"', "'process'"),
+    ],
+)
+def test_a_rule_that_does_not_exist_is_found(toml: Callable[[str], str], line: str, word: str) -> None:
+    result = CliRunner().invoke(config, ["check", toml(f'[models.m]\ntarget = "app.py:f"\n{line}\n')])
+    assert result.exit_code == 1
+    assert "models.m" in result.output
+    assert word in result.output

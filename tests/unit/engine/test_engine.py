@@ -1,14 +1,25 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
+import penstock
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.engine import Engine
-from penstock.errors import BadRequest, DeadlineExceeded, LoadFailed, ModelNotFound, ModelNotReady
+from penstock.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    LoadFailed,
+    ModelNotFound,
+    ModelNotReady,
+    PenstockError,
+)
 from penstock.observe.base import BatchRecord, Observer
+from penstock.types import Item, ItemResult
 
 
 def double(items: list[Any]) -> list[Any]:
@@ -159,3 +170,96 @@ async def test_a_draining_model_refuses_new_requests() -> None:
         await handle.close(1)
         with pytest.raises(ModelNotReady):
             await engine.infer("m", 1)
+
+
+async def test_the_models_own_rows_and_bucket_rules_hold(transport: str) -> None:
+    seen: list[int] = []
+
+    @penstock.model(rows="header:x-rows", bucket="content-type", max_batch_size=8)
+    def sized(items: list[Any]) -> list[Any]:
+        seen.append(len(items))
+        return items
+
+    def item(rows: bytes, kind: str) -> Item:
+        return Item(b"[1]", codec="native", content_type=kind, headers=[(b"X-Rows", rows)])
+
+    async with Engine() as engine:
+        await engine.load("sized", config(transport, max_hold_s=0.0), target=sized)
+        answers: asyncio.Queue[ItemResult] = asyncio.Queue()
+        for rows, kind in ((b"8", "text/plain"), (b"8", "text/plain"), (b"1", "text/a"), (b"1", "text/b")):
+            engine.submit("sized", None, item(rows, kind), answers.put_nowait)
+        for _ in range(4):
+            assert (await answers.get()).error is None
+    assert seen == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("option", [{"policy": "adaptiv"}, {"rows": "columns"}, {"bucket": "size"}])
+async def test_an_option_that_does_not_exist_is_named_and_nothing_hangs(transport: str, option: dict[str, str]) -> None:
+    @penstock.model(**option)
+    def echo(items: list[Any]) -> list[Any]:
+        return items
+
+    def plain(items: list[Any]) -> list[Any]:
+        return items
+
+    async with Engine() as engine, asyncio.timeout(5):
+        with pytest.raises(ConfigError, match=next(iter(option.values()))):
+            await engine.load("echo", config(transport), target=echo)
+        with pytest.raises(ConfigError, match=next(iter(option.values()))):
+            await engine.load("plain", config(transport, **option), target=plain)
+        assert engine.statuses() == []
+
+
+async def test_a_policy_may_be_a_class_of_the_users_own(transport: str) -> None:
+    async with Engine() as engine:
+        keys = {"policy": "penstock.batching.policies.none:Unbatched"}
+        await engine.load("double", config(transport, **keys), target=double)
+        assert await engine.infer("double", 4) == 8
+
+
+async def test_close_ends_a_load_that_hangs() -> None:
+    at_gate, gate = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    class Hangs:
+        def load(self, device: str) -> None:
+            loop.call_soon_threadsafe(at_gate.set)
+            gate.wait(10)
+
+        def predict(self, items: list[Any]) -> list[Any]:
+            return items
+
+    engine = Engine()
+    loading = asyncio.create_task(engine.load("hangs", config(), target=Hangs))
+    async with asyncio.timeout(5):
+        await at_gate.wait()
+        await engine.close(0.0)
+        with pytest.raises(ModelNotReady, match="hangs"):
+            await loading
+    gate.set()
+    with pytest.raises(ModelNotReady, match="closed"):
+        await engine.load("late", config(), target=double)
+
+
+async def test_unloading_under_load_answers_every_request_once(transport: str) -> None:
+    async with Engine() as engine:
+        await engine.load("double", config(transport, max_batch_size=4, max_queue=1000), target=double)
+        accepted = [asyncio.create_task(engine.infer("double", i)) for i in range(100)]
+        await asyncio.sleep(0)
+        unloading = asyncio.create_task(engine.unload("double"))
+        await asyncio.sleep(0)
+        with pytest.raises(ModelNotFound):
+            await engine.infer("double", 1)
+        assert await asyncio.gather(*accepted) == [2 * i for i in range(100)]
+        await unloading
+
+
+async def test_a_model_whose_scheduler_broke_is_not_ready_and_says_so(transport: str, caplog: Any) -> None:
+    async with Engine() as engine:
+        await engine.load("double", config(transport), target=double)
+        engine._registry.find("double", None)._batcher.scheduler.poll = None  # type: ignore[union-attr,assignment]
+        with pytest.raises(PenstockError, match="internal error"):
+            await engine.infer("double", 1)
+        assert not engine.ready()
+        with pytest.raises(ModelNotReady):
+            await engine.infer("double", 1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.portal import Portal
-from penstock.errors import ModelNotFound, ModelNotReady
+from penstock.errors import ModelNotFound, ModelNotReady, PenstockError
+from penstock.types import Item
 
 
 def double(items: list[Any]) -> list[Any]:
@@ -129,3 +131,95 @@ def test_a_program_that_forgets_its_portal_ends_by_itself() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[1]"
+
+
+def test_a_cancelled_future_counts_as_done() -> None:
+    gate = threading.Event()
+
+    def gated(items: list[Any]) -> list[Any]:
+        gate.wait(10)
+        return items
+
+    with Portal() as portal:
+        portal.load("m", config(max_batch_size=1), target=gated)
+        running, waiting = portal.submit("m", 1), portal.submit("m", 2)
+        assert waiting.cancel()
+        done, _ = concurrent.futures.wait([waiting], timeout=5)
+        gate.set()
+        assert done == {waiting}
+        assert running.result(5) == 1
+
+
+def test_close_ends_a_load_that_goes_on_in_another_thread() -> None:
+    at_gate, gate = threading.Event(), threading.Event()
+
+    class LoadsAtTheGate:
+        def load(self, device: str) -> None:
+            at_gate.set()
+            gate.wait(10)
+
+        def predict(self, items: list[Any]) -> list[Any]:
+            return items
+
+    portal = Portal()
+    with ThreadPoolExecutor(2) as pool:
+        loading = pool.submit(portal.load, "m", config(), target=LoadsAtTheGate)
+        assert at_gate.wait(5)
+        closing = pool.submit(portal.close, 0.0)
+        with pytest.raises(ModelNotReady):
+            loading.result(5)
+        gate.set()
+        closing.result(5)
+
+
+def test_a_request_that_meets_the_close_is_refused_and_not_forgotten() -> None:
+    portal = Portal()
+    portal.load("m", config(), target=double)
+    inbox = portal._inbox
+    portal.close()
+    refused: list[Any] = []
+    inbox.put("m", Item(1), refused.append, None, 0)  # its thread looked before the close, and comes after it
+    assert [r.error.code for r in refused] == ["model_not_ready"]
+    with pytest.raises(ModelNotReady):
+        portal.statistics("m")
+
+
+def test_what_cannot_be_queued_is_an_error_and_no_hang() -> None:
+    class Odd:
+        nbytes = "many"
+
+    class Odder:
+        @property
+        def nbytes(self) -> int:
+            raise OSError("gone")
+
+    with Portal() as portal:
+        portal.load("m", config(), target=lambda items: [1 for _ in items])
+        with pytest.raises(PenstockError, match="OSError"):
+            portal.submit("m", Odder()).result(5)
+        assert portal.submit("m", Odd()).result(5) == 1
+        assert portal.predict("m", [2]) == [1]
+
+
+def test_a_blocking_call_on_the_portals_own_thread_is_refused() -> None:
+    gate, told = threading.Event(), threading.Event()
+    caught: list[BaseException] = []
+
+    def gated(items: list[Any]) -> list[Any]:
+        gate.wait(10)
+        return items
+
+    with Portal() as portal:
+        portal.load("m", config(), target=gated)
+
+        def again(_: object) -> None:
+            try:
+                portal.predict("m", [1])
+            except RuntimeError as e:
+                caught.append(e)
+            told.set()
+
+        portal.submit("m", 1).add_done_callback(again)
+        gate.set()
+        assert told.wait(5)
+    assert "own thread" in str(caught[0])

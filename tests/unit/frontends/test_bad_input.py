@@ -319,3 +319,16 @@ async def test_the_listener_answers_others_after_all_this(listen):
         good = await listener.connect()
         good.post("/predictions/echo", b"fine")
         assert (await good.answer()).body == b"fine"
+
+
+@pytest.mark.parametrize("path", ["/ping", "/v2", "/openapi.json"])
+async def test_a_chunked_body_on_a_route_that_takes_none_costs_no_shared_memory(listen, path):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(b"GET %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode())
+        client.send(b"8000\r\n" + b"x" * 0x8000 + b"\r\n0\r\n\r\n")
+        assert (await client.answer()).status == 200
+        client.send(b"GET %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode())
+        client.send(b"40000\r\n" + b"x" * 0x40000 + b"\r\n0\r\n\r\n")
+        assert (await client.answer()).status == 413
+        assert listener.backend.used_bytes == 0

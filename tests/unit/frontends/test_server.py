@@ -438,3 +438,20 @@ async def test_without_connections_no_timer_runs(listen, wait_until):
         await wait_until(lambda: listener.server._sweep_timer is not None)
         await client.close()
         await wait_until(lambda: listener.server._sweep_timer is None)
+
+
+async def test_close_also_ends_a_connection_whose_last_answer_waits_for_an_earlier_one(listen, wait_until):
+    async with listen(FakeBackend({"slow": lambda call: None, "echo": Call.reply})) as listener:
+        client = await listener.connect()
+        client.post("/predictions/slow", b"first")
+        client.post("/predictions/echo", b"second")
+        await wait_until(lambda: len(listener.backend.calls) == 2)
+        await asyncio.sleep(0.01)  # the second is answered, and kept back
+        closing = asyncio.create_task(listener.server.close(5.0))
+        await asyncio.sleep(0)
+        listener.backend.calls[0].reply()
+        assert (await client.answer()).body == b"first"
+        assert (await client.answer()).body == b"second"
+        async with asyncio.timeout(2.0):  # long before the drain is over
+            assert await client.closed()
+            await closing

@@ -176,7 +176,7 @@ class Connection(Answering):
         if expect and not exchange.old:
             self.continue_due = True
             self.advance()
-        self.intake.begin(self.length)
+        self.intake.begin(self.length, wanted=exchange.route is not None and bool(exchange.route.template.codec))
 
     def on_body(self, chunk: bytes) -> None:
         """A piece of the body that came through the parser."""
@@ -311,7 +311,7 @@ class Connection(Answering):
         last = self.exchange or (self.backlog or self.inflight or (None,))[-1]
         if self.phase == IDLE and last is None:
             self.shut()
-        elif self.phase != HEAD and last is not None and not last.done:
-            last.close, last.plain = True, False
+        elif self.phase != HEAD and last is not None:
+            last.close, last.plain = True, False  # also when it is done: then an earlier one holds it back
             if self.phase == IDLE:
                 self.phase = DISCARD

@@ -15,15 +15,19 @@ class Intake:
 
     def __init__(self, backend: Backend, max_body_bytes: int) -> None:
         self.backend = backend
-        self.max_body_bytes = max_body_bytes
+        self.most = self.max_body_bytes = max_body_bytes
         self.length = 0
         self._small: bytes | bytearray = b""
         self._buffer: Buffer | None = None
         self._filled = 0
 
-    def begin(self, length: int) -> None:
-        """A body of `length` bytes comes; 0 where that is not known (chunked) or there is none."""
+    def begin(self, length: int, wanted: bool = True) -> None:
+        """A body of `length` bytes comes; 0 where that is not known (chunked) or there is none.
+
+        One that nobody wants is taken only while it is small: there is no one to give a Buffer back.
+        """
         self.length = length
+        self.most = self.max_body_bytes if wanted else min(BIG_BYTES, self.max_body_bytes)
 
     def add(self, chunk: bytes) -> None:
         """A piece of the body. Raises PayloadTooLarge, QueueFull when the pool is full.
@@ -31,8 +35,8 @@ class Intake:
         Chunked bodies grow by doubling, so the cost of a byte is constant however small the chunks are.
         """
         end = self._filled + len(chunk)
-        if end > self.max_body_bytes:
-            raise PayloadTooLarge(f"the body is larger than {self.max_body_bytes} bytes (limits.max_body_bytes)")
+        if end > self.most:
+            raise PayloadTooLarge(f"the body is larger than {self.most} bytes (limits.max_body_bytes)")
         if self._buffer is None and end > BIG_BYTES and not self.length:
             self._grow(end)
         if self._buffer is not None:
