@@ -123,6 +123,55 @@ async def test_a_run_ahead_has_its_own_time():
         assert not desk.downs
 
 
+class Marks:
+    """Makes a directory when it is unpickled: that is, decoded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+async def test_a_batch_that_is_ahead_is_decoded_while_this_one_computes(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        """
+import os, time
+
+def predict(items):
+    for _ in range(500):
+        if items[0] is None or os.path.exists(items[0]):
+            return [True]
+        time.sleep(0.01)
+    return [False]
+"""
+    )
+    async with Desk(process, f"{file}:predict") as desk:
+        await desk.up()
+        path = str(tmp_path / "decoded")
+        running, ahead = desk.post([Item(path)]), desk.post([Item(Marks(path))])
+        assert values(await desk.final(running)) == [True]
+        assert values(await desk.final(ahead)) == [True]
+
+
+def unnamed(pid: int, folder: Path) -> set[str]:
+    """The files of `folder` without a name that a process has open."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return {link for link in links if link.startswith(str(folder)) and link.endswith("(deleted)")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+async def test_without_memfd_large_payloads_cross_in_an_unlinked_file(tmp_path: Path, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with Desk(process) as desk:
+        large = b"x" * 200_000
+        assert await desk.values(large, ("repeat", 200_000)) == [large, b"r" * 200_000]
+        assert len(unnamed(await pid_of(desk), tmp_path)) == 2  # the pool, and the reply region
+    assert os.listdir(tmp_path) == []
+
+
 async def test_a_thread_that_hangs_is_abandoned_and_replaced():
     async with Desk(thread, run_timeout_s=0.2) as desk:
         await desk.up()

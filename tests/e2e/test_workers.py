@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from asyncio import gather, sleep, timeout
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.engine import Engine
 from penstock.engine.portal import Portal
-from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound
+from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied
 from penstock.types import MetricDelta
 
 LARGE = 300_000
@@ -155,6 +157,15 @@ def test_large_arrays_cross_both_ways_from_many_threads(app: Callable[..., Model
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(ask, range(64)))
+
+
+async def test_a_model_may_write_into_large_items_as_into_small_ones(app: Callable[..., ModelConfig]) -> None:
+    config = app("def scale(items):\n    for x in items:\n        x *= 2\n    return items", "scale")
+    async with running(config) as engine:
+        for size in (10, LARGE):
+            own = np.ones(size)
+            assert ((await engine.infer("m", own)) == 2).all()
+            assert (own == 1).all()  # the caller's own stays as it is
 
 
 async def test_arrays_that_a_model_keeps_over_batches_stay_as_they_were(app: Callable[..., ModelConfig]) -> None:
@@ -313,6 +324,80 @@ def test_an_async_generator_streams_events(serve: Callable[..., Any]) -> None:
         b"data: a-1",
         b"data: a-2",
     ]
+
+
+def test_a_large_body_is_a_view_of_shared_memory_and_a_small_one_bytes(serve: Callable[..., Any]) -> None:
+    server = serve(
+        "def kind(items):\n    return [[type(x).__name__, getattr(x, 'readonly', None)] for x in items]", "kind"
+    )
+    small, large = (server.post("/predictions/kind", bytes(n), "image/x")[1] for n in (10, LARGE))
+    assert (small, large) == (b'["bytes",null]', b'["memoryview",true]')
+
+
+# ---- deaths
+
+
+async def test_a_batch_that_kills_its_worker_is_run_in_halves_and_two_deaths_are_enough(
+    app: Callable[..., ModelConfig], tmp_path: Path
+) -> None:
+    config = app(
+        f"""
+        import os
+
+        def predict(items):
+            if "kill" in items:
+                with open({str(tmp_path / "deaths")!r}, "a") as file:
+                    file.write(f"{{len(items)}} ")
+                os._exit(1)
+            return items
+        """,
+        "predict",
+        max_batch_size=8,
+        max_hold_s=0,
+    )
+    async with running(structs.replace(config, instances=2)) as engine:
+        answers = await gather(*(engine.infer("m", x) for x in [0, 1, 2, "kill", 4, 5, 6, 7]), return_exceptions=True)
+        assert [type(answer) for answer in answers[:4]] == [WorkerDied] * 4  # the half with the killer
+        assert answers[4:] == [4, 5, 6, 7]
+        assert await engine.infer("m", 0) == 0
+    assert (tmp_path / "deaths").read_text().split() == ["8", "4"]
+
+
+async def test_without_leave_to_run_again_a_death_fails_its_batch(app: Callable[..., ModelConfig]) -> None:
+    config = app("import os\n\ndef predict(items):\n    os._exit(1)", "predict", idempotent=False)
+    async with running(config) as engine:
+        answers = await gather(*(engine.infer("m", x) for x in range(4)), return_exceptions=True)
+        assert {type(answer) for answer in answers} == {WorkerDied}
+
+
+async def test_readiness_is_false_from_a_death_until_the_next_worker_is_up(app: Callable[..., ModelConfig]) -> None:
+    config = app(
+        """
+        import os, time
+
+        class Model:
+            def load(self, device):
+                time.sleep(0.2)
+
+            def predict(self, items):
+                os._exit(1)
+        """,
+        "Model",
+        idempotent=False,
+    )
+    async with running(config) as engine:
+        assert engine.ready()
+        with pytest.raises(WorkerDied):
+            await engine.infer("m", 1)
+        await sleep(0)
+        assert not engine.ready()
+        assert not engine.model_ready("m", None)
+        (status,) = engine.statuses()
+        assert (status.state, status.ready_instances) == ("FAILED", 0)
+        async with timeout(20):
+            while not engine.ready():  # noqa: ASYNC110
+                await sleep(0.01)
+        assert engine.statuses()[0].ready_instances == 1
 
 
 # ---- what a model may do to its process

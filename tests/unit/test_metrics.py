@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 from penstock import metrics
@@ -43,6 +44,21 @@ def test_a_timer_gives_every_time_also_of_a_block_that_raises():
 def test_a_counter_cannot_go_down():
     with pytest.raises(ValueError, match="use a gauge"):
         metrics.counter("faces", -1)
+
+
+def test_a_counter_is_not_spoilt_by_a_number_that_is_none():
+    with pytest.raises(ValueError, match="use a gauge"):
+        metrics.counter("faces", float("nan"))
+    with pytest.raises(ValueError, match="could not convert"):
+        metrics.gauge("fill", "full")
+    assert drained() == []
+
+
+def test_numbers_of_numpy_and_any_text_become_what_can_be_sent():
+    metrics.gauge("fill", np.float32(0.5), file="\udcff")
+    ((_, _, value, labels),) = drained()
+    assert type(value) is float
+    assert labels == {"file": "\\udcff"}
 
 
 def test_what_is_kept_between_two_batches_is_bounded():

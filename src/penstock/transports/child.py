@@ -39,9 +39,12 @@ Lease = tuple[int, "weakref.ref[Any]"]  # offset of a request slab, and whether 
 class Worker:
     """One loaded model at the end of a socket."""
 
-    def __init__(self, sock: socket.socket, requests: mmap.mmap | None, replies: SlabPool) -> None:
+    def __init__(self, sock: socket.socket, pool: tuple[int, int] | None, replies: SlabPool) -> None:
+        """`pool`: descriptor and size of the parent's."""
         self._sock = sock
-        self._requests = requests  # the parent's pool
+        self._pool = pool
+        self._requests = map_read_only(*pool) if pool else None
+        self._objects: mmap.mmap | None = None  # the same memory, writable; made by the first object that needs it
         self._replies = replies
         self._sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
         self._leases: list[Lease] = []  # of the message that is being read
@@ -164,8 +167,13 @@ class Worker:
             self._batches.put(None)
 
     def _lease(self, offset: int, length: int, writable: bool) -> memoryview:
+        """A view of the parent's pool. What an object lies in was made for this message alone: the model may write."""
+        assert self._pool is not None
         assert self._requests is not None
-        view, alive = lease(self._requests, offset, length)
+        memory = self._requests
+        if writable:
+            memory = self._objects = self._objects or mmap.mmap(*self._pool)
+        view, alive = lease(memory, offset, length, writable)
         self._leases.append((offset, alive))
         return view
 
@@ -227,8 +235,8 @@ def main(arguments: list[str]) -> None:
     for fd in (sock_fd, pool_fd, reply_fd):
         if fd >= 0:
             os.set_inheritable(fd, False)
-    requests = map_read_only(pool_fd, pool_bytes) if pool_fd >= 0 else None
-    worker = Worker(socket.socket(fileno=sock_fd), requests, SlabPool(reply_bytes, reply_fd))
+    pool = (pool_fd, pool_bytes) if pool_fd >= 0 else None
+    worker = Worker(socket.socket(fileno=sock_fd), pool, SlabPool(reply_bytes, reply_fd))
     try:
         worker.main()
     except SystemExit as e:

@@ -162,8 +162,8 @@ def map_read_only(fd: int, capacity_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, capacity_bytes, prot=mmap.PROT_READ)
 
 
-def lease(memory: mmap.mmap, offset: int, length: int) -> tuple[memoryview, weakref.ref[Any]]:
-    """A read-only view `[length]` of bytes, and a reference that is dead when nobody looks at that memory any more.
+def lease(memory: mmap.mmap, offset: int, length: int, writable: bool = False) -> tuple[memoryview, weakref.ref[Any]]:
+    """A view `[length]` of bytes, and a reference that is dead when nobody looks at that memory any more.
 
     Releasing a view does not tell of slices that were taken of it; the life of the array below all of them does.
     """
@@ -172,7 +172,7 @@ def lease(memory: mmap.mmap, offset: int, length: int) -> tuple[memoryview, weak
     if offset < 0 or length < 0 or offset + length > len(memory):
         raise ValueError(f"[{offset}, {offset + length}) is outside the pool of {len(memory)} bytes")
     base = np.frombuffer(memory, np.uint8, length, offset)
-    base.flags.writeable = False
+    base.flags.writeable = writable
     return memoryview(base.data), weakref.ref(base)
 
 

@@ -54,6 +54,15 @@ def test_what_cannot_predict_is_named(target):
         PythonModel(target).load("cpu")
 
 
+@pytest.mark.parametrize("hook", ["load", "preprocess", "postprocess", "warmup", "unload"])
+def test_a_method_that_would_never_be_awaited_is_refused(hook):
+    async def never(*_):
+        raise AssertionError
+
+    with pytest.raises(LoadFailed, match=f"'{hook}' of the model is async"):
+        PythonModel(type("Late", (), {"predict": lambda self, items: items, hook: never})).load("cpu")
+
+
 def test_declared_inputs_must_be_specs():
     wrapped = PythonModel(type("Bad", (Full,), {"inputs": ["x"]}))
     wrapped.load("cpu")

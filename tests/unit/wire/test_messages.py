@@ -16,6 +16,7 @@ from penstock.wire.messages import (
     Run,
     Stop,
     ToWorker,
+    Unsent,
     write,
 )
 from penstock.wire.slabs import SlabPool
@@ -98,6 +99,28 @@ def test_an_item_that_cannot_be_pickled_is_its_own_error():
     assert type(bad.payload) is BadRequest
     assert "cannot be pickled" in bad.payload.message
     assert good.payload.load() == 1
+
+
+def test_among_many_only_the_one_that_cannot_be_pickled_is_an_error(pool):
+    (item,), outbox = items_across([Item([1, lambda: 0, bytes(LARGE)], many=True, rows=3)], pool)
+    fine, bad, large = item.payload.load()
+    assert (fine, large) == (1, bytes(LARGE))
+    assert type(bad) is Unsent
+    assert "function that cannot be pickled" in bad.error.message
+    assert len(outbox.slabs) == 1
+
+
+def test_a_part_of_many_crosses_without_the_rows_of_other_parts():
+    payload = [lambda: 0, 1, 2, lambda: 0]
+    (item,), _ = items_across([Item(payload, many=True, rows=2, start=1, stop=3)])
+    assert (item.payload.load(), item.start, item.stop) == ([1, 2], 0, -1)
+
+
+def test_errors_cross_whatever_their_text_is():
+    outbox = Outbox(None)
+    error = BadRequest("half \ud800", detail="\udfff", retry_after_s=np.float32(1))
+    read = across(Failed(error), outbox, FromWorker)
+    assert (read.error.message, read.error.detail, read.error.retry_after_s) == ("half \\ud800", "\\udfff", 1.0)
 
 
 def test_results_cross_with_errors_as_data():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from penstock.config.schema import BatchingConfig
@@ -83,6 +84,10 @@ def test_memory_ends_the_profile_at_the_size_before(clock):
     found, best, _ = profile(clock, lambda n: 0.001, memory=4)
     assert best == 4
     assert max(n for n, _ in found) == 4
+
+
+def test_samples_may_be_the_rows_of_an_array(clock):
+    assert profile(clock, lambda n: 0.001, samples=np.zeros((2, 3)), max_batch_size=1)[2] == [1, 1, 1]
 
 
 def test_without_samples_nothing_is_learned(clock):

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.schema import ModelConfig
+from penstock.errors import LoadFailed, WorkerDied
+from penstock.testing.clock import VirtualClock
+from penstock.transports.slot import Slot
+from penstock.types import Batch, BatchPart, Item, ItemResult, ModelMetadata, Ready
+from penstock.worker.spec import WorkerSpec
+
+
+class Timer:
+    """One call of the loop, which can be cancelled."""
+
+    def __init__(self, callback):
+        self.callback = callback
+
+    def __call__(self):
+        if self.callback is not None:
+            self.callback()
+
+    def cancel(self):
+        self.callback = None
+
+
+class Loop:
+    """The part of an event loop that a slot uses, on a virtual clock."""
+
+    def __init__(self, clock):
+        self.time = self.clock = clock
+
+    def call_at(self, when, callback, *arguments):
+        timer = Timer(lambda: callback(*arguments))
+        self.clock.call_at(when, timer)
+        return timer
+
+    def call_later(self, seconds, callback, *arguments):
+        return self.call_at(self.clock.now + seconds, callback, *arguments)
+
+
+class Place(Slot):
+    """A slot whose worker does what the test says; also its own listener."""
+
+    fails = True
+
+    def __init__(self, clock):
+        super().__init__(WorkerSpec("m", "1", ModelConfig(target="m:m"), "m:m"), 0, "cpu")
+        self.loop = Loop(clock)
+        self.listener = self
+        self.idle = type("Event", (), {"set": lambda _: None, "clear": lambda _: None})()
+        self.launches = []
+        self.waits = []
+
+    def launch(self):
+        self.launches.append(self.loop.time())
+        if self.fails:
+            raise LoadFailed("no")
+        self.is_up(Ready(ModelMetadata("m", "1")))
+
+    def submit(self, batch):
+        return []
+
+    def kill(self, why):
+        self.down(why)
+
+    def slot_up(self, slot, ready):
+        pass
+
+    def slot_down(self, slot, error, retry_in_s):
+        self.waits.append(retry_in_s)
+
+
+@pytest.fixture
+def place():
+    return Place(VirtualClock())
+
+
+def test_a_worker_that_does_not_come_up_is_tried_ever_more_slowly_up_to_30_s(place):
+    place._launch()
+    place.loop.clock.advance(200)
+    doubled = [0.1 * 2**n for n in range(9)]
+    assert place.waits[:12] == pytest.approx([*doubled, 30, 30, 30])
+    assert place.launches[1:4] == pytest.approx([0.1, 0.3, 0.7])
+
+
+def test_the_first_answered_batch_resets_the_wait_and_coming_up_does_not(place):
+    place._launch()
+    place.loop.clock.advance(3)
+    place.fails = False
+    place.loop.clock.advance(30)
+    assert place.up
+    waited = place.waits[-1]
+    assert waited > 1
+    place.down(WorkerDied("it died before it answered"))
+    assert place.waits[-1] == 2 * waited
+    place.loop.clock.advance(60)
+    heard = []
+    place.send(Batch(1, 0, [Item(1)]), heard.append)
+    part = BatchPart(1, [ItemResult()])
+    place.tell(place.answered(part).on_part, part)
+    assert heard == [part]
+    place.down(WorkerDied("it died after it answered"))
+    assert place.waits[-1] == 0.1
+
+
+def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):
+    place.fails = False
+    place._launch()
+    heard = []
+    for number in (1, 2):
+        place.send(Batch(number, 0, [Item(1)]), heard.append)
+    place.loop.clock.advance(59)
+    place.answered(BatchPart(1, [ItemResult()]))
+    place.loop.clock.advance(59)
+    assert not place.waits
+    place.loop.clock.advance(1.01)
+    assert [(part.batch_id, type(part.error)) for part in heard] == [(2, WorkerDied)]
+    assert "run_timeout_s=60" in heard[0].error.message
