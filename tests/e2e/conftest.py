@@ -81,18 +81,16 @@ class RunningServer:
         return self.process.returncode, out, err
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
-    """Starts servers; `serve("def f(items): ...", "f")` writes app.py and serves `app.py:f`."""
+def _serving(folder: Path) -> Iterator[Callable[..., RunningServer]]:
     servers: list[RunningServer] = []
 
     def start(source: str | None, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
         given = list(arguments)
         if source is not None:
-            (tmp_path / "app.py").write_text(textwrap.dedent(source))
+            (folder / "app.py").write_text(textwrap.dedent(source))
             flags = next((i for i, a in enumerate(given) if a.startswith("-")), len(given))
             given[:flags] = [a if "." in a else f"app.py:{a}" for a in given[:flags]]
-        server = RunningServer(given, cwd or tmp_path, env or {})
+        server = RunningServer(given, cwd or folder, env or {})
         servers.append(server)
         return server
 
@@ -100,3 +98,15 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
     for server in servers:
         with contextlib.suppress(ProcessLookupError):
             server.stop()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
+    """Starts servers; `serve("def f(items): ...", "f")` writes app.py and serves `app.py:f`."""
+    yield from _serving(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def serve_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
+    """`serve` for the tests of one file together."""
+    yield from _serving(tmp_path_factory.mktemp("served"))
