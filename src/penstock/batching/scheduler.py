@@ -283,9 +283,9 @@ class Scheduler:
         soon_s = near.end_s - (self._slots.handover_s or 0.0)
         soon = self._cost.ready and soon_s <= now
         view = self._view
-        view.ahead, view.ahead_s = True, max(0.0, near.end_s - now)
+        view.ahead, view.ahead_s, view.ahead_rows = True, max(0.0, near.end_s - now), near.rows
         choice = self._ask(bucket, 1, now)
-        view.ahead, view.ahead_s = False, 0.0
+        view.ahead, view.ahead_s, view.ahead_rows = False, 0.0, 0
         if type(choice) is Take and (soon or choice.full):
             entries = self._room.take(bucket, choice.rows, choice.until_s)
             self._dispatch(near.slot, entries, choice.reason, now)

@@ -71,13 +71,14 @@ class Returns:
         self.since_s, self.rows, self.width, self._rate = now, rows, width, rate
         self.counts = [0] * BINS
 
-    def expected(self, j: int, left_s: float, room: float) -> list[tuple[float, float]]:
-        """(D, rows that return in the next D seconds, at most `room`), to the end of each bin from `j` on."""
+    def expected(self, served: int, j: int, left_s: float, room: float) -> list[tuple[float, float]]:
+        """(D, rows of the `served` ones that return in the next D seconds, at most `room`), to the end of each bin
+        from `j` on."""
         rows, ahead, out = 0.0, 0.0, []
         for i in range(j, BINS):
             part = left_s if i == j else self.width
             if self._served[i] > 0:
-                rows += self.rows * self._arrived[i] / self._served[i] * part / self.width
+                rows += served * self._arrived[i] / self._served[i] * part / self.width
             ahead += part
             out.append((ahead, min(rows, room)))
         return out
@@ -150,7 +151,7 @@ class Adaptive:
             return Take(rows, until_s, rows >= view.max_rows, "full" if rows >= view.max_rows else "all that waits")
         if rows < bucket.rows:
             return Take(rows, until_s, reason="deadline")
-        wake = self._hold(view, rows, now)
+        wake = self._hold(view, rows, now + view.ahead_s)
         if view.ahead:
             return None if wake else Take(rows, until_s, reason="ahead")
         if wake:
@@ -212,7 +213,8 @@ class Adaptive:
     # ---- holding
 
     def _hold(self, view: View, rows: int, now: float) -> float:
-        """When to look again, if the `rows` that wait are to be held; else 0."""
+        """When to look again, if the `rows` that wait are to be held at `now`; else 0. For a batch that would be sent
+        ahead, `now` is when the running one ends: what is worth a hold then must not be sent before."""
         cost, m = view.cost, view.slots
         if not self.max_hold_s or cost.a <= 0:
             return 0.0
@@ -242,15 +244,17 @@ class Adaptive:
 
     def _regroup(self, view: View, rows: int, now: float) -> float:
         cost, r, deadline = view.cost, self._returns, view.bucket.entries[0].deadline_s
-        since = now - r.since_s
+        since, served, inside = now - r.since_s, r.rows, view.inside_rows
+        if view.ahead:  # the running batch has just been answered
+            since, served, inside = 0.0, view.ahead_rows, inside - view.ahead_rows
         if r.width <= 0 or r.rounds < 5 or r.closed < CLOSED or self._peak < view.slots + 0.5:
             return 0.0
         j = int(since / r.width + EDGE)
-        room = min(view.max_rows - rows, self._peak - view.inside_rows)
+        room = min(view.max_rows - rows, self._peak - inside)
         if j >= BINS or room < 0.5:
             return 0.0
         left = r.width * (j + 1) - since
-        expected = r.expected(j, left, room)
+        expected = r.expected(served, j, left, room)
         for ahead, back in expected:
             pays = back * cost.a * (1 - EDGE) > rows * view.slots * ahead  # often nearly equal: not by rounding, then
             if back >= 0.5 and pays and back >= MOST * expected[-1][1]:

@@ -58,7 +58,8 @@ class View(Struct, eq=False):
 
     `slots` are up, `idle` of them have nothing to do (0: only a Drop is asked for). `max_rows` is the largest batch
     now. `inside_rows` wait or run. `held_s` is when entries first waited beside the idle slot (now, if nothing was
-        held before). `ahead`: the batch would start only in about `ahead_s` seconds, behind a running one.
+        held before). `ahead`: the batch would start only in about `ahead_s` seconds, behind a running one of
+    `ahead_rows` rows.
     `busy_s` is the predicted time that all running batches still need, together.
     """
 
@@ -71,6 +72,7 @@ class View(Struct, eq=False):
     held_s: float = INF
     ahead: bool = False
     ahead_s: float = 0.0
+    ahead_rows: int = 0
     busy_s: float = 0.0
 
 
