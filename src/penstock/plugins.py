@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
 import sysconfig
+import threading
 import traceback
 import zlib
 from pathlib import Path
@@ -14,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from penstock.errors import ConfigError, LoadFailed, TargetNotFound, describe, nearest
+
+_loading = threading.RLock()
 
 BUILTIN: dict[str, dict[str, str]] = {
     "codec": {
@@ -49,16 +53,21 @@ def resolve(kind: str, name: str) -> Any:
     )
 
 
-def load_object(spec: str) -> object:
+def load_object(spec: str, module: str = "") -> object:
     """The object at "pkg.mod:obj" or "path/app.py:obj" (dots reach into it).
 
-    Raises TargetNotFound when there is no such file, module or object, LoadFailed when the module itself raises.
+    `module` is the name that a file is to be loaded under, when it is not its own. Raises TargetNotFound when there is
+    no such file, module or object, LoadFailed when the module itself raises.
     """
     where, colon, path = spec.rpartition(":")
     if not colon or not where or not path:
         raise TargetNotFound(f"target '{spec}' names no object: write app.py:Model or pkg.mod:Model")
-    module = _from_file(where, path) if where.endswith(".py") or "/" in where else _from_package(where, path)
-    found: Any = module
+    found: Any
+    if where.endswith(".py") or "/" in where:
+        with _loading:  # another thread must not see a module whose code still runs
+            found = _from_file(where, path, module)
+    else:
+        found = _from_package(where, path)
     for name in path.split("."):
         if not hasattr(found, name):
             names = candidates(found)
@@ -83,17 +92,30 @@ def candidates(owner: Any) -> list[str]:
 
 
 def module_name(file: Path) -> str:
-    """The name under which a file is loaded: its own, so that a user's `code.py` takes the place of no module."""
+    """A name for the module of a file that no other has."""
     return f"penstock_target_{file.stem}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
 
 
-def _from_file(where: str, path: str) -> ModuleType:
+def _own_name(file: Path) -> bool:
+    """Whether a file may be loaded under its own name, under which other processes find what it defines.
+
+    Not when that is the name of another module: a user's `code.py` takes the place of none.
+    """
+    if not file.stem.isidentifier() or file.stem in sys.modules or file.stem in sys.stdlib_module_names:
+        return False
+    elsewhere = [path for path in sys.path if Path(path).resolve() != file.parent]
+    return importlib.machinery.PathFinder.find_spec(file.stem, elsewhere) is None
+
+
+def _from_file(where: str, path: str, name: str) -> ModuleType:
     file = Path(where).expanduser().resolve()
     if not file.is_file():
         raise TargetNotFound(f"target '{where}:{path}': there is no file {where}")
-    name = module_name(file)
-    if name in sys.modules:
-        return sys.modules[name]
+    for known in (name, module_name(file), file.stem):
+        module = sys.modules.get(known)
+        if module is not None and getattr(module, "__file__", None) == str(file):
+            return module
+    name = name or (file.stem if _own_name(file) else module_name(file))
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(name, file)

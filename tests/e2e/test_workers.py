@@ -39,7 +39,7 @@ class Ears:
 
 
 @pytest.fixture
-def app(tmp_path: Path) -> Callable[..., ModelConfig]:
+def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModelConfig]]:
     """`app(source, "f")` writes app.py and gives the configuration of `app.py:f` in one worker process."""
 
     def write(source: str, name: str, env: dict[str, str] | None = None, **batching: Any) -> ModelConfig:
@@ -47,7 +47,9 @@ def app(tmp_path: Path) -> Callable[..., ModelConfig]:
         target = f"{tmp_path / 'app.py'}:{name}"
         return ModelConfig(target=target, env=env or {}, batching=BatchingConfig(**batching))
 
-    return write
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield write
+    sys.modules.pop("app", None)
 
 
 @asynccontextmanager
@@ -429,8 +431,14 @@ async def test_a_model_may_start_threads_and_processes(app: Callable[..., ModelC
         """
         import multiprocessing, subprocess, sys, threading, time, warnings
 
+        import dataclasses
+
+        @dataclasses.dataclass
+        class Square:
+            x: int
+
         def square(x):
-            return x * x
+            return Square(x * x)
 
         def sleep(ready):
             ready.set()
@@ -452,16 +460,37 @@ async def test_a_model_may_start_threads_and_processes(app: Callable[..., ModelC
             process.join(10)
             found.append(process.exitcode)
             with fork.Pool(2) as pool:
-                found.append(pool.map(square, [2, 3]))
+                found.append([square.x for square in pool.map(square, [2, 3])])
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                found.append(pool.map(abs, [-2]))
+                found.append([square.x for square in pool.map(square, [-2])])
             return [found] * len(items)
         """,
         "predict",
         run_timeout_s=20,
     )
     async with running(config) as engine:
-        assert await engine.infer("m", 1) == ["thread", "child\n", -15, [4, 9], [2]]
+        assert await engine.infer("m", 1) == ["thread", "child\n", -15, [4, 9], [4]]
+
+
+def test_a_program_gets_objects_whose_classes_are_of_the_models_file(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from dataclasses import dataclass\n\n@dataclass\nclass Point:\n    x: int\n\n"
+        "def double(points):\n    return [Point(2 * p.x) for p in points]\n"
+    )
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent("""
+            from model import Point
+            from penstock.config.schema import ModelConfig
+            from penstock.engine.portal import Portal
+
+            with Portal() as portal:
+                portal.load("m", ModelConfig(target="model.py:double"))
+                print(portal.predict("m", [Point(1)]) == [Point(2)])
+        """)
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_the_model_of_a_script_may_spawn(tmp_path: Path) -> None:
@@ -576,6 +605,15 @@ async def test_a_target_that_does_not_load_says_where_in_one_line(
     assert all(word in message for word in words), message
     assert "Traceback" not in message
     assert "\n" not in message
+
+
+async def test_threads_that_load_the_same_file_wait_for_each_other(
+    app: Callable[..., ModelConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = app("import time\ntime.sleep(0.2)\n\ndef predict(items):\n    return items", "predict")
+    async with running(structs.replace(config, transport="thread", instances=3)) as engine:
+        assert await engine.infer("m", 1) == 1
+        assert "slot_down" not in caplog.text
 
 
 def test_neighbours_of_the_file_can_be_imported(

@@ -84,6 +84,23 @@ def test_an_error_of_the_file_itself_is_its_own(tmp_path, source, monkeypatch):
         assert "broken.py" in caught.value.detail
 
 
+def test_a_file_has_its_own_name_unless_that_is_anothers(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    (tmp_path / "other").mkdir()
+    names = []
+    for path in ("penstock_test_own.py", "other/penstock_test_own.py", "this.py", "not-a-name.py"):
+        file = tmp_path / path
+        file.write_text("class Model: ...\n")
+        found = load_object(f"{file}:Model")
+        assert found is load_object(f"{file}:Model")
+        names.append(found.__module__.rpartition("_")[0])
+    taken = "penstock_target_"
+    assert names == ["penstock_test", taken + "penstock_test_own", taken + "this", taken + "not-a-name"]
+    assert "this" not in sys.modules  # the standard library has one
+    del sys.modules["penstock_test_own"]
+
+
 def test_plugins_are_built_in_or_named_by_module():
     from penstock.transports.inline import InlineTransport
 

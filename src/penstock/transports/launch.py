@@ -73,7 +73,7 @@ def pack_spec(spec: WorkerSpec) -> tuple[bytes, str]:
     if getattr(target, "__module__", None) == "__main__" or type(target).__module__ == "__main__":
         target, script = _in_script(target)
     try:
-        return pickle.dumps(msgspec.structs.replace(spec, target=target), 5), script
+        return pickle.dumps(msgspec.structs.replace(spec, target=target, module=script), 5), script
     except Exception as e:
         raise LoadFailed(
             f"the target, a {type(target).__name__}, cannot be sent to a worker process ({e}): "

@@ -28,7 +28,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     # the parser of forms warns of every malformed body; a request is never logged above DEBUG
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
-        target = load_object(spec.target) if isinstance(spec.target, str) else spec.target
+        target = load_object(spec.target, spec.module) if isinstance(spec.target, str) else spec.target
         options = options_of(target)
         batching = with_options(spec.config.batching, options)
         model = PythonModel(target, precision=spec.config.precision, optimize=spec.config.optimize)

@@ -13,7 +13,7 @@ class WorkerSpec(Struct):
     """`target` is "app.py:obj", "pkg.mod:obj", or the function, class or object itself (in-process faces).
 
     `instances` counts all workers of the model, so that threads can be shared out. `sys_path` is put in front of the
-    child's own. `slo_s` bounds the warm-up profile.
+    child's own. `module` is the name that the module of a file is to have, "" for its own.
     """
 
     name: str
@@ -23,3 +23,4 @@ class WorkerSpec(Struct):
     instances: int = 1
     sys_path: list[str] = field(default_factory=list)
     wants_headers: bool = False
+    module: str = ""
