@@ -1,4 +1,4 @@
-"""Wrong, slow and hostile input to a real server with real workers: refused precisely, and others are still answered."""
+"""Wrong, slow and hostile input to a real server with real workers: refused precisely, and others are answered."""
 
 from __future__ import annotations
 
@@ -170,8 +170,12 @@ def test_a_silent_connection_is_closed_without_a_word(server: Any) -> None:
 
 @pytest.mark.parametrize(
     "sent",
-    [b"POST /predictions/echo HTTP/1.1\r\nHo", head("/predictions/echo", 100) + b"half"]
-    + [head("/predictions/echo", 200_000) + b"x" * 100_000, CHUNKED + b"5\r\nab"],
+    [
+        b"POST /predictions/echo HTTP/1.1\r\nHo",
+        head("/predictions/echo", 100) + b"half",
+        head("/predictions/echo", 200_000) + b"x" * 100_000,
+        CHUNKED + b"5\r\nab",
+    ],
     ids=["half-a-head", "half-a-body", "half-a-large-body", "half-a-chunk"],
 )
 def test_what_comes_by_half_is_timed_out(server: Any, sent: bytes) -> None:
