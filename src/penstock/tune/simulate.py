@@ -109,8 +109,11 @@ def best_closed(service: Service, slots: int, max_batch_size: int, clients: int,
 class _Run:
     """One simulation: the event loop and what it records."""
 
-    def __init__(self, service: Service, scheduler: Scheduler, seed: int, think: Think) -> None:
+    def __init__(self, service: Service, scheduler: Scheduler, seed: int, think: Think, handover_s: float) -> None:
         self.service, self.scheduler, self.think = service, scheduler, think
+        self.one_way_s = handover_s / 2
+        self.free_s: dict[int, float] = {}  # slot -> when it has run what it was sent
+        self.runs_s: dict[int, float] = {}  # batch -> the worker's own time
         self.rng, self.service_rng = random.Random(seed), random.Random(seed + 7)
         self.events: list[tuple[float, int, int, list[Entry] | None]] = []  # (time, order, batch or client, entries)
         self.order = 0
@@ -137,7 +140,8 @@ class _Run:
         self.scheduler.offer(Entry(id=id, arrival_s=now, deadline_s=deadline), now)
 
     def answer(self, batch: int, entries: list[Entry], now: float) -> None:
-        self.scheduler.complete(batch, _OK, now)
+        run_s = self.runs_s.pop(batch)
+        self.scheduler.complete(batch, Outcome("ok", run_s) if self.one_way_s else _OK, now)
         arrived, done, think = self.arrived, self.done, self.think
         for j, e in enumerate(entries):
             done.append((arrived.pop(e.id), now))
@@ -149,8 +153,11 @@ class _Run:
         for event in self.scheduler.poll(now):
             if type(event) is Dispatch:
                 seconds = self.service.draw(event.rows, self.service_rng)
-                self.batches.append((now, event.rows, seconds))
-                self.put(now + seconds, event.batch_id, event.entries)
+                start = max(now + self.one_way_s, self.free_s.get(event.slot, 0.0))
+                self.free_s[event.slot] = end = start + seconds
+                self.runs_s[event.batch_id] = seconds
+                self.batches.append((start, event.rows, seconds))
+                self.put(end + self.one_way_s, event.batch_id, event.entries)
             else:
                 self.drops.append(self.arrived.pop(event.id))  # type: ignore[union-attr]
                 if self.client:
@@ -205,6 +212,8 @@ def simulate(
     policy: BatchPolicy,
     *,
     slots: int = 1,
+    depth: int = 1,
+    handover_s: float = 0.0,
     max_batch_size: int = 64,
     arrivals: Iterable[float] | None = None,
     clients: int = 0,
@@ -218,7 +227,8 @@ def simulate(
     """What `policy` makes of an open loop (`arrivals`, in order), or of `clients` in a closed loop until `horizon_s`.
 
     `slo_s` is each request's deadline; with `deadlines` False the scheduler is not told of it. `profile`: the cost
-    model starts from a warm-up. Every request has one row. Same arguments, same result.
+    model starts from a warm-up. `handover_s` passes between dispatch and run, and between its end and the answer,
+    together; `depth` 2 sends batches ahead. Every request has one row. Same arguments, same result.
     """
     if (arrivals is None) == (clients == 0) or (clients and horizon_s == INF):
         raise ValueError("expected either arrivals, or clients together with horizon_s")
@@ -227,13 +237,14 @@ def simulate(
         max_batch_size=max_batch_size,
         max_queue=_UNBOUNDED,
         max_queue_bytes=_UNBOUNDED,
+        depth=depth,
         horizon_s=slo_s or 30.0,
     )
     if profile:
         scheduler.prime(service.profile(max_batch_size))
     for slot in range(slots):
         scheduler.slot_up(slot, 0.0)
-    run = _Run(service, scheduler, seed, think or Think())
+    run = _Run(service, scheduler, seed, think or Think(), handover_s)
     run.slo_s, run.deadlines = slo_s or INF, deadlines
     for client in range(clients):
         run.put(run.rng.random() * 0.005, client, None)

@@ -34,7 +34,7 @@ def environment(spec: WorkerSpec, device: str, base: Mapping[str, str]) -> tuple
         else:
             env.setdefault(name, threads)
     # Threads that wait must not spin on the cores of the others. OpenBLAS's do for 2^26 cycles after each call unless
-    # told less (2^4 is its minimum): on a busy 2-core machine the digits model answered 786 requests/s so, 6,506 without.
+    # told less (2^4 is the least): so the digits model answered 786 requests/s on a busy 2-core machine, 6,506 without.
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     kind, _, index = device.partition(":")
