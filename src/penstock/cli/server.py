@@ -7,8 +7,10 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,8 +77,9 @@ class Server:
             return 0
         finally:
             engine.drain()
+            end = time.monotonic() + self._config.server.drain_s
             await http.close(self._config.server.drain_s)
-            await engine.close(self._config.server.drain_s)
+            await engine.close(max(0.0, end - time.monotonic()))
             for server in self._admin:
                 await server.close()
 
@@ -146,7 +149,8 @@ class Server:
         gc.set_threshold(50_000, 20, 20)
 
     def _announce(self, engine: Engine, on_ready: Callable[[dict[str, str]], None] | None) -> None:
-        click.echo(banner(self.urls, engine.statuses(), _example(engine, self.urls["inference"])))
+        example = _example(engine, self.urls["inference"], _curl(self._config))
+        click.echo(banner(self.urls, engine.statuses(), example))
         sys.stdout.flush()
         if on_ready is not None:
             on_ready(self.urls)
@@ -174,17 +178,29 @@ def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) ->
     return "\n".join(lines)
 
 
-def _example(engine: Engine, url: str) -> str:
+def _curl(config: Config) -> str:
+    """`curl`, with what the inference listener asks of its clients."""
+    words = ["curl"]
+    if config.server.tls_cert:
+        words.append("-k")  # the certificate names a host, and the line an address
+    token_file = config.auth.token_file or config.auth.inference_token_file
+    if token_file:
+        token = f"$(grep -m1 '^[^#]' {shlex.quote(os.path.abspath(token_file))})"
+        words.append(f'-H "Authorization: Bearer {token}"')
+    return " ".join(words)
+
+
+def _example(engine: Engine, url: str, curl: str) -> str:
     """A curl line that works when pasted: an inference if the model declares a small input, else its description."""
     name = next((m.name for m in engine.statuses() if m.state == "READY"), None)
     if name is None:
-        return f"curl {url}/readyz"
+        return f"{curl} {url}/readyz"
     metadata, _ = engine.metadata(name, None)
     tensors = [_zeros(spec) for spec in metadata.inputs]
     if not tensors or any(t is None for t in tensors):
-        return f"curl {url}/v2/models/{name}"
+        return f"{curl} {url}/v2/models/{name}"
     body = json.dumps({"inputs": tensors}, separators=(",", ":"))
-    return f"curl -d '{body}' {url}/v2/models/{name}/infer"
+    return f"{curl} -d {shlex.quote(body)} {url}/v2/models/{name}/infer"
 
 
 def _zeros(spec: TensorSpec) -> dict[str, Any] | None:

@@ -157,10 +157,14 @@ class HttpServer:
 
 
 def bind_error(host: str, port: int, exc: Exception, key: str) -> ConfigError:
-    """Why `host:port` could not be bound, and the key to change."""
-    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    """Why `host:port` could not be bound, and the key to change; `key` is that of the port."""
     if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
-        reason = "the port is in use"
+        return ConfigError(
+            f"cannot listen on {host}:{port}: the port is in use; choose another with {key} (0 takes a free one)"
+        )
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    if isinstance(exc, PermissionError):
+        return ConfigError(f"cannot listen on {host}:{port}: {reason.lower()}; choose a port above 1023 with {key}")
     return ConfigError(
-        f"cannot listen on {host}:{port}: {reason.lower()}; choose another with {key} (0 takes a free one)"
+        f"cannot listen on {host}:{port}: {reason.lower()}; choose another address with {key.replace('port', 'host')}"
     )
