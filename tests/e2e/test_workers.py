@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from asyncio import gather, sleep, timeout
+from asyncio import gather, get_running_loop, sleep, timeout
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +20,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.engine import Engine
 from penstock.engine.portal import Portal
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied
-from penstock.types import MetricDelta
+from penstock.types import Item, ItemResult, MetricDelta
 
 LARGE = 300_000
 
@@ -267,7 +267,10 @@ async def test_an_error_with_any_text_costs_no_worker(app: Callable[..., ModelCo
         assert await engine.infer("m", "pid") == pid
 
 
-RESPONSES = [
+FINE = ["Response('x', status=np.int64(200))", "[np.bytes_(b'x')]", "[{'a': Text('x'), 'b': Count(1)}]", "[Text('x')]"]
+REFUSED = [
+    "Frame()",
+    "Odd()",
     "Response('x', headers={'a': 1})",
     "Response('x', headers={1: 'a'})",
     "Response('x', content_type=3)",
@@ -275,7 +278,7 @@ RESPONSES = [
 ]
 
 
-@pytest.mark.parametrize("answer", [*RESPONSES, "Response('x', status=np.int64(201))", "Frame()", "Odd()"])
+@pytest.mark.parametrize("answer", [*FINE, *REFUSED])
 def test_an_answer_of_any_kind_costs_no_worker(serve: Callable[..., Any], answer: str) -> None:
     server = serve(
         f"""
@@ -292,6 +295,9 @@ def test_an_answer_of_any_kind_costs_no_worker(serve: Callable[..., Any], answer
         class Odd(list):
             def __iter__(self): raise RuntimeError
 
+        class Text(str): ...
+        class Count(int): ...
+
         def predict(items):
             if items[0] == "pid":
                 return [os.getpid()]
@@ -302,9 +308,57 @@ def test_an_answer_of_any_kind_costs_no_worker(serve: Callable[..., Any], answer
     )
     _, pid = server.post("/predictions/predict", b'"pid"')
     status, body = server.post("/predictions/predict", b"1")
-    assert status == (201 if "201" in answer else 500), body
+    assert status == (200 if answer in FINE else 500), body
     assert b"worker" not in body
     assert server.post("/predictions/predict", b'"pid"') == (200, pid)
+
+
+async def test_an_answer_that_no_message_can_hold_fails_alone(app: Callable[..., ModelConfig]) -> None:
+    config = app(
+        """
+        import os
+        from penstock.types import ItemResult
+
+        class Codec:
+            def __init__(self, model, version): ...
+            def decode(self, item):
+                return item.payload, None
+            def encode(self, value, item, context):
+                return ItemResult(bytes(value), headers=object() if value == b"bad" else None)
+
+        def predict(items):
+            return [b"%d" % os.getpid() if item == b"pid" else item for item in items]
+        """,
+        "predict",
+    )
+    async with running(config) as engine:
+
+        async def ask(body: bytes) -> ItemResult:
+            future = get_running_loop().create_future()
+            engine.submit("m", None, Item(body, config.target.replace("predict", "Codec")), future.set_result)
+            return await future
+
+        before, fine, bad = await gather(ask(b"pid"), ask(b"fine"), ask(b"bad"))
+        assert fine.body == b"fine"
+        assert type(bad.error) is BadOutput
+        assert (await ask(b"pid")).body == before.body
+
+
+async def test_a_panic_of_native_code_is_an_error_of_its_item(app: Callable[..., ModelConfig]) -> None:
+    config = app(
+        """
+        class PanicException(BaseException): ...  # as what Rust extensions raise
+
+        def predict(items):
+            if "bad" in items:
+                raise PanicException
+            return items
+        """,
+        "predict",
+    )
+    async with running(config) as engine:
+        one, bad, two = await engine.infer_many("m", [1, "bad", 2])
+        assert (one, two, bad.message) == (1, 2, "the model raised PanicException")
 
 
 def test_an_async_generator_streams_events(serve: Callable[..., Any]) -> None:

@@ -98,7 +98,10 @@ def collect(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _hook(value: Any) -> Any:
-    """Plain lists and numbers of whatever knows them: arrays and scalars of numpy, tensors."""
+    """Plain lists and numbers of whatever knows them: arrays and scalars of numpy, tensors, kinds of str and int."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
     tolist = getattr(value, "tolist", None)
     if tolist is None:
         raise BadOutput(f"the model returned a value of type {type(value).__name__}, which JSON cannot hold")
@@ -143,9 +146,9 @@ def encode_response(response: Response) -> ItemResult:
         raise BadOutput("the model returned a Response with an invalid content type")
     return ItemResult(
         body=body.encode() if isinstance(body, str) else bytes(body),
-        content_type=response.content_type,
+        content_type=str(response.content_type),
         status=response.status,
-        headers=list(response.headers.items()) or None,
+        headers=[(str(name), str(value)) for name, value in response.headers.items()] or None,
     )
 
 
@@ -181,7 +184,7 @@ class NativeCodec:
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """bytes -> octet-stream, str -> text, Response as it says, anything else -> JSON."""
         if isinstance(value, bytes):
-            return ItemResult(body=value, content_type=BYTES)
+            return ItemResult(body=value if type(value) is bytes else bytes(value), content_type=BYTES)
         if isinstance(value, str):
             return ItemResult(body=value.encode("utf-8", "surrogatepass"), content_type=TEXT)
         if isinstance(value, (bytearray, memoryview)):

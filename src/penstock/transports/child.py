@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from penstock.errors import LoadFailed, PenstockError, TargetNotFound
 from penstock.types import BatchPart, Ready
 from penstock.wire import frames
-from penstock.wire.messages import Failed, Free, Inbox, Outbox, Part, Run, ToWorker, Up, write
+from penstock.wire.messages import Failed, Free, Inbox, Outbox, Part, Run, ToWorker, Up, sendable, write
 from penstock.wire.slabs import Slab, SlabPool, lease, map_read_only
 from penstock.worker.batch import Decoded
 from penstock.worker.loop import BatchRunner
@@ -118,7 +118,12 @@ class Worker:
     def _send_packed(self, message: Part, outbox: Outbox) -> None:
         for slab in outbox.slabs:
             self._sent[slab.offset] = slab
-        self._send(write(message, outbox.buffers))
+        try:
+            pieces = write(message, outbox.buffers)
+        except Exception as e:  # a codec, or a model, made what no message can hold
+            sendable(message.part, e)
+            pieces = write(message, outbox.buffers)
+        self._send(pieces)
 
     def _send(self, pieces: list[frames.Buffer]) -> None:
         try:

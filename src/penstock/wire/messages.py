@@ -235,6 +235,16 @@ def write(message: Struct, buffers: list[frames.Buffer] | None = None) -> list[f
     return frames.encode(_encoder.encode(message), buffers or ())
 
 
+def sendable(part: BatchPart, why: Exception) -> None:
+    """Makes of each result that cannot be written its own error: the others must not fail with it."""
+    part.metrics = None
+    for i, result in enumerate(part.results):
+        try:
+            _encoder.encode(result)
+        except Exception:
+            part.results[i] = ItemResult(error=BadOutput("the model's answer cannot be sent", detail=repr(why)))
+
+
 def place(slab: Slab) -> Ext:
     """What stands for a slab in the head."""
     return Ext(_SLAB, _PLACE.pack(slab.offset, slab.length))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Emit = Callable[[BatchPart], None]
 
+ENDS = (SystemExit, KeyboardInterrupt)  # of a worker; all else is an error of items, also panics of native code
 _NOTHING = object()  # no outcome yet
 _STREAMED = object()  # the parts were sent
 
@@ -58,7 +59,9 @@ class BatchRun:
         for u in self.live:
             try:
                 self.d.values[u] = hook(self.d.values[u])
-            except Exception as e:
+            except ENDS:
+                raise
+            except BaseException as e:
                 self.outcomes[u] = self.runner.error_of(e, "preprocess raised")
             else:
                 live.append(u)
@@ -66,13 +69,15 @@ class BatchRun:
 
     def attempt(self, units: list[int]) -> None:
         """Predicts these units; on an error in halves, when that is allowed."""
-        error: Exception
+        error: BaseException
         try:
             found = self.runner.predict([self.d.values[u] for u in units])
             if hasattr(found, "__next__"):
                 self._stream(units, found)
                 return
-        except Exception as e:
+        except ENDS:
+            raise
+        except BaseException as e:
             error = e
         else:
             self.ran_rows = max(self.ran_rows, self._rows(units))
@@ -85,7 +90,7 @@ class BatchRun:
             return
         self._failed(units, error)
 
-    def _failed(self, units: list[int], error: Exception) -> None:
+    def _failed(self, units: list[int], error: BaseException) -> None:
         memory = out_of_memory(error)
         if memory:
             rows = self._rows(units)
@@ -115,7 +120,9 @@ class BatchRun:
                     wrong = results
                     break
                 sent = self._emit_step(units, results, alive) or sent
-        except Exception as e:
+        except ENDS:
+            raise
+        except BaseException as e:
             if not sent:
                 raise
             wrong = self.runner.error_of(e)
@@ -199,7 +206,9 @@ class BatchRun:
             return value
         try:
             return hook(value)
-        except Exception as e:
+        except ENDS:
+            raise
+        except BaseException as e:
             return self.runner.error_of(e, "postprocess raised")
 
     def _encoded(self, i: int, value: Any) -> ItemResult:

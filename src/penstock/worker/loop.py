@@ -61,7 +61,7 @@ class BatchRunner:
         return decoded
 
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
-        """Calls `emit` with any number of parts and one final one. Raises only what ends a worker (SystemExit)."""
+        """Calls `emit` with any number of parts and one final one. Raises only what ends a worker (`ENDS`)."""
         started = time.perf_counter()
         run = BatchRun(self, batch_id, decoded, emit)
         run.preprocess()
