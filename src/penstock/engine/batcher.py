@@ -20,7 +20,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.engine.call import Call, Running, release
 from penstock.engine.timer import Timer
 from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, QueueFull, WorkerDied
-from penstock.observe.base import BatchRecord, Observer
+from penstock.observe.base import BatchRecord, Observer, tell
 from penstock.transports.base import Transport
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
@@ -92,8 +92,7 @@ class Batcher:
             self._break()
             raise PenstockError("internal error") from None
         self._waiting[entry.id] = call
-        for observer in self._observers:
-            observer.on_arrival(self.name, self.version)
+        tell(self._observers, "on_arrival", self.name, self.version)
         if not self._turn_due:
             self._turn_due = True
             self._loop.call_soon(self._turn)
@@ -215,8 +214,7 @@ class Batcher:
         for call, entry, result in zip(running.calls, running.dispatch.entries, part.results, strict=True):
             if result is not None and result.error is not None:
                 failed.add(entry.id)
-                for observer in self._observers:
-                    observer.on_error(self.name, self.version, result.error)
+                tell(self._observers, "on_error", self.name, self.version, result.error)
             if entry.parent is not None:
                 plain = False
                 if call.parts is None:
@@ -282,14 +280,12 @@ class Batcher:
             latencies_s=[now - t for t in arrivals],
             failed=failed,
         )
-        for observer in self._observers:
-            observer.on_complete(record)
-            if part.metrics:
-                observer.on_model_metrics(self.name, self.version, d.slot, part.metrics)
+        tell(self._observers, "on_complete", record)
+        if part.metrics:
+            tell(self._observers, "on_model_metrics", self.name, self.version, d.slot, part.metrics)
 
     def _reject(self, code: str) -> None:
-        for observer in self._observers:
-            observer.on_reject(self.name, self.version, code)
+        tell(self._observers, "on_reject", self.name, self.version, code)
 
     # ---- end
 

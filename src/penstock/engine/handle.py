@@ -17,7 +17,7 @@ from penstock.engine.batcher import Batcher
 from penstock.engine.call import Call
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
-from penstock.observe.base import Observer
+from penstock.observe.base import Observer, tell
 from penstock.plugins import load_object, resolve
 from penstock.protocols.base import Codec
 from penstock.transports.base import Transport
@@ -161,8 +161,7 @@ class ModelHandle:
         self._report(slot)
 
     def _tell(self, slot: int, state: str) -> None:
-        for observer in self._observers:
-            observer.on_worker(self.name, self.version, slot, state)
+        tell(self._observers, "on_worker", self.name, self.version, slot, state)
 
     def _report(self, slot: int) -> None:
         self._reported.add(slot)

@@ -1,16 +1,20 @@
 """Observer: hooks that the engine calls. Metrics, traces and the record of batches are only observers.
 
-Hooks run on the event loop's thread, once a batch wherever that is possible; they must not block or raise.
+Hooks run on the event loop's thread, once a batch wherever that is possible; they must not block. One that raises is
+logged and costs nobody an answer.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from msgspec import Struct
 
 from penstock.errors import PenstockError
 from penstock.types import MetricDelta
+
+log = logging.getLogger("penstock.observe")
 
 
 class BatchRecord(Struct):
@@ -50,3 +54,12 @@ class Observer:
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         """The model's own counters and timers changed."""
+
+
+def tell(observers: Sequence[Observer], hook: str, *arguments: object) -> None:
+    """Calls one hook of every observer."""
+    for observer in observers:
+        try:
+            getattr(observer, hook)(*arguments)
+        except Exception:
+            log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)

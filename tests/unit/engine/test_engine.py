@@ -263,3 +263,20 @@ async def test_a_model_whose_scheduler_broke_is_not_ready_and_says_so(transport:
         assert not engine.ready()
         with pytest.raises(ModelNotReady):
             await engine.infer("double", 1)
+
+
+async def test_an_observer_that_raises_costs_nobody_an_answer(transport: str, caplog: Any) -> None:
+    class Broken(Observer):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                raise RuntimeError("a bug in an observer")
+            return super().__getattribute__(name)
+
+    async with Engine(observers=[Broken()]) as engine, asyncio.timeout(5):
+        await engine.load("double", config(transport, max_batch_size=1, max_queue=2), target=double)
+        for _ in range(3):
+            assert await engine.infer("double", 2) == 4
+        assert isinstance((await engine.infer_many("double", [-1]))[0], Exception)
+        with pytest.raises(DeadlineExceeded):
+            await engine.infer("double", 1, budget_s=0)
+    assert "on_complete" in caplog.text
