@@ -204,8 +204,8 @@ class Batcher:
             call.streamed = True
             if result.final:
                 call.settle(result)
-            elif call.sink is not None:
-                call.sink(result)
+            else:
+                call.hand(result)
 
     def _completed(self, running: Running, part: BatchPart) -> None:
         now = time.monotonic()

@@ -29,10 +29,18 @@ class Call:
         """Hands the final answer over, once; a caller that left is skipped."""
         sink, self.sink = self.sink, None
         if sink is not None:
-            try:
-                sink(result)
-            except Exception:
-                log.exception("sink_failed request=%d", self.entry.id)
+            self._tell(sink, result)
+
+    def hand(self, result: ItemResult) -> None:
+        """Hands a part of the answer over; a caller that left is skipped."""
+        if self.sink is not None:
+            self._tell(self.sink, result)
+
+    def _tell(self, sink: Sink, result: ItemResult) -> None:
+        try:
+            sink(result)
+        except Exception:
+            log.exception("sink_failed request=%d", self.entry.id)
 
     def cancel(self) -> None:
         """The caller is gone: not run if it still waits, else not answered."""

@@ -367,3 +367,35 @@ async def test_an_answered_request_is_freed_without_the_garbage_collector(make_b
         assert seen() is None
     finally:
         gc.enable()
+
+
+async def test_a_sink_that_raises_on_a_part_does_not_cost_others_theirs(
+    make_batcher, transport, caller, caplog
+) -> None:
+    batcher = make_batcher()
+
+    def broken(result: ItemResult) -> None:
+        raise RuntimeError("the reader of this stream has a bug")
+
+    good = caller()
+    submit(batcher, broken)
+    submit(batcher, good)
+    await turns()
+    transport.part([ItemResult(body=b"a", final=False), ItemResult(body=b"b", final=False)])
+    transport.answer()
+    assert [p.body for p in good.parts] == [b"b", b"x"]
+    assert "sink_failed" in caplog.text
+    assert batcher.pending == 0
+
+
+async def test_a_split_request_that_streams_ends_without_a_join(make_batcher, transport, caller) -> None:
+    batcher = make_batcher(max_batch_size=4, max_queue=32)
+    sink = caller()
+    submit(batcher, sink, b"big", rows=8)
+    await turns()
+    while transport.sent:
+        transport.part([ItemResult(body=b"part", final=False)])
+        transport.answer(results=[ItemResult(body=b"")])
+        await turns()
+    assert [p.body for p in sink.parts] == [b"part", b"part", b""]
+    assert sink.answer.error is None
