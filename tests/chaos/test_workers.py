@@ -67,6 +67,29 @@ async def test_kill_9_in_the_middle_of_a_batch_is_told_within_50_ms():
     assert min(delays) < 0.05  # the others may have shared the machine with other tests
 
 
+async def test_what_a_worker_answered_before_it_died_counts():
+    async with Desk(process) as desk:
+        pid = await pid_of(desk)
+        number = desk.post([Item(1)])
+        time.sleep(0.2)  # noqa: ASYNC251 - the answer arrives, and the loop does not see it
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)  # noqa: ASYNC251
+        desk.transport._places[0]._on_exit()  # of the two events, that of the process comes first
+        assert values(desk.parts[number][-1]) == [1]
+
+
+async def test_what_a_dead_worker_looked_at_is_given_back():
+    async with Desk(process, "penstock.testing.transports:Keeper") as desk:
+        await desk.up()
+        slab = desk.pool.allocate(100_000)
+        assert values(await desk.final(desk.post([Item(slab, "native")]))) == [b"kept"]
+        slab.release()
+        assert desk.pool.in_use_bytes > 0
+        os.kill(desk.ready.pid, signal.SIGKILL)
+        await desk.until(lambda: desk.downs)
+        assert desk.pool.in_use_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("item", "found"),
     [

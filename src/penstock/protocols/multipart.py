@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
@@ -9,6 +10,9 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from penstock.errors import BadRequest
 from penstock.protocols.native import decode_text, split_type
+
+# The parser warns of every malformed body; a request is never logged above DEBUG.
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 class _Parts:

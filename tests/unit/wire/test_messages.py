@@ -81,6 +81,8 @@ def test_a_slab_crosses_as_its_place(pool):
     (item,), outbox = items_across([Item(slab, "native")], pool)
     assert item.payload == b"s" * LARGE
     assert not outbox.slabs
+    (head,) = write(Run(1, Outbox(pool).items([Item(slab, "native")], False), []))
+    assert len(head) < 1000
 
 
 @pytest.mark.parametrize("in_pool", [True, False])

@@ -115,6 +115,26 @@ def test_out_of_memory_halves_even_without_retry_split():
     assert part.oom == (4, 2)
 
 
+def test_what_a_failed_call_held_is_free_before_the_halves_run():
+    import weakref
+
+    class Tensor:
+        pass
+
+    made, freed = [], []
+
+    def predict(items):
+        tensor = Tensor()
+        freed.append(all(ref() is None for ref in made))
+        made.append(weakref.ref(tensor))
+        if len(items) > 1:
+            raise MemoryError
+        return items
+
+    run(predict, [1, 2, 3, 4])
+    assert freed == [True] * 7
+
+
 def test_one_item_too_large_for_memory_is_named():
     def predict(items):
         if 3 in items:
