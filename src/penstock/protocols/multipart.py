@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
@@ -10,9 +9,6 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from penstock.errors import BadRequest
 from penstock.protocols.native import decode_text, split_type
-
-# The parser warns of every malformed body; a request is never logged above DEBUG.
-logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 class _Parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -24,6 +25,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     Raises LoadFailed, TargetNotFound, ConfigError.
     """
     add_paths(spec.sys_path)
+    # the parser of forms warns of every malformed body; a request is never logged above DEBUG
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
         target = load_object(spec.target, spec.module) if isinstance(spec.target, str) else spec.target
         options = options_of(target)

@@ -79,10 +79,9 @@ def test_multipart_fields_are_text_and_files_bytes():
         (b"--XX\r\n", "multipart/form-data; boundary=" + "X" * 5000, "malformed"),
     ],
 )
-def test_broken_multipart_is_refused(body, kind, why, caplog):
+def test_broken_multipart_is_refused(body, kind, why):
     with pytest.raises(BadRequest, match=why):
         decode(body, kind)
-    assert caplog.records == []  # a request is never worth a line above DEBUG
 
 
 def test_a_form_of_very_many_parts_is_refused():
