@@ -21,7 +21,7 @@ def parser_logger():
 
 
 def test_a_malformed_form_is_not_worth_a_line_above_debug(parser_logger, caplog):
-    runner, _ = open_model(WorkerSpec("m", "1", ModelConfig(target="m:m"), list), "cpu")
+    runner, _ = open_model(WorkerSpec("m", "1", ModelConfig(target="m:m"), lambda items: items), "cpu")
     decoded = runner.decode([Item(b"junk", "native", "multipart/form-data; boundary=XX")])
     assert type(decoded.errors[0]) is BadRequest
     assert caplog.records == []
