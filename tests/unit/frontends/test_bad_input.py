@@ -332,3 +332,54 @@ async def test_a_chunked_body_on_a_route_that_takes_none_costs_no_shared_memory(
         client.send(b"40000\r\n" + b"x" * 0x40000 + b"\r\n0\r\n\r\n")
         assert (await client.answer()).status == 413
         assert listener.backend.used_bytes == 0
+
+
+async def test_who_waits_for_memory_is_served_in_turn_and_a_large_body_does_not_starve(listen, wait_until):
+    backend = FakeBackend({"m": hold}, pool_bytes=350_000)
+    async with listen(backend) as listener:
+        first, large, late = [await listener.connect() for _ in range(3)]
+        first.post("/predictions/m", b"1" * 200_000)
+        await wait_until(lambda: backend.calls)
+        large.post("/predictions/m", b"2" * 300_000)
+        await wait_until(lambda: backend.waiting)
+        late.post("/predictions/m", b"3" * 100_000)  # there would be room for it
+        await wait_until(lambda: len(listener.server._stalled) == 2)
+        backend.calls[0].reply()
+        await wait_until(lambda: len(backend.calls) == 2)
+        assert len(backend.calls[1].item.payload.view) == 300_000
+        backend.calls[1].reply()
+        await wait_until(lambda: len(backend.calls) == 3)
+        backend.calls[2].reply()
+        assert (await late.answer()).body == b"3" * 100_000
+
+
+async def test_clients_that_leave_while_they_wait_for_memory_are_passed_over(listen, wait_until):
+    backend = FakeBackend({"m": hold, "echo": Call.reply}, pool_bytes=300_000)
+    async with listen(backend) as listener:
+        first = await listener.connect()
+        first.post("/predictions/m", b"1" * 200_000)
+        await wait_until(lambda: backend.calls)
+        for n in range(4):
+            client = await listener.connect()
+            client.post("/predictions/echo", b"2" * 200_000)
+            await wait_until(lambda n=n: len(listener.server._stalled) == n + 1)
+            if n < 3:
+                client.writer.transport.abort()
+        assert len(backend.waiting) == 1
+        backend.calls[0].reply()
+        assert (await client.answer()).body == b"2" * 200_000
+        await wait_until(lambda: len(listener.server._connections) == 2)
+        assert backend.used_bytes == 0
+
+
+async def test_closing_drops_who_still_waits_for_memory(listen, wait_until):
+    backend = FakeBackend({"m": hold}, pool_bytes=300_000)
+    async with listen(backend) as listener:
+        for n in range(3):
+            client = await listener.connect()
+            client.post("/predictions/m", b"1" * 200_000)
+            await wait_until(lambda n=n: len(listener.server._stalled) == n)
+        await wait_until(lambda: backend.calls)
+        await listener.server.close(0.01)
+        assert not listener.server._stalled
+        assert len(backend.calls) == 1

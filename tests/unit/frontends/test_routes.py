@@ -22,6 +22,7 @@ from penstock.frontends.http.routes import CACHED_PATHS, Router, resolve
         (b"/v2/models/ready", "/v2/models/{model}", "ready", None),
         (b"/v2/models/m/ready", "/v2/models/{model}/ready", "m", None),
         (b"/v2", "/v2", "", None),
+        (b"http://host:80/predictions/m?x", "/predictions/{model}", "m", None),
     ],
 )
 def test_paths_are_resolved(path, template, model, version):

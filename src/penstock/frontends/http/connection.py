@@ -253,32 +253,32 @@ class Connection(Answering):
             if self.head_bytes > most:
                 self._refuse(self._head_too_large())
         elif self.length > BIG_BYTES:
-            self._reserve()
+            if self.server.stalled or not self.reserve():
+                self._stall()
         elif not self.length:
             self.quiet_bytes += nbytes
             if self.quiet_bytes > most + len(self.server.receive):
                 self._refuse(BadRequest("malformed HTTP: the chunked body has too much that is not data"))
 
-    def _reserve(self) -> None:
-        """Memory for a large body; while there is none the socket is not read, and no timer runs."""
+    def reserve(self) -> bool:
+        """Gets memory for a large body; False while there is none. True also when the request is refused."""
         try:
             found = self.intake.reserve()
         except PenstockError as error:
             self._refuse(error)
-            return
+            return True
         if found:
             self.phase = DIRECT
             self.deadline = self.server.body_at
             self.resume(POOL)
-        else:
-            self.phase = STALLED
-            self.deadline = INF
-            self.pause(POOL)
-            self.server.backend.when_free(self._memory_free)
+        return found
 
-    def _memory_free(self) -> None:
-        if self.phase == STALLED:
-            self._reserve()
+    def _stall(self) -> None:
+        """While there is no memory the socket is not read, and no timer runs."""
+        self.phase = STALLED
+        self.deadline = INF
+        self.pause(POOL)
+        self.server.stall(self)
 
     def _refuse(self, error: PenstockError) -> None:
         """Answers, without the rest of the request, and closes."""

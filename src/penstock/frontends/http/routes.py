@@ -43,6 +43,7 @@ SPECIAL_NAMES: Final = frozenset(
 )
 CONTINUE: Final = b"100-continue"
 CHUNKED: Final = b"chunked"
+_ORIGIN = re.compile(rb"^https?://[^/]+", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -129,6 +130,8 @@ _SEGMENTS: Final = [(template, template.path.split("/")[1:]) for template in TEM
 def resolve(path: bytes) -> Route:
     """The route of a raw (still percent-encoded) path; a query is ignored. Raises RouteNotFound, BadRequest."""
     raw = path.partition(b"?")[0].partition(b"#")[0]
+    if not raw.startswith(b"/"):  # as a proxy may send it: http://host/path
+        raw = _ORIGIN.sub(b"", raw)
     try:
         found = [unquote(part, errors="strict") for part in raw.decode("ascii").split("/")[1:]]
     except UnicodeDecodeError:

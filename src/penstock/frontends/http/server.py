@@ -53,6 +53,8 @@ class HttpServer:
         self.too_many = status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
         self._ssl = ssl
         self._connections: set[Connection] = set()
+        self._stalled: dict[Connection, None] = {}  # wait for memory for a large body, first come first served
+        self._told_when_free = False
         self._listener: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._empty: asyncio.Event | None = None
@@ -113,12 +115,39 @@ class HttpServer:
     def remove(self, connection: Connection) -> None:
         """The connection is gone."""
         self._connections.discard(connection)
+        if connection in self._stalled:
+            del self._stalled[connection]
+            self._feed()  # it may have been the one that the others waited behind
         if not self._connections:
             if self._sweep_timer is not None:
                 self._sweep_timer.cancel()
                 self._sweep_timer = None
             if self._empty is not None:
                 self._empty.set()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether somebody waits for memory: who comes now waits behind them, or large bodies would wait for ever."""
+        return bool(self._stalled)
+
+    def stall(self, connection: Connection) -> None:
+        """The connection waits for memory; its `reserve` is called when there may be some."""
+        self._stalled[connection] = None
+        self._wait_for_memory()
+
+    def _wait_for_memory(self) -> None:
+        if self._stalled and not self._told_when_free:
+            self._told_when_free = True
+            self.backend.when_free(self._memory_free)
+
+    def _memory_free(self) -> None:
+        self._told_when_free = False
+        self._feed()
+
+    def _feed(self) -> None:
+        while self._stalled and (first := next(iter(self._stalled))).reserve():
+            self._stalled.pop(first, None)
+        self._wait_for_memory()
 
     def learn_head(self, content_type: str) -> bytes:
         """Everything of a plain answer's head before the length, kept until the date changes."""
