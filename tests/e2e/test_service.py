@@ -210,3 +210,11 @@ def test_a_signal_while_models_load_ends_at_once(tmp_path: Path, serve: Callable
 def test_a_host_that_cannot_be_bound_is_named_with_its_key(serve: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match=r"192\.0\.2\.1.*server\.host"):
         serve(MODELS, "echo", "--host", "192.0.2.1", "--insecure")
+
+
+def test_a_model_that_does_not_load_is_told_once_with_its_traceback(serve: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "first").touch()
+    with pytest.raises(RuntimeError, match="only one of us can be") as told:
+        serve(MODELS, "Second")
+    assert str(told.value).count("\nRuntimeError: only one of us can be") == 1
+    assert "exit 1" in str(told.value)

@@ -146,14 +146,16 @@ class ModelHandle:
         self._error = error
         if not self._up and self.state == "READY":
             self.state = "FAILED"
-        log.warning(
-            "slot_down model=%s slot=%d retry_in_s=%s error=%s%s",
-            self.name,
-            slot,
-            retry_in_s,
-            error,
-            f"\n{error.detail}" if error.detail else "",
-        )
+        last = not self._up and len(self._reported | {slot}) == self._transport.slots
+        if self._loaded.done() or not last:  # else `load` raises it
+            log.warning(
+                "slot_down model=%s slot=%d retry_in_s=%s error=%s%s",
+                self.name,
+                slot,
+                retry_in_s,
+                error,
+                f"\n{error.detail}" if error.detail else "",
+            )
         if was_up and self._batcher is not None:
             self._batcher.scheduler.slot_down(slot, time.monotonic())
             self._batcher.wake()
