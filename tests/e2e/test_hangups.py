@@ -51,6 +51,11 @@ SOURCE = """
         for _ in range(50):
             yield ["x" * 100_000 for _ in items]
 
+    def endless(items):
+        while True:
+            yield ["x" for _ in items]
+            time.sleep(0.001)
+
     def dies(items):
         wait()
         os._exit(3)
@@ -180,6 +185,15 @@ async def test_while_its_answer_streams(site: Site) -> None:
     await until(lambda: not site.http._connections)
     site.open_gate()
     await site.empty("stream")
+
+
+async def test_an_endless_stream_ends_when_its_reader_leaves(site: Site) -> None:
+    await site.load("endless")
+    for _ in range(2):
+        writer = await site.post("endless", BODY)
+        assert b"200 OK" in await site.reader.readline()
+        writer.transport.abort()
+        await site.empty("endless")
 
 
 @pytest.mark.parametrize("rows", [1, 9])

@@ -206,6 +206,8 @@ class Batcher:
                 call.settle(result)
             else:
                 call.hand(result)
+        if all(call.sink is None for call in running.calls):
+            self._transport.abandon(running.dispatch.slot, part.batch_id)
 
     def _completed(self, running: Running, part: BatchPart) -> None:
         now = time.monotonic()

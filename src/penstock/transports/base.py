@@ -47,6 +47,10 @@ class Transport(Protocol):
         """
         ...
 
+    def abandon(self, slot: int, batch_id: int) -> None:
+        """Nobody waits for a batch any more: one that streams ends at its next part. Its final part comes as ever."""
+        ...
+
     async def close(self, drain_s: float) -> None:
         """Waits up to `drain_s` for what runs, then kills; nothing of the transport is left afterwards."""
         ...

@@ -21,10 +21,23 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from penstock.errors import LoadFailed, PenstockError, TargetNotFound
+from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound
 from penstock.types import BatchPart, Ready
 from penstock.wire import frames
-from penstock.wire.messages import Failed, Free, Inbox, Outbox, Part, Run, ToWorker, Up, sendable, write
+from penstock.wire.messages import (
+    Abandon,
+    Failed,
+    Free,
+    Inbox,
+    Outbox,
+    Part,
+    Run,
+    Stop,
+    ToWorker,
+    Up,
+    sendable,
+    write,
+)
 from penstock.wire.slabs import Slab, SlabPool, lease, map_read_only
 from penstock.worker.batch import Decoded
 from penstock.worker.loop import BatchRunner
@@ -52,6 +65,7 @@ class Worker:
         self._batches: SimpleQueue[tuple[Run, Decoded, list[Lease]] | None] = SimpleQueue()
         self._frames = self._receive()
         self._runner: BatchRunner | None = None
+        self._abandoned = 0  # the last batch that nobody waits for any more
 
     def main(self) -> None:
         """Loads the model, then runs batches until the parent says stop or its socket closes."""
@@ -107,6 +121,8 @@ class Worker:
             if part.final:
                 final.append(part)
                 return
+            if self._abandoned == run.id:
+                raise Cancelled("nobody waits for this stream any more")
             outbox = Outbox(self._replies)
             outbox.results(run.items, part.results)
             self._send_packed(Part(part, [], []), outbox)
@@ -168,7 +184,9 @@ class Worker:
             assert self._runner is not None
             leases, self._leases = self._leases, []
             self._batches.put((message, self._runner.decode(message.items), leases))
-        elif not isinstance(message, Free):
+        elif isinstance(message, Abandon):
+            self._abandoned = message.id
+        elif isinstance(message, Stop):
             self._batches.put(None)
 
     def _lease(self, offset: int, length: int, writable: bool) -> memoryview:

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 
-from penstock.errors import LoadFailed, PenstockError, WorkerDied
+from penstock.errors import Cancelled, LoadFailed, PenstockError, WorkerDied
 from penstock.transports.slot import Slot, SlotTransport
 from penstock.transports.thread import Lease, abandon, let_go, readable
 from penstock.types import Batch, BatchPart, Item, Ready
@@ -38,6 +38,7 @@ class _InlineSlot(Slot):
     """Runs each batch in a callback of the loop. `run_timeout_s` cannot be kept here."""
 
     _runner: BatchRunner | None = None
+    _unwanted = 0
     _held: list[Lease]
 
     def launch(self) -> None:
@@ -67,6 +68,8 @@ class _InlineSlot(Slot):
         def emit(part: BatchPart) -> None:
             if part.final:
                 final.append(part)
+            elif self._unwanted == batch_id:
+                raise Cancelled("nobody waits for this stream any more")
             else:
                 self.tell(self.answered(part).on_part, part)
 
@@ -79,6 +82,9 @@ class _InlineSlot(Slot):
         sent = self.answered(final[0])
         self._held = let_go([*self._held, *leases])
         self.tell(sent.on_part, final.pop())
+
+    def abandon(self, batch_id: int) -> None:
+        self._unwanted = batch_id
 
     def kill(self, why: PenstockError) -> None:
         self._runner = None

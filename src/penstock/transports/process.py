@@ -19,7 +19,7 @@ from penstock.transports.launch import Child, launch, pack_spec
 from penstock.transports.slot import Sent, Slot, SlotTransport, unpin, within
 from penstock.types import Batch, BatchPart, ItemResult
 from penstock.wire import frames
-from penstock.wire.messages import Failed, Free, FromWorker, Inbox, Outbox, Part, Pickled, Run, Stop, Up, write
+from penstock.wire.messages import Abandon, Failed, Free, FromWorker, Inbox, Outbox, Part, Pickled, Run, Stop, Up, write
 from penstock.wire.slabs import Slab, SlabPool
 from penstock.worker.spec import WorkerSpec
 
@@ -82,6 +82,10 @@ class _ProcessSlot(Slot):
         if child.pidfd is not None:
             self.loop.add_reader(child.pidfd, self._on_exit)
         self._channel.send(hello)
+
+    def abandon(self, batch_id: int) -> None:
+        if self._child is not None:
+            self._channel.send(write(Abandon(batch_id)))
 
     def kill(self, why: PenstockError) -> None:
         """Asks for a dump of all stacks, and for the end a second later."""

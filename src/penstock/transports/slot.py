@@ -54,6 +54,10 @@ class Slot:
         """Hands the batch to the worker: the slabs it pinned, or the final part if it cannot be sent."""
         raise NotImplementedError
 
+    def abandon(self, batch_id: int) -> None:
+        """See `Transport.abandon`."""
+        raise NotImplementedError
+
     def kill(self, why: PenstockError) -> None:
         """Ends the worker at once; `down` is called with `why`, now or soon."""
         raise NotImplementedError
@@ -189,6 +193,10 @@ class SlotTransport:
             self._parked.append((batch, on_part))
         else:
             self._places[batch.slot].send(batch, on_part)
+
+    def abandon(self, slot: int, batch_id: int) -> None:
+        """See `Transport.abandon`."""
+        self._places[slot].abandon(batch_id)
 
     async def close(self, drain_s: float) -> None:
         """See `Transport.close`."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock import metrics
-from penstock.errors import PenstockError, WorkerDied
+from penstock.errors import Cancelled, PenstockError, WorkerDied
 from penstock.transports.slot import Slot, SlotTransport, within
 from penstock.types import Batch, BatchPart, Item, Ready
 from penstock.wire.slabs import Slab, SlabPool
@@ -56,6 +56,10 @@ class _ThreadSlot(Slot):
         items, leases = readable(batch.items)
         self._life.batches.put((batch.id, items, leases))
         return [slab for slab, _ in leases]
+
+    def abandon(self, batch_id: int) -> None:
+        if self._life is not None:
+            self._life.unwanted = batch_id
 
     def kill(self, why: PenstockError) -> None:
         """The thread goes on until its call returns, and then ends: what it looks at is never reused."""
@@ -107,6 +111,7 @@ class _Life:
     def __init__(self, slot: _ThreadSlot, spec: WorkerSpec, device: str) -> None:
         self.batches: SimpleQueue[tuple[int, list[Item], list[Lease]] | None] = SimpleQueue()
         self.abandoned = False
+        self.unwanted = 0  # the last batch that nobody waits for any more
         self._slot = slot
         self._loop = slot.loop
         name = f"penstock-{spec.name}-{slot.number}"
@@ -133,6 +138,8 @@ class _Life:
             def emit(part: BatchPart, final: list[BatchPart] = final) -> None:
                 if part.final:
                     final.append(part)
+                elif self.unwanted == part.batch_id:
+                    raise Cancelled("nobody waits for this stream any more")
                 else:
                     self._post(self._slot.on_part, self, part, [])
 

@@ -41,6 +41,12 @@ class Free(Struct, array_like=True, tag="free"):
     free: list[int]
 
 
+class Abandon(Struct, array_like=True, tag="abandon"):
+    """To the worker: nobody waits for this batch any more; if it streams, it may end."""
+
+    id: int
+
+
 class Stop(Struct, array_like=True, tag="stop"):
     """To the worker: unload and end, after what was sent before."""
 
@@ -68,7 +74,7 @@ class Part(Struct, array_like=True, tag="part"):
     let_go: list[int]
 
 
-ToWorker = Run | Free | Stop
+ToWorker = Run | Free | Abandon | Stop
 FromWorker = Up | Failed | Part
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from penstock.errors import BadOutput, OutOfMemory, PenstockError, describe
+from penstock.errors import BadOutput, Cancelled, OutOfMemory, PenstockError, describe
 from penstock.types import BatchPart, Item, ItemResult
 from penstock.wire.messages import Unsent
 
@@ -123,7 +123,7 @@ class BatchRun:
         except ENDS:
             raise
         except BaseException as e:
-            if not sent:
+            if not sent and not isinstance(e, Cancelled):  # what nobody waits for is not tried again
                 raise
             wrong = self.runner.error_of(e)
         finally:

@@ -26,6 +26,9 @@ class FakeTransport:
 
     def forget(self) -> None: ...
 
+    def abandon(self, slot: int, batch_id: int) -> None:
+        self.abandoned = (slot, batch_id)
+
     def send(self, batch: Batch, on_part: OnPart) -> None:
         self.sent.append((batch, on_part))
 

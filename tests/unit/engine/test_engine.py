@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -280,3 +281,29 @@ async def test_an_observer_that_raises_costs_nobody_an_answer(transport: str, ca
         with pytest.raises(DeadlineExceeded):
             await engine.infer("double", 1, budget_s=0)
     assert "on_complete" in caplog.text
+
+
+async def test_a_stream_that_everybody_has_left_ends_and_frees_its_worker(transport: str) -> None:
+    ended = threading.Event()
+
+    def endless(items: list[Any]) -> Any:
+        try:
+            while True:
+                yield [1 for _ in items]
+                if transport == "thread":
+                    time.sleep(0.001)
+        finally:
+            ended.set()
+
+    async with Engine() as engine, asyncio.timeout(10):
+        await engine.load("endless", config(transport), target=endless)
+        calls: list[Any] = []
+
+        def leave(result: ItemResult) -> None:
+            calls.pop().cancel()
+
+        for _ in range(2):  # the second shows that the worker is free
+            ended.clear()
+            calls.append(engine.submit("endless", None, Item(1), leave))
+            while not ended.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
