@@ -37,6 +37,7 @@ def environment(spec: WorkerSpec, device: str, base: Mapping[str, str]) -> tuple
     # told less (2^4 is the least): so the digits model answered 786 requests/s on a busy 2-core machine, 6,506 without.
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+    env.setdefault("PYTHONUNBUFFERED", "1")  # what a model prints is seen when it prints it, also through a pipe
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:
         visible = [d for d in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]

@@ -24,7 +24,7 @@ def test_physical_cores_are_shared_out(cores, instances, threads):
     env, device = environment(spec(instances), "cpu", {})
     assert {env[name] for name in THREAD_VARIABLES} == {str(threads)}
     assert env["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert env["OPENBLAS_THREAD_TIMEOUT"] == "4"
+    assert (env["OPENBLAS_THREAD_TIMEOUT"], env["PYTHONUNBUFFERED"]) == ("4", "1")
     assert device == "cpu"
 
 
