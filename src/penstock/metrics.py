@@ -5,6 +5,7 @@ Callable from any thread. What changed goes to the serving process with the answ
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,22 @@ from penstock.types import MetricDelta
 MAX_TIMINGS = 10_000  # between two batches; more are not kept
 MAX_SERIES = 1_000
 
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_RESERVED = ("penstock_", "process_")
+_good_names: set[str] = set()
+
 _Key = tuple[str, str, tuple[tuple[str, str], ...]]
+
+
+def _check_name(name: str) -> None:
+    """Raises ValueError for a name that would spoil the page of metrics for everybody."""
+    if not _NAME.fullmatch(name) or name.startswith(_RESERVED):
+        raise ValueError(
+            f"a metric cannot be named {name!r}: expected letters, digits and _, not first a digit, and not the"
+            f" beginnings {' and '.join(_RESERVED)}, which are taken"
+        )
+    if len(_good_names) < MAX_SERIES:
+        _good_names.add(name)
 
 
 class _Registry:
@@ -28,8 +44,10 @@ class _Registry:
         self._timings: list[tuple[_Key, float]] = []
 
     def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
+        if name not in _good_names:
+            _check_name(name)
         # numbers of numpy and texts of requests are welcome, but must not be what cannot be sent
-        key = (kind, plain(name), tuple(sorted((k, plain(v)) for k, v in labels.items())))
+        key = (kind, name, tuple(sorted((k, plain(v)) for k, v in labels.items())))
         value = float(value)
         with self._lock:
             if kind == "timer":
@@ -63,7 +81,7 @@ def _current() -> _Registry:
 
 
 def counter(name: str, value: float = 1, **labels: object) -> None:
-    """Adds `value` (>= 0) to a counter. Raises ValueError."""
+    """Adds `value` (>= 0) to a counter. Raises ValueError, also for a name that Prometheus does not take."""
     if not value >= 0:  # NaN is refused, too
         raise ValueError(f"counter '{name}' can only grow, found {value}: use a gauge")
     _current().add("counter", name, value, labels)

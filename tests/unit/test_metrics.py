@@ -93,3 +93,9 @@ def test_models_in_threads_of_their_own_do_not_mix():
         thread.start()
         thread.join()
     assert heard == {"a": ["a"], "b": ["b"]}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "1st", "größe", "penstock_requests", "process_open_fds"])
+def test_a_name_that_would_spoil_the_page_is_refused(name):
+    with pytest.raises(ValueError, match="cannot be named"):
+        metrics.counter(name)
