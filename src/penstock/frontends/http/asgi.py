@@ -70,9 +70,11 @@ class _Call:
 class InferenceApp:
     """ASGI 3 (http and lifespan) over a Backend. Mount it where you like: `root_path` is taken off the path."""
 
-    def __init__(self, backend: Backend, config: LimitsConfig, *, tokens: frozenset[bytes] = frozenset()) -> None:
+    def __init__(
+        self, backend: Backend, config: LimitsConfig | None = None, *, tokens: frozenset[bytes] = frozenset()
+    ) -> None:
         self.backend = backend
-        self.config = config
+        self.config = config or LimitsConfig()
         self.tokens = tokens
         self.router = Router()
 

@@ -1,0 +1,56 @@
+"""What the pages show is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.S | re.M)
+    return [block for name, block in found if name == language]
+
+
+def shell(lines: str, url: str, cwd: Path) -> list[str]:
+    """What the curl lines of a block print, sent to `url` in place of the default address."""
+    found = [line for line in lines.splitlines() if line.startswith("curl") and ":8080" in line]
+    outputs = []
+    for line in found:
+        command = line.replace("http://127.0.0.1:8080", url) + " -s -f"
+        outputs.append(
+            subprocess.run(["bash", "-c", command], cwd=cwd, capture_output=True, text=True, check=True).stdout
+        )
+    return outputs
+
+
+def test_the_quickstarts_model_answers_its_curl_line_and_its_program_runs(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    python = blocks("docs/quickstart.md", "python")
+    server = serve(python[0], "Means")
+    curls = next(b for b in blocks("docs/quickstart.md", "") if "curl" in b)
+    assert shell(curls, server.url, tmp_path) == ['{"mean":2.5}']
+    program = next(b for b in python if "Portal" in b)
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[{'mean': 1.5}, {'mean': 3.5}]"
+
+
+def test_the_readmes_models_answer_their_curl_lines(serve: Callable[..., Any], tmp_path: Path) -> None:
+    model = blocks("README.md", "python")[0]
+    pages = [b for b in blocks("README.md", "") if "curl" in b]
+    server = serve(model, "shout")
+    assert shell(pages[0], server.url, tmp_path) == ["HELLO"]
+    server.stop()
+    digits = serve(None, "examples/digits/app.py:Digits", cwd=ROOT)
+    answer, description = shell(pages[1], digits.url, ROOT)
+    assert '"digit":7' in answer
+    assert '"name":"digits"' in description
