@@ -1,10 +1,36 @@
-"""Models that the benchmarks serve."""
+"""The models that the benchmarks serve, the same code for every server. Imports nothing but what a peer has, too."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+FRAMES, HEIGHT, WIDTH, CHANNELS = 16, 270, 480, 3
 
 
 def echo(items: list[Any]) -> list[Any]:
     """Returns what it is given."""
     return items
+
+
+def accelerator(items: list[Any]) -> list[Any]:
+    """Takes 5 ms + 0.2 ms an item, and no processor."""
+    time.sleep(0.005 + 0.0002 * len(items))
+    return items
+
+
+def heavy(items: list[Any]) -> list[Any]:
+    """Takes 10 ms + 2 ms an item: 381 items a second in batches of 16."""
+    time.sleep(0.010 + 0.002 * len(items))
+    return items
+
+
+def frame_means(items: list[Any]) -> list[Any]:
+    """The mean of each of 16 raw uint8 frames of 270 x 480 x 3, as 16 floats."""
+    import numpy
+
+    means = []
+    for item in items:
+        frames = numpy.frombuffer(item, numpy.uint8).reshape(FRAMES, HEIGHT * WIDTH * CHANNELS)
+        means.append(frames.mean(axis=1, dtype=numpy.float32).tolist())
+    return means

@@ -1,0 +1,69 @@
+"""How many 6.2 MB requests a second does a server take in, and how much memory does its front-end need for them?
+
+A request is 16 raw frames of 270 x 480 x 3 uint8; the answer is the mean of each, from a worker process. 4 connections
+of `wrk`, batches of up to 4, peers wait 2 ms. Then 64 connections, with the memory of penstock's front-end beside: that
+of its own ("anonymous") and that which it shares with its workers.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import harness
+import models
+
+VALUES = [2 ** (i % 8) for i in range(models.FRAMES)]  # means that a float32 holds exactly
+BODY = b"".join(bytes([v]) * (models.HEIGHT * models.WIDTH * models.CHANNELS) for v in VALUES)
+WORKLOAD = harness.Workload("frame_means", BODY, [float(v) for v in VALUES], binary=True, max_batch=4, wait_ms=2)
+WANTED = {"mosec": 3.0, "torchserve": 5.0}
+POOL_MIB = 256  # limits.pool_bytes
+MIB = 2**20
+
+
+def crowded(server: harness.Server, connections: int, seconds: int) -> harness.Sample:
+    """A run of `wrk`, and the most memory that the front-end held meanwhile, in MiB."""
+    status = Path(f"/proc/{server.process.pid}/status")
+    most = {"RssAnon": 0.0, "RssShmem": 0.0}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            text = status.read_text()
+            for key in most:
+                found = re.search(rf"^{key}:\s+(\d+) kB", text, re.MULTILINE)
+                most[key] = max(most[key], int(found[1]) * 1024 / MIB if found else 0.0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        sample = server.closed_loop(connections, seconds)
+    finally:
+        over.set()
+        watcher.join()
+    return {**sample, "anonymous_mib": most["RssAnon"], "shared_mib": most["RssShmem"]}
+
+
+def main() -> None:
+    options = harness.options(__doc__)
+    columns = {"rate": "requests/s", "p50_ms": "p50 ms", "p99_ms": "p99 ms"}
+    columns |= {"anonymous_mib": "anonymous MiB", "shared_mib": "shared MiB"}
+    report = harness.Report(__file__, __doc__, options, columns)
+    with harness.serving(harness.same(WORKLOAD, options.peers)) as servers:
+        runs = harness.closed_loops(servers, 4, options)
+        report.add({"connections": 4}, runs)
+        for peer, ratio in WANTED.items():
+            if peer in runs:
+                report.target(f"4 connections: x {peer}", report.ratios(runs, "penstock", peer), least=ratio)
+        server = servers["penstock"]
+        runs = harness.interleave(options.rounds, {"penstock": lambda: crowded(server, 64, options.seconds)})
+        report.add({"connections": 64}, runs)
+        anonymous, shared = ([s[k] for s in runs["penstock"]] for k in ("anonymous_mib", "shared_mib"))
+        report.target("64 connections: anonymous MiB of the front-end", [max(anonymous)], most=100e6 / MIB)
+        report.target("64 connections: shared MiB of the front-end", [max(shared)], most=POOL_MIB)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""How much of its capacity does an overloaded server give to requests that have 200 ms, and how soon know the others?
+
+An open loop of Poisson arrivals at 0.5, 1, 2 and 5 times the 381/s that the model can do: 10 ms + 2 ms an item, 16
+items at most. Goodput counts the right answers that came within 200 ms of the time when the request was to be sent,
+over capacity, after a first second that is not counted. Peers are told the 200 ms as their timeout. "queue 64" bounds
+the queue (mosec: what is in flight) to the 64 items that can be done in 168 ms; else the bound is the default.
+"""
+
+from __future__ import annotations
+
+import harness
+import psutil
+from open_loop import LOST, OpenLoop, poisson
+
+BODY = b'{"id": 12345, "text": "a small request of 50 bytes"}'
+ANSWER = {"id": 12345, "text": "a small request of 50 bytes"}
+DEADLINE_MS = 200
+WORKLOAD = harness.Workload("heavy", BODY, ANSWER, max_batch=16, wait_ms=5, timeout_ms=DEADLINE_MS)
+CAPACITY = 16 / (0.010 + 0.002 * 16)
+WARM_S = 1.0
+REFUSED, SHED = (429, 503), (504, 408)
+WANTED = {2: 0.90, 5: 0.85}
+
+
+def loaded(server: harness.Server, load: float, seconds: float, seed: int) -> harness.Sample:
+    """One run of arrivals at `load` x capacity."""
+    w = server.workload
+    times = poisson(load * CAPACITY, WARM_S + seconds, seed)
+    with server.awake():
+        run = OpenLoop(server.url, w.body, w.content_type, times, x_deadline_ms=str(DEADLINE_MS)).run()
+        memory = 0
+        for process in server.members():
+            try:
+                memory += process.memory_full_info().uss
+            except psutil.NoSuchProcess:
+                pass
+    answers = list(zip(times, run.latency_s, run.status, strict=True))
+    good = sum(
+        200 <= status < 300 and latency <= DEADLINE_MS / 1e3 and WARM_S <= at + latency < WARM_S + seconds
+        for at, latency, status in answers
+    )
+    served = harness.percentiles([x for _, x, status in answers if 200 <= status < 300])
+    refused = harness.percentiles([x for _, x, status in answers if status in REFUSED])
+    shed = [x for _, x, status in answers if status in SHED]
+    late = harness.percentiles(run.late_s)
+    sample = {
+        "goodput": good / seconds / CAPACITY,
+        **served,
+        "lost": sum(status == LOST for _, _, status in answers),
+        "memory_mib": memory / 2**20,
+        "generator_late_p99_ms": late["p99_ms"],
+        "refused": sum(status in REFUSED for _, _, status in answers) / len(answers),
+        "shed": len(shed) / len(answers),
+    }
+    if refused:
+        sample["refused_p99_ms"] = refused["p99_ms"]
+    if shed:
+        sample["shed_after_ms"] = max(shed) * 1e3 - DEADLINE_MS
+    return sample
+
+
+def main() -> None:
+    options = harness.options(__doc__, seconds=3)
+    columns = {"goodput": "goodput / capacity", "p50_ms": "p50 ms", "p99_ms": "p99 ms", "refused": "share refused"}
+    columns |= {"refused_p99_ms": "refused after, p99 ms", "shed": "share shed", "lost": "lost"}
+    columns |= {"shed_after_ms": "shed, most ms after the deadline", "memory_mib": "memory MiB"}
+    columns |= {"generator_late_p99_ms": "generator late, p99 ms"}
+    report = harness.Report(__file__, __doc__, options, columns)
+    with harness.serving(harness.same(WORKLOAD, options.peers)) as servers:
+        for server in servers.values():
+            loaded(server, 1.0, 1.0, 0)
+        refused: list[float] = []
+        shed: list[float] = []
+        memory: list[float] = []
+        for load in (0.5, 1, 2, 5):
+            seeds = {name: iter(range(1, 1 + options.rounds)) for name in servers}  # the same arrivals for all
+            runs = harness.interleave(
+                options.rounds,
+                {
+                    n: lambda n=n, s=s, load=load, seeds=seeds: loaded(s, load, options.seconds, next(seeds[n]))
+                    for n, s in servers.items()
+                },
+            )
+            report.add({"load": f"{load:g} x"}, runs)
+            mine = runs["penstock"]
+            if load in WANTED:
+                report.target(f"{load} x capacity: goodput", [s["goodput"] for s in mine], least=WANTED[load])
+            refused += [s["refused_p99_ms"] for s in mine if "refused_p99_ms" in s]
+            shed += [s["shed_after_ms"] for s in mine if "shed_after_ms" in s]
+            memory += [s["memory_mib"] for s in mine]
+        report.target("refused after, p99 ms", refused, most=10)
+        report.target("shed at the latest, ms after the deadline", [max(shed)] if shed else [], most=10)
+        report.target("memory, last over first run", [memory[-1] / memory[0]], most=1.05)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""mosec serving what BENCH_WORKLOAD says: a Rust front and worker processes. `--port` is read by mosec itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import models
+from mosec import Server, Worker
+
+workload = json.loads(os.environ["BENCH_WORKLOAD"])
+predict = getattr(models, workload["model"])
+
+
+class Json(Worker):
+    """mosec decodes and encodes JSON."""
+
+    def forward(self, data: list[Any]) -> list[Any]:
+        return predict(data)
+
+
+class Raw(Json):
+    """Bodies as they are; a result that is not bytes goes out as JSON."""
+
+    def deserialize(self, data: bytes) -> bytes:
+        return data
+
+    def serialize(self, data: Any) -> bytes:
+        return bytes(data) if isinstance(data, (bytes, memoryview)) else json.dumps(data).encode()
+
+
+if __name__ == "__main__":
+    sys.argv += ["--log-level", "error", "--timeout", str(workload["timeout_ms"])]
+    server = Server()
+    server.append_worker(
+        Raw if workload["binary"] else Json,
+        num=workload["instances"],
+        max_batch_size=workload["max_batch"],
+        max_wait_time=workload["wait_ms"],
+    )
+    server.run()
