@@ -56,8 +56,12 @@ def main() -> None:
         for peer, ratio in WANTED.items():
             if peer in runs:
                 report.target(f"4 connections: x {peer}", report.ratios(runs, "penstock", peer), least=ratio)
+        for server in servers.values():
+            server.closed_loop(64, 1)
         server = servers["penstock"]
-        runs = harness.interleave(options.rounds, {"penstock": lambda: crowded(server, 64, options.seconds)})
+        peers = {n: lambda s=s: s.closed_loop(64, options.seconds) for n, s in servers.items() if n != "penstock"}
+        crowd = {"penstock": lambda: crowded(server, 64, options.seconds), **peers}
+        runs = harness.interleave(options.rounds, crowd)
         report.add({"connections": 64}, runs)
         anonymous, shared = ([s[k] for s in runs["penstock"]] for k in ("anonymous_mib", "shared_mib"))
         report.target("64 connections: anonymous MiB of the front-end", [max(anonymous)], most=100e6 / MIB)

@@ -38,7 +38,7 @@ PACKAGES = {
     "mosec": ("mosec==0.9.8", "numpy"),
     "litserve": ("litserve==0.2.19", "numpy"),
     "service_streamer": ("service_streamer==0.1.2", "flask==3.1.3", "gevent", "numpy"),
-    "torchserve": ("torchserve==0.12.0", "torch-model-archiver==0.12.0", "pyyaml", "numpy"),
+    "torchserve": ("torchserve==0.12.0", "torch-model-archiver==0.12.0", "torch==2.13.0", "pyyaml", "numpy"),
 }
 QUICK = ("mosec", "litserve")
 KEPT_ROUNDS = 5  # fewer make no result
@@ -63,6 +63,7 @@ class Workload:
     wait_ms: int = 1  # of servers that wait a fixed time for a batch to fill
     instances: int = 1
     timeout_ms: int = 30_000  # after which a server may give a request up, where it can be told so
+    queue: int | None = None  # most items that wait, where a server can be told so; else its default
 
     @property
     def content_type(self) -> str:
@@ -138,8 +139,10 @@ class Server:
         w = self.workload
         command = [sys.executable, "-m", "penstock.cli.main", "serve", f"{HERE}/models.py:{w.model}", "--port", "0"]
         command += ["--instances", str(w.instances), "--max-batch-size", str(w.max_batch)]
-        for key in ("server.management_port=0", "server.metrics_port=0", *sets):
-            command += ["--set", key]
+        keys = ["server.management_port=0", "server.metrics_port=0", *sets]
+        if w.queue is not None:
+            keys.append(f"models.{w.model}.batching.max_queue={w.queue}")
+        command += [word for key in keys for word in ("--set", key)]
         read, write = os.pipe()
         with open(read) as pipe:
             try:

@@ -33,6 +33,8 @@ class Raw(Json):
 
 if __name__ == "__main__":
     sys.argv += ["--log-level", "error", "--timeout", str(workload["timeout_ms"])]
+    if workload["queue"] is not None:
+        sys.argv += ["--capacity", str(workload["queue"])]
     server = Server()
     server.append_worker(
         Raw if workload["binary"] else Json,

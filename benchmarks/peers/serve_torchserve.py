@@ -32,21 +32,10 @@ def main() -> None:
     }
     (folder / "model.yaml").write_text("".join(f"{k}: {v}\n" for k, v in model.items()))
     os.environ["PATH"] = f"{bin_}{os.pathsep}{os.environ['PATH']}"
-    os.environ |= {
-        "LOG_LOCATION": f"{folder}/logs",
-        "METRICS_LOCATION": f"{folder}/logs",
-        "BENCH_MODELS": f"{HERE.parent}",
-    }
-    archive = [
-        bin_ / "torch-model-archiver",
-        "--model-name",
-        "model",
-        "--version",
-        "1",
-        "--archive-format",
-        "no-archive",
-    ]
-    archive += ["--handler", HERE / "torchserve_handler.py", "--config-file", folder / "model.yaml"]
+    logs = f"{folder}/logs"
+    os.environ |= {"LOG_LOCATION": logs, "METRICS_LOCATION": logs, "BENCH_MODELS": f"{HERE.parent}"}
+    archive = f"{bin_}/torch-model-archiver --model-name model --version 1 --archive-format no-archive".split()
+    archive += ["--handler", f"{HERE}/torchserve_handler.py", "--config-file", f"{folder}/model.yaml"]
     subprocess.run([*archive, "--export-path", store], check=True)
     inference, management, metrics, grpc, grpc_management = workload["ports"]
     settings = {
@@ -57,7 +46,7 @@ def main() -> None:
         "grpc_management_port": grpc_management,
         "disable_token_authorization": "true",
         "disable_system_metrics": "true",
-        "job_queue_size": 1000,
+        "job_queue_size": workload["queue"] or 1000,
         "max_request_size": 20_000_000,
         "max_response_size": 20_000_000,
         "vmargs": f"-Xmx2g -Djava.io.tmpdir={folder}",
