@@ -21,8 +21,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# every benchmark, about 15 minutes; BENCH="--rounds 1 --seconds 1" tries them, --peers names others (see benchmarks/harness.py)
+PARTS := harness.py models.py open_loop.py simulator.py
+BENCHMARKS = $(filter-out $(addprefix benchmarks/,$(PARTS)),$(wildcard benchmarks/*.py))
 bench: $(VENV)/.dev wrk
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
+	@echo "== benchmarks/simulator.py"; $(BIN)/python benchmarks/simulator.py
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m penstock.config.document > docs/configuration.md

@@ -341,9 +341,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions(peers: Sequence[str]) -> dict[str, str]:
+def versions(peers: Sequence[str], libraries: Sequence[str]) -> dict[str, str]:
     found = {"python": platform.python_version()}
-    found |= {name: version(name) for name in ("penstock", "uvloop", "httptools", "msgspec", "numpy")}
+    found |= {name: version(name) for name in ("penstock", "uvloop", "httptools", "msgspec", *libraries)}
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     found["penstock"] += f" ({commit})" if commit else ""
@@ -360,14 +360,24 @@ def number(value: float) -> str:
 class Report:
     """The tables of one benchmark: printed as they come, kept in `results/` when the rounds are enough."""
 
-    def __init__(self, file: str, doc: str, options: argparse.Namespace, columns: Mapping[str, str]) -> None:
-        """`columns`: key in a sample -> heading, for what a table shows; the first is what is compared."""
+    def __init__(
+        self,
+        file: str,
+        doc: str,
+        options: argparse.Namespace,
+        columns: Mapping[str, str],
+        libraries: Sequence[str] = (),
+    ) -> None:
+        """`columns`: key in a sample -> heading, for what a table shows; the first is what is compared.
+
+        `libraries`: those of this environment whose versions matter besides the usual ones.
+        """
         self._name = Path(file).stem
         self._question = doc.splitlines()[0]
         self._options = options
         self._columns = dict(columns)
         self._machine = machine()
-        self._versions = versions(options.peers)
+        self._versions = versions(options.peers, libraries)
         self._results: list[dict[str, Any]] = []
         self._targets: list[dict[str, Any]] = []
         self._lines: list[str] = []
@@ -393,6 +403,8 @@ class Report:
         if header != self._header:
             self._header = header
             self._say("\n| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
+        if errors := sum(s.get("errors", 0) for s in runs.get("penstock", ())):
+            self.target(f"errors of penstock, {', '.join(f'{k} {v}' for k, v in cell.items())}", [errors], most=0)
         for name, samples in runs.items():
             row = [str(v) for v in cell.values()] + [name]
             for key in shown:

@@ -1,29 +1,20 @@
 """How much of the machine does the listener leave to others: its requests/s against a bare echo on uvicorn.
 
-Both answer a small JSON body to `wrk` in one process without a worker, one after the other in the same minute; ours
-with all its features, on a backend that answers from the loop's next pass. Needs `wrk`.
-
-    python benchmarks/listener.py [--connections 64] [--seconds 5] [--rounds 3]
+Both answer a small JSON body to 64 connections of `wrk` in one process without a worker; ours with all its features, on
+a backend that answers from the loop's next pass.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import platform
-import re
-import statistics
 import subprocess
 import sys
-import tempfile
-from importlib.metadata import version
 from typing import Any
 
-BODY = '{"text": "a small body of some sixty bytes, as a prompt or a row"}'
-LUA = f"""wrk.method = "POST"
-wrk.body = '{BODY}'
-wrk.headers["Content-Type"] = "application/json"
-"""
+import harness
+
+TEXT = "a small body of some sixty bytes, as a prompt or a row"
+WORKLOAD = harness.Workload("echo", f'{{"text": "{TEXT}"}}'.encode(), {"text": TEXT})
 
 
 async def ours() -> None:
@@ -75,55 +66,27 @@ async def theirs() -> None:
     await task
 
 
-def measure(kind: str, connections: int, seconds: int, script: str) -> tuple[float, str]:
-    """(requests/s, p99 as wrk prints it) of one run of one server in its own process."""
-    server = subprocess.Popen(
-        [sys.executable, __file__, "--serve", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    try:
+def measure(kind: str, seconds: int) -> harness.Sample:
+    """One run of one server in its own process, which ends when its stdin closes."""
+    command = [sys.executable, __file__, "--serve", kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}/predictions/echo"
-        command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", script, url]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    finally:
-        server.stdin.close()
-        server.wait(10)
-    if "Non-2xx" in out:
-        raise SystemExit(f"{kind}: not every answer was 200\n{out}")
-    rate, p99 = re.search(r"Requests/sec:\s+([\d.]+)", out), re.search(r"99%\s+(\S+)", out)
-    assert rate is not None
-    assert p99 is not None
-    return float(rate[1]), p99[1]
+        return harness.wrk(url, WORKLOAD, 64, seconds)
 
 
 def main() -> None:
-    """Prints one line a server and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--seconds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--serve", choices=("penstock", "uvicorn"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve:
+    if sys.argv[1:2] == ["--serve"]:
         import uvloop
 
-        uvloop.run(ours() if args.serve == "penstock" else theirs())
+        uvloop.run(ours() if sys.argv[2] == "penstock" else theirs())
         return
-    rates: dict[str, list[float]] = {"penstock": [], "uvicorn": []}
-    with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
-        script.write(LUA)
-        script.flush()
-        for _ in range(args.rounds):
-            for kind, found in rates.items():
-                rate, p99 = measure(kind, args.connections, args.seconds, script.name)
-                found.append(rate)
-                print(f"{kind:9} {rate:9.0f} requests/s  p99 {p99}", flush=True)
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("uvicorn", "uvloop", "httptools"))
-    print(f"{platform.machine()}, Python {platform.python_version()}, {libraries}, {args.connections} connections")
-    ratio = statistics.median(rates["penstock"]) / statistics.median(rates["uvicorn"])
-    spread = ", ".join(f"{a / b:.2f}" for a, b in zip(rates["penstock"], rates["uvicorn"], strict=True))
-    print(f"ratio {ratio:.2f} (rounds: {spread})")
+    options = harness.options(__doc__, peers=())
+    columns = {"rate": "requests/s", "p50_ms": "p50 ms", "p99_ms": "p99 ms"}
+    report = harness.Report(__file__, __doc__, options, columns, libraries=("uvicorn",))
+    kinds = {kind: lambda k=kind: measure(k, options.seconds) for kind in ("penstock", "uvicorn")}
+    report.add({"connections": 64}, harness.interleave(options.rounds, kinds))
+    report.save()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def loaded(server: harness.Server, load: float, seconds: float, seed: int) -> ha
 
 
 def main() -> None:
-    options = harness.options(__doc__, seconds=3)
+    options = harness.options(__doc__, seconds=1)
     columns = {"goodput": "goodput / capacity", "p50_ms": "p50 ms", "p99_ms": "p99 ms", "refused": "share refused"}
     columns |= {"refused_p99_ms": "refused after, p99 ms", "shed": "share shed", "lost": "lost"}
     columns |= {"shed_after_ms": "shed, most ms after the deadline", "memory_mib": "memory MiB"}
