@@ -264,8 +264,8 @@ def wrk(url: str, workload: Workload, connections: int, seconds: int) -> Sample:
     found = re.search(r"^RESULT (.*)$", out, re.MULTILINE)
     assert found is not None, out
     duration_us, requests, errors, p50_us, p99_us = json.loads(found[1])
-    good = max(0, requests - errors)
-    return {"rate": good / duration_us * 1e6, "p50_ms": p50_us / 1e3, "p99_ms": p99_us / 1e3, "errors": errors}
+    sample = {"rate": max(0, requests - errors) / duration_us * 1e6, "errors": errors}
+    return {**sample, "p50_ms": p50_us / 1e3, "p99_ms": p99_us / 1e3} if requests else sample
 
 
 def interleave(rounds: int, contenders: Mapping[str, Callable[[], Sample]]) -> Runs:

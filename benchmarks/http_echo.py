@@ -20,7 +20,7 @@ WANTED = {("mosec", 64): 2.5, ("mosec", 256): 2.0, ("torchserve", 64): 6.0, ("li
 
 
 def main() -> None:
-    options = harness.options(__doc__, seconds=1)
+    options = harness.options(__doc__)
     columns = {"rate": "requests/s", "p50_ms": "p50 ms", "p99_ms": "p99 ms"}
     report = harness.Report(__file__, __doc__, options, columns)
     for body, workload in WORKLOADS.items():

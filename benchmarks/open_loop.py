@@ -19,7 +19,6 @@ import uvloop
 
 LOST = 0  # the status of a request without an answer
 MOST_CONNECTIONS = 8000
-OPENED_BEFORE = 256
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:
@@ -36,13 +35,24 @@ class OpenLoop:
     """One run. Afterwards, in the order of the requests: `status` and `latency_s`; `late_s` is when each was handed
     to its connection, counted from its intended time too."""
 
-    def __init__(self, url: str, body: bytes, content_type: str, times: Sequence[float], **headers: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        body: bytes,
+        content_type: str,
+        times: Sequence[float],
+        *,
+        connections: int = 256,
+        **headers: str,
+    ) -> None:
+        """`connections` are opened before the first request, others when none is free."""
         parts = urlsplit(url)
         self._host, self._port = parts.hostname, parts.port
         head = {"host": parts.netloc, "content-type": content_type, "content-length": str(len(body)), **headers}
         lines = "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in head.items())
         self.request = f"POST {parts.path} HTTP/1.1\r\n{lines}\r\n".encode() + body
         self.times = times
+        self._connections = connections
         self.status = array("i", [LOST] * len(times))
         self.latency_s = array("d", [float("inf")] * len(times))
         self.late_s = array("d", [0.0] * len(times))
@@ -65,7 +75,7 @@ class OpenLoop:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._opening: set[asyncio.Task[None]] = set()
-        await asyncio.gather(*(self._open() for _ in range(OPENED_BEFORE)))
+        await asyncio.gather(*(self._open() for _ in range(self._connections)))
         self._start = time.perf_counter() + 0.05
         number = 0
         while number < len(self.times):

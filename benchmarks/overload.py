@@ -9,6 +9,7 @@ the queue (mosec: what is in flight) to the 48 items that can be done in 126 ms;
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import harness
 import psutil
@@ -22,7 +23,18 @@ CAPACITY = 16 / (0.010 + 0.002 * 16)
 WARM_S = 1.0
 REFUSED, SHED = (429, 503), (504, 408)
 WANTED = {2: 0.90, 5: 0.85}
+SETTLE_TRIES = 100
 CAN_BE_BOUNDED = ("penstock", "mosec", "torchserve")
+
+
+def settle(server: harness.Server) -> None:
+    """Returns when a lone request is answered in time again: some servers still work on what was given up."""
+    for _ in range(SETTLE_TRIES):
+        start = time.perf_counter()
+        run = OpenLoop(server.url, BODY, server.workload.content_type, [0.0], connections=1).run()
+        if run.status[0] == 200 and time.perf_counter() - start < DEADLINE_MS / 1e3:
+            return
+    raise SystemExit(f"{server.name} does not recover from the run before")
 
 
 def loaded(server: harness.Server, load: float, seconds: float, seed: int) -> harness.Sample:
@@ -30,6 +42,7 @@ def loaded(server: harness.Server, load: float, seconds: float, seed: int) -> ha
     w = server.workload
     times = poisson(load * CAPACITY, WARM_S + seconds, seed)
     with server.awake():
+        settle(server)
         run = OpenLoop(server.url, w.body, w.content_type, times, x_deadline_ms=str(DEADLINE_MS)).run()
         memory = 0
         for process in server.members():
