@@ -21,7 +21,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# every benchmark, about 15 minutes; BENCH="--rounds 1 --seconds 1" tries them, --peers names others (see benchmarks/harness.py)
+# BENCH="--rounds 1 --seconds 1" tries them out, --peers names others to run beside (see benchmarks/harness.py)
 PARTS := harness.py models.py open_loop.py simulator.py
 BENCHMARKS = $(filter-out $(addprefix benchmarks/,$(PARTS)),$(wildcard benchmarks/*.py))
 bench: $(VENV)/.dev wrk
