@@ -56,6 +56,18 @@ class ModelNotFound(PenstockError):
     code = "model_not_found"
 
 
+class Conflict(PenstockError):
+    """The change does not fit what is there now."""
+
+    code = "conflict"
+
+
+class Forbidden(PenstockError):
+    """The caller may not do this, whoever they are: the configuration does not allow it."""
+
+    code = "forbidden"
+
+
 class ModelNotReady(PenstockError):
     """The model is known, but loading, failed or draining."""
 

@@ -97,7 +97,10 @@ class ModelMetadata(Struct, frozen=True):
 
 
 class ModelStatus(Struct, frozen=True):
-    """One line of the table of models. `state` is one of LOADING, READY, FAILED, DRAINING."""
+    """One line of the table of models. `state` is one of LOADING, READY, FAILED, DRAINING.
+
+    `traffic` is the version's part of the requests that name no version.
+    """
 
     name: str
     version: str
@@ -107,6 +110,8 @@ class ModelStatus(Struct, frozen=True):
     max_batch_size: int
     devices: tuple[str, ...]
     queue: int = 0
+    default: bool = True
+    traffic: float = 1.0
 
 
 class Batch(Struct):

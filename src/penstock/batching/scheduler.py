@@ -97,6 +97,17 @@ class Scheduler:
         self._max_batch_size = rows
         self._resize()
 
+    @property
+    def max_queue(self) -> int:
+        """Most rows that may wait. A smaller one drops nothing: it refuses until there is room."""
+        return self._max_queue
+
+    @max_queue.setter
+    def max_queue(self, rows: int) -> None:
+        if rows < 1:
+            raise ValueError(f"max_queue must be at least 1, found {rows}")
+        self._max_queue = rows
+
     def prime(self, samples: list[tuple[int, float]]) -> None:
         """Learns from (rows, seconds) of warm-up runs."""
         for rows, seconds in samples:
@@ -166,6 +177,11 @@ class Scheduler:
     def slot_down(self, slot: int, now: float) -> None:
         """The slot is gone. What was on it has been completed before, as died or lost."""
         self._slots.take_down(slot)
+
+    def slot_retired(self, slot: int, now: float) -> None:
+        """The slot is taken away: it answers what it has, and gets nothing more. Once it is empty it is forgotten, and
+        its number may come up again."""
+        self._slots.retire(slot)
 
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
         """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or

@@ -44,7 +44,7 @@ class Slots:
 
     def take_down(self, number: int) -> None:
         slot = self._slots.get(number)
-        if slot is None or slot.state == SlotState.DOWN:
+        if slot is None or slot.state in (SlotState.DOWN, SlotState.RETIRING):
             return
         if slot.batches:
             raise ValueError(
@@ -53,6 +53,20 @@ class Slots:
         if slot.state == SlotState.IDLE:
             self.up -= 1
         self._set(slot, SlotState.DOWN)
+
+    def retire(self, number: int) -> None:
+        """Gives the slot nothing more. It is forgotten as soon as nothing is on it; its number may then come again."""
+        slot = self._slots.get(number)
+        if slot is None or slot.state == SlotState.RETIRING:
+            return
+        if slot.state in (SlotState.IDLE, SlotState.BUSY):
+            self.up -= 1
+        if slot.batches:
+            self._set(slot, SlotState.RETIRING)
+            return
+        if slot.state == SlotState.IDLE:
+            self.idle.remove(number)
+        del self._slots[number]
 
     def _set(self, slot: Slot, to: SlotState) -> None:
         if slot.state == SlotState.IDLE:
@@ -89,7 +103,10 @@ class Slots:
             if not batch.ahead and 0 < run_s <= seconds:
                 over = seconds - run_s
                 self.handover_s = over if self.handover_s is None else self.handover_s + 0.1 * (over - self.handover_s)
-        if slot.state != SlotState.DYING:
+        if slot.state == SlotState.RETIRING:
+            if not slot.batches:
+                del self._slots[slot.number]
+        elif slot.state != SlotState.DYING:
             if not alive:
                 self.up -= 1
             self._set(slot, SlotState.BUSY if alive and slot.batches else SlotState.IDLE if alive else SlotState.DYING)
@@ -106,5 +123,9 @@ class Slots:
         return best
 
     def busy_s(self, now: float) -> float:
-        """Predicted seconds that what runs still needs, over all slots together."""
-        return sum(max(0.0, s.batches[-1].end_s - now) for s in self._slots.values() if s.batches)
+        """Predicted seconds that what runs still needs, over all slots that stay."""
+        return sum(
+            max(0.0, s.batches[-1].end_s - now)
+            for s in self._slots.values()
+            if s.batches and s.state != SlotState.RETIRING
+        )

@@ -25,6 +25,7 @@ class SlotState(IntEnum):
     IDLE = 1
     BUSY = 2
     DYING = 3  # a batch on it came back dead or lost: nothing is sent until it is down and up again
+    RETIRING = 4  # taken away: it answers what it has, gets nothing more, and is then forgotten
 
 
 ENTRY_MOVES: dict[EntryState, frozenset[EntryState]] = {
@@ -39,8 +40,9 @@ ENTRY_MOVES: dict[EntryState, frozenset[EntryState]] = {
 SLOT_MOVES: dict[SlotState, frozenset[SlotState]] = {
     SlotState.DOWN: frozenset({SlotState.DOWN, SlotState.IDLE}),
     SlotState.IDLE: frozenset({SlotState.IDLE, SlotState.BUSY, SlotState.DOWN}),
-    SlotState.BUSY: frozenset({SlotState.BUSY, SlotState.IDLE, SlotState.DYING}),
-    SlotState.DYING: frozenset({SlotState.DYING, SlotState.DOWN, SlotState.IDLE}),
+    SlotState.BUSY: frozenset({SlotState.BUSY, SlotState.IDLE, SlotState.DYING, SlotState.RETIRING}),
+    SlotState.DYING: frozenset({SlotState.DYING, SlotState.DOWN, SlotState.IDLE, SlotState.RETIRING}),
+    SlotState.RETIRING: frozenset(),
 }
 
 SOURCES: dict[int, frozenset[int]] = {

@@ -20,6 +20,7 @@ from penstock import __version__
 from penstock.config.checks import tokens_for
 from penstock.config.schema import Config
 from penstock.engine.engine import Engine
+from penstock.engine.management import Management
 from penstock.errors import PenstockError
 from penstock.frontends.http.auth import make_ssl_context
 from penstock.frontends.http.server import HttpServer
@@ -58,19 +59,21 @@ class Server:
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
         engine = Engine(self._config.limits, [self._metrics])
         self._metrics.statuses = engine.statuses
+        management = Management(engine, self._config, [os.getcwd()])
         self._catch_signals()
         http = self._listener(engine)
         try:
             await self._bind_inference(http)
-            loads = asyncio.gather(*(engine.load(n, m, sys_path=[os.getcwd()]) for n, m in self._config.models.items()))
+            loads = asyncio.ensure_future(self._load_models(engine))
             try:
-                await self._bind_admin(engine)
+                await self._bind_admin(engine, management)
                 await self._unless_stopped(loads)
             finally:
                 loads.cancel()
                 with contextlib.suppress(asyncio.CancelledError, PenstockError):
                     await loads
             if not self._stopped.is_set():
+                management.started = True
                 self._settle()
                 self._announce(engine, on_ready)
             await self._stopped.wait()
@@ -83,6 +86,13 @@ class Server:
             for server in self._admin:
                 await server.close()
 
+    async def _load_models(self, engine: Engine) -> None:
+        models = [(model.name or section, model) for section, model in self._config.models.items()]
+        await asyncio.gather(*(engine.load(name, model, sys_path=[os.getcwd()]) for name, model in models))
+        for name, model in models:
+            if model.traffic:
+                engine.set_traffic(name, model.traffic)
+
     # ---- listeners
 
     def _listener(self, engine: Engine) -> HttpServer:
@@ -94,7 +104,7 @@ class Server:
     async def _bind_inference(self, http: HttpServer) -> None:
         self._note("inference", *await http.start(self._config.server.host, self._config.server.port))
 
-    async def _bind_admin(self, engine: Engine) -> None:
+    async def _bind_admin(self, engine: Engine, management: Management) -> None:
         """The management and metrics listeners. Imported here: the workers load meanwhile."""
         from penstock.frontends.http.admin import UvicornServer, admin_app, metrics_app
 
@@ -102,7 +112,7 @@ class Server:
         for name, app, host, port in (
             (
                 "management",
-                admin_app(engine, tokens_for(self._config, "management")),
+                admin_app(engine, tokens_for(self._config, "management"), management),
                 s.management_host,
                 s.management_port,
             ),

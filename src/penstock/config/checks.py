@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import stat
+from collections.abc import Collection, Mapping
 
 from penstock.config.schema import Config
 from penstock.errors import ConfigError
@@ -18,6 +20,7 @@ LISTENERS = ("inference", "management", "metrics")
 def check_config(config: Config) -> None:
     """Raises ConfigError if two keys contradict each other or a named file cannot serve."""
     limits, server = config.limits, config.server
+    _check_models(config)
     if limits.max_body_bytes > limits.pool_bytes:
         raise ConfigError(
             f"limits.max_body_bytes: found {limits.max_body_bytes}, which is more than limits.pool_bytes"
@@ -31,11 +34,51 @@ def check_config(config: Config) -> None:
     for key in ("tls_cert", "tls_key", "tls_client_ca"):
         if (path := getattr(server, key)) is not None:
             _read(path, f"server.{key}")
+    if server.model_store is not None and not os.path.isdir(server.model_store):
+        raise ConfigError(f"server.model_store: there is no folder {server.model_store}")
     for key in config.auth.__struct_fields__:
         if (path := getattr(config.auth, key)) is not None:
             read_tokens(path, f"auth.{key}")
             if os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
                 log.warning("key=auth.%s file=%s mode=readable_by_others consequence=tokens_are_known", key, path)
+
+
+def _check_models(config: Config) -> None:
+    """Sections may be versions of one model; each model says at most once how its traffic is shared out."""
+    versions: dict[str, dict[str, str]] = {}
+    for section, model in config.models.items():
+        known = versions.setdefault(model.name or section, {})
+        if model.version in known:
+            raise ConfigError(
+                f"models.{section}.version: found '{model.version}', which models.{known[model.version]} has already;"
+                " give every version of a model its own"
+            )
+        known[model.version] = section
+        most = config.limits.max_instances
+        if model.instances != "auto" and model.instances > most:
+            raise ConfigError(
+                f"models.{section}.instances: found {model.instances}, more than limits.max_instances ({most})"
+            )
+    said: dict[str, str] = {}
+    for section, model in config.models.items():
+        if model.traffic:
+            name = model.name or section
+            if name in said:
+                raise ConfigError(f"models.{section}.traffic: models.{said[name]} says it already; say it once")
+            said[name] = section
+            check_traffic(f"models.{section}.traffic", model.traffic, versions[name])
+
+
+def check_traffic(where: str, weights: Mapping[str, float], versions: Collection[str]) -> None:
+    """Raises ConfigError unless each weight is that of a known version, from 0 to 1, and their sum is 1 within 1e-6."""
+    for version, weight in weights.items():
+        if version not in versions:
+            raise ConfigError(f"{where}: there is no version '{version[:100]}'; there are {', '.join(versions)}")
+        if not 0 <= weight <= 1:
+            raise ConfigError(f"{where}: found {weight} for version '{version}', expected a number from 0 to 1")
+    total = math.fsum(weights.values())
+    if abs(total - 1) > 1e-6:
+        raise ConfigError(f"{where}: the weights add up to {total:.9g}, expected 1")
 
 
 def tokens_for(config: Config, listener: str) -> frozenset[bytes]:

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.config.checks import check_bind as check_bind
 from penstock.config.checks import check_config
-from penstock.config.schema import Config
+from penstock.config.schema import Config, ModelConfig
 from penstock.config.words import bare, expected, found, is_table
 from penstock.errors import ConfigError, nearest
 
@@ -40,6 +40,7 @@ _PATH_KEYS = {
     ("server", "tls_cert"),
     ("server", "tls_key"),
     ("server", "tls_client_ca"),
+    ("server", "model_store"),
     ("auth", "token_file"),
     ("auth", "inference_token_file"),
     ("auth", "management_token_file"),
@@ -71,6 +72,13 @@ def load_config(
     config = msgspec.convert(merged, Config)
     check_config(config)
     return config
+
+
+def model_config(tree: Tree, name: str) -> ModelConfig:
+    """The configuration of one model, from the keys of `[models.NAME]`. Raises ConfigError, as `load_config` does."""
+    _child(dict[str, ModelConfig], name, ("models",), "request")
+    _check(tree, ModelConfig, ("models", name), "request")
+    return msgspec.convert(tree, ModelConfig)
 
 
 def _read_toml(path: str) -> Tree:

@@ -37,6 +37,10 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     tls_client_ca: Annotated[str | None, doc("PEM file of the authority that client certificates must come from")] = (
         None
     )
+    model_store: Annotated[
+        str | None,
+        doc("folder; the management listener may load the Python files in it, and no others but those named"),
+    ] = None
     insecure: Annotated[bool, doc("allow a non-loopback address without a token or client certificates")] = False
     drain_s: Annotated[Hold, doc("longest wait for running requests at shutdown")] = 30.0
 
@@ -57,6 +61,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     write_buffer_bytes: Annotated[Positive, doc("unsent bytes of one connection above which it is not read")] = 2**20
     pool_bytes: Annotated[Positive, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20
     reply_bytes: Annotated[Positive, doc("shared memory of each worker for answers over 64 KiB")] = 64 * 2**20
+    max_instances: Annotated[Positive, doc("most instances of one version of a model")] = 64
     max_queue_bytes: Annotated[Positive, doc("bytes of payload that may wait in the queue of one model")] = 512 * 2**20
 
 
@@ -104,7 +109,14 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """`[models.NAME]`: one model."""
 
     target: Annotated[str, doc("what to load: app.py:Model or pkg.mod:Model")]
+    name: Annotated[
+        str | None, doc("name of the model; without it that of the section. Versions of one model share it")
+    ] = None
     version: Annotated[str, doc("version of the model")] = "1"
+    traffic: Annotated[
+        dict[str, float],
+        doc("parts of the requests that name no version, by version; empty: all go to the first one"),
+    ] = field(default_factory=dict)
     instances: Annotated[
         Positive | Literal["auto"], doc('loaded copies; "auto": one a device, on cpu physical cores / 2')
     ] = 1

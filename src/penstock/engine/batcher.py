@@ -300,7 +300,7 @@ class Batcher:
     async def drain(self, seconds: float) -> bool:
         """Waits until nothing waits or runs, at most so long; True when it is empty."""
         if self._waiting:
-            self._emptied = asyncio.Event()
+            self._emptied = self._emptied or asyncio.Event()
             try:
                 await asyncio.wait_for(self._emptied.wait(), seconds)
             except TimeoutError:

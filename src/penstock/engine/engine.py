@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
+
+from msgspec import structs
 
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.engine.call import Call, release
@@ -28,6 +30,7 @@ class Engine:
         self._limits = limits or LimitsConfig()
         self._observers = tuple(observers)
         self._registry = ModelRegistry()
+        self._live: set[ModelHandle] = set()  # also those that are out of sight: loading beside another, or draining
         self._pool: SlabPool | None = None
         self._draining = False
 
@@ -40,12 +43,45 @@ class Engine:
     # ---- models
 
     async def load(self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = ()) -> None:
-        """Starts the instances of a model and returns when one is up.
+        """Starts the instances of a model and returns when one is up. Meanwhile it is in sight as LOADING.
 
         Raises LoadFailed, TargetNotFound, ConfigError; ModelNotReady when the engine is closed, now or meanwhile.
 
         `target`: a function, class or object in place of `config.target`, for callers in this process.
         """
+        handle = self.prepare(name, config, target=target, sys_path=sys_path)
+        try:
+            self._registry.add(handle)
+            await handle.load()
+        except BaseException:
+            await self._retire(handle, 0)
+            raise
+
+    async def put(self, handle: ModelHandle, *, drain_s: float = 30.0) -> None:
+        """Loads what was prepared, out of sight; then it answers, beside the other versions or in place of its own.
+
+        Returns when the one it replaces has answered what it accepted. Raises what `load` does; nothing has changed
+        then.
+        """
+        try:
+            await handle.load()
+            if handle.state == "DRAINING":
+                raise ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
+            old = self._registry.get(handle.name, handle.version)
+            if old is None:
+                self._registry.add(handle)
+            else:
+                self._registry.replace(old, handle)
+        except BaseException:
+            await self._retire(handle, 0)
+            raise
+        if old is not None:
+            await self._retire(old, drain_s)
+
+    def prepare(
+        self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = ()
+    ) -> ModelHandle:
+        """A version that is not loaded and out of sight; to be handed to `put`. Raises ConfigError, ModelNotReady."""
         if self._draining:
             raise ModelNotReady(f"model '{name}' is not loaded: the engine is draining or closed")
         slots, devices = slots_of(config)
@@ -66,19 +102,34 @@ class Engine:
             reply_bytes=self._limits.reply_bytes,
         )
         handle = ModelHandle(name, config, transport, devices, self._limits.max_queue_bytes, self._observers)
-        self._registry.add(handle)
-        try:
-            await handle.load()
-        except BaseException:
-            self._registry.remove(handle)
-            await handle.close(0)
-            raise
+        self._live.add(handle)
+        return handle
+
+    def hidden(self, handle: ModelHandle) -> bool:
+        """True while requests cannot reach what was prepared."""
+        return self._registry.get(handle.name, handle.version) is not handle
+
+    async def _retire(self, handle: ModelHandle, drain_s: float) -> None:
+        self._registry.remove(handle)
+        await handle.close(drain_s)
+        self._live.discard(handle)
 
     async def unload(self, name: str, version: str | None = None, *, drain_s: float = 30.0) -> None:
         """Takes a version out of sight, answers what it has accepted, and ends its workers. Raises ModelNotFound."""
-        handle = self._registry.find(name, version)
-        self._registry.remove(handle)
-        await handle.close(drain_s)
+        await self._retire(self._registry.find(name, version), drain_s)
+
+    async def scale(self, name: str, instances: int, version: str | None = None, *, drain_s: float = 30.0) -> None:
+        """See `ModelHandle.scale`. Raises ModelNotFound too."""
+        await self._registry.find(name, version).scale(instances, drain_s)
+
+    def set_default(self, name: str, version: str) -> None:
+        """Requests that name no version go to this one from now on. Raises ModelNotFound."""
+        self._registry.set_default(name, version)
+
+    def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
+        """Requests that name no version are shared out by these weights, whose sum is 1. Raises ModelNotFound,
+        ConfigError."""
+        self._registry.set_traffic(name, weights)
 
     def drain(self) -> None:
         """Readiness is false from now on; requests are still answered."""
@@ -87,17 +138,17 @@ class Engine:
     async def close(self, drain_s: float = 30.0) -> None:
         """Answers what was accepted, at most for `drain_s`, and ends every worker."""
         self._draining = True
-        handles = list(self._registry)
-        await asyncio.gather(*(handle.close(drain_s) for handle in handles))
-        for handle in handles:
+        await asyncio.gather(*(handle.close(drain_s) for handle in self._live))
+        for handle in list(self._registry):
             self._registry.remove(handle)
+        self._live.clear()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def forget(self) -> None:
         """In a forked child: closes this process's copies of the workers' sockets, and touches nothing else."""
-        for handle in self._registry:
+        for handle in self._live:
             handle.forget()
 
     @property
@@ -121,7 +172,7 @@ class Engine:
     ) -> Call:
         """Queues one item; see `frontends.base.Backend.submit`."""
         try:
-            return self._registry.find(model, version).submit(item, sink, budget_s, priority)
+            return self._registry.route(model, version).submit(item, sink, budget_s, priority)
         except BaseException:
             release(item)
             raise
@@ -212,7 +263,22 @@ class Engine:
         return handle.metadata, self._registry.versions(model)
 
     def statuses(self) -> list[ModelStatus]:
-        return [h.status() for h in self._registry]
+        return [self._status(h) for h in self._registry]
+
+    def all_statuses(self) -> list[ModelStatus]:
+        """`statuses`, and those that are out of sight: loading beside another, or draining."""
+        seen = set(self._registry)
+        hidden = [structs.replace(h.status(), default=False, traffic=0.0) for h in self._live - seen]
+        return self.statuses() + hidden
+
+    def _status(self, handle: ModelHandle) -> ModelStatus:
+        default, traffic = self._registry.share(handle)
+        return structs.replace(handle.status(), default=default, traffic=traffic)
+
+    @property
+    def draining(self) -> bool:
+        """True once `drain` or `close` was called."""
+        return self._draining
 
     def statistics(self, model: str, version: str | None = None) -> dict[str, object]:
         """What the scheduler of a model has learned and done. Raises ModelNotFound."""

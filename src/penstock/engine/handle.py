@@ -27,6 +27,7 @@ from penstock.wire.slabs import Slab
 log = logging.getLogger("penstock.engine")
 
 _DEFAULT_BATCH = 64
+_QUEUED_BATCHES = 16  # that may wait for each instance, without `max_queue`
 
 
 def slots_of(config: ModelConfig) -> tuple[int, tuple[str, ...]]:
@@ -39,6 +40,11 @@ def slots_of(config: ModelConfig) -> tuple[int, tuple[str, ...]]:
     else:
         n = len(devices)
     return n, tuple(devices[i % len(devices)] for i in range(n))
+
+
+def next_device(devices: Sequence[str], used: Sequence[str]) -> str:
+    """Where one more instance belongs: the device with the smallest part of what it is named for."""
+    return min(dict.fromkeys(devices), key=lambda d: used.count(d) / devices.count(d))
 
 
 def check_rules(config: BatchingConfig) -> None:
@@ -76,7 +82,7 @@ class ModelHandle:
     ) -> None:
         self.name, self.version = name, config.version
         self.config = config
-        self.devices = tuple(devices)
+        self._devices = dict(enumerate(devices))  # by slot
         self.metadata: ModelMetadata | None = None
         self.state = "LOADING"
         self._transport = transport
@@ -87,6 +93,8 @@ class ModelHandle:
         check_rules(config.batching)
         self._codecs: dict[str, Codec] = {}
         self._up: set[int] = set()
+        self._leaving: set[int] = set()  # slots that were removed, but still run something
+        self._report_came = asyncio.Event()
         self._reported: set[int] = set()
         self._retry_at: dict[int, float | None] = {}
         self._error: PenstockError | None = None
@@ -102,6 +110,7 @@ class ModelHandle:
 
     async def close(self, drain_s: float) -> None:
         self.state = "DRAINING"
+        self._report_came.set()
         end = time.monotonic() + drain_s
         if self._batcher is not None and not await self._batcher.drain(drain_s):
             log.warning(
@@ -118,9 +127,81 @@ class ModelHandle:
         """See `Engine.forget`."""
         self._transport.forget()
 
+    # ---- instances
+
+    async def scale(self, instances: int, drain_s: float) -> None:
+        """Returns when there are so many: new ones are up, those that go have answered what they had.
+
+        Raises ModelNotReady while it is loading or draining; LoadFailed if a new one does not load, and BadRequest if
+        the transport can have no more: nothing has changed then.
+        """
+        if self.state not in ("READY", "FAILED"):
+            raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
+        missing = instances - self.instances
+        if missing > 0:
+            await self._grow(missing)
+        elif missing < 0:
+            # those without a worker go first, then the youngest
+            going = sorted(self._devices.keys() - self._leaving, key=lambda n: (n in self._up, -n))[:-missing]
+            await self._take_away(going, drain_s)
+
+    async def _grow(self, missing: int) -> None:
+        new: list[int] = []
+        try:
+            for _ in range(missing):
+                if self.state == "DRAINING":
+                    break
+                device = next_device(self.config.devices or ("cpu",), list(self._devices.values()))
+                slot = self._transport.add_slot(device)
+                self._devices[slot] = device
+                new.append(slot)
+                await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let others in between
+            while self.state != "DRAINING" and not self._reported.issuperset(new):
+                self._report_came.clear()
+                await self._report_came.wait()
+        except BaseException:
+            await self._take_away(new, 0.0)
+            raise
+        if self.state == "DRAINING":
+            raise ModelNotReady(f"model '{self.name}' was stopped while it was scaled")
+        if not self._up.issuperset(new):
+            await self._take_away(new, 0.0)
+            raise self._error or LoadFailed(f"a new instance of model '{self.name}' did not load")
+        self._bound_queue()
+
+    async def _take_away(self, slots: Sequence[int], drain_s: float) -> None:
+        """Out of sight first; then each slot answers what it has, and its worker ends."""
+        self._leaving.update(slots)
+        for slot in slots:
+            self._up.discard(slot)
+            if self._batcher is not None:
+                self._batcher.scheduler.slot_retired(slot, time.monotonic())
+        if self._batcher is not None:
+            self._bound_queue()
+            self._batcher.wake()
+        await asyncio.gather(*(self._transport.remove_slot(slot, drain_s) for slot in slots))
+        for slot in slots:
+            self._leaving.discard(slot)
+            self._reported.discard(slot)
+            self._retry_at.pop(slot, None)
+            del self._devices[slot]
+
+    def _bound_queue(self) -> None:
+        """Without a bound of its own, the queue follows the number of instances."""
+        if self._batcher is not None and self.batching.max_queue is None:
+            scheduler = self._batcher.scheduler
+            scheduler.max_queue = _QUEUED_BATCHES * max(1, self.instances) * scheduler.max_batch_size
+
+    @property
+    def instances(self) -> int:
+        """How many there are to be, up or not."""
+        return len(self._devices) - len(self._leaving)
+
     # ---- slots (TransportListener)
 
     def slot_up(self, slot: int, ready: Ready) -> None:
+        if slot in self._leaving:
+            return
         if self._batcher is None:
             try:
                 self._batcher = self._make_batcher(ready)
@@ -140,6 +221,8 @@ class ModelHandle:
         self._report(slot)
 
     def slot_down(self, slot: int, error: PenstockError, retry_in_s: float | None) -> None:
+        if slot in self._leaving:
+            return
         was_up = slot in self._up
         self._up.discard(slot)
         self._retry_at[slot] = None if retry_in_s is None else time.monotonic() + retry_in_s
@@ -167,6 +250,7 @@ class ModelHandle:
 
     def _report(self, slot: int) -> None:
         self._reported.add(slot)
+        self._report_came.set()
         if len(self._reported) < self._transport.slots or self._loaded.done():
             return
         if self._up:
@@ -182,7 +266,7 @@ class ModelHandle:
         scheduler = Scheduler(
             policy_of(b),
             max_batch_size=size,
-            max_queue=b.max_queue or 16 * self._transport.slots * size,
+            max_queue=b.max_queue or _QUEUED_BATCHES * self._transport.slots * size,
             max_queue_bytes=self._max_queue_bytes,
             depth=self._transport.depth,
             idempotent=b.idempotent,
@@ -249,10 +333,10 @@ class ModelHandle:
             name=self.name,
             version=self.version,
             state=self.state,
-            instances=self._transport.slots,
+            instances=self.instances,
             ready_instances=len(self._up),
             max_batch_size=scheduler.max_batch_size if scheduler else 0,
-            devices=self.devices,
+            devices=tuple(device for slot, device in sorted(self._devices.items()) if slot not in self._leaving),
             queue=scheduler.queued if scheduler else 0,
         )
 

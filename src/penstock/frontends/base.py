@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from penstock.types import Item, ModelMetadata, ModelStatus, Sink
 
@@ -69,4 +69,45 @@ class Backend(Protocol):
 
     def when_free(self, wake: Callable[[], None]) -> None:
         """Calls `wake()` once, soon after memory was given back to the pool."""
+        ...
+
+
+class Management(Protocol):
+    """Changes of the models while the server runs. Those of one model are made one after the other.
+
+    A change returns when it is done: what replaces answers, what was replaced has answered all that it accepted. Every
+    change raises Forbidden unless the configuration allows it, and ModelNotReady while the server starts or drains.
+    """
+
+    def check_open(self) -> None:
+        """Raises what every change raises."""
+        ...
+
+    def statuses(self) -> list[ModelStatus]:
+        """As `Backend.statuses`, and those that load beside another or drain."""
+        ...
+
+    def learned(self, model: str, version: str) -> dict[str, object]:
+        """What the scheduler of a version has learned; empty when there is none."""
+        ...
+
+    async def put(self, model: str, version: str | None, keys: Mapping[str, Any]) -> None:
+        """Loads a version, in place of the one that has its number. Raises BadRequest, Forbidden, Conflict, LoadFailed;
+        nothing has changed then."""
+        ...
+
+    async def unload(self, model: str, version: str | None) -> None:
+        """Unloads a version, or all of them. Raises ModelNotFound."""
+        ...
+
+    async def scale(self, model: str, version: str | None, instances: int) -> None:
+        """Raises ModelNotFound, BadRequest, LoadFailed; nothing has changed then."""
+        ...
+
+    async def set_default(self, model: str, version: str) -> None:
+        """Raises ModelNotFound."""
+        ...
+
+    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> None:
+        """Raises ModelNotFound, BadRequest."""
         ...

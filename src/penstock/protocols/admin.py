@@ -1,23 +1,87 @@
-"""Answers of the management listener: pure rendering of the table of models."""
+"""Bodies of the management listener: the table of models as JSON, and what the changing routes take. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta, Struct
 
-from penstock.errors import ModelNotFound, nearest
+from penstock.errors import BadRequest, ModelNotFound, nearest
 from penstock.types import ModelStatus
+
+T = TypeVar("T")
+
+
+class _Scale(Struct, forbid_unknown_fields=True):
+    instances: Annotated[int, Meta(ge=1, le=2**31)]
+
+
+class _Default(Struct, forbid_unknown_fields=True):
+    version: str
+
+
+# ---- answers
 
 
 def models_body(statuses: Sequence[ModelStatus]) -> bytes:
     """`{"models": [...]}`: every version of every model, by name."""
-    return msgspec.json.encode({"models": sorted(statuses, key=lambda s: (s.name, s.version))})
+    return msgspec.json.encode({"models": _sorted(statuses)})
 
 
 def model_body(statuses: Sequence[ModelStatus], name: str) -> bytes:
     """`{"name", "versions": [...]}` of one model. Raises ModelNotFound."""
-    versions = sorted((s for s in statuses if s.name == name), key=lambda s: s.version)
+    versions = [s for s in statuses if s.name == name]
     if not versions:
         raise ModelNotFound(f"no model '{name[:100]}' is loaded{nearest(name[:100], {s.name for s in statuses})}")
-    return msgspec.json.encode({"name": name, "versions": versions})
+    return changed_body(versions, name)
+
+
+def changed_body(statuses: Sequence[ModelStatus], name: str) -> bytes:
+    """As `model_body`; after the last version was unloaded there are none."""
+    return msgspec.json.encode({"name": name, "versions": _sorted([s for s in statuses if s.name == name])})
+
+
+def version_body(statuses: Sequence[ModelStatus], name: str, version: str, learned: Mapping[str, object]) -> bytes:
+    """The status of one version, and under "batching" what its scheduler has learned. Raises ModelNotFound."""
+    model_body(statuses, name)
+    found = [s for s in statuses if (s.name, s.version) == (name, version)]
+    if not found:
+        there = ", ".join(dict.fromkeys(s.version for s in statuses if s.name == name))
+        raise ModelNotFound(f"model '{name[:100]}' has no version '{version[:100]}'; it has {there}")
+    return msgspec.json.encode({**msgspec.structs.asdict(found[0]), "batching": learned})
+
+
+def _sorted(statuses: Sequence[ModelStatus]) -> list[ModelStatus]:
+    return sorted(statuses, key=lambda s: (s.name, s.version))
+
+
+# ---- what the changing routes take
+
+
+def read_keys(body: bytes) -> dict[str, Any]:
+    """The keys of `[models.NAME]` for a PUT. Raises BadRequest."""
+    return _read(body, dict[str, Any], '{"target": "app.py:Model"}')
+
+
+def read_instances(body: bytes) -> int:
+    """Of `{"instances": n}`. Raises BadRequest."""
+    return _read(body, _Scale, '{"instances": 2}').instances
+
+
+def read_version(body: bytes) -> str:
+    """Of `{"version": v}`. Raises BadRequest."""
+    return _read(body, _Default, '{"version": "2"}').version
+
+
+def read_weights(body: bytes) -> dict[str, float]:
+    """Of `{"1": 0.9, "2": 0.1}`. Raises BadRequest."""
+    return _read(body, dict[str, float], '{"1": 0.9, "2": 0.1}')
+
+
+def _read(body: bytes, kind: type[T], example: str) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise BadRequest(f"the body cannot be read: {e}; expected for instance {example}") from None

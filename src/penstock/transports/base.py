@@ -29,11 +29,15 @@ class TransportListener(Protocol):
 class Transport(Protocol):
     """One way to reach the instances of one model. All calls are made on the event loop's thread.
 
-    `slots` is how many instances there are; `depth` how many batches a slot may hold (2: one running, one ahead).
+    `depth` is how many batches a slot may hold (2: one running, one ahead).
     """
 
-    slots: int
     depth: int
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are, without those that were removed."""
+        ...
 
     async def start(self, listener: TransportListener) -> None:
         """Begins to start every slot and returns; `listener` hears of each slot when it is up or failed."""
@@ -49,6 +53,18 @@ class Transport(Protocol):
 
     def abandon(self, slot: int, batch_id: int) -> None:
         """Nobody waits for a batch any more: one that streams ends at its next part. Its final part comes as ever."""
+        ...
+
+    def add_slot(self, device: str) -> int:
+        """Begins to start one more slot, as `start` does: its number. `listener` may hear of it before this returns.
+
+        The number may be that of a slot that was removed, never of one whose worker still lives. Raises BadRequest if
+        there can be no more.
+        """
+        ...
+
+    async def remove_slot(self, slot: int, drain_s: float) -> None:
+        """Waits up to `drain_s` for what the slot runs, and ends its worker. Nothing is sent to the slot any more."""
         ...
 
     async def close(self, drain_s: float) -> None:

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 
-from penstock.errors import Cancelled, LoadFailed, PenstockError, WorkerDied
+from penstock.errors import BadRequest, Cancelled, LoadFailed, PenstockError, WorkerDied
 from penstock.transports.slot import Slot, SlotTransport
 from penstock.transports.thread import Lease, abandon, let_go, readable
 from penstock.types import Batch, BatchPart, Item, Ready
@@ -31,7 +31,14 @@ class InlineTransport(SlotTransport):
         pool: SlabPool | None = None,
         reply_bytes: int = 0,
     ) -> None:
-        super().__init__([_InlineSlot(spec, 0, devices[0])])
+        super().__init__(spec, devices[:1])
+
+    def _make(self, number: int, device: str) -> Slot:
+        return _InlineSlot(self._spec, number, device)
+
+    def add_slot(self, device: str) -> int:
+        """Raises BadRequest: there is one event loop."""
+        raise BadRequest("the inline transport has one instance: use transport = 'thread' or 'process' for more")
 
 
 class _InlineSlot(Slot):

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, WorkerDied
@@ -39,25 +39,38 @@ class ProcessTransport(SlotTransport):
     def __init__(
         self, spec: WorkerSpec, slots: int, devices: Sequence[str], pool: SlabPool | None, reply_bytes: int
     ) -> None:
-        self._spec = spec
-        self._processes = [_ProcessSlot(spec, i, devices[i % len(devices)], pool, reply_bytes) for i in range(slots)]
-        super().__init__(self._processes)
+        self._pool, self._reply_bytes = pool, reply_bytes
+        self._packed: tuple[bytes, str] | None = None
+        super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
+
+    def _make(self, number: int, device: str) -> Slot:
+        return _ProcessSlot(self._spec, number, device, self._pool, self._reply_bytes, self._pack)
+
+    def _pack(self) -> tuple[bytes, str]:
+        if self._packed is None:
+            self._packed = pack_spec(self._spec)
+        return self._packed
 
     async def start(self, listener: TransportListener) -> None:
         """See `Transport.start`. Raises LoadFailed when the target cannot be sent to another process."""
-        packed = pack_spec(self._spec)
-        for place in self._processes:
-            place.packed = packed
+        self._pack()
         await super().start(listener)
 
 
 class _ProcessSlot(Slot):
     """One place for a worker process."""
 
-    packed: tuple[bytes, str]
-
-    def __init__(self, spec: WorkerSpec, number: int, device: str, pool: SlabPool | None, reply_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        number: int,
+        device: str,
+        pool: SlabPool | None,
+        reply_bytes: int,
+        pack: Callable[[], tuple[bytes, str]],
+    ) -> None:
         super().__init__(spec, number, device)
+        self._pack = pack
         self._pool = pool
         self._reply_bytes = reply_bytes
         self._child: Child | None = None
@@ -73,7 +86,7 @@ class _ProcessSlot(Slot):
         """Raises LoadFailed."""
         self._error, self._free = None, []
         try:
-            child, hello = launch(self.spec, self.packed, self.device, self._pool, self._reply_bytes)
+            child, hello = launch(self.spec, self._pack(), self.device, self._pool, self._reply_bytes)
         except OSError as e:
             raise LoadFailed(f"a worker process could not be started: {e}") from e
         self._child = child

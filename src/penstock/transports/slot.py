@@ -41,6 +41,8 @@ class Slot:
         self.up = False
         self.closing = False
         self.sent: deque[Sent] = deque()
+        self.idle = asyncio.Event()  # nothing is sent
+        self.idle.set()
         self._retry_s = FIRST_RETRY_S
         self._timeout_s = spec.config.batching.run_timeout_s
         self._timer: asyncio.TimerHandle | None = None  # of the running batch
@@ -74,8 +76,6 @@ class Slot:
     def start(self, listener: TransportListener) -> None:
         self.loop = asyncio.get_running_loop()
         self.listener = listener
-        self.idle = asyncio.Event()
-        self.idle.set()
         self._launch()
 
     def _launch(self) -> None:
@@ -175,17 +175,47 @@ class SlotTransport:
 
     depth = 2
 
-    def __init__(self, places: Sequence[Slot]) -> None:
-        self.slots = len(places)
-        self._places = places
+    def __init__(self, spec: WorkerSpec, devices: Sequence[str]) -> None:
+        self._spec = spec
+        self._places = {number: self._make(number, device) for number, device in enumerate(devices)}
+        self._leaving: set[int] = set()  # removed, but not at their end yet
         self._closing = False
         self._parked: list[tuple[Batch, OnPart]] = []  # sent while closing: answered at its end, so that none spins
 
+    def _make(self, number: int, device: str) -> Slot:
+        """A slot that is not started yet."""
+        raise NotImplementedError
+
+    @property
+    def slots(self) -> int:
+        """See `Transport`."""
+        return len(self._places) - len(self._leaving)
+
     async def start(self, listener: TransportListener) -> None:
         """See `Transport.start`."""
-        for place in self._places:
+        self._listener = listener
+        for place in list(self._places.values()):
+            if self._closing:
+                return
             place.start(listener)
             await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let others in between
+
+    def add_slot(self, device: str) -> int:
+        """See `Transport.add_slot`."""
+        number = next(n for n in range(len(self._places) + 1) if n not in self._places)
+        place = self._make(number, device)
+        self._places[number] = place
+        self._spec.instances = self.slots  # those that start from now on share the threads of the machine so
+        place.start(self._listener)
+        return number
+
+    async def remove_slot(self, slot: int, drain_s: float) -> None:
+        """See `Transport.remove_slot`."""
+        self._leaving.add(slot)
+        self._spec.instances = max(1, self.slots)
+        await self._places[slot].close(drain_s)
+        self._leaving.discard(slot)
+        del self._places[slot]
 
     def send(self, batch: Batch, on_part: OnPart) -> None:
         """See `Transport.send`."""
@@ -201,14 +231,14 @@ class SlotTransport:
     async def close(self, drain_s: float) -> None:
         """See `Transport.close`."""
         self._closing = True
-        await asyncio.gather(*(place.close(drain_s) for place in self._places))
+        await asyncio.gather(*(place.close(drain_s) for place in list(self._places.values())))
         parked, self._parked = self._parked, []
         for batch, on_part in parked:
             on_part(BatchPart(batch.id, error=WorkerDied("the workers were stopped"), started=False))
 
     def forget(self) -> None:
         """See `Transport.forget`."""
-        for place in self._places:
+        for place in self._places.values():
             place.forget()
 
 

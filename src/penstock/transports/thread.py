@@ -38,7 +38,10 @@ class ThreadTransport(SlotTransport):
         pool: SlabPool | None = None,
         reply_bytes: int = 0,
     ) -> None:
-        super().__init__([_ThreadSlot(spec, i, devices[i % len(devices)]) for i in range(slots)])
+        super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
+
+    def _make(self, number: int, device: str) -> Slot:
+        return _ThreadSlot(self._spec, number, device)
 
 
 class _ThreadSlot(Slot):

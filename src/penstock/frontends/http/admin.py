@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import uvicorn
@@ -17,33 +17,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import PenstockError
-from penstock.frontends.base import Backend
+from penstock.frontends.base import Backend, Management
 from penstock.frontends.http.answers import JSON, MethodNotAllowed, RouteNotFound, error_result
 from penstock.frontends.http.auth import check_token
+from penstock.frontends.http.management import Handler, Routes, management_routes
 from penstock.frontends.http.server import bind_error
-from penstock.protocols import admin, native
+from penstock.protocols import native
 
 GRACE_S: Final = 2  # for answers in flight when an admin listener closes
-Handler = Callable[[Request], Awaitable[Response]]
 
 
-def admin_app(backend: Backend, tokens: frozenset[bytes] = frozenset()) -> Starlette:
-    """The management API: GET /models, /models/{model}, /ping. Tokens, if any, open all but /ping."""
-
-    async def models(request: Request) -> Response:
-        check_token(tokens, _authorization(request))
-        return Response(admin.models_body(backend.statuses()), media_type=JSON)
-
-    async def model(request: Request) -> Response:
-        check_token(tokens, _authorization(request))
-        return Response(admin.model_body(backend.statuses(), request.path_params["model"]), media_type=JSON)
+def admin_app(
+    backend: Backend, tokens: frozenset[bytes] = frozenset(), management: Management | None = None
+) -> Starlette:
+    """The management API: see `management_routes`, and GET /ping. Tokens, if any, open all but /ping."""
 
     async def ping(request: Request) -> Response:
         if backend.ready():
             return Response(b'{"status":"Healthy"}', media_type=JSON)
         return Response(b'{"status":"Unhealthy"}', 503, media_type=JSON)
 
-    return _app({"/models": models, "/models/{model}": model, "/ping": ping})
+    routes = {
+        path: {method: _guarded(handler, tokens) for method, handler in by_method.items()}
+        for path, by_method in management_routes(backend, management).items()
+    }
+    return _app({**routes, "/ping": {"GET": ping}})
 
 
 def metrics_app(render: Callable[[], bytes], tokens: frozenset[bytes] = frozenset()) -> Starlette:
@@ -53,14 +51,30 @@ def metrics_app(render: Callable[[], bytes], tokens: frozenset[bytes] = frozense
         check_token(tokens, _authorization(request))
         return Response(render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    return _app({"/metrics": metrics})
+    return _app({"/metrics": {"GET": metrics}})
 
 
-def _app(routes: dict[str, Handler]) -> Starlette:
+def _app(routes: Routes) -> Starlette:
     handlers: dict[Any, Any] = {PenstockError: _error, HTTPException: _http_error}
     return Starlette(
-        routes=[Route(path, handler, methods=["GET"]) for path, handler in routes.items()], exception_handlers=handlers
+        routes=[Route(path, _by_method(table), methods=list(table)) for path, table in routes.items()],
+        exception_handlers=handlers,
     )
+
+
+def _by_method(table: dict[str, Handler]) -> Handler:
+    async def handle(request: Request) -> Response:
+        return await table["GET" if request.method == "HEAD" else request.method](request)
+
+    return handle
+
+
+def _guarded(handler: Handler, tokens: frozenset[bytes]) -> Handler:
+    async def guarded(request: Request) -> Response:
+        check_token(tokens, _authorization(request))
+        return await handler(request)
+
+    return guarded
 
 
 def _authorization(request: Request) -> bytes | None:
@@ -75,7 +89,10 @@ async def _error(request: Request, error: PenstockError) -> Response:
 
 async def _http_error(request: Request, exc: HTTPException) -> Response:
     if exc.status_code == 405:
-        return await _error(request, MethodNotAllowed("this route takes GET and HEAD only"))
+        allow = sorted((exc.headers or {}).get("Allow", "GET, HEAD").split(", "))
+        error = MethodNotAllowed(f"this route takes {' and '.join(allow)} only")
+        error.allow = ", ".join(allow)
+        return await _error(request, error)
     return await _error(request, RouteNotFound("no route has this path"))
 
 

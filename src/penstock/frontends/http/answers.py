@@ -10,7 +10,9 @@ from typing import Final
 from penstock.errors import (
     BadRequest,
     Cancelled,
+    Conflict,
     DeadlineExceeded,
+    Forbidden,
     ModelNotFound,
     ModelNotReady,
     PayloadTooLarge,
@@ -70,10 +72,12 @@ class NotImplementedHere(PenstockError):
 STATUS: Final[dict[type[PenstockError], int]] = {
     BadRequest: 400,
     Unauthorized: 401,
+    Forbidden: 403,
     ModelNotFound: 404,
     RouteNotFound: 404,
     MethodNotAllowed: 405,
     RequestTimeout: 408,
+    Conflict: 409,
     PayloadTooLarge: 413,
     ExpectationFailed: 417,
     QueueFull: 429,

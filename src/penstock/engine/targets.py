@@ -1,0 +1,56 @@
+"""What may be loaded at run time: what the configuration names, and the files of the model store. Nothing else."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.config.schema import Config, ModelConfig
+from penstock.errors import BadRequest, Forbidden
+
+
+class Targets:
+    """The targets that the management listener may load. Symbolic links are resolved before anything is compared."""
+
+    def __init__(self, config: Config) -> None:
+        self._known = list(config.models.values())
+        self._store = None if config.server.model_store is None else os.path.realpath(config.server.model_store)
+
+    def resolve(self, target: str) -> tuple[str, ModelConfig | None]:
+        """(the target to load, the section that names it, None for a file of the store). Raises Forbidden, BadRequest.
+
+        A relative path starts at the folder of the configured file, or at the store. The messages name no path of this
+        machine.
+        """
+        where, colon, attribute = target.rpartition(":")
+        if not colon or not where or not attribute or not target.isprintable():
+            raise BadRequest("target: expected for instance app.py:Model")
+        if "://" in target:
+            raise Forbidden("target: models are not loaded from URLs; put the file into server.model_store")
+        for model in self._known:
+            known_where, _, known_attribute = model.target.rpartition(":")
+            if target == model.target or (attribute == known_attribute and _same(known_where, where)):
+                return model.target, model
+        if self._store is not None and _is_file(where):
+            file = os.path.realpath(os.path.join(self._store, where))
+            if file.startswith(self._store + os.sep):
+                if not file.endswith(".py") or not os.path.isfile(file):
+                    raise BadRequest("target: the model store has no such .py file")
+                if not attribute.isidentifier():  # "model.py:os.system" is not what the owner of the file offers
+                    raise BadRequest(
+                        "target: expected the name of a function, class or object of the file, without dots"
+                    )
+                return f"{file}:{attribute}", None
+        raise Forbidden(
+            "target: it is neither one that the server's configuration names nor a file in server.model_store"
+        )
+
+
+def _is_file(where: str) -> bool:
+    return where.endswith(".py") or "/" in where
+
+
+def _same(known: str, where: str) -> bool:
+    if not _is_file(known) or not _is_file(where):
+        return False
+    known = os.path.expanduser(known)
+    return os.path.realpath(os.path.join(os.path.dirname(known), where)) == os.path.realpath(known)

@@ -1,0 +1,211 @@
+"""Models are loaded, swapped, scaled, shared out and unloaded while requests come without a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+CLIENTS = 32
+
+MODEL = """
+import os
+import time
+
+
+class Model:
+    def predict(self, items):
+        time.sleep(0.002)
+        return [{tag!r} for _ in items]
+
+
+class Broken(Model):
+    def load(self, device):
+        raise RuntimeError("no weights in /a/secret/place")
+
+
+class Brittle(Model):
+    def load(self, device):
+        if os.path.exists("broken"):
+            raise RuntimeError("broken")
+"""
+
+
+@asynccontextmanager
+async def closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+class Crowd:
+    """Connections that ask the model `m` again and again; what they were answered, by the answer."""
+
+    def __init__(self, url: str) -> None:
+        self._host, _, port = url.removeprefix("http://").partition(":")
+        self._port = int(port)
+        self.answers: Counter[str] = Counter()
+        self._left: int | None = None
+        self._came = asyncio.Event()
+
+    async def ask(self, requests: int) -> Counter[str]:
+        """Exactly so many requests; their answers."""
+        before = Counter(self.answers)
+        self._left = requests
+        await asyncio.gather(*(self._client() for _ in range(CLIENTS)))
+        self._left = None
+        return self.answers - before
+
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[None]:
+        """Requests without a pause. All of them have been answered at the end."""
+        stop = asyncio.Event()
+        clients = [asyncio.create_task(self._client(stop)) for _ in range(CLIENTS)]
+        try:
+            yield
+            await self.more(100)
+        finally:
+            stop.set()
+            await asyncio.gather(*clients)
+
+    async def more(self, answers: int) -> None:
+        """Returns when so many more have come."""
+        async with asyncio.timeout(20):
+            goal = self.answers.total() + answers
+            while self.answers.total() < goal:
+                self._came.clear()
+                await self._came.wait()
+
+    async def _client(self, stop: asyncio.Event | None = None) -> None:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        async with closing(writer):
+            await self._ask_on(reader, writer, stop)
+
+    async def _ask_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stop: asyncio.Event | None
+    ) -> None:
+        while not (stop is not None and stop.is_set()):
+            if self._left is not None:
+                if self._left == 0:
+                    break
+                self._left -= 1
+            writer.write(b"POST /predictions/m HTTP/1.1\r\nhost: m\r\ncontent-length: 1\r\n\r\n1")
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+            body = (await reader.readexactly(length)).decode()
+            self.answers[body if head.startswith("http/1.1 200 ") else f"{head.splitlines()[0]} {body}"] += 1
+            self._came.set()
+
+
+class Manager:
+    """The management listener of a server; every call gives the status and the answer."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def __call__(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=60) as client:
+            answer = await client.request(method, path, content=None if body is None else json.dumps(body))
+        return answer.status_code, answer.json()
+
+    async def ok(self, method: str, path: str, body: Any = None) -> dict[str, dict[str, Any]]:
+        """The versions afterwards, by version."""
+        status, found = await self(method, path, body)
+        assert status == 200, found
+        return {v["version"]: v for v in found["versions"]}
+
+
+@pytest.fixture
+def served(serve: Callable[..., Any], tmp_path: Path) -> Any:
+    (tmp_path / "store").mkdir()
+    for tag in ("two", "three"):
+        (tmp_path / "store" / f"{tag}.py").write_text(MODEL.format(tag=tag))
+    (tmp_path / "app.py").write_text(MODEL.format(tag="one"))
+    (tmp_path / "penstock.toml").write_text(
+        """
+        [server]
+        management = true
+        model_store = "store"
+        [limits]
+        max_instances = 4
+        [models.m]
+        target = "app.py:Model"
+        [models.m.batching]
+        max_batch_size = 16
+        """
+    )
+    return serve(None, "penstock.toml")
+
+
+async def test_every_change_under_load_costs_no_request(served: Any) -> None:
+    tree = psutil.Process(served.process.pid)
+    crowd, manage = Crowd(served.url), Manager(served.urls["management"])
+    async with crowd.asking():
+        versions = await manage.ok("PUT", "/models/m/2", {"target": "two.py:Model"})
+        assert (versions["1"]["traffic"], versions["2"]["traffic"]) == (1, 0)
+        await crowd.more(100)
+        assert set(crowd.answers) == {"one"}
+
+        await manage.ok("PUT", "/models/m/traffic", {"1": 0.5, "2": 0.5})
+        versions = await manage.ok("PUT", "/models/m/1/scale", {"instances": 3})
+        assert (versions["1"]["instances"], versions["1"]["ready_instances"]) == (3, 3)
+        assert len(tree.children()) == 4
+        await crowd.more(300)
+        versions = await manage.ok("PUT", "/models/m/scale", {"instances": 1})
+        assert (versions["1"]["instances"], versions["1"]["ready_instances"]) == (1, 1)
+        assert len(tree.children()) == 2
+        assert set(crowd.answers) == {"one", "two"}
+    async with crowd.asking():
+        await manage.ok("PUT", "/models/m/2", {"target": "three.py:Model", "instances": 2})
+        seen = crowd.answers["two"]
+        await crowd.more(300)
+        assert crowd.answers["two"] <= seen + CLIENTS, "the old one answered after the swap"
+        await manage.ok("PUT", "/models/m/default", {"version": "2"})
+        versions = await manage.ok("DELETE", "/models/m/1")
+        assert list(versions) == ["2"]
+        assert versions["2"]["default"]
+    assert set(await crowd.ask(100)) == {"three"}
+    assert set(crowd.answers) == {"one", "two", "three"}, "not one error"
+    assert len(tree.children()) == 2
+
+    workers = tree.children()
+    assert served.stop()[0] == 0
+    assert not [w for w in workers if w.is_running()]
+
+
+async def test_answers_are_shared_out_as_the_weights_say(served: Any) -> None:
+    crowd, manage = Crowd(served.url), Manager(served.urls["management"])
+    await manage.ok("PUT", "/models/m/2", {"target": "two.py:Model"})
+    await manage.ok("PUT", "/models/m/traffic", {"1": 0.9, "2": 0.1})
+    assert await crowd.ask(1000) == {"one": 900, "two": 100}
+    assert served.metric("penstock_answers_total", version="2") == 100
+    versions = await manage.ok("DELETE", "/models/m/2")
+    assert versions["1"]["traffic"] == 1
+    assert await crowd.ask(100) == {"one": 100}
+
+
+async def test_what_does_not_load_changes_nothing(served: Any, tmp_path: Path) -> None:
+    crowd, manage = Crowd(served.url), Manager(served.urls["management"])
+    async with crowd.asking():
+        for path in ("/models/m/1", "/models/m/2", "/models/new"):
+            status, found = await manage("PUT", path, {"target": "two.py:Broken"})
+            assert (status, found["error"]["code"]) == (500, "load_failed")
+            assert "secret" not in found["error"]["message"]
+        await manage.ok("PUT", "/models/m/1", {"target": "three.py:Brittle"})
+        (tmp_path / "broken").touch()
+        assert (await manage("PUT", "/models/m/scale", {"instances": 2}))[0] == 500
+        versions = await manage.ok("GET", "/models/m")
+        assert [(v["instances"], v["state"]) for v in versions.values()] == [(1, "READY")]
+    assert set(crowd.answers) == {"one", "three"}
+    assert len(psutil.Process(served.process.pid).children()) == 1
+    assert "no weights in /a/secret/place" in served.stop()[2]
