@@ -1,4 +1,7 @@
-"""mosec serving what BENCH_WORKLOAD says: a Rust front and worker processes. `--port` is read by mosec itself."""
+"""mosec serving what BENCH_WORKLOAD says: a Rust front and worker processes. `--port` is read by mosec itself.
+
+Its listener queues 128 connections: of 256 that are opened at once, some come in a second later, when they try again.
+"""
 
 from __future__ import annotations
 
