@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test check format bench docs clean
+.PHONY: demo test chaos check format bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# every fault at its full count, about 10 minutes; `make test` runs the short counts
+chaos: $(VENV)/.dev
+	CHAOS=full $(BIN)/python -m pytest tests/chaos
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

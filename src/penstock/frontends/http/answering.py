@@ -43,6 +43,7 @@ class Answering(asyncio.BufferedProtocol):
         self.advancing = False
         self.write_at = INF
         self.written = self.taken = 0  # bytes, since writing was paused
+        self.kept = 0  # bytes of answers that wait for earlier ones
 
     def pause_writing(self) -> None:
         """The client does not read: nor do we."""
@@ -146,6 +147,8 @@ class Answering(asyncio.BufferedProtocol):
                 for data in first.out or ():
                     self.write(data)
                 first.out = None
+                self.kept -= first.kept
+                first.kept = 0
                 if first.done:
                     inflight.popleft()
                     if first.close:
@@ -183,9 +186,9 @@ class Answering(asyncio.BufferedProtocol):
         self.deadline = self.server.now() + self.server.config.write_timeout_s
         self.transport.close()
 
-    def check_unsent(self, kept: int) -> None:
+    def check_unsent(self) -> None:
         """Drops the reader of a stream that falls too far behind: a model that streams cannot be paused."""
-        if kept + self.transport.get_write_buffer_size() > STREAM_BACKLOG * self.server.config.write_buffer_bytes:
+        if self.kept + self.transport.get_write_buffer_size() > STREAM_BACKLOG * self.server.config.write_buffer_bytes:
             log.debug("event=slow_reader consequence=connection_dropped")
             self.transport.abort()
 

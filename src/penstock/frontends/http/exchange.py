@@ -130,7 +130,7 @@ class Exchange:
     def _chunk(self, connection: Answering, data: bytes) -> None:
         if data:
             self._emit(connection, data if self.old else b"%x\r\n%b\r\n" % (len(data), data))
-            connection.check_unsent(self.kept)
+            connection.check_unsent()
 
     def _finish_stream(self, connection: Answering) -> None:
         if not self.old:
@@ -159,6 +159,7 @@ class Exchange:
             connection.write(data)
         else:
             self.kept += len(data)
+            connection.kept += len(data)
             self.out = self.out or []
             self.out.append(data)
 

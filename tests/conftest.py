@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,21 +23,24 @@ class RunningServer:
 
     def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str]) -> None:
         read, write = os.pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads would stop who says much
         self.process = subprocess.Popen(
             [*SERVE, *arguments, *FREE_PORTS],
             pass_fds=[write],
             cwd=cwd,
             env={**os.environ, **env, "PENSTOCK_READY_FD": str(write)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             text=True,
         )
         os.close(write)
         with os.fdopen(read) as pipe:
             line = pipe.readline()  # ends with the process if it fails
         if not line:
-            out, err = self.process.communicate()
-            raise RuntimeError(f"the server did not start, exit {self.process.returncode}\n{out}\n{err}")
+            out, _ = self.process.communicate()
+            said = self.said()
+            self._log.close()
+            raise RuntimeError(f"the server did not start, exit {self.process.returncode}\n{out}\n{said}")
         self.urls: dict[str, str] = json.loads(line)
 
     @property
@@ -69,16 +72,25 @@ class RunningServer:
                 total += float(line.rsplit(" ", 1)[1])
         return total
 
+    def said(self) -> str:
+        """What the server and its workers wrote to stderr so far."""
+        return os.pread(self._log.fileno(), 2**24, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Stops it, and forgets what it said."""
+        self.stop()
+        self._log.close()
+
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
         """(exit status, stdout, stderr) after a signal."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            out, err = self.process.communicate(timeout=40)
+            out, _ = self.process.communicate(timeout=40)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            out, err = self.process.communicate()
-        return self.process.returncode, out, err
+            out, _ = self.process.communicate()
+        return self.process.returncode, out, self.said()
 
 
 def _serving(folder: Path) -> Iterator[Callable[..., RunningServer]]:
@@ -96,8 +108,7 @@ def _serving(folder: Path) -> Iterator[Callable[..., RunningServer]]:
 
     yield start
     for server in servers:
-        with contextlib.suppress(ProcessLookupError):
-            server.stop()
+        server.close()
 
 
 @pytest.fixture

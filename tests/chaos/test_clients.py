@@ -1,0 +1,153 @@
+"""Clients that leave, do not read, do not speak, or come all at once: bounded memory, and the others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+SOURCE = """
+    import time
+
+    def echo(items):
+        return items
+
+    def large(items):
+        return [bytes(5_000_000) for _ in items]
+
+    def endless(items):
+        while True:
+            yield [bytes(10_000) for _ in items]
+            time.sleep(0.0005)
+"""
+MB = 10**6
+
+
+async def test_clients_gone_in_the_middle_of_a_stream_free_its_worker(
+    guarded: Callable[..., Any], chaos: SimpleNamespace
+) -> None:
+    server = guarded(SOURCE, "endless", "echo")
+    before, workers = 0, chaos.workers(server)
+    for i in range(chaos.count(10, 100)):
+        async with chaos.Client(server) as client:  # one instance: it answers only if the one before was let go
+            client.send("/predictions/endless", b"1", content_type="application/json")
+            async with asyncio.timeout(60):
+                assert len(await client.reader.readexactly(30_000)) == 30_000
+        if i == 1:
+            await asyncio.sleep(0.5)
+            before = chaos.descriptors(server)
+    await chaos.until(lambda: chaos.descriptors(server) <= before)
+    assert chaos.workers(server) == workers
+    assert server.post("/predictions/echo", b"1") == (200, b"1")
+
+
+@pytest.mark.parametrize(("model", "pipelined"), [("large", 1), ("endless", 1), ("endless", 20)])
+async def test_slow_readers_cost_bounded_memory_and_no_time_of_others(
+    guarded: Callable[..., Any], chaos: SimpleNamespace, model: str, pipelined: int
+) -> None:
+    server = guarded(SOURCE, model, "echo", "--set", "limits.write_buffer_bytes=262144")
+    slow = [chaos.Client(server) for _ in range(20)]
+    async with chaos.Crowd(server, "echo", 4) as others:
+        await others.answered(50)
+        before = chaos.anonymous_bytes(server)
+        most = 0
+        try:
+            for client in slow:
+                await client.__aenter__()
+                client.writer.transport.pause_reading()
+                for _ in range(pipelined):
+                    client.send(f"/predictions/{model}", b"1", content_type="application/json")
+            for _ in range(chaos.count(30, 100)):
+                await asyncio.sleep(0.1)
+                most = max(most, chaos.anonymous_bytes(server) - before)
+            await others.answered(50)
+        finally:
+            for client in slow:
+                await client.__aexit__()
+    # 5 MB each: an answer, or 16 x write_buffer_bytes and a little of a stream, whose slow reader is dropped then
+    assert most < 20 * 2 * 5 * MB
+    assert others.wrong == []
+    assert set(others.statuses) == {200}
+
+
+async def test_a_thousand_idle_connections_cost_nothing(guarded: Callable[..., Any], chaos: SimpleNamespace) -> None:
+    server = guarded(SOURCE, "echo")
+    host, port = chaos.Client(server).address
+    server.post("/predictions/echo", b"1")
+    memory, open_files = chaos.anonymous_bytes(server), chaos.descriptors(server)
+    idle = [await asyncio.open_connection(host, port) for _ in range(1000)]
+    try:
+        await chaos.until(lambda: chaos.descriptors(server) >= open_files + 990)
+        cpu = chaos.cpu_s(server)
+        await asyncio.sleep(3.0)
+        assert chaos.cpu_s(server) - cpu < 0.3  # of 3 s
+        assert chaos.anonymous_bytes(server) - memory < 30 * MB
+        async with chaos.Crowd(server, "echo", 4) as others:
+            await others.answered(200)
+        assert set(others.statuses) == {200}
+        for reader, writer in idle:  # all of them still work
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 200 ")
+    finally:
+        for _, writer in idle:
+            writer.transport.abort()
+    await chaos.until(lambda: chaos.descriptors(server) <= open_files + 2)
+
+
+@pytest.mark.parametrize("room", [20_000, 2_000])
+async def test_ten_thousand_connections_at_once_are_served_or_refused(
+    guarded: Callable[..., Any], chaos: SimpleNamespace, room: int
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 10_000
+    if soft < wanted + 500:
+        soft = min(hard, wanted + 500) if hard != resource.RLIM_INFINITY else wanted + 500
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    number = min(wanted, soft - 500)
+    if number < wanted:
+        print(f"only {number} connections: RLIMIT_NOFILE is {soft}")
+    server = guarded(SOURCE, "echo", "--set", f"limits.max_connections={room}")
+    host, port = chaos.Client(server).address
+    loop = asyncio.get_running_loop()
+    found: Counter[str] = Counter()
+    sockets = []
+    for _ in range(number):
+        s = socket.socket()
+        s.setblocking(False)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves no port waiting
+        sockets.append(s)
+        s.connect_ex((host, port))
+
+    async def ask(s: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(60):
+                await loop.sock_sendall(s, b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                answer = await loop.sock_recv(s, 4096)
+            found[answer[9:12].decode() or "closed"] += 1
+        except ConnectionError:
+            found["reset"] += 1
+
+    try:
+        await asyncio.gather(*map(ask, sockets))
+        async with chaos.Client(server) as client:
+            if room > number:
+                assert (await client.ask("/predictions/echo", b"1")).status == 200
+    finally:
+        for s in sockets:
+            s.close()
+    assert found.total() == number
+    if room > number:
+        assert found["200"] == number
+    else:
+        assert found["200"] >= room - 10
+        assert found["200"] + found["503"] + found["reset"] + found["closed"] == number
+    await chaos.until(lambda: server.get("/healthz")[0] == 200)
+    assert server.post("/predictions/echo", b"1") == (200, b"1")
+    assert len(chaos.workers(server)) == 1
