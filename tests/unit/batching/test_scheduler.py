@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -506,3 +507,109 @@ def test_a_scheduler_that_could_starve_or_never_send_is_refused(wrong: dict[str,
     kwargs: dict[str, Any] = {"max_batch_size": 1, "max_queue": 1, "max_queue_bytes": 1} | wrong
     with pytest.raises(ValueError, match="finite horizon_s"):
         Scheduler(Fixed(), **kwargs)
+
+
+# ---- slots that are taken away
+
+
+def test_a_retired_slot_answers_what_it_has_and_gets_nothing_more(bench: Make) -> None:
+    b = bench(slots=2, depth=2)
+    b.offer(*range(8))
+    b.poll()
+    assert [d.slot for d in b.sent] == [0, 1]
+    b.scheduler.slot_retired(0, b.now)
+    assert b.scheduler.explain()["slots"] == 1
+    b.offer(*range(8, 16))
+    b.poll()
+    assert {d.slot for d in b.sent} == {1}, "not even ahead"
+    b.complete(1)
+    b.poll()
+    assert 0 not in {d.slot for d in b.sent}
+    b.scheduler.slot_down(0, b.now)  # its worker ends
+    b.scheduler.slot_up(0, b.now)  # the number comes again
+    b.offer(*range(16, 24))
+    b.poll()
+    assert 0 in {d.slot for d in b.sent}
+
+
+def test_what_a_retired_slot_loses_is_run_elsewhere(bench: Make) -> None:
+    b = bench(slots=2, depth=2)
+    b.offer(1)
+    b.poll()
+    (slot,) = (d.slot for d in b.sent)
+    b.scheduler.slot_retired(slot, b.now)
+    b.complete(b.sent[0].batch_id, "died")
+    b.scheduler.slot_down(slot, b.now)
+    assert b.poll() == [[1]]
+    assert b.sent[0].slot == 1 - slot
+
+
+@pytest.mark.parametrize("state", ["idle", "down", "unknown", "twice"])
+def test_a_slot_without_a_batch_is_forgotten_at_once(bench: Make, state: str) -> None:
+    b = bench(slots=2)
+    if state == "down":
+        b.scheduler.slot_down(0, b.now)
+    for _ in range(2 if state == "twice" else 1):
+        b.scheduler.slot_retired(7 if state == "unknown" else 0, b.now)
+    b.offer(1)
+    b.poll()
+    assert b.sent[0].slot == (0 if state == "unknown" else 1)
+    assert b.scheduler.explain()["slots"] == (2 if state == "unknown" else 1)
+
+
+def test_a_slot_whose_worker_died_can_be_retired(bench: Make) -> None:
+    b = bench(slots=2, depth=2, max_batch_size=1)
+    b.offer(1, 2, 3, 4)
+    b.poll()
+    first, second = [d.batch_id for d in b.sent if d.slot == 0]
+    b.complete(first, "died")
+    b.scheduler.slot_retired(0, b.now)
+    b.complete(second, "lost")
+    assert b.scheduler.explain()["slots"] == 1
+    b.scheduler.slot_up(0, b.now)
+    assert b.scheduler.explain()["slots"] == 2
+
+
+def test_scaling_at_random_loses_nothing_and_repeats_nothing(bench: Make) -> None:
+    rng = Random("scaling")
+    b = bench(slots=2, depth=2, max_queue=10_000, max_queue_bytes=10**9)
+    up, running, answered = {0, 1}, {}, []
+    for id in range(3000):
+        b.offer(id)
+        if rng.random() < 0.1 and len(up) > 1:
+            slot = rng.choice(sorted(up))
+            up.remove(slot)
+            b.scheduler.slot_retired(slot, b.now)
+        if rng.random() < 0.1 and len(up) < 5:
+            slot = next(n for n in range(50) if n not in up and n not in {d.slot for d in running.values()})
+            up.add(slot)
+            b.scheduler.slot_up(slot, b.now)
+        b.poll()
+        assert {d.slot for d in b.sent} <= up
+        running |= {d.batch_id: d for d in b.sent}
+        while running and rng.random() < 0.7:
+            first = {}  # a slot answers in order
+            for d in running.values():
+                first.setdefault(d.slot, d)
+            d = running.pop(rng.choice(list(first.values())).batch_id)
+            answered += [e.id for e in d.entries]
+            b.complete(d.batch_id, after_s=0.001)
+    while running or b.scheduler.queued:
+        b.poll()
+        running |= {d.batch_id: d for d in b.sent}
+        d = running.pop(next(iter(running)))
+        answered += [e.id for e in d.entries]
+        b.complete(d.batch_id, after_s=0.001)
+    assert sorted(answered) == list(range(3000))
+    assert b.scheduler.explain()["slots"] == len(up)
+
+
+def test_a_smaller_queue_drops_nothing_and_refuses_until_there_is_room(bench: Make) -> None:
+    b = bench(max_queue=8, slots=0)
+    b.offer(*range(6))
+    b.scheduler.max_queue = 4
+    with pytest.raises(QueueFull, match="6 of 4 rows"):
+        b.offer(6)
+    assert b.scheduler.queued == 6
+    with pytest.raises(ValueError, match="max_queue"):
+        b.scheduler.max_queue = 0

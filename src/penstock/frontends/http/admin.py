@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.frontends.base import Backend, Management
@@ -57,16 +58,27 @@ def metrics_app(render: Callable[[], bytes], tokens: frozenset[bytes] = frozense
 def _app(routes: Routes) -> Starlette:
     handlers: dict[Any, Any] = {PenstockError: _error, HTTPException: _http_error}
     return Starlette(
-        routes=[Route(path, _by_method(table), methods=list(table)) for path, table in routes.items()],
+        routes=[Route(path, _ByMethod(table)) for path, table in routes.items()],
         exception_handlers=handlers,
     )
 
 
-def _by_method(table: dict[str, Handler]) -> Handler:
-    async def handle(request: Request) -> Response:
-        return await table["GET" if request.method == "HEAD" else request.method](request)
+class _ByMethod:
+    """An ASGI app over the handlers of one path. It takes every method, so that no other route with this path does."""
 
-    return handle
+    def __init__(self, table: dict[str, Handler]) -> None:
+        self._table = table
+        self._allow = sorted({*table, "HEAD"} if "GET" in table else table)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        handler = self._table.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            error = MethodNotAllowed(f"this route takes {' and '.join(self._allow)} only")
+            error.allow = ", ".join(self._allow)
+            raise error
+        response = await handler(request)
+        await response(scope, receive, send)
 
 
 def _guarded(handler: Handler, tokens: frozenset[bytes]) -> Handler:
@@ -88,11 +100,6 @@ async def _error(request: Request, error: PenstockError) -> Response:
 
 
 async def _http_error(request: Request, exc: HTTPException) -> Response:
-    if exc.status_code == 405:
-        allow = sorted((exc.headers or {}).get("Allow", "GET, HEAD").split(", "))
-        error = MethodNotAllowed(f"this route takes {' and '.join(allow)} only")
-        error.allow = ", ".join(allow)
-        return await _error(request, error)
     return await _error(request, RouteNotFound("no route has this path"))
 
 
