@@ -24,7 +24,9 @@ from penstock.engine.management import Management
 from penstock.errors import PenstockError
 from penstock.frontends.http.auth import make_ssl_context
 from penstock.frontends.http.server import HttpServer
+from penstock.observe.base import HttpReading, Reading
 from penstock.observe.prometheus import PrometheusObserver
+from penstock.observe.records import BatchRecords
 from penstock.types import ModelStatus, TensorSpec
 
 READY_FD = "PENSTOCK_READY_FD"
@@ -52,16 +54,17 @@ class Server:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._metrics = PrometheusObserver()
+        self._records = BatchRecords()
         self._stopped = asyncio.Event()
         self._admin: list[Any] = []
         self.urls: dict[str, str] = {}
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
-        engine = Engine(self._config.limits, [self._metrics])
-        self._metrics.statuses = engine.statuses
+        engine = Engine(self._config.limits, [self._metrics, self._records])
         management = Management(engine, self._config, [os.getcwd()])
         self._catch_signals()
         http = self._listener(engine)
+        self._metrics.read = lambda: _reading(engine, http)
         try:
             await self._bind_inference(http)
             loads = asyncio.ensure_future(self._load_models(engine))
@@ -118,7 +121,7 @@ class Server:
             ),
             (
                 "metrics",
-                metrics_app(self._metrics.render, tokens_for(self._config, "metrics")),
+                metrics_app(self._metrics.render, self._records.body, tokens_for(self._config, "metrics")),
                 s.metrics_host,
                 s.metrics_port,
             ),
@@ -168,6 +171,13 @@ class Server:
         if fd.isdigit():
             with contextlib.suppress(OSError), os.fdopen(int(fd), "w") as f:
                 f.write(json.dumps(self.urls) + "\n")
+
+
+def _reading(engine: Engine, http: HttpServer) -> Reading:
+    """What the gauges of metrics show."""
+    reading = engine.reading()
+    reading.http = HttpReading(http.connections, http.refused, http.answers())
+    return reading
 
 
 def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) -> str:

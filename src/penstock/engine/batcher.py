@@ -20,7 +20,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.engine.call import Call, Running, release
 from penstock.engine.timer import Timer
 from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, QueueFull, WorkerDied
-from penstock.observe.base import BatchRecord, Observer, tell
+from penstock.observe.base import BatchRecord, Observer, hearing, tell
 from penstock.transports.base import Transport
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
@@ -47,6 +47,7 @@ class Batcher:
         self._transport = transport
         self._config = config
         self._observers = observers
+        self._hear_arrivals = hearing(observers, "on_arrival")
         self._join = join
         self._ids = itertools.count(1)
         self._waiting: dict[int, Call] = {}  # queued, or running at least in part
@@ -92,7 +93,7 @@ class Batcher:
             self._break()
             raise PenstockError("internal error") from None
         self._waiting[entry.id] = call
-        tell(self._observers, "on_arrival", self.name, self.version)
+        tell(self._hear_arrivals, "on_arrival", self.name, self.version)
         if not self._turn_due:
             self._turn_due = True
             self._loop.call_soon(self._turn)
@@ -281,6 +282,7 @@ class Batcher:
             waits_s=[running.sent_s - t for t in arrivals],
             latencies_s=[now - t for t in arrivals],
             failed=failed,
+            bucket=d.entries[0].bucket,
         )
         tell(self._observers, "on_complete", record)
         if part.metrics:

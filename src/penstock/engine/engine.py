@@ -13,7 +13,7 @@ from penstock.engine.call import Call, release
 from penstock.engine.handle import ModelHandle, slots_of
 from penstock.engine.registry import ModelRegistry
 from penstock.errors import ModelNotReady
-from penstock.observe.base import Observer
+from penstock.observe.base import Observer, Reading
 from penstock.transports.make import make_transport
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 from penstock.wire.slabs import Slab, SlabPool
@@ -283,6 +283,14 @@ class Engine:
     def statistics(self, model: str, version: str | None = None) -> dict[str, object]:
         """What the scheduler of a model has learned and done. Raises ModelNotFound."""
         return self._registry.find(model, version).statistics()
+
+    def reading(self) -> Reading:
+        """The models and the pool as they stand, for the gauges of metrics."""
+        models = {(h.name, h.version): h for h in (*self._live, *self._registry)}  # the one in sight, of two alike
+        readings = [models[key].reading() for key in sorted(models)]
+        if self._pool is None:
+            return Reading(readings)
+        return Reading(readings, self._pool.in_use_bytes, self._pool.capacity_bytes)
 
     def allocate(self, nbytes: int) -> Slab | None:
         return self.pool.allocate(nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from penstock.engine.batcher import Batcher
 from penstock.engine.call import Call
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
-from penstock.observe.base import Observer, tell
+from penstock.observe.base import ModelReading, Observer, tell
 from penstock.plugins import load_object, resolve
 from penstock.protocols.base import Codec
 from penstock.transports.base import Transport
@@ -93,6 +94,7 @@ class ModelHandle:
         check_rules(config.batching)
         self._codecs: dict[str, Codec] = {}
         self._up: set[int] = set()
+        self._pids: dict[int, int] = {}  # by slot, of the last worker that came up there
         self._leaving: set[int] = set()  # slots that were removed, but still run something
         self._report_came = asyncio.Event()
         self._reported: set[int] = set()
@@ -211,6 +213,7 @@ class ModelHandle:
                     self._loaded.set_exception(e)
                 return
         self.metadata = ready.metadata
+        self._pids[slot] = ready.pid
         self._up.add(slot)
         self._retry_at.pop(slot, None)
         if self.state in ("LOADING", "FAILED") and not self._broken:
@@ -338,6 +341,22 @@ class ModelHandle:
             max_batch_size=scheduler.max_batch_size if scheduler else 0,
             devices=tuple(device for slot, device in sorted(self._devices.items()) if slot not in self._leaving),
             queue=scheduler.queued if scheduler else 0,
+        )
+
+    def reading(self) -> ModelReading:
+        """What the gauges of metrics show."""
+        batcher = self._batcher
+        if batcher is None:
+            return ModelReading(self.status())
+        scheduler = batcher.scheduler
+        return ModelReading(
+            status=self.status(),
+            in_flight=batcher.pending,
+            queue_rows=scheduler.queued_rows,
+            queue_bytes=scheduler.queued_bytes,
+            max_queue_rows=scheduler.max_queue,
+            told=scheduler.explain(),
+            pids={slot: self._pids[slot] for slot in self._up if self._pids[slot] not in (0, os.getpid())},
         )
 
     def statistics(self) -> dict[str, object]:

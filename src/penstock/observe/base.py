@@ -7,12 +7,13 @@ logged and costs nobody an answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from penstock.errors import PenstockError
-from penstock.types import MetricDelta
+from penstock.types import MetricDelta, ModelStatus
 
 log = logging.getLogger("penstock.observe")
 
@@ -32,6 +33,36 @@ class BatchRecord(Struct):
     waits_s: Sequence[float]
     latencies_s: Sequence[float]
     failed: int
+    bucket: str = ""
+
+
+class ModelReading(Struct):
+    """One model version as it stands. `told` is what its scheduler explains, `pids` its worker processes by slot."""
+
+    status: ModelStatus
+    in_flight: int = 0
+    queue_rows: int = 0
+    queue_bytes: int = 0
+    max_queue_rows: int = 0
+    told: Mapping[str, Any] = field(default_factory=dict)
+    pids: Mapping[int, int] = field(default_factory=dict)
+
+
+class HttpReading(Struct):
+    """The inference listener as it stands; `answers` counts them by status // 100."""
+
+    connections: int
+    refused: int
+    answers: Mapping[int, int]
+
+
+class Reading(Struct):
+    """The whole server as it stands: what gauges show."""
+
+    models: Sequence[ModelReading] = ()
+    pool_used_bytes: int = 0
+    pool_capacity_bytes: int = 0
+    http: HttpReading | None = None
 
 
 class Observer:
@@ -50,10 +81,15 @@ class Observer:
         """One item failed."""
 
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
-        """`state` is "ready", "died" or "failed"."""
+        """`state` is "ready", "died" or "failed" (to load)."""
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         """The model's own counters and timers changed."""
+
+
+def hearing(observers: Sequence[Observer], hook: str) -> list[Observer]:
+    """Those that override a hook: the others need not be called for every request."""
+    return [o for o in observers if getattr(type(o), hook, None) not in (None, getattr(Observer, hook))]
 
 
 def tell(observers: Sequence[Observer], hook: str, *arguments: object) -> None:

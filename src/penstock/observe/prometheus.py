@@ -1,4 +1,4 @@
-"""Prometheus metrics of models, batches and workers: an Observer, and a collector that renders it.
+"""Prometheus metrics: an Observer that counts, and the page at `/metrics`.
 
 Latencies come as lists, one list a batch; they are counted into buckets by numpy, many at a time, because a histogram
 call for every request would cost as much as the request's own way through the server.
@@ -6,47 +6,21 @@ call for every request would cost as much as the request's own way through the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from collections.abc import Callable, Sequence
 
 from penstock.errors import PenstockError
-from penstock.observe.base import BatchRecord, Observer
-from penstock.types import MetricDelta, ModelStatus
+from penstock.observe.base import BatchRecord, Observer, Reading
+from penstock.observe.gauges import write_gauges
+from penstock.observe.own import SECONDS, OwnMetrics
+from penstock.observe.system import SystemMetrics
+from penstock.observe.text import Family, Histogram, Page
+from penstock.types import MetricDelta
 
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_FOLD = 4096
+FILL = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+MAX_MODELS = 500  # versions that were ever loaded; beyond, the oldest is forgotten
 _STATES = ("ready", "died", "failed")
-
-
-class _Histogram:
-    """Counts of values by bucket; values wait in a list until there are many, or until they are looked at."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = np.asarray(bounds, dtype=np.float64)
-        self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
-        self._sum = 0.0
-        self._new: list[float] = []
-
-    def extend(self, values: Sequence[float]) -> None:
-        self._new.extend(values)
-        if len(self._new) >= _FOLD:
-            self._fold()
-
-    def _fold(self) -> None:
-        values, self._new = np.asarray(self._new, dtype=np.float64), []
-        places = np.searchsorted(self._bounds, values, side="left")  # Prometheus: a bucket holds values <= its bound
-        self._counts += np.bincount(places, minlength=len(self._counts))
-        self._sum += float(values.sum())
-
-    def family(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative (bound, count) pairs, and the sum."""
-        self._fold()
-        names = [f"{b:g}" for b in self._bounds] + ["+Inf"]
-        return list(zip(names, np.cumsum(self._counts).tolist(), strict=True)), self._sum
+_MODEL = ("model", "version")
 
 
 class _Model:
@@ -56,41 +30,62 @@ class _Model:
         self.arrived = 0
         self.answered = 0
         self.batches = 0
+        self.ahead = 0
+        self.restarts = 0
         self.rejected: dict[str, int] = {}
         self.failed: dict[str, int] = {}
         self.workers: dict[str, int] = dict.fromkeys(_STATES, 0)
-        self.latency = _Histogram(SECONDS)
-        self.wait = _Histogram(SECONDS)
-        self.run = _Histogram(SECONDS)
-        self.rows = _Histogram(ROWS)
+        self.down: set[int] = set()  # slots whose worker died, or did not load
+        self.latency = Histogram(SECONDS)
+        self.wait = Histogram(SECONDS)
+        self.run = Histogram(SECONDS)
+        self.rows = Histogram(ROWS)
+        self.fill = Histogram(FILL)
 
 
+def _counter(name: str, help: str, *labels: str) -> Family:
+    return Family(name, "counter", (*_MODEL, *labels), help)
+
+
+def _histogram(name: str, help: str) -> Family:
+    return Family(name, "histogram", _MODEL, help)
+
+
+_COUNTERS = (
+    ("arrived", _counter("penstock_requests_total", "Requests that were queued.")),
+    ("answered", _counter("penstock_answers_total", "Requests that were run and answered.")),
+    ("batches", _counter("penstock_batches_total", "Batches that were run.")),
+    ("ahead", _counter("penstock_batches_ahead_total", "Batches that were sent to an instance that was still busy.")),
+    ("restarts", _counter("penstock_worker_restarts_total", "Workers that came up again after a death.")),
+)
+_BY_LABEL = (
+    ("rejected", _counter("penstock_rejections_total", "Requests that ended without being run.", "reason")),
+    ("failed", _counter("penstock_item_failures_total", "Items that failed.", "code")),
+    ("workers", _counter("penstock_worker_events_total", "Workers that came and went.", "state")),
+)
 _HISTOGRAMS = (
-    ("latency", "penstock_request_seconds", "Arrival to answer of each request that was run."),
-    ("wait", "penstock_queue_seconds", "Arrival to dispatch of each request that was run."),
-    ("run", "penstock_run_seconds", "The worker's own time on each batch."),
-    ("rows", "penstock_batch_rows", "Rows of each batch."),
+    ("latency", _histogram("penstock_request_seconds", "Arrival to answer of each request that was run.")),
+    ("wait", _histogram("penstock_queue_seconds", "Arrival to dispatch of each request that was run.")),
+    ("run", _histogram("penstock_run_seconds", "The worker's own time on each batch.")),
+    ("rows", _histogram("penstock_batch_rows", "Rows of each batch.")),
+    ("fill", _histogram("penstock_batch_fill_ratio", "Rows of each batch by max_batch_size.")),
 )
 
 
 class PrometheusObserver(Observer):
-    """Collects; `render()` gives the Prometheus text. `statuses` is asked for gauges when it is rendered."""
+    """Collects; `render()` gives the Prometheus text. `read` is asked for what stands now when it is rendered."""
 
-    def __init__(self, statuses: Callable[[], Iterable[ModelStatus]] = tuple) -> None:
-        self.statuses = statuses
+    def __init__(self, read: Callable[[], Reading] = Reading) -> None:
+        self.read = read
         self._models: dict[tuple[str, str], _Model] = {}
-        self._own: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
-        self._timers: dict[tuple[str, tuple[tuple[str, str], ...]], _Histogram] = {}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+        self._own = OwnMetrics()
+        self._system = SystemMetrics()
 
     def _model(self, model: str, version: str) -> _Model:
         found = self._models.get((model, version))
         if found is None:
+            if len(self._models) >= MAX_MODELS:
+                del self._models[next(iter(self._models))]
             found = self._models[(model, version)] = _Model()
         return found
 
@@ -107,78 +102,44 @@ class PrometheusObserver(Observer):
         m = self._model(record.model, record.version)
         m.batches += 1
         m.answered += len(record.latencies_s)
+        m.ahead += record.ahead
         m.latency.extend(record.latencies_s)
         m.wait.extend(record.waits_s)
-        m.run.extend((record.run_s,))
-        m.rows.extend((record.rows,))
+        m.run.add(record.run_s)
+        m.rows.add(record.rows)
+        m.fill.add(record.rows / record.max_batch_size)
 
     def on_error(self, model: str, version: str, error: PenstockError) -> None:
         failed = self._model(model, version).failed
         failed[error.code] = failed.get(error.code, 0) + 1
 
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
-        self._model(model, version).workers[state] += 1
+        m = self._model(model, version)
+        m.workers[state] = m.workers.get(state, 0) + 1
+        if state in ("died", "failed"):
+            m.down.add(slot)
+        elif slot in m.down:
+            m.down.discard(slot)
+            m.restarts += state == "ready"
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
-        for d in deltas:
-            labels = tuple(sorted({**d.labels, "model": model, "version": version}.items()))
-            if d.kind == "timer":
-                self._timers.setdefault((d.name, labels), _Histogram(SECONDS)).extend((d.value,))
-            elif d.kind == "gauge":
-                self._own[("gauge", d.name, labels)] = d.value
-            else:
-                key = ("counter", d.name, labels)
-                self._own[key] = self._own.get(key, 0.0) + d.value
+        self._own.add(model, version, deltas)
 
-    # ---- prometheus_client
+    # ---- the page
 
-    def collect(self) -> Iterable[Metric]:
-        names = ("model", "version")
-        requests = CounterMetricFamily("penstock_requests", "Requests that were queued.", labels=names)
-        answered = CounterMetricFamily("penstock_answers", "Requests that were run and answered.", labels=names)
-        batches = CounterMetricFamily("penstock_batches", "Batches that were run.", labels=names)
-        rejected = CounterMetricFamily(
-            "penstock_rejections", "Requests that ended without being run.", labels=(*names, "reason")
-        )
-        failed = CounterMetricFamily("penstock_item_failures", "Items that failed.", labels=(*names, "code"))
-        workers = CounterMetricFamily("penstock_worker_events", "Workers that came and went.", labels=(*names, "state"))
-        for key, m in self._models.items():
-            requests.add_metric(key, m.arrived)
-            answered.add_metric(key, m.answered)
-            batches.add_metric(key, m.batches)
-            for family, values in ((rejected, m.rejected), (failed, m.failed), (workers, m.workers)):
-                for label, value in values.items():
-                    family.add_metric((*key, label), value)
-        yield from (requests, answered, batches, rejected, failed, workers)
-        for attribute, name, text in _HISTOGRAMS:
-            histogram = HistogramMetricFamily(name, text, labels=names)
-            for key, m in self._models.items():
-                histogram.add_metric(key, *getattr(m, attribute).family())
-            yield histogram
-        yield from self._gauges()
-        yield from self._own_metrics()
-
-    def _gauges(self) -> Iterable[Metric]:
-        names = ("model", "version")
-        queue = GaugeMetricFamily("penstock_queue_requests", "Requests that wait now.", labels=names)
-        up = GaugeMetricFamily("penstock_workers_up", "Workers that can take a batch.", labels=names)
-        for status in self.statuses():
-            queue.add_metric((status.name, status.version), status.queue)
-            up.add_metric((status.name, status.version), status.ready_instances)
-        yield from (queue, up)
-
-    def _own_metrics(self) -> Iterable[Metric]:
-        """What models counted through `penstock.metrics`; samples of one name may have different labels."""
-        families: dict[str, Metric] = {}
-        for (kind, name, labels), value in self._own.items():
-            family = families.setdefault(f"{kind} {name}", Metric(name, f"{kind} of a model", kind))
-            family.add_sample(f"{name}_total" if kind == "counter" else name, dict(labels), value)
-        for (name, labels), timer in self._timers.items():
-            full = f"{name}_seconds"
-            family = families.setdefault(f"timer {name}", Metric(full, "timer of a model", "histogram"))
-            counts, total = timer.family()
-            for bound, count in counts:
-                family.add_sample(f"{full}_bucket", {**dict(labels), "le": bound}, count)
-            family.add_sample(f"{full}_count", dict(labels), counts[-1][1])
-            family.add_sample(f"{full}_sum", dict(labels), total)
-        yield from families.values()
+    def render(self) -> bytes:
+        """The page, UTF-8."""
+        page, models, now = Page(), self._models, self.read()
+        for name, family in _COUNTERS:
+            page.write(family, ((key, getattr(m, name)) for key, m in models.items()))
+        for name, family in _BY_LABEL:
+            page.write(
+                family,
+                (((*key, label), count) for key, m in models.items() for label, count in getattr(m, name).items()),
+            )
+        for name, family in _HISTOGRAMS:
+            page.write_histograms(family, ((key, getattr(m, name)) for key, m in models.items()))
+        write_gauges(page, now)
+        self._system.write(page, now.models)
+        self._own.write(page)
+        return page.encode() + self._system.own()

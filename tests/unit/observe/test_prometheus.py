@@ -1,75 +1,157 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.errors import ItemFailed
-from penstock.observe.base import BatchRecord
-from penstock.observe.prometheus import SECONDS, PrometheusObserver, _Histogram
+from penstock.observe.base import BatchRecord, HttpReading, ModelReading, Observer, Reading, hearing, tell
+from penstock.observe.prometheus import MAX_MODELS, PrometheusObserver
+from penstock.observe.records import BatchRecords
 from penstock.types import MetricDelta, ModelStatus
 
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
-def samples(observer: PrometheusObserver) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    text = observer.render().decode()
-    return {
-        (s.name, tuple(sorted(s.labels.items()))): s.value
-        for f in text_string_to_metric_families(text)
-        for s in f.samples
-    }
+
+def samples(observer: PrometheusObserver) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families(observer.render().decode()):
+        for s in family.samples:
+            key = (s.name, tuple(sorted(s.labels.items())))
+            assert key not in found, f"{key} is there twice"
+            found[key] = s.value
+    return found
 
 
 M = (("model", "m"), ("version", "1"))
 
 
-def record(rows: int, seconds: float) -> BatchRecord:
-    return BatchRecord("m", "1", 0, rows, 64, "idle", False, seconds, seconds, [0.0] * rows, [seconds] * rows, 0)
+def with_label(name: str, value: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((*M, (name, value))))
 
 
-def test_batches_requests_and_rejections_are_counted() -> None:
-    observer = PrometheusObserver(lambda: [ModelStatus("m", "1", "READY", 2, 1, 64, ("cpu",), queue=3)])
-    observer.on_arrival("m", "1")
-    observer.on_complete(record(5, 0.2))
-    observer.on_reject("m", "1", "queue_full")
-    observer.on_error("m", "1", ItemFailed("no"))
-    observer.on_worker("m", "1", 0, "died")
-    found = samples(observer)
+def test_batches_requests_and_rejections_are_counted(busy: Callable[..., PrometheusObserver]) -> None:
+    found = samples(busy())
     assert found["penstock_requests_total", M] == 1
     assert found["penstock_answers_total", M] == 5
     assert found["penstock_batches_total", M] == 1
+    assert found["penstock_batches_ahead_total", M] == 1
     assert found["penstock_batch_rows_sum", M] == 5
     assert found["penstock_batch_rows_count", M] == 1
+    assert found["penstock_batch_fill_ratio_sum", M] == 5 / 64
+    assert found["penstock_batch_fill_ratio_bucket", with_label("le", "0.1")] == 1
     assert found["penstock_request_seconds_count", M] == 5
     assert found["penstock_request_seconds_sum", M] == pytest.approx(1.0)
-    assert found["penstock_rejections_total", (M[0], ("reason", "queue_full"), M[1])] == 1
-    assert found["penstock_item_failures_total", (("code", "item_failed"), *M)] == 1
-    assert found["penstock_worker_events_total", (M[0], ("state", "died"), M[1])] == 1
+    assert found["penstock_rejections_total", with_label("reason", "queue_full")] == 1
+    assert found["penstock_item_failures_total", with_label("code", "item_failed")] == 1
+    assert found["penstock_worker_events_total", with_label("state", "died")] == 1
+
+
+def test_what_stands_now_is_shown(busy: Callable[..., PrometheusObserver]) -> None:
+    found = samples(busy())
+    assert found["penstock_requests_in_flight", M] == 7
     assert found["penstock_queue_requests", M] == 3
+    assert found["penstock_queue_rows", M] == 5
+    assert found["penstock_queue_bytes", M] == 50
+    assert found["penstock_queue_limit_rows", M] == 100
+    assert found["penstock_workers", M] == 2
     assert found["penstock_workers_up", M] == 1
+    assert found["penstock_model_state", with_label("state", "READY")] == 1
+    assert found["penstock_model_state", with_label("state", "FAILED")] == 0
+    assert found["penstock_cost_fixed_seconds", M] == 0.005
+    assert found["penstock_cost_row_seconds", M] == 0.0002
+    assert found["penstock_holds_total", with_label("kind", "regroup")] == 3
+    assert found["penstock_held_seconds_total", M] == 1.5
+    assert found["penstock_drops_total", with_label("reason", "expired")] == 4
+    assert found["penstock_pool_used_bytes", ()] == 4096
+    assert found["penstock_pool_capacity_bytes", ()] == 8192
+    assert found["penstock_http_connections", ()] == 9
+    assert found["penstock_http_connections_refused_total", ()] == 1
+    assert found["penstock_http_requests_total", (("status", "4xx"),)] == 3
 
 
-def test_a_models_own_metrics_keep_their_labels_apart() -> None:
+def test_a_model_that_has_learned_nothing_claims_no_cost(reading: Callable[..., Reading]) -> None:
+    found = samples(PrometheusObserver(lambda: reading(told={}, http=False)))
+    assert found["penstock_queue_requests", M] == 3
+    names = {name for name, _ in found}
+    assert "penstock_cost_row_seconds" not in names
+    assert "penstock_http_connections" not in names
+
+
+def test_a_worker_that_comes_up_after_a_death_is_a_restart_and_the_first_is_none() -> None:
     observer = PrometheusObserver()
-    observer.on_model_metrics("m", "1", 0, [MetricDelta("counter", "images", 2.0, {"kind": "png"})])
-    observer.on_model_metrics("m", "1", 1, [MetricDelta("counter", "images", 3.0, {"kind": "png"})])
-    observer.on_model_metrics("m", "1", 0, [MetricDelta("counter", "images", 1.0)])
-    observer.on_model_metrics("m", "1", 0, [MetricDelta("gauge", "level", 1.0), MetricDelta("gauge", "level", 7.0)])
-    observer.on_model_metrics("m", "1", 0, [MetricDelta("timer", "resize", 0.2)])
+    for slot, state in ((0, "ready"), (1, "ready")):
+        observer.on_worker("m", "1", slot, state)
+    assert samples(observer)["penstock_worker_restarts_total", M] == 0
+    for slot, state in ((0, "died"), (0, "failed"), (0, "ready"), (1, "died")):
+        observer.on_worker("m", "1", slot, state)
+    assert samples(observer)["penstock_worker_restarts_total", M] == 1
+
+
+def test_versions_that_come_and_go_do_not_pile_up() -> None:
+    observer = PrometheusObserver()
+    for version in range(MAX_MODELS + 5):
+        observer.on_arrival("m", str(version))
+    versions = {dict(labels)["version"] for name, labels in samples(observer) if name == "penstock_requests_total"}
+    assert versions == {str(v) for v in range(5, MAX_MODELS + 5)}
+
+
+@given(st.text(), st.text(), st.text())
+@example('a"b\\', "1\n2", '\\n{},="')
+@example("\r\x85\u2028", "", " ")
+@example("half \ud800", "1", "x")
+def test_odd_names_and_labels_come_back_as_they_were(model: str, version: str, label: str) -> None:
+    def read() -> Reading:
+        return Reading([ModelReading(ModelStatus(model, version, "READY", 1, 1, 1, ()), told={"drops": {label: 1}})])
+
+    observer = PrometheusObserver(read)
+    observer.on_reject(model, version, label)
+    observer.on_complete(BatchRecord(model, version, 0, 1, 1, "", False, 0.1, 0.1, [0.1], [0.1], 0))
+    observer.on_model_metrics(model, version, 0, [MetricDelta("counter", "own", 1.0, {"x": label})])
+    model, version, label = (t.encode("utf-8", "backslashreplace").decode() for t in (model, version, label))
+    if any("\ud800" <= c <= "\udfff" for c in model + version + label):
+        return
     found = samples(observer)
-    assert found["images_total", (("kind", "png"), *M)] == 5
-    assert found["images_total", M] == 1
-    assert found["level", M] == 7
-    assert found["resize_seconds_count", M] == 1
+    key = (("model", model), ("version", version))
+    assert found["penstock_rejections_total", tuple(sorted((*key, ("reason", label))))] == 1
+    assert found["penstock_drops_total", tuple(sorted((*key, ("reason", label))))] == 1
+    assert found["penstock_batch_rows_count", key] == 1
+    assert found["own_total", tuple(sorted((*key, ("x", label))))] == 1
 
 
-@given(st.lists(st.one_of(st.floats(0, 60), st.sampled_from(SECONDS)), max_size=200))
-def test_values_fall_into_the_buckets_that_prometheus_client_would_choose(values: list[float]) -> None:
-    ours = _Histogram(SECONDS)
-    theirs = Histogram("h", "h", buckets=SECONDS, registry=None)
-    ours.extend(values)
-    for v in values:
-        theirs.observe(v)
-    expected = [s.value for s in theirs.collect()[0].samples if s.name == "h_bucket"]
-    assert [count for _, count in ours.family()[0]] == expected
+def test_fifty_models_are_rendered_within_twenty_milliseconds(record: Callable[..., BatchRecord]) -> None:
+    def read() -> Reading:
+        models = [ModelReading(ModelStatus(f"m{i}", "1", "READY", 1, 1, 64, ("cpu",))) for i in range(50)]
+        return Reading(models, 1, 2, HttpReading(1, 0, {2: 5}))
+
+    observer = PrometheusObserver(read)
+    for i in range(50):
+        observer.on_complete(record(64, model=f"m{i}"))
+    observer.render()
+    took = []
+    for _ in range(5):
+        start = time.thread_time()
+        observer.render()
+        took.append(time.thread_time() - start)
+    assert min(took) < 0.02
+
+
+def test_a_batch_of_64_is_counted_and_recorded_within_ten_microseconds(record: Callable[..., BatchRecord]) -> None:
+    observers: list[Observer] = [PrometheusObserver(), BatchRecords()]
+    one = record(64)
+    took = []
+    for _ in range(5):
+        start = time.thread_time()
+        for _ in range(1280):  # so many that the counting into buckets is in it
+            tell(observers, "on_complete", one)
+        took.append((time.thread_time() - start) / 1280)
+    assert min(took) < 10e-6
+
+
+def test_only_observers_that_listen_are_called_for_each_request() -> None:
+    metrics, records = PrometheusObserver(), BatchRecords()
+    assert hearing([metrics, records], "on_arrival") == [metrics]
+    assert hearing([metrics, records], "on_complete") == [metrics, records]

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import PenstockError
+from penstock.errors import BadRequest, PenstockError, nearest
 from penstock.frontends.base import Backend, Management
 from penstock.frontends.http.answers import JSON, MethodNotAllowed, RouteNotFound, error_result
 from penstock.frontends.http.auth import check_token
@@ -25,6 +25,7 @@ from penstock.frontends.http.management import Handler, Routes, management_route
 from penstock.frontends.http.server import bind_error
 from penstock.protocols import native
 
+MOST_BATCHES: Final = 1000  # of one answer of /debug/batches
 GRACE_S: Final = 2  # for answers in flight when an admin listener closes
 
 
@@ -45,14 +46,32 @@ def admin_app(
     return _app({**routes, "/ping": {"GET": ping}})
 
 
-def metrics_app(render: Callable[[], bytes], tokens: frozenset[bytes] = frozenset()) -> Starlette:
-    """GET /metrics: what `render` gives, in the Prometheus text format."""
+def metrics_app(
+    render: Callable[[], bytes],
+    batches: Callable[[str | None, int], bytes],
+    tokens: frozenset[bytes] = frozenset(),
+) -> Starlette:
+    """GET /metrics: what `render` gives, in the Prometheus text format. GET /debug/batches: the last batches as JSON.
+
+    `batches` is asked with ?model= (None: all models) and ?limit= (1 to 1000, by default 100), newest first.
+    """
 
     async def metrics(request: Request) -> Response:
         check_token(tokens, _authorization(request))
         return Response(render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    return _app({"/metrics": {"GET": metrics}})
+    async def last_batches(request: Request) -> Response:
+        check_token(tokens, _authorization(request))
+        asked = request.query_params
+        unknown = next((key for key in asked if key not in ("model", "limit")), None)
+        if unknown is not None:
+            raise BadRequest(f"unknown parameter {unknown[:100]!r}{nearest(unknown[:100], ('model', 'limit'))}")
+        limit = asked.get("limit", "100")
+        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MOST_BATCHES:
+            raise BadRequest(f"limit is {limit[:100]!r}, expected a whole number from 1 to {MOST_BATCHES}")
+        return Response(batches(asked.get("model"), int(limit)), media_type=JSON)
+
+    return _app({"/metrics": {"GET": metrics}, "/debug/batches": {"GET": last_batches}})
 
 
 def _app(routes: Routes) -> Starlette:

@@ -61,8 +61,9 @@ class Exchange:
             return
         self.connection = None
         body = result.body
-        heads = connection.server.heads
-        head = heads.get(result.content_type) or connection.server.learn_head(result.content_type)
+        server = connection.server
+        server.plain_answers += 1
+        head = server.heads.get(result.content_type) or server.learn_head(result.content_type)
         if len(body) <= JOINED_BYTES:
             data = b"%b%d\r\n\r\n%b" % (head, len(body), body)
             if connection.inflight[0] is self:
@@ -138,6 +139,7 @@ class Exchange:
         self._end(connection)
 
     def _head(self, connection: Answering, result: ItemResult, content_type: str, framing: bytes | None) -> bytes:
+        connection.server.other_answers[result.status // 100] += 1
         lines = [status_line(result.status), connection.server.date_line]
         if content_type and result.status not in NO_BODY:
             lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))

@@ -51,6 +51,9 @@ class HttpServer:
         self.heads: dict[str, bytes] = {}
         self.date_line = b""
         self.too_many = status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+        self.plain_answers = 0  # answers of the plain case: 200
+        self.other_answers = [0] * 6  # all other answers, by status // 100
+        self.refused = 0  # connections that there was no room for
         self._ssl = ssl
         self._connections: set[Connection] = set()
         self._stalled: dict[Connection, None] = {}  # wait for memory for a large body, first come first served
@@ -99,11 +102,23 @@ class HttpServer:
                     connection.transport.abort()
                 await self._empty.wait()
 
+    @property
+    def connections(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
+    def answers(self) -> dict[int, int]:
+        """Answers that were begun, by status // 100."""
+        counts = list(self.other_answers)
+        counts[2] += self.plain_answers
+        return {kind: n for kind, n in enumerate(counts) if n}
+
     # ---- what connections call
 
     def add(self, connection: Connection) -> bool:
         """Counts a connection; False when there is no room for it."""
         if self.closing or len(self._connections) >= self.config.max_connections:
+            self.refused += 1
             return False
         if self._sweep_timer is None:
             self._tick()

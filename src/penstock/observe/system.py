@@ -1,0 +1,97 @@
+"""CPU, memory and GPUs: of the machine, and of each worker process. Looked at when somebody asks, never before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import psutil
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+from penstock.observe.base import ModelReading
+from penstock.observe.text import Family, Page
+
+_WORKER = ("model", "version", "instance")
+_GPU = ("gpu", "name")
+WORKER_MEMORY = Family("penstock_worker_resident_bytes", "gauge", _WORKER, "Resident memory of a worker process.")
+WORKER_CPU = Family("penstock_worker_cpu_seconds_total", "counter", _WORKER, "CPU time of a worker process.")
+SYSTEM_CPU = Family("penstock_system_cpu_seconds_total", "counter", ("state",), "CPU time of the machine, all cores.")
+SYSTEM_CPUS = Family("penstock_system_cpus", "gauge", (), "Cores of the machine.")
+SYSTEM_MEMORY = Family("penstock_system_memory_bytes", "gauge", ("kind",), "Memory of the machine.")
+GPU_BUSY = Family("penstock_gpu_utilization_ratio", "gauge", _GPU, "Share of the last moments that a GPU was busy.")
+GPU_USED = Family("penstock_gpu_memory_used_bytes", "gauge", _GPU, "Memory of a GPU that is in use, by anybody.")
+GPU_MEMORY = Family("penstock_gpu_memory_bytes", "gauge", _GPU, "Memory of a GPU.")
+
+
+class SystemMetrics:
+    """Holds what would be costly to open for each look: the processes, and the GPU's library."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, psutil.Process] = {}
+        self._gpus: Gpus | None = None
+        self._own = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._own)
+
+    def own(self) -> bytes:
+        """The `process_*` metrics of this process, as text."""
+        return generate_latest(self._own)
+
+    def write(self, page: Page, models: Iterable[ModelReading]) -> None:
+        workers = list(self._workers(models))
+        page.write(WORKER_MEMORY, ((labels, memory) for labels, memory, _ in workers))
+        page.write(WORKER_CPU, ((labels, cpu) for labels, _, cpu in workers))
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        named = times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+        busy = named + getattr(times, "nice", 0.0) + getattr(times, "steal", 0.0)
+        page.write(SYSTEM_CPU, [(("busy",), busy), (("idle",), idle)])
+        page.write(SYSTEM_CPUS, [((), psutil.cpu_count() or 1)])
+        memory = psutil.virtual_memory()
+        page.write(SYSTEM_MEMORY, [(("total",), memory.total), (("available",), memory.available)])
+        if self._gpus is None:
+            self._gpus = Gpus()
+        gpus = self._gpus.read()
+        if gpus:
+            page.write(GPU_BUSY, [(labels, busy) for labels, busy, _, _ in gpus])
+            page.write(GPU_USED, [(labels, used) for labels, _, used, _ in gpus])
+            page.write(GPU_MEMORY, [(labels, total) for labels, _, _, total in gpus])
+
+    def _workers(self, models: Iterable[ModelReading]) -> Iterator[tuple[tuple[str, str, str], int, float]]:
+        """(labels, resident bytes, CPU seconds) of every worker that is a process of its own."""
+        seen: dict[int, psutil.Process] = {}
+        for m in models:
+            for slot, pid in sorted(m.pids.items()):
+                with suppress(psutil.Error):  # it has just ended
+                    process = self._processes.get(pid) or psutil.Process(pid)
+                    seen[pid] = process
+                    cpu = process.cpu_times()
+                    yield (m.status.name, m.status.version, str(slot)), process.memory_info().rss, cpu.user + cpu.system
+        self._processes = seen
+
+
+class Gpus:
+    """The NVIDIA GPUs of this machine, if nvidia-ml-py is installed and there are any."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handles: list[tuple[tuple[str, str], Any]] = []
+        with suppress(Exception):  # no library, no driver, no GPU: all the same
+            pynvml = import_module("pynvml")
+            pynvml.nvmlInit()
+            for i in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+                name = pynvml.nvmlDeviceGetName(handle)
+                self._handles.append(((str(i), name.decode() if isinstance(name, bytes) else name), handle))
+            self._nvml = pynvml
+
+    def read(self) -> list[tuple[tuple[str, str], float, int, int]]:
+        """((index, name), busy share, used bytes, bytes) of each."""
+        out: list[tuple[tuple[str, str], float, int, int]] = []
+        for labels, handle in self._handles:
+            with suppress(Exception):  # it fell off the bus: the others are still there
+                busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+                out.append((labels, busy, int(memory.used), int(memory.total)))
+        return out
