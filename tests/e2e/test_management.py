@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -209,3 +210,27 @@ async def test_what_does_not_load_changes_nothing(served: Any, tmp_path: Path) -
     assert set(crowd.answers) == {"one", "three"}
     assert len(psutil.Process(served.process.pid).children()) == 1
     assert "no weights in /a/secret/place" in served.stop()[2]
+
+
+async def test_the_page_s_configuration_has_two_versions_and_its_curl_lines_change_them(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "management.md").read_text()
+    first, curls, second = re.findall(r"^```(?:toml)?\n(.*?)^```$", page, re.S | re.M)
+    (tmp_path / "models").mkdir()
+    for file in ("app.py", "models/digits2.py"):
+        source = "def Digits(items): return [1 for _ in items]\ndef BetterDigits(items): return [2 for _ in items]\n"
+        (tmp_path / file).write_text(source)
+    (tmp_path / "penstock.toml").write_text(first.partition("[models")[0] + second)
+    server = serve(None, "penstock.toml")
+    assert Counter(server.post("/predictions/digits", b"1")[1] for _ in range(20)) == {b"1": 18, b"2": 2}
+    for line in curls.splitlines():
+        method, path, body = re.fullmatch(r"curl -X (\w+) http://127.0.0.1:8081(\S+)(?: -d '(.*)')?", line).groups()  # type: ignore[union-attr]
+        await Manager(server.urls["management"]).ok(method, path, None if body is None else json.loads(body))
+    assert server.post("/predictions/digits", b"1")[1] == b"1", "version 2 is now the Digits of digits2.py"
+    assert server.post("/predictions/digits/1", b"1")[0] == 404
+    assert json.loads(server.get("/models/digits/2", "management")[1])["instances"] == 2
+    closed = serve(None, "penstock.toml", "--set", "server.management=false")
+    status, found = await Manager(closed.urls["management"])("DELETE", "/models/digits")
+    assert (status, found["error"]["code"]) == (403, "forbidden")
+    assert closed.post("/predictions/digits", b"1")[0] == 200

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.checks import check_bind, check_config, is_loopback, read_tokens, tokens_for
-from penstock.config.schema import AuthConfig, Config, LimitsConfig, ServerConfig
+from penstock.config.schema import AuthConfig, Config, LimitsConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError
 
 
@@ -121,3 +121,38 @@ def test_an_open_listener_is_allowed_with_its_token_client_certificates_or_a_wor
 )
 def test_only_addresses_of_this_machine_are_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
+
+
+def models(**sections: dict[str, object]) -> Config:
+    return Config(models={name: ModelConfig(target="a:b", **keys) for name, keys in sections.items()})  # type: ignore[arg-type]
+
+
+def test_sections_of_one_name_are_versions_that_may_share_the_traffic() -> None:
+    check_config(models(m={"traffic": {"1": 0.9, "2": 0.1}}, n={"name": "m", "version": "2"}, o={}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"m": {}, "n": {"name": "m"}}, r"models.n.version: found '1', which models.m has already"),
+        ({"m": {"traffic": {"1": 0.9, "2": 0.1}}}, r"models.m.traffic: there is no version '2'; there are 1"),
+        ({"m": {"traffic": {"1": 0.9}}}, r"models.m.traffic: the weights add up to 0.9, expected 1"),
+        ({"m": {"traffic": {"1": 1.1}}}, r"found 1.1 for version '1', expected a number from 0 to 1"),
+        (
+            {"m": {"traffic": {"1": 1.0}}, "n": {"name": "m", "version": "2", "traffic": {"2": 1.0}}},
+            r"models.n.traffic: models.m says it already",
+        ),
+        ({"m": {"instances": 65}}, r"models.m.instances: found 65, more than limits.max_instances \(64\)"),
+    ],
+)
+def test_versions_and_traffic_that_contradict_each_other_are_refused(
+    sections: dict[str, dict[str, object]], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_config(models(**sections))
+
+
+def test_a_model_store_is_a_folder(tmp_path: Path) -> None:
+    check_config(Config(server=ServerConfig(model_store=str(tmp_path))))
+    with pytest.raises(ConfigError, match=r"server.model_store: there is no folder"):
+        check_config(Config(server=ServerConfig(model_store=str(tmp_path / "none"))))
