@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-# every fault at its full count, about 10 minutes; `make test` runs the short counts
+# every fault at its full count, about 5 minutes; `make test` runs the short counts
 chaos: $(VENV)/.dev
 	CHAOS=full $(BIN)/python -m pytest tests/chaos
 
