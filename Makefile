@@ -26,11 +26,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 # BENCH="--rounds 1 --seconds 1" tries them out, --peers names others to run beside (see benchmarks/harness.py)
-PARTS := harness.py models.py open_loop.py simulator.py
-BENCHMARKS = $(filter-out $(addprefix benchmarks/,$(PARTS)),$(wildcard benchmarks/*.py))
+PARTS := harness.py models.py open_loop.py
+PLAIN := simulator.py metrics_cost.py
+BENCHMARKS = $(filter-out $(addprefix benchmarks/,$(PARTS) $(PLAIN)),$(wildcard benchmarks/*.py))
 bench: $(VENV)/.dev wrk
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
-	@echo "== benchmarks/simulator.py"; $(BIN)/python benchmarks/simulator.py
+	@for file in $(PLAIN); do echo "== benchmarks/$$file"; $(BIN)/python benchmarks/$$file || exit 1; done
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m penstock.config.document > docs/configuration.md
