@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.batching.cost import Cost
@@ -58,6 +58,7 @@ samples = st.tuples(
 
 
 @settings(max_examples=300, deadline=None)
+@example([(1, 0.0), (1, 0.0), (1, 8.98846567431158e307)])
 @given(st.lists(samples, max_size=60))
 def test_the_cost_model_is_increasing_whatever_the_samples(data: list[tuple[int, float]]) -> None:
     cost = Cost()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
+MOST_S = 1e6  # nothing that is measured takes longer; sums of what is claimed to would overflow
 READY_SAMPLES = 6  # after the skipped ones: too few samples predict noise
 _FORGET = 0.995  # weight that a size keeps, per sample of any size
 _MAX_WEIGHT = 30.0
@@ -45,7 +44,7 @@ class Cost:
 
     def add(self, n: int, seconds: float) -> None:
         """Learns from one batch; what cannot be a measurement is ignored."""
-        if n < 1 or not (isfinite(seconds) and seconds >= 0):
+        if n < 1 or not 0 <= seconds < MOST_S:  # false for NaN, too
             return
         self._seen += 1
         if self._seen <= self._skip:
