@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True)  # a gate gives the same answer twice; searching is for developers
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
 FREE_PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
