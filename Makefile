@@ -9,11 +9,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest
 
 # every fault at its full count, about 5 minutes; `make test` runs the short counts
-chaos: $(VENV)/.dev
+chaos: $(VENV)/.dev redis-server
 	CHAOS=full $(BIN)/python -m pytest tests/chaos
 
 check: $(VENV)/.dev
@@ -36,10 +36,10 @@ bench: $(VENV)/.dev wrk
 docs: $(VENV)/.dev
 	$(BIN)/python -m penstock.config.document > docs/configuration.md
 
-.PHONY: wrk
-wrk:
-	@command -v wrk >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq wrk; } \
-	|| { echo "benchmarks need wrk: install it with 'apt-get install wrk' as root"; exit 1; }
+.PHONY: wrk redis-server
+wrk redis-server:
+	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq $@; } \
+	|| { echo "$@ is missing: install it with 'apt-get install $@' as root"; exit 1; }
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Penstock needs Python 3.11 or newer: make PYTHON=..."; exit 1; }
