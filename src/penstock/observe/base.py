@@ -81,7 +81,10 @@ class Observer:
         """One item failed."""
 
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
-        """`state` is "ready", "died" or "failed" (to load)."""
+        """`state` is "ready", "died", "failed" (to load), or "removed": the slot was taken away for good."""
+
+    def on_unload(self, model: str, version: str) -> None:
+        """No handle of this version is left: nothing is told of it any more, unless it is loaded anew."""
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         """The model's own counters and timers changed."""
