@@ -8,7 +8,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from penstock.errors import BadRequest
-from penstock.protocols.native import decode_text, split_type
+from penstock.protocols.bodies import decode_text, split_type
 
 
 class _Parts:

@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.errors import BadOutput, BadRequest, PenstockError
-from penstock.protocols.native import JSON, decode_json, encode_response
+from penstock.protocols.bodies import decode_json
+from penstock.protocols.native import JSON, encode_response
 from penstock.types import Item, ItemResult, ModelMetadata, Response, TensorSpec
 
 if TYPE_CHECKING:

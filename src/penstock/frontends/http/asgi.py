@@ -13,7 +13,8 @@ from penstock.frontends.base import Backend, Ticket
 from penstock.frontends.http.answering import STREAM_BACKLOG
 from penstock.frontends.http.answers import error_result, sse_event, stream_part, stream_type
 from penstock.frontends.http.intake import BIG_BYTES, Intake
-from penstock.frontends.http.routes import SPECIAL_NAMES, Route, Router, check_method, read_special
+from penstock.frontends.http.routes import SPECIAL_NAMES, Router, check_method, read_special
+from penstock.frontends.http.template import Route
 from penstock.protocols import native
 from penstock.types import Item, ItemResult
 

@@ -13,7 +13,8 @@ from penstock.frontends.http.answering import BODY, DIRECT, DISCARD, HEAD, IDLE,
 from penstock.frontends.http.answers import HeadTooLarge, RequestTimeout
 from penstock.frontends.http.exchange import Exchange
 from penstock.frontends.http.intake import BIG_BYTES, Intake
-from penstock.frontends.http.routes import SPECIAL_NAMES, Route, check_method, read_special
+from penstock.frontends.http.routes import SPECIAL_NAMES, check_method, read_special
+from penstock.frontends.http.template import Route
 from penstock.types import Headers
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from penstock.types import Headers, ItemResult
 
 if TYPE_CHECKING:
     from penstock.frontends.http.answering import Answering
-    from penstock.frontends.http.routes import Route
+    from penstock.frontends.http.template import Route
 
 JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
 NO_BODY: Final = frozenset({204, 304})

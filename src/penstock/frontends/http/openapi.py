@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
 from penstock.errors import PenstockError
 from penstock.frontends.base import Backend
+from penstock.frontends.http.template import Template
 from penstock.types import TensorSpec
-
-if TYPE_CHECKING:
-    from penstock.frontends.http.routes import Template
 
 _ERROR = {"description": "An error: a code and a message", "content": {"application/json": {"schema": {}}}}
 

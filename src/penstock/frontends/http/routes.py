@@ -9,10 +9,9 @@ from typing import Final, Protocol
 from urllib.parse import unquote
 
 import msgspec
-from msgspec import Struct
 
 from penstock import __version__
-from penstock.errors import BadRequest, DeadlineExceeded, PenstockError
+from penstock.errors import BadRequest, DeadlineExceeded
 from penstock.frontends.base import Backend
 from penstock.frontends.http.answers import (
     JSON,
@@ -24,7 +23,8 @@ from penstock.frontends.http.answers import (
 )
 from penstock.frontends.http.auth import check_token
 from penstock.frontends.http.openapi import openapi_body
-from penstock.protocols import native, oip_json
+from penstock.frontends.http.template import Route, Template
+from penstock.protocols import oip_json
 from penstock.types import ItemResult
 
 CACHED_PATHS: Final = 1024
@@ -45,25 +45,6 @@ CONTINUE: Final = b"100-continue"
 CHUNKED: Final = b"chunked"
 _ORIGIN = re.compile(rb"^https?://[^/]+", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-
-
-class Template(Struct, frozen=True):
-    """A line of the table. With `codec` it is an inference route (POST), else `answer` is called (GET, HEAD)."""
-
-    path: str
-    summary: str
-    codec: str = ""
-    answer: Callable[[Backend, Route], ItemResult] | None = None
-    open: bool = False  # needs no token
-    error_body: Callable[[PenstockError], bytes] = native.error_body
-
-
-class Route(Struct, frozen=True):
-    """A template with the names that the path gave."""
-
-    template: Template
-    model: str = ""
-    version: str | None = None
 
 
 def _json(body: bytes, status: int = 200) -> ItemResult:
