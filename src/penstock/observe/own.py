@@ -38,6 +38,18 @@ class OwnMetrics:
             if labels in series or self._admit(d, labels):
                 self._change(self._families[(d.kind, d.name)], labels, d)
 
+    def forget(self, model: str, version: str) -> None:
+        """Drops the series of a version; a name that nobody uses any more is free again, also for another kind."""
+        whose = {("model", model), ("version", version)}
+        for key, series in list(self._families.items()):
+            for labels in [labels for labels in series if whose.issubset(labels)]:
+                del series[labels]
+                self._series -= 1
+            if not series:
+                del self._families[key]
+                for name in _exposed(*key):
+                    del self._claimed[name]
+
     @staticmethod
     def _change(series: dict[_Labels, float | Histogram], labels: _Labels, d: MetricDelta) -> None:
         found = series[labels]

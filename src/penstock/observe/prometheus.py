@@ -18,8 +18,8 @@ from penstock.types import MetricDelta
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FILL = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
-MAX_MODELS = 500  # versions that were ever loaded; beyond, the oldest is forgotten
-_STATES = ("ready", "died", "failed")
+MAX_GONE = 500  # unloaded versions whose counters are still shown
+_STATES = ("ready", "died", "failed", "removed")
 _MODEL = ("model", "version")
 
 
@@ -35,7 +35,7 @@ class _Model:
         self.rejected: dict[str, int] = {}
         self.failed: dict[str, int] = {}
         self.workers: dict[str, int] = dict.fromkeys(_STATES, 0)
-        self.down: set[int] = set()  # slots whose worker died, or did not load
+        self.down: set[int] = set()  # slots whose worker died and is not back
         self.latency = Histogram(SECONDS)
         self.wait = Histogram(SECONDS)
         self.run = Histogram(SECONDS)
@@ -78,14 +78,13 @@ class PrometheusObserver(Observer):
     def __init__(self, read: Callable[[], Reading] = Reading) -> None:
         self.read = read
         self._models: dict[tuple[str, str], _Model] = {}
+        self._gone: dict[tuple[str, str], None] = {}  # those of `_models` that were unloaded, the longest ago first
         self._own = OwnMetrics()
         self._system = SystemMetrics()
 
     def _model(self, model: str, version: str) -> _Model:
         found = self._models.get((model, version))
         if found is None:
-            if len(self._models) >= MAX_MODELS:
-                del self._models[next(iter(self._models))]
             found = self._models[(model, version)] = _Model()
         return found
 
@@ -116,11 +115,26 @@ class PrometheusObserver(Observer):
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
         m = self._model(model, version)
         m.workers[state] = m.workers.get(state, 0) + 1
-        if state in ("died", "failed"):
+        if state == "died":
             m.down.add(slot)
-        elif slot in m.down:
+        elif state == "ready":
+            self._gone.pop((model, version), None)
+            m.restarts += slot in m.down
             m.down.discard(slot)
-            m.restarts += state == "ready"
+        elif state == "removed":  # its number may be given to another
+            m.down.discard(slot)
+
+    def on_unload(self, model: str, version: str) -> None:
+        self._own.forget(model, version)
+        key = (model, version)
+        if key not in self._models:
+            return
+        self._models[key].down.clear()
+        self._gone.pop(key, None)
+        self._gone[key] = None
+        if len(self._gone) > MAX_GONE:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest], self._models[oldest]
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         self._own.add(model, version, deltas)

@@ -79,3 +79,23 @@ def test_a_label_with_ever_new_values_is_bounded() -> None:
     found = shown(own)
     assert len(found) == MAX_SERIES
     assert found["x_total", (M[0], ("request", "0"), M[1])] == 2
+
+
+def test_the_series_of_an_unloaded_version_make_room_for_others(caplog: pytest.LogCaptureFixture) -> None:
+    own = OwnMetrics()
+    for version in ("1", "2"):
+        own.add("m", version, [MetricDelta("gauge", "x", 1.0, {"k": str(k)}) for k in range(MAX_SERIES // 2)])
+    own.forget("m", "1")
+    own.add("m", "3", [MetricDelta("gauge", "x", 3.0, {"k": str(k)}) for k in range(MAX_SERIES // 2)])
+    versions = [dict(labels)["version"] for _, labels in shown(own)]
+    assert (versions.count("1"), versions.count("2"), versions.count("3")) == (0, MAX_SERIES // 2, MAX_SERIES // 2)
+    assert not caplog.records
+
+
+def test_a_name_that_nobody_uses_any_more_may_become_another_kind() -> None:
+    own = OwnMetrics()
+    own.add("m", "1", [MetricDelta("timer", "x", 1.0)])
+    own.forget("m", "1")
+    assert shown(own) == {}
+    own.add("m", "2", [MetricDelta("gauge", "x_seconds", 2.0)])
+    assert shown(own) == {("x_seconds", (("model", "m"), ("version", "2"))): 2.0}

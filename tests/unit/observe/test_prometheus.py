@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.observe.base import BatchRecord, ModelReading, Reading, hearing
-from penstock.observe.prometheus import MAX_MODELS, PrometheusObserver
+from penstock.observe.prometheus import MAX_GONE, PrometheusObserver
 from penstock.observe.records import BatchRecords
 from penstock.types import MetricDelta, ModelStatus
 
@@ -90,12 +90,55 @@ def test_a_worker_that_comes_up_after_a_death_is_a_restart_and_the_first_is_none
     assert samples(observer)["penstock_worker_restarts_total", M] == 1
 
 
-def test_versions_that_come_and_go_do_not_pile_up() -> None:
+@pytest.mark.parametrize(
+    "states",
+    [
+        ("failed", "ready"),  # it did not load at once: nothing had run that could be restarted
+        ("ready", "died", "removed", "ready"),  # the number went to another instance
+        ("ready", "died", "unload", "ready"),
+    ],
+)
+def test_a_worker_that_follows_no_death_of_its_own_slot_is_no_restart(states: tuple[str, ...]) -> None:
     observer = PrometheusObserver()
-    for version in range(MAX_MODELS + 5):
+    for state in states:
+        if state == "unload":
+            observer.on_unload("m", "1")
+        else:
+            observer.on_worker("m", "1", 0, state)
+    assert samples(observer)["penstock_worker_restarts_total", M] == 0
+
+
+def versions_shown(observer: PrometheusObserver) -> set[str]:
+    return {dict(labels)["version"] for name, labels in samples(observer) if name == "penstock_requests_total"}
+
+
+def test_versions_that_come_and_go_do_not_pile_up_and_what_is_live_is_never_forgotten() -> None:
+    observer = PrometheusObserver()
+    observer.on_arrival("m", "live")
+    for version in range(MAX_GONE + 5):
         observer.on_arrival("m", str(version))
-    versions = {dict(labels)["version"] for name, labels in samples(observer) if name == "penstock_requests_total"}
-    assert versions == {str(v) for v in range(5, MAX_MODELS + 5)}
+        observer.on_unload("m", str(version))
+    assert versions_shown(observer) == {"live"} | {str(v) for v in range(5, MAX_GONE + 5)}
+
+
+def test_a_version_that_is_loaded_anew_goes_on_counting_and_is_live_again() -> None:
+    observer = PrometheusObserver()
+    observer.on_arrival("m", "1")
+    observer.on_unload("m", "1")
+    observer.on_worker("m", "1", 0, "ready")
+    observer.on_arrival("m", "1")
+    for version in range(2, MAX_GONE + 3):
+        observer.on_arrival("m", str(version))
+        observer.on_unload("m", str(version))
+    assert samples(observer)["penstock_requests_total", M] == 2
+
+
+def test_a_models_own_metrics_go_with_it() -> None:
+    observer = PrometheusObserver()
+    observer.on_model_metrics("m", "1", 0, [MetricDelta("counter", "own", 1.0)])
+    assert samples(observer)["own_total", M] == 1
+    observer.on_unload("m", "1")
+    assert ("own_total", M) not in samples(observer)
 
 
 @given(st.text(), st.text(), st.text())
