@@ -82,9 +82,10 @@ class Answering(asyncio.BufferedProtocol):
     def start(self, exchange: Exchange) -> None:
         """Submits a request; what was refused already, or needs no model, is answered at once."""
         self.inflight.append(exchange)
+        if exchange.error is not None:
+            exchange.fail(exchange.error)
+            return
         try:
-            if exchange.error is not None:
-                raise exchange.error
             route = exchange.route
             assert route is not None
             template = route.template

@@ -69,6 +69,8 @@ class Connection(Answering):
         self.server.remove(self)
         self.phase = DISCARD
         self.intake.release()
+        del self.parser  # it knows the connection: a server that collects garbage rarely must not make any
+        self.exchange = None
         for exchange in self.inflight:
             exchange.connection = None
             if exchange.ticket is not None and not exchange.done:
@@ -169,7 +171,7 @@ class Connection(Answering):
                 self._check_large(route)
         except PenstockError as error:
             # a small body is read and forgotten; for any other the connection is not worth keeping
-            exchange.error = error
+            exchange.error = error.with_traceback(None)  # which would hold the connection
             chunked = special is not None and b"transfer-encoding" in special
             if self.length > server.small_bytes or chunked or expect or isinstance(error, HeadTooLarge):
                 self._refuse(error)
@@ -286,7 +288,7 @@ class Connection(Answering):
         exchange = self.exchange or Exchange(self)
         self.exchange = None
         self.intake.release()
-        exchange.error = error
+        exchange.error = error.with_traceback(None)
         exchange.plain = False
         exchange.close = exchange.linger = True
         self.phase = DISCARD
