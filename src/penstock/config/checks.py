@@ -6,15 +6,20 @@ import ipaddress
 import logging
 import math
 import os
+import re
 import stat
 from collections.abc import Collection, Mapping
+from typing import Final
 
-from penstock.config.schema import Config
+from penstock.config.schema import Config, ModelConfig
 from penstock.errors import ConfigError
 
 log = logging.getLogger("penstock.config")
 
 LISTENERS = ("inference", "management", "metrics")
+ROUTES: Final = ("scale", "default", "traffic")  # behind the name of a model: no version can be named so
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9._-]*(:[0-9]{1,4})?")
 
 
 def check_config(config: Config) -> None:
@@ -46,7 +51,12 @@ def check_config(config: Config) -> None:
 def _check_models(config: Config) -> None:
     """Sections may be versions of one model; each model says at most once how its traffic is shared out."""
     versions: dict[str, dict[str, str]] = {}
+    if len(config.models) > config.limits.max_versions:
+        raise ConfigError(
+            f"models: found {len(config.models)} sections, more than limits.max_versions ({config.limits.max_versions})"
+        )
     for section, model in config.models.items():
+        check_model(model, f"models.{section}.")
         known = versions.setdefault(model.name or section, {})
         if model.version in known:
             raise ConfigError(
@@ -67,6 +77,23 @@ def _check_models(config: Config) -> None:
                 raise ConfigError(f"models.{section}.traffic: models.{said[name]} says it already; say it once")
             said[name] = section
             check_traffic(f"models.{section}.traffic", model.traffic, versions[name])
+
+
+def check_model(model: ModelConfig, where: str = "") -> None:
+    """Raises ConfigError for a version, a device or a number of instances that cannot be. `where` precedes the key."""
+    if not _VERSION.fullmatch(model.version) or model.version in ROUTES:
+        raise ConfigError(
+            f"{where}version: {model.version[:100]!r} cannot be one; expected letters, digits, '.', '_' and '-', 128 at"
+            f" most, beginning with a letter or digit, and not {', '.join(ROUTES)}"
+        )
+    for device in model.devices:
+        if not _DEVICE.fullmatch(device):
+            raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for instance cpu, cuda or cuda:0")
+    if model.transport == "inline" and model.instances not in (1, "auto"):
+        raise ConfigError(
+            f"{where}instances: found {model.instances}, but the inline transport has one instance: there is one event"
+            " loop; use transport = 'thread' or 'process' for more"
+        )
 
 
 def check_traffic(where: str, weights: Mapping[str, float], versions: Collection[str]) -> None:

@@ -62,6 +62,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     pool_bytes: Annotated[Positive, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20
     reply_bytes: Annotated[Positive, doc("shared memory of each worker for answers over 64 KiB")] = 64 * 2**20
     max_instances: Annotated[Positive, doc("most instances of one version of a model")] = 64
+    max_versions: Annotated[Positive, doc("most versions, those of all models together")] = 256
     max_queue_bytes: Annotated[Positive, doc("bytes of payload that may wait in the queue of one model")] = 512 * 2**20
 
 
@@ -98,7 +99,9 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         "none"
     )
     priority: Annotated[
-        tuple[Hold, ...], doc("seconds that requests of `x-priority` 0, 1, 2 ... may wait longer than others")
+        tuple[Hold, ...],
+        Meta(min_length=1),
+        doc("seconds that requests of `x-priority` 0, 1, 2 ... may wait longer than others"),
     ] = (0.0, 0.1, 1.0)
     retry_split: Annotated[bool, doc("re-run a batch that raised in halves, until the guilty item is alone")] = True
     idempotent: Annotated[bool, doc("items may be run again after an error or a worker's death")] = True
@@ -122,6 +125,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ] = 1
     devices: Annotated[tuple[str, ...], doc("devices that the instances are placed on in turn")] = ("cpu",)
     transport: Annotated[str, doc('"process", "thread" or "inline"')] = "process"
+    load_timeout_s: Annotated[
+        Seconds, doc("longest load of an instance; then the worker is dumped and killed, and the next one is tried")
+    ] = 600.0
     precision: Annotated[str | None, doc("handed to the model: fp32, fp16, bf16")] = None
     optimize: Annotated[str | None, doc("handed to the model: none, optimize_for_inference, compile")] = None
     threads: Annotated[

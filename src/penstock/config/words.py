@@ -57,7 +57,7 @@ def _words(info: inspect.Type) -> str:
         case inspect.FloatType():
             return "a number" + _bounds(info)
         case inspect.VarTupleType():
-            return f"a list, each {_words(info.item_type)}"
+            return f"a list{f' of {info.min_length} or more' if info.min_length else ''}, each {_words(info.item_type)}"
         case inspect.DictType() | inspect.StructType():
             return "a table"
     return "a text"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from penstock.config.schema import with_options
-from penstock.errors import PenstockError, WorkerDied
+from penstock.errors import LoadFailed, PenstockError, WorkerDied, describe
 from penstock.transports.base import OnPart, TransportListener
 from penstock.types import Batch, BatchPart, Ready
 from penstock.wire.slabs import Slab
@@ -45,11 +45,11 @@ class Slot:
         self.idle.set()
         self._retry_s = FIRST_RETRY_S
         self._timeout_s = spec.config.batching.run_timeout_s
-        self._timer: asyncio.TimerHandle | None = None  # of the running batch
+        self._timer: asyncio.TimerHandle | None = None  # of the load, later of the running batch
         self._restart: asyncio.TimerHandle | None = None
 
     def launch(self) -> None:
-        """Starts a worker; later `is_up` or `down` is called. May raise a PenstockError."""
+        """Starts a worker; later `is_up` or `down` is called. What it raises is the reason why there is none."""
         raise NotImplementedError
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
@@ -84,19 +84,30 @@ class Slot:
             self.launch()
         except PenstockError as e:
             self.down(e)
+        except Exception as e:  # no more threads, for instance: the next attempt may have one
+            log.exception("worker_not_started model=%s slot=%d", self.spec.name, self.number)
+            self.down(LoadFailed(f"a worker could not be started: {describe(e)}"))
+        else:
+            if not self.up:
+                self._timer = self.loop.call_later(self.spec.config.load_timeout_s, self._load_hangs)
+
+    def _load_hangs(self) -> None:
+        self._timer = None
+        why = f"loading exceeded load_timeout_s={self.spec.config.load_timeout_s:g}; its worker was given up"
+        log.warning("worker_hangs model=%s slot=%d: %s", self.spec.name, self.number, why)
+        self.kill(LoadFailed(why))
 
     def is_up(self, ready: Ready) -> None:
         """The worker has loaded its model."""
         self.up = True
+        self._stop_timer()
         self._timeout_s = with_options(self.spec.config.batching, ready.options).run_timeout_s
         self.listener.slot_up(self.number, ready)
 
     def down(self, error: PenstockError) -> None:
         """The worker is gone: everybody who waited for it is told, then the listener; the next is on its way."""
         self.up = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         lost, self.sent = self.sent, deque()
         died = error if isinstance(error, WorkerDied) else WorkerDied(error.message, detail=error.detail)
         for place, sent in enumerate(lost):
@@ -155,6 +166,11 @@ class Slot:
             on_part(part)
         except Exception:
             log.exception("part_not_taken model=%s batch=%d", self.spec.name, part.batch_id)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _check_time(self) -> None:
         """The one timer of the slot: often the batch that it was set for has long been answered."""

@@ -143,6 +143,7 @@ def test_sections_of_one_name_are_versions_that_may_share_the_traffic() -> None:
             r"models.n.traffic: models.m says it already",
         ),
         ({"m": {"instances": 65}}, r"models.m.instances: found 65, more than limits.max_instances \(64\)"),
+        ({f"m{n}": {} for n in range(257)}, r"models: found 257 sections, more than limits.max_versions \(256\)"),
     ],
 )
 def test_versions_and_traffic_that_contradict_each_other_are_refused(
@@ -150,6 +151,28 @@ def test_versions_and_traffic_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         check_config(models(**sections))
+
+
+@pytest.mark.parametrize("version", ["scale", "default", "traffic", "a/b", "", "v" * 129, "-1", "1\n"])
+def test_a_version_that_no_path_could_name_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"models.m.version: .* cannot be one; expected letters"):
+        check_config(models(m={"version": version}))
+
+
+@pytest.mark.parametrize("device", ["cuda:x", "cuda:-1", "cuda:", "cuda:1:2", "", "0", "cuda:0,cuda:1", "cuda:0 "])
+def test_a_device_that_cannot_be_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"models.m.devices: found .*, expected for instance cpu, cuda or cuda:0"):
+        check_config(models(m={"devices": ("cpu", device)}))
+
+
+def test_devices_have_a_kind_and_perhaps_a_number() -> None:
+    check_config(models(m={"devices": ("cpu", "cuda", "cuda:0", "cuda:15", "mps", "GPU.1", "xpu:2")}))
+
+
+def test_an_inline_model_has_one_instance() -> None:
+    check_config(models(m={"transport": "inline"}, n={"transport": "inline", "instances": "auto"}))
+    with pytest.raises(ConfigError, match=r"models.m.instances: found 2, but the inline transport has one instance"):
+        check_config(models(m={"transport": "inline", "instances": 2}))
 
 
 def test_a_model_store_is_a_folder(tmp_path: Path) -> None:

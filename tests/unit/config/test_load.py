@@ -146,6 +146,10 @@ def test_an_unknown_key_of_a_model_names_the_whole_path(toml: Write) -> None:
         (MODEL + 'trust = "all"\n', 'models.digits.trust: found the text \'all\', expected "none" or "pickle"'),
         (MODEL + "[models.digits.env]\nA = 1\n", "models.digits.env.A: found 1, expected a text"),
         (MODEL + "batching.priority = [0, nan]\n", "models.digits.batching.priority[1]: found nan"),
+        (
+            MODEL + "batching.priority = []\n",
+            "models.digits.batching.priority: found a list of 0, expected a list of 1 or more, each a number",
+        ),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(toml: Write, text: str, message: str) -> None:

@@ -43,6 +43,7 @@ class Place(Slot):
     """A slot whose worker does what the test says; also its own listener."""
 
     fails = True
+    hangs = False
 
     def __init__(self, clock):
         super().__init__(WorkerSpec("m", "1", ModelConfig(target="m:m"), "m:m"), 0, "cpu")
@@ -51,9 +52,14 @@ class Place(Slot):
         self.idle = type("Event", (), {"set": lambda _: None, "clear": lambda _: None})()
         self.launches = []
         self.waits = []
+        self.errors = []
 
     def launch(self):
         self.launches.append(self.loop.time())
+        if self.hangs:
+            return
+        if self.fails is RuntimeError:
+            raise RuntimeError("can't start new thread")
         if self.fails:
             raise LoadFailed("no")
         self.is_up(Ready(ModelMetadata("m", "1")))
@@ -69,6 +75,7 @@ class Place(Slot):
 
     def slot_down(self, slot, error, retry_in_s):
         self.waits.append(retry_in_s)
+        self.errors.append(error)
 
 
 @pytest.fixture
@@ -117,3 +124,35 @@ def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):
     place.loop.clock.advance(1.01)
     assert [(part.batch_id, type(part.error)) for part in heard] == [(2, WorkerDied)]
     assert "run_timeout_s=60" in heard[0].error.message
+
+
+def test_a_load_that_never_ends_is_given_up_and_tried_anew(place):
+    place.hangs = True
+    place._launch()
+    place.loop.clock.advance(599.9)
+    assert not place.errors
+    place.loop.clock.advance(0.11)
+    assert type(place.errors[0]) is LoadFailed
+    assert "load_timeout_s=600" in place.errors[0].message
+    place.loop.clock.advance(0.2)
+    assert place.launches[1:] == pytest.approx([600.1])
+
+
+def test_a_load_that_ends_in_time_leaves_no_timer_behind(place):
+    place.hangs = True
+    place._launch()
+    place.loop.clock.advance(599)
+    place.is_up(Ready(ModelMetadata("m", "1")))
+    place.loop.clock.advance(5)
+    assert place.up
+    assert not place.errors
+
+
+def test_a_worker_that_cannot_be_started_for_any_reason_is_tried_anew(place):
+    place.fails = RuntimeError
+    place._launch()
+    assert type(place.errors[0]) is LoadFailed
+    assert "can't start new thread" in place.errors[0].message
+    place.fails = False
+    place.loop.clock.advance(0.2)
+    assert place.up
