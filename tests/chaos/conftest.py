@@ -78,16 +78,18 @@ class Crowd:
     """Clients in a closed loop: each asks `/predictions/{model}` with a number of its own, until `stop`.
 
     The answer must be that number. `statuses` counts the answers; `wrong` has what was not the caller's own;
-    `unanswered` the numbers whose connection ended before any byte of an answer, with the time of their sending.
+    `unanswered` the numbers whose connection ended before any byte of an answer. `asked` has the time of
+    every request, `told` that of every answer 200.
     """
 
     def __init__(self, server: Any, model: str, clients: int) -> None:
         self.server, self.path, self.clients = server, f"/predictions/{model}", clients
         self.statuses: Counter[int] = Counter()
         self.wrong: list[object] = []
-        self.unanswered: dict[int, float] = {}
+        self.unanswered: set[int] = set()
+        self.asked: dict[int, float] = {}
+        self.told: dict[int, float] = {}
         self.refused = 0
-        self.sent = 0
         self._going = True
 
     async def __aenter__(self) -> Crowd:
@@ -111,6 +113,11 @@ class Crowd:
         target = self.statuses.total() + more
         await until(lambda: self.statuses.total() >= target)
 
+    @property
+    def longest_s(self) -> float:
+        """The longest that anybody waited for an answer."""
+        return max(at - self.asked[number] for number, at in self.told.items())
+
     async def _client(self) -> None:
         while self._going:
             try:
@@ -122,21 +129,23 @@ class Crowd:
 
     async def _talk(self, client: Client) -> None:
         while self._going:
-            self.sent += 1
-            number, at = self.sent, time.monotonic()
+            number = len(self.asked) + 1
+            self.asked[number] = time.monotonic()
             try:
                 answer = await client.ask(self.path, b"%d" % number, content_type="application/json")
             except Lost as lost:
                 if lost.begun:
                     self.wrong.append((number, "half an answer"))
-                self.unanswered[number] = at
+                self.unanswered.add(number)
                 return
             except TimeoutError:
                 self.wrong.append((number, "never answered"))
                 return
             self.statuses[answer.status] += 1
-            if answer.status == 200 and answer.body != b"%d" % number:
-                self.wrong.append((number, answer))
+            if answer.status == 200:
+                self.told[number] = time.monotonic()
+                if answer.body != b"%d" % number:
+                    self.wrong.append((number, answer))
             if answer.headers.get("connection") == "close":
                 return
             if answer.status != 200:
