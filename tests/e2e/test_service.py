@@ -7,7 +7,6 @@ import json
 import signal
 import ssl
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -26,6 +25,10 @@ MODELS = """
     import penstock
 
     def echo(items):
+        return items
+
+    def slow(items):
+        time.sleep(0.1)
         return items
 
     def stuck(items):
@@ -98,44 +101,51 @@ def test_the_whole_end_takes_no_longer_than_drain_s(serve: Callable[..., Any]) -
     assert time.monotonic() - start < 3.8  # each of listener and engine may wait for 2 s, but not one after the other
 
 
-def test_requests_that_meet_the_end_are_answered_whole_or_not_taken(serve: Callable[..., Any]) -> None:
-    server = serve(MODELS, "echo", "--instances", "2")
+def test_what_waits_when_the_end_comes_is_answered_and_what_comes_later_is_whole_or_not_taken(
+    serve: Callable[..., Any],
+) -> None:
+    server = serve(MODELS, "slow", "--set", "models.slow.batching.max_batch_size=2")
     host = server.url.removeprefix("http://")
-    answered = [0] * 8
+    asked: list[float] = []  # when, of each request
+    answered: list[float] = []  # when it was asked, of each answer
     wrong: list[object] = []
-    going = threading.Barrier(9)
 
     def client(i: int) -> None:
         connection = http.client.HTTPConnection(host, timeout=10)
         try:
-            going.wait()
             while True:
-                connection.request("POST", "/predictions/echo", b"[%d]" % i, {"content-type": "application/json"})
+                at = time.monotonic()
+                asked.append(at)
+                connection.request("POST", "/predictions/slow", b"[%d]" % i, {"content-type": "application/json"})
                 answer = connection.getresponse()
                 body = answer.read()
                 if (answer.status, body) != (200, b"[%d]" % i):
                     wrong.append((answer.status, body))
-                answered[i] += 1
+                answered.append(at)
                 if answer.will_close:
                     return
         except http.client.IncompleteRead as e:
             wrong.append(e)
         except (http.client.RemoteDisconnected, ConnectionError):
-            return  # between two requests, or before the last one was read
+            return  # it crossed with the end of an idle connection: not read, as `asked` and `answered` prove
         finally:
             connection.close()
 
-    with ThreadPoolExecutor(8) as pool:
-        clients = [pool.submit(client, i) for i in range(8)]
-        going.wait()
-        while server.metric("penstock_answers_total") < 100:
-            pass
+    with ThreadPoolExecutor(16) as pool:
+        clients = [pool.submit(client, i) for i in range(16)]
+        while server.metric("penstock_answers_total") < 8:
+            time.sleep(0.01)
+        time.sleep(0.15)
+        signalled = time.monotonic()
+        answers = len(answered)
         server.process.send_signal(signal.SIGTERM)
         for c in clients:
             c.result(20)
     assert server.stop(0)[0] == 0
     assert wrong == []
-    assert min(answered) > 0
+    early = {at for at in asked if at < signalled - 0.1}
+    assert len(early) - answers > 8, "nobody waited"
+    assert early <= set(answered)
 
 
 def test_sixty_models_are_served_behind_a_banner_of_twelve_lines(serve: Callable[..., Any], tmp_path: Path) -> None:
