@@ -26,7 +26,6 @@ class Entry(Struct, eq=False):
     expires_s: float = INF
     priority: int = 0
     bucket: str = ""
-    cost: float = 1.0
     parent: Entry | None = None
     start: int = 0
     # the scheduler's own notes

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from penstock.batching.cost import Cost
 from penstock.batching.entry import INF, Dispatch, Entry, Event, Expire, Outcome, Shed
-from penstock.batching.policies.adaptive import Adaptive
 from penstock.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
-from penstock.batching.policies.fixed import DEFAULT_DELAY_S, Fixed
-from penstock.batching.policies.none import Unbatched
 from penstock.batching.queues import Bucket
 from penstock.batching.room import Room
 from penstock.batching.slots import Slots
 from penstock.batching.states import EntryState
-from penstock.errors import BadRequest, ConfigError, PayloadTooLarge, QueueFull, nearest
+from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 CEILING_S = 600.0
 """How long an out-of-memory is remembered: other users of the device come and go."""
@@ -331,15 +328,3 @@ class Scheduler:
         rows = self._max_batch_size if self._ceiling is None else min(self._max_batch_size, self._ceiling)
         self._view.max_rows = rows
         self._room.resize(rows)
-
-
-def make_policy(name: str, *, max_hold_s: float | None, slo_s: float | None, timeout_s: float) -> BatchPolicy:
-    """The policy of that name; `max_hold_s` None is "auto". Raises ConfigError for an unknown name."""
-    if name == "adaptive":
-        return Adaptive(max_hold_s)
-    if name == "fixed":  # a delay as long as the target would only produce late answers
-        return Fixed(min(DEFAULT_DELAY_S, (slo_s or timeout_s) / 2) if max_hold_s is None else max_hold_s)
-    if name == "none":
-        return Unbatched()
-    known = ("adaptive", "fixed", "none")
-    raise ConfigError(f"unknown batching policy '{name}', expected one of {', '.join(known)}{nearest(name, known)}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Protocol
+
+from penstock.batching.entry import Entry
 
 
 class EntryState(IntEnum):
@@ -50,11 +51,7 @@ SOURCES: dict[int, frozenset[int]] = {
 }
 
 
-class HasState(Protocol):
-    state: int
-
-
-def move(entries: Iterable[HasState], to: EntryState) -> None:
+def move(entries: Iterable[Entry], to: EntryState) -> None:
     """Sets the state of every entry; a move that is not in the table is a bug, and asserted."""
     sources, new = SOURCES[to], int(to)
     for e in entries:

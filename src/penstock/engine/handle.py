@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 
 from penstock.batching.policies.base import BatchPolicy
-from penstock.batching.scheduler import Scheduler, make_policy
+from penstock.batching.policies.make import make_policy
+from penstock.batching.scheduler import Scheduler
 from penstock.config.schema import BatchingConfig, ModelConfig, with_options
 from penstock.engine.batcher import Batcher
 from penstock.engine.call import Call

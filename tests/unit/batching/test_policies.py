@@ -6,10 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from penstock.batching.entry import Expire
 from penstock.batching.policies.adaptive import Adaptive
 from penstock.batching.policies.fixed import Fixed
+from penstock.batching.policies.make import make_policy
 from penstock.batching.policies.none import Unbatched
+from penstock.errors import ConfigError
 from penstock.tune.simulate import Service, poisson, simulate
 
 Make = Callable[..., Any]
@@ -136,3 +140,22 @@ def test_nothing_is_held_while_the_set_up_cost_is_nil() -> None:
     policy = Adaptive()
     simulate(Service(0.0, 0.001), policy, slots=2, clients=20, horizon_s=1.0)
     assert holds(policy) == {"stagger": 0, "regroup": 0}
+
+
+# ---- by name
+
+
+@pytest.mark.parametrize(("name", "cls"), [("adaptive", Adaptive), ("fixed", Fixed), ("none", Unbatched)])
+def test_policies_are_made_by_name(name: str, cls: type) -> None:
+    assert type(make_policy(name, max_hold_s=None, slo_s=None, timeout_s=30.0)) is cls
+
+
+def test_the_delay_of_fixed_follows_the_target_unless_it_is_given() -> None:
+    for hold, slo, delay in ((None, None, 0.1), (None, 0.05, 0.025), (0.3, 0.05, 0.3)):
+        policy = make_policy("fixed", max_hold_s=hold, slo_s=slo, timeout_s=30.0)
+        assert policy.explain() == {"policy": "fixed", "max_hold_s": delay}
+
+
+def test_an_unknown_policy_is_named_with_the_nearest_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"'adaptve'.*did you mean 'adaptive'"):
+        make_policy("adaptve", max_hold_s=None, slo_s=None, timeout_s=30.0)

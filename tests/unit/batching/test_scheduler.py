@@ -10,9 +10,8 @@ from penstock.batching.entry import Expire, Fail, Shed
 from penstock.batching.policies.adaptive import Adaptive
 from penstock.batching.policies.base import WaitUntil
 from penstock.batching.policies.fixed import Fixed
-from penstock.batching.policies.none import Unbatched
-from penstock.batching.scheduler import CEILING_S, Scheduler, make_policy
-from penstock.errors import BadRequest, ConfigError, PayloadTooLarge, QueueFull
+from penstock.batching.scheduler import CEILING_S, Scheduler
+from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 Make = Callable[..., Any]
 
@@ -484,22 +483,6 @@ def test_the_policy_drops_what_the_whole_queue_cannot_serve_in_time_lowest_class
 
 
 # ---- construction
-
-
-@pytest.mark.parametrize(("name", "cls"), [("adaptive", Adaptive), ("fixed", Fixed), ("none", Unbatched)])
-def test_policies_are_made_by_name(name: str, cls: type) -> None:
-    assert type(make_policy(name, max_hold_s=None, slo_s=None, timeout_s=30.0)) is cls
-
-
-def test_the_delay_of_fixed_follows_the_target_unless_it_is_given() -> None:
-    for hold, slo, delay in ((None, None, 0.1), (None, 0.05, 0.025), (0.3, 0.05, 0.3)):
-        policy = make_policy("fixed", max_hold_s=hold, slo_s=slo, timeout_s=30.0)
-        assert policy.explain() == {"policy": "fixed", "max_hold_s": delay}
-
-
-def test_an_unknown_policy_is_named_with_the_nearest_right_one() -> None:
-    with pytest.raises(ConfigError, match=r"'adaptve'.*did you mean 'adaptive'"):
-        make_policy("adaptve", max_hold_s=None, slo_s=None, timeout_s=30.0)
 
 
 @pytest.mark.parametrize("wrong", [{"horizon_s": float("inf")}, {"priority": ()}, {"max_batch_size": 0}])

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.batching.scheduler import Scheduler, make_policy
+from penstock.batching.policies.make import make_policy
+from penstock.batching.scheduler import Scheduler
 from penstock.config.schema import BatchingConfig
 from penstock.engine.batcher import Batcher
 from penstock.transports.base import OnPart, TransportListener
