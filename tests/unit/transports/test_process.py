@@ -1,0 +1,115 @@
+"""Workers in a process of their own: what both ends do that no caller of the engine sees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.testing.transports import Desk, values
+from penstock.transports.make import make_transport
+from penstock.types import Item
+
+
+def process(spec, pool):
+    return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+
+
+async def pid_of(desk: Desk) -> int:
+    (pid,) = await desk.values(("pid", 0))
+    return pid
+
+
+async def test_what_a_worker_answered_before_it_died_counts():
+    async with Desk(process) as desk:
+        pid = await pid_of(desk)
+        number = desk.post([Item(1)])
+        time.sleep(0.2)  # noqa: ASYNC251 - the answer arrives, and the loop does not see it
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)  # noqa: ASYNC251
+        desk.transport._places[0]._on_exit()  # of the two events, that of the process comes first
+        assert values(desk.parts[number][-1]) == [1]
+
+
+class Marks:
+    """Makes a directory when it is unpickled: that is, decoded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+async def test_a_batch_that_is_ahead_is_decoded_while_this_one_computes(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        """
+import os, time
+
+def predict(items):
+    for _ in range(500):
+        if items[0] is None or os.path.exists(items[0]):
+            return [True]
+        time.sleep(0.01)
+    return [False]
+"""
+    )
+    async with Desk(process, f"{file}:predict") as desk:
+        await desk.up()
+        path = str(tmp_path / "decoded")
+        running, ahead = desk.post([Item(path)]), desk.post([Item(Marks(path))])
+        assert values(await desk.final(running)) == [True]
+        assert values(await desk.final(ahead)) == [True]
+
+
+def unnamed(pid: int, folder: Path) -> set[str]:
+    """The files of `folder` without a name that a process has open."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return {link for link in links if link.startswith(str(folder)) and link.endswith("(deleted)")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+async def test_without_memfd_large_payloads_cross_in_an_unlinked_file(tmp_path: Path, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with Desk(process) as desk:
+        large = b"x" * 200_000
+        assert await desk.values(large, ("repeat", 200_000)) == [large, b"r" * 200_000]
+        assert len(unnamed(await pid_of(desk), tmp_path)) == 2  # the pool, and the reply region
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_script_defines_can_be_a_target_and_a_payload(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import asyncio
+from dataclasses import dataclass
+from penstock.testing.transports import Desk
+from penstock.transports.make import make_transport
+
+@dataclass
+class Point:
+    x: int
+
+def double(points):
+    return [Point(2 * p.x) for p in points]
+
+async def main():
+    make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    async with Desk(make, double) as desk:
+        assert await desk.values(Point(2), Point(3)) == [Point(4), Point(6)]
+        print("fine")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "fine\n", done.stderr
