@@ -75,6 +75,12 @@ class ModelNotReady(PenstockError):
     retryable = True
 
 
+class BrokerUnavailable(ModelNotReady):
+    """The broker between callers and workers cannot be reached, or does not take what it is given."""
+
+    code = "broker_unavailable"
+
+
 class QueueFull(PenstockError):
     """The queue of the model is at its bound, in items or in bytes."""
 
@@ -82,8 +88,8 @@ class QueueFull(PenstockError):
     retryable = True
 
 
-class DeadlineExceeded(PenstockError):
-    """The deadline passed, or could not be met, before the request was run."""
+class DeadlineExceeded(PenstockError, TimeoutError):
+    """The deadline passed, or could not be met, before the request was answered. A built-in TimeoutError too."""
 
     code = "deadline_exceeded"
     retryable = True

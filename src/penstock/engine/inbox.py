@@ -1,86 +1,73 @@
-"""How the requests of other threads reach the event loop, and how their answers come back."""
+"""How the requests of other threads reach the event loop of a portal, and who answers them there."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Protocol
 
-from penstock.engine.call import Call
-from penstock.engine.engine import Engine
+from penstock.engine.waiters import failed
 from penstock.errors import ModelNotReady, PenstockError
-from penstock.types import Item, ItemResult
+from penstock.frontends.base import Ticket
+from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
-_Request = tuple[str, Item, Callable[[ItemResult], None], float | None, int]  # model, item, sink, budget_s, priority
 
 
-class Waiter:
-    """What one thread sleeps on: a lock that is held, and released by the answer."""
+class PortalBackend(Protocol):
+    """What answers the requests of a portal: an Engine, or what stands for one. Made and called on its loop."""
 
-    __slots__ = ("lock", "result")
+    def submit(
+        self,
+        model: str,
+        version: str | None,
+        item: Item,
+        sink: Sink,
+        *,
+        budget_s: float | None = None,
+        priority: int = 0,
+    ) -> Ticket:
+        """Queues one item; see `frontends.base.Backend.submit`."""
+        ...
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.lock.acquire()
-        self.result: ItemResult | None = None
+    def statistics(self, model: str) -> dict[str, object]:
+        """What is known of a model. Raises ModelNotFound."""
+        ...
 
-    def __call__(self, result: ItemResult) -> None:
-        if result.final:
-            self.result = result
-            self.lock.release()
+    async def close(self, drain_s: float) -> None:
+        """Answers what was accepted, at most for `drain_s`, refuses the rest, and ends what it has started."""
+        ...
+
+    def forget(self) -> None:
+        """In a forked child, on any thread: closes this process's copies of descriptors, and touches nothing else."""
+        ...
 
 
-class ToFuture:
-    """A sink that settles a `concurrent.futures.Future` with the one item's answer."""
+class Caller(Protocol):
+    """Who waits for an answer: a sink that is told of its ticket, see `waiters.py`."""
 
-    __slots__ = ("future", "loop")
+    def accepted(self, ticket: Ticket) -> None: ...
 
-    def __init__(self, future: concurrent.futures.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-        self.future = future
-        self.loop = loop
+    def __call__(self, result: ItemResult) -> None: ...
 
-    def accepted(self, call: Call) -> None:
-        """On the loop: from now on `future.cancel()` takes the request out of the queue."""
 
-        def leave() -> None:
-            if call.sink is not None:  # else it is answered, and the future knows
-                call.cancel()
-                self.future.set_running_or_notify_cancel()  # `concurrent.futures.wait` waits for this
-
-        def done(future: concurrent.futures.Future[Any]) -> None:
-            if future.cancelled():
-                self.loop.call_soon_threadsafe(leave)
-
-        self.future.add_done_callback(done)
-
-    def __call__(self, result: ItemResult) -> None:
-        if not result.final or not self.future.set_running_or_notify_cancel():
-            return
-        if result.error is not None:
-            self.future.set_exception(result.error)
-        else:
-            self.future.set_result(result.body)
+_Request = tuple[str, Item, Caller, float | None, int]  # model, item, caller, budget_s, priority
 
 
 class Inbox:
     """Requests of other threads on their way to the loop; rings it once for many."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, backend: PortalBackend) -> None:
         self._loop = loop
-        self._engine = engine
+        self._backend = backend
         self._requests: deque[_Request] = deque()
         self._rung = False
         self._closed = False
 
-    def put(
-        self, model: str, item: Item, sink: Callable[[ItemResult], None], budget_s: float | None, priority: int
-    ) -> None:
-        self._requests.append((model, item, sink, budget_s, priority))
+    def put(self, model: str, item: Item, caller: Caller, budget_s: float | None, priority: int) -> None:
+        self._requests.append((model, item, caller, budget_s, priority))
         if self._closed:  # looked at after the append: either we see it, or `close` sees the request
             self.close()
         elif not self._rung:
@@ -88,10 +75,10 @@ class Inbox:
             self._loop.call_soon_threadsafe(self._drain)
 
     def close(self) -> None:
-        """From any thread, while the loop still runs: what has not reached the engine is refused."""
+        """From any thread, while the loop still runs: what has not reached the backend is refused."""
         self._closed = True
-        for _, _, sink, _, _ in self._taken():
-            sink(ItemResult(error=ModelNotReady("the portal is closed")))
+        for _, _, caller, _, _ in self._taken():
+            caller(ItemResult(error=ModelNotReady("the portal is closed")))
 
     def _taken(self) -> Iterator[_Request]:
         """Requests, each handed to one thread only."""
@@ -103,13 +90,12 @@ class Inbox:
 
     def _drain(self) -> None:
         self._rung = False  # before the deque is emptied: a request that comes now rings again
-        for model, item, sink, budget_s, priority in self._taken():
+        submit = self._backend.submit
+        for model, item, caller, budget_s, priority in self._taken():
             try:
-                call = self._engine.submit(model, None, item, sink, budget_s=budget_s, priority=priority)
-                if isinstance(sink, ToFuture):
-                    sink.accepted(call)
+                caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
             except PenstockError as e:
-                sink(ItemResult(error=e))
+                caller(ItemResult(error=e))
             except Exception as e:
                 log.exception("submit_failed model=%s: its caller gets an error", model)
-                sink(ItemResult(error=PenstockError(f"the request cannot be queued: {type(e).__name__}: {e}")))
+                caller(failed(e))

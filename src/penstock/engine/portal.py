@@ -1,4 +1,4 @@
-"""Portal: the sync face. One background event loop with an Engine; any number of threads call it.
+"""Portal: the sync face. One background event loop with a backend; any number of threads call it.
 
 A call is one request of n items and one wake-up. Callers push onto a deque and ring the loop only when it is not rung
 already (many threads, one wake-up), then sleep on a lock that each thread keeps for all its calls: a
@@ -9,43 +9,54 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
-import logging
 import os
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from penstock import native
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.engine.engine import Engine
-from penstock.engine.inbox import Inbox, ToFuture, Waiter
-from penstock.errors import ModelNotReady
+from penstock.engine.inbox import Inbox, PortalBackend
+from penstock.engine.waiters import Convert, Future, Waiter, all_items, every_item, the_item
+from penstock.errors import DeadlineExceeded, ModelNotReady
 from penstock.observe.base import Observer
-from penstock.types import Item
+from penstock.types import Item, ItemResult
 
-log = logging.getLogger("penstock.engine")
 T = TypeVar("T")
 
 
 class Portal:
     """Models for the threads of any program: `load` once, then `predict` or `submit` from any thread.
 
+    `make` gives what is to answer in place of an Engine: called on the loop, and once more in a child after a fork.
+    `lazy`: nothing is started before the first call.
+
     After a fork the child owns nothing of its parent: its first call warns and loads the same models anew. Use as a
     context manager, or call `close()`; a portal that is forgotten is closed when the interpreter ends.
     """
 
-    def __init__(self, limits: LimitsConfig | None = None, observers: Sequence[Observer] = ()) -> None:
-        self._limits = limits
-        self._observers = observers
+    def __init__(
+        self,
+        limits: LimitsConfig | None = None,
+        observers: Sequence[Observer] = (),
+        *,
+        make: Callable[[], PortalBackend] | None = None,
+        lazy: bool = False,
+    ) -> None:
+        self._make = make or (lambda: Engine(limits, observers))
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
         self._waiters = threading.local()
-        self._lock = threading.Lock()
-        self._closed = False
+        self._lock = native.new_lock()
+        self._life: _Life | None = None  # None: to be started by the next call
+        self._pid = os.getpid()
         self._forked = False
-        self._start()
+        self._closed = False
+        if not lazy:
+            self._life = _Life(self._make)
         _PORTALS.add(self)
 
     def __enter__(self) -> Portal:
@@ -57,20 +68,30 @@ class Portal:
     # ---- models
 
     def load(self, name: str, config: ModelConfig, *, target: Any = None) -> None:
-        """Loads a model and returns when it can answer. Raises LoadFailed, TargetNotFound, ConfigError."""
-        self._alive()
+        """Loads a model and returns when it can answer. Raises LoadFailed, TargetNotFound, ConfigError.
+
+        Only where an Engine answers: TypeError for a portal of another `make`.
+        """
+        life = self._alive()
+        if not isinstance(life.backend, Engine):
+            raise TypeError(f"a portal of {type(life.backend).__name__} loads no models")
         sys_path = [p for p in sys.path if p]
-        self._run(self._engine.load(name, config, target=target, sys_path=sys_path))
+        self._run(life, life.backend.load(name, config, target=target, sys_path=sys_path))
         self._loads.append((name, config, target, sys_path))
 
     def statistics(self, model: str) -> dict[str, object]:
         """What the scheduler of a model has learned and done. Raises ModelNotFound."""
-        self._alive()
+        life = self._alive()
 
         async def ask() -> dict[str, object]:
-            return self._engine.statistics(model)
+            return life.backend.statistics(model)
 
-        return self._run(ask())
+        return self._run(life, ask())
+
+    def call(self, ask: Callable[[Any], Coroutine[Any, Any, T]], *, timeout_s: float | None = None) -> T:
+        """What the coroutine `ask(backend)` returns, run on the loop. Raises what it raises, DeadlineExceeded."""
+        life = self._alive()
+        return self._run(life, ask(life.backend), timeout_s)
 
     # ---- requests
 
@@ -81,42 +102,43 @@ class Portal:
         *,
         budget_s: float | None = None,
         priority: int = 0,
+        timeout_s: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
         """The results of `items`, in order; blocks this thread only. The items share batches with those of other calls.
 
-        Raises the error of the first item that failed, unless `return_exceptions`; QueueFull and ModelNotReady at once.
+        Raises the error of the first item that failed, unless `return_exceptions`; QueueFull and ModelNotReady at once;
+        DeadlineExceeded after `timeout_s`: what still waits then is not run.
         """
         if not items:
             return []
-        self._alive()
-        self._not_on_loop()
+        life = self._alive()
+        life.not_on_loop()
         waiter = self._waiter()
-        item = Item(list(items), rows=len(items), many=True)
-        self._inbox.put(model, item, waiter, budget_s, priority)
-        try:
-            waiter.lock.acquire()
-        except BaseException:  # interrupted: a late answer must not wake this thread's next call
-            del self._waiters.waiter
-            raise
-        result, waiter.result = waiter.result, None
-        assert result is not None
-        if result.error is not None:
-            raise result.error
-        values: list[Any] = result.body
-        if not return_exceptions:
-            for value in values:
-                if isinstance(value, Exception):
-                    raise value
-        return values
+        life.inbox.put(model, _many(items), waiter, budget_s, priority)
+        result: ItemResult = self._wait(life, waiter, timeout_s)
+        return every_item(result) if return_exceptions else all_items(result)
 
-    def submit(
-        self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0
-    ) -> concurrent.futures.Future[Any]:
+    def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
         """A future of the result of one item."""
-        self._alive()
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._inbox.put(model, Item(item), ToFuture(future, self._loop), budget_s, priority)
+        return self._put(model, Item(item), the_item, budget_s, priority)
+
+    def submit_many(
+        self,
+        model: str,
+        items: Sequence[Any],
+        *,
+        budget_s: float | None = None,
+        priority: int = 0,
+        convert: Convert = all_items,
+    ) -> Future:
+        """A future of what `convert` makes of the answer: the results of `items`, in order."""
+        return self._put(model, _many(items), convert, budget_s, priority)
+
+    def _put(self, model: str, item: Item, convert: Convert, budget_s: float | None, priority: int) -> Future:
+        life = self._alive()
+        future = Future(life.post, convert)
+        life.inbox.put(model, item, future, budget_s, priority)
         return future
 
     def _waiter(self) -> Waiter:
@@ -125,96 +147,174 @@ class Portal:
             waiter = self._waiters.waiter = Waiter()
         return waiter
 
+    def _wait(self, life: _Life, waiter: Waiter, timeout_s: float | None) -> Any:
+        """What the waiter was woken with. Raises DeadlineExceeded."""
+        answered = False
+        try:
+            answered = waiter.wait(timeout_s)
+        finally:
+            if not answered:  # or interrupted: a late answer must not wake this thread's next call
+                self._waiters.waiter = None
+                life.post_if_open(waiter.leave)
+        if not answered:
+            raise DeadlineExceeded(f"there was no answer within {timeout_s:g} s")
+        value, waiter.value = waiter.value, None
+        return value
+
+    def _run(self, life: _Life, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """What the coroutine returns. Raises ModelNotReady when the portal is closed, before or meanwhile."""
+        try:
+            life.not_on_loop()
+            waiter = self._waiter()
+            with self._lock:  # `close` cancels what was begun before it
+                if self._closed:
+                    raise ModelNotReady("the portal is closed")
+                life.post(life.start, coroutine, waiter)
+        except BaseException:
+            coroutine.close()
+            raise
+        task: asyncio.Task[T] = self._wait(life, waiter, timeout_s)
+        if task.cancelled():
+            raise ModelNotReady("the portal was closed meanwhile")
+        return task.result()
+
     # ---- life
 
     def close(self, drain_s: float = 30.0) -> None:
         """Answers what was accepted, ends the workers and the loop. Idempotent."""
-        self._not_on_loop()
+        self._close(drain_s, None)
+
+    def _close(self, drain_s: float, waiter: Waiter | None) -> None:
+        life = self._life
+        if life is not None:
+            life.not_on_loop()
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        if self._forked:
+        if life is None or self._pid != os.getpid():
             return
-        asyncio.run_coroutine_threadsafe(self._engine.close(drain_s), self._loop).result()
-        self._inbox.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        life.close(drain_s, waiter or self._waiter())
 
-    def _alive(self) -> None:
+    def _alive(self) -> _Life:
+        """What runs in this process; it is started when nothing does. Raises ModelNotReady."""
+        if self._pid != os.getpid():  # forked by what runs no hooks of Python
+            self.after_fork()
         if self._closed:
             raise ModelNotReady("the portal is closed")
-        if self._forked:
+        life = self._life
+        if life is None:
             with self._lock:
-                if self._forked:
-                    self._restart()
+                if self._life is None:
+                    self._life = self._begin()
+                life = self._life
+        return life
 
-    def _start(self) -> None:
-        started = threading.Event()
-
-        def run() -> None:
-            self._loop = _new_loop()
-            asyncio.set_event_loop(self._loop)
-
-            async def make() -> None:
-                self._engine = Engine(self._limits, self._observers)
-                self._inbox = Inbox(self._loop, self._engine)
-
-            self._loop.run_until_complete(make())
-            started.set()
-            self._loop.run_forever()
-            _cancel_tasks(self._loop)
-            self._loop.close()
-
-        self._thread = threading.Thread(target=run, name="penstock-portal", daemon=True)
-        self._thread.start()
-        started.wait()
-
-    def _restart(self) -> None:
-        """In a child after a fork: a new loop and new workers, from what was loaded before."""
-        warnings.warn(
-            f"penstock: process {os.getpid()} was forked from one with loaded models; it starts workers of its own",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        self._start()
-        for name, config, target, sys_path in self._loads:
-            load = self._engine.load(name, config, target=target, sys_path=sys_path)
-            asyncio.run_coroutine_threadsafe(load, self._loop).result()
-        self._forked = False
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns. Raises ModelNotReady when the portal is closed, before or meanwhile."""
+    def _begin(self) -> _Life:
+        """A new loop and new workers, with what was loaded before a fork. Raises what loading raises: none is left."""
+        if self._forked:
+            warnings.warn(
+                f"penstock: process {os.getpid()} was forked from one with loaded models; it starts workers of its own",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        life = _Life(self._make)
         try:
-            self._not_on_loop()
-            with self._lock:  # `close` cancels what was begun before it
-                if self._closed:
-                    raise ModelNotReady("the portal is closed")
-                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            for name, config, target, sys_path in self._loads:
+                assert isinstance(life.backend, Engine)
+                waiter = Waiter()  # not of a hub: the lock that is held would stop its other greenlets
+                life.post(life.start, life.backend.load(name, config, target=target, sys_path=sys_path), waiter)
+                waiter.wait(None)
+                waiter.value.result()
         except BaseException:
-            coroutine.close()
+            life.close(0.0, Waiter())
             raise
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise ModelNotReady("the portal was closed meanwhile") from None
-
-    def _not_on_loop(self) -> None:
-        """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("the portal was called on its own thread, where it would wait for itself")
+        return life
 
     def after_fork(self) -> None:
-        """Called in a child by the fork hook: forgets the parent's loop, without touching what the two share."""
-        _PARENTS.append((self._loop, self._engine, self._inbox, self._thread))  # their destructors must not run here
-        self._engine.forget()
-        self._lock = threading.Lock()
-        self._waiters = threading.local()
-        self._forked = True
+        """In a child, by the fork hook or its first call: forgets the loop of the parent, touches nothing shared."""
+        with _FORKING:
+            if self._pid == os.getpid():
+                return
+            self._lock = native.new_lock()
+            self._waiters = threading.local()
+            if self._life is not None:
+                _PARENTS.append(self._life)  # its destructors must not run here
+                self._life.backend.forget()
+                self._life = None
+                self._forked = True
+            self._pid = os.getpid()
+
+
+class _Life:
+    """One background thread with its loop, its inbox and its backend, from start to close."""
+
+    def __init__(self, make: Callable[[], PortalBackend]) -> None:
+        self.backend: PortalBackend
+        self._started, self._ended = native.new_lock(), native.new_lock()
+        self._error: BaseException | None = None
+        self._started.acquire()
+        self._ended.acquire()
+        native.start_thread(self._main, make, name="penstock-portal")
+        self._started.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _main(self, make: Callable[[], PortalBackend]) -> None:
+        self._thread = native.thread_id()
+        loop = self._loop = _new_loop()
+        asyncio.set_event_loop(loop)
+        self.post = loop.call_soon_threadsafe
+
+        async def made() -> PortalBackend:
+            return make()
+
+        try:
+            self.backend = loop.run_until_complete(made())
+            self.inbox = Inbox(loop, self.backend)
+        except BaseException as e:
+            self._error = e
+        self._started.release()
+        if self._error is None:
+            loop.run_forever()
+        _cancel_tasks(loop)
+        loop.close()
+        self._ended.release()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], waiter: Waiter) -> None:
+        """On the loop: runs the coroutine as a task, with which the waiter is settled."""
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(waiter.settle)
+        waiter.accepted(task)
+
+    def post_if_open(self, callback: Callable[[], None]) -> None:
+        try:
+            self.post(callback)
+        except RuntimeError:  # the loop is closed: nothing is left to be taken back
+            pass
+
+    def not_on_loop(self) -> None:
+        """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""
+        if native.thread_id() == self._thread:
+            raise RuntimeError("the portal was called on its own thread, where it would wait for itself")
+
+    def close(self, drain_s: float, waiter: Waiter) -> None:
+        """Closes the backend, then the loop. Returns when the thread is at its end."""
+        self.post(self.start, self.backend.close(drain_s), waiter)
+        waiter.wait(None)
+        self.inbox.close()
+        self.post(self._loop.stop)
+        self._ended.acquire()
+        waiter.value.result()
 
 
 _PORTALS: weakref.WeakSet[Portal] = weakref.WeakSet()
 _PARENTS: list[Any] = []
+_FORKING = native.new_lock()
+
+
+def _many(items: Sequence[Any]) -> Item:
+    return Item(list(items), rows=len(items), many=True)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -241,8 +341,8 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     for portal in list(_PORTALS):
-        if not portal._forked:
-            portal.close(drain_s=1.0)
+        if portal._pid == os.getpid():
+            portal._close(1.0, Waiter())
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,0 +1,54 @@
+"""Threads and locks of the operating system, also in a program that gevent has patched.
+
+There `threading` gives greenlets, which the background loop must not be: it would stand still whenever one of them
+does. Nothing here imports gevent; a program that is patched has done so itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def patched() -> bool:
+    """Whether gevent has taken the place of threads in this program."""
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
+
+
+def _original(module: str, name: str) -> Any:
+    return sys.modules["gevent.monkey"].get_original(module, name)
+
+
+def new_lock() -> Any:
+    """A lock that blocks its thread, greenlets and all."""
+    return _original("_thread", "allocate_lock")() if patched() else threading.Lock()
+
+
+def new_queue() -> Any:
+    """A `queue.SimpleQueue` between threads."""
+    return _original("queue", "SimpleQueue")() if patched() else queue.SimpleQueue()
+
+
+def thread_id() -> int:
+    """A number of this thread, the same for all of its greenlets."""
+    return int(_original("_thread", "get_ident")() if patched() else threading.get_ident())
+
+
+def start_thread(main: Callable[..., None], *arguments: object, name: str) -> None:
+    """Runs `main(*arguments)` in a daemon thread."""
+    if patched():
+        _original("_thread", "start_new_thread")(main, arguments)
+    else:
+        threading.Thread(target=main, args=arguments, name=name, daemon=True).start()
+
+
+def popen(*arguments: Any, **keys: Any) -> subprocess.Popen[bytes]:
+    """A `subprocess.Popen` that no greenlet waits for."""
+    make = _original("subprocess", "Popen") if patched() else subprocess.Popen
+    process: subprocess.Popen[bytes] = make(*arguments, **keys)
+    return process
