@@ -25,8 +25,8 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# BENCH="--rounds 1 --seconds 1" tries them out, --peers names others to run beside (see benchmarks/harness.py)
-PARTS := harness.py models.py open_loop.py
+# BENCH="--rounds 1 --seconds 1" tries them out and keeps no results; --peers names some of the peers
+PARTS := harness.py servers.py closed_loop.py open_loop.py report.py models.py
 PLAIN := simulator.py metrics_cost.py
 BENCHMARKS = $(filter-out $(addprefix benchmarks/,$(PARTS) $(PLAIN)),$(wildcard benchmarks/*.py))
 bench: $(VENV)/.dev wrk

@@ -1,8 +1,8 @@
 """How many 6.2 MB requests a second does a server take in, and how much memory does its front-end need for them?
 
 A request is 16 raw frames of 270 x 480 x 3 uint8; the answer is the mean of each, from a worker process. 4 connections
-of `wrk`, batches of up to 4, peers wait 2 ms. Then 64 connections, with the memory of penstock's front-end beside: that
-of its own ("anonymous") and that which it shares with its workers.
+of `wrk`, batches of up to 4, peers with a wait of 2 ms or one by one, as is best for each. Then penstock with 64
+connections, and the memory of its front-end: that of its own ("anonymous") and that which it shares with its workers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import models
 
 VALUES = [2 ** (i % 8) for i in range(models.FRAMES)]  # means that a float32 holds exactly
 BODY = b"".join(bytes([v]) * (models.HEIGHT * models.WIDTH * models.CHANNELS) for v in VALUES)
-WORKLOAD = harness.Workload("frame_means", BODY, [float(v) for v in VALUES], binary=True, max_batch=4, wait_ms=2)
+WORKLOAD = harness.Workload("frame_means", BODY, [float(v) for v in VALUES], binary=True, max_batch=4)
 WANTED = {"mosec": 3.0, "torchserve": 5.0}
 POOL_MIB = 256  # limits.pool_bytes
 MIB = 2**20
@@ -46,22 +46,21 @@ def crowded(server: harness.Server, connections: int, seconds: int) -> harness.S
 
 
 def main() -> None:
-    options = harness.options(__doc__)
+    options = harness.options(__doc__, peers=("mosec", "torchserve", "litserve"))
     columns = {"rate": "requests/s", "p50_ms": "p50 ms", "p99_ms": "p99 ms"}
     columns |= {"anonymous_mib": "anonymous MiB", "shared_mib": "shared MiB"}
     report = harness.Report(__file__, __doc__, options, columns)
-    with harness.serving(harness.same(WORKLOAD, options.peers)) as servers:
+    contenders = {"penstock": ("penstock", WORKLOAD)}
+    for peer in options.peers:
+        contenders |= harness.tuned(WORKLOAD, peer, waits_ms=(2,), sizes=(1, WORKLOAD.max_batch))
+    with harness.serving(contenders) as servers:
         runs = harness.closed_loops(servers, 4, options)
         report.add({"connections": 4}, runs)
         for peer, ratio in WANTED.items():
-            if peer in runs:
-                report.target(f"4 connections: x {peer}", report.ratios(runs, "penstock", peer), least=ratio)
-        for server in servers.values():
-            server.closed_loop(64, 1)
+            report.target(f"4 connections: x {peer}", report.ratios(runs, "penstock", peer), least=ratio)
         server = servers["penstock"]
-        peers = {n: lambda s=s: s.closed_loop(64, options.seconds) for n, s in servers.items() if n != "penstock"}
-        crowd = {"penstock": lambda: crowded(server, 64, options.seconds), **peers}
-        runs = harness.interleave(options.rounds, crowd)
+        server.closed_loop(64, 1)
+        runs = harness.interleave(options.rounds, {"penstock": lambda: crowded(server, 64, options.seconds)})
         report.add({"connections": 64}, runs)
         anonymous, shared = ([s[k] for s in runs["penstock"]] for k in ("anonymous_mib", "shared_mib"))
         report.target("64 connections: anonymous MiB of the front-end", [max(anonymous)], most=100e6 / MIB)

@@ -72,7 +72,7 @@ def measure(kind: str, seconds: int) -> harness.Sample:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}/predictions/echo"
-        return harness.wrk(url, WORKLOAD, 64, seconds)
+        return harness.wrk(url, WORKLOAD.body, WORKLOAD.content_type, 64, seconds)
 
 
 def main() -> None:

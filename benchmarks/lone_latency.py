@@ -1,10 +1,13 @@
 """How long does one request take when nothing else is under way, beside calling the model in process?
 
-One connection of `wrk`; an echo, and a model that sleeps 5.2 ms for one item. Peers wait 1 ms for a batch to fill. "in
-process" calls the same function directly, in the same minute.
+One connection of `wrk`; an echo, and a model that sleeps 5.2 ms for one item. Peers are set to run one request at a
+time, so that they wait for no batch; penstock is as it is. "in process" calls the same function directly, in the same
+minute.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import harness
 import models
@@ -14,13 +17,16 @@ ANSWER = {"id": 12345, "text": "a small request of 50 bytes"}
 
 
 def main() -> None:
-    options = harness.options(__doc__, seconds=1)
+    options = harness.options(__doc__, seconds=1, peers=("mosec", "litserve", "torchserve", "service_streamer"))
     columns = {"p50_ms": "p50 ms", "p99_ms": "p99 ms", "rate": "requests/s"}
     report = harness.Report(__file__, __doc__, options, columns)
     for model in ("echo", "accelerator"):
         function = getattr(models, model)
         also = {"in process": lambda f=function: harness.timed(lambda: f([ANSWER]), options.seconds)}
-        with harness.serving(harness.same(harness.Workload(model, BODY, ANSWER), options.peers)) as servers:
+        workload = harness.Workload(model, BODY, ANSWER)
+        alone = dataclasses.replace(workload, max_batch=1, wait_ms=0)
+        contenders = {"penstock": ("penstock", workload)} | {peer: (peer, alone) for peer in options.peers}
+        with harness.serving(contenders) as servers:
             runs = harness.closed_loops(servers, 1, options, also)
         report.add({"model": model}, runs)
         more = [a["p50_ms"] - b["p50_ms"] for a, b in zip(runs["penstock"], runs["in process"], strict=True)]

@@ -24,7 +24,9 @@ class Json(litserve.LitAPI):
     def batch(self, inputs: list[Any]) -> list[Any]:
         return inputs
 
-    def predict(self, batch: list[Any]) -> list[Any]:
+    def predict(self, batch: Any) -> Any:
+        if workload["max_batch"] == 1:  # then it hands over one item, and not in a list
+            return self.model([batch])[0]
         return self.model(batch)
 
     def unbatch(self, output: list[Any]) -> list[Any]:

@@ -1,0 +1,77 @@
+"""Closed loops: one run of `wrk`, or of a call that is made again and again; latencies as percentiles."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Sample = dict[str, float]
+
+MANY = 128  # connections; of fewer, the client's own turns are too large a part
+AT_WORK = 0.9
+
+WRK = """
+local file = io.open("{body}", "rb")
+wrk.method = "POST"
+wrk.body = file:read("*a")
+wrk.headers["Content-Type"] = "{content_type}"
+file:close()
+function done(summary, latency)
+  local e = summary.errors
+  io.write(string.format('\\nRESULT [%d, %d, %d, %d, %d, %f]\\n', summary.duration, summary.requests,
+    e.connect + e.read + e.write + e.status + e.timeout, latency:percentile(50), latency:percentile(99),
+    summary.requests > 0 and latency.mean or 0))
+end
+"""
+
+
+def wrk(url: str, body: bytes, content_type: str, connections: int, seconds: int) -> Sample:
+    """Requests/s (answers other than 2xx and 3xx are not counted), p50, p99, errors and requests under way of one run.
+
+    With many connections a run in which they were not nearly all at work is marked `invalid`: it tells of a queue of
+    connections, or of a client at its limit, not of the server.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file, script = Path(folder, "body"), Path(folder, "wrk.lua")
+        file.write_bytes(body)
+        script.write_text(WRK.format(body=file, content_type=content_type))
+        command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "30s", "-s", str(script), url]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"^RESULT (.*)$", out, re.MULTILINE)
+    assert found is not None, out
+    duration_us, requests, errors, p50_us, p99_us, mean_us = json.loads(found[1])
+    sample = {"rate": max(0, requests - errors) / duration_us * 1e6, "errors": errors}
+    if not requests:
+        return sample
+    # by Little's law; the last answer of each connection was still to come when the run ended
+    under_way = requests * mean_us / max(duration_us - mean_us, mean_us)
+    sample |= {"p50_ms": p50_us / 1e3, "p99_ms": p99_us / 1e3, "under_way": under_way}
+    if connections >= MANY and under_way < AT_WORK * connections:
+        sample["invalid"] = 1
+    return sample
+
+
+def timed(call: Callable[[], Any], seconds: float) -> Sample:
+    """Calls a second and latency of `call`, made again and again by this thread."""
+    latencies: list[float] = []
+    start = last = time.perf_counter()
+    while last - start < seconds:
+        call()
+        now = time.perf_counter()
+        latencies.append(now - last)
+        last = now
+    return {"rate": len(latencies) / (last - start), **percentiles(latencies)}
+
+
+def percentiles(latencies_s: Sequence[float]) -> Sample:
+    """p50 and p99 in ms; nothing of nothing."""
+    if not latencies_s:
+        return {}
+    ordered = sorted(latencies_s)
+    return {f"p{p}_ms": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] * 1e3 for p in (50, 99)}

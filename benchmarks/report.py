@@ -1,0 +1,218 @@
+"""The command line of a benchmark, its tables, and its results with machine, versions and spread."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from closed_loop import Sample
+from servers import HERE, PACKAGES, python_of
+
+KEPT_ROUNDS = 5  # fewer make no result
+
+Runs = dict[str, list[Sample]]
+
+
+def options(
+    doc: str, *, seconds: int | None = 2, peers: Sequence[str] = (), others: Sequence[str] = ()
+) -> argparse.Namespace:
+    """What the command line says. `peers` are the default, `others` can be named."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=KEPT_ROUNDS)
+    parser.add_argument("--seconds", type=int, default=seconds, help="length of one run")
+    known = (*peers, *others)
+    parser.add_argument("--peers", help=f"some of {', '.join(known) or '(none)'}; '' for none")
+    found = parser.parse_args()
+    if seconds is None:
+        found.seconds = None
+    asked = list(peers) if found.peers is None else [p for p in found.peers.split(",") if p]
+    if unknown := set(asked) - set(PACKAGES):
+        parser.error(f"no such peer: {', '.join(sorted(unknown))}; known are {', '.join(PACKAGES)}")
+    if cannot := set(asked) - set(known):
+        print(f"not measured: {', '.join(sorted(cannot))} cannot answer this question")
+    found.peers = [p for p in asked if p in known]
+    return found
+
+
+def machine() -> dict[str, Any]:
+    cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "cpu": cpu[1] if cpu else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def versions(peers: Sequence[str], libraries: Sequence[str]) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    found |= {name: version(name) for name in ("penstock", "uvloop", "httptools", "msgspec", *libraries)}
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    found["penstock"] += f" ({commit})" if commit else ""
+    for peer in peers:
+        code = f"import importlib.metadata as m; print(m.version('{peer}'))"
+        found[peer] = subprocess.run([python_of(peer), "-c", code], capture_output=True, text=True).stdout.strip()
+    if shutil.which("wrk"):
+        found["wrk"] = subprocess.run(["wrk", "-v"], capture_output=True, text=True).stdout.split()[1]
+    return found
+
+
+def number(value: float, digits: int = 3) -> str:
+    """With so many significant digits; whole above 1000."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and between which values it lies."""
+    if not values:
+        return "-"
+    median = number(statistics.median(values))
+    return median if len(values) == 1 else f"{median} ({number(min(values))}..{number(max(values))})"
+
+
+def label_of(runs: Runs, name: str) -> str | None:
+    """The row of a contender, also of one that is there by its setting ("mosec, one by one")."""
+    return next((label for label in runs if label == name or label.startswith(f"{name}, ")), None)
+
+
+class Report:
+    """The tables of one benchmark: printed as they come, kept in `results/` when the rounds are enough."""
+
+    def __init__(
+        self,
+        file: str,
+        doc: str,
+        options: argparse.Namespace,
+        columns: Mapping[str, str],
+        libraries: Sequence[str] = (),
+        method: str | None = None,
+    ) -> None:
+        """`columns`: key in a sample -> heading, for what a table shows; the first is what is compared.
+
+        `libraries`: those of this environment whose versions matter besides the usual ones. `method`: how the numbers
+        come about, if not as medians of interleaved rounds.
+        """
+        self._name = Path(file).stem
+        self._question = doc.splitlines()[0]
+        self._options = options
+        self._columns = dict(columns)
+        self._machine = machine()
+        self._versions = versions(options.peers, libraries)
+        self._results: list[dict[str, Any]] = []
+        self._targets: list[dict[str, Any]] = []
+        self._lines: list[str] = []
+        self._header: list[str] = []
+        about = self._machine
+        self._say(f"# {self._question}\n")
+        self._say(f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, {about['system']}.")
+        self._say(", ".join(f"{k} {v}" for k, v in self._versions.items()) + ".")
+        rounds = f"Medians of {options.rounds} interleaved rounds of {options.seconds} s, (least..most) behind."
+        self._say(method or rounds)
+
+    def _say(self, line: str) -> None:
+        print(line, flush=True)
+        self._lines.append(line)
+
+    def add(self, cell: Mapping[str, Any], runs: Runs, base: str = "penstock") -> None:
+        """One row for each contender: medians, and the ratio of `base` to it, from the pairs of each round.
+
+        A row is INVALID when a run of it was no measurement (see `closed_loop.wrk`); no target is met by it.
+        """
+        self._results.append({**cell, "runs": runs})
+        first = next(iter(self._columns))
+        shown = [k for k in self._columns if any(k in s for samples in runs.values() for s in samples)]
+        if any(s.get("errors") for samples in runs.values() for s in samples):
+            shown.append("errors")
+        header = [*cell, "who", *(self._columns.get(k, k) for k in shown), f"{base} ÷ this"]
+        if header != self._header:
+            self._header = header
+            self._say("\n| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
+        if errors := sum(s.get("errors", 0) for s in runs.get("penstock", ())):
+            self.target(f"errors of penstock, {', '.join(f'{k} {v}' for k, v in cell.items())}", [errors], most=0)
+        for name, samples in runs.items():
+            row = [str(v) for v in cell.values()] + [name]
+            for key in shown:
+                values = [s[key] for s in samples if key in s]
+                row.append(spread(values) if key == first else number(statistics.median(values)) if values else "-")
+            if invalid := [s["under_way"] for s in samples if s.get("invalid")]:
+                row.append(f"INVALID: {number(min(invalid))} requests under way")
+            else:
+                row.append("" if name == base or base not in runs else spread(self.ratios(runs, base, name)))
+            self._say("| " + " | ".join(row) + " |")
+
+    def ratios(self, runs: Runs, one: str, other: str, key: str | None = None) -> list[float]:
+        """One's value over the other's, a round; of the first column unless another is named.
+
+        Nothing if one of them was not measured, or a run of theirs was invalid.
+        """
+        key = key or next(iter(self._columns))
+        a, b = label_of(runs, one), label_of(runs, other)
+        if a is None or b is None or any(s.get("invalid") for s in (*runs[a], *runs[b])):
+            return []
+        return [x[key] / y[key] for x, y in zip(runs[a], runs[b], strict=True) if key in x and y.get(key)]
+
+    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table that is no comparison of runs."""
+        self._header = []
+        self._results.append({"title": title, "header": header, "rows": rows})
+        self._say(f"\n{title}\n\n| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
+        for row in rows:
+            self._say("| " + " | ".join(row) + " |")
+
+    def target(
+        self, what: str, values: Sequence[float], *, least: float | None = None, most: float | None = None
+    ) -> None:
+        """Keeps whether the median of `values` is what is wanted. Of no values: that it was not measured."""
+        wanted = f">= {least:g}" if least is not None else f"<= {most:g}"
+        found = statistics.median(values) if values else None
+        met = None
+        if found is not None:
+            met = found >= least if least is not None else most is not None and found <= most
+        self._targets.append({"what": what, "wanted": wanted, "found": found, "met": met})
+
+    def save(self) -> None:
+        """Prints the targets, and writes `results/DATE-NAME.md` and `.json`."""
+        if self._targets:
+            self._say("\n| wanted | | found | met |\n|---|---|---|---|")
+            for t in self._targets:
+                found = "not measured" if t["found"] is None else number(t["found"], 4)
+                met = {True: "yes", False: "NO", None: "-"}[t["met"]]
+                self._say(f"| {t['what']} | {t['wanted']} | {found} | {met} |")
+        if self._options.rounds < KEPT_ROUNDS:
+            print(f"\nnot kept: a result takes {KEPT_ROUNDS} rounds")
+            return
+        flags = f"--rounds {self._options.rounds}"
+        flags += f" --seconds {self._options.seconds}" if self._options.seconds else ""
+        flags += f" --peers {','.join(self._options.peers)}" if self._options.peers else ""
+        self._lines.append(f"\nRepeat with `python benchmarks/{self._name}.py {flags}`.")
+        folder = HERE / "results"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{datetime.date.today().isoformat()}-{self._name}"
+        path.with_suffix(".md").write_text("\n".join(self._lines) + "\n")
+        kept = {
+            "question": self._question,
+            "machine": self._machine,
+            "versions": self._versions,
+            "options": {"rounds": self._options.rounds, "seconds": self._options.seconds},
+            "targets": self._targets,
+            "results": self._results,
+        }
+        path.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+        print(f"\nkept in {path}.md and .json")

@@ -1,0 +1,259 @@
+"""The servers of the benchmarks: what they serve, how they are started, stopped between their turns, and ended.
+
+A peer lives in a venv of its own under `.venvs/`, made at first use, and serves by `peers/serve_NAME.py`. Every server
+is a process group that is stopped (SIGSTOP) while another is measured, so that an idle one costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from closed_loop import Sample, wrk
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = {
+    "mosec": ("mosec==0.9.8", "numpy"),
+    "litserve": ("litserve==0.2.19", "numpy"),
+    "service_streamer": ("service_streamer==0.1.2", "flask==3.1.3", "gevent", "numpy"),
+    "torchserve": ("torchserve==0.12.0", "torch-model-archiver==0.12.0", "torch==2.13.0", "pyyaml", "numpy"),
+}
+START_S = 60.0
+ACCEPT_QUEUE = 4096  # the kernel takes less if net.core.somaxconn says so
+PIDFD_GETFD = 438  # the number of this system call on every machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One model of `models.py`, as every server is to run it, with the request that is sent and its right answer."""
+
+    model: str
+    body: bytes
+    answer: Any  # bytes, or what the JSON of the answer holds
+    binary: bool = False
+    max_batch: int = 64
+    wait_ms: int = 1  # of servers that wait a fixed time for a batch to fill
+    instances: int = 1
+    timeout_ms: int = 30_000  # after which a server may give a request up, where it can be told so
+    queue: int | None = None  # most items that wait, where a server can be told so; else its default
+
+    @property
+    def content_type(self) -> str:
+        return "application/octet-stream" if self.binary else "application/json"
+
+    def check(self, answer: bytes) -> None:
+        """Raises ValueError unless the answer is the right one."""
+        found = answer if isinstance(self.answer, bytes) else json.loads(answer)
+        if found != self.answer:
+            raise ValueError(f"wrong answer {answer[:200]!r}")
+
+
+def python_of(peer: str) -> str:
+    """The Python of the peer's own venv, which is made first if it is missing or holds other packages."""
+    venv = HERE / ".venvs" / peer
+    python, mark, wanted = venv / "bin" / "python", venv / "installed", "\n".join(PACKAGES[peer])
+    if not mark.exists() or mark.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
+        install = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *PACKAGES[peer]]
+        subprocess.run(install, check=True)
+        mark.write_text(wanted)
+    return str(python)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [int(s.getsockname()[1]) for s in sockets]
+
+
+class Server:
+    """A server and all processes that come of it, in a folder of its own. Stopped unless inside `awake()`."""
+
+    def __init__(self, name: str, workload: Workload, *sets: str) -> None:
+        self.name = name
+        self.workload = workload
+        self._tag = f"penstock-benchmark-{uuid.uuid4().hex}"
+        self._folder = tempfile.mkdtemp(prefix="bench-")
+        self._log = Path(self._folder, "log")
+        try:
+            self.url = self._start_penstock(sets) if name == "penstock" else self._start_peer()
+            self._wait()
+            self._lengthen_queues()
+            wrk(self.url, workload.body, workload.content_type, 16, 1)  # nobody is measured cold
+            self._signal(signal.SIGSTOP)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _spawn(self, command: list[str], pass_fds: Sequence[int] = (), **env: str) -> None:
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=pass_fds,
+                cwd=self._folder,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": self._folder, "BENCH_TAG": self._tag, **env},
+            )
+
+    def _start_penstock(self, sets: Sequence[str]) -> str:
+        w = self.workload
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"{HERE}/models.py:{w.model}", "--port", "0"]
+        command += ["--instances", str(w.instances), "--max-batch-size", str(w.max_batch)]
+        keys = ["server.management_port=0", "server.metrics_port=0", *sets]
+        if w.queue is not None:
+            keys.append(f"models.{w.model}.batching.max_queue={w.queue}")
+        command += [word for key in keys for word in ("--set", key)]
+        read, write = os.pipe()
+        with open(read) as pipe:
+            try:
+                self._spawn(command, [write], PENSTOCK_READY_FD=str(write))
+            finally:
+                os.close(write)
+            line = pipe.readline()
+        if not line:
+            raise SystemExit(f"penstock did not start:\n{self._log.read_text()}")
+        return f"{json.loads(line)['inference']}/predictions/{w.model}"
+
+    def _start_peer(self) -> str:
+        """The peers read what to serve from BENCH_WORKLOAD, and serve it below one of these paths."""
+        ports = free_ports(5)
+        told = {k: v for k, v in dataclasses.asdict(self.workload).items() if k not in ("body", "answer")}
+        command = [python_of(self.name), str(HERE / "peers" / f"serve_{self.name}.py"), "--port", str(ports[0])]
+        self._spawn(command, BENCH_WORKLOAD=json.dumps({**told, "ports": ports}), PYTHONPATH=str(HERE))
+        path = {"mosec": "inference", "torchserve": "predictions/model"}.get(self.name, "predict")
+        return f"http://127.0.0.1:{ports[0]}/{path}"
+
+    def _wait(self) -> None:
+        """Returns when the server gives the right answer."""
+        request = urllib.request.Request(self.url, self.workload.body, {"content-type": self.workload.content_type})
+        last: Exception | None = None
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(request, timeout=10) as response:
+                    return self.workload.check(response.read())
+            except (OSError, ValueError, urllib.error.URLError) as e:
+                last = e
+                time.sleep(0.1)
+        raise SystemExit(f"{self.name} did not answer at {self.url}: {last}\n{self._log.read_text()[-3000:]}")
+
+    def _lengthen_queues(self) -> None:
+        """Gives every listener room for all who come at once, whatever it asked for.
+
+        mosec asks for 128: of 256 connections half would come in a second later, when they try again. Where the kernel
+        does not allow it from outside, `wrk` tells which runs had too few connections.
+        """
+        call = ctypes.CDLL(None).syscall
+        for process in self.members():
+            with contextlib.suppress(psutil.Error, OSError):
+                pidfd = os.pidfd_open(process.pid)
+                try:
+                    for c in process.net_connections("tcp"):
+                        if c.status == psutil.CONN_LISTEN and (fd := call(PIDFD_GETFD, pidfd, c.fd, 0)) >= 0:
+                            with socket.socket(fileno=fd) as listener:
+                                listener.listen(ACCEPT_QUEUE)
+                finally:
+                    os.close(pidfd)
+
+    def members(self) -> list[psutil.Process]:
+        """The processes of this server that live: those of its session, and those that left it but carry its tag."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                mine = os.getsid(process.pid) == self.process.pid or process.environ().get("BENCH_TAG") == self._tag
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[Server]:
+        """Runs the server for the length of the block."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield self
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def closed_loop(self, connections: int, seconds: int) -> Sample:
+        """One run of `wrk`; see `wrk`."""
+        with self.awake():
+            w = self.workload
+            return wrk(self.url, w.body, w.content_type, connections, seconds)
+
+    def close(self) -> None:
+        """Kills everything that this server started, and leaves nothing behind."""
+        process = getattr(self, "process", None)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for _ in range(100):  # a dying parent may have forked meanwhile
+                if process.poll() is not None and not self.members():
+                    break
+                self._signal(signal.SIGKILL)
+                time.sleep(0.05)
+            else:
+                raise RuntimeError(f"{self.name} cannot be killed: {self.members()}")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def serving(contenders: Mapping[str, tuple[str, Workload]], *sets: str) -> Iterator[dict[str, Server]]:
+    """Label to running server. `sets` are `--set` keys for penstock."""
+    with contextlib.ExitStack() as stack:
+        yield {
+            label: stack.enter_context(Server(name, workload, *(sets if name == "penstock" else ())))
+            for label, (name, workload) in contenders.items()
+        }
+
+
+def same(workload: Workload, peers: Sequence[str]) -> dict[str, tuple[str, Workload]]:
+    """penstock and its peers, all with one workload."""
+    return {name: (name, workload) for name in ("penstock", *peers)}
+
+
+def tuned(
+    workload: Workload, peer: str, waits_ms: Sequence[int], sizes: Sequence[int]
+) -> dict[str, tuple[str, Workload]]:
+    """A peer with several settings, of which `harness.closed_loops` takes the best: batches up to each of `sizes`.
+
+    Batches of one wait for none; the others for each of `waits_ms`.
+    """
+    found = {}
+    for size in sizes:
+        for wait in waits_ms if size > 1 else (0,):
+            label = f"{peer}, {size} in {wait} ms" if size > 1 else f"{peer}, one by one"
+            found[label] = (peer, dataclasses.replace(workload, max_batch=size, wait_ms=wait))
+    return found
