@@ -22,7 +22,7 @@ def check(file: str) -> None:
     """
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
-    from penstock.engine.handle import check_rules
+    from penstock.engine.rules import check_rules
     from penstock.errors import ConfigError, PenstockError
     from penstock.plugins import resolve
 

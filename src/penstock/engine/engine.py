@@ -8,12 +8,14 @@ from typing import Any
 
 from msgspec import structs
 
+from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.engine.call import Call, release
-from penstock.engine.handle import ModelHandle, slots_of
+from penstock.engine.handle import ModelHandle
 from penstock.engine.registry import ModelRegistry
-from penstock.errors import ModelNotReady
-from penstock.observe.base import Observer, Reading
+from penstock.engine.rules import devices_of
+from penstock.errors import Conflict, ModelNotReady
+from penstock.observe.base import Observer, Reading, tell
 from penstock.transports.make import make_transport
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 from penstock.wire.slabs import Slab, SlabPool
@@ -81,38 +83,59 @@ class Engine:
     def prepare(
         self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = ()
     ) -> ModelHandle:
-        """A version that is not loaded and out of sight; to be handed to `put`. Raises ConfigError, ModelNotReady."""
+        """A version that is not loaded and out of sight; to be handed to `put`.
+
+        Raises ConfigError, ModelNotReady, and Conflict when there are as many versions as may be.
+        """
         if self._draining:
             raise ModelNotReady(f"model '{name}' is not loaded: the engine is draining or closed")
-        slots, devices = slots_of(config)
+        check_model(config, f"model '{name}': ")
+        self._bound(name, config.version)
+        devices = devices_of(config)
         spec = WorkerSpec(
             name=name,
             version=config.version,
             config=config,
             target=config.target if target is None else target,
-            instances=slots,
+            instances=len(devices),
             sys_path=list(sys_path),
         )
         transport = make_transport(
             config.transport,
             spec,
-            slots=slots,
+            slots=len(devices),
             devices=devices,
             pool=self.pool,
             reply_bytes=self._limits.reply_bytes,
         )
-        handle = ModelHandle(name, config, transport, devices, self._limits.max_queue_bytes, self._observers)
+        handle = ModelHandle(spec, transport, devices, self._limits.max_queue_bytes, self._observers)
         self._live.add(handle)
         return handle
 
-    def hidden(self, handle: ModelHandle) -> bool:
-        """True while requests cannot reach what was prepared."""
-        return self._registry.get(handle.name, handle.version) is not handle
+    def _bound(self, name: str, version: str) -> None:
+        there = {(h.name, h.version) for h in self._live} - {(name, version)}
+        if len(there) >= self._limits.max_versions:
+            raise Conflict(
+                f"model '{name}' version '{version}': {len(there)} versions are loaded, as many as limits.max_versions"
+                " allows; unload one first"
+            )
+
+    def abort(self, name: str, version: str | None) -> bool:
+        """Ends loads and scale-ups of a version (None: of all) that are under way: they raise Conflict.
+
+        True if there was a load. To be followed by `unload`, if the version is in sight.
+        """
+        found = [h for h in self._live if h.name == name and version in (None, h.version)]
+        return any([h.abort() for h in found])
 
     async def _retire(self, handle: ModelHandle, drain_s: float) -> None:
         self._registry.remove(handle)
-        await handle.close(drain_s)
-        self._live.discard(handle)
+        try:
+            await handle.close(drain_s)
+        finally:
+            self._live.discard(handle)
+            if not any((h.name, h.version) == (handle.name, handle.version) for h in self._live):
+                tell(self._observers, "on_unload", handle.name, handle.version)
 
     async def unload(self, name: str, version: str | None = None, *, drain_s: float = 30.0) -> None:
         """Takes a version out of sight, answers what it has accepted, and ends its workers. Raises ModelNotFound."""
@@ -121,6 +144,10 @@ class Engine:
     async def scale(self, name: str, instances: int, version: str | None = None, *, drain_s: float = 30.0) -> None:
         """See `ModelHandle.scale`. Raises ModelNotFound too."""
         await self._registry.find(name, version).scale(instances, drain_s)
+
+    def version_of(self, name: str, version: str | None) -> str:
+        """The version that is meant: without one, the default. Raises ModelNotFound."""
+        return self._registry.find(name, version).version
 
     def set_default(self, name: str, version: str) -> None:
         """Requests that name no version go to this one from now on. Raises ModelNotFound."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 from weakref import WeakValueDictionary
 
-from msgspec import structs
+from msgspec import Struct, structs
 
+from penstock.config.checks import check_model
 from penstock.config.load import model_config
 from penstock.config.schema import Config, ModelConfig
 from penstock.engine.engine import Engine
-from penstock.engine.handle import ModelHandle, slots_of
+from penstock.engine.rules import devices_of
 from penstock.engine.targets import Targets
 from penstock.errors import (
     BadRequest,
@@ -26,14 +26,21 @@ from penstock.errors import (
     ModelNotFound,
     ModelNotReady,
     PenstockError,
+    describe,
 )
 from penstock.types import ModelStatus
 
 log = logging.getLogger("penstock.engine")
 
-ROUTES: Final = ("scale", "default", "traffic")  # behind the name of a model: no version can be named so
-_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Change = Callable[[], Coroutine[Any, Any, None]]
+
+
+class _Unload(Struct, eq=False):
+    """An unload that waits for its turn, or has it; `version` None: of all. It may find nothing but a load to end."""
+
+    model: str
+    version: str | None
+    ended_a_load: bool = False
 
 
 class Management:
@@ -46,7 +53,7 @@ class Management:
         self._sys_path = list(sys_path)
         self._targets = Targets(config)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by model, while anybody has it
-        self._loading: dict[str, ModelHandle] = {}
+        self._unloads: list[_Unload] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def check_open(self) -> None:
@@ -71,42 +78,41 @@ class Management:
     async def put(self, model: str, version: str | None, keys: Mapping[str, Any]) -> None:
         self.check_open()
         config = self._config_of(model, version, keys)
-        await self._change(model, partial(self._put, model, config))
+        await self._change(self._in_turn(model, partial(self._put, model, config)))
 
     async def unload(self, model: str, version: str | None) -> None:
-        """A load of the same version that is under way ends first: it may never end by itself."""
+        """Loads and scale-ups of the same end first, those under way and those that wait: they may never end by
+        themselves."""
         self.check_open()
-        loading = self._loading.get(model)
-        aborted = loading is not None and version in (None, loading.version) and self._engine.hidden(loading)
-        if loading is not None and aborted:
-            await loading.close(0)
-        await self._change(model, partial(self._unload, model, version, aborted))
+        await self._change(self._unload(_Unload(model, version)))
 
     async def scale(self, model: str, version: str | None, instances: int) -> None:
         self.check_open()
         self._bound(instances)
-        await self._change(model, partial(self._scale, model, version, instances))
+        await self._change(self._in_turn(model, partial(self._scale, model, version, instances)))
 
     async def set_default(self, model: str, version: str) -> None:
-        await self._change(model, partial(self._set_default, model, version))
+        self.check_open()
+        await self._change(self._in_turn(model, partial(self._set_default, model, version)))
 
     async def set_traffic(self, model: str, weights: Mapping[str, float]) -> None:
-        await self._change(model, partial(self._set_traffic, model, weights))
-
-    async def _change(self, model: str, change: Change) -> None:
-        """Makes the change to its end, also if the caller leaves meanwhile."""
         self.check_open()
-        task = asyncio.create_task(self._alone(model, change))
+        await self._change(self._in_turn(model, partial(self._set_traffic, model, weights)))
+
+    async def _change(self, change: Coroutine[Any, Any, None]) -> None:
+        """Makes the change to its end, also if the caller leaves meanwhile."""
+        task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         await asyncio.shield(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # the caller may have left: it was told, or nobody is
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, PenstockError):  # the caller, who may have left, is not told why
+            log.error("change_failed error=%s", describe(error), exc_info=error)
 
-    async def _alone(self, model: str, change: Change) -> None:
+    async def _in_turn(self, model: str, change: Change) -> None:
         lock = self._locks.get(model)
         if lock is None:
             lock = self._locks[model] = asyncio.Lock()
@@ -115,33 +121,43 @@ class Management:
             await change()
 
     async def _put(self, model: str, config: ModelConfig) -> None:
+        self._unless_unloaded(model, config.version)
         try:
             handle = self._engine.prepare(model, config, sys_path=self._sys_path)
         except ConfigError as e:
             raise BadRequest(e.message) from None
-        self._loading[model] = handle
         try:
             await self._engine.put(handle, drain_s=self._config.server.drain_s)
-        except ModelNotReady:
-            if self._engine.draining:
-                raise
-            raise Conflict(f"model '{model}' version '{config.version}' was unloaded while it was loading") from None
         except (LoadFailed, ConfigError) as e:
             raise self._not_loaded(e, f"model '{model}' version '{config.version}' could not be loaded") from None
-        finally:
-            del self._loading[model]
         log.info("loaded model=%s version=%s", model, config.version)
 
-    async def _unload(self, model: str, version: str | None, aborted: bool) -> None:
-        there = [s.version for s in self._engine.statuses() if s.name == model]
-        going: Sequence[str | None] = there if version is None else [version]
-        if aborted and not set(there) & set(going):
+    async def _unload(self, unload: _Unload) -> None:
+        self._unloads.append(unload)
+        try:
+            unload.ended_a_load = self._engine.abort(unload.model, unload.version)
+            await self._in_turn(unload.model, partial(self._unload_now, unload))
+        finally:
+            self._unloads.remove(unload)
+
+    async def _unload_now(self, unload: _Unload) -> None:
+        there = [s.version for s in self._engine.statuses() if s.name == unload.model]
+        going: Sequence[str | None] = there if unload.version is None else [unload.version]
+        if unload.ended_a_load and not set(there) & set(going):
             return
         drain_s = self._config.server.drain_s
-        await asyncio.gather(*(self._engine.unload(model, v, drain_s=drain_s) for v in going or [None]))
-        log.info("unloaded model=%s versions=%s", model, ",".join(v for v in going if v))
+        await asyncio.gather(*(self._engine.unload(unload.model, v, drain_s=drain_s) for v in going or [None]))
+        log.info("unloaded model=%s versions=%s", unload.model, ",".join(v for v in going if v))
+
+    def _unless_unloaded(self, model: str, version: str) -> None:
+        """Raises Conflict if an unload waits behind the change whose turn it is: nobody wants its end any more."""
+        for unload in self._unloads:
+            if unload.model == model and unload.version in (None, version):
+                unload.ended_a_load = True
+                raise Conflict(f"model '{model}' version '{version}' is to be unloaded: nothing was begun")
 
     async def _scale(self, model: str, version: str | None, instances: int) -> None:
+        self._unless_unloaded(model, self._engine.version_of(model, version))
         try:
             await self._engine.scale(model, instances, version, drain_s=self._config.server.drain_s)
         except (LoadFailed, ConfigError) as e:
@@ -171,20 +187,16 @@ class Management:
             raise BadRequest('target: found none, expected for instance "app.py:Model"')
         try:
             config = model_config(keys, model)
+            check_model(config)
         except ConfigError as e:
             raise BadRequest(e.message) from None
-        if not _VERSION.fullmatch(config.version) or config.version in ROUTES:
-            raise BadRequest(
-                f"version: {config.version[:100]!r} cannot be one; expected letters, digits, '.', '_' and '-', 128 at"
-                f" most, beginning with a letter or digit, and not {', '.join(ROUTES)}"
-            )
-        self._bound(slots_of(config)[0])
-        return self._guarded(config)
+        self._bound(len(devices_of(config)))
+        return self._guarded(model, config)
 
-    def _guarded(self, config: ModelConfig) -> ModelConfig:
+    def _guarded(self, model: str, config: ModelConfig) -> ModelConfig:
         """With a target that is allowed. What would run other code, or run it otherwise, is the configuration's alone
         to say: `env`, `trust`, and classes for transport and policy."""
-        target, section = self._targets.resolve(config.target)
+        target, section = self._targets.resolve(config.target, model, config.version)
         own = section or ModelConfig(target=target)
         default = ModelConfig(target=target)
         for key in ("env", "trust"):

@@ -67,7 +67,8 @@ class ModelRegistry:
 
     def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
         """Requests that name no version are shared out so. Raises ModelNotFound, ConfigError."""
-        self.find(name, None)
+        for version in (None, *weights):
+            self.find(name, version)
         others = self._versions(name)
         check_traffic(f"traffic of model '{name}'", weights, others)
         self._splits[name] = TrafficSplit(weights, others)
@@ -91,8 +92,8 @@ class ModelRegistry:
         if handle is not None:
             return handle
         versions = self.versions(name)
-        if versions:
-            raise ModelNotFound(f"model '{name}' has no version '{version}'; it has {', '.join(versions)}")
+        if version is not None and versions:
+            raise ModelNotFound(f"model '{name}' has no version '{version[:100]}'; it has {', '.join(versions)}")
         names = sorted({h.name for h in self})
         raise ModelNotFound(f"no model is named '{name}'{nearest(name, names)}")
 

@@ -12,13 +12,14 @@ class Targets:
     """The targets that the management listener may load. Symbolic links are resolved before anything is compared."""
 
     def __init__(self, config: Config) -> None:
-        self._known = list(config.models.values())
+        self._known = [(model.name or section, model) for section, model in config.models.items()]
         self._store = None if config.server.model_store is None else os.path.realpath(config.server.model_store)
 
-    def resolve(self, target: str) -> tuple[str, ModelConfig | None]:
+    def resolve(self, target: str, model: str, version: str) -> tuple[str, ModelConfig | None]:
         """(the target to load, the section that names it, None for a file of the store). Raises Forbidden, BadRequest.
 
-        A relative path starts at the folder of the configured file, or at the store. The messages name no path of this
+        Of several sections with the target that of the very version counts, else one of the model, else the first. A
+        relative path starts at the folder of the configured file, or at the store. The messages name no path of this
         machine.
         """
         where, colon, attribute = target.rpartition(":")
@@ -26,10 +27,10 @@ class Targets:
             raise BadRequest("target: expected for instance app.py:Model")
         if "://" in target:
             raise Forbidden("target: models are not loaded from URLs; put the file into server.model_store")
-        for model in self._known:
-            known_where, _, known_attribute = model.target.rpartition(":")
-            if target == model.target or (attribute == known_attribute and _same(known_where, where)):
-                return model.target, model
+        known = [(name, section) for name, section in self._known if _names(section.target, target)]
+        if known:
+            _, section = max(known, key=lambda k: (k[0] == model) + (k[0] == model and k[1].version == version))
+            return section.target, section
         if self._store is not None and _is_file(where):
             file = os.path.realpath(os.path.join(self._store, where))
             if file.startswith(self._store + os.sep):
@@ -47,6 +48,12 @@ class Targets:
 
 def _is_file(where: str) -> bool:
     return where.endswith(".py") or "/" in where
+
+
+def _names(known: str, target: str) -> bool:
+    known_where, _, known_attribute = known.rpartition(":")
+    where, _, attribute = target.rpartition(":")
+    return target == known or (attribute == known_attribute and _same(known_where, where))
 
 
 def _same(known: str, where: str) -> bool:

@@ -34,11 +34,6 @@ class Transport(Protocol):
 
     depth: int
 
-    @property
-    def slots(self) -> int:
-        """How many slots there are, without those that were removed."""
-        ...
-
     async def start(self, listener: TransportListener) -> None:
         """Begins to start every slot and returns; `listener` hears of each slot when it is up or failed."""
         ...
@@ -55,10 +50,10 @@ class Transport(Protocol):
         """Nobody waits for a batch any more: one that streams ends at its next part. Its final part comes as ever."""
         ...
 
-    def add_slot(self, device: str) -> int:
-        """Begins to start one more slot, as `start` does: its number. `listener` may hear of it before this returns.
+    def add_slot(self, slot: int, device: str) -> None:
+        """Begins to start one more slot, as `start` does. `listener` may hear of it before this returns.
 
-        The number may be that of a slot that was removed, never of one whose worker still lives. Raises BadRequest if
+        Its number may be that of a slot that was removed, never of one whose worker still lives. Raises BadRequest if
         there can be no more.
         """
         ...

@@ -36,7 +36,7 @@ class InlineTransport(SlotTransport):
     def _make(self, number: int, device: str) -> Slot:
         return _InlineSlot(self._spec, number, device)
 
-    def add_slot(self, device: str) -> int:
+    def add_slot(self, slot: int, device: str) -> None:
         """Raises BadRequest: there is one event loop."""
         raise BadRequest("the inline transport has one instance: use transport = 'thread' or 'process' for more")
 

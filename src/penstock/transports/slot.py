@@ -194,18 +194,12 @@ class SlotTransport:
     def __init__(self, spec: WorkerSpec, devices: Sequence[str]) -> None:
         self._spec = spec
         self._places = {number: self._make(number, device) for number, device in enumerate(devices)}
-        self._leaving: set[int] = set()  # removed, but not at their end yet
         self._closing = False
         self._parked: list[tuple[Batch, OnPart]] = []  # sent while closing: answered at its end, so that none spins
 
     def _make(self, number: int, device: str) -> Slot:
         """A slot that is not started yet."""
         raise NotImplementedError
-
-    @property
-    def slots(self) -> int:
-        """See `Transport`."""
-        return len(self._places) - len(self._leaving)
 
     async def start(self, listener: TransportListener) -> None:
         """See `Transport.start`."""
@@ -216,21 +210,15 @@ class SlotTransport:
             place.start(listener)
             await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let others in between
 
-    def add_slot(self, device: str) -> int:
+    def add_slot(self, slot: int, device: str) -> None:
         """See `Transport.add_slot`."""
-        number = next(n for n in range(len(self._places) + 1) if n not in self._places)
-        place = self._make(number, device)
-        self._places[number] = place
-        self._spec.instances = self.slots  # those that start from now on share the threads of the machine so
+        assert slot not in self._places, f"slot {slot} still has a worker"
+        place = self._places[slot] = self._make(slot, device)
         place.start(self._listener)
-        return number
 
     async def remove_slot(self, slot: int, drain_s: float) -> None:
         """See `Transport.remove_slot`."""
-        self._leaving.add(slot)
-        self._spec.instances = max(1, self.slots)
         await self._places[slot].close(drain_s)
-        self._leaving.discard(slot)
         del self._places[slot]
 
     def send(self, batch: Batch, on_part: OnPart) -> None:

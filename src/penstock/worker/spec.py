@@ -12,8 +12,9 @@ from penstock.config.schema import ModelConfig
 class WorkerSpec(Struct):
     """`target` is "app.py:obj", "pkg.mod:obj", or the function, class or object itself (in-process faces).
 
-    `instances` counts all workers of the model, so that threads can be shared out. `sys_path` is put in front of the
-    child's own. `module` is the name that the module of a file is to have, "" for its own.
+    `instances` counts all workers that the model is to have, so that threads can be shared out; the engine keeps it up
+    to date. `sys_path` is put in front of the child's own. `module` is the name that the module of a file is to have,
+    "" for its own.
     """
 
     name: str

@@ -12,7 +12,6 @@ import pytest
 
 from penstock.config.schema import Config, LimitsConfig, ModelConfig, ServerConfig
 from penstock.engine.engine import Engine
-from penstock.engine.handle import next_device
 from penstock.engine.management import Management
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady
 from penstock.types import ModelStatus
@@ -215,14 +214,6 @@ async def test_a_number_of_instances_out_of_bounds_is_refused(manage: Management
         await manage.scale("m", None, instances)
 
 
-def test_new_instances_go_where_there_are_fewest() -> None:
-    devices = ("cuda:0", "cuda:0", "cuda:1")
-    used: list[str] = []
-    for _ in range(6):
-        used.append(next_device(devices, used))
-    assert (used.count("cuda:0"), used.count("cuda:1")) == (4, 2)
-
-
 # ---- when and what
 
 
@@ -335,5 +326,7 @@ async def test_changes_of_what_is_not_there_are_not_found(manage: Management) ->
     ):
         with pytest.raises(ModelNotFound):
             await change
-    with pytest.raises(BadRequest, match="no version '9'"):
+    with pytest.raises(ModelNotFound, match="no version '9'"):
         await manage.set_traffic("m", {"9": 1.0})
+    with pytest.raises(BadRequest, match="add up to 0.5"):
+        await manage.set_traffic("m", {"1": 0.5})

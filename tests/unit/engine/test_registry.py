@@ -155,7 +155,6 @@ def test_a_new_default_ends_the_split(three: Any) -> None:
         ({}, "add up to 0"),
         ({"1": 1.5, "2": -0.5}, "found 1.5 for version '1'"),
         ({"1": float("nan")}, "found nan"),
-        ({"1": 0.9, "9": 0.1}, "no version '9'; there are 1, 2, 3"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused_and_changes_nothing(three: Any, weights: Any, words: str) -> None:
@@ -164,6 +163,15 @@ def test_a_split_that_cannot_be_is_refused_and_changes_nothing(three: Any, weigh
     with pytest.raises(ConfigError, match=words):
         registry.set_traffic("m", weights)
     assert asked(registry, 3) == {"2": 3}
+
+
+def test_a_part_for_an_absent_version_is_not_found_as_its_default_is(three: Any) -> None:
+    registry, _ = three
+    for change in (lambda: registry.set_traffic("m", {"1": 0.9, "9": 0.1}), lambda: registry.set_default("m", "9")):
+        with pytest.raises(ModelNotFound, match="no version '9'; it has 1, 2, 3"):
+            change()
+    with pytest.raises(ModelNotFound, match=r"no version '9{100}'"):
+        registry.find("m", "9" * 10_000)
 
 
 def test_weights_that_are_rounded_are_one() -> None:
