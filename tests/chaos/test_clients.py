@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import resource
 import socket
 import struct
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +24,11 @@ SOURCE = """
         return items
 
     def large(items):
-        return [bytes(5_000_000) for _ in items]
+        return [b"%08d" % item * 625_000 for item in items]
+
+    def finite(items):
+        for i in range(300):
+            yield [b"%08d" % i * 1250 for _ in items]
 
     def endless(items):
         while True:
@@ -48,7 +56,7 @@ async def test_clients_gone_in_the_middle_of_a_stream_free_its_worker(
     assert server.post("/predictions/echo", b"1") == (200, b"1")
 
 
-@pytest.mark.parametrize(("model", "pipelined"), [("large", 1), ("endless", 1), ("endless", 20)])
+@pytest.mark.parametrize(("model", "pipelined"), [("large", 10), ("endless", 1), ("endless", 20)])
 async def test_slow_readers_cost_bounded_memory_and_no_time_of_others(
     guarded: Callable[..., Any], chaos: SimpleNamespace, model: str, pipelined: int
 ) -> None:
@@ -64,7 +72,7 @@ async def test_slow_readers_cost_bounded_memory_and_no_time_of_others(
                 client.writer.transport.pause_reading()
                 for _ in range(pipelined):
                     client.send(f"/predictions/{model}", b"1", content_type="application/json")
-            for _ in range(chaos.count(30, 100)):
+            for _ in range(chaos.count(20, 100)):
                 await asyncio.sleep(0.1)
                 most = max(most, chaos.anonymous_bytes(server) - before)
             await others.answered(50)
@@ -73,6 +81,31 @@ async def test_slow_readers_cost_bounded_memory_and_no_time_of_others(
                 await client.__aexit__()
     # 5 MB each: an answer, or 16 x write_buffer_bytes and a little of a stream, whose slow reader is dropped then
     assert most < 20 * 2 * 5 * MB
+    assert others.wrong == []
+    assert set(others.statuses) == {200}
+
+
+@pytest.mark.parametrize("model", ["large", "finite"])
+async def test_a_slow_reader_gets_every_byte(guarded: Callable[..., Any], chaos: SimpleNamespace, model: str) -> None:
+    server = guarded(SOURCE, model, "echo", "--set", "limits.write_buffer_bytes=262144")
+    head = f"POST /predictions/{model} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1\r\n"
+    loop = asyncio.get_running_loop()
+    received = bytearray()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+        slow.connect(chaos.Client(server).address)
+        slow.setblocking(False)
+        await loop.sock_sendall(slow, f"{head}\r\n1{head}connection: close\r\n\r\n2".encode())
+        async with chaos.Crowd(server, "echo", 4) as others:
+            while part := await loop.sock_recv(slow, 65536):  # at most 13 MB/s, and the server can give 1 GB/s
+                received += part
+                await asyncio.sleep(0.005)
+    assert received.count(b"HTTP/1.1 200 OK") == 2
+    if model == "large":
+        assert received.count(b"00000001" * 625_000) == received.count(b"00000002" * 625_000) == 1
+    else:
+        assert [received.count(b"%08d" % i * 1250) for i in range(300)] == [2] * 300
+        assert received.endswith(b"\r\n0\r\n\r\n")
     assert others.wrong == []
     assert set(others.statuses) == {200}
 
@@ -92,6 +125,8 @@ async def test_a_thousand_idle_connections_cost_nothing(guarded: Callable[..., A
         async with chaos.Crowd(server, "echo", 4) as others:
             await others.answered(200)
         assert set(others.statuses) == {200}
+        assert others.wrong == []
+        assert others.longest_s < 1.0
         for reader, writer in idle:  # all of them still work
             writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 200 ")
@@ -99,6 +134,17 @@ async def test_a_thousand_idle_connections_cost_nothing(guarded: Callable[..., A
         for _, writer in idle:
             writer.transport.abort()
     await chaos.until(lambda: chaos.descriptors(server) <= open_files + 2)
+
+
+def ask_on(server: Any, waits: list[float], over: threading.Event) -> None:
+    """Appends to `waits` how long each prediction takes, on one connection, until `over`."""
+    with contextlib.closing(http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)) as connection:
+        while not over.is_set():
+            at = time.monotonic()
+            connection.request("POST", "/predictions/echo", b"7", {"content-type": "application/json"})
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (200, b"7")
+            waits.append(time.monotonic() - at)
 
 
 @pytest.mark.parametrize("room", [20_000, 2_000])
@@ -118,6 +164,12 @@ async def test_ten_thousand_connections_at_once_are_served_or_refused(
     loop = asyncio.get_running_loop()
     found: Counter[str] = Counter()
     sockets = []
+    waits: list[float] = []
+    over = threading.Event()
+    neighbour = asyncio.create_task(asyncio.to_thread(ask_on, server, waits, over))  # this loop will be busy
+    await chaos.until(lambda: len(waits) > 20)
+    waits.clear()
+    began = time.monotonic()
     for _ in range(number):
         s = socket.socket()
         s.setblocking(False)
@@ -136,12 +188,19 @@ async def test_ten_thousand_connections_at_once_are_served_or_refused(
 
     try:
         await asyncio.gather(*map(ask, sockets))
+        took = time.monotonic() - began
+        over.set()
+        await neighbour
         async with chaos.Client(server) as client:
             if room > number:
                 assert (await client.ask("/predictions/echo", b"1")).status == 200
     finally:
+        over.set()
         for s in sockets:
             s.close()
+    assert took < 15.0  # 1.5 s on two idle cores, of which this client takes most
+    assert len(waits) > 50  # 500 and more
+    assert max(waits) < 2.0  # 0.1
     assert found.total() == number
     if room > number:
         assert found["200"] == number
