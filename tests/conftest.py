@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,3 +129,74 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
 def serve_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
     """`serve` for the tests of one file together."""
     yield from _serving(tmp_path_factory.mktemp("served"))
+
+
+class RunningRedis:
+    """A real `redis-server` on a port of its own, which keeps nothing on disk. `ask` is a client of the test's own."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._folder, self._options = folder, options
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self.start()
+
+    def start(self, *options: str) -> None:
+        """Starts it, also again after `kill`; returns when it answers."""
+        from redis import Redis
+        from redis.exceptions import AuthenticationError, ConnectionError
+
+        fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self.process = subprocess.Popen(
+            ["redis-server", *fixed, "--dir", str(self._folder), *self._options, *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.ask = Redis(port=self.port, decode_responses=True)
+        end = time.monotonic() + 20
+        while True:
+            try:
+                self.ask.ping()
+                return
+            except AuthenticationError:
+                return
+            except ConnectionError:
+                if self.process.poll() is not None or time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends it as a crash would."""
+        self.ask.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def run_redis(tmp_path: Path) -> Iterator[Callable[..., RunningRedis]]:
+    """Starts real Redis servers; `run_redis("--requirepass", "x")` gives it options."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    servers: list[RunningRedis] = []
+
+    def start(*options: str) -> RunningRedis:
+        servers.append(RunningRedis(tmp_path, *options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def redis_server(run_redis: Callable[..., RunningRedis]) -> RunningRedis:
+    """A real Redis server."""
+    return run_redis()

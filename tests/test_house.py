@@ -22,7 +22,7 @@ FLOORS = {
     "models": 4, "observe": 4, "frontends": 4, "client": 4,
     "worker": 5,
     "transports": 6, "bench": 6,
-    "engine": 7, "tune": 7,
+    "engine": 7, "tune": 7, "broker": 7,
     "pipeline": 8, "streamer": 8, "bulk": 8, "dashboard": 8,
     "compat": 9,
     "cli": 10, "testing": 10, "demo": 10,

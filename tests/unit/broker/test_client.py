@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from penstock.errors import BadRequest, DeadlineExceeded, ItemFailed, QueueFull
+
+
+def double(items):
+    return [x * 2 for x in items]
+
+
+async def test_a_request_is_answered_by_the_worker(work, asker):
+    await work(double)
+    assert await asker().ask(21) == 42
+
+
+async def test_the_answers_of_many_come_in_their_order(work, asker):
+    await work(double)
+    assert await asker().ask(list(range(100))) == [2 * n for n in range(100)]
+
+
+async def test_requests_of_one_pass_of_the_loop_go_out_together(work, asker, redis_server):
+    await work(double)
+    client = asker()
+    await client.ask(1)
+    before = redis_server.ask.info("commandstats")["cmdstat_evalsha"]["calls"]
+    answers = [client.put(n) for n in range(50)]
+    await asyncio.gather(*answers)
+    after = redis_server.ask.info("commandstats")["cmdstat_evalsha"]["calls"]
+    assert [a.result().body for a in answers] == [2 * n for n in range(50)]
+    assert after - before <= 1 + 50 // 8 + 1 + 2  # one parcel, and at most an answer for each batch
+
+
+async def test_an_item_that_fails_fails_alone(work, asker):
+    def fussy(items):
+        return [ValueError("odd") if x % 2 else x for x in items]
+
+    await work(fussy)
+    answers = await asker().ask([0, 1, 2, 3])
+    assert answers[0::2] == [0, 2]
+    assert all(isinstance(a, ItemFailed) for a in answers[1::2])
+
+
+async def test_a_value_that_cannot_be_sent_fails_alone_and_its_type_is_named(work, asker):
+    await work(double)
+    answers = await asker().ask([1, object(), np.arange(2)])
+    assert answers[0] == 2
+    assert answers[2].tolist() == [0, 2]
+    assert isinstance(answers[1], BadRequest)
+    assert "builtins.object" in str(answers[1])
+
+
+async def test_a_lone_value_that_cannot_be_sent_is_an_error_at_once(asker):
+    with pytest.raises(BadRequest, match="cannot be sent over the broker"):
+        await asker().ask({1, 2})
+
+
+async def test_a_full_queue_refuses_at_once(asker, redis_server, until):
+    client, other = asker(max_queue=10), asker(max_queue=10)
+    held = client.put(list(range(8)))
+    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 8)
+    with pytest.raises(QueueFull, match="8 of 10"):
+        await other.ask([1, 2, 3])
+    with pytest.raises(QueueFull, match="8 of 10"):
+        client.put([1, 2, 3])
+    assert redis_server.ask.xlen("penstock:{}:queue") == 8
+    held.call.cancel()
+
+
+async def test_a_call_of_more_than_the_queue_may_hold_says_so(asker):
+    with pytest.raises(BadRequest, match="11 items, more than the queue may hold"):
+        asker(max_queue=10).put(list(range(11)))
+
+
+async def test_payloads_that_wait_are_bounded_in_bytes(asker):
+    client = asker(max_bytes=1000)
+    client.put(b"x" * 600)
+    with pytest.raises(QueueFull, match="of 1000 bytes"):
+        await client.ask(b"x" * 600)
+
+
+async def test_a_deadline_without_a_worker_is_kept_and_the_entry_leaves_the_queue(asker, redis_server, until):
+    client = asker()
+    with pytest.raises(DeadlineExceeded, match="no answer came in time"):
+        await client.ask(1, budget_s=0.05)
+    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 0)
+    assert client.client.statistics("m")["waiting"] == 0
+
+
+async def test_a_cancelled_request_is_not_run(work, asker, redis_server, until):
+    seen = []
+
+    def note(items):
+        seen.extend(items)
+        return items
+
+    client = asker()
+    gone, kept = client.put("gone"), client.put("kept")
+    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 2)
+    gone.call.cancel()
+    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 1)
+    await work(note)
+    assert (await kept).body == "kept"
+    assert seen == ["kept"]
+    assert not gone.done()
+
+
+async def test_close_answers_who_waits_and_leaves_nothing_in_the_broker(work, asker, redis_server):
+    await work(double)
+    client = asker()
+    assert await client.ask(1) == 2
+    waiting = client.put(2)
+    await client.client.close(5)
+    assert (await waiting).body == 4
+    assert redis_server.ask.keys("penstock:*") == ["penstock:{}:queue"]
