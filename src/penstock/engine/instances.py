@@ -202,6 +202,7 @@ class Instances:
 
     async def _take_away(self, slots: Sequence[int], drain_s: float) -> None:
         """Out of sight at once; then each answers what it has, and its worker ends, also if the caller leaves."""
+        slots = [slot for slot in slots if slot in self._slots]  # `close` may have been faster
         for slot in slots:
             self._slots[slot].leaving, self._slots[slot].up = True, False
             if (scheduler := self._scheduler()) is not None:

@@ -11,6 +11,7 @@ from penstock.batching.policies.base import BatchPolicy
 from penstock.batching.policies.make import make_policy
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.peek import bucket_rule, rows_rule
+from penstock.errors import ConfigError, describe
 from penstock.plugins import load_object
 
 _QUEUED_BATCHES = 16  # that may wait for each instance, without `max_queue`
@@ -47,7 +48,10 @@ def policy_of(config: BatchingConfig) -> BatchPolicy:
     """A new policy. Raises ConfigError."""
     if ":" in config.policy:
         found: Any = load_object(config.policy)
-        policy: BatchPolicy = found()
+        try:
+            policy: BatchPolicy = found()
+        except Exception as e:
+            raise ConfigError(f"batching.policy: making {config.policy} raised {describe(e)}") from e
         return policy
     return make_policy(
         config.policy,
