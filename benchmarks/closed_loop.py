@@ -51,7 +51,7 @@ def wrk(url: str, body: bytes, content_type: str, connections: int, seconds: int
         return sample
     # by Little's law; the last answer of each connection was still to come when the run ended
     under_way = requests * mean_us / max(duration_us - mean_us, mean_us)
-    sample |= {"p50_ms": p50_us / 1e3, "p99_ms": p99_us / 1e3, "under_way": under_way}
+    sample |= {"p50_ms": p50_us / 1e3, "p99_ms": p99_us / 1e3, "mean_ms": mean_us / 1e3, "under_way": under_way}
     if connections >= MANY and under_way < AT_WORK * connections:
         sample["invalid"] = 1
     return sample

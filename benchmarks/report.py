@@ -130,6 +130,11 @@ class Report:
         print(line, flush=True)
         self._lines.append(line)
 
+    def section(self, line: str) -> None:
+        """A line between tables."""
+        self._header = []
+        self._say(f"\n{line}")
+
     def add(self, cell: Mapping[str, Any], runs: Runs, base: str = "penstock") -> None:
         """One row for each contender: medians, and the ratio of `base` to it, from the pairs of each round.
 
@@ -140,7 +145,7 @@ class Report:
         shown = [k for k in self._columns if any(k in s for samples in runs.values() for s in samples)]
         if any(s.get("errors") for samples in runs.values() for s in samples):
             shown.append("errors")
-        header = [*cell, "who", *(self._columns.get(k, k) for k in shown), f"{base} ÷ this"]
+        header = [*cell, "who", *(self._columns.get(k, k) for k in shown)] + [f"{base} ÷ this"] * (base in runs)
         if header != self._header:
             self._header = header
             self._say("\n| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
@@ -153,8 +158,8 @@ class Report:
                 row.append(spread(values) if key == first else number(statistics.median(values)) if values else "-")
             if invalid := [s["under_way"] for s in samples if s.get("invalid")]:
                 row.append(f"INVALID: {number(min(invalid))} requests under way")
-            else:
-                row.append("" if name == base or base not in runs else spread(self.ratios(runs, base, name)))
+            elif base in runs:
+                row.append("" if name == base else spread(self.ratios(runs, base, name)))
             self._say("| " + " | ".join(row) + " |")
 
     def ratios(self, runs: Runs, one: str, other: str, key: str | None = None) -> list[float]:

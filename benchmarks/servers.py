@@ -11,28 +11,26 @@ import ctypes
 import dataclasses
 import json
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from closed_loop import Sample, wrk
+from processes import Processes
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = {
     "mosec": ("mosec==0.9.8", "numpy"),
     "litserve": ("litserve==0.2.19", "numpy"),
-    "service_streamer": ("service_streamer==0.1.2", "flask==3.1.3", "gevent", "numpy"),
+    # redis 8 opens 100 connections at most, and so fails most of 512 greenlets
+    "service_streamer": ("service_streamer==0.1.2", "flask==3.1.3", "gevent", "numpy", "redis[hiredis]==5.2.1"),
     "torchserve": ("torchserve==0.12.0", "torch-model-archiver==0.12.0", "torch==2.13.0", "pyyaml", "numpy"),
 }
 START_S = 60.0
@@ -85,43 +83,22 @@ def free_ports(count: int) -> list[int]:
         return [int(s.getsockname()[1]) for s in sockets]
 
 
-class Server:
-    """A server and all processes that come of it, in a folder of its own. Stopped unless inside `awake()`."""
+class Server(Processes):
+    """A server of a model. Stopped unless inside `awake()`."""
 
     def __init__(self, name: str, workload: Workload, *sets: str) -> None:
+        super().__init__()
         self.name = name
         self.workload = workload
-        self._tag = f"penstock-benchmark-{uuid.uuid4().hex}"
-        self._folder = tempfile.mkdtemp(prefix="bench-")
-        self._log = Path(self._folder, "log")
         try:
             self.url = self._start_penstock(sets) if name == "penstock" else self._start_peer()
             self._wait()
             self._lengthen_queues()
             wrk(self.url, workload.body, workload.content_type, 16, 1)  # nobody is measured cold
-            self._signal(signal.SIGSTOP)
+            self.stop()
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _spawn(self, command: list[str], pass_fds: Sequence[int] = (), **env: str) -> None:
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=pass_fds,
-                cwd=self._folder,
-                start_new_session=True,
-                env={**os.environ, "TMPDIR": self._folder, "BENCH_TAG": self._tag, **env},
-            )
 
     def _start_penstock(self, sets: Sequence[str]) -> str:
         w = self.workload
@@ -183,50 +160,11 @@ class Server:
                 finally:
                     os.close(pidfd)
 
-    def members(self) -> list[psutil.Process]:
-        """The processes of this server that live: those of its session, and those that left it but carry its tag."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                mine = os.getsid(process.pid) == self.process.pid or process.environ().get("BENCH_TAG") == self._tag
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self.members():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-    @contextlib.contextmanager
-    def awake(self) -> Iterator[Server]:
-        """Runs the server for the length of the block."""
-        self._signal(signal.SIGCONT)
-        try:
-            yield self
-        finally:
-            self._signal(signal.SIGSTOP)
-
     def closed_loop(self, connections: int, seconds: int) -> Sample:
         """One run of `wrk`; see `wrk`."""
         with self.awake():
             w = self.workload
             return wrk(self.url, w.body, w.content_type, connections, seconds)
-
-    def close(self) -> None:
-        """Kills everything that this server started, and leaves nothing behind."""
-        process = getattr(self, "process", None)
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            for _ in range(100):  # a dying parent may have forked meanwhile
-                if process.poll() is not None and not self.members():
-                    break
-                self._signal(signal.SIGKILL)
-                time.sleep(0.05)
-            else:
-                raise RuntimeError(f"{self.name} cannot be killed: {self.members()}")
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,87 @@
+"""Process groups: started in a folder of their own, stopped between their turns, ended with all that came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+
+class Processes:
+    """A program and all that comes of it. Stopped unless inside `awake()`, so that an idle one costs nothing."""
+
+    def __init__(self) -> None:
+        self._tag = f"penstock-benchmark-{uuid.uuid4().hex}"
+        self._folder = tempfile.mkdtemp(prefix="bench-")
+        self._log = Path(self._folder, "log")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _spawn(self, command: list[str], pass_fds: Sequence[int] = (), **env: str) -> None:
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=pass_fds,
+                cwd=self._folder,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": self._folder, "BENCH_TAG": self._tag, **env},
+            )
+
+    def members(self) -> list[psutil.Process]:
+        """The processes that live: those of its session, and those that left it but carry its tag."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                mine = os.getsid(process.pid) == self.process.pid or process.environ().get("BENCH_TAG") == self._tag
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[Self]:
+        """Runs it for the length of the block."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    def close(self) -> None:
+        """Kills everything that was started here, and leaves nothing behind."""
+        process = getattr(self, "process", None)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for _ in range(100):  # a dying parent may have forked meanwhile
+                if process.poll() is not None and not self.members():
+                    break
+                self._signal(signal.SIGKILL)
+                time.sleep(0.05)
+            else:
+                raise RuntimeError(f"process {process.pid} cannot be killed: {self.members()}")
+        shutil.rmtree(self._folder, ignore_errors=True)
