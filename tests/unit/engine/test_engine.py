@@ -211,6 +211,103 @@ async def test_an_option_that_does_not_exist_is_named_and_nothing_hangs(transpor
         assert engine.statuses() == []
 
 
+class NoPolicy:
+    def __init__(self) -> None:
+        raise ValueError("a bug")
+
+
+async def test_a_policy_that_cannot_be_made_is_told_and_nothing_hangs(transport: str) -> None:
+    @penstock.model(policy=f"{__name__}:NoPolicy")
+    def echo(items: list[Any]) -> list[Any]:
+        return items
+
+    async with Engine() as engine, asyncio.timeout(5):
+        for keys, target in (({}, echo), ({"policy": f"{__name__}:NoPolicy"}, double)):
+            with pytest.raises(ConfigError, match="NoPolicy raised ValueError: a bug"):
+                await engine.load("m", config(transport, **keys), target=target)
+        assert engine.statuses() == []
+
+
+async def test_priorities_that_are_none_are_refused_and_nothing_hangs(transport: str) -> None:
+    with pytest.raises(ConfigError, match="priority"):
+        penstock.model(priority=[])(double)
+    async with Engine() as engine, asyncio.timeout(5):
+        with pytest.raises(ConfigError, match="priority"):
+            await engine.load("m", config(transport, priority=()), target=double)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"transport": "inline", "instances": 2}, "inline transport has one instance"),
+        ({"devices": ("cuda:x",)}, "found 'cuda:x'"),
+        ({"version": "scale"}, "version: 'scale' cannot be one"),
+    ],
+)
+async def test_a_configuration_made_in_python_is_checked_too(keys: dict[str, Any], words: str) -> None:
+    async with Engine() as engine:
+        with pytest.raises(ConfigError, match=words):
+            await engine.load("m", config(**keys), target=double)
+
+
+async def test_a_load_that_never_ends_is_given_up_in_time() -> None:
+    gate = threading.Event()
+
+    class Hangs:
+        def load(self, device: str) -> None:
+            gate.wait(10)
+
+        def predict(self, items: list[Any]) -> list[Any]:
+            return items
+
+    async with Engine() as engine, asyncio.timeout(5):
+        with pytest.raises(LoadFailed, match=r"loading exceeded load_timeout_s=0\.05"):
+            await engine.load("m", config(load_timeout_s=0.05), target=Hangs)
+    gate.set()
+
+
+async def test_the_end_of_a_version_is_told_when_no_handle_of_it_is_left(transport: str) -> None:
+    heard: list[tuple[str, ...]] = []
+
+    class Ear(Observer):
+        def on_unload(self, model: str, version: str) -> None:
+            heard.append(("unload", model, version))
+
+        def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
+            heard.append((state, model, version))
+
+    async with Engine(observers=[Ear()]) as engine:
+        await engine.load("m", config(transport), target=double)
+        await engine.load("m", config(transport, version="2"), target=double)
+        await engine.put(engine.prepare("m", config(transport), target=double))
+        with pytest.raises(ConfigError, match="loaded already"):
+            await engine.load("m", config(transport), target=double)
+        assert ("unload", "m", "1") not in heard
+        heard.clear()
+        await engine.unload("m", "1")
+        assert heard == [("removed", "m", "1"), ("unload", "m", "1")]
+        heard.clear()
+        with pytest.raises(LoadFailed):
+            await engine.load("never", config(transport), target=NeverLoads)
+        assert heard[-2:] == [("removed", "never", "1"), ("unload", "never", "1")]
+
+
+async def test_a_version_that_cannot_be_closed_is_forgotten_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Engine() as engine:
+        await engine.load("m", config(), target=double)
+        handle = engine._registry.find("m", None)
+        close = handle.close
+
+        async def fail(drain_s: float) -> None:
+            await close(drain_s)
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(handle, "close", fail)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await engine.unload("m")
+        assert engine.all_statuses() == []
+
+
 async def test_a_policy_may_be_a_class_of_the_users_own(transport: str) -> None:
     async with Engine() as engine:
         keys = {"policy": "penstock.batching.policies.none:Unbatched"}
