@@ -26,12 +26,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 # BENCH="--rounds 1 --seconds 1" tries them out and keeps no results; --peers names some of the peers
-PARTS := harness.py servers.py closed_loop.py open_loop.py report.py models.py
-PLAIN := simulator.py metrics_cost.py
-BENCHMARKS = $(filter-out $(addprefix benchmarks/,$(PARTS) $(PLAIN)),$(wildcard benchmarks/*.py))
+BENCHMARKS = $(shell grep -l 'Report(__file__' benchmarks/*.py)
 bench: $(VENV)/.dev wrk
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
-	@for file in $(PLAIN); do echo "== benchmarks/$$file"; $(BIN)/python benchmarks/$$file || exit 1; done
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m penstock.config.document > docs/configuration.md

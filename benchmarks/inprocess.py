@@ -2,7 +2,8 @@
 
 A model that does nothing, in a thread and in a process, through the asyncio face (`Engine`: 256 tasks with one item a
 call, 8 tasks with 64) and the sync face (`Portal`: 32 threads, one item a call), each in a fresh engine.
-service_streamer is the peer of the sync face: 32 threads, batches of up to 64, 1 ms wait.
+service_streamer is the peer of the sync face, with the best of several sizes of batches (of one, or of up to 16, 32 or
+64 within 1 ms).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import penstock
 from penstock.config.schema import ModelConfig
 
 THREADS = 32
+SIZES = (1, 16, 32, 64)
 WARM_S = 0.3
 
 
@@ -97,13 +99,18 @@ def crowd_of_threads(call: Callable[[], object], threads: int, seconds: float) -
     return {"rate": len(latencies) / (time.perf_counter() - start), **harness.percentiles(latencies)}
 
 
-def service_streamer(transport: str, threads: int, seconds: float) -> harness.Sample:
-    """The same of the peer, by its own Python."""
+def service_streamer(transport: str, threads: int, size: int, seconds: float) -> harness.Sample:
+    """The same of the peer, by its own Python, with batches of up to `size`."""
     command = [harness.python_of("service_streamer"), str(harness.HERE / "peers" / "inprocess_service_streamer.py")]
-    command += [transport, str(threads), str(seconds), str(WARM_S)]
+    command += [transport, str(threads), str(size), str(seconds), str(WARM_S)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     started, seconds_run, latencies = json.loads(out.splitlines()[-1])
     return {"rate": len(latencies) / (seconds_run - started), **harness.percentiles(latencies)}
+
+
+def best_size(transport: str, threads: int) -> int:
+    """The size of batches that serves the peer best."""
+    return max(SIZES, key=lambda size: service_streamer(transport, threads, size, WARM_S)["rate"])
 
 
 def main() -> None:
@@ -121,15 +128,15 @@ def main() -> None:
                 "sync": lambda t=transport: sync_face(t, 1, s),
             },
         }
-        if options.peers:
-            for callers, threads in ((f"{THREADS} threads, 1 item", THREADS), ("lone call", 1)):
-                peer = functools.partial(service_streamer, transport, threads, s)
-                faces[callers]["service_streamer"] = peer
+        for callers, threads in ((f"{THREADS} threads, 1 item", THREADS), ("lone call", 1)) if options.peers else ():
+            size = best_size(transport, threads)
+            peer = functools.partial(service_streamer, transport, threads, size, s)
+            faces[callers][f"service_streamer, batches of {size}"] = peer
         for callers, contenders in faces.items():
             runs = harness.interleave(options.rounds, contenders)
             report.add({"transport": transport, "callers": callers}, runs, base="sync")
-            for face in ("asyncio", "sync"):
-                rates, p50 = ([x[k] for x in runs.get(face, [])] for k in ("rate", "p50_ms"))
+            for face in (f for f in ("asyncio", "sync") if f in runs):
+                rates, p50 = ([x[k] for x in runs[face]] for k in ("rate", "p50_ms"))
                 what = f"{transport}, {face}, {callers}"
                 if callers == "lone call":
                     report.target(f"{what}: p50 ms", p50, most=0.3)

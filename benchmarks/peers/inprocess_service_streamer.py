@@ -1,6 +1,7 @@
-"""service_streamer inside a program: TRANSPORT (thread or process) THREADS SECONDS WARM_SECONDS.
+"""service_streamer inside a program: TRANSPORT (thread or process) THREADS SIZE SECONDS WARM_SECONDS.
 
-Prints one line of JSON: when the calls started, when they ended, and the latency of each, in seconds.
+SIZE is that of a batch. Prints one line of JSON: when the calls started, when they ended, and the latency of each, in
+seconds.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ def crowd(streamer: Any, threads: int, seconds: float) -> tuple[float, float, li
 
 
 def main() -> None:
-    transport, threads = sys.argv[1], int(sys.argv[2])
-    seconds, warm = map(float, sys.argv[3:])
+    transport, threads, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    seconds, warm = map(float, sys.argv[4:])
+    wait = 0.001 if size > 1 else 0.1  # its default; a batch of one does not wait, but it polls
     if transport == "thread":
-        streamer = ThreadedStreamer(models.echo, batch_size=64, max_latency=0.001)
+        streamer = ThreadedStreamer(models.echo, batch_size=size, max_latency=wait)
     else:
-        streamer = Streamer(Model, batch_size=64, max_latency=0.001, worker_num=1)
+        streamer = Streamer(Model, batch_size=size, max_latency=wait, worker_num=1)
     streamer.predict([1])
     crowd(streamer, threads, warm)
     print(json.dumps(crowd(streamer, threads, seconds)), flush=True)
