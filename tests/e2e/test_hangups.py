@@ -152,7 +152,8 @@ async def test_in_the_queue(site: Site) -> None:
     assert site.engine.pool.in_use_bytes == used  # given back at once, while the others still run
     site.open_gate()
     await until(lambda: not site.pending("gated") and not site.engine.pool.in_use_bytes)
-    assert site.engine.statistics("gated")["drops"] == {"cancelled": 3}
+    page = site.metrics.render().decode()
+    assert 'penstock_rejections_total{model="gated",version="1",reason="cancelled"} 3\n' in page
 
 
 async def test_while_it_runs(site: Site) -> None:

@@ -42,10 +42,11 @@ def test_every_request_of_a_known_load_is_counted(server: Any) -> None:
     counters = {
         "requests": ("penstock_requests_total", {}),
         "answers": ("penstock_answers_total", {}),
+        "errors": ("penstock_answers_total", {"outcome": "failed"}),
         "latencies": ("penstock_request_seconds_count", {}),
         "rows": ("penstock_batch_rows_sum", {}),
         "failed": ("penstock_item_failures_total", {"code": "item_failed"}),
-        "late": ("penstock_rejections_total", {"reason": "deadline_exceeded"}),
+        "late": ("penstock_rejections_total", {"reason": "expired"}),
         "full": ("penstock_rejections_total", {"reason": "queue_full"}),
         "2xx": ("penstock_http_requests_total", {"status": "2xx"}),
         "4xx": ("penstock_http_requests_total", {"status": "4xx"}),
@@ -77,9 +78,9 @@ def test_every_request_of_a_known_load_is_counted(server: Any) -> None:
     full = len([s for s in crowd if s != 200])
     run = 20 + 3 + 2 + 40 - full
     assert full > 0, "the crowd was to be more than the queue may hold"
-    assert grown["requests"] == run + 1  # the one that was late waited, too
+    assert grown["requests"] == run + full + 1  # the one that was late, too
     assert grown["answers"] == grown["latencies"] == grown["rows"] == run
-    assert grown["failed"] == 3
+    assert grown["failed"] == grown["errors"] == 3
     assert grown["late"] == 1
     assert grown["full"] == full
     for kind in ("2xx", "4xx", "5xx"):
@@ -135,6 +136,23 @@ def test_a_worker_that_was_killed_is_a_restart(server: Any) -> None:
         time.sleep(0.05)
     assert server.metric("penstock_workers_up") == 1
     assert server.metric("penstock_worker_events_total", state="died") >= 1
+
+
+def test_a_batch_under_which_the_worker_died_is_told_of(server: Any) -> None:
+    before = server.metric("penstock_batches_total", outcome="died")
+    worker = json.loads(server.post("/predictions/sums", b"{}")[1])["pid"]
+    with ThreadPoolExecutor(1) as one:
+        asked = one.submit(post, server, {"sleep": 0.5})
+        deadline = time.monotonic() + 5
+        while server.metric("penstock_requests_in_flight") != 1:
+            assert time.monotonic() < deadline, "it did not come"
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(worker, signal.SIGKILL)
+        assert asked.result() == 200  # run again
+    assert server.metric("penstock_batches_total", outcome="died") == before + 1
+    outcomes = [b["outcome"] for b in json.loads(server.get("/debug/batches?limit=2", "metrics")[1])["batches"]]
+    assert outcomes == ["ok", "died"]
 
 
 def test_tokens_guard_metrics_and_records(serve: Callable[..., Any], tmp_path: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from heapq import heappop, heappush
 
 from msgspec import Struct
@@ -41,7 +41,6 @@ class Room:
         self.events: list[Event] = []
         self.dirty: dict[str, None] = {}
         self.buckets: dict[str, Bucket] = {}  # none is empty
-        self.drops: Counter[str] = Counter()
         self._heads: list[tuple[float, int, str]] = []  # heap of bucket heads; stale ones are skipped
         self._splits: dict[int, Split] = {}
         self._rerun_of: dict[int, Rerun] = {}  # id() of an entry -> the half that holds it
@@ -247,7 +246,6 @@ class Room:
         entry = self.waiting.get(id)
         if entry is None:
             return False
-        self.drops["cancelled"] += 1
         if entry.state == _WAITING:
             self._remove(entry)
             self._left(entry)
@@ -318,5 +316,4 @@ class Room:
             self._tell(split.verdict)
 
     def _tell(self, verdict: Event) -> None:
-        self.drops[verdict.reason] += 1
         self.events.append(verdict)

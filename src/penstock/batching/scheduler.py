@@ -118,7 +118,7 @@ class Scheduler:
         return self._room.rows / full * self._cost.t(full) / slots
 
     def explain(self) -> dict[str, object]:
-        """Why batches are as they are: the learned model, holds, drops by reason, the ceiling; and the policy's own."""
+        """Why batches are as they are: the learned model, holds, the ceiling; and the policy's own."""
         cost = self._cost
         return {
             "a_s": cost.a,
@@ -131,7 +131,6 @@ class Scheduler:
             "slots": self._slots.up,
             "holds": self._holds,
             "held_s": self._held_s,
-            "drops": dict(self._room.drops),
             **self._policy.explain(),
         }
 

@@ -10,23 +10,23 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from penstock.batching.entry import INF, Dispatch, Entry, Fail, Outcome, Shed
+from penstock.batching.entry import INF, Dispatch, Entry, Expire, Fail, Outcome, Shed
 from penstock.batching.scheduler import Scheduler
 from penstock.config.schema import BatchingConfig
 from penstock.engine.call import Call, Running, release
+from penstock.engine.joining import Joiner
 from penstock.engine.timer import Timer
-from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, QueueFull, WorkerDied
-from penstock.observe.base import BatchRecord, Observer, hearing, tell
+from penstock.engine.verdicts import error_of, reason_of
+from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.observe.base import Observer, record_of, tell
 from penstock.transports.base import Transport
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
-
-Join = Callable[[Item, list[ItemResult]], ItemResult]
 
 
 class Batcher:
@@ -40,15 +40,13 @@ class Batcher:
         scheduler: Scheduler,
         config: BatchingConfig,
         observers: Sequence[Observer],
-        join: Join,
     ) -> None:
         self.name, self.version = name, version
         self.scheduler = scheduler
         self._transport = transport
         self._config = config
         self._observers = observers
-        self._hear_arrivals = hearing(observers, "on_arrival")
-        self._join = join
+        self._joiner = Joiner(name, version)
         self._ids = itertools.count(1)
         self._waiting: dict[int, Call] = {}  # queued, or running at least in part
         self._running: dict[int, Running] = {}
@@ -62,12 +60,11 @@ class Batcher:
     # ---- requests
 
     def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int) -> Call:
-        """Queues one item. Raises QueueFull, DeadlineExceeded."""
+        """Queues one item. Raises what it is refused for; that is left to the caller to tell observers."""
         now = time.monotonic()
         config = self._config
         budget = budget_s if budget_s is not None else INF
         if budget <= 0:
-            self._reject("deadline_exceeded")
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         if config.slo_s is not None:
             budget = min(budget, config.slo_s + config.priority[min(priority, len(config.priority) - 1)])
@@ -84,34 +81,45 @@ class Batcher:
         call = Call(item, sink, entry, self._cancelled)
         try:
             self.scheduler.offer(entry, now)
-        except QueueFull:
-            self._reject("queue_full")
-            raise
         except PenstockError:
             raise
         except Exception:  # it may be half in the queue: nobody must run it, its memory is about to be given back
             self._break()
             raise PenstockError("internal error") from None
         self._waiting[entry.id] = call
-        tell(self._hear_arrivals, "on_arrival", self.name, self.version)
         if not self._turn_due:
             self._turn_due = True
             self._loop.call_soon(self._turn)
         return call
 
     def _cancelled(self, call: Call) -> None:
-        """A caller left. Its payload is given back at once if no worker has it."""
-        if self._withdraw(call, time.monotonic()):
-            self._reject("cancelled")
+        """A caller left. Its payload is given back at once if no worker has it, or a part of it."""
+        now = time.monotonic()
+        if self.scheduler.cancel(call.entry.id, now):
+            self._left([call.entry.id], now)
             self.wake()
 
-    def _withdraw(self, call: Call, now: float) -> bool:
-        """Takes a request out of the queue; False if a worker has it, or a part of it, so that it ends later."""
-        if not self.scheduler.cancel(call.entry.id, now):
-            return False
-        del self._waiting[call.entry.id]
-        release(call.item)
-        return True
+    def _left(self, requests: Iterable[int], now: float) -> None:
+        """Lets go of requests that have ended, and tells how: the only way out, once for each."""
+        ended = [self._waiting.pop(request) for request in requests]
+        for call in ended:
+            release(call.item)
+        self._tell_ends(ended, now)
+
+    def _tell_ends(self, ended: list[Call], now: float) -> None:
+        if not self._observers:
+            return
+        latencies, failed = [], 0
+        for call in ended:
+            if call.end == "ok":
+                latencies.append(now - call.entry.arrival_s)
+            elif call.end == "failed":
+                latencies.append(now - call.entry.arrival_s)
+                failed += 1
+            else:
+                tell(self._observers, "on_reject", self.name, self.version, call.end)
+        if latencies:
+            tell(self._observers, "on_answer", self.name, self.version, latencies, failed)
 
     @property
     def pending(self) -> int:
@@ -133,10 +141,10 @@ class Batcher:
         now = time.monotonic()
         try:
             for event in self.scheduler.poll(now):
-                if type(event) is Dispatch:
+                if isinstance(event, Dispatch):
                     self._dispatch(event, now)
                 else:
-                    self._dropped(event)
+                    self._dropped(event, now)
             self._timer.at(self.scheduler.wake_at)
         except Exception:
             self._break()
@@ -165,22 +173,15 @@ class Batcher:
             bad = ItemResult(error=PenstockError("internal error"))
             self._on_part(BatchPart(dispatch.batch_id, [bad] * len(items)))
 
-    def _dropped(self, event: object) -> None:
-        call = self._waiting.pop(event.id)  # type: ignore[attr-defined]
-        error: PenstockError
-        if isinstance(event, Fail):
-            error = WorkerDied("the worker that ran this request died, and it is not run again")
-        elif isinstance(event, Shed):
-            error = DeadlineExceeded("overload: the request could not be answered before its deadline")
-        elif event.reason == "timeout":  # type: ignore[attr-defined]
-            error = DeadlineExceeded(f"the request waited timeout_s={self._config.timeout_s:g} in the queue")
-        else:
-            error = DeadlineExceeded("the deadline passed, or could not be met, before the request was run")
+    def _dropped(self, event: Expire | Shed | Fail, now: float) -> None:
+        call = self._waiting.get(event.id)
+        if call is None:  # it had been answered, or its caller had left: it ended with its batch, in `_lost`
+            return
+        error = error_of(event, self._config.timeout_s)
         if not isinstance(event, Fail):
             error.retry_after_s = self.scheduler.drain_s()
-        release(call.item)
-        self._reject(error.code)
-        call.settle(ItemResult(error=error))
+        call.settle(ItemResult(error=error), event.reason)
+        self._left([event.id], now)
 
     # ---- answers
 
@@ -192,112 +193,100 @@ class Batcher:
             del self._running[part.batch_id]
             try:
                 if part.error is not None:
-                    self._lost(running, part)
+                    self._lost(running, part, part.error)
                 else:
                     self._completed(running, part)
             except Exception:
                 self._break()
             self.wake()
             return
-        for call, result in zip(running.calls, part.results, strict=True):
+        for call, entry, result in zip(running.calls, running.dispatch.entries, part.results, strict=True):
             if result is None:
                 continue
-            call.streamed = True
-            if result.final:
+            if not result.final:
+                call.streamed = True
+                call.hand(result)
+                continue
+            self._note_failures(running, entry, call, result)
+            if entry.parent is None:
+                call.streamed = True
                 call.settle(result)
             else:
-                call.hand(result)
+                call.keep(entry.start, result)
         if all(call.sink is None for call in running.calls):
             self._transport.abandon(running.dispatch.slot, part.batch_id)
 
     def _completed(self, running: Running, part: BatchPart) -> None:
         now = time.monotonic()
-        failed: set[int] = set()
-        plain = True
+        whole: list[int] = []
         for call, entry, result in zip(running.calls, running.dispatch.entries, part.results, strict=True):
-            if result is not None and result.error is not None:
-                failed.add(entry.id)
-                tell(self._observers, "on_error", self.name, self.version, result.error)
-            if entry.parent is not None:
-                plain = False
-                if call.parts is None:
-                    call.parts = {}
-                call.parts[entry.start] = result or ItemResult()
-            else:
-                del self._waiting[entry.id]
-                release(call.item)
+            if result is not None and (result.error is not None or call.item.many):
+                self._note_failures(running, entry, call, result)
+            if entry.parent is None:
                 call.settle(result or ItemResult())
-        ended = self.scheduler.complete(
-            running.dispatch.batch_id, Outcome("ok", part.run_s, frozenset(failed), part.oom), now
-        )
-        if not plain:
-            for request in ended:
-                self._joined(self._waiting.pop(request))
-        self._observe(running, part, now, len(failed))
+                whole.append(entry.id)
+            elif result is not None:
+                call.keep(entry.start, result)
+        self._left(whole, now)
+        outcome = Outcome("ok", part.run_s, frozenset(running.failed), part.oom)
+        split = self.scheduler.complete(running.dispatch.batch_id, outcome, now)
+        if split:
+            for request in split:
+                call = self._waiting[request]
+                call.settle(self._joiner.join(call))
+            self._left(split, now)
+        self._record(running, part, now, "ok")
 
-    def _joined(self, call: Call) -> None:
-        """Answers a split request from the answers to its parts, in row order; one failed part fails it."""
-        release(call.item)
-        parts = [result for _, result in sorted((call.parts or {}).items())]
-        bad = next((p for p in parts if p.error is not None), None)
-        if bad is not None or call.streamed:  # what streamed is out already: there is only the end to tell
-            call.settle(bad or parts[-1])
-            return
-        try:
-            call.settle(self._join(call.item, parts))
-        except PenstockError as e:
-            call.settle(ItemResult(error=e))
-        except Exception as e:
-            log.exception("join_failed model=%s", self.name)
-            call.settle(
-                ItemResult(error=ItemFailed(f"the parts of the answer could not be joined: {type(e).__name__}"))
-            )
+    def _note_failures(self, running: Running, entry: Entry, call: Call, result: ItemResult) -> None:
+        """Notes the items that failed with this final result, and tells of each."""
+        if result.error is not None:
+            running.failed.add(entry.id)
+            errors = [result.error]
+        else:
+            errors = [value for value in result.body if isinstance(value, PenstockError)] if call.item.many else []
+        running.failures += len(errors)
+        for error in errors:
+            tell(self._observers, "on_error", self.name, self.version, error)
 
-    def _lost(self, running: Running, part: BatchPart) -> None:
+    def _lost(self, running: Running, part: BatchPart, error: PenstockError) -> None:
         """The worker died. What nobody waits for any more, or has had a part of its answer, is not run again."""
         now = time.monotonic()
-        assert part.error is not None
         outcome = Outcome("died" if part.started else "lost", part.run_s)
         self.scheduler.complete(running.dispatch.batch_id, outcome, now)
-        for call in running.calls:
-            if call.sink is None or call.streamed:
-                call.settle(ItemResult(error=part.error))
-                self._withdraw(call, now)
+        for call, entry in zip(running.calls, running.dispatch.entries, strict=True):
+            if call.sink is not None and not call.streamed:
+                continue
+            call.settle(ItemResult(error=error), "worker_died")
+            gone = self.scheduler.cancel(entry.id, now)
+            if gone or entry.parent is None:  # of a split one another part may run: it ends with that
+                self._left([entry.id], now)
+        self._record(running, part, now, outcome.kind)
 
-    def _observe(self, running: Running, part: BatchPart, now: float, failed: int) -> None:
+    def _record(self, running: Running, part: BatchPart, now: float, outcome: str) -> None:
         if not self._observers:
             return
-        d = running.dispatch
-        arrivals = [e.arrival_s for e in d.entries]
-        record = BatchRecord(
-            model=self.name,
-            version=self.version,
-            slot=d.slot,
-            rows=d.rows,
+        record = record_of(
+            self.name,
+            self.version,
+            running.dispatch,
+            part,
+            running.sent_s,
+            now,
             max_batch_size=self.scheduler.max_batch_size,
-            reason=d.reason,
-            ahead=d.ahead,
-            run_s=part.run_s,
-            seconds=now - running.sent_s,
-            waits_s=[running.sent_s - t for t in arrivals],
-            latencies_s=[now - t for t in arrivals],
-            failed=failed,
-            bucket=d.entries[0].bucket,
+            failed=running.failures,
+            outcome=outcome,
         )
         tell(self._observers, "on_complete", record)
         if part.metrics:
-            tell(self._observers, "on_model_metrics", self.name, self.version, d.slot, part.metrics)
-
-    def _reject(self, code: str) -> None:
-        tell(self._observers, "on_reject", self.name, self.version, code)
+            tell(self._observers, "on_model_metrics", self.name, self.version, record.slot, part.metrics)
 
     # ---- end
 
     def _break(self) -> None:
         """A bug in the scheduler or its policy: what it knows cannot be trusted any more. Everybody is answered."""
         log.exception("batcher_broken model=%s: it answers nobody any more until it is loaded anew", self.name)
+        self.on_broken()  # first: who is told may ask again at once
         self.close(PenstockError("internal error"))
-        self.on_broken()
 
     async def drain(self, seconds: float) -> bool:
         """Waits until nothing waits or runs, at most so long; True when it is empty."""
@@ -315,10 +304,9 @@ class Batcher:
             return
         self._closed = True
         self._timer.close()
-        waiting, self._waiting = self._waiting, {}
-        for call in waiting.values():
-            release(call.item)  # memory that a worker still reads is pinned until that worker is gone
-            call.settle(ItemResult(error=error))
+        for call in list(self._waiting.values()):
+            call.settle(ItemResult(error=error), reason_of(error))
+        self._left(list(self._waiting), time.monotonic())  # memory that a worker still reads is pinned till it is gone
         self._running.clear()
         if self._emptied is not None:
             self._emptied.set()

@@ -13,28 +13,39 @@ log = logging.getLogger("penstock.engine")
 
 
 class Call:
-    """One accepted request: who waits for it, and how far its answer has come."""
+    """One accepted request: who waits for it, and how far its answer has come.
 
-    __slots__ = ("_on_cancel", "entry", "item", "parts", "sink", "streamed")
+    `end` is how it ended, as far as its caller knows: "" - not yet; "ok" or "failed" - answered; else why not.
+    """
+
+    __slots__ = ("_on_cancel", "end", "entry", "item", "parts", "sink", "streamed")
 
     def __init__(self, item: Item, sink: Sink, entry: Entry, on_cancel: Callable[[Call], None]) -> None:
         self._on_cancel = on_cancel
         self.item = item
         self.sink: Sink | None = sink
         self.entry = entry
-        self.streamed = False
+        self.end = ""
+        self.streamed = False  # a part of the answer is out: it must not be run again
         self.parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
 
-    def settle(self, result: ItemResult) -> None:
-        """Hands the final answer over, once; a caller that left is skipped."""
+    def settle(self, result: ItemResult, reason: str = "") -> None:
+        """Hands the final answer over, once; a caller that left is skipped. `reason`: it is no answer of a model."""
         sink, self.sink = self.sink, None
         if sink is not None:
+            self.end = reason or ("ok" if result.error is None else "failed")
             self._tell(sink, result)
 
     def hand(self, result: ItemResult) -> None:
         """Hands a part of the answer over; a caller that left is skipped."""
         if self.sink is not None:
             self._tell(self.sink, result)
+
+    def keep(self, start: int, result: ItemResult) -> None:
+        """Keeps the answer to the part of a split request that begins with row `start`."""
+        if self.parts is None:
+            self.parts = {}
+        self.parts[start] = result
 
     def _tell(self, sink: Sink, result: ItemResult) -> None:
         try:
@@ -46,18 +57,21 @@ class Call:
         """The caller is gone: not run if it still waits, else not answered."""
         if self.sink is not None:
             self.sink = None
+            self.end = "cancelled"
             self._on_cancel(self)
 
 
 class Running:
-    """A batch that is out on a slot."""
+    """A batch that is out on a slot. `failed` are the requests of which an item failed, `failures` counts items."""
 
-    __slots__ = ("calls", "dispatch", "sent_s")
+    __slots__ = ("calls", "dispatch", "failed", "failures", "sent_s")
 
     def __init__(self, dispatch: Dispatch, calls: list[Call], sent_s: float) -> None:
         self.dispatch = dispatch
         self.calls = calls
         self.sent_s = sent_s
+        self.failed: set[int] = set()
+        self.failures = 0
 
 
 def release(item: Item) -> None:

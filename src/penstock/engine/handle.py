@@ -13,12 +13,11 @@ from penstock.engine.call import Call
 from penstock.engine.instances import Instances
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.engine.rules import check_rules, policy_of, queue_bound
+from penstock.engine.verdicts import reason_of
 from penstock.errors import ModelNotReady
-from penstock.observe.base import ModelReading, Observer
-from penstock.plugins import resolve
-from penstock.protocols.base import Codec
+from penstock.observe.base import ModelReading, Observer, hearing, tell
 from penstock.transports.base import Transport
-from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Ready, Sink
+from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
 from penstock.wire.slabs import Slab
 from penstock.worker.spec import WorkerSpec
 
@@ -48,8 +47,8 @@ class ModelHandle:
         self._transport = transport
         self._max_queue_bytes = max_queue_bytes
         self._observers = observers
+        self._hear_arrivals = hearing(observers, "on_arrival")
         self._batcher: Batcher | None = None
-        self._codecs: dict[str, Codec] = {}
         self._broken = False
         self._instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
 
@@ -115,7 +114,7 @@ class ModelHandle:
             horizon_s=b.slo_s or b.timeout_s,
         )
         scheduler.prime(ready.profile)
-        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, self._join)
+        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers)
 
     def _on_broken(self) -> None:
         self._broken = self._instances.broken = True
@@ -137,21 +136,26 @@ class ModelHandle:
 
     def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
         """Queues one item. Raises ModelNotReady, QueueFull, DeadlineExceeded, BadRequest."""
-        batcher = self._batcher
-        if batcher is None or self.state != "READY":
-            self._refuse(batcher)
-            assert batcher is not None
-        if item.codec != "object":
-            item.rows = self._rows_of(item)
-        bucket = self._bucket_of(item) if self._bucket_of is not None else ""
-        payload = item.payload
-        if isinstance(payload, (bytes, memoryview)):
-            nbytes = len(payload)
-        else:
-            nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
-            if not isinstance(nbytes, int):  # any object may be a payload
-                nbytes = 0
-        return batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
+        tell(self._hear_arrivals, "on_arrival", self.name, self.version)
+        try:
+            batcher = self._batcher
+            if batcher is None or self.state != "READY":
+                self._refuse(batcher)
+                assert batcher is not None
+            if item.codec != "object":
+                item.rows = self._rows_of(item)
+            bucket = self._bucket_of(item) if self._bucket_of is not None else ""
+            payload = item.payload
+            if isinstance(payload, (bytes, memoryview)):
+                nbytes = len(payload)
+            else:
+                nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
+                if not isinstance(nbytes, int):  # any object may be a payload
+                    nbytes = 0
+            return batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
+        except Exception as e:
+            tell(self._observers, "on_reject", self.name, self.version, reason_of(e))
+            raise
 
     def _refuse(self, batcher: Batcher | None) -> None:
         """Raises ModelNotReady, unless the only reason is a worker that will be back soon."""
@@ -163,14 +167,6 @@ class ModelHandle:
                 f"model '{self.name}' has no worker that runs", retry_after_s=self._instances.retry_in_s()
             )
         raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
-
-    def _join(self, item: Item, parts: list[ItemResult]) -> ItemResult:
-        if item.codec == "object":
-            return ItemResult(body=[value for part in parts for value in part.body])
-        codec = self._codecs.get(item.codec)
-        if codec is None:
-            codec = self._codecs[item.codec] = resolve("codec", item.codec)(self.name, self.version)
-        return codec.join(parts)
 
     # ---- what it says of itself
 

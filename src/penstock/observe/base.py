@@ -12,14 +12,19 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from penstock.batching.entry import Dispatch
 from penstock.errors import PenstockError
-from penstock.types import MetricDelta, ModelStatus
+from penstock.types import BatchPart, MetricDelta, ModelStatus
 
 log = logging.getLogger("penstock.observe")
 
 
 class BatchRecord(Struct):
-    """One finished batch. `waits_s` (queue) and `latencies_s` (arrival to answer) are aligned, one a request."""
+    """One finished batch. `waits_s` is how long each of its requests, or parts of requests, was in the queue.
+
+    `outcome` is "ok" (it was answered), "died" (its worker did, under it) or "lost" (its worker died before it began).
+    `run_s` is the worker's own time, `seconds` that from sending to the end; `failed` counts items.
+    """
 
     model: str
     version: str
@@ -31,9 +36,39 @@ class BatchRecord(Struct):
     run_s: float
     seconds: float
     waits_s: Sequence[float]
-    latencies_s: Sequence[float]
     failed: int
     bucket: str = ""
+    outcome: str = "ok"
+
+
+def record_of(
+    model: str,
+    version: str,
+    sent: Dispatch,
+    part: BatchPart,
+    sent_s: float,
+    now: float,
+    *,
+    max_batch_size: int,
+    failed: int,
+    outcome: str,
+) -> BatchRecord:
+    """The record of a batch that was sent at `sent_s` and ended now with `part`."""
+    return BatchRecord(
+        model=model,
+        version=version,
+        slot=sent.slot,
+        rows=sent.rows,
+        max_batch_size=max_batch_size,
+        reason=sent.reason,
+        ahead=sent.ahead,
+        run_s=part.run_s,
+        seconds=now - sent_s,
+        waits_s=[sent_s - e.arrival_s for e in sent.entries],
+        failed=failed,
+        bucket=sent.entries[0].bucket,
+        outcome=outcome,
+    )
 
 
 class ModelReading(Struct):
@@ -69,16 +104,19 @@ class Observer:
     """Every hook does nothing; a subclass overrides what it wants."""
 
     def on_arrival(self, model: str, version: str) -> None:
-        """A request was queued."""
+        """A request came. It ends with exactly one answer or rejection; until then it is in flight."""
 
-    def on_reject(self, model: str, version: str, code: str) -> None:
-        """A request ended without being run: `code` is that of its error, or "cancelled"."""
+    def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
+        """Requests were answered by the model, so long after they came; `failed` of them with an error."""
+
+    def on_reject(self, model: str, version: str, reason: str) -> None:
+        """A request ended without an answer of the model; see `docs/metrics.md` for the reasons."""
 
     def on_complete(self, record: BatchRecord) -> None:
         """A batch ended."""
 
     def on_error(self, model: str, version: str, error: PenstockError) -> None:
-        """One item failed."""
+        """One item failed, alone or among those of a request of many."""
 
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
         """`state` is "ready", "died", "failed" (to load), or "removed": the slot was taken away for good."""

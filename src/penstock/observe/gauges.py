@@ -37,7 +37,6 @@ _COST_A = _gauge("penstock_cost_fixed_seconds", "Learned: a of a + b*n seconds f
 _COST_B = _gauge("penstock_cost_row_seconds", "Learned: b of a + b*n seconds for a batch of n rows.")
 _HOLDS = _counter("penstock_holds_total", "Times that an idle worker was held for more requests.", "kind")
 _HELD = _counter("penstock_held_seconds_total", "Time that idle workers were held for more requests.")
-_DROPS = _counter("penstock_drops_total", "Requests that left the queue, or a dead worker, unanswered.", "reason")
 _POOL_USED = Family("penstock_pool_used_bytes", "gauge", (), "Shared memory that large payloads take now.")
 _POOL = Family("penstock_pool_capacity_bytes", "gauge", (), "Shared memory for large payloads.")
 _CONNECTIONS = Family("penstock_http_connections", "gauge", (), "Open connections of the inference listener.")
@@ -60,7 +59,6 @@ def write_gauges(page: Page, now: Reading) -> None:
     page.write(_COST_B, ((_key(m), _number(m.told, "b_s")) for m in learned))
     page.write(_HOLDS, _by(now, "holds_by_kind"))
     page.write(_HELD, ((_key(m), _number(m.told, "held_s")) for m in now.models))
-    page.write(_DROPS, _by(now, "drops"))
     page.write(_POOL_USED, [((), now.pool_used_bytes)])
     page.write(_POOL, [((), now.pool_capacity_bytes)])
     if now.http is not None:

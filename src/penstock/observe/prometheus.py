@@ -28,11 +28,11 @@ class _Model:
 
     def __init__(self) -> None:
         self.arrived = 0
-        self.answered = 0
-        self.batches = 0
         self.ahead = 0
         self.restarts = 0
+        self.answered: dict[str, int] = dict.fromkeys(("ok", "failed"), 0)
         self.rejected: dict[str, int] = {}
+        self.batches: dict[str, int] = dict.fromkeys(("ok", "died", "lost"), 0)
         self.failed: dict[str, int] = {}
         self.workers: dict[str, int] = dict.fromkeys(_STATES, 0)
         self.down: set[int] = set()  # slots whose worker died and is not back
@@ -52,20 +52,20 @@ def _histogram(name: str, help: str) -> Family:
 
 
 _COUNTERS = (
-    ("arrived", _counter("penstock_requests_total", "Requests that were queued.")),
-    ("answered", _counter("penstock_answers_total", "Requests that were run and answered.")),
-    ("batches", _counter("penstock_batches_total", "Batches that were run.")),
+    ("arrived", _counter("penstock_requests_total", "Requests that came.")),
     ("ahead", _counter("penstock_batches_ahead_total", "Batches that were sent to an instance that was still busy.")),
     ("restarts", _counter("penstock_worker_restarts_total", "Workers that came up again after a death.")),
 )
 _BY_LABEL = (
-    ("rejected", _counter("penstock_rejections_total", "Requests that ended without being run.", "reason")),
+    ("answered", _counter("penstock_answers_total", "Requests that the model answered.", "outcome")),
+    ("rejected", _counter("penstock_rejections_total", "Requests that ended without an answer.", "reason")),
+    ("batches", _counter("penstock_batches_total", "Batches that were sent to an instance.", "outcome")),
     ("failed", _counter("penstock_item_failures_total", "Items that failed.", "code")),
     ("workers", _counter("penstock_worker_events_total", "Workers that came and went.", "state")),
 )
 _HISTOGRAMS = (
-    ("latency", _histogram("penstock_request_seconds", "Arrival to answer of each request that was run.")),
-    ("wait", _histogram("penstock_queue_seconds", "Arrival to dispatch of each request that was run.")),
+    ("latency", _histogram("penstock_request_seconds", "Arrival to answer of each request that the model answered.")),
+    ("wait", _histogram("penstock_queue_seconds", "Arrival to dispatch of each request, each time that it was run.")),
     ("run", _histogram("penstock_run_seconds", "The worker's own time on each batch.")),
     ("rows", _histogram("penstock_batch_rows", "Rows of each batch.")),
     ("fill", _histogram("penstock_batch_fill_ratio", "Rows of each batch by max_batch_size.")),
@@ -93,20 +93,25 @@ class PrometheusObserver(Observer):
     def on_arrival(self, model: str, version: str) -> None:
         self._model(model, version).arrived += 1
 
-    def on_reject(self, model: str, version: str, code: str) -> None:
+    def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
+        m = self._model(model, version)
+        m.answered["ok"] += len(latencies_s) - failed
+        m.answered["failed"] += failed
+        m.latency.extend(latencies_s)
+
+    def on_reject(self, model: str, version: str, reason: str) -> None:
         rejected = self._model(model, version).rejected
-        rejected[code] = rejected.get(code, 0) + 1
+        rejected[reason] = rejected.get(reason, 0) + 1
 
     def on_complete(self, record: BatchRecord) -> None:
         m = self._model(record.model, record.version)
-        m.batches += 1
-        m.answered += len(record.latencies_s)
+        m.batches[record.outcome] += 1
         m.ahead += record.ahead
-        m.latency.extend(record.latencies_s)
-        m.wait.extend(record.waits_s)
-        m.run.add(record.run_s)
-        m.rows.add(record.rows)
-        m.fill.add(record.rows / record.max_batch_size)
+        if record.outcome != "lost":  # that one was never run
+            m.wait.extend(record.waits_s)
+            m.run.add(record.run_s)
+            m.rows.add(record.rows)
+            m.fill.add(record.rows / record.max_batch_size)
 
     def on_error(self, model: str, version: str, error: PenstockError) -> None:
         failed = self._model(model, version).failed

@@ -15,10 +15,11 @@ KEPT = 1000
 
 
 class BatchWhy(Struct, frozen=True, gc=False):
-    """One batch that was answered. `reason` is the policy's own word for why it went when it did, with so many rows.
+    """One batch that ended. `reason` is the policy's own word for why it went when it did, with so many rows.
 
     `time_s` is when it ended, seconds since 1970; `waited_s` how long its oldest request had waited when it was sent;
-    `run_s` the worker's own time, `seconds` that from sending to the answer. `instance` is its slot.
+    `run_s` the worker's own time, `seconds` that from sending to the end. `instance` is its slot; `outcome` as in
+    `BatchRecord`.
     """
 
     time_s: float
@@ -35,6 +36,7 @@ class BatchWhy(Struct, frozen=True, gc=False):
     run_s: float
     seconds: float
     failed: int
+    outcome: str
 
 
 class BatchRecords(Observer):
@@ -61,6 +63,7 @@ class BatchRecords(Observer):
                 r.run_s,
                 r.seconds,
                 r.failed,
+                r.outcome,
             )
         )
 

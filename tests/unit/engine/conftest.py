@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -8,8 +8,9 @@ from penstock.batching.policies.make import make_policy
 from penstock.batching.scheduler import Scheduler
 from penstock.config.schema import BatchingConfig
 from penstock.engine.batcher import Batcher
+from penstock.observe.base import Observer
 from penstock.transports.base import OnPart, TransportListener
-from penstock.types import Batch, BatchPart, Item, ItemResult
+from penstock.types import Batch, BatchPart, ItemResult
 
 
 class FakeTransport:
@@ -75,7 +76,13 @@ def caller() -> type[Caller]:
 
 @pytest.fixture
 def make_batcher(transport: FakeTransport) -> Callable[..., Batcher]:
-    def make(max_batch_size: int = 4, max_queue: int = 8, depth: int = 1, **keys: object) -> Batcher:
+    def make(
+        max_batch_size: int = 4,
+        max_queue: int = 8,
+        depth: int = 1,
+        observers: Sequence[Observer] = (),
+        **keys: object,
+    ) -> Batcher:
         config = BatchingConfig(**keys)  # type: ignore[arg-type]
         policy = make_policy("adaptive", max_hold_s=0.0, slo_s=config.slo_s, timeout_s=config.timeout_s)
         scheduler = Scheduler(
@@ -86,11 +93,7 @@ def make_batcher(transport: FakeTransport) -> Callable[..., Batcher]:
             depth=depth,
             idempotent=config.idempotent,
         )
-
-        def join(item: Item, parts: list[ItemResult]) -> ItemResult:
-            return ItemResult(body=[p.body for p in parts])
-
-        batcher = Batcher("m", "1", transport, scheduler, config, [], join)
+        batcher = Batcher("m", "1", transport, scheduler, config, observers)
         batcher.scheduler.slot_up(0, 0.0)
         return batcher
 

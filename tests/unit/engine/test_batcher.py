@@ -258,7 +258,7 @@ async def test_a_request_larger_than_the_batch_is_split_and_joined_in_row_order(
     while transport.sent:
         batch = transport.sent[0][0]
         rows += [(i.start, i.stop) for i in batch.items]
-        transport.answer(results=[ItemResult(body=(i.start, i.stop)) for i in batch.items])
+        transport.answer(results=[ItemResult(body=[(i.start, i.stop)]) for i in batch.items])
         await turns()
     assert rows == [(0, 4), (4, 8), (8, 10)]
     assert sink.answer.body == [(0, 4), (4, 8), (8, 10)]

@@ -18,7 +18,6 @@ TOLD = {
     "b_s": 0.0002,
     "held_s": 1.5,
     "holds_by_kind": {"stagger": 2, "regroup": 3},
-    "drops": {"expired": 4},
 }
 
 
@@ -34,7 +33,6 @@ def record() -> Callable[..., BatchRecord]:
             "run_s": seconds,
             "seconds": seconds,
             "waits_s": [0.0] * rows,
-            "latencies_s": [seconds] * rows,
             "failed": 0,
         }
         return BatchRecord(model=model, version=version, **{**fields, **more})  # type: ignore[arg-type]
@@ -61,7 +59,9 @@ def busy(record: Callable[..., BatchRecord], reading: Callable[..., Reading]) ->
 
     def make(model: str = "m", version: str = "1", reason: str = "queue_full") -> PrometheusObserver:
         observer = PrometheusObserver(lambda: reading(model, version))
-        observer.on_arrival(model, version)
+        for _ in range(6):
+            observer.on_arrival(model, version)
+        observer.on_answer(model, version, [0.2] * 5, 1)
         observer.on_complete(record(model=model, version=version, ahead=True))
         observer.on_reject(model, version, reason)
         observer.on_error(model, version, ItemFailed("no"))

@@ -34,9 +34,10 @@ def with_label(name: str, value: str) -> tuple[tuple[str, str], ...]:
 
 def test_batches_requests_and_rejections_are_counted(busy: Callable[..., PrometheusObserver]) -> None:
     found = samples(busy())
-    assert found["penstock_requests_total", M] == 1
-    assert found["penstock_answers_total", M] == 5
-    assert found["penstock_batches_total", M] == 1
+    assert found["penstock_requests_total", M] == 6
+    assert found["penstock_answers_total", with_label("outcome", "ok")] == 4
+    assert found["penstock_answers_total", with_label("outcome", "failed")] == 1
+    assert found["penstock_batches_total", with_label("outcome", "ok")] == 1
     assert found["penstock_batches_ahead_total", M] == 1
     assert found["penstock_batch_rows_sum", M] == 5
     assert found["penstock_batch_rows_count", M] == 1
@@ -47,6 +48,20 @@ def test_batches_requests_and_rejections_are_counted(busy: Callable[..., Prometh
     assert found["penstock_rejections_total", with_label("reason", "queue_full")] == 1
     assert found["penstock_item_failures_total", with_label("code", "item_failed")] == 1
     assert found["penstock_worker_events_total", with_label("state", "died")] == 1
+
+
+def test_a_batch_that_a_death_ended_is_counted_and_timed_and_one_that_was_never_run_only_counted(
+    record: Callable[..., BatchRecord],
+) -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(record(outcome="died", seconds=0.5))
+    observer.on_complete(record(outcome="lost"))
+    found = samples(observer)
+    assert found["penstock_batches_total", with_label("outcome", "died")] == 1
+    assert found["penstock_batches_total", with_label("outcome", "lost")] == 1
+    assert found["penstock_run_seconds_sum", M] == 0.5
+    assert found["penstock_batch_rows_count", M] == 1
+    assert found["penstock_request_seconds_count", M] == 0
 
 
 def test_what_stands_now_is_shown(busy: Callable[..., PrometheusObserver]) -> None:
@@ -64,7 +79,6 @@ def test_what_stands_now_is_shown(busy: Callable[..., PrometheusObserver]) -> No
     assert found["penstock_cost_row_seconds", M] == 0.0002
     assert found["penstock_holds_total", with_label("kind", "regroup")] == 3
     assert found["penstock_held_seconds_total", M] == 1.5
-    assert found["penstock_drops_total", with_label("reason", "expired")] == 4
     assert found["penstock_pool_used_bytes", ()] == 4096
     assert found["penstock_pool_capacity_bytes", ()] == 8192
     assert found["penstock_http_connections", ()] == 9
@@ -147,11 +161,12 @@ def test_a_models_own_metrics_go_with_it() -> None:
 @example("half \ud800", "1", "x")
 def test_odd_names_and_labels_come_back_as_they_were(model: str, version: str, label: str) -> None:
     def read() -> Reading:
-        return Reading([ModelReading(ModelStatus(model, version, "READY", 1, 1, 1, ()), told={"drops": {label: 1}})])
+        status = ModelStatus(model, version, "READY", 1, 1, 1, ())
+        return Reading([ModelReading(status, told={"holds_by_kind": {label: 1}})])
 
     observer = PrometheusObserver(read)
     observer.on_reject(model, version, label)
-    observer.on_complete(BatchRecord(model, version, 0, 1, 1, "", False, 0.1, 0.1, [0.1], [0.1], 0))
+    observer.on_complete(BatchRecord(model, version, 0, 1, 1, "", False, 0.1, 0.1, [0.1], 0))
     observer.on_model_metrics(model, version, 0, [MetricDelta("counter", "own", 1.0, {"x": label})])
     model, version, label = (t.encode("utf-8", "backslashreplace").decode() for t in (model, version, label))
     if any("\ud800" <= c <= "\udfff" for c in model + version + label):
@@ -159,7 +174,7 @@ def test_odd_names_and_labels_come_back_as_they_were(model: str, version: str, l
     found = samples(observer)
     key = (("model", model), ("version", version))
     assert found["penstock_rejections_total", tuple(sorted((*key, ("reason", label))))] == 1
-    assert found["penstock_drops_total", tuple(sorted((*key, ("reason", label))))] == 1
+    assert found["penstock_holds_total", tuple(sorted((*key, ("kind", label))))] == 1
     assert found["penstock_batch_rows_count", key] == 1
     assert found["own_total", tuple(sorted((*key, ("x", label))))] == 1
 

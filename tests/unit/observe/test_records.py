@@ -14,7 +14,9 @@ def test_a_record_tells_why_the_batch_had_this_size(record: Callable[..., BatchR
     records = BatchRecords()
     before = time.time()
     records.on_complete(
-        record(3, 0.5, reason="deadline", waits_s=[0.1, 0.3, 0.2], bucket="b", slot=4, ahead=True, failed=1)
+        record(
+            3, 0.5, reason="deadline", waits_s=[0.1, 0.3, 0.2], bucket="b", slot=4, ahead=True, failed=1, outcome="died"
+        )
     )
     (told,) = json.loads(records.body(None, 10))["batches"]
     assert before <= told.pop("time_s") <= time.time()
@@ -32,6 +34,7 @@ def test_a_record_tells_why_the_batch_had_this_size(record: Callable[..., BatchR
         "run_s": 0.5,
         "seconds": 0.5,
         "failed": 1,
+        "outcome": "died",
     }
 
 
