@@ -1,12 +1,14 @@
 """What do the metrics cost: a batch of 64 counted and recorded, and a page of 50 models rendered?
 
-CPU time of this process, least of five. `python benchmarks/metrics_cost.py`
+CPU time of this process, a call.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+
+import harness
 
 from penstock.observe.base import BatchRecord, HttpReading, ModelReading, Observer, Reading, tell
 from penstock.observe.prometheus import PrometheusObserver
@@ -16,14 +18,13 @@ from penstock.types import ModelStatus
 BATCHES = 1280  # so many that the counting into buckets is in it
 
 
-def least(run: Callable[[], object]) -> float:
-    """CPU seconds of the fastest of five runs."""
-    took = []
-    for _ in range(5):
-        start = time.thread_time()
+def cost(run: Callable[[], object], calls: int, seconds: float) -> harness.Sample:
+    """CPU microseconds of one of the `calls` that a run makes, of runs for so long."""
+    runs, end, start = 0, time.perf_counter() + seconds, time.thread_time()
+    while time.perf_counter() < end:
         run()
-        took.append(time.thread_time() - start)
-    return min(took)
+        runs += 1
+    return {"cpu_us": (time.thread_time() - start) / (runs * calls) * 1e6}
 
 
 def record(model: str) -> BatchRecord:
@@ -36,23 +37,29 @@ def reading() -> Reading:
 
 
 def main() -> None:
+    options = harness.options(__doc__, seconds=1)
+    report = harness.Report(__file__, __doc__, options, {"cpu_us": "CPU us"}, libraries=("prometheus-client",))
     observers: list[Observer] = [PrometheusObserver(), BatchRecords()]
-    one = record("m")
-    latencies = [0.02] * 64
+    one, latencies = record("m"), [0.02] * 64
+    page = PrometheusObserver(reading)
+    for i in range(50):
+        page.on_answer(f"m{i}", "1", latencies, 0)
+        page.on_complete(record(f"m{i}"))
 
-    def count() -> None:
+    def batches() -> None:
         for _ in range(BATCHES):
             tell(observers, "on_answer", "m", "1", latencies, 0)
             tell(observers, "on_complete", one)
 
-    batches = least(count)
-    print(f"a batch of 64, counted and recorded: {batches / BATCHES * 1e6:.1f} us (wanted: < 10)")
-    observer = PrometheusObserver(reading)
-    for i in range(50):
-        observer.on_complete(record(f"m{i}"))
-        observer.on_answer(f"m{i}", "1", latencies, 0)
-    observer.render()
-    print(f"a page of 50 models: {least(observer.render) * 1e3:.1f} ms (wanted: < 20)")
+    contenders = {
+        "a batch of 64": lambda: cost(batches, BATCHES, options.seconds),
+        "a page of 50 models": lambda: cost(page.render, 1, options.seconds),
+    }
+    runs = harness.interleave(options.rounds, contenders)
+    report.add({}, runs)
+    for (what, samples), most in zip(runs.items(), (10, 20_000), strict=True):
+        report.target(f"{what}: CPU us", [s["cpu_us"] for s in samples], most=most)
+    report.save()
 
 
 if __name__ == "__main__":
