@@ -20,16 +20,22 @@ if TYPE_CHECKING:
     from penstock import metrics as metrics
     from penstock.engine.engine import Engine as Engine
     from penstock.engine.portal import Portal as Portal
+    from penstock.engine.waiters import Future as Future
     from penstock.models.python import model as model
+    from penstock.streamer.local import Streamer as Streamer
+    from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
+    from penstock.streamer.model import ManagedModel as ManagedModel
 
 __version__ = "0.1.0"
 __all__ = [
     "BadRequest",
     "DeadlineExceeded",
     "Engine",
+    "Future",
     "Item",
     "ItemFailed",
     "ItemResult",
+    "ManagedModel",
     "ModelMetadata",
     "ModelNotFound",
     "ModelNotReady",
@@ -37,7 +43,9 @@ __all__ = [
     "Portal",
     "QueueFull",
     "Response",
+    "Streamer",
     "TensorSpec",
+    "ThreadedStreamer",
     "WorkerDied",
     "metrics",
     "model",
@@ -45,7 +53,11 @@ __all__ = [
 
 _LAZY = {
     "Engine": "penstock.engine.engine",
+    "Future": "penstock.engine.waiters",
+    "ManagedModel": "penstock.streamer.model",
     "Portal": "penstock.engine.portal",
+    "Streamer": "penstock.streamer.local",
+    "ThreadedStreamer": "penstock.streamer.local",
     "metrics": "penstock.metrics",
     "model": "penstock.models.python",
 }

@@ -33,7 +33,7 @@ class Portal:
     """Models for the threads of any program: `load` once, then `predict` or `submit` from any thread.
 
     `make` gives what is to answer in place of an Engine: called on the loop, and once more in a child after a fork.
-    `lazy`: nothing is started before the first call.
+    `lazy`: nothing is started before the first call. `word`: what it calls itself in errors.
 
     After a fork the child owns nothing of its parent: its first call warns and loads the same models anew. Use as a
     context manager, or call `close()`; a portal that is forgotten is closed when the interpreter ends.
@@ -46,7 +46,9 @@ class Portal:
         *,
         make: Callable[[], PortalBackend] | None = None,
         lazy: bool = False,
+        word: str = "portal",
     ) -> None:
+        self._word = word
         self._make = make or (lambda: Engine(limits, observers))
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
         self._waiters = threading.local()
@@ -168,14 +170,14 @@ class Portal:
             waiter = self._waiter()
             with self._lock:  # `close` cancels what was begun before it
                 if self._closed:
-                    raise ModelNotReady("the portal is closed")
+                    raise ModelNotReady(f"the {self._word} is closed")
                 life.post(life.start, coroutine, waiter)
         except BaseException:
             coroutine.close()
             raise
         task: asyncio.Task[T] = self._wait(life, waiter, timeout_s)
         if task.cancelled():
-            raise ModelNotReady("the portal was closed meanwhile")
+            raise ModelNotReady(f"the {self._word} was closed meanwhile")
         return task.result()
 
     # ---- life
@@ -201,7 +203,7 @@ class Portal:
         if self._pid != os.getpid():  # forked by what runs no hooks of Python
             self.after_fork()
         if self._closed:
-            raise ModelNotReady("the portal is closed")
+            raise ModelNotReady(f"the {self._word} is closed")
         life = self._life
         if life is None:
             with self._lock:
@@ -296,7 +298,9 @@ class _Life:
     def not_on_loop(self) -> None:
         """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""
         if native.thread_id() == self._thread:
-            raise RuntimeError("the portal was called on its own thread, where it would wait for itself")
+            raise RuntimeError(
+                "a call that blocks was made on the thread of the answers, where it would wait for itself"
+            )
 
     def close(self, drain_s: float, waiter: Waiter) -> None:
         """Closes the backend, then the loop. Returns when the thread is at its end."""

@@ -21,8 +21,12 @@ def told(error: Exception) -> Exception:
     """
     if not isinstance(error, PenstockError):
         return error
-    said = _said(error.detail)
-    message = error.message if not said or said in error.message else f"{error.message}: {said}"
+    message, said = error.message, _said(error.detail)
+    kind = message.rpartition(" ")[2]
+    if said.partition(":")[0].rpartition(".")[2] == kind:  # "the model raised ValueError"
+        message = message.removesuffix(kind) + said
+    elif said and said not in message and message not in said:
+        message = f"{message}: {said}"
     mine = type(error)(message, retry_after_s=error.retry_after_s, detail=error.detail)
     if error.detail.startswith("Traceback"):
         mine.__cause__ = WorkerTraceback(error.detail.rstrip())

@@ -64,7 +64,7 @@ class Pool:
         """Begins another load if the last one failed, and it is time. Raises why it failed, when it is not."""
         if self._failure is not None:
             if time.monotonic() < self._retry_at_s:
-                raise self._failure
+                raise self._failure.with_traceback(None)
             self._begin()
 
     async def ready(self) -> None:
@@ -72,7 +72,7 @@ class Pool:
         self._try_again()
         await asyncio.shield(self._loading)
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)
 
     # ---- requests
 

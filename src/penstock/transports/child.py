@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound
+from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound, describe
+from penstock.plugins import load_object
 from penstock.types import BatchPart, Ready
 from penstock.wire import frames
 from penstock.wire.messages import (
@@ -202,19 +203,19 @@ class Worker:
 
 
 def _open(hello: frames.Frame) -> tuple[BatchRunner, Ready]:
-    """Loads what the first message names: paths first, because the rest may need them to be unpickled."""
-    paths, device, shown_device, main_module = pickle.loads(hello.head)  # from our own parent
+    """Loads what the first message names: paths and script first, because the rest may need them to be unpickled."""
+    paths, device, shown_device, (script, name) = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = paths
+    if script:  # the parent's: what it pickles as `__main__.X` is found there
+        load_object(f"{script}:__name__", name)
+        main = sys.modules["__main__"] = sys.modules[name]
+        main.__spec__ = None  # as of a script: processes that multiprocessing spawns look for its file, not its name
     try:
         spec = pickle.loads(hello.buffers[0])
     except Exception as e:
         text = "".join(traceback.format_exception(e))
-        raise LoadFailed(f"the target cannot be unpickled in the worker: {type(e).__name__}: {e}", detail=text) from e
-    opened = open_model(spec, device, shown_device)
-    if main_module in sys.modules:  # the parent's script: what it pickles as `__main__.X` is found there
-        main = sys.modules["__main__"] = sys.modules[main_module]
-        main.__spec__ = None  # as of a script: processes that multiprocessing spawns look for its file, not its name
-    return opened
+        raise LoadFailed(f"the target cannot be unpickled in the worker: {describe(e)}", detail=text) from e
+    return open_model(spec, device, shown_device)
 
 
 def _alive(leases: list[Lease]) -> list[Lease]:

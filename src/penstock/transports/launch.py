@@ -11,15 +11,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from penstock.errors import LoadFailed
 from penstock.plugins import module_name
 from penstock.wire import frames
 from penstock.wire.slabs import SlabPool, anonymous_file, map_read_only
-from penstock.worker.spec import WorkerSpec
+from penstock.worker.spec import WorkerSpec, Wrapped
 from penstock.worker.threads import environment
 
 
@@ -67,38 +64,53 @@ class Child:
         self.close()
 
 
-def pack_spec(spec: WorkerSpec) -> tuple[bytes, str]:
-    """(the spec for the worker, name that the parent's script has there or ""). Raises LoadFailed."""
-    target, script = spec.target, ""
-    if getattr(target, "__module__", None) == "__main__" or type(target).__module__ == "__main__":
-        target, script = _in_script(target)
+def pack_spec(spec: WorkerSpec) -> tuple[bytes, tuple[str, str]]:
+    """(the spec for the worker, (script to load before it, its name there), both "" when it needs none).
+
+    Raises LoadFailed, naming what cannot be sent.
+    """
     try:
-        return pickle.dumps(msgspec.structs.replace(spec, target=target, module=script), 5), script
+        data = pickle.dumps(spec, 5)
     except Exception as e:
-        raise LoadFailed(
-            f"the target, a {type(target).__name__}, cannot be sent to a worker process ({e}): "
-            "give a function or class of a module, or a string such as app.py:Model"
-        ) from e
+        raise LoadFailed(_unsendable(spec, e), detail=repr(e)) from e
+    return data, _script() if b"__main__" in data else ("", "")
 
 
-def _in_script(target: Any) -> tuple[Any, str]:
-    """A target of the parent's script as `path:name`: the worker's own `__main__` is another one."""
+def _unsendable(spec: WorkerSpec, why: Exception) -> str:
+    target, arguments = spec.target, {}
+    if isinstance(target, Wrapped):
+        target, arguments = target.target, target.arguments
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value, 5)
+        except Exception as e:
+            return f"{name}, a {type(value).__name__}, cannot be sent to a worker process ({e})"
+    return (
+        f"the target, a {type(target).__name__}, cannot be sent to a worker process ({why}): "
+        "give a function or class at the top level of a file, or a string such as app.py:Model"
+    )
+
+
+def _script() -> tuple[str, str]:
+    """(where the parent's script is, name for it in a worker), whose own `__main__` is another. Raises LoadFailed."""
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    name = getattr(target, "__qualname__", "")
-    if not file or not name or "<" in name:
-        raise LoadFailed(
-            f"the target, a {type(target).__name__} of the main script, cannot be found by a worker process: "
-            "give a function or class at the top level of a file"
-        )
-    path = Path(file).resolve()
-    script = module_name(path)
-    sys.modules.setdefault(script, main)  # results whose classes are of the script come back under this name
-    return f"{path}:{name}", script
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        where = name = str(main.__spec__.name)  # type: ignore[union-attr]
+    else:
+        file = getattr(main, "__file__", None)
+        if not file or not os.path.isfile(file):
+            raise LoadFailed(
+                "what the target needs of the main program cannot be found by a worker process, which has no file of "
+                "it to load: give a function or class at the top level of a file"
+            )
+        path = Path(file).resolve()
+        where, name = str(path), module_name(path)
+    sys.modules.setdefault(name, main)  # results whose classes are of the script come back under this name
+    return where, name
 
 
 def launch(
-    spec: WorkerSpec, packed: tuple[bytes, str], device: str, pool: SlabPool | None, reply_bytes: int
+    spec: WorkerSpec, packed: tuple[bytes, tuple[str, str]], device: str, pool: SlabPool | None, reply_bytes: int
 ) -> tuple[Child, list[frames.Buffer]]:
     """(a started child, the first message for it). Raises OSError."""
     env, inner_device = environment(spec, device, os.environ)

@@ -40,13 +40,13 @@ class ProcessTransport(SlotTransport):
         self, spec: WorkerSpec, slots: int, devices: Sequence[str], pool: SlabPool | None, reply_bytes: int
     ) -> None:
         self._pool, self._reply_bytes = pool, reply_bytes
-        self._packed: tuple[bytes, str] | None = None
+        self._packed: tuple[bytes, tuple[str, str]] | None = None
         super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
 
     def _make(self, number: int, device: str) -> Slot:
         return _ProcessSlot(self._spec, number, device, self._pool, self._reply_bytes, self._pack)
 
-    def _pack(self) -> tuple[bytes, str]:
+    def _pack(self) -> tuple[bytes, tuple[str, str]]:
         if self._packed is None:
             self._packed = pack_spec(self._spec)
         return self._packed
@@ -67,7 +67,7 @@ class _ProcessSlot(Slot):
         device: str,
         pool: SlabPool | None,
         reply_bytes: int,
-        pack: Callable[[], tuple[bytes, str]],
+        pack: Callable[[], tuple[bytes, tuple[str, str]]],
     ) -> None:
         super().__init__(spec, number, device)
         self._pack = pack

@@ -77,6 +77,9 @@ class BatchRun:
                 return
         except ENDS:
             raise
+        except BadOutput as e:  # of a wrapper around the model: the halves would return the like
+            self._fail(units, e.with_traceback(None))
+            return
         except BaseException as e:
             error = e
         else:

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from penstock.config.schema import with_options
 from penstock.errors import LoadFailed, PenstockError, describe
@@ -15,7 +16,7 @@ from penstock.plugins import load_object, raised_at
 from penstock.types import Ready
 from penstock.worker.loop import BatchRunner
 from penstock.worker.profile import warm_up
-from penstock.worker.spec import WorkerSpec
+from penstock.worker.spec import WorkerSpec, Wrapped
 
 
 def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
@@ -28,7 +29,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     # the parser of forms warns of every malformed body; a request is never logged above DEBUG
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
-        target = load_object(spec.target, spec.module) if isinstance(spec.target, str) else spec.target
+        target = _found(spec.target)
         options = options_of(target)
         batching = with_options(spec.config.batching, options)
         model = PythonModel(target, precision=spec.config.precision, optimize=spec.config.optimize)
@@ -44,6 +45,14 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         text = "".join(traceback.format_exception(e))
         raise LoadFailed(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
     return runner, Ready(metadata, shown_device or device, os.getpid(), options, profile, best)
+
+
+def _found(target: Any) -> Any:
+    """The function, class or object that a spec's target means."""
+    if isinstance(target, Wrapped):
+        wrap: Any = load_object(target.wrapper)
+        return wrap(_found(target.target), **target.arguments)
+    return load_object(target) if isinstance(target, str) else target
 
 
 def add_paths(paths: Sequence[str]) -> None:

@@ -9,12 +9,19 @@ from msgspec import Struct, field
 from penstock.config.schema import ModelConfig
 
 
+class Wrapped(Struct):
+    """A target that is not called as it is: `wrapper`, "pkg.mod:obj", makes the model of it and of the arguments."""
+
+    target: Any
+    wrapper: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
 class WorkerSpec(Struct):
-    """`target` is "app.py:obj", "pkg.mod:obj", or the function, class or object itself (in-process faces).
+    """`target` is "app.py:obj", "pkg.mod:obj", the function, class or object itself, or Wrapped.
 
     `instances` counts all workers that the model is to have, so that threads can be shared out; the engine keeps it up
-    to date. `sys_path` is put in front of the child's own. `module` is the name that the module of a file is to have,
-    "" for its own.
+    to date. `sys_path` is put in front of the child's own.
     """
 
     name: str
@@ -24,4 +31,3 @@ class WorkerSpec(Struct):
     instances: int = 1
     sys_path: list[str] = field(default_factory=list)
     wants_headers: bool = False
-    module: str = ""

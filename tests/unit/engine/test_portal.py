@@ -222,4 +222,4 @@ def test_a_blocking_call_on_the_portals_own_thread_is_refused() -> None:
         portal.submit("m", 1).add_done_callback(again)
         gate.set()
         assert told.wait(5)
-    assert "own thread" in str(caught[0])
+    assert "thread of the answers" in str(caught[0])

@@ -5,6 +5,8 @@ import pickle
 import signal
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 
@@ -12,7 +14,7 @@ from penstock.config.schema import ModelConfig
 from penstock.errors import LoadFailed
 from penstock.transports.launch import Child, pack_spec
 from penstock.wire.slabs import anonymous_file, map_read_only
-from penstock.worker.spec import WorkerSpec
+from penstock.worker.spec import WorkerSpec, Wrapped
 
 
 def spec(target):
@@ -23,7 +25,7 @@ def test_names_and_objects_of_modules_are_sent():
     for target in ("app.py:Model", os.path.join):
         packed, script = pack_spec(spec(target))
         assert pickle.loads(packed).target == target
-        assert script == ""
+        assert script == ("", "")
 
 
 @pytest.mark.parametrize("target", [lambda items: items, {"lock": (x for x in ())}])
@@ -32,25 +34,39 @@ def test_what_cannot_be_sent_is_named(target):
         pack_spec(spec(target))
 
 
-def test_an_object_of_the_script_becomes_its_path(monkeypatch, tmp_path):
-    main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "__file__", str(tmp_path / "script.py"), raising=False)
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-
-    def predict(items):
-        return items
-
-    predict.__module__, predict.__qualname__ = "__main__", "predict"
-    packed, script = pack_spec(spec(predict))
-    assert pickle.loads(packed).target == f"{tmp_path / 'script.py'}:predict"
-    assert sys.modules[script] is main
+def test_an_argument_that_cannot_be_sent_is_named():
+    with pytest.raises(LoadFailed, match=r"init_args, a tuple, cannot be sent to a worker process"):
+        pack_spec(spec(Wrapped(os.path.join, "m:m", {"init_args": ((x for x in ()),)})))
 
 
-def test_an_instance_of_the_scripts_class_cannot_be_found_by_a_worker(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
-    made = type("Model", (), {"__module__": "__main__"})()
-    with pytest.raises(LoadFailed, match="a Model of the main script"):
-        pack_spec(spec(made))
+@pytest.fixture
+def script(monkeypatch):
+    """The main module, as of a script that defines `Model`; what is put into `sys.modules` leaves it again."""
+    main = ModuleType("__main__")
+    main.Model = type("Model", (), {"__module__": "__main__"})
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    yield main
+    for name in [name for name, module in sys.modules.items() if module is main and name != "__main__"]:
+        del sys.modules[name]
+
+
+def test_a_worker_is_told_of_the_script_that_its_target_needs(script, tmp_path):
+    (tmp_path / "script.py").touch()
+    script.__file__ = str(tmp_path / "script.py")
+    for target in (script.Model, script.Model(), Wrapped(os.path.join, "m:m", {"args": (script.Model(),)})):
+        where, name = pack_spec(spec(target))[1]
+        assert where == script.__file__
+        assert sys.modules[name] is script
+
+
+def test_a_module_that_is_run_as_a_script_keeps_its_package(script):
+    script.__spec__ = ModuleSpec("package.app", None)
+    assert pack_spec(spec(script.Model))[1] == ("package.app", "package.app")
+
+
+def test_what_a_console_defines_cannot_be_found_by_a_worker(script):
+    with pytest.raises(LoadFailed, match="of the main program"):
+        pack_spec(spec(script.Model()))
 
 
 @pytest.mark.parametrize(

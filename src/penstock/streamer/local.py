@@ -1,0 +1,187 @@
+"""ThreadedStreamer and Streamer: the model runs in threads of this program, or in processes that it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.engine.portal import Portal
+from penstock.streamer.base import _Streamer, in_worker
+from penstock.streamer.pool import Pool
+from penstock.transports.launch import pack_spec
+from penstock.worker.spec import WorkerSpec, Wrapped
+
+MAX_QUEUE = 65_536  # items: a loop of many thousands of `submit` needs no other bound
+NEVER_S = 1e7  # without `timeout_s`: a future may wait for as long as it takes
+HANGS = 3  # times `worker_timeout` is the longest run of a batch
+
+WRAPPER = "penstock.streamer.model:StreamerModel"
+
+
+class _LocalStreamer(_Streamer):
+    """A streamer with workers of its own."""
+
+    def __init__(
+        self,
+        given: Any,
+        batch_size: int,
+        max_latency: float,
+        worker_timeout: float | None,
+        *,
+        slo_s: float | None,
+        timeout_s: float | None,
+        max_queue: int | None,
+        arguments: dict[str, Any] | None = None,
+        **keys: Any,
+    ) -> None:
+        """`arguments` are those of the wrapper, `keys` those of ModelConfig."""
+        for name, number in (("batch_size", batch_size), ("max_queue", 1 if max_queue is None else max_queue)):
+            _check_count(name, number)
+        for name, seconds in (("worker_timeout", worker_timeout), ("slo_s", slo_s), ("timeout_s", timeout_s)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{name}: expected seconds above 0, found {seconds!r}")
+        if not max_latency >= 0:
+            raise ValueError(f"max_latency: expected seconds from 0, found {max_latency!r}")
+        name = str(getattr(given, "__name__", type(given).__name__))
+        batching = BatchingConfig(
+            max_batch_size=batch_size,
+            max_hold_s=max_latency,
+            slo_s=slo_s,
+            timeout_s=NEVER_S if timeout_s is None else timeout_s,
+            max_queue=max_queue or MAX_QUEUE,
+            run_timeout_s=NEVER_S if worker_timeout is None else HANGS * worker_timeout,
+        )
+        config = ModelConfig(target=name, batching=batching, **keys)
+        target = Wrapped(given, WRAPPER, arguments or {})
+        if config.transport == "process":
+            pack_spec(WorkerSpec(name, config.version, config, target))  # what cannot be sent is refused here
+        sys_path = [path for path in sys.path if path]
+        queued = max_queue or MAX_QUEUE
+        portal = Portal(make=lambda: Pool(name, config, target, sys_path, queued), lazy=in_worker(), word="streamer")
+        super().__init__(portal, name, worker_timeout)
+
+
+class ThreadedStreamer(_LocalStreamer):
+    """Batches of the calls of all threads, run by one thread of this program.
+
+    `predict_function` gets a list of at most `batch_size` inputs and gives back as many results. `max_latency`: the
+    most seconds an input is held while the worker is idle; one that comes alone is not held.
+    """
+
+    def __init__(
+        self,
+        predict_function: Callable[[list[Any]], Any],
+        batch_size: int,
+        max_latency: float = 0.1,
+        worker_timeout: float | None = 20,
+        *,
+        slo_s: float | None = None,
+        timeout_s: float | None = None,
+        max_queue: int | None = None,
+    ) -> None:
+        """Raises ValueError, TypeError. The further keys are those of `[models.NAME.batching]`."""
+        _check_callable("predict_function", predict_function)
+        super().__init__(
+            predict_function,
+            batch_size,
+            max_latency,
+            worker_timeout,
+            slo_s=slo_s,
+            timeout_s=timeout_s,
+            max_queue=max_queue,
+            transport="thread",
+        )
+
+
+class Streamer(_LocalStreamer):
+    """Batches of the calls of all threads, run by `worker_num` processes, worker i on `cuda_devices[i % n]`.
+
+    `predict_function_or_model` is a function of a module, or a class like ManagedModel, of which each worker makes its
+    own. The workers start at once, in the background: the first call waits for them, or `wait_for_worker_ready` does.
+    """
+
+    def __init__(
+        self,
+        predict_function_or_model: Any,
+        batch_size: int,
+        max_latency: float = 0.1,
+        worker_num: int = 1,
+        cuda_devices: Sequence[int | str] | None = None,
+        model_init_args: Sequence[Any] | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        wait_for_worker_ready: bool = False,
+        mp_start_method: str = "spawn",
+        worker_timeout: float | None = 20,
+        *,
+        slo_s: float | None = None,
+        timeout_s: float | None = None,
+        max_queue: int | None = None,
+    ) -> None:
+        """Raises ValueError, TypeError, LoadFailed for what cannot be sent to a process; with `wait_for_worker_ready`
+        what the model raises."""
+        _check_callable("predict_function_or_model", predict_function_or_model)
+        _check_count("worker_num", worker_num)
+        check_start_method(mp_start_method)
+        super().__init__(
+            predict_function_or_model,
+            batch_size,
+            max_latency,
+            worker_timeout,
+            slo_s=slo_s,
+            timeout_s=timeout_s,
+            max_queue=max_queue,
+            arguments={
+                "model_init_args": tuple(model_init_args or ()),
+                "model_init_kwargs": dict(model_init_kwargs or {}),
+            },
+            transport="process",
+            instances=worker_num,
+            devices=tuple(device_of(number) for number in cuda_devices or ()) or ("cpu",),
+        )
+        if wait_for_worker_ready:
+            try:
+                self._wait_for_worker_ready()
+            except BaseException:
+                self._portal.close(0.0)
+                raise
+
+
+def check_start_method(method: str) -> None:
+    """Raises ValueError for what is no start method; warns of those that are not done."""
+    if method not in ("spawn", "fork", "forkserver"):
+        raise ValueError(f"mp_start_method: expected 'spawn', 'fork' or 'forkserver', found {method!r}")
+    if method != "spawn":
+        warnings.warn(
+            f"penstock: workers are started as with mp_start_method='spawn', not {method!r}: they import the module of "
+            "the model anew and see nothing that this process has changed since its own import",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def device_of(number: int | str) -> str:
+    """The device with that number of `cuda_devices`. Raises ValueError.
+
+    It is a number of the machine, as in CUDA_VISIBLE_DEVICES. The engine counts the devices that this process sees.
+    """
+    text = str(number)
+    if not text.isdecimal():
+        raise ValueError(f"cuda_devices: expected numbers such as 0, found {number!r}")
+    visible = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    return f"cuda:{visible.index(text) if text in visible else text}"
+
+
+def _check_count(name: str, number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name}: expected a whole number, found {number!r}")
+    if number < 1:
+        raise ValueError(f"{name}: expected 1 or more, found {number}")
+
+
+def _check_callable(name: str, given: object) -> None:
+    if not callable(given):
+        raise TypeError(f"{name}: expected a function of a list, or a class like ManagedModel, found {given!r}")
