@@ -60,7 +60,8 @@ async def test_clients_gone_in_the_middle_of_a_stream_free_its_worker(
 async def test_slow_readers_cost_bounded_memory_and_no_time_of_others(
     guarded: Callable[..., Any], chaos: SimpleNamespace, model: str, pipelined: int
 ) -> None:
-    server = guarded(SOURCE, model, "echo", "--set", "limits.write_buffer_bytes=262144")
+    limits = "--set", "limits.write_buffer_bytes=262144", "--set", "limits.max_pipelined=2"
+    server = guarded(SOURCE, model, "echo", *limits)
     slow = [chaos.Client(server) for _ in range(20)]
     async with chaos.Crowd(server, "echo", 4) as others:
         await others.answered(50)
@@ -72,6 +73,8 @@ async def test_slow_readers_cost_bounded_memory_and_no_time_of_others(
                 client.writer.transport.pause_reading()
                 for _ in range(pipelined):
                     client.send(f"/predictions/{model}", b"1", content_type="application/json")
+            if model == "large":
+                await chaos.until(lambda: server.metric("penstock_answers_total", model="large") >= 40)
             for _ in range(chaos.count(20, 100)):
                 await asyncio.sleep(0.1)
                 most = max(most, chaos.anonymous_bytes(server) - before)
@@ -79,8 +82,10 @@ async def test_slow_readers_cost_bounded_memory_and_no_time_of_others(
         finally:
             for client in slow:
                 await client.__aexit__()
-    # 5 MB each: an answer, or 16 x write_buffer_bytes and a little of a stream, whose slow reader is dropped then
-    assert most < 20 * 2 * 5 * MB
+    # each 2 answers of 5 MB, and as much again while they come from the worker, or of a stream 16 x write_buffer_bytes
+    # and a little: its slow reader is dropped then
+    assert most < 20 * 2 * 2 * 5 * MB
+    assert server.metric("penstock_answers_total", model=model) < 20 * 5  # who does not read is not worked for
     assert others.wrong == []
     assert set(others.statuses) == {200}
 

@@ -38,7 +38,7 @@ class Answering(asyncio.BufferedProtocol):
         self.deadline = server.header_at
         self.paused = 0
         self.inflight: deque[Exchange] = deque()
-        self.backlog: deque[Exchange] = deque()  # received in one read beyond max_pipelined, not submitted yet
+        self.backlog: deque[Exchange] = deque()  # received in one read beyond what may be in flight, not submitted yet
         self.continue_due = False  # a client waits for 100 Continue
         self.advancing = False
         self.write_at = INF
@@ -55,6 +55,8 @@ class Answering(asyncio.BufferedProtocol):
         """The client reads again."""
         self.write_at = INF
         self.resume(WRITE)
+        if self.backlog:
+            self.advance()
 
     def pause(self, reason: int) -> None:
         """Stops reading the socket for this reason."""
@@ -72,8 +74,9 @@ class Answering(asyncio.BufferedProtocol):
     # ---- requests
 
     def enqueue(self, exchange: Exchange) -> None:
-        """Starts a request, or keeps it while too many of this connection are in flight."""
-        if len(self.inflight) < self.server.config.max_pipelined and not self.backlog:
+        """Starts a request, or keeps it while too many of this connection are in flight, or answers wait for its client
+        to read: their memory is bounded by what is in flight."""
+        if len(self.inflight) < self.server.config.max_pipelined and not self.backlog and not self.paused & WRITE:
             self.start(exchange)
         else:
             self.backlog.append(exchange)
@@ -156,13 +159,13 @@ class Answering(asyncio.BufferedProtocol):
                         self._end(first)
                         break
                     continue
-            if not backlog or len(inflight) >= self.server.config.max_pipelined:
+            if not backlog or len(inflight) >= self.server.config.max_pipelined or self.paused & WRITE:
                 break
             self.start(backlog.popleft())
         self.advancing = False
         if not backlog:
             self.resume(PIPELINE)
-        if not inflight:
+        if not inflight and not backlog:
             if self.continue_due:
                 self.continue_due = False
                 self.write(CONTINUE)
