@@ -129,6 +129,28 @@ async def test_no_more_than_max_pipelined_requests_of_a_connection_are_in_flight
         assert (await client.answer()).body == b'{"status":"Healthy"}'
 
 
+async def test_no_more_requests_of_a_connection_begin_while_its_client_reads_no_answer(listen, wait_until):
+    async with listen(FakeBackend({"m": hold}), max_pipelined=2) as listener:
+        calls = listener.backend.calls
+        client = await listener.connect()
+        client.writer.transport.pause_reading()
+        large = b"x" * 20_000_000
+        for n in range(6):
+            client.post("/predictions/m", b"%d" % n)
+        await wait_until(lambda: len(calls) == 2)
+        calls[0].reply(large)
+        calls[1].reply(large)
+        await asyncio.sleep(0)
+        assert len(calls) == 2
+        client.writer.transport.resume_reading()
+        for _ in range(2):
+            assert (await client.answer()).body == large
+        for n in range(2, 6):
+            await wait_until(lambda n=n: len(calls) > n)
+            calls[n].reply()
+            assert (await client.answer()).body == b"%d" % n
+
+
 async def test_thousands_of_pipelined_gets_do_not_recurse(listen):
     async with listen() as listener:
         client = await listener.connect()
