@@ -121,7 +121,7 @@ class Server:
             ),
             (
                 "metrics",
-                metrics_app(self._metrics.render, self._records.body, tokens_for(self._config, "metrics")),
+                metrics_app(self._metrics.scrape, self._records.body, tokens_for(self._config, "metrics")),
                 s.metrics_host,
                 s.metrics_port,
             ),

@@ -73,7 +73,7 @@ _HISTOGRAMS = (
 
 
 class PrometheusObserver(Observer):
-    """Collects; `render()` gives the Prometheus text. `read` is asked for what stands now when it is rendered."""
+    """Collects; `scrape()` gives the Prometheus text. `read` is asked for what stands now when it is made."""
 
     def __init__(self, read: Callable[[], Reading] = Reading) -> None:
         self.read = read
@@ -148,7 +148,18 @@ class PrometheusObserver(Observer):
 
     def render(self) -> bytes:
         """The page, UTF-8."""
-        page, models, now = Page(), self._models, self.read()
+        now = self.read()
+        return self._page(now) + self._system.text(now.models)
+
+    async def scrape(self) -> bytes:
+        """What `render` gives; the event loop goes on while the machine is looked at."""
+        now = self.read()
+        page = self._page(now)
+        return page + await self._system.on_thread(now.models)
+
+    def _page(self, now: Reading) -> bytes:
+        """What this process knows by itself. In one go: its numbers agree with each other."""
+        page, models = Page(), self._models
         for name, family in _COUNTERS:
             page.write(family, ((key, getattr(m, name)) for key, m in models.items()))
         for name, family in _BY_LABEL:
@@ -159,6 +170,5 @@ class PrometheusObserver(Observer):
         for name, family in _HISTOGRAMS:
             page.write_histograms(family, ((key, getattr(m, name)) for key, m in models.items()))
         write_gauges(page, now)
-        self._system.write(page, now.models)
         self._own.write(page)
-        return page.encode() + self._system.own()
+        return page.encode()

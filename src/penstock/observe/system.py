@@ -1,8 +1,13 @@
-"""CPU, memory and GPUs: of the machine, and of each worker process. Looked at when somebody asks, never before."""
+"""CPU, memory and GPUs: of the machine, and of each worker process. Looked at when somebody asks, never before.
+
+On a thread of its own: the driver of a GPU may take long to start and to answer, and requests are not to wait for that.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -33,10 +38,17 @@ class SystemMetrics:
         self._gpus: Gpus | None = None
         self._own = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._own)
+        self._thread = ThreadPoolExecutor(1, "penstock-system-metrics")
 
-    def own(self) -> bytes:
-        """The `process_*` metrics of this process, as text."""
-        return generate_latest(self._own)
+    async def on_thread(self, models: Iterable[ModelReading]) -> bytes:
+        """What `text` gives; the event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.text, models)
+
+    def text(self, models: Iterable[ModelReading]) -> bytes:
+        """This part of the page: all of `write`, and the `process_*` metrics of this process."""
+        page = Page()
+        self.write(page, models)
+        return page.encode() + generate_latest(self._own)
 
     def write(self, page: Page, models: Iterable[ModelReading]) -> None:
         workers = list(self._workers(models))

@@ -255,14 +255,17 @@ async def test_the_management_app_lists_models_and_needs_its_token():
 
 
 async def test_the_metrics_app_on_its_own_listener():
-    server = UvicornServer(metrics_app(lambda: b"up 1\n", lambda model, limit: b"%d" % limit))
+    async def scrape() -> bytes:
+        return b"up 1\n"
+
+    server = UvicornServer(metrics_app(scrape, lambda model, limit: b"%d" % limit))
     _, port = await server.start("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
         answer = await client.get("/metrics")
         assert (await client.get("/debug/batches?limit=7&model=m")).text == "7"
         assert (await client.get("/debug/batches?limit=1e3")).status_code == 400
     assert (answer.text, answer.headers["content-type"]) == ("up 1\n", "text/plain; version=0.0.4; charset=utf-8")
-    again = UvicornServer(metrics_app(bytes, lambda model, limit: b""))
+    again = UvicornServer(metrics_app(scrape, lambda model, limit: b""))
     with pytest.raises(ConfigError, match=rf"{port}: the port is in use.*server\.metrics_port"):
         await again.start("127.0.0.1", port, "server.metrics_port")
     await server.close()

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 from hypothesis import example, given
@@ -177,6 +180,19 @@ def test_odd_names_and_labels_come_back_as_they_were(model: str, version: str, l
     assert found["penstock_holds_total", tuple(sorted((*key, ("kind", label))))] == 1
     assert found["penstock_batch_rows_count", key] == 1
     assert found["own_total", tuple(sorted((*key, ("x", label))))] == 1
+
+
+async def test_a_gpu_that_does_not_answer_keeps_the_page_waiting_and_nobody_else(
+    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, busy: Callable[..., PrometheusObserver]
+) -> None:
+    ill = threading.Event()
+    monkeypatch.setattr(one_gpu, "nvmlDeviceGetMemoryInfo", lambda handle: ill.wait(10))
+    page = asyncio.ensure_future(busy().scrape())
+    for _ in range(10):
+        await asyncio.sleep(0.001)
+    assert not page.done()
+    ill.set()
+    assert b"penstock_requests_total" in await page
 
 
 def test_only_observers_that_listen_are_called_for_each_request() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
 import uvicorn
@@ -47,18 +47,18 @@ def admin_app(
 
 
 def metrics_app(
-    render: Callable[[], bytes],
+    scrape: Callable[[], Awaitable[bytes]],
     batches: Callable[[str | None, int], bytes],
     tokens: frozenset[bytes] = frozenset(),
 ) -> Starlette:
-    """GET /metrics: what `render` gives, in the Prometheus text format. GET /debug/batches: the last batches as JSON.
+    """GET /metrics: what `scrape` gives, in the Prometheus text format. GET /debug/batches: the last batches as JSON.
 
     `batches` is asked with ?model= (None: all models) and ?limit= (1 to 1000, by default 100), newest first.
     """
 
     async def metrics(request: Request) -> Response:
         check_token(tokens, _authorization(request))
-        return Response(render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+        return Response(await scrape(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def last_batches(request: Request) -> Response:
         check_token(tokens, _authorization(request))
