@@ -17,7 +17,7 @@ WORKLOADS = {
     "4 KiB": harness.Workload("echo", RAW, RAW, binary=True),
 }
 CONNECTIONS = (1, 16, 64, 256)
-PEERS = {"JSON": ("mosec", "litserve", "torchserve", "service_streamer"), "4 KiB": ("mosec", "litserve")}
+PEERS = {"JSON": ("mosec", "litserve", "torchserve", "service_streamer"), "4 KiB": ("mosec",)}
 WANTED = {("mosec", 64): 2.5, ("mosec", 256): 2.0, ("torchserve", 64): 6.0, ("litserve", 64): 40.0}
 
 

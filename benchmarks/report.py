@@ -45,7 +45,8 @@ def options(
         parser.error(f"no such peer: {', '.join(sorted(unknown))}; known are {', '.join(PACKAGES)}")
     if cannot := set(asked) - set(known):
         print(f"not measured: {', '.join(sorted(cannot))} cannot answer this question")
-    found.peers = [p for p in asked if p in known]
+    found.peers = [p for p in asked if p in known and (p != "torchserve" or shutil.which("java"))]
+    found.absent = [p for p in peers if p not in found.peers]
     return found
 
 
@@ -125,6 +126,8 @@ class Report:
         self._say(", ".join(f"{k} {v}" for k, v in self._versions.items()) + ".")
         rounds = f"Medians of {options.rounds} interleaved rounds of {options.seconds} s, (least..most) behind."
         self._say(method or rounds)
+        if options.absent:
+            self._say(f"Not measured, as not asked for or without Java: {', '.join(options.absent)}.")
 
     def _say(self, line: str) -> None:
         print(line, flush=True)
