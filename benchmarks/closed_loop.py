@@ -14,7 +14,7 @@ from typing import Any
 Sample = dict[str, float]
 
 MANY = 128  # connections; of fewer, the client's own turns are too large a part
-AT_WORK = 0.8  # of them at least; 0.9 and more is usual, the rest is the time that the client takes between two requests
+AT_WORK = 0.8  # of them at least: 0.9 is usual, the rest is what the client takes between two requests
 
 WRK = """
 local file = io.open("{body}", "rb")
