@@ -112,7 +112,9 @@ class Slot:
         died = error if isinstance(error, WorkerDied) else WorkerDied(error.message, detail=error.detail)
         for place, sent in enumerate(lost):
             unpin(sent.slabs)
-            self.tell(sent.on_part, BatchPart(sent.batch.id, error=died, started=place == 0))
+            started = place == 0
+            run_s = self.loop.time() - sent.started_s if started else 0.0
+            self.tell(sent.on_part, BatchPart(sent.batch.id, error=died, started=started, run_s=run_s))
         self.idle.set()
         if self.closing:
             if lost:
