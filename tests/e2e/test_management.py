@@ -37,6 +37,12 @@ class Brittle(Model):
     def load(self, device):
         if os.path.exists("broken"):
             raise RuntimeError("broken")
+
+
+class Hangs(Model):
+    def load(self, device):
+        if os.path.exists("broken"):
+            time.sleep(600)
 """
 
 
@@ -210,6 +216,33 @@ async def test_what_does_not_load_changes_nothing(served: Any, tmp_path: Path) -
     assert set(crowd.answers) == {"one", "three"}
     assert len(psutil.Process(served.process.pid).children()) == 1
     assert "no weights in /a/secret/place" in served.stop()[2]
+
+
+async def test_an_unload_ends_what_hangs_and_what_waits_behind_it(served: Any, tmp_path: Path) -> None:
+    tree = psutil.Process(served.process.pid)
+    manage = Manager(served.urls["management"])
+    await manage.ok("PUT", "/models/h/1", {"target": "two.py:Hangs"})
+    (tmp_path / "broken").touch()
+    scaling = asyncio.create_task(manage("PUT", "/models/h/scale", {"instances": 3}))
+    async with asyncio.timeout(20):
+        while len(tree.children()) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        waiting = [
+            asyncio.create_task(manage("PUT", "/models/h/1", {"target": "two.py:Hangs"})),
+            asyncio.create_task(manage("PUT", "/models/h/scale", {"instances": 2})),
+        ]
+        await asyncio.sleep(0.2)  # they wait, and so does the server for them
+        assert served.post("/predictions/h", b"1")[1] == b"two"
+        assert await manage.ok("DELETE", "/models/h") == {}
+        for change in (scaling, *waiting):
+            status, found = await change
+            assert (status, found["error"]["code"]) == (409, "conflict")
+        assert len(tree.children()) == 1
+        loading = asyncio.create_task(manage("PUT", "/models/h/1", {"target": "two.py:Hangs", "load_timeout_s": 0.5}))
+        status, found = await loading
+        assert (status, found["error"]["code"]) == (500, "load_failed")
+    assert len(tree.children()) == 1
+    assert "loading exceeded load_timeout_s=0.5" in served.stop()[2]
 
 
 async def test_the_page_s_configuration_has_two_versions_and_its_curl_lines_change_them(

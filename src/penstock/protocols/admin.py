@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from penstock.errors import BadRequest, ModelNotFound, nearest
 from penstock.types import ModelStatus
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Scale(Struct, forbid_unknown_fields=True):
-    instances: Annotated[int, Meta(ge=1, le=2**31)]
+    instances: int
 
 
 class _Default(Struct, forbid_unknown_fields=True):

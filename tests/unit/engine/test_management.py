@@ -210,6 +210,21 @@ async def test_unload_ends_a_load_under_way_and_those_that_wait_behind_it(manage
     sys.modules["two"].go.set()
 
 
+async def test_unload_of_what_only_waits_to_be_loaded_finds_nothing_more_to_do(manage: Management) -> None:
+    hanging = asyncio.ensure_future(manage.put("m", "3", keys("two.py:Slow")))
+    waiting = asyncio.ensure_future(manage.put("m", "2", keys("two.py:Model")))
+    await asyncio.sleep(0.05)
+    unloading = asyncio.ensure_future(manage.unload("m", "2"))
+    await asyncio.sleep(0)
+    sys.modules["two"].go.set()
+    async with asyncio.timeout(5):
+        await hanging
+        with pytest.raises(Conflict, match="nothing was begun"):
+            await waiting
+        await unloading
+    assert shown(manage) == [("1", "READY"), ("3", "READY")]
+
+
 async def test_a_load_that_comes_after_an_unload_is_made(manage: Management, engine: Engine) -> None:
     hanging = asyncio.ensure_future(manage.put("m", "2", keys("two.py:Slow")))
     await asyncio.sleep(0.05)
