@@ -26,7 +26,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 # BENCH="--rounds 1 --seconds 1" tries them out and keeps no results; --peers names some of the peers
-BENCHMARKS = $(shell grep -l 'Report(__file__' benchmarks/*.py)
+BENCHMARKS = $(shell grep -l 'Report.__file__' benchmarks/*.py)
 bench: $(VENV)/.dev wrk
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
 
