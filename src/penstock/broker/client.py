@@ -19,8 +19,8 @@ from typing import Any
 from penstock.broker.address import Address, parse
 from penstock.broker.calls import Call, Entry, Parcel
 from penstock.broker.codec import decode, encode
-from penstock.broker.keys import Keys
-from penstock.broker.link import Link
+from penstock.broker.keys import GROUP, RELEASED, Keys
+from penstock.broker.link import Link, Refused
 from penstock.broker.messages import MAX_BUDGET_MS, VERSION, Answer, Head, error_of, read_answers, write
 from penstock.broker.scripts import MISSING, SUBMIT
 from penstock.errors import (
@@ -33,6 +33,7 @@ from penstock.errors import (
     PenstockError,
     QueueFull,
 )
+from penstock.frontends.base import Ticket
 from penstock.types import Item, Sink
 
 log = logging.getLogger("penstock.broker")
@@ -43,6 +44,7 @@ LOOK_ENTRIES = 1000  # that one script or command is asked for
 KEEP_S = 60  # how long the broker remembers a client that is silent
 WATCH_S = 1.0
 BLOCK_S = 5.0
+READY_S = 0.05  # between two looks for a worker
 RETRY_S = (0.02, 1.0)  # shortest and longest wait before the next try to connect
 
 
@@ -63,7 +65,7 @@ class BrokerClient:
     ) -> None:
         self.address: Address = parse(broker)
         self.id = uuid.uuid4().hex
-        self._max_queue, self._max_bytes = max_queue, max_bytes
+        self.max_queue, self._max_bytes = max_queue, max_bytes
         self._timeout_s, self._patience_s = timeout_s, patience_s
         keys = Keys(prefix)
         self._queue, self._replies, self._sent = keys.queue, keys.replies(self.id), keys.sent(self.id)
@@ -99,7 +101,7 @@ class BrokerClient:
         *,
         budget_s: float | None = None,
         priority: int = 0,
-    ) -> Call:
+    ) -> Ticket:
         """Sends one item, or each of a `many` as an entry of its own. Raises BadRequest, QueueFull, DeadlineExceeded.
 
         A value that cannot be sent fails alone. What the broker says later comes as the answer.
@@ -110,13 +112,13 @@ class BrokerClient:
         if budget <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         values = item.payload if item.many else [item.payload]
-        if len(values) > self._max_queue:
+        if len(values) > self.max_queue:
             raise BadRequest(
-                f"the request has {len(values)} items, more than the queue may hold ({self._max_queue}): "
+                f"the request has {len(values)} items, more than the queue may hold ({self.max_queue}): "
                 "send it in pieces"
             )
-        if len(self._entries) + len(values) > self._max_queue:
-            raise QueueFull(f"{len(self._entries)} of {self._max_queue} items wait: try again later")
+        if len(self._entries) + len(values) > self.max_queue:
+            raise QueueFull(f"{len(self._entries)} of {self.max_queue} items wait: try again later")
         call = Call(sink, item.many, len(values), self._left)
         ends = self._loop.time() + budget
         for index, value in enumerate(values):
@@ -214,7 +216,7 @@ class BrokerClient:
         if not parcel.groups:
             return
         self._parcels += 1
-        arguments: list[Any] = [self._parcels, KEEP_S, self._max_queue]
+        arguments: list[Any] = [self._parcels, KEEP_S, self.max_queue]
         now = self._loop.time()
         for group in parcel.groups:
             arguments.append(len(group))
@@ -237,7 +239,7 @@ class BrokerClient:
             if isinstance(ids, int):
                 self._counts["refused"] += ids
                 group[0].call.fail(
-                    QueueFull(f"the queue is full ({told[0]} of {self._max_queue} items wait or run): try again later")
+                    QueueFull(f"the queue is full ({told[0]} of {self.max_queue} items wait or run): try again later")
                 )
                 continue
             for entry, id in zip(group, ids, strict=True):
@@ -377,6 +379,17 @@ class BrokerClient:
             log.error("event=bug broker=%s: callers get an error", self.address.name, exc_info=error)
             self._closed = True
             self._fail_all(PenstockError("internal error"))
+
+    async def ready(self) -> None:
+        """Returns when a worker serves the queue. Raises ConfigError, BrokerUnavailable."""
+        while True:
+            try:
+                (workers,) = await self._out.ask(("XINFO", "CONSUMERS", self._queue, GROUP))
+                if any(RELEASED.encode() not in worker for worker in workers):
+                    return
+            except Refused:
+                pass  # there is no such queue yet
+            await asyncio.sleep(READY_S)
 
     def statistics(self, model: str) -> dict[str, object]:
         """What was asked and answered so far, and how many entries the queue had when it was last written to."""

@@ -70,8 +70,8 @@ class BrokerCodec:
             raise BadOutput(f"the model's answer cannot be sent: {e.message}") from None
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """A list of the answers, for those who send requests of many rows; those of a broker have one."""
-        return ItemResult(body=encode([decode(part.body) for part in parts]))
+        """The answer itself, or a list of them: requests of a broker have one row, and are never split."""
+        return parts[0] if len(parts) == 1 else ItemResult(body=encode([decode(part.body) for part in parts]))
 
 
 def _pack(value: Any, depth: int) -> Any:

@@ -208,6 +208,7 @@ class BrokerWorker:
         except Refused as e:
             if e.word != "BUSYGROUP":
                 raise
+        await self._in.ask(("XGROUP", "CREATECONSUMER", self._queue, GROUP, self.name))
         (pending,) = await self._in.ask(("XPENDING", self._queue, GROUP, "-", "+", ANSWER_ENTRIES, self.name))
         for id, *_ in pending:
             if id not in self._leases:

@@ -48,8 +48,9 @@ class Worker:
     async def die(self) -> None:
         """Ends without a word to the broker, as a killed process does."""
         for link in (self.worker._in, self.worker._out):
-            link.ask = _never  # type: ignore[method-assign]
-            link._connection._writer.transport.abort()
+            link.ask = _never
+            if link._connection.is_connected:
+                link._connection._writer.transport.abort()
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
@@ -70,7 +71,7 @@ class Asker:
         many = isinstance(value, list)
         item = Item(value, rows=len(value), many=True) if many else Item(value)
         call = self.client.submit("model", None, item, answer.set_result, **keywords)
-        answer.call = call  # type: ignore[attr-defined]
+        answer.call = call
         return answer
 
     async def ask(self, value: Any, **keywords: Any) -> Any:
