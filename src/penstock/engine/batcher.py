@@ -19,10 +19,11 @@ from penstock.batching.scheduler import Scheduler
 from penstock.config.schema import BatchingConfig
 from penstock.engine.call import Call, Running, release
 from penstock.engine.joining import Joiner
+from penstock.engine.telling import Teller
 from penstock.engine.timer import Timer
 from penstock.engine.verdicts import error_of, reason_of
 from penstock.errors import DeadlineExceeded, PenstockError
-from penstock.observe.base import Observer, record_of, tell
+from penstock.observe.base import Observer
 from penstock.transports.base import Transport
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
@@ -45,8 +46,8 @@ class Batcher:
         self.scheduler = scheduler
         self._transport = transport
         self._config = config
-        self._observers = observers
         self._joiner = Joiner(name, version)
+        self._teller = Teller(name, version, observers)
         self._ids = itertools.count(1)
         self._waiting: dict[int, Call] = {}  # queued, or running at least in part
         self._running: dict[int, Running] = {}
@@ -104,22 +105,7 @@ class Batcher:
         ended = [self._waiting.pop(request) for request in requests]
         for call in ended:
             release(call.item)
-        self._tell_ends(ended, now)
-
-    def _tell_ends(self, ended: list[Call], now: float) -> None:
-        if not self._observers:
-            return
-        latencies, failed = [], 0
-        for call in ended:
-            if call.end == "ok":
-                latencies.append(now - call.entry.arrival_s)
-            elif call.end == "failed":
-                latencies.append(now - call.entry.arrival_s)
-                failed += 1
-            else:
-                tell(self._observers, "on_reject", self.name, self.version, call.end)
-        if latencies:
-            tell(self._observers, "on_answer", self.name, self.version, latencies, failed)
+        self._teller.ended(ended, now)
 
     @property
     def pending(self) -> int:
@@ -235,18 +221,12 @@ class Batcher:
                 call = self._waiting[request]
                 call.settle(self._joiner.join(call))
             self._left(split, now)
-        self._record(running, part, now, "ok")
+        self._teller.batch(running, part, now, "ok", self.scheduler.max_batch_size)
 
     def _note_failures(self, running: Running, entry: Entry, call: Call, result: ItemResult) -> None:
-        """Notes the items that failed with this final result, and tells of each."""
+        running.failures += self._teller.failures(call, result)
         if result.error is not None:
             running.failed.add(entry.id)
-            errors = [result.error]
-        else:
-            errors = [value for value in result.body if isinstance(value, PenstockError)] if call.item.many else []
-        running.failures += len(errors)
-        for error in errors:
-            tell(self._observers, "on_error", self.name, self.version, error)
 
     def _lost(self, running: Running, part: BatchPart, error: PenstockError) -> None:
         """The worker died. What nobody waits for any more, or has had a part of its answer, is not run again."""
@@ -260,25 +240,7 @@ class Batcher:
             gone = self.scheduler.cancel(entry.id, now)
             if gone or entry.parent is None:  # of a split one another part may run: it ends with that
                 self._left([entry.id], now)
-        self._record(running, part, now, outcome.kind)
-
-    def _record(self, running: Running, part: BatchPart, now: float, outcome: str) -> None:
-        if not self._observers:
-            return
-        record = record_of(
-            self.name,
-            self.version,
-            running.dispatch,
-            part,
-            running.sent_s,
-            now,
-            max_batch_size=self.scheduler.max_batch_size,
-            failed=running.failures,
-            outcome=outcome,
-        )
-        tell(self._observers, "on_complete", record)
-        if part.metrics:
-            tell(self._observers, "on_model_metrics", self.name, self.version, record.slot, part.metrics)
+        self._teller.batch(running, part, now, outcome.kind, self.scheduler.max_batch_size)
 
     # ---- end
 
