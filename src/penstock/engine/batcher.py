@@ -102,7 +102,7 @@ class Batcher:
 
     def _left(self, requests: Iterable[int], now: float) -> None:
         """Lets go of requests that have ended, and tells how: the only way out, once for each."""
-        ended = [self._waiting.pop(request) for request in requests]
+        ended = list(map(self._waiting.pop, requests))
         for call in ended:
             release(call.item)
         self._teller.ended(ended, now)

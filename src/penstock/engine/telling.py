@@ -21,15 +21,14 @@ class Teller:
         """These requests ended as their `end` says: each is told of once."""
         if not self._observers:
             return
-        latencies, failed = [], 0
-        for call in calls:
-            if call.end == "ok":
-                latencies.append(now - call.entry.arrival_s)
-            elif call.end == "failed":
-                latencies.append(now - call.entry.arrival_s)
-                failed += 1
-            else:
-                tell(self._observers, "on_reject", self._name, self._version, call.end)
+        latencies, failed = [now - c.entry.arrival_s for c in calls if c.end == "ok"], 0
+        if len(latencies) < len(calls):
+            for call in calls:
+                if call.end == "failed":
+                    latencies.append(now - call.entry.arrival_s)
+                    failed += 1
+                elif call.end != "ok":
+                    tell(self._observers, "on_reject", self._name, self._version, call.end)
         if latencies:
             tell(self._observers, "on_answer", self._name, self._version, latencies, failed)
 
