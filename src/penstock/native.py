@@ -6,12 +6,15 @@ does. Nothing here imports gevent; a program that is patched has done so itself.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import queue
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 
 def patched() -> bool:
@@ -47,8 +50,27 @@ def start_thread(main: Callable[..., None], *arguments: object, name: str) -> No
         threading.Thread(target=main, args=arguments, name=name, daemon=True).start()
 
 
+def socketpair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that wait for nothing but the system."""
+    if not patched():
+        return socket.socketpair()
+    import _socket
+
+    return cast(tuple[socket.socket, socket.socket], _socket.socketpair())
+
+
 def popen(*arguments: Any, **keys: Any) -> subprocess.Popen[bytes]:
     """A `subprocess.Popen` that no greenlet waits for."""
-    make = _original("subprocess", "Popen") if patched() else subprocess.Popen
-    process: subprocess.Popen[bytes] = make(*arguments, **keys)
+    process: subprocess.Popen[bytes] = (_subprocess() if patched() else subprocess).Popen(*arguments, **keys)
     return process
+
+
+@functools.cache
+def _subprocess() -> Any:
+    """A copy of the module as it was: gevent takes away what its classes need."""
+    spec = importlib.util.find_spec("subprocess")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -139,11 +139,15 @@ class Portal:
 
     def _put(self, model: str, item: Item, convert: Convert, budget_s: float | None, priority: int) -> Future:
         life = self._alive()
-        future = Future(life.post, convert)
+        future = _future_class()(life.post, convert)
         life.inbox.put(model, item, future, budget_s, priority)
         return future
 
     def _waiter(self) -> Waiter:
+        if native.patched():
+            from penstock.engine.hubs import HubWaiter
+
+            return HubWaiter()
         waiter: Waiter | None = getattr(self._waiters, "waiter", None)
         if waiter is None:
             waiter = self._waiters.waiter = Waiter()
@@ -319,6 +323,14 @@ _FORKING = native.new_lock()
 
 def _many(items: Sequence[Any]) -> Item:
     return Item(list(items), rows=len(items), many=True)
+
+
+def _future_class() -> type[Future]:
+    if native.patched():
+        from penstock.engine.hubs import HubFuture
+
+        return HubFuture
+    return Future
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -97,13 +97,16 @@ class Future(concurrent.futures.Future[Any]):
             self._over = True
             if self._ticket is not None:
                 self._ticket.cancel()
-            self.set_running_or_notify_cancel()  # `concurrent.futures.wait` waits for this
+            self._settle(None)
 
     def __call__(self, result: ItemResult) -> None:
-        if not result.final or self._over:
-            return
-        self._over, self._ticket = True, None
-        if not self.set_running_or_notify_cancel():
+        if result.final and not self._over:
+            self._over, self._ticket = True, None
+            self._settle(result)
+
+    def _settle(self, result: ItemResult | None) -> None:
+        """Tells all who wait; None when it was cancelled."""
+        if not self.set_running_or_notify_cancel() or result is None:
             return
         try:
             value = self._convert(result)

@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from penstock import native
 from penstock.errors import LoadFailed
 from penstock.plugins import module_name
 from penstock.wire import frames
@@ -114,13 +115,13 @@ def launch(
 ) -> tuple[Child, list[frames.Buffer]]:
     """(a started child, the first message for it). Raises OSError."""
     env, inner_device = environment(spec, device, os.environ)
-    ours, theirs = socket.socketpair()
+    ours, theirs = native.socketpair()
     reply_fd = -1
     try:
         reply_fd = anonymous_file(reply_bytes)
         pool_fd, pool_bytes = (pool.fd, pool.capacity_bytes) if pool is not None else (-1, 0)
         numbers = [os.getpid(), theirs.fileno(), pool_fd, pool_bytes, reply_fd, reply_bytes]
-        process = subprocess.Popen(
+        process = native.popen(
             [sys.executable, "-P", "-m", "penstock.transports.child", *map(str, numbers)],
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,

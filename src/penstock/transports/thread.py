@@ -6,7 +6,6 @@ A thread cannot be killed: one that exceeds `run_timeout_s` is abandoned, with i
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from penstock import metrics
+from penstock import metrics, native
 from penstock.errors import Cancelled, PenstockError, WorkerDied
 from penstock.transports.slot import Slot, SlotTransport, within
 from penstock.types import Batch, BatchPart, Item, Ready
@@ -112,13 +111,13 @@ class _Life:
     """One thread with its model, until it ends or is abandoned."""
 
     def __init__(self, slot: _ThreadSlot, spec: WorkerSpec, device: str) -> None:
-        self.batches: SimpleQueue[tuple[int, list[Item], list[Lease]] | None] = SimpleQueue()
+        self.batches: SimpleQueue[tuple[int, list[Item], list[Lease]] | None] = native.new_queue()
         self.abandoned = False
         self.unwanted = 0  # the last batch that nobody waits for any more
         self._slot = slot
         self._loop = slot.loop
         name = f"penstock-{spec.name}-{slot.number}"
-        threading.Thread(target=self._main, args=(spec, device), name=name, daemon=True).start()
+        native.start_thread(self._main, spec, device, name=name)
 
     def _main(self, spec: WorkerSpec, device: str) -> None:
         error: PenstockError = WorkerDied("the worker thread was stopped")
