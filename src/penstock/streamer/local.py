@@ -40,7 +40,7 @@ class _LocalStreamer(_Streamer):
     ) -> None:
         """`arguments` are those of the wrapper, `keys` those of ModelConfig."""
         for name, number in (("batch_size", batch_size), ("max_queue", 1 if max_queue is None else max_queue)):
-            _check_count(name, number)
+            check_count(name, number)
         for name, seconds in (("worker_timeout", worker_timeout), ("slo_s", slo_s), ("timeout_s", timeout_s)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"{name}: expected seconds above 0, found {seconds!r}")
@@ -84,7 +84,7 @@ class ThreadedStreamer(_LocalStreamer):
         max_queue: int | None = None,
     ) -> None:
         """Raises ValueError, TypeError. The further keys are those of `[models.NAME.batching]`."""
-        _check_callable("predict_function", predict_function)
+        check_callable("predict_function", predict_function)
         super().__init__(
             predict_function,
             batch_size,
@@ -123,8 +123,8 @@ class Streamer(_LocalStreamer):
     ) -> None:
         """Raises ValueError, TypeError, LoadFailed for what cannot be sent to a process; with `wait_for_worker_ready`
         what the model raises."""
-        _check_callable("predict_function_or_model", predict_function_or_model)
-        _check_count("worker_num", worker_num)
+        check_callable("predict_function_or_model", predict_function_or_model)
+        check_count("worker_num", worker_num)
         check_start_method(mp_start_method)
         super().__init__(
             predict_function_or_model,
@@ -175,13 +175,15 @@ def device_of(number: int | str) -> str:
     return f"cuda:{visible.index(text) if text in visible else text}"
 
 
-def _check_count(name: str, number: int) -> None:
+def check_count(name: str, number: int) -> None:
+    """Raises TypeError, ValueError for what is no number of things."""
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{name}: expected a whole number, found {number!r}")
     if number < 1:
         raise ValueError(f"{name}: expected 1 or more, found {number}")
 
 
-def _check_callable(name: str, given: object) -> None:
+def check_callable(name: str, given: object) -> None:
+    """Raises TypeError for what can be no model."""
     if not callable(given):
         raise TypeError(f"{name}: expected a function of a list, or a class like ManagedModel, found {given!r}")
