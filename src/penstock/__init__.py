@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
     from penstock.streamer.model import ManagedModel as ManagedModel
+    from penstock.streamer.redis import RedisStreamer as RedisStreamer
+    from penstock.streamer.redis_workers import RedisWorker as RedisWorker
+    from penstock.streamer.redis_workers import run_redis_workers_forever as run_redis_workers_forever
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,6 +45,8 @@ __all__ = [
     "PenstockError",
     "Portal",
     "QueueFull",
+    "RedisStreamer",
+    "RedisWorker",
     "Response",
     "Streamer",
     "TensorSpec",
@@ -49,6 +54,7 @@ __all__ = [
     "WorkerDied",
     "metrics",
     "model",
+    "run_redis_workers_forever",
 ]
 
 _LAZY = {
@@ -56,10 +62,13 @@ _LAZY = {
     "Future": "penstock.engine.waiters",
     "ManagedModel": "penstock.streamer.model",
     "Portal": "penstock.engine.portal",
+    "RedisStreamer": "penstock.streamer.redis",
+    "RedisWorker": "penstock.streamer.redis_workers",
     "Streamer": "penstock.streamer.local",
     "ThreadedStreamer": "penstock.streamer.local",
     "metrics": "penstock.metrics",
     "model": "penstock.models.python",
+    "run_redis_workers_forever": "penstock.streamer.redis_workers",
 }
 
 

@@ -12,6 +12,7 @@ _VERBS = {
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo:demo",
     "serve": "penstock.cli.serve:serve",
+    "worker": "penstock.cli.worker:worker",
 }
 
 

@@ -63,6 +63,11 @@ class StreamerModel:
         return _awaited(found) if inspect.iscoroutine(found) else _indexable(found)
 
 
+def served(given: Any) -> Any:
+    """What `penstock worker` serves of a target: a class like ManagedModel as a streamer does, all else as it is."""
+    return StreamerModel(given) if isinstance(given, type) and hasattr(given, "init_model") else given
+
+
 async def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return _indexable(await coroutine)
 

@@ -206,9 +206,9 @@ def _open(hello: frames.Frame) -> tuple[BatchRunner, Ready]:
     """Loads what the first message names: paths and script first, because the rest may need them to be unpickled."""
     paths, device, shown_device, (script, name) = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = paths
-    if script:  # the parent's: what it pickles as `__main__.X` is found there
+    if script:  # the parent's: what it pickles as `__main__.X` is found there, also if multiprocessing has spawned it
         load_object(f"{script}:__name__", name)
-        main = sys.modules["__main__"] = sys.modules[name]
+        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = sys.modules[name]
         main.__spec__ = None  # as of a script: processes that multiprocessing spawns look for its file, not its name
     try:
         spec = pickle.loads(hello.buffers[0])

@@ -20,6 +20,8 @@ from penstock.wire.slabs import SlabPool, anonymous_file, map_read_only
 from penstock.worker.spec import WorkerSpec, Wrapped
 from penstock.worker.threads import environment
 
+_MAINS = (b"__main__", b"__mp_main__")  # of a script, and of one that multiprocessing has spawned
+
 
 class Child:
     """A running worker process, as its parent holds it."""
@@ -74,7 +76,7 @@ def pack_spec(spec: WorkerSpec) -> tuple[bytes, tuple[str, str]]:
         data = pickle.dumps(spec, 5)
     except Exception as e:
         raise LoadFailed(_unsendable(spec, e), detail=repr(e)) from e
-    return data, _script() if b"__main__" in data else ("", "")
+    return data, _script() if any(name in data for name in _MAINS) else ("", "")
 
 
 def _unsendable(spec: WorkerSpec, why: Exception) -> str:

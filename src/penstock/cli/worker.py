@@ -1,0 +1,92 @@
+"""`penstock worker`: serves a model to those who ask over a Redis broker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import click
+
+from penstock.broker.address import parse
+from penstock.cli.serve import _devices, _number_or_auto, split_targets
+from penstock.config.load import load_config
+from penstock.config.schema import ModelConfig
+from penstock.errors import ConfigError, PenstockError
+from penstock.streamer.redis_workers import run_until_told, serve_queue
+from penstock.worker.spec import Wrapped
+
+SERVED = "penstock.streamer.model:served"
+
+
+def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> ModelConfig:
+    """The configuration of the one model. `sets`: KEY=VALUE with the keys of `[models.NAME]`. Raises ConfigError."""
+    toml, models = split_targets((target,))
+    if toml is not None:
+        raise ConfigError(f"a worker serves one model: name app.py:obj or pkg.mod:obj instead of {toml}")
+    ((name, found),) = models.items()
+    config = load_config(
+        None, env={}, sets=[f"models.{name}.{text}" for text in sets], base={"models": {name: {**found, **keys}}}
+    )
+    return config.models[name]
+
+
+@click.command()
+@click.argument("target", metavar="TARGET")
+@click.option(
+    "--redis",
+    default="localhost:6379",
+    envvar="PENSTOCK_REDIS",
+    metavar="BROKER",
+    help="host:port, redis://, rediss:// or unix:// [localhost:6379]. PENSTOCK_REDIS shows a password to fewer eyes.",
+)
+@click.option("--prefix", default="", help="Keeps models apart that share a broker; that of the RedisStreamer.")
+@click.option("--workers", callback=_number_or_auto, metavar="N|auto", help="Loaded copies of the model [1].")
+@click.option("--devices", callback=_devices, metavar="D,D", help="Devices for them in turn, such as cuda:0,cuda:1.")
+@click.option("--max-batch-size", callback=_number_or_auto, metavar="N|auto", help="Most items in a batch.")
+@click.option(
+    "--lease",
+    type=click.FloatRange(min=0.1),
+    default=10.0,
+    metavar="SECONDS",
+    help="A worker silent for so long is dead: another runs what it had [10].",
+)
+@click.option(
+    "--drain",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    metavar="SECONDS",
+    help="Longest wait for answers at the end.",
+)
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set any key of [models.NAME].")
+def worker(
+    target: str, redis: str, prefix: str, lease: float, drain: float, sets: tuple[str, ...], **flags: Any
+) -> None:
+    """Serve a model to RedisStreamers, over a Redis broker.
+
+    TARGET is app.py:obj or pkg.mod:obj: a ManagedModel, or what `penstock serve` takes.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    keys: dict[str, Any] = {"instances": flags["workers"], "devices": flags["devices"]}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if flags["max_batch_size"] is not None:
+        keys["batching"] = {"max_batch_size": flags["max_batch_size"]}
+    try:
+        config = build_config(target, keys, sets)
+        broker = parse(redis)
+
+        def ready() -> None:
+            click.echo(f"penstock worker: {target} serves {broker.name} prefix='{prefix}'")
+
+        def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
+            wrapped = Wrapped(config.target, SERVED)
+            return serve_queue(config, wrapped, redis, prefix, lease_s=lease, drain_s=drain, stop=stop, on_ready=ready)
+
+        run_until_told(serve)
+    except PenstockError as e:
+        click.echo(f"penstock: {e}", err=True)
+        if e.detail:
+            click.echo(e.detail, err=True)
+        sys.exit(1)
