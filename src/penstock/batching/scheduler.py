@@ -87,13 +87,6 @@ class Scheduler:
         """Most rows of a batch; while an out-of-memory is remembered, batches are smaller (`explain`)."""
         return self._max_batch_size
 
-    @max_batch_size.setter
-    def max_batch_size(self, rows: int) -> None:
-        if rows < 1:
-            raise ValueError(f"max_batch_size must be at least 1, found {rows}")
-        self._max_batch_size = rows
-        self._resize()
-
     @property
     def max_queue(self) -> int:
         """Most rows that may wait. A smaller one drops nothing: it refuses until there is room."""

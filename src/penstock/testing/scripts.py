@@ -20,7 +20,7 @@ from penstock.errors import QueueFull
 TICK = 2.0**-12
 """All times of a script are multiples of it, so that adding and doubling them is exact."""
 
-Kind = Literal["offer", "cancel", "ok", "failed", "oom", "died", "lost", "up", "down", "wake", "late", "resize"]
+Kind = Literal["offer", "cancel", "ok", "failed", "oom", "died", "lost", "up", "down", "wake", "late"]
 
 
 Decision = tuple[float, *tuple[object, ...]]
@@ -70,8 +70,8 @@ def random_setup(rng: Random, steps: int = 60) -> Setup:
     def step() -> Step:
         pick, ticks = rng.randrange(1000), rng.randint(0, 2 * pace) if rng.random() < 0.7 else 0
         if rng.random() < trouble:
-            kind: Kind = rng.choice(("cancel", "failed", "oom", "died", "lost", "up", "down", "late", "resize"))
-            return Step(kind, ticks, pick, rows=rng.choice((1, 2, 5, 8, 16)))
+            kind: Kind = rng.choice(("cancel", "failed", "oom", "died", "lost", "up", "down", "late"))
+            return Step(kind, ticks, pick)
         if rng.random() < 0.6:
             return Step(
                 "offer",
@@ -189,8 +189,6 @@ class Player:
             self.advance(self.scheduler.wake_at)
         elif step.kind == "up" and self.down:
             self.up(self.down[step.pick % len(self.down)])
-        elif step.kind == "resize":
-            self.scheduler.max_batch_size = step.rows
         elif step.kind == "down" and len(self.on_slot) > len(self.down):
             self.die(
                 [n for n in self.on_slot if n not in self.down][step.pick % (len(self.on_slot) - len(self.down))],

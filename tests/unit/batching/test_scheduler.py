@@ -248,16 +248,17 @@ def test_a_split_request_whose_time_is_over_is_told_when_its_running_part_is_bac
     assert b.told == [Expire(1, "timeout")]
 
 
-def test_a_smaller_maximum_cuts_what_waits(bench: Make) -> None:
-    b = bench(slots=0)
-    b.offer(1, rows=4)
-    b.scheduler.max_batch_size = 3
-    b.scheduler.slot_up(0, b.now)
-    assert b.poll() == [[1]]
+def test_a_lower_ceiling_cuts_what_waits(bench: Make) -> None:
+    b = bench()
+    b.offer(1)
+    b.poll()
+    b.offer(2, rows=4)
+    b.complete(1, oom=(4, 3))
+    assert b.poll() == [[2]]
     assert b.sent[0].rows == 3
-    b.complete(1)
-    assert b.poll() == [[1]]
-    assert b.complete(2) == [1]
+    b.complete(2)
+    assert b.poll() == [[2]]
+    assert b.complete(3) == [2]
 
 
 # ---- death
