@@ -101,7 +101,7 @@ class Management(Protocol):
         ...
 
     async def scale(self, model: str, version: str | None, instances: int) -> None:
-        """Raises ModelNotFound, BadRequest, LoadFailed; nothing has changed then."""
+        """Raises ModelNotFound, BadRequest, Conflict, LoadFailed; nothing has changed then."""
         ...
 
     async def set_default(self, model: str, version: str) -> None:
