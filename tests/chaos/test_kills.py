@@ -70,7 +70,7 @@ async def test_workers_killed_under_load_cost_no_request_and_leave_nothing(
             answered += 1
         return answered
 
-    kills = chaos.count(10, 100)
+    kills = chaos.count(8, 100)
     async with chaos.Crowd(server, "echo", 16) as crowd:
         posting = [asyncio.create_task(bodies()) for _ in range(2)]
         for _ in range(kills):
@@ -117,7 +117,7 @@ async def test_no_worker_outlives_a_server_that_is_killed(
 async def test_sigterm_under_load_loses_no_request(
     serve: Callable[..., Any], chaos: SimpleNamespace, tmp_path: Path
 ) -> None:
-    for _ in range(chaos.count(5, 50)):
+    for _ in range(chaos.count(3, 50)):
         (tmp_path / "ran").write_bytes(b"")
         server = serve(SOURCE, "noted", "--instances", "2", "--set", "models.noted.batching.max_batch_size=2")
         workers = chaos.workers(server)
