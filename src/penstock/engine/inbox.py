@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Protocol
 
 from penstock.engine.waiters import failed
@@ -91,7 +92,8 @@ class Inbox:
     def _drain(self) -> None:
         self._rung = False  # before the deque is emptied: a request that comes now rings again
         submit = self._backend.submit
-        for model, item, caller, budget_s, priority in self._taken():
+        # those that come meanwhile wait for the next pass: what was handed over is sent in between
+        for model, item, caller, budget_s, priority in islice(self._taken(), len(self._requests)):
             try:
                 caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
             except PenstockError as e:
