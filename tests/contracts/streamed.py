@@ -1,0 +1,132 @@
+"""Models for the tests of streamers: in a module of their own, which worker processes can import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from penstock import ManagedModel
+
+
+def double(batch: list[Any]) -> list[Any]:
+    return [2 * x for x in batch]
+
+
+def sizes(batch: list[Any]) -> list[int]:
+    """How many items shared each one's batch."""
+    time.sleep(0.02)
+    return [len(batch)] * len(batch)
+
+
+def as_array(batch: list[Any]) -> Any:
+    return np.asarray(batch) * 2
+
+
+def echo(batch: list[Any]) -> list[Any]:
+    return batch
+
+
+def slow(batch: list[Any]) -> list[Any]:
+    time.sleep(0.05)
+    return batch
+
+
+def inverse(batch: list[Any]) -> list[Any]:
+    return [1 / x for x in batch]
+
+
+def nothing(batch: list[Any]) -> None: ...
+
+
+def too_few(batch: list[Any]) -> list[Any]:
+    return batch[1:]
+
+
+def by_mistake(batch: list[Any]) -> Any:
+    yield from batch
+
+
+def a_lock(batch: list[Any]) -> list[Any]:
+    return [threading.Lock() if x == "lock" else x for x in batch]
+
+
+def pids(batch: list[Any]) -> list[int]:
+    time.sleep(0.02)
+    return [os.getpid()] * len(batch)
+
+
+def hang_at_zero(batch: list[Any]) -> list[Any]:
+    if 0 in batch:
+        threading.Event().wait()
+    return batch
+
+
+def die_at_zero(batch: list[Any]) -> list[Any]:
+    if 0 in batch:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch
+
+
+async def later(batch: list[Any]) -> list[Any]:
+    return [2 * x for x in batch]
+
+
+def noted(batch: list[Any]) -> list[Any]:
+    """Writes each item into the file that it names, as (path, text)."""
+    for path, text in batch:
+        with open(path, "a") as file:
+            file.write(text)
+    time.sleep(0.1)
+    return batch
+
+
+class Times(ManagedModel):
+    """Multiplies by what it is made with."""
+
+    def init_model(self, factor: int, offset: int = 0) -> None:
+        self.model = lambda x: factor * x + offset
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [self.model(x) for x in batch]
+
+
+VISIBLE_AT_IMPORT = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+class Device(ManagedModel):
+    """Answers with its device, as its number, as the environment of its import and of its init."""
+
+    def init_model(self) -> None:
+        self.model = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        time.sleep(0.02)
+        return [(self.gpu_id, VISIBLE_AT_IMPORT, self.model)] * len(batch)
+
+
+class Made(ManagedModel):
+    """Counts in this process how many were made."""
+
+    made = 0
+
+    def init_model(self) -> None:
+        type(self).made += 1
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        return [type(self).made] * len(batch)
+
+
+class Broken(ManagedModel):
+    """Cannot be loaded until the file is there."""
+
+    def init_model(self, path: str) -> None:
+        if not os.path.exists(path):
+            raise ValueError("the weights are missing")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch

@@ -1,0 +1,450 @@
+"""What service_streamer's users rely on, and what hurt them: the same for Penstock's own names and for the old ones."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import DeadlineExceeded, ItemFailed, ModelNotReady, PenstockError, QueueFull
+from penstock.errors import BadOutput, BadRequest, LoadFailed, WorkerDied
+
+HERE = Path(__file__).parent
+COMPAT = HERE.parents[1] / "compat" / "service_streamer"
+REQUIRED = inspect.Parameter.empty
+THREADED = {"predict_function": REQUIRED, "batch_size": REQUIRED, "max_latency": 0.1, "worker_timeout": 20}
+PROCESS = {
+    "predict_function_or_model": REQUIRED, "batch_size": REQUIRED, "max_latency": 0.1, "worker_num": 1,
+    "cuda_devices": None, "model_init_args": None, "model_init_kwargs": None, "wait_for_worker_ready": False,
+    "mp_start_method": "spawn", "worker_timeout": 20,
+}  # fmt: skip
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paths() -> Iterator[None]:
+    """Lets this process and its workers find the models, and the package of the old name."""
+    with pytest.MonkeyPatch.context() as patch:
+        for path in (HERE, COMPAT):
+            patch.syspath_prepend(str(path))
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(paths: None) -> ModuleType:
+    return importlib.import_module("streamed")
+
+
+@pytest.fixture(scope="module", params=["penstock", "service_streamer"])
+def face(paths: None, request: pytest.FixtureRequest) -> ModuleType:
+    """The module that the names are imported from."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(scope="module")
+def made(paths: None) -> Iterator[dict[str, Any]]:
+    """Streamers by how they were made; those of one kind serve many tests."""
+    streamers: dict[str, Any] = {}
+    yield streamers
+    for streamer in streamers.values():
+        streamer.destroy_workers()
+
+
+def _starting(made: dict[str, Any], make: Start) -> Start:
+    def start(function: Any, *arguments: Any, **keys: Any) -> Any:
+        key = repr((make, function, arguments, keys))
+        if key not in made:
+            made[key] = make(function, *arguments, **keys)
+        return made[key]
+
+    return start
+
+
+@pytest.fixture(params=["ThreadedStreamer", "Streamer"])
+def start(made: dict[str, Any], face: ModuleType, request: pytest.FixtureRequest) -> Start:
+    """Makes streamers of one kind: `start(function, batch_size, ...)`."""
+    return _starting(made, getattr(face, request.param))
+
+
+@pytest.fixture
+def start_processes(made: dict[str, Any], face: ModuleType) -> Start:
+    return _starting(made, face.Streamer)
+
+
+@pytest.fixture(params=["ThreadedStreamer", "Streamer"])
+def make(face: ModuleType, request: pytest.FixtureRequest) -> Start:
+    """The class of one kind, for a streamer of the test's own."""
+    found: Start = getattr(face, request.param)
+    return found
+
+
+# ---- what users rely on
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("ThreadedStreamer", THREADED), ("Streamer", PROCESS)])
+def test_signatures_and_defaults_are_those_of_the_reference(
+    face: ModuleType, name: str, parameters: dict[str, Any]
+) -> None:
+    found = inspect.signature(getattr(face, name)).parameters.values()
+    assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == parameters
+
+
+def test_results_come_back_as_many_and_in_order(start: Start, models: ModuleType) -> None:
+    streamer = start(models.double, 64)
+    assert streamer.predict([1, 2, 3]) == [2, 4, 6]
+    assert streamer.predict(range(10_001)) == [2 * i for i in range(10_001)]
+    assert streamer.submit([1, 2]).result(timeout=20) == [2, 4]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda i: streamer.predict([i, -i]), range(200))) == [[2 * i, -2 * i] for i in range(200)]
+
+
+def test_a_list_is_cut_at_the_batch_size_and_calls_share_batches(start: Start, models: ModuleType) -> None:
+    streamer = start(models.sizes, 4)
+    assert max(streamer.predict(range(10))) == 4
+    with ThreadPoolExecutor(8) as pool:
+        assert max(size for [size] in pool.map(lambda i: streamer.predict([i]), range(40))) > 1
+
+
+def test_a_function_may_return_an_array_or_be_async(start: Start, models: ModuleType) -> None:
+    for function in (models.as_array, models.later):
+        assert start(function, 8).predict([1, 2]) == [2, 4]
+
+
+def test_arrays_and_bytes_of_any_size_come_back_as_they_were(start: Start, models: ModuleType) -> None:
+    big = np.arange(150_000, dtype=np.float32).reshape(300, 500)
+    arrays = start(models.echo, 4).predict([big, b"x" * 200_000, {"a": big}, "text"])
+    assert np.array_equal(arrays[0], big)
+    assert arrays[0].dtype == big.dtype
+    assert arrays[1] == b"x" * 200_000
+    assert np.array_equal(arrays[2]["a"], big)
+    assert arrays[3] == "text"
+
+
+def test_tensors_come_back_as_they_were(start: Start, models: ModuleType) -> None:
+    torch = pytest.importorskip("torch")
+    sent = [torch.arange(100_000.0).reshape(100, 1000), torch.ones(3, dtype=torch.bfloat16), torch.zeros(0)]
+    found = start(models.echo, 4).predict(sent)
+    for mine, theirs in zip(sent, found, strict=True):
+        assert theirs.dtype == mine.dtype
+        assert torch.equal(mine, theirs)
+
+
+def test_each_worker_has_a_device_of_its_own_before_the_models_module_is_imported(
+    start_processes: Start, models: ModuleType
+) -> None:
+    streamer = start_processes(models.Device, 1, worker_num=3, cuda_devices=(4, 7), wait_for_worker_ready=True)
+    with ThreadPoolExecutor(8) as pool:
+        found = {seen for [seen] in pool.map(lambda i: streamer.predict([i]), range(40))}
+    assert found == {(4, "4", "4"), (7, "7", "7")}
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") is None
+
+
+def test_a_model_is_made_with_its_arguments(start_processes: Start, models: ModuleType) -> None:
+    made = start_processes(models.Times, 8, model_init_args=[3], model_init_kwargs={"offset": 1})
+    assert made.predict([1, 2]) == [4, 7]
+
+
+def test_set_gpu_id_sets_the_environment(face: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    face.ManagedModel.set_gpu_id(5)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    assert face.ManagedModel(6).gpu_id == 6
+    assert face.ManagedModel().model is None
+
+
+def test_worker_timeout_is_a_built_in_timeout_error(start: Start, models: ModuleType) -> None:
+    streamer = start(models.slow, 1, worker_timeout=0.3)
+    streamer._wait_for_worker_ready(20)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        streamer.predict(range(20))
+    assert 0.2 < time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_other_start_methods_are_taken_with_a_warning(face: ModuleType, models: ModuleType, method: str) -> None:
+    with pytest.warns(RuntimeWarning, match="see nothing that this process has changed"):
+        streamer = face.Streamer(models.double, 4, mp_start_method=method)
+    streamer.destroy_workers()
+    with pytest.raises(ValueError, match="mp_start_method"):
+        face.Streamer(models.double, 4, mp_start_method="thread")
+
+
+# ---- what hurt them
+
+
+def test_pain_1_an_exception_or_a_dead_worker_ends_nothing_but_its_own_call(
+    start_processes: Start, models: ModuleType
+) -> None:
+    streamer = start_processes(models.inverse, 8)
+    with pytest.raises(ItemFailed, match="ZeroDivisionError: division by zero") as caught:
+        streamer.predict([1, 0])
+    assert "return [1 / x for x in batch]" in str(caught.value.__cause__)
+    found = streamer.predict([2, 0, 4], return_exceptions=True)
+    assert [found[0], found[2]] == [0.5, 0.25]
+    assert isinstance(found[1], ItemFailed)
+    assert streamer.predict([4]) == [0.25]
+    mortal = start_processes(models.die_at_zero, 8)
+    with pytest.raises(WorkerDied):
+        mortal.predict([0])
+    assert mortal.predict([1]) == [1]
+
+
+def test_pain_2_a_lone_request_is_not_held_for_max_latency(start: Start, models: ModuleType) -> None:
+    streamer = start(models.double, 64, 30)
+    streamer._wait_for_worker_ready()
+    assert streamer.predict([1]) == [2]
+    with ThreadPoolExecutor(32) as pool:
+        assert len(list(pool.map(lambda i: streamer.predict([i]), range(320)))) == 320
+    assert streamer.predict([1]) == [2]  # each within worker_timeout, which is less than max_latency
+
+
+def test_pain_3_an_init_model_that_raises_is_told_at_once_and_tried_again(
+    start_processes: Start, face: ModuleType, models: ModuleType, tmp_path: Path
+) -> None:
+    arguments = {"model_init_args": [str(tmp_path / "weights")]}
+    with pytest.raises(LoadFailed, match="ValueError: the weights are missing") as caught:
+        face.Streamer(models.Broken, 8, wait_for_worker_ready=True, **arguments)
+    assert "in init_model" in str(caught.value.__cause__)
+    streamer = start_processes(models.Broken, 8, **arguments)
+    with pytest.raises(LoadFailed, match="the weights are missing") as caught:
+        streamer.predict([1])
+    assert "in init_model" in str(caught.value.__cause__)
+    (tmp_path / "weights").touch()
+    for _ in range(1000):
+        try:
+            assert streamer.predict([1]) == [1]
+            break
+        except LoadFailed:
+            time.sleep(0.01)
+    else:
+        pytest.fail("it was not loaded again")
+
+
+def test_pain_4_a_call_that_timed_out_leaves_nothing_behind(start: Start, models: ModuleType, tmp_path: Path) -> None:
+    streamer = start(models.noted, 1, worker_timeout=0.15)
+    streamer._wait_for_worker_ready(20)
+    file = str(tmp_path / "ran")
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(streamer.predict, [(file, "x")]) for _ in range(8)]
+        timed_out = sum(isinstance(call.exception(20), TimeoutError) for call in calls)
+    assert timed_out >= 5
+    assert streamer.submit([(file, "last")]).result(20)
+    assert Path(file).read_text().count("x") <= 8 - timed_out + 2, "more was run than what ran, or was sent ahead"
+    assert streamer.predict([]) == []
+    assert streamer._portal._life.backend._engine.reading().models[0].in_flight == 0
+
+
+def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: ModuleType) -> None:
+    streamer = start(models.double, 4)
+    future = streamer.submit([1, 2])
+    assert isinstance(future, face.Future)
+    assert isinstance(future, concurrent.futures.Future)
+    told = threading.Event()
+    future.add_done_callback(lambda _: told.set())
+    assert future.result(20) == future.result() == [2, 4]
+    assert future.done() is True
+    assert future.exception() is None
+    assert told.wait(5)
+    assert not future.cancel()
+    assert isinstance(streamer.submit([None]).exception(20), ItemFailed)
+    assert streamer.submit([]).result(0) == []
+
+    async def awaited() -> list[Any]:
+        return [*await streamer.submit([3]), *await streamer.apredict([4, 5])]
+
+    assert asyncio.run(awaited()) == [6, 8, 10]
+
+
+def test_pain_7_a_forked_child_has_workers_of_its_own(start: Start, models: ModuleType) -> None:
+    streamer = start(models.pids, 4)
+    [mine] = streamer.predict([1])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.warns(RuntimeWarning, match="workers of its own"):
+                [theirs] = streamer.predict([1])
+            code = 0 if theirs not in (mine, os.getppid()) else 2
+            streamer.destroy_workers()
+        finally:
+            os._exit(code)
+    os.close(write)
+    assert os.read(read, 1) == b""  # its end
+    os.close(read)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert streamer.predict([1]) == [mine]
+
+
+def test_pain_9_queues_are_bounded_and_calls_have_deadlines_and_priorities(start: Start, models: ModuleType) -> None:
+    streamer = start(models.slow, 1, max_queue=4, slo_s=30)
+    streamer._wait_for_worker_ready()
+    futures = [streamer.submit([i]) for i in range(20)]
+    refused = [f for f in futures if isinstance(f.exception(20), QueueFull)]
+    assert 10 <= len(refused) <= 16
+    assert streamer.predict(range(10)) == list(range(10)), "a call is not refused for its size"
+    running = streamer.submit([0])
+    late = streamer.submit([1], deadline=0.01)
+    assert isinstance(late.exception(20), DeadlineExceeded)
+    with pytest.raises(TimeoutError):
+        streamer.predict([1, 2], deadline=0.05)
+    assert running.result(20) == [0]
+    assert streamer.predict([5], priority=2) == [5]
+    with pytest.raises(ValueError, match="priority"):
+        streamer.predict([5], priority=-1)
+    assert streamer.statistics()["slots"] == 1
+
+
+def test_pain_9_nothing_is_loaded_that_is_not_used() -> None:
+    code = "import sys, service_streamer as s; s.Streamer, s.ThreadedStreamer; print(*sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(COMPAT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert not {"redis", "tqdm", "torch", "gevent", "uvicorn", "starlette"} & set(done.stdout.split())
+
+
+def test_pain_10_this_process_never_holds_a_managed_model(start_processes: Start, models: ModuleType) -> None:
+    assert start_processes(models.Made, 4).predict([1]) == [1]
+    assert models.Made.made == 0
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("nothing", "returned a NoneType, expected a list"),
+        ("too_few", "returned 2 results for 3 items"),
+        ("by_mistake", r"returned a generator, expected a list of results: write return list"),
+    ],
+)
+def test_a_wrong_return_is_told_to_those_who_were_in_the_batch(
+    start: Start, models: ModuleType, function: str, error: str
+) -> None:
+    streamer = start(getattr(models, function), 8)
+    for _ in range(2):
+        with pytest.raises(BadOutput, match=error):
+            streamer.predict([1, 2, 3])
+
+
+def test_what_cannot_be_pickled_is_named(start_processes: Start, face: ModuleType, models: ModuleType) -> None:
+    with pytest.raises(LoadFailed, match="the target, a function, cannot be sent"):
+        face.Streamer(lambda batch: batch, 4)
+    with pytest.raises(LoadFailed, match=r"model_init_kwargs, a dict, cannot be sent .*generator"):
+        face.Streamer(models.Times, 4, model_init_kwargs={"factor": (x for x in ())})
+    streamer = start_processes(models.a_lock, 4)
+    found = streamer.predict([1, threading.Lock(), "lock", 2], return_exceptions=True)
+    assert [found[0], found[3]] == [1, 2]
+    assert isinstance(found[1], BadRequest)
+    assert "the item is a lock that cannot be pickled" in str(found[1])
+    assert isinstance(found[2], BadOutput)
+    assert "the model returned a lock that cannot be pickled" in str(found[2])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"batch_size": 0}, {"batch_size": -1}, {"batch_size": 2.0}, {"batch_size": True}, {"max_latency": -1},
+        {"worker_timeout": 0}, {"max_queue": 0}, {"slo_s": 0}, {"timeout_s": -1},
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_by_name(make: Start, models: ModuleType, keys: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"{next(iter(keys))}: expected"):
+        make(models.double, **{"batch_size": 4, **keys})
+
+
+def test_wrong_arguments_of_processes_are_refused_by_name(face: ModuleType, models: ModuleType) -> None:
+    with pytest.raises(ValueError, match="worker_num: expected 1 or more, found 0"):
+        face.Streamer(models.double, 4, worker_num=0)
+    with pytest.raises(ValueError, match="cuda_devices: expected numbers such as 0, found 'gpu'"):
+        face.Streamer(models.double, 4, cuda_devices=["gpu"])
+    with pytest.raises(TypeError, match="expected a function of a list"):
+        face.Streamer("predict", 4)
+
+
+def test_one_input_in_place_of_a_list_is_refused(start: Start, models: ModuleType) -> None:
+    streamer = start(models.double, 4)
+    for one in ("text", b"bytes", {"a": 1}):
+        with pytest.raises(TypeError, match=r"expected a list of inputs.*write predict\(\[x\]\)"):
+            streamer.predict(one)
+    with pytest.raises(TypeError):
+        streamer.submit(5)
+
+
+def test_a_cancelled_future_is_not_run_or_not_answered(start: Start, models: ModuleType, tmp_path: Path) -> None:
+    streamer = start(models.noted, 1)
+    streamer._wait_for_worker_ready()
+    file = str(tmp_path / "ran")
+    running = streamer.submit([(file, "a")])
+    waiting = [streamer.submit([(file, "b")]) for _ in range(4)]
+    assert waiting[-1].cancel()
+    while not os.path.exists(file):
+        time.sleep(0.001)
+    assert running.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        running.result(20)
+    done, _ = concurrent.futures.wait([running, *waiting], timeout=20)
+    assert len(done) == 5
+    assert not waiting[0].cancel(), "it is answered"
+    assert Path(file).read_text() == "abbb"
+
+
+def test_a_coroutine_that_is_cancelled_leaves_the_queue(start: Start, models: ModuleType, tmp_path: Path) -> None:
+    streamer = start(models.noted, 1)
+    streamer._wait_for_worker_ready()
+    file = str(tmp_path / "ran")
+
+    async def scenario() -> None:
+        calls = [asyncio.ensure_future(streamer.apredict([(file, letter)])) for letter in "abcd"]
+        await asyncio.sleep(0.05)
+        calls[3].cancel()
+        await asyncio.gather(*calls[:3])
+        with pytest.raises(TimeoutError):
+            await streamer.apredict([(file, "x")], deadline=0.05)
+        found = await streamer.apredict([(file, "e"), 5], return_exceptions=True)
+        assert isinstance(found[1], PenstockError)
+
+    asyncio.run(scenario())
+    assert "d" not in Path(file).read_text()
+
+
+def test_a_streamer_that_was_destroyed_says_so(make: Start, models: ModuleType) -> None:
+    with make(models.double, 4) as streamer:
+        future = streamer.submit([1])
+    assert future.result(0) == [2], "what was accepted is answered"
+    streamer.destroy_workers()
+    for call in (streamer.predict, streamer.submit):
+        with pytest.raises(ModelNotReady, match="the streamer is closed"):
+            call([1])
+
+
+def test_a_streamer_may_be_destroyed_while_it_loads(make: Start, models: ModuleType) -> None:
+    began = time.monotonic()
+    make(models.double, 4).destroy_workers()
+    assert time.monotonic() - began < 5
+
+
+def test_a_worker_that_hangs_is_replaced(start: Start, models: ModuleType) -> None:
+    streamer = start(models.hang_at_zero, 1, worker_timeout=0.2)
+    streamer._wait_for_worker_ready(20)
+    hanging = streamer.submit([0])
+    with pytest.raises(TimeoutError):
+        streamer.predict([1])
+    assert isinstance(hanging.exception(20), WorkerDied)
+    assert streamer.submit([1]).result(20) == [1]
