@@ -66,6 +66,9 @@ class Link:
         try:
             if not connection.is_connected:
                 await connection.connect()
+                # without a password, a broker that wants one takes offence at the size of a command, and says no more
+                await connection.send_command("PING", check_health=False)
+                await connection.read_response()
                 self.connects += 1
             await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
             replies = []

@@ -17,6 +17,7 @@ class RedisStreamer(_Streamer):
     `redis_broker` is "host:port" or a URL (`redis://user:password@host:6379/0`, `rediss://`, `unix://`). `prefix` is
     that of the workers. `worker_timeout` bounds `predict`, and `submit` waits for `timeout_s` unless it is given a
     deadline. `max_queue`: items that may wait or run, of all callers of the broker together; one more is QueueFull.
+    A connection that was lost is tried again for `patience_s` before those who wait are told.
     Raises ConfigError for an address that is none.
     """
 
@@ -28,11 +29,12 @@ class RedisStreamer(_Streamer):
         worker_timeout: float | None = 20,
         timeout_s: float = 3600.0,
         max_queue: int = 65_536,
+        patience_s: float = 10.0,
     ) -> None:
         parse(redis_broker)
 
         def make() -> _Backend:
-            return _Backend(redis_broker, prefix, max_queue=max_queue, timeout_s=timeout_s)
+            return _Backend(redis_broker, prefix, max_queue=max_queue, timeout_s=timeout_s, patience_s=patience_s)
 
         super().__init__(Portal(make=make, lazy=True), f"redis:{prefix}", worker_timeout)
 

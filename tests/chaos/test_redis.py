@@ -1,0 +1,350 @@
+"""The faults of a Redis broker: nothing hangs, nothing is silent, and what can be answered is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, PenstockError, QueueFull, WorkerDied
+from penstock.streamer.redis import RedisStreamer
+
+QUEUE = "penstock:{}:queue"
+APP = """
+    import os, time
+
+    def echo(items):
+        time.sleep(0.005)
+        return items
+
+    def slow(items):
+        time.sleep(0.5)
+        return items
+
+    def poison(items):
+        for item in items:
+            if item == "poison":
+                os.kill(os.getppid(), 9)
+                os.kill(os.getpid(), 9)
+        return items
+"""
+
+
+class WorkerProcess:
+    """A real `penstock worker`."""
+
+    def __init__(self, folder: Path, target: str, broker: str, *options: str, wait: bool = True) -> None:
+        self._log = (folder / f"worker-{time.monotonic_ns()}.log").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli.main", "worker", f"app.py:{target}", "--redis", broker, *options],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        if wait:
+            assert "serves" in self.process.stdout.readline(), self.said()
+
+    def said(self) -> str:
+        return os.pread(self._log.fileno(), 2**20, 0).decode()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """The exit status after a signal. Its own processes are gone then, too."""
+        children = []
+        if self._log.closed:
+            return self.process.returncode
+        if self.process.poll() is None:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.send_signal(number)
+        try:
+            self.process.wait(20)
+        finally:
+            self.process.kill()
+            self.process.communicate()
+            self._log.close()
+        assert not psutil.wait_procs(children, timeout=10)[1]
+        return self.process.returncode
+
+
+@pytest.fixture
+def worker(tmp_path: Path, redis_server: Any) -> Iterator[Callable[..., WorkerProcess]]:
+    """Starts workers: `worker("echo", "--workers", "2")`."""
+    (tmp_path / "app.py").write_text(textwrap.dedent(APP))
+    workers: list[WorkerProcess] = []
+
+    def start(target: str = "echo", *options: str, broker: str = "", wait: bool = True) -> WorkerProcess:
+        fast = ["--lease", "1", "--max-batch-size", "8", *options]
+        workers.append(WorkerProcess(tmp_path, target, broker or redis_server.address, *fast, wait=wait))
+        return workers[-1]
+
+    yield start
+    for one in workers:
+        one.end()
+
+
+@pytest.fixture
+def streamer(redis_server: Any) -> Iterator[Callable[..., RedisStreamer]]:
+    made: list[RedisStreamer] = []
+
+    def make(broker: str = "", **keywords: Any) -> RedisStreamer:
+        made.append(RedisStreamer(broker or redis_server.address, **keywords))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one._portal.close(0.0)
+
+
+def runs(redis: Any) -> None:
+    """Returns when a worker has taken something."""
+    from redis.exceptions import ResponseError
+
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            if redis.ask.xpending(QUEUE, "workers")["pending"]:
+                return
+        except ResponseError:
+            pass  # there is no queue yet
+        time.sleep(0.01)
+    raise AssertionError("waited in vain")
+
+
+class Crowd:
+    """Threads that ask for numbers in a loop; each answer must be its own number, or an error."""
+
+    def __init__(self, streamer: RedisStreamer, threads: int = 8) -> None:
+        self.right, self.wrong, self.errors = 0, [], []
+        self._streamer, self._going, self._lock = streamer, True, threading.Lock()
+        self._pool = ThreadPoolExecutor(threads)
+        self._work = [self._pool.submit(self._ask, n * 10**6) for n in range(threads)]
+
+    def _ask(self, number: int) -> None:
+        while self._going:
+            number += 1
+            try:
+                answer = self._streamer.predict([number])
+            except PenstockError as e:
+                with self._lock:
+                    self.errors.append(e)
+                time.sleep(0.05)
+                continue
+            with self._lock:
+                if answer == [number]:
+                    self.right += 1
+                else:
+                    self.wrong.append((number, answer))
+
+    def answered(self, more: int = 50) -> None:
+        """Returns when so many more right answers have come."""
+        target, end = self.right + more, time.monotonic() + 30
+        while self.right < target:
+            assert time.monotonic() < end, ("waited in vain", self.right, target, self.errors[-3:])
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._going = False
+        for work in self._work:
+            work.result(60)
+        self._pool.shutdown()
+        assert not self.wrong
+
+
+def test_without_redis_the_error_is_clear_and_comes_at_once(streamer, redis_server):
+    redis_server.kill()
+    started = time.monotonic()
+    with pytest.raises(BrokerUnavailable, match=r"at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
+        streamer().predict([1])
+    assert time.monotonic() - started < 5
+
+
+def test_a_worker_waits_for_redis_and_serves_when_it_is_there(worker, streamer, redis_server):
+    redis_server.kill()
+    worker("echo")
+    redis_server.start()
+    assert streamer().predict([1, 2]) == [1, 2]
+
+
+def test_a_wrong_password_is_told_at_once_without_showing_it(worker, streamer, run_redis):
+    redis = run_redis("--requirepass", "right")
+    broker = f"redis://:wr0ng@{redis.address}"
+    with pytest.raises(ConfigError, match="refuses the user or password") as caught:
+        streamer(broker).predict([1])
+    assert "wr0ng" not in str(caught.value)
+    one = worker("echo", broker=broker)
+    assert one.process.wait(10) == 1
+    assert "refuses the user or password" in one.said()
+    assert "wr0ng" not in one.said()
+    with pytest.raises(ConfigError, match="refuses the user or password"):
+        streamer(redis.address).predict([1])
+    right = f"redis://:right@{redis.address}/3"
+    worker("echo", broker=right)
+    assert streamer(right).predict([7]) == [7]
+
+
+def test_a_redis_that_is_killed_and_started_again_costs_time_only(worker, streamer, redis_server):
+    worker("echo", "--workers", "2")
+    crowd = Crowd(streamer())
+    crowd.answered()
+    redis_server.kill()
+    time.sleep(0.5)
+    redis_server.start()
+    crowd.answered(200)
+    crowd.stop()
+    assert not crowd.errors
+
+
+def test_a_redis_that_stays_away_is_told_to_those_who_wait(worker, streamer, redis_server):
+    worker("slow")
+    one = streamer(patience_s=1.0)
+    future = one.submit(["waits"])
+    runs(redis_server)
+    redis_server.kill()
+    with pytest.raises(BrokerUnavailable, match="cannot be reached"):
+        future.result(10)
+    with pytest.raises(BrokerUnavailable, match="cannot be reached"):
+        one.predict([1])
+    redis_server.start()
+    assert one.predict([2]) == [2]
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", "CLIENT PAUSE"])
+def test_a_redis_that_pauses_for_five_seconds_loses_nothing(worker, streamer, redis_server, how, chaos):
+    worker("echo", "--lease", "10")
+    crowd = Crowd(streamer())
+    crowd.answered()
+    pause_s = 5 if how == "SIGSTOP" else chaos.count(1, 5)
+    if how == "SIGSTOP":
+        redis_server.signal(signal.SIGSTOP)
+        time.sleep(pause_s)
+        redis_server.signal(signal.SIGCONT)
+    else:
+        redis_server.ask.client_pause(pause_s * 1000)
+    crowd.answered(200)
+    crowd.stop()
+    assert not crowd.errors
+
+
+def test_a_redis_that_is_emptied_loses_nothing(worker, streamer, redis_server, chaos):
+    worker("echo", "--workers", "2")
+    one = streamer()
+    crowd = Crowd(one)
+    crowd.answered()
+    for _ in range(chaos.count(2, 20)):
+        redis_server.ask.flushall()
+        crowd.answered(20)
+    crowd.stop()
+    assert not crowd.errors
+    assert one.statistics()["waiting"] == 0
+
+
+def test_connections_that_are_cut_lose_nothing(worker, streamer, redis_server, chaos):
+    worker("echo", "--workers", "2")
+    crowd = Crowd(streamer())
+    crowd.answered()
+    for _ in range(chaos.count(5, 50)):
+        redis_server.ask.client_kill_filter(_type="normal", skipme=True)
+        crowd.answered(20)
+    crowd.stop()
+    assert not crowd.errors
+
+
+def test_a_redis_without_memory_refuses_new_requests_and_still_takes_answers(worker, streamer, redis_server):
+    worker("slow")
+    one = streamer()
+    future = one.submit(["x" * 1000])
+    runs(redis_server)
+    redis_server.ask.config_set("maxmemory", 1)
+    with pytest.raises(QueueFull, match="no memory left"):
+        one.predict(["y"])
+    assert future.result(10) == ["x" * 1000]
+    redis_server.ask.config_set("maxmemory", 0)
+    assert one.predict(["z"]) == ["z"]
+
+
+def test_a_worker_that_is_killed_costs_its_requests_a_lease(worker, streamer, chaos):
+    crowd_of = streamer(worker_timeout=60)
+    living = worker("echo")
+    crowd = Crowd(crowd_of)
+    crowd.answered()
+    for _ in range(chaos.count(2, 20)):
+        following = worker("echo")
+        living.end(signal.SIGKILL)
+        living = following
+        crowd.answered(50)
+    crowd.stop()
+    assert not crowd.errors
+
+
+def test_what_killed_two_workers_is_not_run_again(worker, streamer, redis_server):
+    one = streamer(worker_timeout=60)
+    future = one.submit(["poison"])
+    for _ in range(2):
+        assert worker("poison", wait=False).process.wait(20) == -signal.SIGKILL
+    worker("poison")
+    with pytest.raises(WorkerDied, match="2 workers died"):
+        future.result(20)
+    assert one.predict(["good"]) == ["good"]
+    assert redis_server.ask.xlen("penstock:{}:dead") == 1
+
+
+def test_without_a_worker_the_caller_is_told_in_time(streamer):
+    with pytest.raises(DeadlineExceeded):
+        streamer(worker_timeout=0.3).predict([1])
+
+
+def test_workers_end_in_order_and_leave_nothing(worker, streamer, redis_server):
+    first = worker("echo", "--workers", "2")
+    one = streamer()
+    assert one.predict(list(range(100))) == list(range(100))
+    assert first.end() == 0
+    one.close()
+    assert redis_server.ask.keys("*") == []
+
+
+def test_data_of_another_program_under_the_same_keys_is_told(worker, streamer, redis_server):
+    redis_server.ask.set(QUEUE, "other")
+    with pytest.raises(ConfigError, match="another prefix"):
+        streamer().predict([1])
+    assert worker("echo").process.wait(10) == 1
+
+
+def test_memory_is_bounded_when_callers_do_not_read(worker, redis_server):
+    """A client that stops reading its answers leaves them in the broker, until they expire."""
+    worker("echo")
+
+    async def ask_and_leave() -> None:
+        from penstock.broker.client import BrokerClient
+        from penstock.types import Item
+
+        client = BrokerClient(redis_server.address)
+        for n in range(100):
+            client.submit("m", None, Item(n), lambda result: None)
+        await asyncio.to_thread(runs, redis_server)
+        for task in client._tasks:
+            task.cancel()
+        await asyncio.gather(*client._tasks, return_exceptions=True)
+        await client._out.close()
+        await client._in.close()
+
+    asyncio.run(ask_and_leave())
+    end = time.monotonic() + 20
+    while redis_server.ask.xlen(QUEUE) and time.monotonic() < end:
+        time.sleep(0.02)
+    (replies,) = redis_server.ask.keys("penstock:{}:replies:*")
+    assert 0 < redis_server.ask.ttl(replies) <= 120
+    (sent,) = redis_server.ask.keys("penstock:{}:sent:*")
+    assert 0 < redis_server.ask.ttl(sent) <= 60
