@@ -20,6 +20,7 @@ from penstock.errors import BadOutput, BadRequest, PenstockError, from_code, pla
 from penstock.types import BatchPart, Item, ItemResult, Ready
 from penstock.wire import frames
 from penstock.wire.slabs import Slab, SlabPool
+from penstock.wire.tensors import dumps
 
 LARGE_BYTES = 64 * 2**10
 _SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR = 1, 2, 3, 4, 5
@@ -132,7 +133,7 @@ class Outbox:
             large.append(raw)
             return False
 
-        data = pickle.dumps(value, 5, buffer_callback=in_band)
+        data = dumps(value, in_band)
         if not large and len(data) <= LARGE_BYTES:
             return Ext(_PICKLE, data)
         return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self.put(raw) for raw in large]]))
@@ -145,7 +146,7 @@ class Outbox:
             sendable: list[object] = []
             for value in values:
                 try:
-                    pickle.dumps(value, 5, buffer_callback=lambda _: False)
+                    dumps(value, lambda _: False)
                     sendable.append(value)
                 except Exception as e:
                     sendable.append(refuse(value, e))
