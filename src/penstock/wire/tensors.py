@@ -21,7 +21,7 @@ def dumps(value: object, buffer_callback: Callable[[pickle.PickleBuffer], object
         return pickle.dumps(value, 5, buffer_callback=buffer_callback)
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 5, buffer_callback=buffer_callback)
-    pickler.dispatch_table = ChainMap({torch.Tensor: _reduced}, copyreg.dispatch_table)
+    pickler.dispatch_table = ChainMap[Any, Any]({torch.Tensor: _reduced}, copyreg.dispatch_table)
     pickler.dump(value)
     return file.getvalue()
 
