@@ -144,7 +144,6 @@ class Report:
         A row is INVALID when a run of it was no measurement (see `closed_loop.wrk`); no target is met by it.
         """
         self._results.append({**cell, "runs": runs})
-        first = next(iter(self._columns))
         shown = [k for k in self._columns if any(k in s for samples in runs.values() for s in samples)]
         if any(s.get("errors") for samples in runs.values() for s in samples):
             shown.append("errors")
@@ -158,7 +157,7 @@ class Report:
             row = [str(v) for v in cell.values()] + [name]
             for key in shown:
                 values = [s[key] for s in samples if key in s]
-                row.append(spread(values) if key == first else number(statistics.median(values)) if values else "-")
+                row.append(spread(values) if key == shown[0] else number(statistics.median(values)) if values else "-")
             if invalid := [s["under_way"] for s in samples if s.get("invalid")]:
                 row.append(f"INVALID: {number(min(invalid))} requests under way")
             elif base in runs:

@@ -1,0 +1,372 @@
+"""What does a streamer make of an application: behind web servers, with futures, for lone calls, with large arrays?
+
+The same application (`streamer_app.py`) runs with `penstock` and with service_streamer 0.1.2, in batches of 64, both
+at their defaults unless a row says otherwise. Tables 1 to 3 are those that service_streamer's authors published. Their
+device is simulated (one call at a time, t(n) = 77 ms + 1.16 ms n); beside it stands the BERT of
+`examples/bert_infilling` on the processor, one thread a worker. `--only 1,3` picks tables; `--memory` makes a million
+calls and looks at the memory instead; `--gpu` takes the architecture of BERT-base on a GPU instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures as futures_of
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import harness
+from harness import Runs, Sample
+from streamer_programs import Calls, Failed, Program, Web
+
+PEER = "service_streamer"
+STARTS = 3  # programs that come up at the same time
+KINDS = ("threaded", "process", "redis")
+BEST_OF_S = (0.001, 0.002, 0.005, 0.010)  # waits of service_streamer, where it is to be at its best
+FORM = ("application/x-www-form-urlencoded", b"s=Happy+birthday+to+%5BMASK%5D.")
+IMAGE = (
+    "multipart/form-data; boundary=edge",
+    b'--edge\r\nContent-Disposition: form-data; name="file"; filename="cat.jpg"\r\n'
+    b"Content-Type: image/jpeg\r\n\r\n" + bytes(range(256)) * 200 + b"\r\n--edge--\r\n",
+)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+class Key(NamedTuple):
+    """Whose samples they are. Those without a kind belong to every kind, those without workers to every number."""
+
+    who: str
+    kind: str = ""
+    workers: int = 0
+
+
+Contenders = dict[Key, tuple[Callable[[], Program], Callable[[Any], Sample]]]
+
+
+class Bench:
+    """One run of the benchmark: what was asked for, and the report."""
+
+    def __init__(self, options: argparse.Namespace, report: harness.Report) -> None:
+        self.options = options
+        self.report = report
+        self.seconds: int = options.seconds
+        self.libraries = ("penstock", *options.peers)
+
+    def measure(self, contenders: Contenders, rounds: int | None = None) -> dict[Key, list[Sample]]:
+        """Samples of all, in interleaved rounds. A peer that does not start is told, and has none."""
+        rounds = rounds or self.options.rounds
+        programs: dict[Key, Program] = {}
+        with contextlib.ExitStack() as stack:
+            with futures_of.ThreadPoolExecutor(STARTS) as starts:
+                making = {key: starts.submit(make) for key, (make, _) in contenders.items()}
+            for key, made in making.items():
+                if made.exception() is None:
+                    programs[key] = stack.enter_context(made.result())
+            for key in contenders.keys() - programs.keys():
+                if key.who not in self.options.peers or not isinstance(making[key].exception(), Failed):
+                    making[key].result()
+                print(making[key].exception(), flush=True)
+                self.report.section(f"Not measured: {' '.join(map(str, key))} did not start.")
+            runs = {key: functools.partial(contenders[key][1], program) for key, program in programs.items()}
+            found = harness.interleave(rounds, runs)
+            for program in programs.values():
+                if program.failure:
+                    self.report.section(f"Failed: {program.failure}")
+        return {key: found.get(key, [{}] * rounds) for key in contenders}
+
+    def show(self, cell: Mapping[str, Any], found: Mapping[Key, list[Sample]], base: str = "penstock") -> None:
+        """Rows for each kind and number of workers, each time with those who belong to all."""
+        groups = dict.fromkeys((key.kind, key.workers) for key in found if key.kind)
+        for kind, workers in groups:
+            runs: Runs = {}
+            for key, samples in found.items():
+                if key.kind in ("", kind) and key.workers in (0, workers):
+                    runs[key.who] = samples
+            more = {"workers": workers} if workers else {}
+            self.report.add({**cell, "streamer": kind, **more}, runs, base=base)
+
+    def ratio(self, found: Mapping[Key, list[Sample]], one: Key, other: Key, key: str = "rate") -> list[float]:
+        """One's value over the other's, round by round; nothing if one of them was not measured."""
+        ours, theirs = found.get(one, []), found.get(other, [])
+        if any(sample.get("invalid") for sample in (*ours, *theirs)):
+            return []
+        return [a[key] / b[key] for a, b in zip(ours, theirs, strict=False) if key in a and b.get(key)]
+
+    def models(self, *names: str) -> tuple[str, ...]:
+        return ("bert_base",) if self.options.gpu else names
+
+    def spec(self, model: str) -> dict[str, Any]:
+        """What else a program with this model is told: threads and devices."""
+        if model == "bert_base":
+            return {"devices": list(range(self.options.gpu))}
+        return {"env": ONE_THREAD} if model == "bert" else {}
+
+
+def web(
+    library: str, kind: str, model: str, connections: int, seconds: int, *, server: str = "flask", **spec: Any
+) -> tuple[Callable[[], Program], Callable[[Web], Sample]]:
+    """A web server in front of a model, and one run of `wrk` on it."""
+    content_type, body = IMAGE if model == "vision" else FORM
+    told = {"library": library, "kind": kind, "model": model, **spec}
+    make = functools.partial(Web, server, told, body=body, content_type=content_type)
+    if kind == "direct":
+        return make, lambda program: program.run_anew(connections, seconds)
+    return make, lambda program: program.run(connections, seconds)
+
+
+def calls(
+    library: str,
+    kind: str,
+    model: str,
+    what: str,
+    seconds: float,
+    arguments: Mapping[str, Any] | None = None,
+    **spec: Any,
+) -> tuple[Callable[[], Program], Callable[[Calls], Sample]]:
+    """A program with a streamer in it, and one run of calls."""
+    make = functools.partial(Calls, "calls", {"library": library, "kind": kind, "model": model, **spec})
+    return make, lambda program: program.run(what, seconds, seconds=seconds, **(arguments or {}))
+
+
+# ---- the tables
+
+
+def web_servers(bench: Bench) -> None:
+    """1: a web server in front of one device."""
+    bench.report.section("## 1. Flask, `wrk -c 128`, one device")
+    for model in bench.models("device", "bert"):
+        naive_s = bench.seconds * (7 if model == "device" else 1)  # its requests take 10 s each
+        contenders: Contenders = {Key("naive"): web("penstock", "direct", model, 128, naive_s, **bench.spec(model))}
+        for kind in KINDS:
+            for library in bench.libraries:
+                contenders[Key(library, kind)] = web(library, kind, model, 128, bench.seconds, **bench.spec(model))
+        found = bench.measure(contenders)
+        bench.show({"model": model}, found)
+        if model == "device":
+            for kind, least in (("threaded", 16), ("process", 25), ("redis", 25)):
+                times = bench.ratio(found, Key("penstock", kind), Key("naive"))
+                bench.report.target(f"{kind} behind Flask: x naive", times, least=least)
+
+
+def gevent_servers(bench: Bench) -> None:
+    """2: one greenlet a connection, and several devices behind them."""
+    bench.report.section("## 2. gevent's server, 512 connections, 1, 2 and 4 devices")
+    contenders: Contenders = {}
+    for kind in KINDS[1:]:
+        for workers in (1, 2, 4):
+            for library in bench.libraries:
+                made = web(library, kind, "device", 512, bench.seconds + 1, server="gevent", workers=workers)
+                contenders[Key(library, kind, workers)] = made
+    bench.show({"model": "device"}, bench.measure(contenders))
+
+
+def futures(bench: Bench) -> None:
+    """3: one item a call, results asked for later, no web server."""
+    bench.report.section("## 3. Futures, beside the model alone in a loop of full batches")
+    for model in bench.models("accelerator", "bert"):
+        spec = bench.spec(model)
+        contenders: Contenders = {Key("loop"): calls("penstock", "direct", model, "loop", bench.seconds, **spec)}
+        for kind in KINDS:
+            for workers in (1, 2, 4) if kind != "threaded" else (1,):
+                for library in bench.libraries:
+                    made = calls(library, kind, model, "futures", bench.seconds, workers=workers, **spec)
+                    contenders[Key(library, kind, workers)] = made
+        found = bench.measure(contenders)
+        bench.show({"model": model}, found)
+        if model == "accelerator":
+            for kind in KINDS:
+                of_loop = bench.ratio(found, Key("penstock", kind, 1), Key("loop"))
+                bench.report.target(f"futures, {kind}, 1 worker: part of the loop", of_loop, least=0.97)
+            for kind, least in (("process", 3.8), ("redis", 3.6)):
+                scale = bench.ratio(found, Key("penstock", kind, 4), Key("penstock", kind, 1))
+                bench.report.target(f"futures, {kind}: 4 workers x 1 worker", scale, least=least)
+
+
+def vision(bench: Bench) -> None:
+    """4: a device with room for 64 images, and more who ask."""
+    bench.report.section(
+        "## 4. Vision: Flask, images of 51 KB, t(n) = 11 ms + 3.25 ms n, room for 64 images on the device"
+    )
+    contenders: Contenders = {
+        Key(f"naive, {n} connections"): web("penstock", "direct", "vision", n, bench.seconds + 1) for n in (64, 128)
+    }
+    for kind in KINDS:
+        for library in bench.libraries:
+            contenders[Key(library, kind)] = web(library, kind, "vision", 128, bench.seconds + 1)
+    found = bench.measure(contenders)
+    bench.show({"connections": 128}, found)
+    errors = [sample["errors"] for sample in found[Key("naive, 128 connections")]]
+    bench.report.target("vision, naive at 128: errors", errors, least=1)
+    for kind in KINDS:
+        times = bench.ratio(found, Key("penstock", kind), Key("naive, 64 connections"))
+        bench.report.target(f"vision, {kind} at 128: x naive at 64", times, least=3.6)
+
+
+def lone(bench: Bench) -> None:
+    """5a: one call at a time."""
+    bench.report.section("## 5. No web server: lone calls, many callers, large arrays")
+    for model in ("no-op", "accelerator"):
+        one = {"threads": 1, "items": 1}
+        contenders: Contenders = {Key("model alone"): calls("penstock", "direct", model, "callers", 1, one)}
+        for kind in KINDS:
+            for library in bench.libraries:
+                contenders[Key(library, kind)] = calls(library, kind, model, "callers", 1, one)
+        found = bench.measure(contenders)
+        latencies = {k: [{n: v for n, v in s.items() if n != "rate"} for s in samples] for k, samples in found.items()}
+        bench.show({"calls": "lone", "model": model}, latencies, base="")
+        for kind, most in (("threaded", 1), ("process", 1), ("redis", 2)):
+            pairs = zip(found[Key("penstock", kind)], found[Key("model alone")], strict=True)
+            more = [ours["p50_ms"] - alone["p50_ms"] for ours, alone in pairs if ours]
+            bench.report.target(f"lone call, {model}, {kind}: p50 ms above the model alone", more, most=most)
+
+
+def crowds(bench: Bench) -> None:
+    """5b: many callers of a model that does nothing, one item each, and Redis with all that it can take."""
+    for kind, of_default, of_best in (("threaded", 20.0, 1.3), ("process", 20.0, 1.3), ("redis", 20.0, 2.0)):
+        found = against_best(bench, kind, "no-op", {"threads": 32, "items": 1})
+        bench.show({"calls": "32 callers", "model": "no-op"}, found)
+        what = f"32 callers, {kind}: x {PEER}"
+        ours = Key("penstock", kind)
+        bench.report.target(f"{what} at its defaults", bench.ratio(found, ours, Key(PEER, kind)), least=of_default)
+        bench.report.target(f"{what} at its best", bench.ratio(found, ours, best(found)), least=of_best)
+    contenders: Contenders = {
+        Key(library, "redis"): calls(library, "redis", "no-op", "futures", bench.seconds) for library in bench.libraries
+    }
+    found = bench.measure(contenders)
+    bench.show({"calls": "futures", "model": "no-op"}, found)
+    times = bench.ratio(found, Key("penstock", "redis"), Key(PEER, "redis"))
+    bench.report.target(f"futures, redis, no-op: x {PEER}", times, least=2)
+
+
+def arrays(bench: Bench) -> None:
+    """5c: arrays of 600 KB through worker processes; 16 callers with 4 each, a full batch."""
+    crowd = {"threads": 16, "items": 4}
+    found = against_best(bench, "process", "first number", crowd, floats=150_000)
+    bench.show({"calls": "arrays of 600 KB", "model": "first number"}, found)
+    times = bench.ratio(found, Key("penstock", "process"), best(found))
+    bench.report.target(f"arrays of 600 KB, process: x {PEER} at its best", times, least=5)
+
+
+def against_best(bench: Bench, kind: str, model: str, crowd: dict[str, int], **spec: Any) -> dict[Key, list[Sample]]:
+    """Samples of callers: Penstock at its defaults, the peer at its own, and with the wait that was best in a trial."""
+    tried = {
+        Key(f"{PEER}, {wait_s * 1e3:g} ms", kind): calls(
+            PEER, kind, model, "callers", 1, crowd, max_latency=wait_s, **spec
+        )
+        for wait_s in (BEST_OF_S if PEER in bench.libraries else ())
+    }
+    rates = {key: samples[0].get("rate", 0.0) for key, samples in bench.measure(tried, rounds=1).items()}
+    contenders: Contenders = {
+        Key(library, kind): calls(library, kind, model, "callers", 1, crowd, **spec) for library in bench.libraries
+    }
+    if rates:
+        fastest = max(rates, key=rates.__getitem__)
+        contenders[fastest] = tried[fastest]
+    return bench.measure(contenders)
+
+
+def best(found: Mapping[Key, list[Sample]]) -> Key:
+    """The peer with the wait that was best for it, which comes last."""
+    return list(found)[-1]
+
+
+def processors(bench: Bench) -> None:
+    """6: more workers than processors."""
+    bench.report.section("## 6. Models on the processor: 1 and 4 worker processes, threads as each library leaves them")
+    for model in ("matmul", "bert"):
+        contenders: Contenders = {}
+        for workers in (1, 4):
+            for library in bench.libraries:
+                made = calls(library, "process", model, "futures", bench.seconds, workers=workers)
+                contenders[Key(library, "process", workers)] = made
+        found = bench.measure(contenders)
+        bench.show({"model": model}, found)
+        scale = bench.ratio(found, Key("penstock", "process", 4), Key("penstock", "process", 1))
+        bench.report.target(f"{model}: 4 worker processes x 1", scale, least=1)
+
+
+def memory(bench: Bench, count: int) -> None:
+    """The memory of the program, its workers and its broker, after a tenth of the calls and after all of them."""
+    bench.report.section(f"## {count:,} calls, one in a hundred given up at once")
+    for kind in KINDS:
+        contenders: Contenders = {}
+        for library in bench.libraries:
+            make = functools.partial(Calls, "calls", {"library": library, "kind": kind, "model": "no-op"})
+            contenders[Key(library, kind)] = make, lambda program: growth(program, count)
+        found = bench.measure(contenders)
+        bench.show({}, found)
+        grown = [sample["grown_mb"] for sample in found[Key("penstock", kind)] if "grown_mb" in sample]
+        bench.report.target(f"{kind}, {count:,} calls: MB grown after the first tenth", grown, most=20)
+
+
+def growth(program: Calls, count: int) -> Sample:
+    first = program.run("submits", 60, count=count // 10)
+    before = program.memory_bytes()
+    rest = program.run("submits", 600, count=count - count // 10)
+    if not first or not rest:
+        return {}
+    return {"rate": rest["rate"], "given_up": rest["given_up"], "grown_mb": (program.memory_bytes() - before) / 1e6}
+
+
+TABLES = {
+    "1": (web_servers,),
+    "2": (gevent_servers,),
+    "3": (futures,),
+    "4": (vision,),
+    "5": (lone, crowds, arrays),
+    "6": (processors,),
+}
+COLUMNS = {
+    "rate": "items/s",
+    "mean_ms": "mean ms",
+    "p50_ms": "p50 ms",
+    "p99_ms": "p99 ms",
+    "given_up": "given up",
+    "grown_mb": "MB grown",
+}
+
+
+def gpus() -> int:
+    """How many GPUs torch sees; 0 without torch."""
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count()
+
+
+def arguments() -> argparse.Namespace:
+    """Those of every benchmark, and `only`, `memory` (how many calls, 0 for none), `gpu` (how many are there)."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", default=",".join(TABLES))
+    parser.add_argument("--memory", type=int, nargs="?", const=1_000_000, default=0)
+    parser.add_argument("--gpu", action="store_true")
+    ours, sys.argv[1:] = parser.parse_known_args()
+    options = harness.options(__doc__, seconds=2, peers=(PEER,))
+    options.only = ours.only.split(",")
+    if unknown := set(options.only) - set(TABLES):
+        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
+    options.memory = ours.memory
+    options.gpu = gpus() if ours.gpu else 0
+    if ours.gpu and not options.gpu:
+        raise SystemExit("not measured: torch sees no GPU here")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    report = harness.Report(__file__, __doc__, options, COLUMNS, ("redis", "flask", "gevent", "numpy"))
+    bench = Bench(options, report)
+    if options.memory:
+        memory(bench, options.memory)
+    else:
+        for number in ("1", "3") if options.gpu else options.only:
+            for table in TABLES[number]:
+                table(bench)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
