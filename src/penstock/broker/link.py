@@ -156,8 +156,8 @@ def _connection(address: Address) -> Any:
             retry=Retry(NoBackoff(), 0),  # who calls knows what may be asked again
             socket_timeout=None,
             socket_connect_timeout=5.0,
-            socket_keepalive=True,
             health_check_interval=0,
+            **({} if address.url.startswith("unix:") else {"socket_keepalive": True}),
         )
         return pool.make_connection()
     except Exception as e:
