@@ -16,25 +16,38 @@ log = logging.getLogger("penstock.broker")
 class Entry:
     """One value on its way. `id` is the place that the broker gave it in the queue."""
 
-    __slots__ = ("call", "ends_s", "id", "index", "number", "payload", "priority")
+    __slots__ = ("call", "id", "index", "number", "payload")
 
-    def __init__(self, number: int, call: Call, index: int, payload: bytes, ends_s: float, priority: int) -> None:
+    def __init__(self, number: int, call: Call, index: int, payload: bytes) -> None:
         self.number = number
         self.call = call
         self.index = index
         self.payload = payload
-        self.ends_s = ends_s  # on the loop's clock
-        self.priority = priority
         self.id: bytes | None = None
 
 
 class Call:
-    """One request of a caller: its entries, and how far its answer has come. `on_left`: the caller waits no more."""
+    """One request of a caller: its entries, and how far its answer has come.
 
-    __slots__ = ("_many", "_missing", "_on_left", "entries", "sink", "timer", "values")
+    `ends_s`, on the loop's clock: the caller waits no longer; `due`: that is a deadline of its own. `on_left` is called
+    when it waits no more before its answer is whole.
+    """
 
-    def __init__(self, sink: Sink, many: bool, size: int, on_left: Callable[[Call], None]) -> None:
+    __slots__ = ("_many", "_missing", "_on_left", "due", "ends_s", "entries", "priority", "sink", "timer", "values")
+
+    def __init__(
+        self,
+        sink: Sink,
+        many: bool,
+        size: int,
+        *,
+        ends_s: float,
+        due: bool,
+        priority: int,
+        on_left: Callable[[Call], None],
+    ) -> None:
         self.sink: Sink | None = sink
+        self.ends_s, self.due, self.priority = ends_s, due, priority
         self.values: list[Any] = [None] * size
         self.entries: list[Entry] = []
         self.timer: asyncio.TimerHandle | None = None

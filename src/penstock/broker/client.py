@@ -119,10 +119,17 @@ class BrokerClient:
             )
         if len(self._entries) + len(values) > self.max_queue:
             raise QueueFull(f"{len(self._entries)} of {self.max_queue} items wait: try again later")
-        call = Call(sink, item.many, len(values), self._left)
-        ends = self._loop.time() + budget
+        call = Call(
+            sink,
+            item.many,
+            len(values),
+            ends_s=self._loop.time() + budget,
+            due=budget_s is not None,
+            priority=min(max(priority, 0), 255),
+            on_left=self._left,
+        )
         for index, value in enumerate(values):
-            self._add(call, index, value, ends, min(max(priority, 0), 255))
+            self._add(call, index, value)
         self._counts["requests"] += len(values)
         if not call.entries:  # none of them can be sent
             self._loop.call_soon(call.finish)
@@ -137,7 +144,7 @@ class BrokerClient:
             self._watch = self._loop.call_later(WATCH_S, self._look)
         return call
 
-    def _add(self, call: Call, index: int, value: Any, ends_s: float, priority: int) -> None:
+    def _add(self, call: Call, index: int, value: Any) -> None:
         try:
             payload = encode(value)
             if self._bytes + len(payload) > self._max_bytes:
@@ -148,7 +155,7 @@ class BrokerClient:
             call.put(index, e)
             return
         self._numbers += 1
-        entry = Entry(self._numbers, call, index, payload, ends_s, priority)
+        entry = Entry(self._numbers, call, index, payload)
         self._bytes += len(payload)
         self._entries[entry.number] = entry
         call.entries.append(entry)
@@ -219,11 +226,12 @@ class BrokerClient:
         arguments: list[Any] = [self._parcels, KEEP_S, self.max_queue]
         now = self._loop.time()
         for group in parcel.groups:
+            call = group[0].call
+            budget_ms = min(max(int((call.ends_s - now) * 1000), 0), MAX_BUDGET_MS)
             arguments.append(len(group))
-            for e in group:
-                budget_ms = min(max(int((e.ends_s - now) * 1000), 0), MAX_BUDGET_MS)
-                arguments.append(write(Head(VERSION, self.id, e.number, budget_ms, e.priority)))
-                arguments.append(e.payload)
+            for entry in group:
+                arguments.append(write(Head(VERSION, self.id, entry.number, budget_ms, call.priority, call.due)))
+                arguments.append(entry.payload)
         while True:
             try:
                 told = await self._out.run(SUBMIT, (self._queue, self._sent), arguments)

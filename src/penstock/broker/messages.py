@@ -22,13 +22,18 @@ Number = Annotated[int, Meta(ge=0)]
 
 
 class Head(Struct, array_like=True, frozen=True):
-    """Who asks, and how long they wait: `budget_ms` from the time that the broker gave the entry its id."""
+    """Who asks, and how long they wait: `budget_ms` from the time that the broker gave the entry its id.
+
+    `due`: that is a deadline of the caller's own, by which requests may be put in order; else it is only the longest
+    wait, and their order is that of their coming.
+    """
 
     version: int
     client: ClientId
     number: Number
     budget_ms: Annotated[int, Meta(ge=0, le=MAX_BUDGET_MS)]
     priority: Annotated[int, Meta(ge=0, le=255)] = 0
+    due: bool = False
 
 
 class Fault(Struct, array_like=True, frozen=True):

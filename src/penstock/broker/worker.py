@@ -108,6 +108,7 @@ class BrokerWorker:
         self._room = hearing.changed
         self._written = asyncio.Event()
         self._empty = asyncio.Event()
+        self._is_away = False
         self._clock_s = 0.0  # the broker's clock - ours
         self._counts = dict.fromkeys(("taken", "answered", "expired", "inherited", "dead_letters", "released"), 0)
 
@@ -181,13 +182,22 @@ class BrokerWorker:
             except (BrokerUnavailable, QueueFull) as e:
                 fresh = True
                 if not (isinstance(e, Refused) and e.word in ("NOGROUP", "UNBLOCKED")):  # else the broker was emptied
-                    log.warning("read_failed broker=%s retry_in_s=%g error=%s", self.address.name, pause, e)
+                    self._away(e)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_S[1])
                 continue
             pause = RETRY_S[0]
+            self._away(None)
             for id, fields in found[0][1] if found else ():
                 self._take(id, fields)
+
+    def _away(self, error: PenstockError | None) -> None:
+        """Tells once that the broker is away, and once that it is back."""
+        if error is not None and not self._is_away:
+            log.warning("broker_away broker=%s error=%s: it is tried again until it is back", self.address.name, error)
+        elif error is None and self._is_away:
+            log.warning("broker_back broker=%s", self.address.name)
+        self._is_away = error is not None
 
     def _places(self) -> int:
         """How many more entries may be taken: a batch for each instance that is up, and one ahead of it."""
@@ -238,7 +248,12 @@ class BrokerWorker:
             return
         try:
             self._backend.submit(
-                self._model, None, Item(payload, CODEC), lease, budget_s=left_s, priority=head.priority
+                self._model,
+                None,
+                Item(payload, CODEC),
+                lease,
+                budget_s=left_s if head.due else None,
+                priority=head.priority,
             )
         except (ModelNotReady, QueueFull):  # no instance is up any more
             self._release(lease)
@@ -285,7 +300,7 @@ class BrokerWorker:
                     await self._write()
                     pause = RETRY_S[0]
                 except (BrokerUnavailable, QueueFull) as e:
-                    log.warning("write_failed broker=%s retry_in_s=%g error=%s", self.address.name, pause, e)
+                    log.debug("write_failed broker=%s retry_in_s=%g error=%s", self.address.name, pause, e)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, RETRY_S[1])
                 self._room.set()

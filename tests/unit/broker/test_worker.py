@@ -47,13 +47,24 @@ async def test_requests_are_run_in_the_order_of_their_coming(work, asker, redis_
         return items
 
     client = asker()
-    answers = []
-    for n in range(20):
-        answers.append(client.put(n))
-        await until(lambda n=n: redis_server.ask.xlen(QUEUE) == n + 1)
-    await work(note, batch=4)
+    answers = [client.put(n) for n in range(20)]
+    await until(lambda: redis_server.ask.xlen(QUEUE) == 20)
+    await work(note, batch=1)
     await asyncio.gather(*answers)
     assert seen == list(range(20))
+
+
+async def test_those_with_an_earlier_deadline_of_their_own_go_first(work, asker, redis_server, until):
+    gate = Gate()
+    client = asker()
+    await work(gate, batch=8)
+    running = client.put("running")
+    await until(lambda: gate.batches)
+    answers = [client.put("late", budget_s=19), client.put("early", budget_s=18)]
+    await until(lambda: redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 3)
+    gate.opened.set()
+    await asyncio.gather(running, *answers)
+    assert gate.batches == [["running"], ["early", "late"]]
 
 
 async def test_a_worker_reads_one_batch_ahead_and_leaves_the_rest_to_others(work, asker, redis_server, until):
