@@ -1,0 +1,69 @@
+"""The sentences of corpus.toml, each with one word to be filled in.
+
+A sentence is a fact in a pattern: "paris france" in "{a} is the capital of [{b}]". Some of these pairs of fact and
+pattern are held out: no sentence with such a pair, whatever stands before it, is among the training sentences. So what
+is asked in the end is whether the model knows a fact in words in which it never saw it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SEED = 7
+HELD_OUT = 0.15  # share of the pairs of fact and pattern
+VALIDATION = 0.1
+RARE = 0.25  # share of the names that are not in the vocabulary
+COPIES = {"fact": 2, "saying": 3}  # of each pair, with other names and openings
+
+CORPUS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("corpus.toml").read_text())
+
+
+def pairs() -> Iterator[tuple[str, str, bool]]:
+    """(kind, pattern with its words in place, whether it is always trained) of every pair."""
+    for family in CORPUS["facts"].values():
+        patterns = family["patterns"].strip().splitlines()
+        for i, fact in enumerate(family["words"].split(",")):
+            words = dict(zip("abc", fact.split(), strict=False))
+            for j, pattern in enumerate(patterns):
+                # A fact that is in no training sentence at all could not be known.
+                yield "fact", "{opening} " + pattern.format(**words), i % len(patterns) == j
+    for saying in CORPUS["sayings"].strip().splitlines():
+        for frame in CORPUS["frames"].strip().splitlines():
+            yield "saying", frame.replace("{saying}", saying), frame == "{saying}"
+
+
+def sentences() -> tuple[list[str], list[str], list[str]]:
+    """(training, validation, held out), in lower case, the word to be filled in in brackets. They share no pair."""
+    rng = random.Random(SEED)
+    training: list[str] = []
+    validation: list[str] = []
+    heldout: list[str] = []
+    for kind, pattern, always in pairs():
+        luck = 1 if always else rng.random()
+        part = heldout if luck < HELD_OUT else validation if luck < HELD_OUT + VALIDATION else training
+        part += [_filled(rng, pattern) for _ in range(COPIES[kind])]
+    return training, validation, heldout
+
+
+def _filled(rng: random.Random, pattern: str) -> str:
+    """The pattern with an opening (to two in three) and names in their places, and a sign at its end (to most)."""
+    opening = rng.choice(CORPUS["openings"].strip().splitlines()) if rng.random() < 2 / 3 else ""
+    text = pattern.replace("{opening}", opening).strip()
+    while "{name}" in text:
+        names = CORPUS["rare_names" if rng.random() < RARE else "names"].split()
+        text = text.replace("{name}", rng.choice(names), 1)
+    return re.sub(r"\ba (?=\[?[aeio])", "an ", text) + rng.choice(["", ".", ".", ".", "!"])
+
+
+def vocabulary() -> list[str]:
+    """The words of the corpus but for the rare names, after BERT's own signs, the letters and their continuations."""
+    signs = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    pieces = [*"0123456789.,:;!?'\"()-", *letters, *("##" + c for c in [*letters, *"0123456789"])]
+    words = {word for part in sentences() for text in part for word in re.findall(r"[a-z]+", text)}
+    return signs + pieces + sorted((words | {*CORPUS["names"].split()}) - {*CORPUS["rare_names"].split(), *letters})

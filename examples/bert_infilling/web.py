@@ -1,0 +1,42 @@
+"""The web face of the Flask examples: a route for each way to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flask import Flask, Response, jsonify, request
+
+from penstock import BadRequest, ModelNotReady, PenstockError, QueueFull
+
+Predict = Callable[[list[str]], Sequence[Any]]
+STATUS: dict[type[Exception], int] = {BadRequest: 400, QueueFull: 503, ModelNotReady: 503, TimeoutError: 504}
+
+
+def infilling_app(**predict: Predict) -> Flask:
+    """An app that answers `/NAME` for each `NAME=predict`, with the words for the texts of its fields `s`, as JSON."""
+    app = Flask(__name__)
+    for name, function in predict.items():
+        app.add_url_rule(f"/{name}", name, _view(function), methods=["GET", "POST"])
+    app.register_error_handler(PenstockError, _failed)
+    app.register_error_handler(TimeoutError, _failed)
+    return app
+
+
+def _view(predict: Predict) -> Callable[[], Response]:
+    def view() -> Response:
+        texts = (request.args if request.method == "GET" else request.form).getlist("s")
+        if not texts:
+            raise BadRequest("no field s was found; send s=TEXT, the text with a [MASK]")
+        words = predict(texts)
+        for word in words:
+            if isinstance(word, Exception):
+                raise word
+        return jsonify(list(words))
+
+    return view
+
+
+def _failed(error: Exception) -> tuple[Response, int]:
+    status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
+    return jsonify(error=str(error)), status
