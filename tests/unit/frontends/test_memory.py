@@ -39,6 +39,6 @@ async def test_a_closed_connection_is_freed_without_the_garbage_collector(use, l
                     await client.head()
                 await client.close()
             await wait_until(lambda: not listener.server.connections)
-            assert not [o for o in gc.get_objects() if isinstance(o, Connection)]
+            assert not [o for o in gc.get_objects() if type(o) is Connection]
         finally:
             gc.enable()
