@@ -264,7 +264,7 @@ class _Life:
         native.start_thread(self._main, make, name="penstock-portal")
         self._started.acquire()
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # the frames of the other thread tell nothing
 
     def _main(self, make: Callable[[], PortalBackend]) -> None:
         self._thread = native.thread_id()
@@ -299,9 +299,12 @@ class _Life:
         except RuntimeError:  # the loop is closed: nothing is left to be taken back
             pass
 
+    def on_loop(self) -> bool:
+        return native.thread_id() == self._thread
+
     def not_on_loop(self) -> None:
         """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""
-        if native.thread_id() == self._thread:
+        if self.on_loop():
             raise RuntimeError(
                 "a call that blocks was made on the thread of the answers, where it would wait for itself"
             )
@@ -357,7 +360,9 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     for portal in list(_PORTALS):
-        if portal._pid == os.getpid():
+        life = portal._life
+        # uWSGI may end on any thread: on the portal's own nothing is waited for, and workers end with their sockets
+        if portal._pid == os.getpid() and not (life is not None and life.on_loop()):
             portal._close(1.0, Waiter())
 
 

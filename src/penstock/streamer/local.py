@@ -12,8 +12,8 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.portal import Portal
 from penstock.streamer.base import _Streamer, in_worker
 from penstock.streamer.pool import Pool
-from penstock.transports.launch import pack_spec
-from penstock.worker.spec import WorkerSpec, Wrapped
+from penstock.transports.launch import pack_target
+from penstock.worker.spec import Wrapped
 
 MAX_QUEUE = 65_536  # items: a loop of many thousands of `submit` needs no other bound
 NEVER_S = 1e7  # without `timeout_s`: a future may wait for as long as it takes
@@ -56,13 +56,21 @@ class _LocalStreamer(_Streamer):
             run_timeout_s=NEVER_S if worker_timeout is None else HANGS * worker_timeout,
         )
         config = ModelConfig(target=name, batching=batching, **keys)
-        target = Wrapped(given, WRAPPER, arguments or {})
+        target: Any = Wrapped(given, WRAPPER, arguments or {})
         if config.transport == "process":
-            pack_spec(WorkerSpec(name, config.version, config, target))  # what cannot be sent is refused here
+            target = pack_target(target)
         sys_path = [path for path in sys.path if path]
         queued = max_queue or MAX_QUEUE
-        portal = Portal(make=lambda: Pool(name, config, target, sys_path, queued), lazy=in_worker(), word="streamer")
-        super().__init__(portal, name, worker_timeout)
+
+        def make() -> Pool:
+            if in_worker():
+                raise RuntimeError(
+                    "a worker that imports its model's module called the streamer that is made there, and would start "
+                    "workers of its own without end: make that call in a function, or under if __name__ == '__main__'"
+                )
+            return Pool(name, config, target, sys_path, queued)
+
+        super().__init__(Portal(make=make, lazy=in_worker(), word="streamer"), name, worker_timeout)
 
 
 class ThreadedStreamer(_LocalStreamer):

@@ -11,11 +11,13 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from penstock import native
 from penstock.errors import LoadFailed
 from penstock.plugins import module_name
 from penstock.wire import frames
+from penstock.wire.messages import Pickled
 from penstock.wire.slabs import SlabPool, anonymous_file, map_read_only
 from penstock.worker.spec import WorkerSpec, Wrapped
 from penstock.worker.threads import environment
@@ -72,15 +74,25 @@ def pack_spec(spec: WorkerSpec) -> tuple[bytes, tuple[str, str]]:
 
     Raises LoadFailed, naming what cannot be sent.
     """
+    data = _dumps(spec, spec.target)
+    return data, _script() if b"__main__" in data else ("", "")
+
+
+def pack_target(target: Any) -> Pickled:
+    """The target on its way to workers that start later: a module that is being imported can be sent only by the thread
+    that imports it. Raises LoadFailed, naming what cannot be sent."""
+    return Pickled(_dumps(target, target), [])
+
+
+def _dumps(value: object, target: Any) -> bytes:
     try:
-        data = pickle.dumps(spec, 5)
+        return pickle.dumps(value, 5)
     except Exception as e:
-        raise LoadFailed(_unsendable(spec, e), detail=repr(e)) from e
-    return data, _script() if any(name in data for name in _MAINS) else ("", "")
+        raise LoadFailed(_unsendable(target, e), detail=repr(e)) from e
 
 
-def _unsendable(spec: WorkerSpec, why: Exception) -> str:
-    target, arguments = spec.target, {}
+def _unsendable(target: Any, why: Exception) -> str:
+    arguments: dict[str, Any] = {}
     if isinstance(target, Wrapped):
         target, arguments = target.target, target.arguments
     for name, value in arguments.items():
@@ -112,6 +124,14 @@ def _script() -> tuple[str, str]:
     return where, name
 
 
+def _python() -> str:
+    """The interpreter, also where `sys.executable` is a server that Python is built into."""
+    if "python" in os.path.basename(sys.executable) or "pypy" in os.path.basename(sys.executable):
+        return sys.executable
+    found = os.path.join(sys.prefix, "bin", "python3")
+    return found if os.path.exists(found) else sys.executable
+
+
 def launch(
     spec: WorkerSpec, packed: tuple[bytes, tuple[str, str]], device: str, pool: SlabPool | None, reply_bytes: int
 ) -> tuple[Child, list[frames.Buffer]]:
@@ -124,7 +144,7 @@ def launch(
         pool_fd, pool_bytes = (pool.fd, pool.capacity_bytes) if pool is not None else (-1, 0)
         numbers = [os.getpid(), theirs.fileno(), pool_fd, pool_bytes, reply_fd, reply_bytes]
         process = native.popen(
-            [sys.executable, "-P", "-m", "penstock.transports.child", *map(str, numbers)],
+            [_python(), "-P", "-m", "penstock.transports.child", *map(str, numbers)],
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,
             stdin=subprocess.DEVNULL,

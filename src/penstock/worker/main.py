@@ -14,6 +14,7 @@ from penstock.errors import LoadFailed, PenstockError, describe
 from penstock.models.python import PythonModel, options_of
 from penstock.plugins import load_object, raised_at
 from penstock.types import Ready
+from penstock.wire.messages import Pickled
 from penstock.worker.loop import BatchRunner
 from penstock.worker.profile import warm_up
 from penstock.worker.spec import WorkerSpec, Wrapped
@@ -49,6 +50,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
 
 def _found(target: Any) -> Any:
     """The function, class or object that a spec's target means."""
+    if isinstance(target, Pickled):
+        return _found(target.load())
     if isinstance(target, Wrapped):
         wrap: Any = load_object(target.wrapper)
         return wrap(_found(target.target), **target.arguments)

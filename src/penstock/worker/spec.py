@@ -18,7 +18,7 @@ class Wrapped(Struct):
 
 
 class WorkerSpec(Struct):
-    """`target` is "app.py:obj", "pkg.mod:obj", the function, class or object itself, or Wrapped.
+    """`target` is "app.py:obj", "pkg.mod:obj", the function, class or object itself, Wrapped, or one of these pickled.
 
     `instances` counts all workers that the model is to have, so that threads can be shared out; the engine keeps it up
     to date. `sys_path` is put in front of the child's own.

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config.schema import ModelConfig
 from penstock.errors import LoadFailed
-from penstock.transports.launch import Child, pack_spec
+from penstock.transports.launch import Child, _python, pack_spec, pack_target
 from penstock.wire.slabs import anonymous_file, map_read_only
 from penstock.worker.spec import WorkerSpec, Wrapped
 
@@ -37,6 +37,24 @@ def test_what_cannot_be_sent_is_named(target):
 def test_an_argument_that_cannot_be_sent_is_named():
     with pytest.raises(LoadFailed, match=r"init_args, a tuple, cannot be sent to a worker process"):
         pack_spec(spec(Wrapped(os.path.join, "m:m", {"init_args": ((x for x in ()),)})))
+
+
+def test_a_target_may_be_packed_before_its_workers_start():
+    packed = pack_target(Wrapped(os.path.join, "m:m"))
+    assert packed.load().target is os.path.join
+    assert pickle.loads(pack_spec(spec(packed))[0]).target.load().target is os.path.join
+    with pytest.raises(LoadFailed, match="the target, a function, cannot be sent"):
+        pack_target(Wrapped(lambda items: items, "m:m"))
+
+
+def test_where_python_is_built_into_a_server_its_own_interpreter_runs_the_workers(monkeypatch, tmp_path):
+    assert _python() == sys.executable
+    monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert _python() == "/usr/bin/uwsgi"  # there is no other
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").touch()
+    assert _python() == str(tmp_path / "bin" / "python3")
 
 
 @pytest.fixture

@@ -1,0 +1,195 @@
+"""A streamer that a web app makes when it is imported, under servers that fork before or after that."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+APP = """
+    import json, os, time
+    import penstock
+
+    def predict(batch):
+        time.sleep(0.01)
+        return [(os.getpid(), len(batch))] * len(batch)
+
+    streamer = getattr(penstock, os.environ["KIND"])(predict, 8)
+
+    def app(environ, start_response):
+        [(worker, size)] = streamer.predict([1])
+        start_response("200 OK", [("content-type", "application/json"), ("connection", "close")])
+        return [json.dumps([os.getpid(), worker, size]).encode()]
+"""
+
+
+@contextmanager
+def served(
+    folder: Path, kind: str, *command: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes], tempfile._TemporaryFileWrapper[bytes]]]:
+    """(address, process, what it says) of a server whose command has `{socket}` where its address belongs."""
+    (folder / "app.py").write_text(textwrap.dedent(APP))
+    with socket.socket() as free, tempfile.TemporaryFile() as said:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        process = subprocess.Popen(
+            [part.replace("{socket}", address) for part in command],
+            cwd=folder,
+            env={**os.environ, "KIND": kind, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            stdout=said,
+            stderr=said,
+        )
+        try:
+            yield f"http://{address}/", process, said
+        finally:
+            process.kill()
+            process.wait()
+
+
+def ask(url: str) -> list[int]:
+    """(process of the server, process of the model, size of the batch); waits for a server that starts."""
+    end = time.monotonic() + 30
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                found: list[int] = json.load(answer)
+                return found
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def check(folder: Path, kind: str, forked: bool, together: bool, *command: str) -> None:
+    """Every process of the server answers with workers of its own, and nothing is left of it at the end.
+
+    `forked`: the app was imported before. `together`: a process takes many requests at a time.
+    """
+    with served(folder, kind, *command) as (url, process, said):
+        ask(url)
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(ask, [url] * 48))
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        text = os.pread(said.fileno(), 2**20, 0).decode()
+    workers = {server: {w for s, w, _ in answers if s == server} for server, _, _ in answers}
+    assert all(len(theirs) == 1 for theirs in workers.values())
+    assert len(set.union(*workers.values())) == len(workers), "two servers share a worker"
+    for server, (worker,) in workers.items():
+        assert (worker == server) == (kind == "ThreadedStreamer")
+    if together:
+        assert max(size for _, _, size in answers) > 1
+    assert ("starts workers of its own" in text) == forked, text
+    assert "Traceback" not in text, text
+    for worker in set.union(*workers.values()):
+        end = time.monotonic() + 5
+        while Path(f"/proc/{worker}").exists():
+            assert time.monotonic() < end, f"worker {worker} is left behind"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("preload", [False, True], ids=["imported_after_the_fork", "preload"])
+@pytest.mark.parametrize(
+    ("kind", "worker_class"),
+    [("Streamer", "sync"), ("Streamer", "gthread"), ("Streamer", "gevent"), ("ThreadedStreamer", "gevent")],
+)
+def test_gunicorn(tmp_path: Path, kind: str, worker_class: str, preload: bool) -> None:
+    command = [str(BIN / "gunicorn"), "-k", worker_class, "-w", "2", "-b", "{socket}"]
+    if worker_class == "gthread":
+        command += ["--threads", "8"]
+    if preload:
+        command.append("--preload")
+    check(tmp_path, kind, preload, worker_class != "sync", *command, "app:app")
+
+
+@pytest.mark.skipif(not (BIN / "uwsgi").exists(), reason="uWSGI is not installed: pip install pyuwsgi")
+@pytest.mark.parametrize(
+    ("kind", "flags", "forked"),
+    [
+        ("Streamer", [], True),
+        ("Streamer", ["--lazy-apps"], False),
+        ("ThreadedStreamer", ["--enable-threads", "--threads", "8"], True),
+    ],
+    ids=["forked", "lazy_apps", "threads"],
+)
+def test_uwsgi(tmp_path: Path, kind: str, flags: list[str], forked: bool) -> None:
+    command = [str(BIN / "uwsgi"), "--http-socket", "{socket}", "--module", "app:app", "--processes", "2", "--master"]
+    check(tmp_path, kind, forked, "--threads" in flags, *command, "--die-on-term", *flags)
+
+
+def test_a_gevent_program_waits_for_one_answer_and_runs_its_other_greenlets_meanwhile(tmp_path: Path) -> None:
+    program = """
+        from gevent import monkey
+        monkey.patch_all()
+        import sys, threading, time
+        import gevent
+        import penstock
+        from model import nap
+
+        def main(kind):
+            with kind(nap, 4) as streamer:
+                assert streamer.predict([1]) == [1]  # nothing else keeps the hub alive
+                ticks = []
+                def tick():
+                    while True:
+                        gevent.sleep(0.01)
+                        ticks.append(1)
+                ticking = gevent.spawn(tick)
+                calls = [gevent.spawn(streamer.predict, [i]) for i in range(12)]
+                gevent.joinall(calls, raise_error=True)
+                assert [call.value for call in calls] == [[i] for i in range(12)]
+                assert len(ticks) >= 10, len(ticks)
+                ticking.kill()
+                futures = [streamer.submit([i]) for i in range(8)]
+                assert [f.result(20) for f in futures] == [[i] for i in range(8)]
+                told = []
+                future = streamer.submit([1])
+                future.add_done_callback(lambda f: (gevent.sleep(0.01), told.append(f.result())))  # it may block
+                assert future.result(20) == [1]
+                running, waiting = streamer.submit([1]), streamer.submit([2] * 8)
+                assert waiting.cancel() and running.result(20) == [1]
+                gevent.sleep(0.05)
+                assert told == [[1]]
+                try:
+                    streamer.predict([1], deadline=0.02)
+                except TimeoutError:
+                    pass
+                else:
+                    raise AssertionError("no timeout")
+                with gevent.Timeout(0.02, False):
+                    streamer.predict([1])
+                assert streamer.predict([3]) == [3]
+            assert threading.active_count() < 10
+
+        if __name__ == "__main__":
+            main(penstock.ThreadedStreamer)
+            main(penstock.Streamer)
+            left_open = penstock.Streamer(nap, 4)
+            left_open.predict([1])
+            print("fine")
+    """
+    (tmp_path / "model.py").write_text("import time\ndef nap(batch):\n    time.sleep(0.05)\n    return batch\n")
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "fine\n", done.stderr
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
