@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from penstock.streamer.local import check_start_method, device_of
+
+PROGRAM = """
+    import os
+    import penstock
+
+    def double(batch):
+        return [2 * x for x in batch]
+
+    streamer = penstock.Streamer(double, 4)
+    if os.environ.get("AT_IMPORT"):
+        streamer.predict([1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "device"),
+    [(None, 1, "cuda:1"), ("", "0", "cuda:0"), ("2,3", 3, "cuda:1"), ("2,3", "5", "cuda:5"), ("1,0", 0, "cuda:1")],
+)
+def test_a_device_is_a_number_of_the_machine(
+    visible: str | None, given: int | str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert device_of(given) == device
+
+
+@pytest.mark.parametrize("wrong", ["cuda:0", -1, 1.5, None])
+def test_what_is_no_device_number_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="cuda_devices: expected numbers such as 0, found"):
+        device_of(wrong)  # type: ignore[arg-type]
+
+
+def test_spawn_is_what_is_done() -> None:
+    check_start_method("spawn")
+    with pytest.warns(RuntimeWarning, match="import the module of the model anew"):
+        check_start_method("fork")
+    with pytest.raises(ValueError, match="expected 'spawn', 'fork' or 'forkserver', found 'thread'"):
+        check_start_method("thread")
+
+
+@pytest.mark.parametrize("how", ["import app; print(app.streamer.predict([1]))", "-m"])
+def test_a_streamer_may_be_made_in_the_module_of_its_function(how: str, tmp_path: Path) -> None:
+    source = textwrap.dedent(PROGRAM)
+    if how == "-m":
+        source += 'if __name__ == "__main__":\n    print(streamer.predict([1]))\n'
+    (tmp_path / "app.py").write_text(source)
+    command = ["-m", "app"] if how == "-m" else ["-c", how]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "[2]\n", done.stderr
+
+
+def test_a_worker_that_would_start_workers_of_its_own_without_end_says_so(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(textwrap.dedent(PROGRAM))
+    done = subprocess.run(
+        [sys.executable, "-c", "import app"],
+        cwd=tmp_path,
+        env={**os.environ, "AT_IMPORT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "LoadFailed" in done.stderr
+    assert "would start workers of its own without end" in done.stderr.splitlines()[-1]

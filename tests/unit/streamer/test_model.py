@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.errors import BadOutput
+from penstock.streamer.model import ManagedModel, StreamerModel
+
+
+def returned(value: Any) -> Any:
+    return StreamerModel(lambda batch: value).predict([1, 2])
+
+
+def test_other_sequences_become_lists_and_what_is_none_is_left_to_be_judged() -> None:
+    assert returned(deque([1, 2])) == [1, 2]
+    assert returned(range(2)) == [0, 1]
+    array = np.zeros(2)
+    for value in ([1, 2], (1, 2), array, None, {"a": 1, "b": 2}, "ab", {1, 2}):
+        assert returned(value) is value
+
+
+def test_what_is_to_be_iterated_is_refused() -> None:
+    async def steps() -> Any:
+        yield [1]
+
+    def fails() -> Iterator[int]:
+        yield 1
+
+    for value in (fails(), steps(), iter([1])):
+        with pytest.raises(BadOutput, match=r"expected a list of results: write return list\(\.\.\.\)"):
+            returned(value)
+
+
+def test_an_async_function_is_awaited_before_it_is_judged() -> None:
+    async def predict(batch: list[Any]) -> Any:
+        return deque(batch)
+
+    assert asyncio.run(StreamerModel(predict).predict([1, 2])) == [1, 2]
+
+
+def test_a_model_is_made_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(ManagedModel):
+        def init_model(self, factor: int, *, offset: int = 0) -> None:
+            self.model = (factor, offset)
+
+        def predict(self, batch: list[Any]) -> list[Any]:
+            return [self.model, self.gpu_id]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    model = StreamerModel(Model, (2,), {"offset": 1})
+    model.load("cuda:0")
+    assert model.predict([]) == [(2, 1), 3]
+    model.load("cpu")
+    assert model.predict([]) == [(2, 1), None]
+
+
+@pytest.mark.parametrize(("visible", "number"), [("GPU-1a", "GPU-1a"), ("7", 7)])
+def test_a_device_is_named_as_its_process_sees_it(
+    visible: str, number: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Model(ManagedModel):
+        def init_model(self) -> None:
+            seen.append(self.gpu_id)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    StreamerModel(Model).load("cuda:0")
+    assert seen == [number]
+
+
+def test_what_a_managed_model_does_not_override_is_named() -> None:
+    for call in (ManagedModel().init_model, lambda: ManagedModel().predict([1])):
+        with pytest.raises(NotImplementedError, match="ManagedModel has no"):
+            call()

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.errors import ItemFailed, PenstockError, QueueFull
+from penstock.streamer.pieces import OUT, Pieces
+from penstock.types import Item, ItemResult, Sink
+
+
+class Queue:
+    """Keeps what is submitted until the test answers it."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, tuple[Item, Sink]] = {}  # by first value
+        self.budgets: list[float | None] = []
+        self.cancelled: list[int] = []
+        self.refuse: PenstockError | None = None
+
+    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Any:
+        if self.refuse is not None:
+            raise self.refuse
+        assert item.many
+        assert item.rows == len(item.payload)
+        first = item.payload[0]
+        self.waiting[first] = (item, sink)
+        self.budgets.append(budget_s)
+        queue = self
+
+        class Ticket:
+            def cancel(self) -> None:
+                queue.cancelled.append(first)
+                del queue.waiting[first]
+
+        return Ticket()
+
+    def answer(self, first: int, error: PenstockError | None = None) -> None:
+        item, sink = self.waiting.pop(first)
+        sink(ItemResult(item.payload, error=error))
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+@pytest.fixture
+def call(queue: Queue) -> Callable[..., tuple[Pieces, list[ItemResult]]]:
+    def make(count: int = 10, rows: int = 4, budget_s: float | None = None) -> tuple[Pieces, list[ItemResult]]:
+        answers: list[ItemResult] = []
+        item = Item(list(range(count)), rows=count, many=True)
+        return Pieces(queue.submit, item, answers.append, rows, budget_s, 0), answers
+
+    return make
+
+
+def test_pieces_go_two_at_a_time_and_their_answers_are_one_in_order(queue: Queue, call: Any) -> None:
+    _, answers = call()
+    assert sorted(queue.waiting) == [0, 4]
+    assert len(queue.waiting) == OUT
+    queue.answer(4)
+    assert sorted(queue.waiting) == [0, 8]
+    queue.answer(8)
+    assert not answers
+    queue.answer(0)
+    assert [a.body for a in answers] == [list(range(10))]
+
+
+def test_a_full_queue_refuses_the_call_only_when_none_of_its_pieces_is_out(queue: Queue, call: Any) -> None:
+    queue.refuse = QueueFull("full")
+    with pytest.raises(QueueFull):
+        call()
+    queue.refuse = None
+    _, answers = call()
+    queue.refuse = QueueFull("full")
+    queue.answer(0)
+    assert not answers
+    queue.answer(4)
+    assert [type(a.error) for a in answers] == [QueueFull]
+
+
+def test_what_was_refused_goes_when_another_piece_is_answered(queue: Queue, call: Any) -> None:
+    _, answers = call()
+    queue.refuse = QueueFull("full")
+    queue.answer(0)
+    queue.refuse = None
+    queue.answer(4)
+    queue.answer(8)
+    assert answers[0].body == list(range(10))
+
+
+def test_one_failed_piece_fails_the_call_and_takes_back_the_others(queue: Queue, call: Any) -> None:
+    _, answers = call()
+    late = queue.waiting[4][1]
+    queue.answer(0, ItemFailed("no"))
+    assert [type(a.error) for a in answers] == [ItemFailed]
+    assert queue.cancelled == [4]
+    late(ItemResult([]))  # it was on its way
+    assert len(answers) == 1
+
+
+def test_a_cancelled_call_takes_back_all_its_pieces_and_sends_no_more(queue: Queue, call: Any) -> None:
+    pieces, answers = call()
+    pieces.cancel()
+    assert sorted(queue.cancelled) == [0, 4]
+    assert not answers
+
+
+def test_later_pieces_have_less_time(queue: Queue, call: Any) -> None:
+    call(budget_s=5.0)
+    queue.answer(0)
+    first, _, last = queue.budgets
+    assert first is not None
+    assert last is not None
+    assert 0 < last <= first <= 5

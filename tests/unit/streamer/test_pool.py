@@ -1,0 +1,149 @@
+"""The pool on a loop, with models in threads that load when the test lets them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.errors import DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
+from penstock.streamer import pool as pools
+from penstock.streamer.pool import Pool
+from penstock.types import Item, ItemResult
+
+
+class Gated:
+    """Loads when `gate` is set; fails while `broken`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.broken = False
+        self.loads = 0
+
+    def load(self, device: str) -> None:
+        self.loads += 1
+        assert self.gate.wait(20)
+        if self.broken:
+            raise ValueError("no weights")
+
+    def predict(self, items: list[Any]) -> list[Any]:
+        return [2 * x for x in items]
+
+
+@pytest.fixture
+def model() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+async def pool(model: Gated) -> Any:
+    config = ModelConfig(target="here", transport="thread", batching=BatchingConfig(max_batch_size=4, max_queue=8))
+    made = Pool("m", config, model, [], 8)
+    yield made
+    model.gate.set()
+    await made.close(5)
+
+
+class Caller:
+    """A sink that can be awaited."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
+
+    def __call__(self, result: ItemResult) -> None:
+        self.answer.set_result(result)
+
+    async def body(self) -> Any:
+        result = await asyncio.wait_for(self.answer, 20)
+        if result.error is not None:
+            raise result.error
+        return result.body
+
+
+def many(*values: int) -> Item:
+    return Item(list(values), rows=len(values), many=True)
+
+
+async def test_requests_wait_for_the_model_and_are_run_in_their_order(pool: Pool, model: Gated) -> None:
+    callers = [Caller() for _ in range(3)]
+    tickets = [pool.submit("m", None, many(i), caller) for i, caller in enumerate(callers)]
+    assert pool.statistics("m") == {}
+    tickets[1].cancel()
+    model.gate.set()
+    await pool.ready()
+    assert await callers[0].body() == [0]
+    assert await callers[2].body() == [4]
+    assert not callers[1].answer.done()
+    assert pool.statistics("m")["slots"] == 1
+
+
+async def test_what_waits_for_the_model_is_bounded_and_has_its_deadline(pool: Pool, model: Gated) -> None:
+    first, late, gone = Caller(), Caller(), Caller()
+    pool.submit("m", None, many(1, 2, 3, 4), first)
+    pool.submit("m", None, many(5, 6), late, budget_s=0.01)
+    leaving = pool.submit("m", None, many(7, 8), gone)
+    with pytest.raises(QueueFull, match="8 of 8 items wait for the model to load"):
+        pool.submit("m", None, many(9), Caller())
+    with pytest.raises(DeadlineExceeded, match="while the model was loaded"):
+        await late.body()
+    leaving.cancel()
+    again = Caller()
+    pool.submit("m", None, many(10, 11, 12, 13), again, budget_s=10)
+    model.gate.set()
+    assert await first.body() == [2, 4, 6, 8]
+    assert await again.body() == [20, 22, 24, 26]
+    await asyncio.sleep(0)
+    assert not gone.answer.done()
+
+
+async def test_a_call_of_more_items_than_may_wait_is_sent_in_pieces(pool: Pool, model: Gated) -> None:
+    caller = Caller()
+    pool.submit("m", None, many(*range(50)), caller)
+    model.gate.set()
+    assert await caller.body() == [2 * i for i in range(50)]
+
+
+async def test_a_failed_load_is_told_to_all_and_tried_again_by_the_next_when_it_is_time(
+    pool: Pool, model: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.broken = True
+    callers = [Caller(), Caller()]
+    for caller in callers:
+        pool.submit("m", None, many(1), caller)
+    model.gate.set()
+    for caller in callers:
+        with pytest.raises(LoadFailed, match="ValueError: no weights"):
+            await caller.body()
+    assert model.loads == 1
+    with pytest.raises(LoadFailed, match="no weights") as caught:  # at once
+        pool.submit("m", None, many(1), Caller())
+    with pytest.raises(LoadFailed, match="no weights") as again:
+        pool.submit("m", None, many(1), Caller())
+    assert len(again.traceback) == len(caught.traceback), "an error that is told often does not grow"
+    assert model.loads == 1
+    model.broken = False
+    now = time.monotonic()
+    monkeypatch.setattr(pools.time, "monotonic", lambda: now + pools.FIRST_RETRY_S)
+    caller = Caller()
+    pool.submit("m", None, many(3), caller)
+    assert await caller.body() == [6]
+    assert model.loads == 2
+
+
+async def test_ready_tells_why_it_is_not(pool: Pool, model: Gated) -> None:
+    model.broken = True
+    model.gate.set()
+    with pytest.raises(LoadFailed, match="no weights"):
+        await pool.ready()
+
+
+async def test_a_pool_that_is_closed_while_it_loads_answers_who_waits(pool: Pool, model: Gated) -> None:
+    caller = Caller()
+    pool.submit("m", None, many(1), caller)
+    await pool.close(0.01)
+    with pytest.raises(ModelNotReady):
+        await caller.body()
