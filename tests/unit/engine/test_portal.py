@@ -1,21 +1,24 @@
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.portal import Portal
-from penstock.errors import ModelNotFound, ModelNotReady, PenstockError
-from penstock.types import Item
+from penstock.errors import DeadlineExceeded, ModelNotFound, ModelNotReady, PenstockError
+from penstock.types import Item, ItemResult
 
 
 def double(items: list[Any]) -> list[Any]:
@@ -77,6 +80,139 @@ def test_a_closed_portal_says_so() -> None:
     portal.close()
     with pytest.raises(ModelNotReady, match="closed"):
         portal.predict("m", [1])
+
+
+class Echo:
+    """A backend that answers when the test lets it, and counts."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Item, Any]] = []
+        self.cancelled: list[Item] = []
+        self.closed: list[float] = []
+        self.forgotten = 0
+
+    def submit(self, model: str, version: str | None, item: Item, sink: Any, **keys: Any) -> Any:
+        if model == "none":
+            raise ModelNotFound("no model is named 'none'")
+        self.asked.append((item, sink))
+        if model == "at once":
+            sink(ItemResult(item.payload))
+        return SimpleNamespace(cancel=lambda: self.cancelled.append(item))
+
+    def statistics(self, model: str) -> dict[str, object]:
+        return {"model": model}
+
+    async def close(self, drain_s: float) -> None:
+        self.closed.append(drain_s)
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.fixture
+def echo() -> Iterator[tuple[Portal, Echo]]:
+    backend = Echo()
+    with Portal(make=lambda: backend) as portal:
+        yield portal, backend
+    assert backend.closed == [30.0]
+
+
+def test_a_portal_runs_on_any_backend(echo: tuple[Portal, Echo]) -> None:
+    portal, backend = echo
+    assert portal.predict("at once", [1, 2]) == [1, 2]
+    assert portal.submit_many("at once", [3]).result(5) == [3]
+    assert portal.statistics("m") == {"model": "m"}
+    with pytest.raises(ModelNotFound):
+        portal.predict("none", [1])
+    with pytest.raises(TypeError, match="a portal of Echo loads no models"):
+        portal.load("m", config(), target=double)
+
+    async def asked(found: Any) -> int:
+        return len(found.asked)
+
+    assert portal.call(asked) == len(backend.asked) == 2
+
+
+def test_a_call_that_times_out_takes_its_request_back(echo: tuple[Portal, Echo]) -> None:
+    portal, backend = echo
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.01 s"):
+        portal.predict("m", [1], timeout_s=0.01)
+    assert portal.predict("at once", [2]) == [2]  # the late answer of the first wakes nobody
+    [(item, sink), _] = backend.asked
+    assert backend.cancelled == [item]
+    sink(ItemResult([1]))
+    assert portal.predict("at once", [3]) == [3]
+
+    async def never(_: Any) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        portal.call(never, timeout_s=0.01)
+
+
+def test_a_backend_that_cannot_be_made_says_why() -> None:
+    def broken() -> Echo:
+        raise OSError("no such place")
+
+    with pytest.raises(OSError, match="no such place"):
+        Portal(make=broken)
+    assert not [t for t in threading.enumerate() if t.name == "penstock-portal"]
+
+
+def test_a_lazy_portal_starts_with_its_first_call() -> None:
+    made: list[Echo] = []
+
+    def make() -> Echo:
+        made.append(Echo())
+        return made[-1]
+
+    portal = Portal(make=make, lazy=True)
+    assert not made
+    assert portal.predict("at once", [1]) == [1]
+    assert len(made) == 1
+    portal.close()
+    Portal(make=make, lazy=True).close()
+    assert len(made) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_whose_second_model_does_not_load_again_keeps_no_loop_of_the_first(tmp_path: Path) -> None:
+    code = """
+        import os, threading, warnings
+        from penstock import Portal
+        from penstock.config.schema import ModelConfig
+
+        class Once:
+            def load(self, device):
+                if os.getpid() != parent:
+                    raise ValueError("not here")
+            def predict(self, items):
+                return items
+
+        parent = os.getpid()
+        portal = Portal()
+        for name, target in (("good", lambda items: items), ("once", Once)):
+            portal.load(name, ModelConfig(target="here", transport="thread"), target=target)
+        child = os.fork()
+        if child == 0:
+            warnings.simplefilter("ignore")
+            told = 0
+            for _ in range(5):
+                try:
+                    portal.predict("good", [1])
+                except Exception as e:
+                    told += "not here" in str(e)
+            threads = [t.name for t in threading.enumerate() if t.name == "penstock-portal"]
+            os._exit(0 if told == 5 and not threads else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        portal.close()
+        print("fine")
+    """
+    (tmp_path / "main.py").write_text(textwrap.dedent(code))
+    done = subprocess.run(
+        [sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "fine", done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
