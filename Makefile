@@ -27,7 +27,7 @@ format: $(VENV)/.dev
 
 # BENCH="--rounds 1 --seconds 1" tries them out and keeps no results; --peers names some of the peers
 BENCHMARKS = $(shell grep -l 'Report.__file__' benchmarks/*.py)
-bench: $(VENV)/.dev wrk
+bench: $(VENV)/.dev wrk redis-server
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
 
 docs: $(VENV)/.dev

@@ -104,13 +104,15 @@ class Report:
         columns: Mapping[str, str],
         libraries: Sequence[str] = (),
         method: str | None = None,
+        part: str = "",
     ) -> None:
         """`columns`: key in a sample -> heading, for what a table shows; the first is what is compared.
 
         `libraries`: those of this environment whose versions matter besides the usual ones. `method`: how the numbers
-        come about, if not as medians of interleaved rounds.
+        come about, if not as medians of interleaved rounds. `part`: the flag that asks for this part of the question.
         """
         self._name = Path(file).stem
+        self._part = part
         self._question = doc.splitlines()[0]
         self._options = options
         self._columns = dict(columns)
@@ -194,24 +196,32 @@ class Report:
             met = found >= least if least is not None else most is not None and found <= most
         self._targets.append({"what": what, "wanted": wanted, "found": found, "met": met})
 
-    def save(self) -> None:
-        """Prints the targets, and writes `results/DATE-NAME.md` and `.json`."""
+    def save(self, whole: bool | None = None) -> None:
+        """Prints the targets, and writes `results/DATE-NAME.md` and `.json`.
+
+        `whole`: whether this is a result, if not because the rounds are enough.
+        """
         if self._targets:
             self._say("\n| wanted | | found | met |\n|---|---|---|---|")
             for t in self._targets:
                 found = "not measured" if t["found"] is None else number(t["found"], 4)
                 met = {True: "yes", False: "NO", None: "-"}[t["met"]]
                 self._say(f"| {t['what']} | {t['wanted']} | {found} | {met} |")
-        if self._options.rounds < KEPT_ROUNDS:
-            print(f"\nnot kept: a result takes {KEPT_ROUNDS} rounds")
+        if not (self._options.rounds >= KEPT_ROUNDS if whole is None else whole):
+            print(
+                "\nnot kept: a result takes all of it"
+                if whole is False
+                else f"\nnot kept: a result takes {KEPT_ROUNDS} rounds"
+            )
             return
-        flags = f"--rounds {self._options.rounds}"
+        flags = f"--{self._part} " if self._part else ""
+        flags += f"--rounds {self._options.rounds}"
         flags += f" --seconds {self._options.seconds}" if self._options.seconds else ""
         flags += f" --peers {','.join(self._options.peers)}" if self._options.peers else ""
         self._lines.append(f"\nRepeat with `python benchmarks/{self._name}.py {flags}`.")
         folder = HERE / "results"
         folder.mkdir(exist_ok=True)
-        path = folder / f"{datetime.date.today().isoformat()}-{self._name}"
+        path = folder / "-".join(filter(None, (datetime.date.today().isoformat(), self._name, self._part)))
         path.with_suffix(".md").write_text("\n".join(self._lines) + "\n")
         kept = {
             "question": self._question,

@@ -22,6 +22,8 @@ from harness import Runs, Sample
 from streamer_programs import Calls, Failed, Program, Web
 
 PEER = "service_streamer"
+MILLION = 1_000_000
+GPU_TABLES = ("1", "3")  # those with BERT in them
 STARTS = 3  # programs that come up at the same time
 KINDS = ("threaded", "process", "redis")
 BEST_OF_S = (0.001, 0.002, 0.005, 0.010)  # waits of service_streamer, where it is to be at its best
@@ -157,7 +159,7 @@ def gevent_servers(bench: Bench) -> None:
     for kind in KINDS[1:]:
         for workers in (1, 2, 4):
             for library in bench.libraries:
-                made = web(library, kind, "device", 512, bench.seconds + 1, server="gevent", workers=workers)
+                made = web(library, kind, "device", 512, bench.seconds, server="gevent", workers=workers)
                 contenders[Key(library, kind, workers)] = made
     bench.show({"model": "device"}, bench.measure(contenders))
 
@@ -167,11 +169,12 @@ def futures(bench: Bench) -> None:
     bench.report.section("## 3. Futures, beside the model alone in a loop of full batches")
     for model in bench.models("accelerator", "bert"):
         spec = bench.spec(model)
-        contenders: Contenders = {Key("loop"): calls("penstock", "direct", model, "loop", bench.seconds, **spec)}
+        numbers, seconds = ((1, 2), 1) if model == "bert" else ((1, 2, 4), bench.seconds)  # it needs a core a worker
+        contenders: Contenders = {Key("loop"): calls("penstock", "direct", model, "loop", seconds, **spec)}
         for kind in KINDS:
-            for workers in (1, 2, 4) if kind != "threaded" else (1,):
+            for workers in numbers if kind != "threaded" else (1,):
                 for library in bench.libraries:
-                    made = calls(library, kind, model, "futures", bench.seconds, workers=workers, **spec)
+                    made = calls(library, kind, model, "futures", seconds, workers=workers, **spec)
                     contenders[Key(library, kind, workers)] = made
         found = bench.measure(contenders)
         bench.show({"model": model}, found)
@@ -224,13 +227,13 @@ def lone(bench: Bench) -> None:
 
 def crowds(bench: Bench) -> None:
     """5b: many callers of a model that does nothing, one item each, and Redis with all that it can take."""
-    for kind, of_default, of_best in (("threaded", 20.0, 1.3), ("process", 20.0, 1.3), ("redis", 20.0, 2.0)):
+    for kind in KINDS:
         found = against_best(bench, kind, "no-op", {"threads": 32, "items": 1})
         bench.show({"calls": "32 callers", "model": "no-op"}, found)
         what = f"32 callers, {kind}: x {PEER}"
         ours = Key("penstock", kind)
-        bench.report.target(f"{what} at its defaults", bench.ratio(found, ours, Key(PEER, kind)), least=of_default)
-        bench.report.target(f"{what} at its best", bench.ratio(found, ours, best(found)), least=of_best)
+        bench.report.target(f"{what} at its defaults", bench.ratio(found, ours, Key(PEER, kind)), least=20)
+        bench.report.target(f"{what} at its best", bench.ratio(found, ours, best(found)), least=1.3)
     contenders: Contenders = {
         Key(library, "redis"): calls(library, "redis", "no-op", "futures", bench.seconds) for library in bench.libraries
     }
@@ -289,14 +292,13 @@ def processors(bench: Bench) -> None:
 
 def memory(bench: Bench, count: int) -> None:
     """The memory of the program, its workers and its broker, after a tenth of the calls and after all of them."""
-    bench.report.section(f"## {count:,} calls, one in a hundred given up at once")
     for kind in KINDS:
         contenders: Contenders = {}
         for library in bench.libraries:
             make = functools.partial(Calls, "calls", {"library": library, "kind": kind, "model": "no-op"})
-            contenders[Key(library, kind)] = make, lambda program: growth(program, count)
-        found = bench.measure(contenders)
-        bench.show({}, found)
+            contenders[Key(library, kind)] = make, functools.partial(growth, count=count)
+        found = bench.measure(contenders, rounds=1)
+        bench.show({"calls": f"{count:,}"}, found)
         grown = [sample["grown_mb"] for sample in found[Key("penstock", kind)] if "grown_mb" in sample]
         bench.report.target(f"{kind}, {count:,} calls: MB grown after the first tenth", grown, most=20)
 
@@ -307,7 +309,8 @@ def growth(program: Calls, count: int) -> Sample:
     rest = program.run("submits", 600, count=count - count // 10)
     if not first or not rest:
         return {}
-    return {"rate": rest["rate"], "given_up": rest["given_up"], "grown_mb": (program.memory_bytes() - before) / 1e6}
+    grown_mb = (program.memory_bytes() - before) / 1e6
+    return {"rate": rest["rate"], "given_up": first["given_up"] + rest["given_up"], "grown_mb": grown_mb}
 
 
 TABLES = {
@@ -341,7 +344,7 @@ def arguments() -> argparse.Namespace:
     """Those of every benchmark, and `only`, `memory` (how many calls, 0 for none), `gpu` (how many are there)."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--only", default=",".join(TABLES))
-    parser.add_argument("--memory", type=int, nargs="?", const=1_000_000, default=0)
+    parser.add_argument("--memory", type=int, nargs="?", const=MILLION, default=0)
     parser.add_argument("--gpu", action="store_true")
     ours, sys.argv[1:] = parser.parse_known_args()
     options = harness.options(__doc__, seconds=2, peers=(PEER,))
@@ -357,15 +360,19 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    report = harness.Report(__file__, __doc__, options, COLUMNS, ("redis", "flask", "gevent", "numpy"))
+    part = "memory" if options.memory else "gpu" if options.gpu else ""
+    once = "One run each; one call in a hundred is given up at once, as by a caller whose time is over."
+    libraries = ("redis", "flask", "gevent", "numpy")
+    report = harness.Report(__file__, __doc__, options, COLUMNS, libraries, once if options.memory else None, part)
     bench = Bench(options, report)
     if options.memory:
         memory(bench, options.memory)
-    else:
-        for number in ("1", "3") if options.gpu else options.only:
-            for table in TABLES[number]:
-                table(bench)
-    report.save()
+        report.save(whole=options.memory >= MILLION)
+        return
+    for number in GPU_TABLES if options.gpu else options.only:
+        for table in TABLES[number]:
+            table(bench)
+    report.save(None if options.gpu or options.only == list(TABLES) else False)
 
 
 if __name__ == "__main__":
