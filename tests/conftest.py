@@ -180,20 +180,30 @@ class RunningRedis:
         self.process.wait()
 
 
-@pytest.fixture
-def run_redis(tmp_path: Path) -> Iterator[Callable[..., RunningRedis]]:
-    """Starts real Redis servers; `run_redis("--requirepass", "x")` gives it options."""
+def _running_redis(folder: Path) -> Iterator[Callable[..., RunningRedis]]:
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
     servers: list[RunningRedis] = []
 
     def start(*options: str) -> RunningRedis:
-        servers.append(RunningRedis(tmp_path, *options))
+        servers.append(RunningRedis(folder, *options))
         return servers[-1]
 
     yield start
     for server in servers:
         server.kill()
+
+
+@pytest.fixture
+def run_redis(tmp_path: Path) -> Iterator[Callable[..., RunningRedis]]:
+    """Starts real Redis servers; `run_redis("--requirepass", "x")` gives it options."""
+    yield from _running_redis(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def run_redis_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningRedis]]:
+    """`run_redis` for the tests of one file together."""
+    yield from _running_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ class RedisStreamer(_Streamer):
         patience_s: float = 10.0,
     ) -> None:
         parse(redis_broker)
+        self._redis_broker, self._prefix = redis_broker, prefix
 
         def make() -> _Backend:
             return _Backend(redis_broker, prefix, max_queue=max_queue, timeout_s=timeout_s, patience_s=patience_s)

@@ -75,7 +75,7 @@ def pack_spec(spec: WorkerSpec) -> tuple[bytes, tuple[str, str]]:
     Raises LoadFailed, naming what cannot be sent.
     """
     data = _dumps(spec, spec.target)
-    return data, _script() if b"__main__" in data else ("", "")
+    return data, _script() if any(name in data for name in _MAINS) else ("", "")
 
 
 def pack_target(target: Any) -> Pickled:

@@ -1,0 +1,294 @@
+"""What service_streamer's users rely on of Redis, and what hurt them: for Penstock's own names and for the old ones."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import BadRequest, DeadlineExceeded, ItemFailed, QueueFull
+from penstock.errors import LoadFailed
+
+HERE = Path(__file__).parent
+COMPAT = HERE.parents[1] / "compat" / "service_streamer"
+REQUIRED = inspect.Parameter.empty
+BROKER = {"redis_broker": "localhost:6379", "prefix": ""}
+INIT = {"model_init_args": None, "model_init_kwargs": None}
+SIGNATURES = {
+    "RedisStreamer": BROKER,
+    "RedisWorker": {"model_class": REQUIRED, "batch_size": REQUIRED, "max_latency": 0.1, **BROKER, **INIT},
+    "run_redis_workers_forever": {
+        "model_class": REQUIRED, "batch_size": REQUIRED, "max_latency": 0.1, "worker_num": 1, "cuda_devices": None,
+        **BROKER, "mp_start_method": "spawn", **INIT,
+    },
+}  # fmt: skip
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def paths() -> Iterator[None]:
+    """Lets this process and its workers find the models, and the package of the old name."""
+    with pytest.MonkeyPatch.context() as patch:
+        for path in (HERE, COMPAT):
+            patch.syspath_prepend(str(path))
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(paths: None) -> ModuleType:
+    return importlib.import_module("streamed")
+
+
+@pytest.fixture(scope="module", params=["penstock", "service_streamer"])
+def face(paths: None, request: pytest.FixtureRequest) -> ModuleType:
+    """The module that the names are imported from."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(scope="module")
+def broker(run_redis_all: Callable[..., Any]) -> str:
+    address: str = run_redis_all().address
+    return address
+
+
+@pytest.fixture(scope="module")
+def start(face: ModuleType, broker: str) -> Iterator[Start]:
+    """A streamer, and workers in a process of their own: `start(function, batch_size, ...)`. The same ones again for
+    the same arguments."""
+    made: dict[str, Any] = {}
+    processes: list[Any] = []
+
+    def make(function: Any, batch_size: int, **keys: Any) -> Any:
+        key = repr((function, batch_size, keys))
+        if key not in made:
+            prefix = f"{face.__name__}-{len(made)}"
+            processes.extend(
+                face.run_redis_workers_forever(
+                    function, batch_size, redis_broker=broker, prefix=prefix, block=False, lease_s=1.0, **keys
+                )
+            )
+            made[key] = face.RedisStreamer(broker, prefix)
+            made[key]._wait_for_worker_ready(60)
+        return made[key]
+
+    yield make
+    for process in processes:
+        process.terminate()
+    for streamer in made.values():
+        streamer.close()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_and_defaults_are_those_of_the_reference(face: ModuleType, name: str) -> None:
+    found = inspect.signature(getattr(face, name)).parameters.values()
+    assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == SIGNATURES[name]
+
+
+def test_a_worker_takes_further_arguments_as_the_reference_does(face: ModuleType, models: ModuleType) -> None:
+    worker = face.RedisWorker(models.Times, 8, 0.1, "localhost:6379", "", (3,), None, "more", other="too")
+    assert str(inspect.signature(worker.run_forever)).startswith("(gpu_id: 'int | None' = None)")
+
+
+def test_results_come_back_as_many_and_in_order(start: Start, models: ModuleType) -> None:
+    streamer = start(models.double, 64)
+    assert streamer.predict([1, 2, 3]) == [2, 4, 6]
+    assert streamer.predict(range(10_001)) == [2 * i for i in range(10_001)]
+    assert streamer.predict([]) == []
+
+
+def test_a_list_is_cut_at_the_batch_size_and_calls_share_batches(start: Start, models: ModuleType) -> None:
+    streamer = start(models.sizes, 4, worker_num=2)
+    assert max(streamer.predict(range(50))) == 4
+    futures = [streamer.submit([1]) for _ in range(40)]
+    assert max(f.result(20)[0] for f in futures) > 1
+
+
+def test_arrays_bytes_and_tuples_of_any_size_come_back_as_they_were(start: Start, models: ModuleType) -> None:
+    sent = [np.arange(150_000, dtype=np.float32).reshape(3, -1), b"x" * 700_000, "t", {"a": (1, [None])}, np.int8(3)]
+    back = start(models.echo, 64).predict(sent)
+    assert np.array_equal(back[0], sent[0])
+    assert back[0].dtype == np.float32
+    assert back[1:] == sent[1:]
+    assert type(back[4]) is np.int8
+
+
+def test_tensors_come_back_as_they_were(start: Start, models: ModuleType) -> None:
+    torch = pytest.importorskip("torch")
+    [back] = start(models.echo, 64).predict([torch.arange(6).reshape(2, 3)])
+    assert torch.equal(back, torch.arange(6).reshape(2, 3))
+
+
+def test_a_model_is_made_with_its_arguments_in_the_worker_alone(start: Start, models: ModuleType) -> None:
+    assert start(models.Times, 8, model_init_args=(3,)).predict([2]) == [6]
+    [(pid, *_)] = [start(models.pids, 8).predict([1])]
+    assert pid != os.getpid()
+
+
+def test_destroy_workers_is_not_for_this_side(start: Start, models: ModuleType) -> None:
+    streamer = start(models.double, 64)
+    with pytest.raises(NotImplementedError, match="ended where they run"):
+        streamer.destroy_workers()
+    assert streamer.predict([1]) == [2]
+
+
+def test_pain_1_an_exception_fails_its_own_item_alone(start: Start, models: ModuleType) -> None:
+    streamer = start(models.inverse, 4)
+    with pytest.raises(ItemFailed, match="the model raised ZeroDivisionError"):
+        streamer.predict([1, 0])
+    answers = streamer.predict([2, 0, 4], return_exceptions=True)
+    assert (answers[0], answers[2]) == (0.5, 0.25)
+    assert isinstance(answers[1], ItemFailed)
+
+
+def test_pain_2_a_lone_request_is_not_held_for_max_latency(start: Start, models: ModuleType) -> None:
+    streamer = start(models.double, 64, max_latency=5.0)
+    streamer.predict([1])
+    started = time.monotonic()
+    assert streamer.predict([1]) == [2]
+    assert time.monotonic() - started < 2.0
+
+
+def test_pain_3_a_model_that_cannot_be_made_ends_its_worker_with_the_error(
+    face: ModuleType, models: ModuleType, broker: str
+) -> None:
+    with pytest.raises((LoadFailed, TypeError), match=r"init_model|argument"):
+        face.RedisWorker(models.Times, 8, 0.1, broker, "broken", (1, 2, 3, 4)).run_forever()
+
+
+def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: ModuleType) -> None:
+    streamer = start(models.double, 64)
+    future = streamer.submit([1, 2])
+    assert isinstance(future, (face.Future, concurrent.futures.Future))
+    assert future.result(20) == future.result() == [2, 4]
+    assert future.done() is True
+    assert isinstance(streamer.submit([None]).exception(20), ItemFailed)
+
+    async def awaited() -> list[Any]:
+        return [*await streamer.submit([3]), *await streamer.apredict([4, 5])]
+
+    assert asyncio.run(awaited()) == [6, 8, 10]
+
+
+def test_pain_6_the_first_come_are_the_first_served(start: Start, models: ModuleType, tmp_path: Path) -> None:
+    streamer = start(models.noted, 1)
+    file = str(tmp_path / "ran")
+    for future in [streamer.submit([(file, text)]) for text in "abcdef"]:
+        future.result(20)
+    assert Path(file).read_text() == "abcdef"
+
+
+def test_pain_6_no_pickle_of_a_stranger_is_loaded(start: Start, models: ModuleType, face: ModuleType) -> None:
+    with pytest.raises(BadRequest, match="object cannot be sent over the broker"):
+        start(models.echo, 64).predict([object()])
+
+
+def test_pain_7_a_forked_child_asks_on_a_connection_of_its_own(start: Start, models: ModuleType) -> None:
+    streamer = start(models.double, 64)
+    assert streamer.predict([1]) == [2]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.warns(RuntimeWarning, match="forked"):
+                code = 0 if streamer.predict([5]) == [10] else 2
+            streamer.close()
+        finally:
+            os._exit(code)
+    assert streamer.predict([3]) == [6]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert streamer.predict([4]) == [8]
+
+
+def test_pain_8_one_script_starts_two_models(face: ModuleType, broker: str, tmp_path: Path) -> None:
+    script = tmp_path / "two_models.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        from {face.__name__} import ManagedModel, RedisStreamer, run_redis_workers_forever
+
+        class Times(ManagedModel):
+            def init_model(self, factor):
+                self.model = factor
+
+            def predict(self, batch):
+                return [x * self.model for x in batch]
+
+        if __name__ == "__main__":
+            processes = []
+            for factor in (2, 3):
+                processes += run_redis_workers_forever(
+                    Times, 8, redis_broker="{broker}", prefix=f"{face.__name__}-times-{{factor}}",
+                    model_init_args=[factor], block=False,
+                )
+            for factor in (2, 3):
+                with RedisStreamer("{broker}", prefix=f"{face.__name__}-times-{{factor}}") as streamer:
+                    print(streamer.predict([1, 10]))
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join()
+                print(process.exitcode)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(COMPAT)},
+    )
+    assert done.stdout.split("\n")[:4] == ["[2, 20]", "[3, 30]", "0", "0"], done.stderr
+
+
+def test_pain_9_queues_are_bounded_and_calls_have_deadlines(
+    start: Start, face: ModuleType, models: ModuleType, broker: str
+) -> None:
+    with face.RedisStreamer(broker, "nobody", max_queue=4) as streamer:
+        futures = [streamer.submit([i], deadline=0.5) for i in range(10)]
+        refused = [isinstance(f.exception(20), QueueFull) for f in futures]
+        assert refused == [False] * 4 + [True] * 6
+        assert all(isinstance(f.exception(20), DeadlineExceeded) for f in futures[:4])
+        with pytest.raises(TimeoutError):
+            streamer.predict([1, 2], deadline=0.05)
+    small = start(models.double, 64)
+    assert small.predict([5], priority=2) == [10]
+    assert small.statistics()["waiting"] == 0
+
+
+def test_a_call_of_more_than_the_queue_may_hold_is_sent_in_pieces(
+    start: Start, face: ModuleType, models: ModuleType
+) -> None:
+    made = start(models.double, 64)
+    with face.RedisStreamer(made._redis_broker, made._prefix, max_queue=100) as streamer:
+        assert streamer.predict(range(1000)) == [2 * n for n in range(1000)]
+
+
+def test_wrong_arguments_are_refused_by_name(face: ModuleType, models: ModuleType) -> None:
+    with pytest.raises(ValueError, match="batch_size"):
+        face.RedisWorker(models.double, 0)
+    with pytest.raises(ValueError, match="max_latency"):
+        face.RedisWorker(models.double, 1, -1)
+    with pytest.raises(TypeError, match="model_class"):
+        face.RedisWorker(7, 1)
+    with pytest.raises(ValueError, match="worker_num"):
+        face.run_redis_workers_forever(models.double, 1, worker_num=0)
+    with pytest.raises(LoadFailed, match="cannot be sent to a worker process"):
+        face.RedisWorker(lambda batch: batch, 1)
+    with pytest.raises(Exception, match="expected host:port"):
+        face.RedisStreamer("http://host")
