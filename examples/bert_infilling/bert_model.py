@@ -20,15 +20,15 @@ class TextInfillingModel:
     """A masked language model: `SMALL`, or any BERT that transformers knows by name or folder."""
 
     def __init__(self, model: str = SMALL) -> None:
-        # One thread a worker, unless the environment says otherwise: more of them only get in each other's way when
-        # there are several workers, or a web server beside them. It has to stand there before torch is loaded.
+        # One thread beside a web server, whose threads need the other cores, unless the environment says otherwise, as
+        # it does in worker processes. It has to stand there before torch is loaded.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         import torch
         from transformers import BertForMaskedLM, BertTokenizer
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = BertTokenizer.from_pretrained(model)
-        self.bert = BertForMaskedLM.from_pretrained(model, dtype=torch.float32).eval().to(self.device)
+        self.bert = BertForMaskedLM.from_pretrained(model).float().eval().to(self.device)
         self.longest = self.bert.config.max_position_embeddings
 
     def predict(self, texts: list[str]) -> list[str | BadRequest]:

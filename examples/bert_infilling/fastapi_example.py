@@ -13,9 +13,11 @@ from typing import Annotated, Any
 
 import uvicorn
 from bert_model import SMALL, TextInfillingModel
-from fastapi import FastAPI, Form, HTTPException
+from failures import told
+from fastapi import FastAPI, Form, Request
+from fastapi.responses import JSONResponse
 
-from penstock import BadRequest, PenstockError, ThreadedStreamer
+from penstock import PenstockError, ThreadedStreamer
 
 Texts = Annotated[list[str], Form()]
 
@@ -25,20 +27,25 @@ def infilling_app(model: TextInfillingModel, streamer: ThreadedStreamer) -> Fast
 
     @app.post("/naive")
     def naive(s: Texts) -> list[str]:
-        return checked(model.predict(s))
+        return checked(model.predict(s))  # in a thread: it is no coroutine
 
     @app.post("/stream")
     async def stream(s: Texts) -> list[str]:
-        return checked(await streamer.apredict(s, return_exceptions=True))
+        return await streamer.apredict(s)
+
+    @app.exception_handler(PenstockError)
+    async def failed(request: Request, error: PenstockError) -> JSONResponse:
+        status, text = told(error)
+        return JSONResponse({"error": text}, status)
 
     return app
 
 
 def checked(words: Sequence[Any]) -> list[str]:
-    """The words; raises the answer to what is wrong with the first text that has none."""
+    """The words, as the streamer gives them: raises what is wrong with the first text that has none."""
     for word in words:
-        if isinstance(word, PenstockError):
-            raise HTTPException(400 if isinstance(word, BadRequest) else 503, word.message)
+        if isinstance(word, Exception):
+            raise word
     return list(words)
 
 

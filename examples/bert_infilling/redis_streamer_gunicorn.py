@@ -21,7 +21,8 @@ from penstock import RedisStreamer, run_redis_workers_forever
 REDIS = os.environ.get("REDIS", "localhost:6379")
 PREFIX = "bert"  # keeps the models of one Redis apart
 
-app = infilling_app(stream=RedisStreamer(redis_broker=REDIS, prefix=PREFIX).predict)
+# More than 20 s, the default: the first requests may come while the workers still load their model.
+app = infilling_app(stream=RedisStreamer(redis_broker=REDIS, prefix=PREFIX, worker_timeout=60).predict)
 
 
 def main() -> None:

@@ -132,8 +132,8 @@ def main() -> None:
         options.weights.mkdir(exist_ok=True)
         (options.weights / "vocab.txt").write_text("\n".join(corpus.vocabulary()) + "\n")
         tokenizer = BertTokenizer.from_pretrained(str(options.weights))
-        model = train(tokenizer, training if options.validate else training + validation)
-        model.half().save_pretrained(options.weights)
+        trained = train(tokenizer, training if options.validate else training + validation)
+        trained.half().save_pretrained(options.weights)
     model = bert_model.TextInfillingModel(str(options.weights))
     name = "validation" if options.validate else "held-out"
     print(f"{name}: {accuracy(model, asked, 20):.2%} of {len(asked)} words right")

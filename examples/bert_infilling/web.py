@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from failures import told
 from flask import Flask, Response, jsonify, request
 
-from penstock import BadRequest, ModelNotReady, PenstockError, QueueFull
+from penstock import BadRequest, PenstockError
 
 Predict = Callable[[list[str]], Sequence[Any]]
-STATUS: dict[type[Exception], int] = {BadRequest: 400, QueueFull: 503, ModelNotReady: 503, TimeoutError: 504}
 
 
 def infilling_app(**predict: Predict) -> Flask:
@@ -19,7 +19,6 @@ def infilling_app(**predict: Predict) -> Flask:
     for name, function in predict.items():
         app.add_url_rule(f"/{name}", name, _view(function), methods=["GET", "POST"])
     app.register_error_handler(PenstockError, _failed)
-    app.register_error_handler(TimeoutError, _failed)
     return app
 
 
@@ -37,6 +36,6 @@ def _view(predict: Predict) -> Callable[[], Response]:
     return view
 
 
-def _failed(error: Exception) -> tuple[Response, int]:
-    status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
-    return jsonify(error=str(error)), status
+def _failed(error: PenstockError) -> tuple[Response, int]:
+    status, text = told(error)
+    return jsonify(error=text), status

@@ -10,6 +10,7 @@ streamer, which gathers the images of all threads.
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from flask import Flask, Response, jsonify, request
 from model import DENSENET, WEIGHTS, ImageModel
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from penstock import BadRequest, ModelNotReady, PenstockError, QueueFull, ThreadedStreamer
+from penstock import BadRequest, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, ThreadedStreamer
 
 MAX_FILE_BYTES = 16 * 2**20
 STATUS: dict[type[Exception], int] = {
@@ -25,7 +26,7 @@ STATUS: dict[type[Exception], int] = {
     RequestEntityTooLarge: 413,
     QueueFull: 503,
     ModelNotReady: 503,
-    TimeoutError: 504,
+    DeadlineExceeded: 504,
 }
 
 
@@ -36,7 +37,6 @@ def vision_app(**predict: Callable[[list[bytes]], list[Any]]) -> Flask:
     for name, function in predict.items():
         app.add_url_rule(f"/{name}", name, _view(function), methods=["POST"])
     app.register_error_handler(PenstockError, _failed)
-    app.register_error_handler(TimeoutError, _failed)
     app.register_error_handler(RequestEntityTooLarge, _failed)
     return app
 
@@ -55,8 +55,11 @@ def _view(predict: Callable[[list[bytes]], list[Any]]) -> Callable[[], Response]
 
 
 def _failed(error: Exception) -> tuple[Response, int]:
-    status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
-    return jsonify(error=str(error)), status
+    for kind, status in STATUS.items():
+        if isinstance(error, kind):
+            return jsonify(error=str(error)), status
+    logging.error("a request failed", exc_info=error)
+    return jsonify(error="the model failed on this image"), 500
 
 
 def main() -> None:

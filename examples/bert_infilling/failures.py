@@ -1,0 +1,18 @@
+"""What a web server tells its client when there is no word."""
+
+from __future__ import annotations
+
+import logging
+
+from penstock import BadRequest, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull
+
+STATUS: dict[type[PenstockError], int] = {BadRequest: 400, QueueFull: 503, ModelNotReady: 503, DeadlineExceeded: 504}
+
+
+def told(error: PenstockError) -> tuple[int, str]:
+    """(status, text) of an error. What only the operator should know is logged instead."""
+    for kind, status in STATUS.items():
+        if isinstance(error, kind):
+            return status, error.message
+    logging.error("a request failed: %s\n%s", error, error.detail)
+    return 500, "the model failed on this request"
