@@ -378,10 +378,10 @@ def test_wrong_arguments_of_processes_are_refused_by_name(face: ModuleType, mode
         face.Streamer("predict", 4)
 
 
-def test_one_input_in_place_of_a_list_is_refused(start: Start, models: ModuleType) -> None:
+def test_one_item_in_place_of_a_list_is_refused(start: Start, models: ModuleType) -> None:
     streamer = start(models.double, 4)
     for one in ("text", b"bytes", {"a": 1}):
-        with pytest.raises(TypeError, match=r"expected a list of inputs.*write predict\(\[x\]\)"):
+        with pytest.raises(TypeError, match=r"expected a list of items.*write predict\(\[x\]\)"):
             streamer.predict(one)
     with pytest.raises(TypeError):
         streamer.submit(5)

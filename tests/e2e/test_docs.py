@@ -54,3 +54,33 @@ def test_the_readmes_models_answer_their_curl_lines(serve: Callable[..., Any], t
     answer, description = shell(pages[1], digits.url, ROOT)
     assert '"digit":7' in answer
     assert '"name":"digits"' in description
+
+
+def run(page: str, name: str, folder: Path) -> str:
+    """What the block `name` of a page prints, with the page's other named blocks beside it."""
+    for block in blocks(page, "python"):
+        found = re.match(r"# (\w+\.py)\n", block)
+        if found:
+            (folder / found[1]).write_text(block)
+    done = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_streamers_programs_run(tmp_path: Path) -> None:
+    first, futures, coroutine, mixed = run("docs/streamer.md", "calls.py", tmp_path).splitlines()
+    assert (first, futures, coroutine) == ("['A', 'B']", "[['C'], ['D']]", "['FROM A COROUTINE']")
+    assert mixed.startswith("['E', ItemFailed(\"the model raised AttributeError: 'int' object has no attribute 'upper'")
+    assert run("docs/streamer.md", "managed.py", tmp_path) == "[3.0, 6.0]\n"
+    (tmp_path / "request.py").write_text("import app\nprint(app.handle_request('hello'))\n")
+    assert run("docs/streamer.md", "request.py", tmp_path) == "HELLO\n"
+
+
+def test_the_readmes_streamer_runs(tmp_path: Path) -> None:
+    (tmp_path / "streamed.py").write_text(next(b for b in blocks("README.md", "python") if "Streamer" in b))
+    assert run("README.md", "streamed.py", tmp_path) == "['HELLO']\n['HELLO', 'WORLD']\n"
+
+
+def test_the_import_of_the_migration_guide_works(tmp_path: Path) -> None:
+    (tmp_path / "imports.py").write_text(blocks("docs/migrate-from-service-streamer.md", "python")[0])
+    assert run("docs/migrate-from-service-streamer.md", "imports.py", tmp_path) == ""

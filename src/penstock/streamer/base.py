@@ -135,7 +135,7 @@ def _listed(batch: Iterable[Any]) -> list[Any]:
     if type(batch) is list:
         return batch
     if isinstance(batch, (str, bytes, bytearray, memoryview, Mapping)):
-        raise TypeError(f"expected a list of inputs, found one {type(batch).__name__}: write predict([x])")
+        raise TypeError(f"expected a list of items, found one {type(batch).__name__}: write predict([x])")
     return list(batch)
 
 

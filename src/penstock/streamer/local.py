@@ -76,8 +76,8 @@ class _LocalStreamer(_Streamer):
 class ThreadedStreamer(_LocalStreamer):
     """Batches of the calls of all threads, run by one thread of this program.
 
-    `predict_function` gets a list of at most `batch_size` inputs and gives back as many results. `max_latency`: the
-    most seconds an input is held while the worker is idle; one that comes alone is not held.
+    `predict_function` gets a list of at most `batch_size` items and gives back as many results. `max_latency`: the
+    most seconds an item is held while the worker is idle; one that comes alone is not held.
     """
 
     def __init__(
