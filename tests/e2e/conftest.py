@@ -24,14 +24,19 @@ class RunningExample:
 
     def __init__(self, folder: Path, arguments: tuple[str, ...], env: dict[str, str], url: bool) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads would stop who says much
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **env},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        # The background jobs of a shell ignore Ctrl-C, and so would all that they start.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=folder,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **env},
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
         self.url = self._address() if url else ""
 
     def _address(self) -> str:
