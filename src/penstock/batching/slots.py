@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from msgspec import Struct
 
 from penstock.batching.cost import Cost
 from penstock.batching.entry import INF, Entry
 from penstock.batching.policies.base import Running
 from penstock.batching.states import SLOT_MOVES, SlotState
+
+HANDOVERS = 9  # of which the middle one counts: the first call of a cold worker takes a thousand times as long
 
 
 class Slot(Struct, eq=False):
@@ -31,6 +35,7 @@ class Slots:
         self.up = 0
         self.running: dict[int, Running] = {}
         self.handover_s: float | None = None  # learned: from dispatch to the start of the run, and back
+        self._overs: deque[float] = deque(maxlen=HANDOVERS)
         self._cost, self._depth = cost, depth
         self._slots: dict[int, Slot] = {}
 
@@ -101,8 +106,8 @@ class Slots:
             if slot.batches:
                 slot.batches[0].end_s = now + (self._cost.t(slot.batches[0].rows) if self._cost.ready else 0.0)
             if not batch.ahead and 0 < run_s <= seconds:
-                over = seconds - run_s
-                self.handover_s = over if self.handover_s is None else self.handover_s + 0.1 * (over - self.handover_s)
+                self._overs.append(seconds - run_s)
+                self.handover_s = sorted(self._overs)[(len(self._overs) - 1) // 2]
         if slot.state == SlotState.RETIRING:
             if not slot.batches:
                 del self._slots[slot.number]

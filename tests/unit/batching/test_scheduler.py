@@ -422,6 +422,19 @@ def test_any_batch_is_sent_ahead_when_the_running_one_ends_within_the_hand_over(
     assert b.sent[0].ahead
 
 
+def test_the_slow_hand_over_of_a_cold_worker_is_not_believed_for_long(bench: Make) -> None:
+    b = bench(Fixed(0.0), depth=2)
+    b.prime(1.0, 1.0)
+    for batch, handover_s in ((1, 150.0), (2, 0.5)):
+        b.offer(batch)
+        b.poll()
+        b.complete(batch, after_s=1.5 + handover_s, run_s=1.5)
+    b.offer(3)
+    b.poll()
+    b.offer(4)
+    assert b.poll() == []  # the running one goes on for longer than a hand-over: 4 may still get company
+
+
 def test_the_time_of_a_batch_sent_ahead_counts_from_the_end_of_the_one_before_it(bench: Make) -> None:
     b = bench(max_batch_size=2, depth=2)
     for k in range(20):
