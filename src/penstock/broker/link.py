@@ -20,6 +20,8 @@ log = logging.getLogger("penstock.broker")
 ANSWER_S = 15.0
 """Longest wait for an answer: a broker that forks, saves or is paused may take seconds."""
 
+CLOSE_S = 1.0
+
 Command = Sequence[Any]
 
 
@@ -118,8 +120,12 @@ class Link:
         return BrokerUnavailable(f"{where} cannot be reached: {text}", retry_after_s=1.0)
 
     async def close(self) -> None:
-        """Ends the connection."""
-        await self._connection.disconnect(nowait=True)
+        """Ends the connection; TLS says good-bye first, for at most a second."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._connection.disconnect()
+        except (OSError, TimeoutError):
+            pass  # the other end is gone
 
     def forget(self) -> None:
         """In a forked child: closes this process's copy of the socket; the parent and the broker notice nothing."""

@@ -281,11 +281,13 @@ class _Life:
         except BaseException as e:
             self._error = e
         self._started.release()
-        if self._error is None:
-            loop.run_forever()
-        _cancel_tasks(loop)
-        loop.close()
-        self._ended.release()
+        try:
+            if self._error is None:
+                loop.run_forever()
+            _cancel_tasks(loop)
+            loop.close()
+        finally:  # whoever closes the portal waits for this
+            self._ended.release()
 
     def start(self, coroutine: Coroutine[Any, Any, Any], waiter: Waiter) -> None:
         """On the loop: runs the coroutine as a task, with which the waiter is settled."""

@@ -1,0 +1,147 @@
+"""Redis streamers and workers as programs use them: TLS, Unix sockets, gevent, many threads of a web server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import RedisStreamer
+
+TLS = Path(__file__).parents[1] / "unit" / "frontends" / "tls"
+APP = """
+    from penstock import ManagedModel, model
+
+    @model(max_batch_size=4)
+    def sizes(items):
+        return [len(items)] * len(items)
+
+    class Upper(ManagedModel):
+        def init_model(self):
+            self.model = str.upper
+
+        def predict(self, batch):
+            return [self.model(x) for x in batch]
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `penstock worker app.py:TARGET --redis BROKER ...`; returns when it serves."""
+    (tmp_path / "app.py").write_text(textwrap.dedent(APP))
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(target: str, broker: str, *options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "penstock.cli.main", "worker", f"app.py:{target}", "--redis", broker, *options]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        assert f"app.py:{target} serves" in process.stdout.readline()
+        return process
+
+    yield start
+    for process in processes:
+        process.terminate()
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+
+
+def test_a_managed_model_is_served_by_the_command(work: Any, redis_server: Any) -> None:
+    work("Upper", redis_server.address, "--workers", "2", "--prefix", "up")
+    with RedisStreamer(redis_server.address, "up") as streamer:
+        assert streamer.predict(["a", "b"]) == ["A", "B"]
+
+
+def test_the_options_of_a_model_are_its_defaults_and_flags_win(work: Any, redis_server: Any) -> None:
+    work("sizes", redis_server.address)
+    work("sizes", redis_server.address, "--prefix", "two", "--max-batch-size", "2", "--set", "batching.max_hold_s=0")
+    with RedisStreamer(redis_server.address) as streamer:
+        assert max(streamer.predict(range(20))) == 4
+    with RedisStreamer(redis_server.address, "two") as streamer:
+        assert max(streamer.predict(range(20))) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["app.py:absent"], "has no 'absent'"),
+        (["penstock.toml"], "a worker serves one model"),
+        (["app.py:Upper", "--set", "batching.max_bath_size=3"], "did you mean"),
+        (["app.py:Upper", "--redis", "http://host"], "expected host:port"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path, arguments: list[str], told: str) -> None:
+    (tmp_path / "app.py").write_text(textwrap.dedent(APP))
+    command = [sys.executable, "-m", "penstock.cli.main", "worker", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert told in done.stderr
+
+
+def test_the_broker_may_be_reached_by_a_unix_socket(work: Any, run_redis: Any, tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    run_redis("--unixsocket", str(path), "--requirepass", "secret")
+    broker = f"unix://:secret@{path}?db=2"
+    work("Upper", broker)
+    with RedisStreamer(broker) as streamer:
+        assert streamer.predict(["a"]) == ["A"]
+        assert "secret" not in str(streamer.statistics())
+
+
+def test_the_broker_may_be_reached_by_tls_and_its_certificate_is_checked(
+    work: Any, run_redis: Any, redis_server: Any
+) -> None:
+    port = redis_server.port  # another one's, which is free once it has ended
+    redis_server.kill()
+    keys = [
+        "--tls-cert-file",
+        str(TLS / "cert.pem"),
+        "--tls-key-file",
+        str(TLS / "key.pem"),
+        "--tls-auth-clients",
+        "no",
+    ]
+    run_redis("--tls-port", str(port), *keys)
+    broker = f"rediss://localhost:{port}?ssl_ca_certs={TLS / 'cert.pem'}"
+    work("Upper", broker)
+    with RedisStreamer(broker) as streamer:
+        assert streamer.predict(["a"]) == ["A"]
+    with RedisStreamer(f"rediss://localhost:{port}") as streamer, pytest.raises(Exception, match=r"(?i)certificate"):
+        streamer.predict(["a"])
+
+
+def test_greenlets_ask_at_the_same_time(work: Any, redis_server: Any) -> None:
+    pytest.importorskip("gevent")
+    work("sizes", redis_server.address)
+    program = f"""
+        from gevent import monkey
+        monkey.patch_all()
+        import gevent
+        from penstock import RedisStreamer
+        streamer = RedisStreamer("{redis_server.address}")
+        asked = [gevent.spawn(streamer.predict, [n]) for n in range(40)]
+        gevent.joinall(asked, timeout=20)
+        print(max(a.value[0] for a in asked))
+        streamer.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=40, env=os.environ
+    )
+    assert done.stdout.strip() == "4", done.stderr
+
+
+def test_a_program_that_ends_with_work_in_flight_does_not_hang(redis_server: Any) -> None:
+    program = f"""
+        from penstock import RedisStreamer
+        streamer = RedisStreamer("{redis_server.address}")
+        futures = [streamer.submit([n]) for n in range(10)]
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert redis_server.ask.xlen("penstock:{}:queue") == 0
