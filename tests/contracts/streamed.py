@@ -130,3 +130,11 @@ class Broken(ManagedModel):
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return batch
+
+
+class SlowToLoad(ManagedModel):
+    def init_model(self) -> None:
+        time.sleep(2)
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch

@@ -236,6 +236,13 @@ def test_pain_3_an_init_model_that_raises_is_told_at_once_and_tried_again(
         pytest.fail("it was not loaded again")
 
 
+def test_pain_3_a_model_that_is_not_loaded_in_time_is_no_silent_success(make: Start, models: ModuleType) -> None:
+    with make(models.SlowToLoad, 8, worker_timeout=0.2) as streamer:
+        for call in (streamer._wait_for_worker_ready, lambda: streamer.predict([1])):
+            with pytest.raises(TimeoutError, match="the model is still being loaded"):
+                call()
+
+
 def test_pain_4_a_call_that_timed_out_leaves_nothing_behind(start: Start, models: ModuleType, tmp_path: Path) -> None:
     streamer = start(models.noted, 1, worker_timeout=0.15)
     streamer._wait_for_worker_ready(20)

@@ -164,7 +164,9 @@ class ModelHandle:
             if back_in_s is not None and back_in_s <= _PATIENCE_S:
                 return
             raise ModelNotReady(
-                f"model '{self.name}' has no worker that runs", retry_after_s=self._instances.retry_in_s()
+                f"model '{self.name}' has no worker that runs",
+                retry_after_s=self._instances.retry_in_s(),
+                detail=self._instances.why_down(),
             )
         raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
 

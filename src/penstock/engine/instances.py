@@ -281,6 +281,11 @@ class Instances:
         """None while there is none, and once it is broken: what it knows of the slots is not true any more."""
         return None if self._batcher is None or self.broken else self._batcher.scheduler
 
+    def why_down(self) -> str:
+        """What an instance that is not up said last, for `detail`."""
+        error = self._failure(self._slots, "")
+        return error.detail or error.message
+
     def _failure(self, slots: Iterable[int], what: str) -> PenstockError:
         """Why the first of these that is not up is not."""
         found = (self._slots[slot] for slot in slots)

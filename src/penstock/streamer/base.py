@@ -65,7 +65,7 @@ class _Streamer:
                 return_exceptions=True,
             )
         except Exception as e:
-            tell(e)
+            tell(self._excused(e))
         return _told_all(values) if return_exceptions else _or_raise(values)
 
     def submit(self, batch: Iterable[Any], *, priority: int = 0, deadline: float | None = None) -> Future:
@@ -89,7 +89,7 @@ class _Streamer:
         except TimeoutError:
             if not bound.expired():
                 raise
-            raise DeadlineExceeded(f"there was no answer within {timeout_s:g} s") from None
+            tell(self._excused(DeadlineExceeded(f"there was no answer within {timeout_s:g} s")))
         return values
 
     def _submit(self, items: list[Any], priority: int, deadline: float | None, convert: Any) -> Future:
@@ -119,7 +119,17 @@ class _Streamer:
         try:
             self._portal.call(ready, timeout_s=self._worker_timeout if timeout is None else timeout)
         except Exception as e:
-            tell(e)
+            tell(self._excused(e))
+
+    def _loading(self) -> bool:
+        """Whether the model is being loaded: known where the workers are the streamer's own."""
+        return False
+
+    def _excused(self, error: Exception) -> Exception:
+        """The error, with the reason of a timeout if it is known."""
+        if isinstance(error, DeadlineExceeded) and self._loading():
+            return DeadlineExceeded(f"{error.message}: the model is still being loaded", detail=error.detail)
+        return error
 
 
 def in_worker() -> bool:

@@ -62,15 +62,21 @@ class _LocalStreamer(_Streamer):
         sys_path = [path for path in sys.path if path]
         queued = max_queue or MAX_QUEUE
 
+        self._pool: Pool | None = None  # of this process
+
         def make() -> Pool:
             if in_worker():
                 raise RuntimeError(
                     "a worker that imports its model's module called the streamer that is made there, and would start "
                     "workers of its own without end: make that call in a function, or under if __name__ == '__main__'"
                 )
-            return Pool(name, config, target, sys_path, queued)
+            self._pool = Pool(name, config, target, sys_path, queued)
+            return self._pool
 
         super().__init__(Portal(make=make, lazy=in_worker(), word="streamer"), name, worker_timeout)
+
+    def _loading(self) -> bool:
+        return self._pool is not None and self._pool.loading
 
 
 class ThreadedStreamer(_LocalStreamer):

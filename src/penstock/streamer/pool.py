@@ -67,6 +67,10 @@ class Pool:
                 raise self._failure.with_traceback(None)
             self._begin()
 
+    @property
+    def loading(self) -> bool:
+        return not self._loading.done()
+
     async def ready(self) -> None:
         """See `StreamerBackend.ready`."""
         self._try_again()

@@ -348,6 +348,7 @@ async def test_requests_do_not_wait_for_one_that_is_tried_only_later(stage: Stag
     with pytest.raises(ModelNotReady) as refused:
         stage.ask()
     assert 19 < (refused.value.retry_after_s or 0) <= 20
+    assert refused.value.detail.endswith("killed")
 
 
 async def test_after_two_failures_nobody_waits_for_an_attempt_that_may_take_long(stage: Stage) -> None:
