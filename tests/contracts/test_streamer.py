@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock import DeadlineExceeded, ItemFailed, ModelNotReady, PenstockError, QueueFull
+from penstock.compat.service_streamer import __all__ as COMPAT_NAMES
 from penstock.errors import BadOutput, BadRequest, LoadFailed, WorkerDied
 
 HERE = Path(__file__).parent
@@ -87,13 +89,20 @@ def start_processes(made: dict[str, Any], face: ModuleType) -> Start:
 
 
 @pytest.fixture(params=["ThreadedStreamer", "Streamer"])
-def make(face: ModuleType, request: pytest.FixtureRequest) -> Start:
-    """The class of one kind, for a streamer of the test's own."""
-    found: Start = getattr(face, request.param)
+def make(request: pytest.FixtureRequest) -> Start:
+    """The class of one kind, for a streamer of the test's own: under both names the same, so once is enough."""
+    found: Start = getattr(penstock, request.param)
     return found
 
 
 # ---- what users rely on
+
+
+def test_the_old_names_are_the_new_ones(face: ModuleType) -> None:
+    assert len(COMPAT_NAMES) == 7
+    for name in COMPAT_NAMES:
+        assert getattr(face, name) is getattr(penstock, name)
+    assert not hasattr(face, "Stream")
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("ThreadedStreamer", THREADED), ("Streamer", PROCESS)])
@@ -447,11 +456,12 @@ def test_a_streamer_may_be_destroyed_while_it_loads(make: Start, models: ModuleT
     assert time.monotonic() - began < 5
 
 
-def test_a_worker_that_hangs_is_replaced(start: Start, models: ModuleType) -> None:
-    streamer = start(models.hang_at_zero, 1, worker_timeout=0.2)
+def test_a_worker_that_hangs_is_replaced(make: Start, models: ModuleType) -> None:
+    streamer = make(models.hang_at_zero, 1, worker_timeout=0.2)
     streamer._wait_for_worker_ready(20)
     hanging = streamer.submit([0])
     with pytest.raises(TimeoutError):
         streamer.predict([1])
     assert isinstance(hanging.exception(20), WorkerDied)
     assert streamer.submit([1]).result(20) == [1]
+    streamer.destroy_workers()
