@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -145,3 +146,18 @@ def test_a_program_that_ends_with_work_in_flight_does_not_hang(redis_server: Any
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stderr) == (0, "")
     assert redis_server.ask.xlen("penstock:{}:queue") == 0
+
+
+def test_the_pages_programs_run_as_they_stand(redis_server: Any, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text().replace("localhost:6379", redis_server.address)
+    for name, text in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", page, re.S | re.M):
+        (tmp_path / name).write_text(text)
+    command = re.search(r"^penstock worker (.*) --devices", page, re.M)
+    assert command is not None
+    worker = subprocess.Popen([sys.executable, "-m", "penstock.cli.main", "worker", *command[1].split()], cwd=tmp_path)
+    try:
+        done = subprocess.run([sys.executable, "ask.py"], cwd=tmp_path, capture_output=True, text=True, timeout=40)
+    finally:
+        worker.terminate()
+        worker.wait(30)
+    assert done.stdout == "[2.0, 4.0]\n", done.stderr
