@@ -138,7 +138,6 @@ def test_a_gevent_program_waits_for_one_answer_and_runs_its_other_greenlets_mean
     program = """
         from gevent import monkey
         monkey.patch_all()
-        import sys, threading, time
         import gevent
         import penstock
         from model import nap
@@ -176,7 +175,7 @@ def test_a_gevent_program_waits_for_one_answer_and_runs_its_other_greenlets_mean
                 with gevent.Timeout(0.02, False):
                     streamer.predict([1])
                 assert streamer.predict([3]) == [3]
-            assert threading.active_count() < 10
+                assert gevent.wait(timeout=10), "something is still expected"
 
         if __name__ == "__main__":
             main(penstock.ThreadedStreamer)

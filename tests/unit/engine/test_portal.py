@@ -156,7 +156,10 @@ def test_a_backend_that_cannot_be_made_says_why() -> None:
 
     with pytest.raises(OSError, match="no such place"):
         Portal(make=broken)
-    assert not [t for t in threading.enumerate() if t.name == "penstock-portal"]
+    for thread in threading.enumerate():
+        if thread.name == "penstock-portal":
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 def test_a_lazy_portal_starts_with_its_first_call() -> None:

@@ -104,6 +104,18 @@ def test_without_leave_to_run_again_the_whole_batch_fails(off):
     assert sizes == [8]
 
 
+def test_what_a_wrapper_finds_wrong_with_the_answer_is_not_run_again_in_halves():
+    calls = []
+
+    def predict(items):
+        calls.append(len(items))
+        raise BadOutput("this is no list")
+
+    [part] = run(predict, [1, 2, 3, 4])
+    assert kinds(part) == [BadOutput] * 4
+    assert calls == [4]
+
+
 def test_out_of_memory_halves_even_without_retry_split():
     def predict(items):
         if len(items) > 2:
