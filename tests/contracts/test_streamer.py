@@ -287,6 +287,7 @@ def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: Modu
     assert asyncio.run(awaited()) == [6, 8, 10]
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_pain_7_a_forked_child_has_workers_of_its_own(start: Start, models: ModuleType) -> None:
     streamer = start(models.pids, 4)
     [mine] = streamer.predict([1])
