@@ -155,9 +155,11 @@ def _connection(address: Address) -> Any:
         from redis.backoff import NoBackoff
     except ImportError:
         raise ConfigError("the Redis broker needs the package redis: pip install 'penstock[redis]'") from None
+    tls = {"ssl_check_hostname": True} if address.url.startswith("rediss:") else {}
     try:
         pool: Any = ConnectionPool.from_url(
             address.url,
+            **tls,
             protocol=2,
             retry=Retry(NoBackoff(), 0),  # who calls knows what may be asked again
             socket_timeout=None,

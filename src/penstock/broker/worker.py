@@ -39,7 +39,7 @@ log = logging.getLogger("penstock.broker")
 
 CODEC = "penstock.broker.codec:BrokerCodec"
 REPLIES_S = 120  # how long answers wait for a client that does not read
-MAX_LETTERS = 1000
+MAX_LETTERS, LETTER_BYTES = 1000, 64 * 2**10  # dead letters, and what is kept of each of their fields
 MAX_DEATHS = 2
 ANSWER_ENTRIES, ANSWER_BYTES = 1000, 8 * 2**20  # that one script is given
 BLOCK_S = 2.0
@@ -109,7 +109,7 @@ class BrokerWorker:
         self._written = asyncio.Event()
         self._empty = asyncio.Event()
         self._is_away = False
-        self._clock_s = 0.0  # the broker's clock - ours
+        self._clock_s = 0.0  # the broker's clock - our monotonic one
         self._counts = dict.fromkeys(("taken", "answered", "expired", "inherited", "dead_letters", "released"), 0)
 
     # ---- life
@@ -210,9 +210,9 @@ class BrokerWorker:
 
     async def _begin(self) -> None:
         """Makes the group, sets the clock, and takes what the broker has handed out to us on a lost connection."""
-        before = time.time()
+        before = time.monotonic()
         (now,) = await self._in.ask(("TIME",))
-        self._clock_s = int(now[0]) + int(now[1]) / 1e6 - (before + time.time()) / 2
+        self._clock_s = int(now[0]) + int(now[1]) / 1e6 - (before + time.monotonic()) / 2
         try:
             await self._in.ask(("XGROUP", "CREATE", self._queue, GROUP, "0", "MKSTREAM"))
         except Refused as e:
@@ -241,7 +241,7 @@ class BrokerWorker:
             self._end(lease, e, str(e))
             return
         lease = self._leases[id] = Lease(self, id, head, fields)
-        left_s = int(id.partition(b"-")[0]) / 1e3 + head.budget_ms / 1e3 - (time.time() + self._clock_s)
+        left_s = int(id.partition(b"-")[0]) / 1e3 + head.budget_ms / 1e3 - (time.monotonic() + self._clock_s)
         if left_s <= 0:
             self._counts["expired"] += 1
             self._end(lease, DeadlineExceeded("the deadline passed while the request waited in the broker"))
@@ -337,9 +337,8 @@ class BrokerWorker:
         lease = done.lease
         self._counts["dead_letters"] += 1
         log.warning("dead_letter queue=%s id=%s why=%s", self._queue, lease.id.decode(), done.why)
-        await self._out.run(
-            BURY, (self._queue, self._keys.dead), (GROUP, lease.id, done.why, MAX_LETTERS, *lease.fields)
-        )
+        fields = [field[:LETTER_BYTES] for field in lease.fields]
+        await self._out.run(BURY, (self._queue, self._keys.dead), (GROUP, lease.id, done.why, MAX_LETTERS, *fields))
 
     async def _hand_back(self, ids: list[bytes]) -> None:
         """Gives entries that were not run to whoever asks next; it does not count as a death."""
