@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from penstock import native
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.engine.engine import Engine
-from penstock.engine.inbox import Inbox, PortalBackend
+from penstock.engine.inbox import PortalBackend
+from penstock.engine.life import Life
 from penstock.engine.waiters import Convert, Future, Waiter, all_items, every_item, the_item
 from penstock.errors import DeadlineExceeded, ModelNotReady
 from penstock.observe.base import Observer
@@ -53,12 +54,12 @@ class Portal:
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
         self._waiters = threading.local()
         self._lock = native.new_lock()
-        self._life: _Life | None = None  # None: to be started by the next call
+        self._life: Life | None = None  # None: to be started by the next call
         self._pid = os.getpid()
         self._forked = False
         self._closed = False
         if not lazy:
-            self._life = _Life(self._make)
+            self._life = Life(self._make)
         _PORTALS.add(self)
 
     def __enter__(self) -> Portal:
@@ -153,7 +154,7 @@ class Portal:
             waiter = self._waiters.waiter = Waiter()
         return waiter
 
-    def _wait(self, life: _Life, waiter: Waiter, timeout_s: float | None) -> Any:
+    def _wait(self, life: Life, waiter: Waiter, timeout_s: float | None) -> Any:
         """What the waiter was woken with. Raises DeadlineExceeded."""
         answered = False
         try:
@@ -167,7 +168,7 @@ class Portal:
         value, waiter.value = waiter.value, None
         return value
 
-    def _run(self, life: _Life, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    def _run(self, life: Life, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """What the coroutine returns. Raises ModelNotReady when the portal is closed, before or meanwhile."""
         try:
             life.not_on_loop()
@@ -202,7 +203,7 @@ class Portal:
             return
         life.close(drain_s, waiter or self._waiter())
 
-    def _alive(self) -> _Life:
+    def _alive(self) -> Life:
         """What runs in this process; it is started when nothing does. Raises ModelNotReady."""
         if self._pid != os.getpid():  # forked by what runs no hooks of Python
             self.after_fork()
@@ -216,7 +217,7 @@ class Portal:
                 life = self._life
         return life
 
-    def _begin(self) -> _Life:
+    def _begin(self) -> Life:
         """A new loop and new workers, with what was loaded before a fork. Raises what loading raises: none is left."""
         if self._forked:
             warnings.warn(
@@ -224,7 +225,7 @@ class Portal:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        life = _Life(self._make)
+        life = Life(self._make)
         try:
             for name, config, target, sys_path in self._loads:
                 assert isinstance(life.backend, Engine)
@@ -252,75 +253,6 @@ class Portal:
             self._pid = os.getpid()
 
 
-class _Life:
-    """One background thread with its loop, its inbox and its backend, from start to close."""
-
-    def __init__(self, make: Callable[[], PortalBackend]) -> None:
-        self.backend: PortalBackend
-        self._started, self._ended = native.new_lock(), native.new_lock()
-        self._error: BaseException | None = None
-        self._started.acquire()
-        self._ended.acquire()
-        native.start_thread(self._main, make, name="penstock-portal")
-        self._started.acquire()
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # the frames of the other thread tell nothing
-
-    def _main(self, make: Callable[[], PortalBackend]) -> None:
-        self._thread = native.thread_id()
-        loop = self._loop = _new_loop()
-        asyncio.set_event_loop(loop)
-        self.post = loop.call_soon_threadsafe
-
-        async def made() -> PortalBackend:
-            return make()
-
-        try:
-            self.backend = loop.run_until_complete(made())
-            self.inbox = Inbox(loop, self.backend)
-        except BaseException as e:
-            self._error = e
-        self._started.release()
-        try:
-            if self._error is None:
-                loop.run_forever()
-            _cancel_tasks(loop)
-            loop.close()
-        finally:  # whoever closes the portal waits for this
-            self._ended.release()
-
-    def start(self, coroutine: Coroutine[Any, Any, Any], waiter: Waiter) -> None:
-        """On the loop: runs the coroutine as a task, with which the waiter is settled."""
-        task = self._loop.create_task(coroutine)
-        task.add_done_callback(waiter.settle)
-        waiter.accepted(task)
-
-    def post_if_open(self, callback: Callable[[], None]) -> None:
-        try:
-            self.post(callback)
-        except RuntimeError:  # the loop is closed: nothing is left to be taken back
-            pass
-
-    def on_loop(self) -> bool:
-        return native.thread_id() == self._thread
-
-    def not_on_loop(self) -> None:
-        """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""
-        if self.on_loop():
-            raise RuntimeError(
-                "a call that blocks was made on the thread of the answers, where it would wait for itself"
-            )
-
-    def close(self, drain_s: float, waiter: Waiter) -> None:
-        """Closes the backend, then the loop. Returns when the thread is at its end."""
-        self.post(self.start, self.backend.close(drain_s), waiter)
-        waiter.wait(None)
-        self.inbox.close()
-        self.post(self._loop.stop)
-        self._ended.acquire()
-        waiter.value.result()
-
-
 _PORTALS: weakref.WeakSet[Portal] = weakref.WeakSet()
 _PARENTS: list[Any] = []
 _FORKING = native.new_lock()
@@ -336,23 +268,6 @@ def _future_class() -> type[Future]:
 
         return HubFuture
     return Future
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
-def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Ends what still runs on a loop that was stopped, so that no thread waits for it for ever."""
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
 def _after_fork() -> None:
