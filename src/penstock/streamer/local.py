@@ -61,7 +61,6 @@ class _LocalStreamer(_Streamer):
             target = pack_target(target)
         sys_path = [path for path in sys.path if path]
         queued = max_queue or MAX_QUEUE
-
         self._pool: Pool | None = None  # of this process
 
         def make() -> Pool:
@@ -156,7 +155,7 @@ class Streamer(_LocalStreamer):
             instances=worker_num,
             devices=tuple(device_of(number) for number in cuda_devices or ()) or ("cpu",),
         )
-        if wait_for_worker_ready:
+        if wait_for_worker_ready and not in_worker():
             try:
                 self._wait_for_worker_ready()
             except BaseException:

@@ -17,7 +17,7 @@ PROGRAM = """
     def double(batch):
         return [2 * x for x in batch]
 
-    streamer = penstock.Streamer(double, 4)
+    streamer = penstock.Streamer(double, 4, wait_for_worker_ready=True)
     if os.environ.get("AT_IMPORT"):
         streamer.predict([1])
 """
