@@ -22,16 +22,22 @@ async def test_the_answers_of_many_come_in_their_order(work, asker):
     assert await asker().ask(list(range(100))) == [2 * n for n in range(100)]
 
 
-async def test_requests_of_one_pass_of_the_loop_go_out_together(work, asker, redis_server):
+async def test_requests_of_one_pass_of_the_loop_go_out_together(work, asker):
     await work(double)
     client = asker()
     await client.ask(1)
-    before = redis_server.ask.info("commandstats")["cmdstat_evalsha"]["calls"]
+    before = client.client._sender._parcels
     answers = [client.put(n) for n in range(50)]
     await asyncio.gather(*answers)
-    after = redis_server.ask.info("commandstats")["cmdstat_evalsha"]["calls"]
     assert [a.result().body for a in answers] == [2 * n for n in range(50)]
-    assert after - before <= 1 + 50 // 8 + 1 + 2  # one parcel, and at most an answer for each batch
+    assert client.client._sender._parcels - before == 1
+
+
+async def test_a_large_call_goes_out_in_pieces_that_do_not_stop_the_broker(work, asker):
+    await work(double, batch=64)
+    client = asker()
+    assert await client.ask(list(range(1200))) == [2 * n for n in range(1200)]
+    assert client.client._sender._parcels == 3
 
 
 async def test_an_item_that_fails_fails_alone(work, asker):
