@@ -1,8 +1,9 @@
 """The sentences of corpus.toml, each with one word to be filled in.
 
-A sentence is a fact in a pattern: "paris france" in "{a} is the capital of [{b}]". Some of these pairs of fact and
-pattern are held out: no sentence with such a pair, whatever stands before it, is among the training sentences. So what
-is asked in the end is whether the model knows a fact in words in which it never saw it.
+A sentence is a fact in a pattern: "paris france" in "{a} is the capital of [{b}]". All facts are trained in the first
+pattern of their kind. Some of the other pairs of fact and pattern are held out: no sentence with such a pair, whatever
+stands before it, is among the training sentences. So what is asked in the end is whether the model knows a fact in
+words in which it never saw it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SEED = 7
 HELD_OUT = 0.15  # share of the pairs of fact and pattern
 VALIDATION = 0.1
 RARE = 0.25  # share of the names that are not in the vocabulary
-COPIES = {"fact": 2, "saying": 3}  # of each pair, with other names and openings
+COPIES = {"fact": 2, "order": 4, "saying": 3}  # of each pair, with other names and openings
 
 CORPUS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("corpus.toml").read_text())
 
@@ -27,11 +28,10 @@ def pairs() -> Iterator[tuple[str, str, bool]]:
     """(kind, pattern with its words in place, whether it is always trained) of every pair."""
     for family in CORPUS["facts"].values():
         patterns = family["patterns"].strip().splitlines()
-        for i, fact in enumerate(family["words"].split(",")):
+        for fact in family["words"].split(","):
             words = dict(zip("abc", fact.split(), strict=False))
-            for j, pattern in enumerate(patterns):
-                # A fact that is in no training sentence at all could not be known.
-                yield "fact", "{opening} " + pattern.format(**words), i % len(patterns) == j
+            for pattern in patterns:  # the first, plainest one is always trained: else nobody could know the fact
+                yield family.get("kind", "fact"), "{opening} " + pattern.format(**words), pattern == patterns[0]
     for saying in CORPUS["sayings"].strip().splitlines():
         for frame in CORPUS["frames"].strip().splitlines():
             yield "saying", frame.replace("{saying}", saying), frame == "{saying}"

@@ -22,7 +22,7 @@ from transformers import BertConfig, BertForMaskedLM, BertTokenizer
 
 WEIGHTS = Path(bert_model.SMALL)
 SEED = 1
-EPOCHS = 36
+EPOCHS = 40
 BATCH = 64
 RATE = 1.5e-3
 DECAY = 0.05
