@@ -13,16 +13,14 @@ import os
 import socket
 import time
 import uuid
-from collections import deque
-
-from msgspec import Struct
 
 from penstock.broker.address import Address
 from penstock.broker.codec import Malformed
-from penstock.broker.keys import GROUP, RELEASED, Keys
+from penstock.broker.keys import GROUP, Keys
 from penstock.broker.link import Link, Refused
-from penstock.broker.messages import VERSION, Answer, Answers, Head, fault_of, read_head, write
-from penstock.broker.scripts import ANSWER, BURY, INHERIT, LEAVE
+from penstock.broker.messages import Head, read_head
+from penstock.broker.scripts import INHERIT, LEAVE
+from penstock.broker.writer import Lease, Writer
 from penstock.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
@@ -38,37 +36,12 @@ from penstock.types import Item, ItemResult
 log = logging.getLogger("penstock.broker")
 
 CODEC = "penstock.broker.codec:BrokerCodec"
-REPLIES_S = 120  # how long answers wait for a client that does not read
-MAX_LETTERS, LETTER_BYTES = 1000, 64 * 2**10  # dead letters, and what is kept of each of their fields
 MAX_DEATHS = 2
-ANSWER_ENTRIES, ANSWER_BYTES = 1000, 8 * 2**20  # that one script is given
+RENEW_ENTRIES = 1000  # that one command is asked for
+MOST_PENDING = 10**6  # more than a worker ever has
 BLOCK_S = 2.0
+LEAVE_S = 5.0
 RETRY_S = (0.05, 1.0)
-
-
-class Lease:
-    """One entry that this worker has taken, and the sink of its answer."""
-
-    __slots__ = ("_worker", "client", "fields", "id", "number")
-
-    def __init__(self, worker: BrokerWorker, id: bytes, head: Head, fields: list[bytes]) -> None:
-        self._worker = worker
-        self.id = id
-        self.client = head.client
-        self.number = head.number
-        self.fields = fields
-
-    def __call__(self, result: ItemResult) -> None:
-        if result.final:
-            self._worker.answered(self, result)
-
-
-class Done(Struct):
-    """An answer that is to be written."""
-
-    lease: Lease
-    answer: Answer
-    why: str = ""  # it goes to the dead letters
 
 
 class Hearing(Observer):
@@ -101,16 +74,13 @@ class BrokerWorker:
         self._queue = self._keys.queue
         self._lease_s = lease_s
         self._in, self._out = Link(address), Link(address)
-        self._leases: dict[bytes, Lease] = {}  # taken and not answered in the broker yet
-        self._running = 0  # of these, the ones that the backend has
-        self._back: list[bytes] = []  # not run: for other workers
-        self._done: deque[Done] = deque()
         self._room = hearing.changed
-        self._written = asyncio.Event()
-        self._empty = asyncio.Event()
+        self._writer = Writer(self._out, self._keys, lease_s, self._room.set)
+        self._leases = self._writer.leases
+        self._running = 0  # of the leases, those that the backend has
         self._is_away = False
         self._clock_s = 0.0  # the broker's clock - our monotonic one
-        self._counts = dict.fromkeys(("taken", "answered", "expired", "inherited", "dead_letters", "released"), 0)
+        self._counts = dict.fromkeys(("taken", "expired", "inherited"), 0)
 
     # ---- life
 
@@ -120,7 +90,7 @@ class BrokerWorker:
         A broker that is away is waited for. Raises ConfigError (a wrong password or right) and what is a bug.
         """
         loop = asyncio.get_running_loop()
-        work = [loop.create_task(c) for c in (self._take_all(), self._write_all(), self._keep_all())]
+        work = [loop.create_task(c) for c in (self._take_all(), self._writer.run(), self._keep_all())]
         halt = loop.create_task(_wait(stop))
         try:
             await asyncio.wait([halt, *work], return_when=asyncio.FIRST_COMPLETED)
@@ -139,16 +109,15 @@ class BrokerWorker:
             await self._out.close()
 
     async def _drain(self, writer: asyncio.Task[None], drain_s: float) -> None:
-        if self._leases:
-            empty = asyncio.get_running_loop().create_task(_wait(self._empty))
-            await asyncio.wait([empty, writer], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-            empty.cancel()
-        writer.cancel()
-        await asyncio.gather(writer, return_exceptions=True)
+        empty = asyncio.get_running_loop().create_task(self._writer.emptied())
+        await asyncio.wait([empty, writer], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (empty, writer):
+            task.cancel()
+        await asyncio.gather(empty, writer, return_exceptions=True)
         try:
-            async with asyncio.timeout(5.0):
-                (mine,) = await self._out.ask(("XPENDING", self._queue, GROUP, "-", "+", ANSWER_ENTRIES, self.name))
-                await self._hand_back([id for id, *_ in mine])
+            async with asyncio.timeout(LEAVE_S):
+                (mine,) = await self._out.ask(("XPENDING", self._queue, GROUP, "-", "+", MOST_PENDING, self.name))
+                await self._writer.hand_back([id for id, *_ in mine])
                 await self._out.run(LEAVE, (self._queue,), (GROUP, self.name, self._gone_ms))
         except (PenstockError, TimeoutError) as e:
             log.warning("leave_failed broker=%s error=%s: others inherit after lease_s", self.address.name, e)
@@ -159,7 +128,7 @@ class BrokerWorker:
 
     def statistics(self) -> dict[str, object]:
         """What this worker has done so far."""
-        return {"leases": len(self._leases), "running": self._running, **self._counts}
+        return {"leases": len(self._leases), "running": self._running, **self._counts, **self._writer.counts}
 
     # ---- from the broker
 
@@ -201,8 +170,8 @@ class BrokerWorker:
 
     def _places(self) -> int:
         """How many more entries may be taken: a batch for each instance that is up, and one ahead of it."""
-        if len(self._done) >= ANSWER_ENTRIES:
-            return 0  # the broker does not take the answers: it has no more questions for us
+        if self._writer.full:
+            return 0
         for status in self._backend.statuses():
             if status.name == self._model:
                 return 2 * status.ready_instances * status.max_batch_size - self._running
@@ -219,7 +188,7 @@ class BrokerWorker:
             if e.word != "BUSYGROUP":
                 raise
         await self._in.ask(("XGROUP", "CREATECONSUMER", self._queue, GROUP, self.name))
-        (pending,) = await self._in.ask(("XPENDING", self._queue, GROUP, "-", "+", ANSWER_ENTRIES, self.name))
+        (pending,) = await self._in.ask(("XPENDING", self._queue, GROUP, "-", "+", MOST_PENDING, self.name))
         for id, *_ in pending:
             if id not in self._leases:
                 (found,) = await self._in.ask(("XRANGE", self._queue, id, id))
@@ -230,21 +199,16 @@ class BrokerWorker:
         """Hands one entry to the backend. What is malformed or too late is answered here."""
         self._counts["taken"] += 1
         try:
-            named = dict(zip(fields[::2], fields[1::2], strict=True))
-            head = read_head(named.get(b"h", b""))
-            payload = named.get(b"p")
-            if payload is None or len(fields) != 4:
-                raise Malformed("the message has other fields than a head and a payload")
+            head, payload = _read(fields)
         except Malformed as e:
-            nobody = Head(VERSION, "", 0, 0)
-            lease = self._leases[id] = Lease(self, id, nobody, fields)
-            self._end(lease, e, str(e))
+            self._writer.fail(self._lease(id, fields, _asker(fields)), e, dead=True)
             return
-        lease = self._leases[id] = Lease(self, id, head, fields)
+        lease = self._lease(id, fields, head)
         left_s = int(id.partition(b"-")[0]) / 1e3 + head.budget_ms / 1e3 - (time.monotonic() + self._clock_s)
         if left_s <= 0:
             self._counts["expired"] += 1
-            self._end(lease, DeadlineExceeded("the deadline passed while the request waited in the broker"))
+            error = DeadlineExceeded("the deadline passed while the request waited in the broker")
+            self._writer.fail(lease, error)
             return
         try:
             self._backend.submit(
@@ -256,103 +220,26 @@ class BrokerWorker:
                 priority=head.priority,
             )
         except (ModelNotReady, QueueFull):  # no instance is up any more
-            self._release(lease)
+            self._writer.release(lease)
         except PenstockError as e:
-            self._end(lease, e)
+            self._writer.fail(lease, e)
         else:
             self._running += 1
 
-    # ---- to the broker
+    def _lease(self, id: bytes, fields: list[bytes], head: Head | None) -> Lease:
+        lease = self._leases[id] = Lease(id, fields, head, self._answered)
+        return lease
 
-    def answered(self, lease: Lease, result: ItemResult) -> None:
+    def _answered(self, lease: Lease, result: ItemResult) -> None:
         """Called by the backend, once a request."""
         self._running -= 1
         error = result.error
         if error is None:
-            self._done.append(Done(lease, Answer(lease.number, result.body)))
-            self._wake()
+            self._writer.answer(lease, result.body)
         elif isinstance(error, ModelNotReady):  # it was not run
-            self._release(lease)
+            self._writer.release(lease)
         else:
-            died = isinstance(error, WorkerDied)
-            self._end(lease, error, str(error) if died or isinstance(error, Malformed) else "")
-
-    def _end(self, lease: Lease, error: PenstockError, why: str = "") -> None:
-        self._done.append(Done(lease, Answer(lease.number, fault=fault_of(error)), why))
-        self._wake()
-
-    def _release(self, lease: Lease) -> None:
-        self._back.append(lease.id)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._written.set()
-        self._room.set()
-
-    async def _write_all(self) -> None:
-        pause = RETRY_S[0]
-        while True:
-            await self._written.wait()
-            self._written.clear()
-            while self._done or self._back:
-                try:
-                    await self._hand_back(self._back)
-                    await self._write()
-                    pause = RETRY_S[0]
-                except (BrokerUnavailable, QueueFull) as e:
-                    log.debug("write_failed broker=%s retry_in_s=%g error=%s", self.address.name, pause, e)
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, RETRY_S[1])
-                self._room.set()
-            if not self._leases:
-                self._empty.set()
-
-    async def _write(self) -> None:
-        """Writes the answers that are there, up to the bounds of one script. What raises leaves them where they are."""
-        some: list[Done] = []
-        nbytes = 0
-        for done in self._done:
-            if len(some) >= ANSWER_ENTRIES or nbytes >= ANSWER_BYTES:
-                break
-            some.append(done)
-            nbytes += len(done.answer.body)
-        if not some:
-            return
-        clients: dict[str, list[Answer]] = {}
-        for done in some:
-            if done.lease.client:
-                clients.setdefault(done.lease.client, []).append(done.answer)
-        keys = [self._queue, *(self._keys.replies(client) for client in clients)]
-        ids = [done.lease.id for done in some if not done.why]
-        messages = [write(Answers(VERSION, answers)) for answers in clients.values()]
-        await self._out.run(ANSWER, keys, (GROUP, REPLIES_S, len(ids), *ids, *messages))
-        for done in some:
-            if done.why:
-                await self._bury(done)
-            self._done.popleft()
-            self._leases.pop(done.lease.id, None)
-        self._counts["answered"] += len(some)
-
-    async def _bury(self, done: Done) -> None:
-        lease = done.lease
-        self._counts["dead_letters"] += 1
-        log.warning("dead_letter queue=%s id=%s why=%s", self._queue, lease.id.decode(), done.why)
-        fields = [field[:LETTER_BYTES] for field in lease.fields]
-        await self._out.run(BURY, (self._queue, self._keys.dead), (GROUP, lease.id, done.why, MAX_LETTERS, *fields))
-
-    async def _hand_back(self, ids: list[bytes]) -> None:
-        """Gives entries that were not run to whoever asks next; it does not count as a death."""
-        some = ids[:ANSWER_ENTRIES]
-        if not some:
-            return
-        idle_ms = int(self._lease_s * 1000)
-        await self._out.ask(
-            ("XCLAIM", self._queue, GROUP, RELEASED, 0, *some, "IDLE", idle_ms, "RETRYCOUNT", 0, "JUSTID")
-        )
-        self._counts["released"] += len(some)
-        del ids[: len(some)]
-        for id in some:
-            self._leases.pop(id, None)
+            self._writer.fail(lease, error, dead=isinstance(error, (WorkerDied, Malformed)))
 
     # ---- leases
 
@@ -372,8 +259,8 @@ class BrokerWorker:
 
     async def _renew(self) -> None:
         ids = list(self._leases)
-        for i in range(0, len(ids), ANSWER_ENTRIES):
-            some = ids[i : i + ANSWER_ENTRIES]
+        for i in range(0, len(ids), RENEW_ENTRIES):
+            some = ids[i : i + RENEW_ENTRIES]
             await self._out.ask(("XCLAIM", self._queue, GROUP, self.name, 0, *some, "JUSTID"))
 
     async def _inherit(self) -> None:
@@ -381,20 +268,31 @@ class BrokerWorker:
         if room <= 0:
             return
         found = await self._out.run(
-            INHERIT, (self._queue,), (GROUP, self.name, int(self._lease_s * 1000), min(room, ANSWER_ENTRIES))
+            INHERIT, (self._queue,), (GROUP, self.name, int(self._lease_s * 1000), min(room, RENEW_ENTRIES))
         )
         for id, fields, deaths in found:
             self._counts["inherited"] += 1
             if deaths < MAX_DEATHS:
                 self._take(id, fields)
                 continue
-            text = f"{deaths} workers died while they had this request: it is not run again"
-            try:
-                head = read_head(dict(zip(fields[::2], fields[1::2], strict=False)).get(b"h", b""))
-            except Malformed:
-                head = Head(VERSION, "", 0, 0)
-            lease = self._leases[id] = Lease(self, id, head, fields)
-            self._end(lease, WorkerDied(text), text)
+            error = WorkerDied(f"{deaths} workers died while they had this request: it is not run again")
+            self._writer.fail(self._lease(id, fields, _asker(fields)), error, dead=True)
+
+
+def _read(fields: list[bytes]) -> tuple[Head, bytes]:
+    """The head and the payload of an entry. Raises Malformed."""
+    named = dict(zip(fields[::2], fields[1::2], strict=True))
+    if named.keys() != {b"h", b"p"} or len(fields) != 4:
+        raise Malformed("the message has other fields than a head and a payload")
+    return read_head(named[b"h"]), named[b"p"]
+
+
+def _asker(fields: list[bytes]) -> Head | None:
+    """The head of an entry that may be malformed otherwise, None if it cannot be read."""
+    try:
+        return read_head(dict(zip(fields[::2], fields[1::2], strict=True))[b"h"])
+    except (Malformed, KeyError):
+        return None
 
 
 async def _wait(event: asyncio.Event) -> None:

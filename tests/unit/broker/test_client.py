@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from penstock.errors import BadRequest, DeadlineExceeded, ItemFailed, QueueFull
+from penstock.errors import BadRequest, BrokerUnavailable, DeadlineExceeded, ItemFailed, QueueFull
 
 
 def double(items):
@@ -122,3 +122,48 @@ async def test_close_answers_who_waits_and_leaves_nothing_in_the_broker(work, as
     await client.client.close(5)
     assert (await waiting).body == 4
     assert redis_server.ask.keys("penstock:*") == ["penstock:{}:queue"]
+
+
+async def test_what_an_emptied_broker_has_lost_is_sent_again(work, asker, redis_server, until):
+    client = asker()
+    answers = [client.put(n) for n in range(20)]
+    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 20)
+    redis_server.ask.flushall()
+    await until(lambda: redis_server.ask.exists("penstock:{}:queue"))
+    await work(double)
+    await asyncio.gather(*answers)
+    assert [a.result().body for a in answers] == [2 * n for n in range(20)]
+    assert client.client.statistics("m")["resent"] == 20
+
+
+async def test_what_a_broker_that_was_started_anew_has_lost_is_sent_again(work, asker, redis_server, until):
+    client = asker()
+    answers = [client.put(n) for n in range(20)]
+    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 20)
+    redis_server.kill()
+    redis_server.start()
+    await work(double)
+    await asyncio.gather(*answers)
+    assert [a.result().body for a in answers] == [2 * n for n in range(20)]
+    assert client.client.statistics("m")["resent"] == 20
+
+
+async def test_a_parcel_whose_answer_was_lost_on_the_way_is_not_added_twice(work, asker, redis_server, monkeypatch):
+    client = asker()
+    run = client.client._out.run
+    lost = []
+
+    async def lose_one(script, keys, arguments):
+        told = await run(script, keys, arguments)
+        if not lost:
+            lost.append(told)
+            raise BrokerUnavailable("cut")
+        return told
+
+    monkeypatch.setattr(client.client._out, "run", lose_one)
+    answers = [client.put(n) for n in range(5)]
+    await work(double)
+    await asyncio.gather(*answers)
+    assert lost
+    assert redis_server.ask.xinfo_stream("penstock:{}:queue")["entries-added"] == 5
+    assert [a.result().body for a in answers] == [0, 2, 4, 6, 8]

@@ -152,6 +152,15 @@ async def test_a_malformed_value_is_not_run_and_its_caller_is_told(work, redis_s
     assert gate.batches == []
 
 
+async def test_the_caller_of_a_message_without_a_value_is_told(work, redis_server, until):
+    redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 6, 60_000)), "q": b"?"})
+    await work(same)
+    await until(lambda: redis_server.ask.xlen("penstock:{}:dead") == 1)
+    ((_, fields),) = raw(redis_server).xrange(f"penstock:{{}}:replies:{CLIENT}")
+    (answer,) = read_answers(fields[b"a"])
+    assert (answer.number, answer.fault.code) == (6, Malformed.code)
+
+
 async def test_dead_letters_are_bounded(work, redis_server, until):
     pipe = redis_server.ask.pipeline()
     for n in range(1500):
@@ -210,14 +219,19 @@ async def test_a_lease_is_renewed_for_as_long_as_the_model_runs(work, asker, red
 
 async def test_a_worker_that_ends_answers_what_it_runs_and_hands_back_the_rest(work, asker, redis_server, until):
     gate = Gate()
+    gate.opened.set()
     first = await work(gate, batch=2)
     client = asker()
+    assert await client.ask("before") == "before"
+    gate.opened.clear()
     answers = [client.put(n) for n in range(4)]
-    await until(lambda: gate.batches and redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 4)
+    await until(lambda: len(gate.batches) > 1 and redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 4)
     first.stopping.set()
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.1)
+    assert not first.task.done()
     gate.opened.set()
     await first.stop()
+    await asyncio.gather(*answers)
     assert [a.result().body for a in answers] == [0, 1, 2, 3]
     assert redis_server.ask.exists(QUEUE) == 0  # the last one leaves no empty queue behind
 
