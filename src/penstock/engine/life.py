@@ -32,7 +32,9 @@ class Life:
         self.post = loop.call_soon_threadsafe
 
         async def made() -> PortalBackend:
-            return make()
+            backend = make()
+            await asyncio.sleep(0)  # lets it begin: what it imports there, a fork must not find half imported
+            return backend
 
         try:
             self.backend = loop.run_until_complete(made())

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.portal import Portal
 from penstock.streamer.base import _Streamer, in_worker
+from penstock.streamer.model import StreamerModel
 from penstock.streamer.pool import Pool
 from penstock.transports.launch import pack_target
 from penstock.worker.spec import Wrapped
@@ -19,7 +20,7 @@ MAX_QUEUE = 65_536  # items: a loop of many thousands of `submit` needs no other
 NEVER_S = 1e7  # without `timeout_s`: a future may wait for as long as it takes
 HANGS = 3  # times `worker_timeout` is the longest run of a batch
 
-WRAPPER = "penstock.streamer.model:StreamerModel"
+WRAPPER = f"{StreamerModel.__module__}:{StreamerModel.__qualname__}"
 
 
 class _LocalStreamer(_Streamer):

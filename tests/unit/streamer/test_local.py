@@ -76,3 +76,24 @@ def test_a_worker_that_would_start_workers_of_its_own_without_end_says_so(tmp_pa
     )
     assert "LoadFailed" in done.stderr
     assert "would start workers of its own without end" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+def test_once_it_is_made_nothing_is_imported_that_a_fork_could_find_half_imported(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("def echo(batch):\n    return batch\n")
+    code = f"""
+        import sys, penstock, model
+        streamer = penstock.{kind}(model.echo, 4)
+        before = set(sys.modules)
+        streamer.predict([1])
+        print(set(sys.modules) - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "set()\n", done.stderr
