@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -53,11 +53,13 @@ def served(
             env={**os.environ, "KIND": kind, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             stdout=said,
             stderr=said,
+            start_new_session=True,
         )
         try:
             yield f"http://{address}/", process, said
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a master that is killed leaves its workers behind
             process.wait()
 
 
