@@ -16,6 +16,8 @@ from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
 
+A_PASS = 256  # requests that one pass of the loop hands over
+
 
 class PortalBackend(Protocol):
     """What answers the requests of a portal: an Engine, or what stands for one. Made and called on its loop."""
@@ -92,8 +94,8 @@ class Inbox:
     def _drain(self) -> None:
         self._rung = False  # before the deque is emptied: a request that comes now rings again
         submit = self._backend.submit
-        # those that come meanwhile wait for the next pass: what was handed over is sent in between
-        for model, item, caller, budget_s, priority in islice(self._taken(), len(self._requests)):
+        # of a flood, some in each pass of the loop: what was handed over is sent in between
+        for model, item, caller, budget_s, priority in islice(self._taken(), A_PASS):
             try:
                 caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
             except PenstockError as e:
@@ -101,3 +103,6 @@ class Inbox:
             except Exception as e:
                 log.exception("submit_failed model=%s: its caller gets an error", model)
                 caller(failed(e))
+        if self._requests and not self._rung:
+            self._rung = True
+            self._loop.call_soon(self._drain)
