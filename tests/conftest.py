@@ -144,7 +144,9 @@ class RunningRedis:
     def start(self, *options: str) -> None:
         """Starts it, also again after `kill`; returns when it answers."""
         from redis import Redis
+        from redis.backoff import NoBackoff
         from redis.exceptions import AuthenticationError, ConnectionError
+        from redis.retry import Retry
 
         fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self.process = subprocess.Popen(
@@ -152,7 +154,7 @@ class RunningRedis:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        self.ask = Redis(port=self.port, decode_responses=True)
+        self.ask = Redis(port=self.port, decode_responses=True, retry=Retry(NoBackoff(), 0))
         end = time.monotonic() + 20
         while True:
             try:
