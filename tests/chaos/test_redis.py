@@ -21,7 +21,7 @@ import pytest
 from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, PenstockError, QueueFull, WorkerDied
 from penstock.streamer.redis import RedisStreamer
 
-QUEUE = "penstock:{}:queue"
+QUEUE = "{penstock:}:queue"
 APP = """
     import os, time
 
@@ -298,7 +298,7 @@ def test_what_killed_two_workers_is_not_run_again(worker, streamer, redis_server
     with pytest.raises(WorkerDied, match="2 workers died"):
         future.result(20)
     assert one.predict(["good"]) == ["good"]
-    assert redis_server.ask.xlen("penstock:{}:dead") == 1
+    assert redis_server.ask.xlen("{penstock:}:dead") == 1
 
 
 def test_without_a_worker_the_caller_is_told_in_time(streamer):
@@ -344,7 +344,7 @@ def test_memory_is_bounded_when_callers_do_not_read(worker, redis_server):
     end = time.monotonic() + 20
     while redis_server.ask.xlen(QUEUE) and time.monotonic() < end:
         time.sleep(0.02)
-    (replies,) = redis_server.ask.keys("penstock:{}:replies:*")
+    (replies,) = redis_server.ask.keys("{penstock:}:replies:*")
     assert 0 < redis_server.ask.ttl(replies) <= 120
-    (sent,) = redis_server.ask.keys("penstock:{}:sent:*")
+    (sent,) = redis_server.ask.keys("{penstock:}:sent:*")
     assert 0 < redis_server.ask.ttl(sent) <= 60

@@ -145,7 +145,7 @@ def test_a_program_that_ends_with_work_in_flight_does_not_hang(redis_server: Any
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stderr) == (0, "")
-    assert redis_server.ask.xlen("penstock:{}:queue") == 0
+    assert redis_server.ask.xlen("{penstock:}:queue") == 0
 
 
 def test_the_pages_programs_run_as_they_stand(redis_server: Any, tmp_path: Path) -> None:

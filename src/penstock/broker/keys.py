@@ -35,4 +35,4 @@ class Keys(Struct, frozen=True):
         return self._name(f"sent:{client}")
 
     def _name(self, what: str) -> str:
-        return f"penstock:{{{self.prefix}}}:{what}"
+        return f"{{penstock:{self.prefix}}}:{what}"

@@ -67,12 +67,12 @@ async def test_a_lone_value_that_cannot_be_sent_is_an_error_at_once(asker):
 async def test_a_full_queue_refuses_at_once(asker, redis_server, until):
     client, other = asker(max_queue=10), asker(max_queue=10)
     held = client.put(list(range(8)))
-    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 8)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 8)
     with pytest.raises(QueueFull, match="8 of 10"):
         await other.ask([1, 2, 3])
     with pytest.raises(QueueFull, match="8 of 10"):
         client.put([1, 2, 3])
-    assert redis_server.ask.xlen("penstock:{}:queue") == 8
+    assert redis_server.ask.xlen("{penstock:}:queue") == 8
     held.call.cancel()
 
 
@@ -92,7 +92,7 @@ async def test_a_deadline_without_a_worker_is_kept_and_the_entry_leaves_the_queu
     client = asker()
     with pytest.raises(DeadlineExceeded, match="no answer came in time"):
         await client.ask(1, budget_s=0.05)
-    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 0)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 0)
     assert client.client.statistics("m")["waiting"] == 0
 
 
@@ -105,9 +105,9 @@ async def test_a_cancelled_request_is_not_run(work, asker, redis_server, until):
 
     client = asker()
     gone, kept = client.put("gone"), client.put("kept")
-    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 2)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 2)
     gone.call.cancel()
-    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 1)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 1)
     await work(note)
     assert (await kept).body == "kept"
     assert seen == ["kept"]
@@ -121,15 +121,15 @@ async def test_close_answers_who_waits_and_leaves_nothing_in_the_broker(work, as
     waiting = client.put(2)
     await client.client.close(5)
     assert (await waiting).body == 4
-    assert redis_server.ask.keys("penstock:*") == ["penstock:{}:queue"]
+    assert redis_server.ask.keys("*") == ["{penstock:}:queue"]
 
 
 async def test_what_an_emptied_broker_has_lost_is_sent_again(work, asker, redis_server, until):
     client = asker()
     answers = [client.put(n) for n in range(20)]
-    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 20)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 20)
     redis_server.ask.flushall()
-    await until(lambda: redis_server.ask.exists("penstock:{}:queue"))
+    await until(lambda: redis_server.ask.exists("{penstock:}:queue"))
     await work(double)
     await asyncio.gather(*answers)
     assert [a.result().body for a in answers] == [2 * n for n in range(20)]
@@ -139,7 +139,7 @@ async def test_what_an_emptied_broker_has_lost_is_sent_again(work, asker, redis_
 async def test_what_a_broker_that_was_started_anew_has_lost_is_sent_again(work, asker, redis_server, until):
     client = asker()
     answers = [client.put(n) for n in range(20)]
-    await until(lambda: redis_server.ask.xlen("penstock:{}:queue") == 20)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 20)
     redis_server.kill()
     redis_server.start()
     await work(double)
@@ -167,5 +167,5 @@ async def test_a_parcel_whose_answer_was_lost_on_the_way_is_not_added_twice(
     assert told[0] == told[1]
     await work(double)
     await asyncio.gather(*answers)
-    assert redis_server.ask.xinfo_stream("penstock:{}:queue")["entries-added"] == 5
+    assert redis_server.ask.xinfo_stream("{penstock:}:queue")["entries-added"] == 5
     assert [a.result().body for a in answers] == [0, 2, 4, 6, 8]

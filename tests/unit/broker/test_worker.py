@@ -12,7 +12,7 @@ from penstock.broker.messages import VERSION, Head, read_answers, write
 from penstock.errors import DeadlineExceeded, ModelNotReady, WorkerDied
 
 CLIENT = "0123456789abcdef" * 2
-QUEUE = "penstock:{}:queue"
+QUEUE = "{penstock:}:queue"
 
 
 def same(items):
@@ -104,7 +104,7 @@ async def test_an_expired_request_is_answered_and_not_run(work, redis_server, un
     redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 1, 1)), "p": encode("late")})
     await asyncio.sleep(0.01)
     await work(gate)
-    replies = f"penstock:{{}}:replies:{CLIENT}"
+    replies = f"{{penstock:}}:replies:{CLIENT}"
     await until(lambda: redis_server.ask.exists(replies))
     (_, fields), *_ = raw(redis_server).xrange(replies)
     (answer,) = read_answers(fields[b"a"])
@@ -130,8 +130,8 @@ async def test_a_foreign_message_goes_to_the_dead_letters_and_is_not_run(work, a
     gate.opened.set()
     redis_server.ask.xadd(QUEUE, fields)
     await work(gate)
-    await until(lambda: redis_server.ask.xlen("penstock:{}:dead") == 1)
-    ((_, letter),) = raw(redis_server).xrange("penstock:{}:dead")
+    await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
+    ((_, letter),) = raw(redis_server).xrange("{penstock:}:dead")
     for name, value in fields.items():
         assert letter[name.encode()] == (value.encode() if isinstance(value, str) else value)
     assert letter[b"why"]
@@ -145,8 +145,8 @@ async def test_a_malformed_value_is_not_run_and_its_caller_is_told(work, redis_s
     gate.opened.set()
     redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 5, 60_000)), "p": pickle.dumps(print)})
     await work(gate)
-    await until(lambda: redis_server.ask.xlen("penstock:{}:dead") == 1)
-    ((_, fields),) = raw(redis_server).xrange(f"penstock:{{}}:replies:{CLIENT}")
+    await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
+    ((_, fields),) = raw(redis_server).xrange(f"{{penstock:}}:replies:{CLIENT}")
     (answer,) = read_answers(fields[b"a"])
     assert (answer.number, answer.fault.code) == (5, Malformed.code)
     assert gate.batches == []
@@ -155,8 +155,8 @@ async def test_a_malformed_value_is_not_run_and_its_caller_is_told(work, redis_s
 async def test_the_caller_of_a_message_without_a_value_is_told(work, redis_server, until):
     redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 6, 60_000)), "q": b"?"})
     await work(same)
-    await until(lambda: redis_server.ask.xlen("penstock:{}:dead") == 1)
-    ((_, fields),) = raw(redis_server).xrange(f"penstock:{{}}:replies:{CLIENT}")
+    await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
+    ((_, fields),) = raw(redis_server).xrange(f"{{penstock:}}:replies:{CLIENT}")
     (answer,) = read_answers(fields[b"a"])
     assert (answer.number, answer.fault.code) == (6, Malformed.code)
 
@@ -168,7 +168,7 @@ async def test_dead_letters_are_bounded(work, redis_server, until):
     pipe.execute()
     await work(same, batch=64)
     await until(lambda: redis_server.ask.xlen(QUEUE) == 0)
-    assert redis_server.ask.xlen("penstock:{}:dead") < 1200
+    assert redis_server.ask.xlen("{penstock:}:dead") < 1200
 
 
 async def test_what_a_dead_worker_had_is_run_by_another(work, asker, until):
@@ -198,8 +198,8 @@ async def test_an_item_in_two_deaths_is_a_dead_letter_and_its_caller_gets_an_err
     assert isinstance(error, WorkerDied)
     assert "2 workers died" in str(error)
     assert last.batches == []
-    await until(lambda: redis_server.ask.xlen("penstock:{}:dead") == 1)
-    ((_, letter),) = raw(redis_server).xrange("penstock:{}:dead")
+    await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
+    ((_, letter),) = raw(redis_server).xrange("{penstock:}:dead")
     assert decode(letter[b"p"]) == "poison"
     last.opened.set()
 
