@@ -69,7 +69,8 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
     return config
 
 
-def _number_or_auto(_: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+def number_or_auto(_: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    """What a flag of a number or "auto" says."""
     if value is None or value == "auto":
         return value
     if not value.isdigit() or int(value) < 1:
@@ -77,15 +78,18 @@ def _number_or_auto(_: click.Context, parameter: click.Parameter, value: str | N
     return int(value)
 
 
-def _devices(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    """What a flag of devices says."""
     return None if value is None else [d.strip() for d in value.split(",") if d.strip()]
 
 
 @click.command()
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
-@click.option("--instances", callback=_number_or_auto, metavar="N|auto", help="Loaded copies of each model.")
-@click.option("--devices", callback=_devices, metavar="D,D", help="Devices for the instances, such as cuda:0,cuda:1.")
-@click.option("--max-batch-size", callback=_number_or_auto, metavar="N|auto", help="Most rows in a batch.")
+@click.option("--instances", callback=number_or_auto, metavar="N|auto", help="Loaded copies of each model.")
+@click.option(
+    "--devices", callback=devices_list, metavar="D,D", help="Devices for the instances, such as cuda:0,cuda:1."
+)
+@click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Most rows in a batch.")
 @click.option("--host", help="Address of the inference listener [127.0.0.1].")
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="Port of the inference listener [8080]; 0 takes a free one."

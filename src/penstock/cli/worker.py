@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from penstock.broker.address import parse
-from penstock.cli.serve import _devices, _number_or_auto, split_targets
+from penstock.cli.serve import devices_list, number_or_auto, split_targets
 from penstock.config.load import load_config
 from penstock.config.schema import ModelConfig
 from penstock.errors import ConfigError, PenstockError
@@ -43,9 +43,11 @@ def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> Mo
     help="host:port, redis://, rediss:// or unix:// [localhost:6379]. PENSTOCK_REDIS shows a password to fewer eyes.",
 )
 @click.option("--prefix", default="", help="Keeps models apart that share a broker; that of the RedisStreamer.")
-@click.option("--workers", callback=_number_or_auto, metavar="N|auto", help="Loaded copies of the model [1].")
-@click.option("--devices", callback=_devices, metavar="D,D", help="Devices for them in turn, such as cuda:0,cuda:1.")
-@click.option("--max-batch-size", callback=_number_or_auto, metavar="N|auto", help="Most items in a batch.")
+@click.option("--workers", callback=number_or_auto, metavar="N|auto", help="Loaded copies of the model [1].")
+@click.option(
+    "--devices", callback=devices_list, metavar="D,D", help="Devices for them in turn, such as cuda:0,cuda:1."
+)
+@click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Most items in a batch.")
 @click.option(
     "--lease",
     type=click.FloatRange(min=0.1),
