@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest
 
-# every fault at its full count, about 6 minutes; `make test` runs the short counts
+# every fault at its full count, about 10 minutes; `make test` runs the short counts
 chaos: $(VENV)/.dev redis-server
 	CHAOS=full $(BIN)/python -m pytest tests/chaos
 
