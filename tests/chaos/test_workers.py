@@ -134,7 +134,7 @@ async def test_no_descriptor_and_no_process_is_left():
     async with Desk(process) as desk:  # what is opened once and for all
         await desk.up()
     gc.collect()
-    before = descriptors()
+    before, others = descriptors(), psutil.Process().children()  # other tests may keep helpers
     for _ in range(3):
         async with Desk(process) as desk:
             pid = await pid_of(desk)
@@ -147,7 +147,7 @@ async def test_no_descriptor_and_no_process_is_left():
         assert not alive(second)
     gc.collect()
     assert len(descriptors()) == len(before)
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(others)
 
 
 @pytest.mark.parametrize("end", ["kill", "close"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import importlib
 import inspect
 import os
 import subprocess
@@ -36,26 +35,7 @@ PROCESS = {
 }  # fmt: skip
 
 Start = Callable[..., Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paths() -> Iterator[None]:
-    """Lets this process and its workers find the models, and the package of the old name."""
-    with pytest.MonkeyPatch.context() as patch:
-        for path in (HERE, COMPAT):
-            patch.syspath_prepend(str(path))
-        yield
-
-
-@pytest.fixture(scope="module")
-def models(paths: None) -> ModuleType:
-    return importlib.import_module("streamed")
-
-
-@pytest.fixture(scope="module", params=["penstock", "service_streamer"])
-def face(paths: None, request: pytest.FixtureRequest) -> ModuleType:
-    """The module that the names are imported from."""
-    return importlib.import_module(request.param)
+pytestmark = pytest.mark.usefixtures("paths")
 
 
 @pytest.fixture(scope="module")
