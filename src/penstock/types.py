@@ -48,6 +48,7 @@ class ItemResult(Struct, omit_defaults=True):
     headers: list[tuple[str, str]] | None = None
     error: PenstockError | None = None
     final: bool = True
+    reason: str | None = None  # phrase beside the status; None: that of the front-end
 
 
 Sink = Callable[[ItemResult], None]
@@ -157,9 +158,14 @@ class BatchPart(Struct, omit_defaults=True):
 
 
 class MetricDelta(Struct, array_like=True):
-    """A change of one of a model's own metrics since the last batch. `kind`: "counter", "gauge" or "timer"."""
+    """A change of one of a model's own metrics since the last batch.
+
+    `kind` is "counter", "gauge", "timer" or "histogram". `unit` and `request_id` are those of TorchServe's metrics.
+    """
 
     kind: str
     name: str
     value: float
     labels: dict[str, str] = field(default_factory=dict)
+    unit: str = ""
+    request_id: str = ""

@@ -31,3 +31,4 @@ class WorkerSpec(Struct):
     instances: int = 1
     sys_path: list[str] = field(default_factory=list)
     wants_headers: bool = False
+    capture_output: bool = False  # what the worker prints goes line by line to the logger "penstock.model"
