@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct
@@ -63,5 +64,9 @@ class Administration(Protocol):
         ...
 
     async def set_default(self, model: str, version: str) -> Done: ...
+
+    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> Done:
+        """Shares the requests that name no version out by weight, at least one of them above 0. An extension."""
+        ...
 
     async def unregister(self, model: str, version: str | None) -> Done: ...
