@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from penstock.errors import plain
 from penstock.types import MetricDelta
 
-MAX_TIMINGS = 10_000  # between two batches; more are not kept
+MAX_TIMINGS = 10_000  # between two batches, and as many records; more are not kept
 MAX_SERIES = 1_000
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -42,6 +42,7 @@ class _Registry:
         self._lock = threading.Lock()
         self._values: dict[_Key, float] = {}
         self._timings: list[tuple[_Key, float]] = []
+        self._records: list[MetricDelta] = []
 
     def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
         if name not in _good_names:
@@ -56,14 +57,21 @@ class _Registry:
             elif key in self._values or len(self._values) < MAX_SERIES:
                 self._values[key] = value + (self._values.get(key, 0.0) if kind == "counter" else 0.0)
 
+    def record(self, delta: MetricDelta) -> None:
+        with self._lock:
+            if len(self._records) < MAX_TIMINGS:
+                self._records.append(delta)
+
     def drain(self) -> list[MetricDelta]:
-        if not self._values and not self._timings:
+        if not self._values and not self._timings and not self._records:
             return []
         with self._lock:
             taken = [*self._values.items(), *self._timings]
+            records = self._records
             self._values = {}
             self._timings = []
-        return [MetricDelta(kind, name, value, dict(labels)) for (kind, name, labels), value in taken]
+            self._records = []
+        return [MetricDelta(kind, name, value, dict(labels)) for (kind, name, labels), value in taken] + records
 
 
 _shared = _Registry()
@@ -90,6 +98,17 @@ def counter(name: str, value: float = 1, **labels: object) -> None:
 def gauge(name: str, value: float, **labels: object) -> None:
     """Sets a gauge."""
     _current().add("gauge", name, value, labels)
+
+
+def record(
+    kind: str, name: str, value: float, labels: Mapping[str, object], unit: str = "", request_id: str = ""
+) -> None:
+    """Tells one change as it is, added to no other: for metrics whose names and units are those of another system.
+
+    `kind` is "counter", "gauge" or "histogram". Who receives it judges the name. Raises ValueError for no number.
+    """
+    told = {plain(k): plain(v) for k, v in labels.items()}
+    _current().record(MetricDelta(kind, plain(name), float(value), told, plain(unit), plain(request_id)))
 
 
 @contextmanager

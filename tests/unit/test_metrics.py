@@ -99,3 +99,25 @@ def test_models_in_threads_of_their_own_do_not_mix():
 def test_a_name_that_would_spoil_the_page_is_refused(name):
     with pytest.raises(ValueError, match="cannot be named"):
         metrics.counter(name)
+
+
+def test_records_keep_name_unit_and_request_and_are_not_added_up():
+    metrics.record("counter", "Déjà vu.%", 1, {"Level": "Model", "n": 3}, "Count", "a-b")
+    metrics.record("counter", "Déjà vu.%", np.float32(2), {}, "Count")
+    first, second = metrics.drain() or []
+    assert (first.name, first.value, first.labels) == ("Déjà vu.%", 1.0, {"Level": "Model", "n": "3"})
+    assert (first.unit, first.request_id) == ("Count", "a-b")
+    assert type(second.value) is float
+    assert metrics.drain() is None
+
+
+def test_a_record_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="could not convert"):
+        metrics.record("gauge", "fill", "full", {})  # type: ignore[arg-type]
+    assert metrics.drain() is None
+
+
+def test_records_between_two_batches_are_bounded():
+    for _ in range(metrics.MAX_TIMINGS + 5):
+        metrics.record("histogram", "h", 1, {})
+    assert len(metrics.drain() or []) == metrics.MAX_TIMINGS
