@@ -1,0 +1,52 @@
+"""Addresses of listeners as config.properties has them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from msgspec import Struct
+
+from penstock.errors import ConfigError
+
+# Ports of addresses without one; source: TorchServe 0.12.0.
+_PORTS: Final = {
+    "inference": {"http": 80, "https": 443},
+    "management": {"http": 8081, "https": 8444},
+    "metrics": {"http": 8082, "https": 8445},
+}
+_ADDRESS = re.compile(r"(?:(https?)://)?(\[[0-9A-Fa-f:.%]+\]|[^:/\s\[\]]+)(?::([0-9]{1,9}))?/?", re.IGNORECASE)
+
+
+class Address(Struct, frozen=True):
+    """`host` and `port`, or the `path` of a unix socket; equal ones share a listener."""
+
+    host: str = ""
+    port: int = 0
+    tls: bool = False
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+
+def parse_address(group: str, text: str) -> Address:
+    """The address of the "inference", "management" or "metrics" listener. Raises ConfigError."""
+    if text.startswith("unix:"):
+        path = re.sub(r"^//(?=/)", "", text.removeprefix("unix:"))  # unix:///path is the same
+        if not path:
+            raise ConfigError(f"{group}_address: found {text!r}, expected a path after unix:")
+        return Address(path=path)
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{group}_address: found {text!r}, expected http://host:port, https://host:port or unix:/path"
+        )
+    scheme = (match[1] or "http").lower()
+    port = int(match[3]) if match[3] else _PORTS[group][scheme]
+    if port > 65535:
+        raise ConfigError(f"{group}_address: found port {port}, expected one from 0 to 65535")
+    return Address(match[2].strip("[]"), port, scheme == "https")

@@ -1,0 +1,111 @@
+"""Java's .properties files: text <-> keys and values. Source: the format of `java.util.Properties`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from penstock.errors import ConfigError
+
+_BLANK = " \t\f"
+_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
+_SPECIAL = {character: f"\\{letter}" for letter, character in _ESCAPES.items()}
+_HEX4 = re.compile(r"[0-9a-fA-F]{4}")
+
+
+class Property(Struct, frozen=True):
+    """One key with its value, and the line (from 1) on which it begins."""
+
+    key: str
+    value: str
+    line: int
+
+
+def parse_properties(text: str, source: str) -> dict[str, Property]:
+    """The keys of the text; of a key that stands twice the last value. Raises ConfigError naming `source` and line."""
+    found: dict[str, Property] = {}
+    for number, line in _logical_lines(text):
+        key_end = _key_end(line)
+        rest = line[key_end:].lstrip(_BLANK)
+        if rest[:1] in ("=", ":"):
+            rest = rest[1:].lstrip(_BLANK)
+        where = f"{source}:{number}"
+        key = _unescape(line[:key_end], where)
+        found[key] = Property(key, _unescape(rest, where), number)
+    return found
+
+
+def format_properties(values: Iterable[tuple[str, str]]) -> str:
+    """The lines of a file that `parse_properties` and Java read back as these keys and values; ASCII alone."""
+    return "".join(f"{_escape(key, is_key=True)}={_escape(value, is_key=False)}\n" for key, value in values)
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Each line with those that continue it, comments and blank lines left out, and its number."""
+    parts: list[str] = []
+    begun = 0
+    for number, raw in enumerate(re.split(r"\r\n|\r|\n", text), 1):
+        line = raw.lstrip(_BLANK)
+        if not parts:
+            if not line or line[0] in "#!":
+                continue
+            begun = number
+        if (len(line) - len(line.rstrip("\\"))) % 2:
+            parts.append(line[:-1])
+            continue
+        yield begun, "".join([*parts, line])
+        parts = []
+    if parts:  # the last line says that it goes on
+        yield begun, "".join(parts)
+
+
+def _key_end(line: str) -> int:
+    escaped = False
+    for i, character in enumerate(line):
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character in "=:" or character in _BLANK:
+            return i
+    return len(line)
+
+
+def _unescape(text: str, where: str) -> str:
+    if "\\" not in text:
+        return text
+    out: list[str] = []
+    i = 0
+    while i < len(text):
+        character = text[i]
+        i += 1
+        if character != "\\":
+            out.append(character)
+        elif text[i : i + 1] == "u":
+            digits = text[i + 1 : i + 5]
+            if not _HEX4.fullmatch(digits):
+                raise ConfigError(f"{where}: found \\u{digits}, expected four hexadecimal digits after \\u")
+            out.append(chr(int(digits, 16)))
+            i += 5
+        elif i < len(text):
+            out.append(_ESCAPES.get(text[i], text[i]))
+            i += 1
+    # Characters beyond 16 bits stand as two halves.
+    return "".join(out).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _escape(text: str, *, is_key: bool) -> str:
+    out: list[str] = []
+    for i, character in enumerate(text):
+        if character in _SPECIAL:
+            out.append(_SPECIAL[character])
+        elif character in "\\=:#!" or (character == " " and (is_key or i == 0)):
+            out.append(f"\\{character}")
+        elif " " <= character <= "~":
+            out.append(character)
+        else:
+            units = character.encode("utf-16-be", "surrogatepass").hex()
+            out += [f"\\u{units[n : n + 4]}" for n in range(0, len(units), 4)]
+    return "".join(out)
