@@ -132,6 +132,12 @@ class LoadFailed(PenstockError):
     code = "load_failed"
 
 
+class ArchiveError(PenstockError):
+    """A model archive breaks a rule, which the message names, or cannot be read or written."""
+
+    code = "archive_error"
+
+
 class ConfigError(PenstockError):
     """A configuration file, variable or flag is wrong."""
 
