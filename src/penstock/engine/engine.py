@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from penstock.engine.call import Call, release
 from penstock.engine.handle import ModelHandle
 from penstock.engine.registry import ModelRegistry
 from penstock.engine.rules import devices_of
-from penstock.errors import Conflict, ModelNotReady
+from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady
 from penstock.observe.base import Observer, Reading, tell
 from penstock.transports.make import make_transport
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 from penstock.wire.slabs import Slab, SlabPool
 from penstock.worker.spec import WorkerSpec
+
+log = logging.getLogger("penstock.engine")
 
 
 class Engine:
@@ -59,14 +62,21 @@ class Engine:
             await self._retire(handle, 0)
             raise
 
-    async def put(self, handle: ModelHandle, *, drain_s: float = 30.0) -> None:
+    async def put(self, handle: ModelHandle, *, drain_s: float = 30.0, keep: bool = False) -> None:
         """Loads what was prepared, out of sight; then it answers, beside the other versions or in place of its own.
 
         Returns when the one it replaces has answered what it accepted. Raises what `load` does; nothing has changed
-        then.
+        then. `keep`: one that does not load stays, as FAILED, while its workers are tried again and again.
         """
         try:
-            await handle.load()
+            try:
+                await handle.load()
+            except (LoadFailed, ConfigError) as e:
+                if not keep:
+                    raise
+                log.warning(
+                    "load_failed model=%s version=%s error=%s: it is tried again", handle.name, handle.version, e
+                )
             if handle.state == "DRAINING":
                 raise ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
             old = self._registry.get(handle.name, handle.version)
@@ -81,9 +91,16 @@ class Engine:
             await self._retire(old, drain_s)
 
     def prepare(
-        self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = ()
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        target: Any = None,
+        sys_path: Sequence[str] = (),
+        wants_headers: bool = False,
+        capture_output: bool = False,
     ) -> ModelHandle:
-        """A version that is not loaded and out of sight; to be handed to `put`.
+        """A version that is not loaded and out of sight; to be handed to `put`. The flags are those of `WorkerSpec`.
 
         Raises ConfigError, ModelNotReady, and Conflict when there are as many versions as may be.
         """
@@ -99,6 +116,8 @@ class Engine:
             target=config.target if target is None else target,
             instances=len(devices),
             sys_path=list(sys_path),
+            wants_headers=wants_headers,
+            capture_output=capture_output,
         )
         transport = make_transport(
             config.transport,

@@ -10,7 +10,7 @@ from penstock.batching.scheduler import Scheduler
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.engine.batcher import Batcher
 from penstock.engine.call import Call
-from penstock.engine.instances import Instances
+from penstock.engine.instances import Instances, WorkerReading
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.engine.rules import check_rules, policy_of, queue_bound
 from penstock.engine.verdicts import reason_of
@@ -189,6 +189,20 @@ class ModelHandle:
             devices=self._instances.devices(),
             queue=scheduler.queued if scheduler else 0,
         )
+
+    @property
+    def pending(self) -> int:
+        """Requests that were accepted and not answered yet."""
+        return self._batcher.pending if self._batcher else 0
+
+    @property
+    def up(self) -> int:
+        """Workers that are up."""
+        return self._instances.up
+
+    def workers(self) -> list[WorkerReading]:
+        """The places for workers, those that are leaving left out."""
+        return self._instances.workers()
 
     def reading(self) -> ModelReading:
         """What the gauges of metrics show."""

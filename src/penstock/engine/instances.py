@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from penstock.batching.scheduler import Scheduler
 from penstock.engine.batcher import Batcher
@@ -37,6 +37,17 @@ class Instance(Struct, eq=False):
     failures: int = 0  # in a row
     retry_at: float | None = None
     error: PenstockError | None = None
+    since_s: float = field(default_factory=time.time)  # seconds since the epoch when the place was made
+
+
+class WorkerReading(Struct, frozen=True):
+    """One place for a worker as it stands; `pid` is 0 without a process of its own."""
+
+    slot: int
+    device: str
+    up: bool
+    pid: int
+    since_s: float
 
 
 class Instances:
@@ -93,6 +104,14 @@ class Instances:
     def pids(self) -> dict[int, int]:
         """The worker processes that are up, by slot; a thread is no process of its own."""
         return {slot: i.pid for slot, i in self._slots.items() if i.up and i.pid not in (0, os.getpid())}
+
+    def workers(self) -> list[WorkerReading]:
+        """What there is to be, by slot."""
+        pids = self.pids()
+        return [
+            WorkerReading(slot, i.device, i.up, pids.get(slot, 0), i.since_s)
+            for slot, i in sorted(self._seen().items())
+        ]
 
     def retry_in_s(self) -> float | None:
         """Seconds until the next worker is tried, 0 while one is starting; None if none will be."""
@@ -297,9 +316,12 @@ class Instances:
 
 
 def _load_error(error: Exception, what: str) -> PenstockError:
-    """The error as one of loading: a death, too, is a load that failed for whoever waited for it."""
+    """The error as one of loading, with itself as cause: a death, too, is a load that failed for whoever waited."""
     if isinstance(error, (LoadFailed, ConfigError)):
         return error
     if isinstance(error, PenstockError):
-        return LoadFailed(f"{what}: {error.message}", detail=error.detail)
-    return LoadFailed(f"{what}: {describe(error)}", detail="".join(traceback.format_exception(error)))
+        failed = LoadFailed(f"{what}: {error.message}", detail=error.detail)
+    else:
+        failed = LoadFailed(f"{what}: {describe(error)}", detail="".join(traceback.format_exception(error)))
+    failed.__cause__ = error
+    return failed

@@ -15,7 +15,7 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         self._handles: dict[tuple[str, str | None], ModelHandle] = {}  # version None: the default
-        self._splits: dict[str, TrafficSplit] = {}
+        self._splits: dict[str, TrafficSplit[ModelHandle]] = {}
 
     # ---- changes: each is one step, no request sees the half of it
 

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-if TYPE_CHECKING:
-    from penstock.engine.handle import ModelHandle
+
+class Choice(Protocol):
+    """One version."""
+
+    @property
+    def ready(self) -> bool:
+        """True while a worker is up to answer."""
+        ...
+
+
+T = TypeVar("T", bound=Choice)
 
 
 class _Share(Struct, eq=False):
-    handle: ModelHandle
+    handle: Any
     weight: float
     credit: float = 0.0
 
 
-class TrafficSplit:
+class TrafficSplit(Generic[T]):
     """Shares of versions, by weight. Of any n requests in a row each version gets its part, give or take one or two.
 
     Every turn gives each version its weight as credit; the richest is taken, and pays for all.
     """
 
-    def __init__(self, weights: Mapping[str, float], handles: Mapping[str, ModelHandle]) -> None:
+    def __init__(self, weights: Mapping[str, float], handles: Mapping[str, T]) -> None:
         self.weights = dict(weights)
         self._shares = [_Share(handles[version], weight) for version, weight in weights.items() if weight > 0]
 
-    def next(self) -> ModelHandle:
+    def next(self) -> T:
         """The version for one request. One that has no worker up is passed over while another has."""
         shares = [s for s in self._shares if s.handle.ready] or self._shares
         total = 0.0
@@ -38,9 +47,10 @@ class TrafficSplit:
             if share.credit > best.credit:
                 best = share
         best.credit -= total
-        return best.handle
+        found: T = best.handle
+        return found
 
-    def replace(self, old: ModelHandle, new: ModelHandle) -> None:
+    def replace(self, old: T, new: T) -> None:
         """`new` goes on in the place of `old`."""
         for share in self._shares:
             if share.handle is old:
