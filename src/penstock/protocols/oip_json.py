@@ -152,28 +152,34 @@ def _shape_of(tensor: _Input) -> list[int]:
 
 def _array(tensor: _Input) -> np.ndarray[Any, Any]:
     """The tensor as an array of its shape and datatype; the data may be flat or nested. Raises BadRequest."""
-    import numpy as np
-
     name = tensor.name[:100]
     shape = _shape_of(tensor)
     if tensor.datatype not in DTYPES:
         known = ", ".join(DTYPES)
         raise BadRequest(f"input '{name}': unknown datatype '{tensor.datatype[:40]}', expected one of {known}")
-    dtype = np.dtype(DTYPES[tensor.datatype])
     data = decode_json(bytes(tensor.data))
     if not isinstance(data, list):
         raise BadRequest(f"input '{name}': data must be an array, found {type(data).__name__}")
+    found = array_of(name, data, tensor.datatype)
+    if found.size != (wanted := math.prod(shape)):
+        raise BadRequest(f"input '{name}': shape {shape} needs {wanted} elements, found {found.size}")
+    return found.reshape(shape)
+
+
+def array_of(name: str, data: Any, datatype: str) -> np.ndarray[Any, Any]:
+    """Nested lists of an input `name` as an array of `datatype`. Raises BadRequest."""
+    import numpy as np
+
+    dtype = np.dtype(DTYPES[datatype])
     try:
         found = np.asarray(data)
     except (ValueError, OverflowError):
         raise BadRequest(f"input '{name}': data is a ragged array, or holds a number that is too large") from None
-    if found.size != (wanted := math.prod(shape)):
-        raise BadRequest(f"input '{name}': shape {shape} needs {wanted} elements, found {found.size}")
     if found.size == 0:
-        return np.empty(shape, dtype)
+        return np.empty(found.shape, dtype)
     if found.dtype.kind not in _KINDS[dtype.kind]:
-        raise BadRequest(f"input '{name}': {tensor.datatype} data holds {_found(found)}")
-    return _cast(found, dtype, tensor).reshape(shape)
+        raise BadRequest(f"input '{name}': {datatype} data holds {_found(found)}")
+    return _cast(found, dtype, name, datatype)
 
 
 def _found(array: np.ndarray[Any, Any]) -> str:
@@ -181,22 +187,22 @@ def _found(array: np.ndarray[Any, Any]) -> str:
     return kinds.get(array.dtype.kind, "null or mixed values")
 
 
-def _cast(found: np.ndarray[Any, Any], dtype: np.dtype[Any], tensor: _Input) -> np.ndarray[Any, Any]:
+def _cast(found: np.ndarray[Any, Any], dtype: np.dtype[Any], name: str, datatype: str) -> np.ndarray[Any, Any]:
     import numpy as np
 
     if dtype.kind in "ui":
         limits = np.iinfo(dtype)
         if int(found.min()) < limits.min or int(found.max()) > limits.max:
-            raise BadRequest(f"input '{tensor.name[:100]}': data holds a number that {tensor.datatype} cannot")
+            raise BadRequest(f"input '{name}': data holds a number that {datatype} cannot")
     if dtype.kind == "O":
         cells = [text.encode("utf-8", "surrogatepass") for text in found.ravel().tolist()]
-        array = np.empty(len(cells), object)
-        array[:] = cells
+        array = np.empty(found.shape, object)
+        array.ravel()[:] = cells
         return array
     with np.errstate(over="ignore"):
         array = found.astype(dtype)
     if dtype.kind == "f" and not np.isfinite(array).all():
-        raise BadRequest(f"input '{tensor.name[:100]}': data holds a number that {tensor.datatype} cannot")
+        raise BadRequest(f"input '{name}': data holds a number that {datatype} cannot")
     return array
 
 
