@@ -6,7 +6,8 @@ import pytest
 
 from penstock.errors import BadRequest
 from penstock.frontends.http.answers import RouteNotFound
-from penstock.frontends.http.routes import CACHED_PATHS, Router, resolve
+from penstock.frontends.http.routes import Router, resolve
+from penstock.frontends.http.table import CACHED_PATHS
 
 
 @pytest.mark.parametrize(

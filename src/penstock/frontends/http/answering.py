@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import PenstockError
 from penstock.frontends.http.exchange import Exchange
-from penstock.types import Item
 
 if TYPE_CHECKING:
     from penstock.frontends.http.server import HttpServer
@@ -95,15 +94,10 @@ class Answering(asyncio.BufferedProtocol):
             if template.answer is not None:
                 exchange.on_result(template.answer(self.server.backend, route))
                 return
-            item = Item(
-                exchange.payload,
-                template.codec,
-                exchange.content_type,
-                1,
-                False,
-                exchange.request_id,
-                exchange.headers,
-            )
+            if template.serve is not None:
+                self.server.serve(template.serve, exchange, route)
+                return
+            item = exchange.item(route)
             if exchange.plain:
                 ticket = self.server.backend.submit(route.model, route.version, item, exchange.on_result)
             else:
@@ -175,6 +169,7 @@ class Answering(asyncio.BufferedProtocol):
     def _end(self, exchange: Exchange) -> None:
         """Closes behind the last answer."""
         self.phase = DISCARD
+        self.continue_due = False
         if exchange.broken and exchange.old:
             self.transport.abort()  # nothing but a reset tells a client of HTTP/1.0 that the answer is not whole
         elif exchange.linger:

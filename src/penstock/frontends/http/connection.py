@@ -13,7 +13,7 @@ from penstock.frontends.http.answering import BODY, DIRECT, DISCARD, HEAD, IDLE,
 from penstock.frontends.http.answers import HeadTooLarge, RequestTimeout
 from penstock.frontends.http.exchange import Exchange
 from penstock.frontends.http.intake import BIG_BYTES, Intake
-from penstock.frontends.http.routes import SPECIAL_NAMES, check_method, read_special
+from penstock.frontends.http.routes import SPECIAL_NAMES
 from penstock.frontends.http.template import Route
 from penstock.types import Headers
 
@@ -60,7 +60,7 @@ class Connection(Answering):
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=self.server.config.write_buffer_bytes)
         if not self.server.add(self):
-            self.transport.write(self.server.too_many)
+            self.transport.write(self.server.dialect.too_many())
             self.phase = DISCARD
             self.transport.close()
 
@@ -148,7 +148,7 @@ class Connection(Answering):
     def on_headers_complete(self) -> None:
         """Checks all that can be checked before the body comes."""
         server = self.server
-        self.exchange = exchange = Exchange(self)
+        self.exchange = exchange = server.exchange(self)
         exchange.headers = self.headers
         self.phase = BODY
         self.deadline = server.body_at
@@ -159,14 +159,15 @@ class Connection(Answering):
         try:
             if self.read_bytes > server.config.max_header_bytes or self.head_bytes > 0:
                 self._check_head()
-            exchange.route = route = server.known_routes.get(self.url) or server.router.resolve(self.url)
             method = self.parser.get_method()
-            if method != b"POST" or not route.template.codec:
-                self._not_post(exchange, route, method)
+            if method == b"POST" and (route := server.known_routes.get(self.url)) is not None:
+                exchange.route = route
+            else:
+                route = self._find(exchange, method)
             if self.content_type:
                 exchange.content_type = self.content_type.decode("latin-1")
-            if special is not None or server.tokens:
-                read_special(exchange, route, special or {}, server.tokens)
+            if special is not None or server.guarded:
+                server.dialect.read_head(exchange, special or {})
             if self.length > server.small_bytes or expect:
                 self._check_large(route)
         except PenstockError as error:
@@ -179,7 +180,7 @@ class Connection(Answering):
         if expect and not exchange.old:
             self.continue_due = True
             self.advance()
-        self.intake.begin(self.length, wanted=exchange.route is not None and bool(exchange.route.template.codec))
+        self.intake.begin(self.length, wanted=exchange.route is not None and exchange.route.takes_body)
 
     def on_body(self, chunk: bytes) -> None:
         """A piece of the body that came through the parser."""
@@ -225,15 +226,16 @@ class Connection(Answering):
         most = self.server.config.max_header_bytes
         return HeadTooLarge(f"the head is larger than {most} bytes (limits.max_header_bytes)")
 
-    def _not_post(self, exchange: Exchange, route: Route, method: bytes) -> None:
+    def _find(self, exchange: Exchange, method: bytes) -> Route:
         if method == b"HEAD":
             exchange.head_only = True
             exchange.plain = False
-        check_method(route, method)
+        exchange.method, exchange.target = method, self.url
+        return self.server.dialect.find(exchange, method, self.url)
 
     def _check_large(self, route: Route) -> None:
         """What is worth a refusal before the body is sent. Raises PayloadTooLarge, ModelNotFound."""
-        most = self.server.config.max_body_bytes if route.template.codec else BIG_BYTES
+        most = self.server.config.max_body_bytes if route.takes_body else BIG_BYTES
         if self.length > most:
             raise PayloadTooLarge(f"the body has {self.length} bytes, at most {most} are taken (limits.max_body_bytes)")
         if route.template.codec:
@@ -264,7 +266,9 @@ class Connection(Answering):
                 self._refuse(BadRequest("malformed HTTP: the chunked body has too much that is not data"))
 
     def reserve(self) -> bool:
-        """Gets memory for a large body; False while there is none. True also when the request is refused."""
+        """Gets memory for a large body; False while there is none. True also when it is no longer wanted."""
+        if self.phase == DISCARD:
+            return True  # an earlier answer has closed the connection
         try:
             found = self.intake.reserve()
         except PenstockError as error:
@@ -285,7 +289,7 @@ class Connection(Answering):
 
     def _refuse(self, error: PenstockError) -> None:
         """Answers, without the rest of the request, and closes."""
-        exchange = self.exchange or Exchange(self)
+        exchange = self.exchange or self.server.exchange(self)
         self.exchange = None
         self.intake.release()
         exchange.error = error.with_traceback(None)

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import PenstockError
 from penstock.frontends.base import Ticket
 from penstock.frontends.http.answers import REASONS, error_result, sse_event, stream_part, stream_type
 from penstock.protocols import native
-from penstock.types import Headers, ItemResult
+from penstock.types import Headers, Item, ItemResult
 
 if TYPE_CHECKING:
     from penstock.frontends.http.answering import Answering
+    from penstock.frontends.http.server import HttpServer
     from penstock.frontends.http.template import Route
 
 JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
 NO_BODY: Final = frozenset({204, 304})
 
 
-def status_line(status: int) -> bytes:
+def status_line(status: int, reason: str | None = None) -> bytes:
     """`HTTP/1.1 200 OK` and the end of the line."""
-    return f"HTTP/1.1 {status} {REASONS.get(status, 'Unknown')}\r\n".encode("ascii")
+    reason = REASONS.get(status, "Unknown") if reason is None else reason
+    return f"HTTP/1.1 {status} {reason}\r\n".encode("latin-1")
 
 
 class Exchange:
     """What is particular to one request. The defaults are the plain case: HTTP/1.1, kept alive, nothing special."""
 
     route: Route | None = None
+    method: bytes = b"POST"  # these two are set unless the route was known by them
+    target: bytes = b""
     headers: Headers
     content_type: str = ""
     payload: Any = b""
@@ -61,9 +66,8 @@ class Exchange:
             return
         self.connection = None
         body = result.body
-        server = connection.server
-        server.plain_answers += 1
-        head = server.heads.get(result.content_type) or server.learn_head(result.content_type)
+        connection.server.plain_answers += 1
+        head = self.plain_head(connection.server, result)
         if len(body) <= JOINED_BYTES:
             data = b"%b%d\r\n\r\n%b" % (head, len(body), body)
             if connection.inflight[0] is self:
@@ -74,6 +78,48 @@ class Exchange:
             self._emit(connection, b"%b%d\r\n\r\n" % (head, len(body)))
             self._emit(connection, body)
         self._end(connection)
+
+    # ---- what a dialect may say otherwise
+
+    def item(self, route: Route) -> Item:
+        """What is submitted."""
+        return Item(self.payload, route.template.codec, self.content_type, 1, False, self.request_id, self.headers)
+
+    def plain_head(self, server: HttpServer, result: ItemResult) -> bytes:
+        """The head of a plain answer up to the number of the content's length."""
+        return server.heads.get(result.content_type) or server.learn_head(result.content_type)
+
+    def head_lines(self, server: HttpServer, result: ItemResult, content_type: str) -> list[bytes]:
+        """The status line and the headers of any answer, but for its framing."""
+        lines = [status_line(result.status, result.reason), server.date_line]
+        if content_type:
+            lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
+        lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in result.headers or ()]
+        if self.request_id:
+            lines.append(b"x-request-id: " + self.request_id.encode() + b"\r\n")
+        if self.close:
+            lines.append(b"connection: close\r\n")
+        elif self.old:
+            lines.append(b"connection: keep-alive\r\n")
+        return lines
+
+    def failure(self, error: PenstockError) -> ItemResult:
+        """The whole answer for an error."""
+        return error_result(error, self._error_body)
+
+    def part_type(self, result: ItemResult) -> str:
+        """Content type of a stream that begins with this part."""
+        return stream_type(result.content_type, self.sse)
+
+    def part_data(self, result: ItemResult) -> bytes:
+        """A part as it stands in the stream."""
+        return stream_part(result, self.sse)
+
+    # ---- the framing
+
+    @property
+    def _error_body(self) -> Callable[[PenstockError], bytes]:
+        return self.route.template.error_body if self.route is not None else native.error_body
 
     def _general(self, connection: Answering, result: ItemResult) -> None:
         """Errors, streams, own headers, HTTP/1.0, HEAD: whatever is not the plain case."""
@@ -91,12 +137,11 @@ class Exchange:
         self.on_result(ItemResult(error=error))
 
     def _fail(self, connection: Answering, error: PenstockError) -> None:
-        error_body = self.route.template.error_body if self.route is not None else native.error_body
         if not self.started:
-            self._whole(connection, error_result(error, error_body))
+            self._whole(connection, self.failure(error))
             return
         if self.sse:
-            self._chunk(connection, sse_event(error_body(error), b"error"))
+            self._chunk(connection, sse_event(self._error_body(error), b"error"))
             self._finish_stream(connection)
             return
         self.close = self.broken = True  # the last chunk is missing: the client sees that the answer is not whole
@@ -123,8 +168,8 @@ class Exchange:
             if self.old:
                 self.close = True  # HTTP/1.0 knows no chunks: the end of the connection is the end of the stream
             framing = None if self.old else b"transfer-encoding: chunked\r\n"
-            self._emit(connection, self._head(connection, result, stream_type(result.content_type, self.sse), framing))
-        self._chunk(connection, stream_part(result, self.sse))
+            self._emit(connection, self._head(connection, result, self.part_type(result), framing))
+        self._chunk(connection, self.part_data(result))
         if result.final:
             self._finish_stream(connection)
 
@@ -140,16 +185,9 @@ class Exchange:
 
     def _head(self, connection: Answering, result: ItemResult, content_type: str, framing: bytes | None) -> bytes:
         connection.server.other_answers[result.status // 100] += 1
-        lines = [status_line(result.status), connection.server.date_line]
-        if content_type and result.status not in NO_BODY:
-            lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
-        lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in result.headers or ()]
-        if self.request_id:
-            lines.append(b"x-request-id: " + self.request_id.encode() + b"\r\n")
-        if self.close:
-            lines.append(b"connection: close\r\n")
-        elif self.old:
-            lines.append(b"connection: keep-alive\r\n")
+        if result.status in NO_BODY:
+            content_type = ""
+        lines = self.head_lines(connection.server, result, content_type)
         if framing is not None:
             lines.append(framing)
         lines.append(b"\r\n")

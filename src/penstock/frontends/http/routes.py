@@ -23,12 +23,11 @@ from penstock.frontends.http.answers import (
 )
 from penstock.frontends.http.auth import check_token
 from penstock.frontends.http.openapi import openapi_body
+from penstock.frontends.http.table import Table, remember
 from penstock.frontends.http.template import Route, Template
 from penstock.protocols import oip_json
 from penstock.types import ItemResult
 
-CACHED_PATHS: Final = 1024
-CACHED_PATH_BYTES: Final = 256
 SPECIAL_NAMES: Final = frozenset(
     {
         b"accept",
@@ -105,12 +104,15 @@ TEMPLATES: Final = (
     Template("/readyz", "Whether every model can answer", answer=_ready, open=True),
     Template("/openapi.json", "This page", answer=_openapi),
 )
-_SEGMENTS: Final = [(template, template.path.split("/")[1:]) for template in TEMPLATES]
+_TABLE: Final = Table(TEMPLATES)
 
 
-def resolve(path: bytes) -> Route:
-    """The route of a raw (still percent-encoded) path; a query is ignored. Raises RouteNotFound, BadRequest."""
-    raw = path.partition(b"?")[0].partition(b"#")[0]
+def split_target(target: bytes) -> tuple[list[str], bytes]:
+    """The decoded segments of a request target's path, and its raw query. Raises BadRequest.
+
+    One slash at the end is forgiven.
+    """
+    raw, _, query = target.partition(b"#")[0].partition(b"?")
     if not raw.startswith(b"/"):  # as a proxy may send it: http://host/path
         raw = _ORIGIN.sub(b"", raw)
     try:
@@ -118,18 +120,14 @@ def resolve(path: bytes) -> Route:
     except UnicodeDecodeError:
         raise BadRequest("the path is not percent-encoded UTF-8") from None
     if len(found) > 1 and found[-1] == "":
-        found.pop()  # one slash at the end is forgiven
-    for template, wanted in _SEGMENTS:
-        if len(wanted) != len(found):
-            continue
-        names: dict[str, str] = {}
-        for want, have in zip(wanted, found, strict=True):
-            if want.startswith("{") and have:
-                names[want[1:-1]] = have
-            elif want != have:
-                break
-        else:
-            return Route(template, names.get("model", ""), names.get("version"))
+        found.pop()
+    return found, query
+
+
+def resolve(path: bytes) -> Route:
+    """The route of a raw (still percent-encoded) path; a query is ignored. Raises RouteNotFound, BadRequest."""
+    for template, names in _TABLE.matches(split_target(path)[0]):
+        return Route(template, names.get("model", ""), names.get("version"))
     raise RouteNotFound("no route has this path; /openapi.json lists them")
 
 
@@ -153,10 +151,7 @@ class Router:
         route = self.known.get(path)
         if route is None:
             route = resolve(path)
-            if len(path) <= CACHED_PATH_BYTES:
-                if len(self.known) >= CACHED_PATHS:
-                    self.known.clear()
-                self.known[path] = route
+            remember(self.known, path, route)
         return route
 
 
@@ -185,6 +180,14 @@ def parse_request_id(value: bytes) -> str:
     return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else ""
 
 
+def check_framing(special: dict[bytes, bytes]) -> None:
+    """Raises ExpectationFailed, NotImplementedHere for what no listener of ours does."""
+    if special.get(b"expect", CONTINUE).lower() != CONTINUE:
+        raise ExpectationFailed("the only expectation that is met is 100-continue")
+    if special.get(b"transfer-encoding", CHUNKED).lower() != CHUNKED:
+        raise NotImplementedHere("the only transfer coding that is understood is chunked")
+
+
 class Wishes(Protocol):
     """What the headers of one request may set."""
 
@@ -205,10 +208,7 @@ def read_special(wishes: Wishes, route: Route, special: dict[bytes, bytes], toke
     wishes.sse = b"text/event-stream" in get(b"accept", b"") and bool(route.template.codec)
     if tokens and not route.template.open:
         check_token(tokens, get(b"authorization"))
-    if get(b"expect", CONTINUE).lower() != CONTINUE:
-        raise ExpectationFailed("the only expectation that is met is 100-continue")
-    if get(b"transfer-encoding", CHUNKED).lower() != CHUNKED:
-        raise NotImplementedHere("the only transfer coding that is understood is chunked")
+    check_framing(special)
     budget, priority = get(b"x-deadline-ms"), get(b"x-priority")
     if priority is not None:
         wishes.priority = parse_priority(priority)

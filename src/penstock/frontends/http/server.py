@@ -13,9 +13,11 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.frontends.base import Backend
 from penstock.frontends.http.connection import Connection
-from penstock.frontends.http.exchange import status_line
+from penstock.frontends.http.dialect import Dialect, NativeDialect
+from penstock.frontends.http.exchange import Exchange, status_line
 from penstock.frontends.http.intake import BIG_BYTES
-from penstock.frontends.http.routes import Router
+from penstock.frontends.http.serving import Serve, read_request, serve
+from penstock.frontends.http.template import Route
 
 log = logging.getLogger("penstock.frontends")
 
@@ -24,7 +26,9 @@ SWEEP_S: Final = 0.5
 
 
 class HttpServer:
-    """Serves `backend` over HTTP/1.1. All calls are made on one event loop's thread.
+    """Serves `backend` over HTTP/1.1 as `dialect` says, by default Penstock's own, which asks for one of `tokens`.
+
+    All calls are made on one event loop's thread.
 
     Timers are deadlines on the connections, looked at by one sweep while there are connections: a request sets two or
     three floats and no timer. They are late by up to two sweeps, never early.
@@ -37,20 +41,20 @@ class HttpServer:
         *,
         tokens: frozenset[bytes] = frozenset(),
         ssl: ssl.SSLContext | None = None,
-        router: Router | None = None,
+        dialect: Dialect | None = None,
     ) -> None:
         self.backend = backend
         self.config = config
-        self.tokens = tokens
-        self.router = router or Router()
-        self.known_routes = self.router.known
+        self.dialect = dialect or NativeDialect(tokens)
+        self.known_routes = self.dialect.known
+        self.guarded = self.dialect.guarded
+        self.exchange = self.dialect.exchange
         self.closing = False
         self.special = False  # every head needs the long way: the server closes
         self.small_bytes = min(BIG_BYTES, config.max_body_bytes)
         self.receive = memoryview(bytearray(RECEIVE_BYTES))
         self.heads: dict[str, bytes] = {}
         self.date_line = b""
-        self.too_many = status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
         self.plain_answers = 0  # answers of the plain case: 200
         self.other_answers = [0] * 6  # all other answers, by status // 100
         self.refused = 0  # connections that there was no room for
@@ -58,6 +62,7 @@ class HttpServer:
         self._connections: set[Connection] = set()
         self._stalled: dict[Connection, None] = {}  # wait for memory for a large body, first come first served
         self._told_when_free = False
+        self._tasks: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._empty: asyncio.Event | None = None
@@ -87,6 +92,7 @@ class HttpServer:
 
     async def close(self, drain_s: float) -> None:
         """Takes no more connections, answers what is in flight, and drops what is left after `drain_s`."""
+        end = asyncio.get_running_loop().time() + drain_s
         self.closing = self.special = True
         if self._listener is not None:
             self._listener.close()
@@ -101,6 +107,11 @@ class HttpServer:
                 for connection in list(self._connections):
                     connection.transport.abort()
                 await self._empty.wait()
+        if self._tasks:
+            _, left = await asyncio.wait(self._tasks, timeout=max(0.0, end - self._loop.time()))
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
     @property
     def connections(self) -> int:
@@ -163,6 +174,12 @@ class HttpServer:
         while self._stalled and (first := next(iter(self._stalled))).reserve():
             self._stalled.pop(first, None)
         self._wait_for_memory()
+
+    def serve(self, function: Serve, exchange: Exchange, route: Route) -> None:
+        """Answers by a function of a route, in a task that outlives the connection."""
+        task = self._loop.create_task(serve(function, read_request(exchange, route), exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def learn_head(self, content_type: str) -> bytes:
         """Everything of a plain answer's head before the length, kept until the date changes."""

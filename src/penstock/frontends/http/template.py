@@ -56,3 +56,8 @@ class Route(Struct, frozen=True):
     version: str | None = None
     names: dict[str, str] = field(default_factory=dict)
     headers: Headers = field(default_factory=list)
+
+    @property
+    def takes_body(self) -> bool:
+        """Whether anybody wants the body of a request; else only a small one is read, and forgotten."""
+        return bool(self.template.codec) or self.template.serve is not None
