@@ -1,0 +1,108 @@
+"""An `Administration` without models, for tests of the front-ends that speak as TorchServe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from penstock.frontends.torchserve.base import Group
+from penstock.protocols.torchserve.api import ApiError, Done, Registration
+
+REFUSED: Final = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+
+
+class FakeAdministration:
+    """Notes in `asked` what it is asked to do; knows the model "m" in the versions "1.0" and "2.0".
+
+    With `keys` a request needs the header `Bearer` and the key of its group. `error` is raised by every call but the
+    checks of keys; `done` is what changes answer.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.keys: dict[str, bytes] | None = None  # of "management", "inference", "token"
+        self.error: Exception | None = None
+        self.done = Done("done")
+        self.is_healthy = True
+        self.names = ["m"]
+
+    def check_token(self, group: Group, authorization: bytes | None) -> None:
+        """Raises ApiError for any header but the right one."""
+        self._check(group, authorization)
+
+    def new_token(self, group: str, authorization: bytes | None) -> None:
+        """Needs the key "token"."""
+        self._check("token", authorization)
+        if group not in ("management", "inference"):
+            raise ApiError("InvalidKeyException", REFUSED)
+        self._note("new_token", group)
+
+    def healthy(self) -> bool:
+        """What `is_healthy` says."""
+        return self.is_healthy
+
+    async def register(self, registration: Registration) -> Done:
+        """Any registration is right."""
+        return self._note("register", registration)
+
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        *,
+        min_worker: int | None = None,
+        max_worker: int | None = None,
+        synchronous: bool = False,
+    ) -> Done:
+        """Raises ApiError for an unknown model or version."""
+        self._find(model, version)
+        return self._note("scale", model, version, min_worker, max_worker, synchronous)
+
+    async def describe(self, model: str, version: str | None, *, customized: bool = False) -> list[dict[str, Any]]:
+        """One version, or both. Raises ApiError for an unknown model or version."""
+        self._note("describe", model, version, customized)
+        self._find(model, None if version == "all" else version)
+        versions = ["1.0", "2.0"] if version == "all" else [version or "1.0"]
+        workers = [{"id": "9000", "status": "READY"}]
+        return [
+            {"modelName": model, "modelVersion": found, "deviceIds": None, "workers": workers} for found in versions
+        ]
+
+    def models(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
+        """The page of `names`."""
+        self._note("models", limit, page_token)
+        last = page_token + limit
+        page = [(name, f"{name}.mar") for name in sorted(self.names)[page_token:last]]
+        return page, last if last < len(self.names) else None
+
+    async def set_default(self, model: str, version: str) -> Done:
+        """Raises ApiError for an unknown model or version."""
+        self._find(model, version)
+        return self._note("set_default", model, version)
+
+    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> Done:
+        """Raises ApiError for an unknown model."""
+        self._find(model, None)
+        return self._note("set_traffic", model, dict(weights))
+
+    async def unregister(self, model: str, version: str | None) -> Done:
+        """Raises ApiError for an unknown model or version."""
+        self._find(model, version)
+        return self._note("unregister", model, version)
+
+    def _check(self, key: str, authorization: bytes | None) -> None:
+        if self.keys is not None and authorization != b"Bearer " + self.keys[key]:
+            raise ApiError("InvalidKeyException", REFUSED)
+
+    def _find(self, model: str, version: str | None) -> None:
+        if model != "m":
+            raise ApiError("ModelNotFoundException", f"Model not found: {model}")
+        if version not in (None, "1.0", "2.0"):
+            text = f"Model version: {version} does not exist for model: {model}"
+            raise ApiError("ModelVersionNotFoundException", text)
+
+    def _note(self, *what: Any) -> Done:
+        if self.error is not None:
+            raise self.error
+        self.asked.append(what)
+        return self.done
