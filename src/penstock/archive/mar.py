@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 from msgspec import Struct
 
@@ -47,9 +48,14 @@ def read_archive(path: Path, target: Path, *, limits: Limits = LIMITS) -> Archiv
     if path.is_dir():
         return read_folder(path, name=path.name)
     with path.open("rb") as file:
-        unpack(file, target, tar=path.suffix != ".mar", limits=limits)
+        return unpack_archive(file, path.name, target, limits=limits)
+
+
+def unpack_archive(file: BinaryIO, name: str, target: Path, *, limits: Limits = LIMITS) -> Archive:
+    """As `read_archive`, of an open file at its beginning. `name` is the file's."""
+    unpack(file, target, tar=not name.endswith(".mar"), limits=limits)
     try:
-        return read_folder(target, name=path.name)
+        return read_folder(target, name=name)
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
