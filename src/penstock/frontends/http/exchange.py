@@ -103,7 +103,7 @@ class Exchange:
             lines.append(b"connection: keep-alive\r\n")
         return lines
 
-    def failure(self, error: PenstockError) -> ItemResult:
+    def failure(self, server: HttpServer, error: PenstockError) -> ItemResult:
         """The whole answer for an error."""
         return error_result(error, self._error_body)
 
@@ -138,7 +138,7 @@ class Exchange:
 
     def _fail(self, connection: Answering, error: PenstockError) -> None:
         if not self.started:
-            self._whole(connection, self.failure(error))
+            self._whole(connection, self.failure(connection.server, error))
             return
         if self.sse:
             self._chunk(connection, sse_event(self._error_body(error), b"error"))
