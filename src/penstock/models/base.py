@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+from penstock.errors import LoadFailed, describe
+
 
 @runtime_checkable
 class Model(Protocol):
@@ -25,3 +27,8 @@ class Model(Protocol):
     def unload(self) -> None:
         """Called once, when the worker ends in order."""
         ...
+
+
+def not_installed(what: str, extra: str, error: ImportError) -> LoadFailed:
+    """That a package cannot be imported, and which extra brings it."""
+    return LoadFailed(f"{what} cannot be imported ({describe(error)}): pip install 'penstock[{extra}]'")

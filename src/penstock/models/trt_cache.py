@@ -1,0 +1,76 @@
+"""Engines that TensorRT compiled, kept in a folder of the user's own: taken again only when all that they hang on is
+the same, and their files are those that were written."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("penstock.models")
+
+SIDECAR = "engine.json"
+
+
+class EngineCache:
+    """The folder of the engines for one key: the digest of a model, its shapes, precision, device and versions.
+
+    Beside the engines lies `engine.json` with the whole key and the digest of every file. An engine is code that runs
+    on the device, so one that does not fit its sidecar is thrown away, and not loaded.
+    """
+
+    def __init__(self, root: Path, key: dict[str, Any]) -> None:
+        self._key = key
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        self.folder = root / digest[:32]
+
+    @classmethod
+    def of_user(cls, key: dict[str, Any]) -> EngineCache:
+        """In `$XDG_CACHE_HOME/penstock/engines`, by default `~/.cache/penstock/engines`."""
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return cls(Path(home) / "penstock" / "engines", key)
+
+    @contextmanager
+    def open(self) -> Iterator[Path]:
+        """The folder, with engines that fit or with none; a warning says that some were thrown away.
+
+        It is this process's alone inside of `with`, after which what it holds is written down.
+        """
+        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(self.folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another instance builds the same engine: wait for that
+            if self.folder.exists() and (wrong := self._wrong()):
+                log.warning("engine_cache folder=%s ignored=%r consequence=engines_are_built_anew", self.folder, wrong)
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            yield self.folder
+            text = json.dumps({"key": self._key, "files": self._files()}, indent=1)
+            (self.folder / SIDECAR).write_text(text)
+
+    def _wrong(self) -> str:
+        """Why the engines in the folder are not taken, "" if they are."""
+        if self.folder.stat().st_uid != os.getuid():
+            return "the folder is another user's"
+        try:
+            sidecar = json.loads((self.folder / SIDECAR).read_text())
+        except (OSError, ValueError):
+            return f"there is no {SIDECAR} that can be read"
+        if not isinstance(sidecar, dict) or sidecar.get("key") != self._key:
+            return f"{SIDECAR} is that of other engines"
+        return "" if sidecar.get("files") == self._files() else "files are not those that were written"
+
+    def _files(self) -> dict[str, str]:
+        return {path.name: file_digest(str(path)) for path in sorted(self.folder.iterdir()) if path.name != SIDECAR}
+
+
+def file_digest(path: str) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
