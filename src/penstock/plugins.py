@@ -23,6 +23,9 @@ BUILTIN: dict[str, dict[str, str]] = {
     "codec": {
         "native": "penstock.protocols.native:NativeCodec",
         "oip_json": "penstock.protocols.oip_json:OipJsonCodec",
+        "torchserve": "penstock.protocols.torchserve.codec:TorchServeCodec",
+        "torchserve_inputs": "penstock.protocols.torchserve.codec:InputsCodec",
+        "torchserve_raw": "penstock.protocols.torchserve.codec:RawCodec",
     },
     "transport": {
         "inline": "penstock.transports.inline:InlineTransport",

@@ -1,8 +1,8 @@
-"""`multipart/form-data` bodies as pairs of name and value, on python-multipart's parser."""
+"""`multipart/form-data` bodies as parts, or as pairs of name and value, on python-multipart's parser."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -11,11 +11,20 @@ from penstock.errors import BadRequest
 from penstock.protocols.bodies import decode_text, split_type
 
 
+class Part(NamedTuple):
+    """One part of a form. `content_type` is as sent, "" if none was; `is_file`: it has a file name."""
+
+    name: str
+    body: bytearray
+    content_type: str
+    is_file: bool
+
+
 class _Parts:
-    """Collects what the parser tells: the pairs in `pairs`, and whether the closing boundary came in `ended`."""
+    """Collects what the parser tells: the parts in `found`, and whether the closing boundary came in `ended`."""
 
     def __init__(self, max_fields: int) -> None:
-        self.pairs: list[tuple[str, Any]] = []
+        self.found: list[Part] = []
         self.ended = False
         self._max_fields = max_fields
 
@@ -32,7 +41,7 @@ class _Parts:
         }
 
     def _begin(self) -> None:
-        if len(self.pairs) >= self._max_fields:
+        if len(self.found) >= self._max_fields:
             raise BadRequest(f"the multipart body has more than {self._max_fields} parts")
         self._field, self._value, self._body = bytearray(), bytearray(), bytearray()
         self._headers: dict[str, bytes] = {}
@@ -44,21 +53,17 @@ class _Parts:
     def _part_end(self) -> None:
         _, options = parse_options_header(self._headers.get("content-disposition"))
         if b"name" not in options:
-            raise BadRequest(f"part {len(self.pairs) + 1} of the multipart body has no name in its content-disposition")
-        kind, charset = split_type(self._headers.get("content-type", b"text/plain").decode("latin-1"))
-        body = bytes(self._body)
+            raise BadRequest(f"part {len(self.found) + 1} of the multipart body has no name in its content-disposition")
         name = options[b"name"].decode("utf-8", "replace")
-        if b"filename" not in options and kind.startswith("text/"):
-            self.pairs.append((name, decode_text(body, charset)))
-        else:
-            self.pairs.append((name, body))
+        content_type = self._headers.get("content-type", b"").decode("latin-1")
+        self.found.append(Part(name, self._body, content_type, b"filename" in options))
 
     def _end(self) -> None:
         self.ended = True
 
 
-def parse_multipart(body: bytes | memoryview, content_type: str, max_fields: int) -> list[tuple[str, Any]]:
-    """(name, value) of every part: `str` for text fields, `bytes` for files and other types. Raises BadRequest."""
+def parse_parts(body: bytes | memoryview, content_type: str, max_fields: int) -> list[Part]:
+    """Every part, in order. Raises BadRequest."""
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if not boundary:
@@ -72,4 +77,14 @@ def parse_multipart(body: bytes | memoryview, content_type: str, max_fields: int
         raise BadRequest(f"the multipart body is malformed at byte {where}") from None
     if not parts.ended:
         raise BadRequest(f"the multipart body ends at byte {len(body)} before its closing boundary")
-    return parts.pairs
+    return parts.found
+
+
+def parse_multipart(body: bytes | memoryview, content_type: str, max_fields: int) -> list[tuple[str, Any]]:
+    """(name, value) of every part: `str` for text fields, `bytes` for files and other types. Raises BadRequest."""
+    pairs: list[tuple[str, Any]] = []
+    for part in parse_parts(body, content_type, max_fields):
+        kind, charset = split_type(part.content_type or "text/plain")
+        text = not part.is_file and kind.startswith("text/")
+        pairs.append((part.name, decode_text(bytes(part.body), charset) if text else bytes(part.body)))
+    return pairs

@@ -170,6 +170,8 @@ def test_an_answer_is_what_the_handler_gave():
     expected = ItemResult(b"x", "text/csv", 404, [("X-A", "1")], reason="Gone")
     assert CODEC.encode(answer, Item(b""), None) == expected
     assert CODEC.encode(HandlerAnswer(b"x"), Item(b""), None) == ItemResult(b"x", reason="")
+    named = HandlerAnswer(b"x", headers=[("X-A", "é€")])
+    assert CODEC.encode(named, Item(b""), None).headers == [("X-A", "é?")]
 
 
 @pytest.mark.parametrize(
