@@ -132,6 +132,12 @@ class LoadFailed(PenstockError):
     code = "load_failed"
 
 
+class LoadOutOfMemory(LoadFailed):
+    """There was no memory to load the model."""
+
+    code = "load_out_of_memory"
+
+
 class ArchiveError(PenstockError):
     """A model archive breaks a rule, which the message names, or cannot be read or written."""
 

@@ -1,0 +1,150 @@
+"""What a handler knows of its worker and of the requests of a batch.
+
+There is one Context a worker, used again for every batch; handlers may attach what they like to it. Headers are found
+in any case, and keep the client's spelling.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+class Context:
+    """`request_ids` (place in the batch: id) and `request_processor` (one a request) are None while the model loads."""
+
+    def __init__(
+        self,
+        model_name: str,
+        model_dir: str,
+        manifest: dict[str, Any] | None,
+        batch_size: int | None,
+        gpu: int | None,
+        mms_version: str,
+        limit_max_image_pixels: bool = True,
+        metrics: Any = None,
+        model_yaml_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.manifest = manifest
+        self.system_properties = {
+            "model_dir": model_dir,
+            "gpu_id": gpu,
+            "batch_size": batch_size,
+            "server_name": "MMS",
+            "server_version": mms_version,
+            "limit_max_image_pixels": limit_max_image_pixels,
+        }
+        self.metrics = metrics
+        self.model_yaml_config = {} if model_yaml_config is None else model_yaml_config
+        self.request_ids: dict[int, str] | None = None
+        self.request_processor: Any = None  # a list of RequestProcessor
+        self.stopping_criteria: Any = None
+        self.cl_socket: Any = None  # takes the parts of an answer while the batch runs
+        self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
+        self.header_key_sequence_start = os.environ.get("TS_REQUEST_SEQUENCE_START", "ts_request_sequence_start")
+        self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Context) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # ---- of a request; `idx` is its place in the batch
+
+    def get_request_id(self, idx: int = 0) -> str | None:
+        return None if self.request_ids is None else self.request_ids.get(idx)
+
+    def get_request_header(self, idx: int, key: str) -> Any:
+        return self.request_processor[idx].get_request_property(key)
+
+    def get_all_request_header(self, idx: int) -> dict[str, Any]:
+        headers: dict[str, Any] = self.request_processor[idx].get_request_properties()
+        return headers
+
+    def get_sequence_id(self, idx: int) -> Any:
+        return self.get_request_header(idx, self.header_key_sequence_id)
+
+    # ---- of its answer
+
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        self.set_response_header(idx, "content-type", value)
+
+    def get_response_content_type(self, idx: int) -> str | None:
+        return self.get_response_headers(idx).get("content-type")
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        self.request_processor[idx].add_response_property(key, value)
+
+    def get_response_headers(self, idx: int) -> dict[str, str]:
+        headers: dict[str, str] = self.request_processor[idx].get_response_headers()
+        return headers
+
+    def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
+        if self.request_processor is not None and self.request_processor[idx] is not None:
+            self.request_processor[idx].report_status(code, reason_phrase=phrase)
+
+    def set_all_response_status(self, code: int = 200, phrase: str = "") -> None:
+        for processor in self.request_processor:
+            processor.report_status(code, reason_phrase=phrase)
+
+    def get_response_status(self, idx: int) -> tuple[int, str | None]:
+        processor = self.request_processor[idx]
+        return processor.get_response_status_code(), processor.get_response_status_phrase()
+
+
+class RequestProcessor:
+    """The headers of one request, and what the handler sets for its answer."""
+
+    def __init__(self, request_header: dict[str, Any]) -> None:
+        self._request_header = request_header
+        self._response_header: dict[str, str] = {}
+        self._status_code = 200
+        self._reason_phrase: str | None = None
+
+    def get_request_property(self, key: str) -> Any:
+        return self.get_request_properties().get(key)
+
+    def get_request_properties(self) -> dict[str, Any]:
+        if type(self._request_header) is not HeaderMap:
+            self._request_header = HeaderMap(self._request_header)
+        return self._request_header
+
+    def report_status(self, code: int, reason_phrase: str | None = None) -> None:
+        self._status_code = code
+        self._reason_phrase = reason_phrase
+
+    def get_response_status_code(self) -> int:
+        return self._status_code
+
+    def get_response_status_phrase(self) -> str | None:
+        return self._reason_phrase
+
+    def add_response_property(self, key: str, value: str) -> None:
+        self._response_header[key] = value
+
+    def get_response_headers(self) -> dict[str, str]:
+        return self._response_header
+
+    def get_response_header(self, key: str) -> str | None:
+        return self._response_header.get(key)
+
+
+class HeaderMap(dict[str, Any]):
+    """Headers by name, in any case: the very spelling comes first."""
+
+    def __missing__(self, key: str) -> Any:
+        lower = key.lower() if isinstance(key, str) else key
+        for name, value in reversed(self.items()):
+            if name.lower() == lower:
+                return value
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, str) and self.get(key, self) is not self)
