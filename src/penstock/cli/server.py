@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from typing import Any
 import click
 
 from penstock import __version__
+from penstock.cli.running import Stop, runner, settle
 from penstock.config.checks import tokens_for
 from penstock.config.schema import Config
 from penstock.engine.engine import Engine
@@ -36,16 +35,7 @@ _MOST_ELEMENTS = 64  # of an input that the banner writes out
 
 def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None) -> int:
     """Serves until SIGINT or SIGTERM; the process's exit status. Raises PenstockError if it cannot start."""
-    return _runner()(Server(config).main(on_ready))
-
-
-def _runner() -> Callable[..., int]:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run
-    runner: Callable[..., int] = uvloop.run
-    return runner
+    return runner()(Server(config).main(on_ready))
 
 
 class Server:
@@ -55,14 +45,14 @@ class Server:
         self._config = config
         self._metrics = PrometheusObserver()
         self._records = BatchRecords()
-        self._stopped = asyncio.Event()
+        self._stop = Stop(self._tell_draining)
         self._admin: list[Any] = []
         self.urls: dict[str, str] = {}
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
         engine = Engine(self._config.limits, [self._metrics, self._records])
         management = Management(engine, self._config, [os.getcwd()])
-        self._catch_signals()
+        self._stop.catch()
         http = self._listener(engine)
         self._metrics.read = lambda: _reading(engine, http)
         try:
@@ -70,16 +60,16 @@ class Server:
             loads = asyncio.ensure_future(self._load_models(engine))
             try:
                 await self._bind_admin(engine, management)
-                await self._unless_stopped(loads)
+                await self._stop.unless(loads)
             finally:
                 loads.cancel()
                 with contextlib.suppress(asyncio.CancelledError, PenstockError):
                     await loads
-            if not self._stopped.is_set():
+            if not self._stop.told:
                 management.started = True
-                self._settle()
+                settle()
                 self._announce(engine, on_ready)
-            await self._stopped.wait()
+            await self._stop.wait()
             return 0
         finally:
             engine.drain()
@@ -134,32 +124,10 @@ class Server:
         scheme = "https" if self._config.server.tls_cert else "http"
         self.urls[name] = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    # ---- signals
-
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        if self._stopped.is_set():
-            os._exit(1)  # the second one: at once; workers end with their sockets
-        click.echo(f"penstock: draining, at most {self._config.server.drain_s:g} s; once more stops at once", err=True)
-        self._stopped.set()
-
-    async def _unless_stopped(self, loads: asyncio.Future[Any]) -> None:
-        stop = asyncio.ensure_future(self._stopped.wait())
-        await asyncio.wait((loads, stop), return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if loads.done():
-            loads.result()
-
     # ---- what it says
 
-    def _settle(self) -> None:
-        """What is loaded now stays: the collector need not look at it again, nor run for every few hundred requests."""
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 20)
+    def _tell_draining(self) -> None:
+        click.echo(f"penstock: draining, at most {self._config.server.drain_s:g} s; once more stops at once", err=True)
 
     def _announce(self, engine: Engine, on_ready: Callable[[dict[str, str]], None] | None) -> None:
         example = _example(engine, self.urls["inference"], _curl(self._config))
