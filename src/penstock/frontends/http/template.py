@@ -45,6 +45,7 @@ class Template(Struct, frozen=True):
     serve: Callable[[HttpRequest], Awaitable[ItemResult]] | None = None
     methods: frozenset[str] | None = None  # None: any, or those of the face
     headers: Headers = field(default_factory=list)  # that the item of an inference route carries beside the client's
+    guard: str = ""  # whose token opens it, in a dialect that has several
     query: bool = False  # the item of an inference route carries the query, as the header `:query`
 
 

@@ -6,7 +6,7 @@ Source: what clients of TorchServe 0.12.0 see.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from penstock.errors import PenstockError
@@ -17,14 +17,13 @@ from penstock.frontends.http.table import Table, remember
 from penstock.frontends.http.template import Route, Template
 from penstock.frontends.torchserve.base import Administration, Face, Group
 from penstock.frontends.torchserve.errors import api_error
-from penstock.frontends.torchserve.inference import JSON, inference_routes, legacy_routes
+from penstock.frontends.torchserve.inference import JSON
 from penstock.protocols.torchserve.bodies import error_body
 from penstock.types import Headers, Item, ItemResult
 
 if TYPE_CHECKING:
     from penstock.frontends.http.server import HttpServer
 
-GROUPS: Final[tuple[Group, ...]] = ("inference", "management", "metrics")
 NO_CACHE: Final = (
     b"Pragma: no-cache\r\n"
     b"Cache-Control: no-cache; no-store, must-revalidate, private\r\n"
@@ -37,9 +36,9 @@ _NOTHING: Final = Template("", "")
 
 
 class GuardedRoute(Route, frozen=True):
-    """A route and whose token opens it; or why there is none, which only those learn who have the token."""
+    """A route and whose token opens it, "" for none; or why there is none, which only those learn who have it."""
 
-    guard: Group | None = None
+    guard: str = ""
     refusal: type[PenstockError] | None = None
 
 
@@ -105,28 +104,21 @@ class TorchServeExchange(Exchange):
 
 
 class TorchServeDialect:
-    """The routes of the groups that `face` names, in TorchServe's order, and the legacy ones behind all others.
-
-    `routes` are those of each group beside inference's own. The token of a group is asked for before anything is told,
-    also whether there is such a route; open templates need none, nor does the group "metrics".
+    """The first of `templates` that fits path and method, whose token is asked for before anything else is told: also
+    whether there is such a route. A path that is not there has the guard of the listener's first group.
     """
 
     guarded = True
 
-    def __init__(
-        self, administration: Administration, face: Face, routes: Mapping[Group, Sequence[Template]] | None = None
-    ) -> None:
+    def __init__(self, administration: Administration, face: Face, templates: Sequence[Template]) -> None:
         self.exchange: type[Exchange] = TorchServeExchange
         self.known: dict[bytes, Route] = {}
         self.fixed = NO_CACHE + _cors(face)
         self._administration = administration
         self._others: dict[bytes, Route] = {}  # inference routes by method and target
-        own: dict[Group, Sequence[Template]] = {"inference": inference_routes(administration, face)}
-        legacy = [("inference", legacy_routes(face))] if "inference" in face.groups else []
-        groups = [group for group in GROUPS if group in face.groups]
-        found = [(group, (*own.get(group, ()), *(routes or {}).get(group, ()))) for group in groups]
-        self._tables = [(cast(Group, group), Table(templates)) for group, templates in [*found, *legacy]]
-        self._first = groups[0]
+        self._table = Table(templates)
+        guards: tuple[Group, ...] = ("inference", "management")
+        self._guard = next((group for group in guards if group in face.groups), "")
 
     def too_many(self) -> bytes:
         """503, to be tried again in a second."""
@@ -150,21 +142,20 @@ class TorchServeDialect:
         while len(segments) > 1 and not segments[-1]:
             segments.pop()
         name = method.decode("ascii")
-        wrong_method: Group | None = None
-        for group, table in self._tables:
-            for template, names in table.matches(segments):
-                if template.methods is None or name in template.methods:
-                    return _route(template, names, query, group)
-                wrong_method = wrong_method or group
-        if wrong_method is not None:
-            return GuardedRoute(_NOTHING, guard=_guard(wrong_method), refusal=MethodNotAllowed)
-        return GuardedRoute(_NOTHING, guard=_guard(self._first), refusal=RouteNotFound)
+        wrong: Template | None = None
+        for template, names in self._table.matches(segments):
+            if template.methods is None or name in template.methods:
+                return _route(template, names, query)
+            wrong = wrong or template
+        if wrong is not None:
+            return GuardedRoute(_NOTHING, guard=wrong.guard, refusal=MethodNotAllowed)
+        return GuardedRoute(_NOTHING, guard=self._guard, refusal=RouteNotFound)
 
     def read_head(self, exchange: Exchange, special: dict[bytes, bytes]) -> None:
         """Raises ApiError without the token; RouteNotFound, MethodNotAllowed; what no listener of ours does."""
         route = cast(GuardedRoute, exchange.route)
-        if route.guard is not None:
-            self._administration.check_token(route.guard, special.get(b"authorization"))
+        if route.guard:
+            self._administration.check_token(cast(Group, route.guard), special.get(b"authorization"))
         if route.refusal is not None:
             raise route.refusal("")
         check_framing(special)
@@ -173,18 +164,13 @@ class TorchServeDialect:
 _UNROUTED: Final = Route(_NOTHING)
 
 
-def _guard(group: Group) -> Group | None:
-    return None if group == "metrics" else group
-
-
-def _route(template: Template, names: dict[str, str], query: bytes, group: Group) -> GuardedRoute:
+def _route(template: Template, names: dict[str, str], query: bytes) -> GuardedRoute:
     headers: Headers = list(template.headers)
     if "url_path" in names:
         headers.append((b"url_path", names["url_path"].encode()))
     if template.query and query:
         headers.append((b":query", query))
-    guard = None if template.open else _guard(group)
-    return GuardedRoute(template, names.get("model", ""), names.get("version"), names, headers, guard)
+    return GuardedRoute(template, names.get("model", ""), names.get("version"), names, headers, template.guard)
 
 
 def _cors(face: Face) -> bytes:

@@ -9,11 +9,12 @@ from typing import Final
 
 from penstock.frontends.base import Backend
 from penstock.frontends.http.template import Route, Template
-from penstock.frontends.torchserve.base import Administration, Face
+from penstock.frontends.torchserve.base import Administration, Face, Group
 from penstock.protocols.torchserve.bodies import json_body
 from penstock.types import Headers, ItemResult
 
 JSON: Final = "application/json"
+GUARD: Final[Group] = "inference"
 POST: Final = frozenset({"POST"})
 # all that the parser knows, but OPTIONS, which asks for a description, and CONNECT, which has no path
 NOT_OPTIONS: Final = frozenset(
@@ -37,10 +38,10 @@ def inference_routes(administration: Administration, face: Face) -> tuple[Templa
         return ItemResult(body=body, content_type=JSON, status=200 if healthy else 500)
 
     def model(path: str, summary: str, headers: Headers, methods: frozenset[str] = NOT_OPTIONS) -> Template:
-        return Template(path, summary, codec=face.codec, headers=headers, methods=methods)
+        return Template(path, summary, codec=face.codec, headers=headers, methods=methods, guard=GUARD)
 
     return (
-        Template("/ping", "Whether every model has its workers", answer=ping, methods=NOT_OPTIONS),
+        Template("/ping", "Whether every model has its workers", answer=ping, methods=NOT_OPTIONS, guard=GUARD),
         model("/predictions/{model}", "Predict", PREDICT),
         model("/predictions/{model}/{version}", "Predict", PREDICT),
         model("/predictions/{model}/{version}/{url_path...}", "Predict", PREDICT),
@@ -56,6 +57,14 @@ def inference_routes(administration: Administration, face: Face) -> tuple[Templa
 def legacy_routes(face: Face) -> tuple[Template, ...]:
     """The oldest ways to a prediction, to be tried after all others: their first segment may be any name."""
     return tuple(
-        Template(path, "Predict, deprecated", codec=face.codec, headers=PREDICT, query=True, methods=NOT_OPTIONS)
+        Template(
+            path,
+            "Predict, deprecated",
+            codec=face.codec,
+            headers=PREDICT,
+            query=True,
+            methods=NOT_OPTIONS,
+            guard=GUARD,
+        )
         for path in ("/{model}/predict", "/{model}/{version}/predict")
     )

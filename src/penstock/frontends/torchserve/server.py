@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping, Sequence
 
 from penstock.config.schema import LimitsConfig
 from penstock.frontends.base import Backend
 from penstock.frontends.http.server import HttpServer
-from penstock.frontends.http.template import Template
-from penstock.frontends.torchserve.base import Administration, Face, Group
+from penstock.frontends.torchserve.base import Administration, Face
+from penstock.frontends.torchserve.descriptions import listener_templates
 from penstock.frontends.torchserve.dialect import TorchServeDialect
+from penstock.frontends.torchserve.inference import inference_routes, legacy_routes
+from penstock.frontends.torchserve.metrics import Scrape
 
 
 def make_listener(
@@ -20,7 +21,10 @@ def make_listener(
     limits: LimitsConfig,
     *,
     ssl: ssl.SSLContext | None = None,
-    routes: Mapping[Group, Sequence[Template]] | None = None,
+    scrape: Scrape | None = None,
 ) -> HttpServer:
-    """A listener, not started yet, with the routes of the groups of `face`: `routes` are those beside inference's."""
-    return HttpServer(backend, limits, ssl=ssl, dialect=TorchServeDialect(administration, face, routes))
+    """A listener with the routes of the groups of `face`, to be started; `/metrics` shows what `scrape` gives."""
+    templates = listener_templates(administration, face, inference_routes(administration, face), scrape)
+    if "inference" in face.groups:
+        templates += legacy_routes(face)  # behind all others: their first segment may be any name
+    return HttpServer(backend, limits, ssl=ssl, dialect=TorchServeDialect(administration, face, templates))
