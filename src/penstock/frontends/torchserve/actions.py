@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from msgspec import Struct
 
 from penstock.frontends.http.template import HttpRequest, Template
+from penstock.frontends.torchserve.base import Group
 from penstock.protocols.torchserve.admin import unknown
-from penstock.protocols.torchserve.api import ApiError, Done
+from penstock.protocols.torchserve.api import Done
 from penstock.protocols.torchserve.bodies import json_body
 from penstock.protocols.torchserve.openapi import JSON, Operation
 from penstock.types import ItemResult
@@ -18,9 +19,6 @@ from penstock.types import ItemResult
 log = logging.getLogger("penstock.frontends")
 
 Serve = Callable[[HttpRequest], Awaitable[ItemResult]]
-Check = Callable[[HttpRequest], None]
-
-NOT_ALLOWED: Final = "Requested method is not allowed, please refer to API document."
 
 
 class Action(Struct, frozen=True):
@@ -31,44 +29,26 @@ class Action(Struct, frozen=True):
     any_method: bool = False  # as TorchServe, which looks at the method of few routes
 
 
-def templates_of(
-    actions: Iterable[Action], check: Check | None = None, methods: frozenset[str] | None = None
-) -> tuple[Template, ...]:
-    """One route a path, in the order of the actions, for every method, or for those of `methods`.
-
-    The routes are open for the listener: it is `check` that raises for a request without the right token, before
-    anything else is looked at.
-    """
+def templates_of(actions: Iterable[Action], guard: Group | None = None) -> tuple[Template, ...]:
+    """One route a path, in the order of the actions, for their methods; `guard` is the group whose token opens them."""
     paths: dict[str, dict[str, Action]] = {}
     for action in actions:
         paths.setdefault(action.operation.path, {})[action.operation.method] = action
-    return tuple(
-        Template(
-            path,
-            next(iter(table.values())).operation.description,
-            open=True,
-            serve=_by_method(table, check),
-            methods=methods,
-        )
-        for path, table in paths.items()
-    )
+    return tuple(_template(path, table, guard) for path, table in paths.items())
 
 
-def _by_method(table: dict[str, Action], check: Check | None) -> Serve:
-    always = next((action for action in table.values() if action.any_method), None)
+def _template(path: str, table: dict[str, Action], guard: Group | None) -> Template:
+    first = next(iter(table.values()))
 
     async def serve(request: HttpRequest) -> ItemResult:
-        if check is not None:
-            check(request)
-        action = table.get(request.method, always)
-        if action is None:
-            raise ApiError("MethodNotAllowedException", NOT_ALLOWED)
+        action = table.get(request.method, first)
         ignored = unknown(request.query, (parameter.name for parameter in action.operation.parameters))
         if ignored:
             log.warning("event=unknown_parameters route=%s names=%r consequence=ignored", action.operation.id, ignored)
         return await action.serve(request)
 
-    return serve
+    methods = None if first.any_method else frozenset(table)
+    return Template(path, first.operation.description, serve=serve, methods=methods, guard=guard or "")
 
 
 def authorization(request: HttpRequest) -> bytes | None:

@@ -10,9 +10,10 @@ from urllib.parse import quote
 import msgspec
 
 from penstock import __version__
+from penstock.frontends.http.answers import MethodNotAllowed
 from penstock.frontends.http.template import HttpRequest, Template
-from penstock.frontends.torchserve.actions import Action, Check, answer, authorization, templates_of
-from penstock.frontends.torchserve.base import Administration, Face, Group
+from penstock.frontends.torchserve.actions import Action, answer, templates_of
+from penstock.frontends.torchserve.base import Administration, Face
 from penstock.frontends.torchserve.management import NO_MODEL, management_actions, names, token_action
 from penstock.frontends.torchserve.metrics import Scrape, metrics_action
 from penstock.frontends.torchserve.open_inference import open_inference_actions
@@ -38,34 +39,38 @@ PREDICTED: Final[Answers] = (
 
 
 def listener_templates(
-    administration: Administration, face: Face, inference: Sequence[Template], scrape: Scrape | None = None
+    administration: Administration,
+    face: Face,
+    inference: Sequence[Template],
+    scrape: Scrape | None = None,
+    legacy: Sequence[Template] = (),
 ) -> tuple[Template, ...]:
-    """The routes of the listener's groups in the order in which they are tried; `inference` are those that predict.
+    """The routes of the listener's groups in the order in which they are tried, and what describes them.
 
-    Of a route beside those that needs a token, the token is checked before anything else, the method included.
+    `inference` are those that predict, `legacy` those of them that stand behind all others; they are left out where the
+    group is not the listener's. Without `scrape` there is no `/metrics`.
     """
-    predicting = list(inference) if "inference" in face.groups else []
-    predictions = [operation_of(template) for template in predicting]
-    options, beside, managing, unguarded = list[Action](), list[Action](), list[Action](), list[Action]()
+    if "inference" not in face.groups:
+        inference, legacy = (), ()
+    predictions = [operation_of(template) for template in (*inference, *legacy)]
+    asking, managing, unguarded = list[Action](), list[Action](), list[Action]()
     if "inference" in face.groups:
-        options = _model_actions("/predictions", administration, _inference_document(predictions))
-        beside = list(open_inference_actions()) if face.open_inference else []
+        asking += _model_actions("/predictions", administration, _inference_document(predictions))
+        asking += open_inference_actions() if face.open_inference else ()
     if "management" in face.groups:
-        managing = list(management_actions(administration, face))
-        managing += _model_actions("/models", administration, _management_document(managing))
+        managing += management_actions(administration, face)
+        managing += _model_actions("/models", administration, _management_document(tuple(managing)))
         unguarded.append(token_action(administration))
     if "metrics" in face.groups and face.metrics_api and scrape is not None:
         unguarded.append(metrics_action(scrape))
-    actions = (*options, *beside, *managing, *unguarded)
-    operations = [ROOT, *predictions, *(action.operation for action in actions), ALIAS]
-    asking, changing = _check(administration, "inference"), _check(administration, "management")
+    others = [action.operation for action in (*asking, *managing, *unguarded)]
     return (
-        *templates_of(_description_actions(operations)),
-        *templates_of(options, asking, frozenset({"OPTIONS"})),
-        *predicting,
-        *templates_of(beside, asking),
-        *templates_of(managing, changing),
+        *templates_of(_description_actions([ROOT, *predictions, *others, ALIAS])),
+        *inference,
+        *templates_of(asking, "inference"),
+        *templates_of(managing, "management"),
         *templates_of(unguarded),
+        *legacy,
     )
 
 
@@ -81,20 +86,18 @@ def operation_of(template: Template) -> Operation:
     return Operation("POST", path, name, template.summary, takes="bytes", answers=PREDICTED)
 
 
-def _check(administration: Administration, group: Group) -> Check:
-    def check(request: HttpRequest) -> None:
-        administration.check_token(group, authorization(request))
-
-    return check
-
-
 def _description_actions(operations: Sequence[Operation]) -> tuple[Action, ...]:
     body = json_body(operations_document(TITLE, __version__, operations, ABOUT))
 
     async def describe(request: HttpRequest) -> ItemResult:
         return ItemResult(body=body, content_type=JSON)
 
-    return (Action(ROOT, describe), Action(ALIAS, describe, any_method=True))
+    async def describe_root(request: HttpRequest) -> ItemResult:
+        if request.method != "OPTIONS":  # nobody is asked for a token before being told so
+            raise MethodNotAllowed("the root is there for OPTIONS only")
+        return await describe(request)
+
+    return (Action(ROOT, describe_root, any_method=True), Action(ALIAS, describe, any_method=True))
 
 
 def _inference_document(operations: Sequence[Operation]) -> Document:

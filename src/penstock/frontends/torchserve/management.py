@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from penstock.frontends.http.answers import MethodNotAllowed
 from penstock.frontends.http.template import HttpRequest
-from penstock.frontends.torchserve.actions import NOT_ALLOWED, Action, answer, authorization, done_answer
+from penstock.frontends.torchserve.actions import Action, answer, authorization, done_answer
 from penstock.frontends.torchserve.base import Administration, Face
 from penstock.protocols.torchserve import admin
-from penstock.protocols.torchserve.api import ApiError
 from penstock.protocols.torchserve.openapi import JSON, AnswerOf, Answers, Operation, Parameter
 from penstock.types import ItemResult
 
@@ -166,7 +166,7 @@ def _of_version(operation: Operation) -> Operation:
 
 
 async def _not_allowed(request: HttpRequest) -> ItemResult:
-    raise ApiError("MethodNotAllowedException", NOT_ALLOWED)
+    raise MethodNotAllowed("changing models is off: enable_model_api")
 
 
 def names(request: HttpRequest) -> tuple[str, str | None]:

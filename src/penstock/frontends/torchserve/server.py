@@ -24,7 +24,6 @@ def make_listener(
     scrape: Scrape | None = None,
 ) -> HttpServer:
     """A listener with the routes of the groups of `face`, to be started; `/metrics` shows what `scrape` gives."""
-    templates = listener_templates(administration, face, inference_routes(administration, face), scrape)
-    if "inference" in face.groups:
-        templates += legacy_routes(face)  # behind all others: their first segment may be any name
+    inference, legacy = inference_routes(administration, face), legacy_routes(face)
+    templates = listener_templates(administration, face, inference, scrape, legacy)
     return HttpServer(backend, limits, ssl=ssl, dialect=TorchServeDialect(administration, face, templates))
