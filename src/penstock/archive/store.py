@@ -23,7 +23,7 @@ from penstock.archive.errors import ArchiveExists, ArchiveNotFound, UrlForbidden
 from penstock.archive.mar import Archive, read_folder, unpack_archive
 from penstock.archive.names import check_name
 from penstock.archive.safe_unpack import LIMITS, Limits
-from penstock.errors import ArchiveError
+from penstock.errors import ArchiveError, ConfigError
 
 _URL: Final = re.compile(r"(?:file|https?)://.*", re.DOTALL)
 
@@ -31,14 +31,12 @@ _URL: Final = re.compile(r"(?:file|https?)://.*", re.DOTALL)
 class Unpacked:
     """An archive in use: its files stay where they are until `close`, after which the last user's are removed.
 
-    `digest` is the SHA-256 of the archive, "" of a folder that is used where it is. `downloaded` is the file in the
-    store that was not there before.
+    `digest` is the SHA-256 of the archive, "" of a folder that is used where it is.
     """
 
     def __init__(self, archive: Archive, digest: str = "", cached: Path | None = None, in_use: int = -1) -> None:
         self.archive = archive
         self.digest = digest
-        self.downloaded: Path | None = None
         self._cached = cached
         self._in_use = in_use
 
@@ -53,16 +51,10 @@ class Unpacked:
             except BlockingIOError:  # someone else, perhaps another process, uses it too
                 pass
             else:
-                shutil.rmtree(cached, ignore_errors=True)
+                _remove(cached)
                 lock.unlink()
             finally:
                 os.close(self._in_use)
-
-    def remove(self) -> None:
-        """Closes it, and removes what was downloaded for it: its name in the store is then free again."""
-        self.close()
-        if self.downloaded is not None:
-            self.downloaded.unlink(missing_ok=True)
 
     def __enter__(self) -> Unpacked:
         return self
@@ -76,7 +68,7 @@ class ModelStore:
 
     `allowed_urls` are regular expressions of which one must match a whole URL; a folder or a file outside the store
     is matched by its path and as file://PATH. Archives are unpacked below `cache`, which is this user's alone and may
-    be shared by processes; each is there once, however often it is used.
+    be shared by processes; each is there once, however often it is used. Raises ConfigError, ArchiveError.
     """
 
     def __init__(
@@ -84,6 +76,11 @@ class ModelStore:
     ) -> None:
         self.root = None if root is None else root.resolve()
         self.allowed_urls = list(allowed_urls)
+        for pattern in allowed_urls:
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                raise ConfigError(f"allowed_urls: {pattern!r} is no regular expression: {e}") from None
         self.cache = _private_folder(cache or _default_cache())
         self.limits = limits
 
@@ -101,15 +98,11 @@ class ModelStore:
         archive breaks; what was downloaded for it is then removed.
         """
         path = self.locate(url, sha256=sha256, s3_sse_kms=s3_sse_kms)
-        downloaded = path if url.startswith("http") and _URL.fullmatch(url) else None
         try:
-            unpacked = self._unpacked(path, name)
+            return self._unpacked(path, name)
         except BaseException:
-            if downloaded is not None:
-                downloaded.unlink(missing_ok=True)
+            self.forget(url)
             raise
-        unpacked.downloaded = downloaded
-        return unpacked
 
     def locate(self, url: str, *, sha256: str = "", s3_sse_kms: bool = False) -> Path:
         """Where the archive is on this machine; one behind http(s) is downloaded into the store first.
@@ -133,6 +126,11 @@ class ModelStore:
             if os.path.isdir(folder) and folder.resolve() != self.root:
                 return self._permitted(folder, url)
         raise ArchiveNotFound(f"Model not found at: {url}")
+
+    def forget(self, url: str) -> None:
+        """Removes what was downloaded for a URL that was opened, if anything was: its name is then free again."""
+        if self.root is not None and url.startswith(("http://", "https://")):
+            (self.root / _file_name(urlsplit(url).path, url)).unlink(missing_ok=True)
 
     def _behind(self, url: str, sha256: str, s3_sse_kms: bool) -> Path:
         assert self.root is not None
@@ -179,8 +177,7 @@ class ModelStore:
         with _alone(cached) as lock:
             try:
                 if not cached.exists():
-                    for left in self.cache.glob(f".{digest}.*"):  # of a process that was killed
-                        shutil.rmtree(left, ignore_errors=True)
+                    _remove_leftovers(cached)
                     unpack_archive(file, file_name, cached, limits=self.limits)
                 archive = read_folder(cached, name=name or file_name)
             except BaseException:
@@ -190,6 +187,18 @@ class ModelStore:
             in_use = os.open(cached, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(in_use, fcntl.LOCK_SH)  # at once: only who holds `lock` asks for more
         return Unpacked(archive, digest, cached, in_use)
+
+
+def _remove(cached: Path) -> None:
+    """Removes the folder; if that is cut short, what is left is not under the folder's name."""
+    cached.rename(cached.with_name(f".{cached.name}.{os.getpid()}"))
+    _remove_leftovers(cached)
+
+
+def _remove_leftovers(cached: Path) -> None:
+    """Removes what is half made or half removed, also by a process that was killed. Only for who is `_alone`."""
+    for folder in cached.parent.glob(f".{cached.name}.*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
