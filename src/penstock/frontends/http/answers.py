@@ -45,6 +45,10 @@ class PostOnly(MethodNotAllowed):
     allow = "POST"
 
 
+class MalformedHttp(BadRequest):
+    """What came is no HTTP."""
+
+
 class RequestTimeout(PenstockError):
     """The head or the body did not arrive in time."""
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final, cast
 
 import httptools
 
-from penstock.errors import BadRequest, PayloadTooLarge, PenstockError
+from penstock.errors import PayloadTooLarge, PenstockError
 from penstock.frontends.http.answering import BODY, DIRECT, DISCARD, HEAD, IDLE, INF, STALLED, Answering
-from penstock.frontends.http.answers import HeadTooLarge, RequestTimeout
+from penstock.frontends.http.answers import HeadTooLarge, MalformedHttp, RequestTimeout
 from penstock.frontends.http.exchange import Exchange
 from penstock.frontends.http.intake import BIG_BYTES, Intake
 from penstock.frontends.http.routes import SPECIAL_NAMES
@@ -248,7 +248,7 @@ class Connection(Answering):
             log.error("event=bug where=parser consequence=connection_dropped", exc_info=exc)
             self.transport.abort()
             return
-        self._refuse(BadRequest(f"malformed HTTP: {exc}"))
+        self._refuse(MalformedHttp(f"malformed HTTP: {exc}"))
 
     def _between_reads(self, nbytes: int) -> None:
         """Bounds what the parser may gather, and leads a large body past it."""
@@ -263,7 +263,7 @@ class Connection(Answering):
         elif not self.length:
             self.quiet_bytes += nbytes
             if self.quiet_bytes > most + len(self.server.receive):
-                self._refuse(BadRequest("malformed HTTP: the chunked body has too much that is not data"))
+                self._refuse(MalformedHttp("malformed HTTP: the chunked body has too much that is not data"))
 
     def reserve(self) -> bool:
         """Gets memory for a large body; False while there is none. True also when it is no longer wanted."""

@@ -107,26 +107,24 @@ TEMPLATES: Final = (
 _TABLE: Final = Table(TEMPLATES)
 
 
-def split_target(target: bytes) -> tuple[list[str], bytes]:
-    """The decoded segments of a request target's path, and its raw query. Raises BadRequest.
-
-    One slash at the end is forgiven.
-    """
-    raw, _, query = target.partition(b"#")[0].partition(b"?")
-    if not raw.startswith(b"/"):  # as a proxy may send it: http://host/path
-        raw = _ORIGIN.sub(b"", raw)
-    try:
-        found = [unquote(part, errors="strict") for part in raw.decode("ascii").split("/")[1:]]
-    except UnicodeDecodeError:
-        raise BadRequest("the path is not percent-encoded UTF-8") from None
-    if len(found) > 1 and found[-1] == "":
-        found.pop()
-    return found, query
+def split_target(target: bytes) -> tuple[bytes, bytes]:
+    """The path and the query of a request target, both raw."""
+    path, _, query = target.partition(b"#")[0].partition(b"?")
+    if not path.startswith(b"/"):  # as a proxy may send it: http://host/path
+        path = _ORIGIN.sub(b"", path)
+    return path, query
 
 
 def resolve(path: bytes) -> Route:
     """The route of a raw (still percent-encoded) path; a query is ignored. Raises RouteNotFound, BadRequest."""
-    for template, names in _TABLE.matches(split_target(path)[0]):
+    try:
+        raw = split_target(path)[0].decode("ascii")
+        found = [unquote(part, errors="strict") for part in raw.split("/")[1:]]
+    except UnicodeDecodeError:
+        raise BadRequest("the path is not percent-encoded UTF-8") from None
+    if len(found) > 1 and found[-1] == "":
+        found.pop()  # one slash at the end is forgiven
+    for template, names in _TABLE.matches(found):
         return Route(template, names.get("model", ""), names.get("version"))
     raise RouteNotFound("no route has this path; /openapi.json lists them")
 

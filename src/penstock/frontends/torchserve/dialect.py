@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, cast
+from urllib.parse import unquote
 
 from penstock.errors import PenstockError
 from penstock.frontends.http.answers import REASONS, MethodNotAllowed, RouteNotFound
@@ -54,21 +55,26 @@ class TorchServeExchange(Exchange):
     def plain_head(self, server: HttpServer, result: ItemResult) -> bytes:
         """Only an inference that keeps the connection comes here often."""
         kind = f"content-type: {result.content_type}\r\n".encode("latin-1") if result.content_type else b""
-        line = self._status_line(result)
-        lines = cast("TorchServeDialect", server.dialect).fixed
-        return b"%bx-request-id: %b\r\n%b%bconnection: keep-alive\r\ncontent-length: " % (line, self._id(), kind, lines)
+        first, fixed = self._status_line(result), cast("TorchServeDialect", server.dialect).fixed
+        return b"%b%bx-request-id: %b\r\n%bconnection: keep-alive\r\ncontent-length: " % (
+            first,
+            kind,
+            self._id(),
+            fixed,
+        )
 
     def head_lines(self, server: HttpServer, result: ItemResult, content_type: str) -> list[bytes]:
         """As every answer: the connection ends with any that is an error."""
         self.close = self.close or result.status >= 400
-        lines = [self._status_line(result), b"x-request-id: %b\r\n" % self._id()]
-        if content_type:
-            lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
+        lines = [self._status_line(result)]
         for name, value in result.headers or ():
             if name.lower() not in OWN_HEADERS:
                 lines.append(f"{name}: {value}\r\n".encode("latin-1"))
         if self.started:
             lines.append(b"ts_stream_next: true\r\n")
+        if content_type:
+            lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
+        lines.append(b"x-request-id: %b\r\n" % self._id())
         lines.append(cast("TorchServeDialect", server.dialect).fixed)
         lines.append(b"connection: close\r\n" if self.close else b"connection: keep-alive\r\n")
         return lines
@@ -125,7 +131,7 @@ class TorchServeDialect:
         return status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
     def find(self, exchange: Exchange, method: bytes, target: bytes) -> Route:
-        """Never refuses what it finds wrong, but for a path that cannot be read: that is left to `read_head`."""
+        """Refuses nothing: that is left to `read_head`."""
         key = b"%b %b" % (method, target)
         route = self._others.get(key)
         if route is None:
@@ -137,10 +143,7 @@ class TorchServeDialect:
         return route
 
     def _search(self, method: bytes, target: bytes) -> GuardedRoute:
-        segments, query = split_target(target)
-        segments = "/".join(segments).split("/")  # an encoded slash parts two segments too
-        while len(segments) > 1 and not segments[-1]:
-            segments.pop()
+        segments, query = _segments(target)
         name = method.decode("ascii")
         wrong: Template | None = None
         for template, names in self._table.matches(segments):
@@ -164,10 +167,19 @@ class TorchServeDialect:
 _UNROUTED: Final = Route(_NOTHING)
 
 
+def _segments(target: bytes) -> tuple[list[str], bytes]:
+    """The path as TorchServe parts it: an encoded slash counts, slashes at the end do not; and the raw query."""
+    path, query = split_target(target)
+    segments = unquote(path.decode("latin-1"), errors="replace").split("/")[1:]
+    while len(segments) > 1 and not segments[-1]:
+        segments.pop()
+    return segments, query
+
+
 def _route(template: Template, names: dict[str, str], query: bytes) -> GuardedRoute:
     headers: Headers = list(template.headers)
     if "url_path" in names:
-        headers.append((b"url_path", names["url_path"].encode()))
+        headers[-1] = (b"url_path", names["url_path"].encode())
     if template.query and query:
         headers.append((b":query", query))
     return GuardedRoute(template, names.get("model", ""), names.get("version"), names, headers, template.guard)

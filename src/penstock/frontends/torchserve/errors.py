@@ -24,6 +24,7 @@ from penstock.frontends.base import Backend
 from penstock.frontends.http.answers import (
     ExpectationFailed,
     HeadTooLarge,
+    MalformedHttp,
     MethodNotAllowed,
     NotImplementedHere,
     RequestTimeout,
@@ -33,6 +34,7 @@ from penstock.protocols.torchserve.api import ApiError
 
 UNKNOWN_ROUTE: Final = "Requested resource is not found, please refer to API document."
 WRONG_METHOD: Final = "Requested method is not allowed, please refer to API document."
+NO_HTTP: Final = "Invalid HTTP message."
 NO_WORKER: Final = (
     "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
     "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
@@ -42,7 +44,8 @@ NO_WORKER: Final = (
 _TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
     BadRequest: ("BadRequestException", None, None),
     PayloadTooLarge: ("BadRequestException", 413, None),
-    HeadTooLarge: ("BadRequestException", 431, None),
+    MalformedHttp: ("BadRequestException", None, NO_HTTP),
+    HeadTooLarge: ("BadRequestException", None, NO_HTTP),
     ExpectationFailed: ("BadRequestException", 417, None),
     Forbidden: ("IllegalArgumentException", None, None),
     RouteNotFound: ("ResourceNotFoundException", None, UNKNOWN_ROUTE),

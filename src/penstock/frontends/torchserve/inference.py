@@ -15,7 +15,6 @@ from penstock.types import Headers, ItemResult
 
 JSON: Final = "application/json"
 GUARD: Final[Group] = "inference"
-POST: Final = frozenset({"POST"})
 # all that the parser knows, but OPTIONS, which asks for a description, and CONNECT, which has no path
 NOT_OPTIONS: Final = frozenset(
     {
@@ -37,34 +36,29 @@ def inference_routes(administration: Administration, face: Face) -> tuple[Templa
         body = json_body({"status": "Healthy" if healthy else "Unhealthy"})
         return ItemResult(body=body, content_type=JSON, status=200 if healthy else 500)
 
-    def model(path: str, summary: str, headers: Headers, methods: frozenset[str] = NOT_OPTIONS) -> Template:
-        return Template(path, summary, codec=face.codec, headers=headers, methods=methods, guard=GUARD)
-
     return (
-        Template("/ping", "Whether every model has its workers", answer=ping, methods=NOT_OPTIONS, guard=GUARD),
-        model("/predictions/{model}", "Predict", PREDICT),
-        model("/predictions/{model}/{version}", "Predict", PREDICT),
-        model("/predictions/{model}/{version}/{url_path...}", "Predict", PREDICT),
-        model("/explanations/{model}", "Explain", EXPLAIN),
-        model("/explanations/{model}/{version}", "Explain", EXPLAIN),
-        model("/v1/models/{model}:predict", "Predict, KServe V1", PREDICT, POST),
-        model("/v1/models/{model}:explain", "Explain, KServe V1", EXPLAIN, POST),
-        model("/v2/models/{model}/infer", "Predict, KServe V2", PREDICT, POST),
-        model("/v2/models/{model}/explain", "Explain, KServe V2", EXPLAIN, POST),
+        Template("/ping", "Whether every model has its workers", answer=ping, guard=GUARD),
+        Template("/ping/{rest...}", "The same", answer=ping, guard=GUARD),
+        *(
+            _model(face, f"/{verb}/{{model}}{tail}", summary, [*headers, (b"url_path", b"")])
+            for verb, summary, headers in (("predictions", "Predict", PREDICT), ("explanations", "Explain", EXPLAIN))
+            for tail in ("", "/{version}", "/{version}/{url_path...}")
+        ),
+        _model(face, "/v1/models/{model}:predict", "Predict, KServe V1", PREDICT),
+        _model(face, "/v1/models/{model}:explain", "Explain, KServe V1", EXPLAIN),
+        _model(face, "/v2/models/{model}/infer", "Predict, KServe V2", PREDICT),
+        _model(face, "/v2/models/{model}/explain", "Explain, KServe V2", EXPLAIN),
     )
 
 
 def legacy_routes(face: Face) -> tuple[Template, ...]:
     """The oldest ways to a prediction, to be tried after all others: their first segment may be any name."""
     return tuple(
-        Template(
-            path,
-            "Predict, deprecated",
-            codec=face.codec,
-            headers=PREDICT,
-            query=True,
-            methods=NOT_OPTIONS,
-            guard=GUARD,
-        )
+        _model(face, path, "Predict, deprecated", [], query=True)
         for path in ("/{model}/predict", "/{model}/{version}/predict")
     )
+
+
+def _model(face: Face, path: str, summary: str, headers: Headers, query: bool = False) -> Template:
+    """A way to a model, for every method: TorchServe looks at none of them here."""
+    return Template(path, summary, codec=face.codec, headers=headers, query=query, methods=NOT_OPTIONS, guard=GUARD)
