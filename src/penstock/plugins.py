@@ -56,6 +56,14 @@ def resolve(kind: str, name: str) -> Any:
     )
 
 
+MODEL_FILES = (".onnx", ".pt", ".pt2", ".pth", ".ts")
+
+
+def is_model_file(target: str) -> bool:
+    """Whether a target is a file that is a model as it is, such as `model.onnx`; with a colon it names an object."""
+    return target.lower().endswith(MODEL_FILES) and ":" not in target.rpartition("/")[2]
+
+
 def load_object(spec: str, module: str = "") -> object:
     """The object at "pkg.mod:obj" or "path/app.py:obj" (dots reach into it).
 

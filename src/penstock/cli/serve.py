@@ -13,12 +13,13 @@ import click
 from penstock.config.load import check_bind, load_config
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError
+from penstock.plugins import MODEL_FILES, is_model_file
 
 
 def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[str, Any]]]:
     """The TOML among TARGETs, and the models that the others name. Raises ConfigError.
 
-    `app.py:Digits` is served as `digits`, `name=app.py:Digits` as `name`.
+    `app.py:Digits` is served as `digits`, `resnet.onnx` as `resnet`, `name=app.py:Digits` as `name`.
     """
     toml: str | None = None
     models: dict[str, dict[str, Any]] = {}
@@ -31,12 +32,18 @@ def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[
         given, equals, rest = target.partition("=")
         spec = rest if equals else target
         module, colon, attribute = spec.rpartition(":")
-        if not colon or not module or not attribute:
-            raise ConfigError(f"TARGET '{target}' must be app.py:obj, pkg.mod:obj or a .toml file")
+        if is_model_file(spec):
+            attribute = Path(spec).stem
+        elif not colon or not module or not attribute:
+            raise ConfigError(
+                f"TARGET '{target}' must be app.py:obj, pkg.mod:obj, a model ({', '.join(MODEL_FILES)}) or a .toml file"
+            )
         name = given if equals else re.sub(r"[^a-z0-9_-]+", "-", attribute.lower())
         if name in models:
             raise ConfigError(f"two models are named '{name}'; name one with NAME={spec}")
-        if module.endswith(".py"):
+        if is_model_file(spec):
+            spec = str(Path(spec).resolve())
+        elif module.endswith(".py"):
             spec = f"{Path(module).resolve()}:{attribute}"
         models[name] = {"target": spec}
     return toml, models
@@ -102,7 +109,8 @@ def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> li
 def serve(targets: tuple[str, ...], sets: tuple[str, ...], **flags: Any) -> None:
     """Serve models over HTTP.
 
-    TARGET is app.py:obj, pkg.mod:obj (NAME=app.py:obj to choose its name), or a TOML file.
+    TARGET is app.py:obj, pkg.mod:obj, a model such as model.onnx or model.pt (NAME=TARGET to choose its name), or a
+    TOML file.
     """
     try:
         config = build_config(targets, flags, sets)

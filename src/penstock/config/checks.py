@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from penstock.config.schema import Config, ModelConfig
+from penstock.config.tensors import specs_of
 from penstock.errors import ConfigError
 
 log = logging.getLogger("penstock.config")
@@ -86,6 +87,7 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             f"{where}version: {model.version[:100]!r} cannot be one; expected letters, digits, '.', '_' and '-', 128 at"
             f" most, beginning with a letter or digit, and not {', '.join(ROUTES)}"
         )
+    specs_of(model.inputs, where)
     for device in model.devices:
         if not _DEVICE.fullmatch(device):
             raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for instance cpu, cuda or cuda:0")

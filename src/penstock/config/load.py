@@ -23,6 +23,7 @@ from penstock.config.checks import check_config
 from penstock.config.schema import Config, ModelConfig
 from penstock.config.words import bare, expected, found, is_table
 from penstock.errors import ConfigError, nearest
+from penstock.plugins import is_model_file
 
 log = logging.getLogger("penstock.config")
 
@@ -107,8 +108,10 @@ def _root_paths(tree: Tree, folder: str) -> None:
     for model in models.values() if isinstance(models, dict) else ():
         if isinstance(model, dict) and isinstance(model.get("target"), str):
             file = model["target"].partition(":")[0]
-            if file.endswith(".py") or "/" in file:  # else it is the name of a module
+            if file.endswith(".py") or "/" in file or is_model_file(file):  # else it is the name of a module
                 model["target"] = os.path.join(folder, os.path.expanduser(model["target"]))
+        if isinstance(model, dict) and isinstance(model.get("weights"), str):
+            model["weights"] = os.path.join(folder, os.path.expanduser(model["weights"]))
 
 
 def _from_env(env: Mapping[str, str]) -> list[tuple[str, Tree]]:

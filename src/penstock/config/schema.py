@@ -111,7 +111,16 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`: one model."""
 
-    target: Annotated[str, doc("what to load: app.py:Model or pkg.mod:Model")]
+    target: Annotated[
+        str, doc("what to load: app.py:Model, pkg.mod:Model, or a file .onnx, .pt, .pth, .pt2, .ts (see models.md)")
+    ]
+    weights: Annotated[
+        str | None, doc("state dict, also as .safetensors, of a target that is a class of torch.nn.Module")
+    ] = None
+    inputs: Annotated[
+        dict[str, str],
+        doc('inputs of a PyTorch model that does not tell them, in their order: x = "FP32[-1,3,224,224]"'),
+    ] = field(default_factory=dict)
     name: Annotated[
         str | None, doc("name of the model; without it that of the section. Versions of one model share it")
     ] = None
@@ -121,15 +130,22 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         doc("parts of the requests that name no version, by version; empty: all go to the first one"),
     ] = field(default_factory=dict)
     instances: Annotated[
-        Positive | Literal["auto"], doc('loaded copies; "auto": one a device, on cpu physical cores / 2')
+        Positive | Literal["auto"],
+        doc('loaded copies; "auto": one a GPU, on cpu physical cores / 2 with one thread each'),
     ] = 1
-    devices: Annotated[tuple[str, ...], doc("devices that the instances are placed on in turn")] = ("cpu",)
+    devices: Annotated[tuple[str, ...], doc("devices that the instances are placed on in turn; cuda: all GPUs")] = (
+        "cpu",
+    )
     transport: Annotated[str, doc('"process", "thread" or "inline"')] = "process"
     load_timeout_s: Annotated[
         Seconds, doc("longest load of an instance; then the worker is dumped and killed, and the next one is tried")
     ] = 600.0
-    precision: Annotated[str | None, doc("handed to the model: fp32, fp16, bf16")] = None
-    optimize: Annotated[str | None, doc("handed to the model: none, optimize_for_inference, compile")] = None
+    precision: Annotated[
+        str | None, doc("fp32, fp16 or bf16, of PyTorch and ONNX models; else handed to the model's `load`")
+    ] = None
+    optimize: Annotated[
+        str | None, doc("none, optimize_for_inference or compile, of the same; else handed to the model's `load`")
+    ] = None
     threads: Annotated[
         Positive | None, doc("threads of numeric libraries in each worker; without it physical cores / instances")
     ] = None

@@ -13,13 +13,14 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.errors import ConfigError, describe
 from penstock.plugins import load_object
+from penstock.worker.devices import expanded
 
 _QUEUED_BATCHES = 16  # that may wait for each instance, without `max_queue`
 
 
 def devices_of(config: ModelConfig) -> tuple[str, ...]:
     """The device of each instance, in turn over `devices`: as many as there are to be."""
-    devices = config.devices or ("cpu",)
+    devices = expanded(config.devices)
     if config.instances != "auto":
         n = config.instances
     elif config.transport == "inline":  # there is one event loop
@@ -33,7 +34,7 @@ def devices_of(config: ModelConfig) -> tuple[str, ...]:
 
 def next_device(config: ModelConfig, used: Sequence[str]) -> str:
     """Where one more instance belongs: the device with the smallest part of what it is named for."""
-    devices = config.devices or ("cpu",)
+    devices = expanded(config.devices)
     return min(dict.fromkeys(devices), key=lambda d: used.count(d) / devices.count(d))
 
 

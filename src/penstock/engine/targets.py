@@ -6,6 +6,7 @@ import os
 
 from penstock.config.schema import Config, ModelConfig
 from penstock.errors import BadRequest, Forbidden
+from penstock.plugins import is_model_file
 
 
 class Targets:
@@ -23,19 +24,23 @@ class Targets:
         machine.
         """
         where, colon, attribute = target.rpartition(":")
-        if not colon or not where or not attribute or not target.isprintable():
-            raise BadRequest("target: expected for instance app.py:Model")
+        named = bool(colon and where and attribute) or is_model_file(target)
+        if not named or not target.isprintable():
+            raise BadRequest("target: expected for instance app.py:Model or model.onnx")
         if "://" in target:
             raise Forbidden("target: models are not loaded from URLs; put the file into server.model_store")
         known = [(name, section) for name, section in self._known if _names(section.target, target)]
         if known:
             _, section = max(known, key=lambda k: (k[0] == model) + (k[0] == model and k[1].version == version))
             return section.target, section
-        if self._store is not None and _is_file(where):
-            file = os.path.realpath(os.path.join(self._store, where))
+        if self._store is not None and (is_model_file(target) or _is_file(where)):
+            model_file = is_model_file(target)
+            file = os.path.realpath(os.path.join(self._store, target if model_file else where))
             if file.startswith(self._store + os.sep):
-                if not file.endswith(".py") or not os.path.isfile(file):
-                    raise BadRequest("target: the model store has no such .py file")
+                if not (is_model_file(file) if model_file else file.endswith(".py")) or not os.path.isfile(file):
+                    raise BadRequest("target: the model store has no such file")
+                if model_file:
+                    return file, None
                 if not attribute.isidentifier():  # "model.py:os.system" is not what the owner of the file offers
                     raise BadRequest(
                         "target: expected the name of a function, class or object of the file, without dots"
@@ -51,13 +56,17 @@ def _is_file(where: str) -> bool:
 
 
 def _names(known: str, target: str) -> bool:
+    if is_model_file(known):
+        return is_model_file(target) and _same_file(known, target)
     known_where, _, known_attribute = known.rpartition(":")
     where, _, attribute = target.rpartition(":")
     return target == known or (attribute == known_attribute and _same(known_where, where))
 
 
 def _same(known: str, where: str) -> bool:
-    if not _is_file(known) or not _is_file(where):
-        return False
+    return _is_file(known) and _is_file(where) and _same_file(known, where)
+
+
+def _same_file(known: str, where: str) -> bool:
     known = os.path.expanduser(known)
     return os.path.realpath(os.path.join(os.path.dirname(known), where)) == os.path.realpath(known)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import inspect
+from typing import Any, Final, Protocol, runtime_checkable
 
 from penstock.errors import LoadFailed, describe
+
+PRECISIONS: Final = ("fp32", "fp16", "bf16")
+OPTIMIZATIONS: Final = ("none", "optimize_for_inference", "compile")
 
 
 @runtime_checkable
@@ -27,6 +31,12 @@ class Model(Protocol):
     def unload(self) -> None:
         """Called once, when the worker ends in order."""
         ...
+
+
+def is_module(found: object) -> bool:
+    """Whether an object is a `torch.nn.Module`, or a class of them. Loads no torch: what is one has loaded it."""
+    kind = found if inspect.isclass(found) else type(found)
+    return any(c.__module__ == "torch.nn.modules.module" and c.__name__ == "Module" for c in kind.__mro__)
 
 
 def not_installed(what: str, extra: str, error: ImportError) -> LoadFailed:

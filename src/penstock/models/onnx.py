@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from penstock.errors import ConfigError, LoadFailed, describe
-from penstock.models.base import not_installed
+from penstock.models.base import OPTIMIZATIONS, PRECISIONS, not_installed
 from penstock.models.tensors import ANY_ROWS, Arrays, Input
 from penstock.models.trt_cache import EngineCache, file_digest
 from penstock.protocols.oip_json import DATATYPES
@@ -212,9 +212,14 @@ def _text(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return found
 
 
-def settings_for(device: str, precision: str, optimize: str) -> Mapping[str, bool]:
-    """{"tensorrt": whether it shall compile the graph}. Raises ConfigError for what ONNX Runtime cannot do there."""
+def compiled(device: str, precision: str, optimize: str) -> bool:
+    """Whether TensorRT shall compile the graph. Raises ConfigError for what ONNX Runtime cannot do on the device."""
     cuda = device.startswith("cuda")
+    if precision not in PRECISIONS or optimize not in OPTIMIZATIONS:
+        raise ConfigError(
+            f"found precision {precision!r} and optimize {optimize!r}, expected one of {', '.join(PRECISIONS)} and of"
+            f" {', '.join(OPTIMIZATIONS)}"
+        )
     if optimize == "compile" and not cuda:
         raise ConfigError(
             "optimize: found compile, which is TensorRT's for an ONNX model and needs a CUDA device; leave it out:"
@@ -226,4 +231,4 @@ def settings_for(device: str, precision: str, optimize: str) -> Mapping[str, boo
             f"precision: found {precision}, but an ONNX graph runs in the datatypes that stand in it; {precision} needs"
             f" {where}, or a graph that was exported in {precision}"
         )
-    return {"tensorrt": optimize == "compile"}
+    return optimize == "compile"

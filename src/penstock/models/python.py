@@ -83,7 +83,9 @@ class PythonModel:
 
     def metadata(self, name: str, version: str) -> ModelMetadata:
         """What the model declares of itself in `inputs` and `outputs`. Raises LoadFailed."""
-        return ModelMetadata(name, version, inputs=self._declared("inputs"), outputs=self._declared("outputs"))
+        platform = getattr(self._model, "platform", None)
+        platform = platform if isinstance(platform, str) else "python"
+        return ModelMetadata(name, version, platform, self._declared("inputs"), self._declared("outputs"))
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:
         specs = tuple(getattr(self._model, side, None) or ())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, cast
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from penstock.errors import BadOutput, BadRequest, LoadFailed
 from penstock.protocols.oip_json import DATATYPES, DTYPES, array_of
@@ -47,6 +47,18 @@ class Program(Protocol):
         ...
 
 
+class Settings(Struct, frozen=True):
+    """How a program is opened: the keys of `[models.NAME]`. `most_rows` is the batch size, None if it is found out."""
+
+    device: str = "cpu"
+    precision: str = "fp32"
+    optimize: str = "none"
+    trust: str = "none"
+    threads: int = 1
+    inputs: tuple[TensorSpec, ...] = ()
+    most_rows: int | None = None
+
+
 class Request(Struct):
     """A request whose arrays fit the program. `single`: one row without its axis; `named`: the answer is a dict."""
 
@@ -57,25 +69,26 @@ class Request(Struct):
 
 
 class TensorModel:
-    """The model around a program; `program` makes it on the device that `load` is told, and of what else it takes."""
+    """The model around a program, which `open_program` makes as the settings say."""
 
-    def __init__(self, program: Callable[..., Program]) -> None:
-        self._make = program
+    def __init__(self, open_program: Callable[[Settings], Program], settings: Settings) -> None:
+        self._open, self._settings = open_program, settings
         self._program: Program | None = None
         self.inputs: tuple[TensorSpec, ...] = ()  # all of them, or none where one is not known
         self.outputs: tuple[TensorSpec, ...] = ()
         self.platform = "python"
 
-    def load(self, device: str, **settings: Any) -> None:
+    def load(self, device: str) -> None:
         """Raises LoadFailed, ConfigError."""
-        program = self._program = self._make(device, **settings)
+        program = self._program = self._open(structs.replace(self._settings, device=device))
         self.platform, self.outputs = program.platform, program.outputs
         known = [i for i in program.inputs if i.datatype is not None and i.shape is not None]
         if len(known) == len(program.inputs):
             self.inputs = tuple(TensorSpec(i.name, cast(str, i.datatype), cast(Any, i.shape)) for i in known)
+        self.__penstock_options__ = self._options()
 
-    def options(self) -> dict[str, Any]:
-        """Batching options that follow from the program: see `@penstock.model`."""
+    def _options(self) -> dict[str, Any]:
+        """What follows from the program for batching: see `@penstock.model`."""
         found: dict[str, Any] = {}
         if any(i.shape is None or -1 in i.shape[1:] for i in self._loaded.inputs):
             found["bucket"] = "shape"  # requests of different shapes cannot run in one call

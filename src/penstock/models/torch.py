@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from penstock.errors import ConfigError, LoadFailed, describe
-from penstock.models.base import not_installed
+from penstock.models.base import OPTIMIZATIONS, PRECISIONS, not_installed
 
-PRECISIONS: Final = ("fp32", "fp16", "bf16")
-OPTIMIZATIONS: Final = ("none", "optimize_for_inference", "compile")
 KINDS: Final = {"script": "a TorchScript program", "exported": "an exported program", "pickled": "a pickled file"}
 
 
@@ -156,12 +154,6 @@ def instance_of(module: Any) -> Any:
         return module()
     except TypeError as e:
         raise LoadFailed(f"{module.__name__} cannot be made without arguments: {e}; name an instance of it") from e
-
-
-def is_module(found: object) -> bool:
-    """Whether an object is an `nn.Module` or a class of them. Loads no torch: what is one has loaded it."""
-    kind = found if inspect.isclass(found) else type(found)
-    return any(c.__module__ == "torch.nn.modules.module" and c.__name__ == "Module" for c in kind.__mro__)
 
 
 def _unreadable(path: str, what: str, torch: Any, error: Exception) -> LoadFailed:

@@ -11,13 +11,15 @@ from typing import Any
 
 from penstock.config.schema import with_options
 from penstock.errors import LoadFailed, PenstockError, describe
+from penstock.models.base import is_module
 from penstock.models.python import PythonModel, options_of
-from penstock.plugins import load_object, raised_at
+from penstock.plugins import is_model_file, load_object, raised_at
 from penstock.types import Ready
 from penstock.wire.messages import Pickled
 from penstock.worker.loop import BatchRunner
 from penstock.worker.profile import warm_up
 from penstock.worker.spec import WorkerSpec, Wrapped
+from penstock.worker.threads import threads_of
 
 
 def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
@@ -30,11 +32,11 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     # the parser of forms warns of every malformed body; a request is never logged above DEBUG
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
-        target = _found(spec.target)
-        options = options_of(target)
-        batching = with_options(spec.config.batching, options)
+        target = _model(_found(spec.target, spec), spec)
         model = PythonModel(target, precision=spec.config.precision, optimize=spec.config.optimize)
         model.load(device)
+        options = options_of(target)
+        batching = with_options(spec.config.batching, options)
         metadata = model.metadata(spec.name, spec.version)
         runner = BatchRunner(model, metadata, batching)
         profile, best = warm_up(runner, batching)
@@ -48,14 +50,36 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     return runner, Ready(metadata, shown_device or device, os.getpid(), options, profile, best)
 
 
-def _found(target: Any) -> Any:
-    """The function, class or object that a spec's target means."""
+def _found(target: Any, spec: WorkerSpec) -> Any:
+    """The function, class or object that a spec's target means, the model of a file."""
     if isinstance(target, Pickled):
-        return _found(target.load())
+        return _found(target.load(), spec)
     if isinstance(target, Wrapped):
         wrap: Any = load_object(target.wrapper)
-        return wrap(_found(target.target), **target.arguments)
-    return load_object(target) if isinstance(target, str) else target
+        return wrap(_found(target.target, spec), **target.arguments)
+    if not isinstance(target, str):
+        return target
+    if is_model_file(target):
+        from penstock.models.files import file_model  # NumPy, and soon a runtime: only such models load them
+
+        return file_model(target, spec.config, _threads(spec))
+    return load_object(target)
+
+
+def _model(found: Any, spec: WorkerSpec) -> Any:
+    """What was found, or the model of it if it is a module of PyTorch that does not say how it predicts."""
+    wanted = spec.config.weights is not None or bool(spec.config.inputs)
+    if not wanted and (not is_module(found) or hasattr(found, "predict")):
+        return found
+    from penstock.models.files import module_model
+
+    return module_model(found, spec.config, _threads(spec))
+
+
+def _threads(spec: WorkerSpec) -> int:
+    """Threads of a runtime: those that the environment of the worker says, in the engine's own process as in others."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if spec.config.threads is None and said.isdecimal() and int(said) else threads_of(spec)
 
 
 def add_paths(paths: Sequence[str]) -> None:

@@ -11,9 +11,14 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def threads_of(spec: WorkerSpec) -> int:
-    """Threads of numeric libraries in each worker: `threads`, or physical cores / instances, at least 1."""
+    """Threads of numeric libraries in each worker: `threads`, or physical cores / instances, at least 1.
+
+    One where `instances` is "auto" on the CPU, where as many instances as that gains by are made.
+    """
     if spec.config.threads is not None:
         return spec.config.threads
+    if spec.config.instances == "auto" and all(device == "cpu" for device in spec.config.devices):
+        return 1
     import psutil  # only the parent asks
 
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

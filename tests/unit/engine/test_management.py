@@ -402,10 +402,10 @@ async def test_closing_the_engine_ends_a_change_under_way(manage: Management, en
         (keys("two.py"), BadRequest, "expected for instance app.py:Model"),
         (keys("two.py:Model.x"), BadRequest, "without dots"),
         (keys("two.py:\0"), BadRequest, "expected for instance app.py:Model"),
-        (keys("four.py:Model"), BadRequest, "no such .py file"),
-        (keys("notes.txt/:Model"), BadRequest, "no such .py file"),
+        (keys("four.py:Model"), BadRequest, "no such file"),
+        (keys("notes.txt/:Model"), BadRequest, "no such file"),
         (keys("os:system"), Forbidden, "neither"),
-        (keys("app.py:Slow"), BadRequest, "no such .py file"),  # of the configured file, but not what is configured
+        (keys("app.py:Slow"), BadRequest, "no such file"),  # of the configured file, but not what is configured
         (keys("../app.py:Slow"), Forbidden, "neither"),
         (keys("out.py:Model"), Forbidden, "neither"),
         (keys("/etc/passwd.py:x"), Forbidden, "neither"),
