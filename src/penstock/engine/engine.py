@@ -59,7 +59,7 @@ class Engine:
             self._registry.add(handle)
             await handle.load()
         except BaseException:
-            await self._retire(handle, 0)
+            await self.retire(handle, 0)
             raise
 
     async def put(self, handle: ModelHandle, *, drain_s: float = 30.0, keep: bool = False) -> None:
@@ -85,10 +85,10 @@ class Engine:
             else:
                 self._registry.replace(old, handle)
         except BaseException:
-            await self._retire(handle, 0)
+            await self.retire(handle, 0)
             raise
         if old is not None:
-            await self._retire(old, drain_s)
+            await self.retire(old, drain_s)
 
     def prepare(
         self,
@@ -147,7 +147,8 @@ class Engine:
         found = [h for h in self._live if h.name == name and version in (None, h.version)]
         return any([h.abort() for h in found])
 
-    async def _retire(self, handle: ModelHandle, drain_s: float) -> None:
+    async def retire(self, handle: ModelHandle, drain_s: float) -> None:
+        """Takes a handle out of sight at once, answers what it has accepted, and ends its workers."""
         self._registry.remove(handle)
         try:
             await handle.close(drain_s)
@@ -158,7 +159,7 @@ class Engine:
 
     async def unload(self, name: str, version: str | None = None, *, drain_s: float = 30.0) -> None:
         """Takes a version out of sight, answers what it has accepted, and ends its workers. Raises ModelNotFound."""
-        await self._retire(self._registry.find(name, version), drain_s)
+        await self.retire(self._registry.find(name, version), drain_s)
 
     async def scale(self, name: str, instances: int, version: str | None = None, *, drain_s: float = 30.0) -> None:
         """See `ModelHandle.scale`. Raises ModelNotFound too."""
