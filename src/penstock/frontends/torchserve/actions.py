@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -17,6 +17,8 @@ from penstock.protocols.torchserve.openapi import JSON, Operation
 from penstock.types import ItemResult
 
 log = logging.getLogger("penstock.frontends")
+
+CHANGING: Final = ("POST", "PUT", "DELETE")
 
 Serve = Callable[[HttpRequest], Awaitable[ItemResult]]
 
@@ -42,9 +44,11 @@ def _template(path: str, table: dict[str, Action], guard: Group | None) -> Templ
 
     async def serve(request: HttpRequest) -> ItemResult:
         action = table.get(request.method, first)
-        ignored = unknown(request.query, (parameter.name for parameter in action.operation.parameters))
-        if ignored:
-            log.warning("event=unknown_parameters route=%s names=%r consequence=ignored", action.operation.id, ignored)
+        operation = action.operation
+        if operation.method in CHANGING and request.query:
+            ignored = unknown(request.query, (parameter.name for parameter in operation.parameters))
+            if ignored:
+                log.warning("event=unknown_parameters route=%s names=%r consequence=ignored", operation.id, ignored)
         return await action.serve(request)
 
     methods = None if first.any_method else frozenset(table)

@@ -19,7 +19,6 @@ CHANGED: Final[Answers] = (
     (202, "The change goes on in the background", "status"),
     (206, "A part of the change is made", "status"),
 )
-SYNCHRONOUS: Final = Parameter("synchronous", "Whether to answer when the workers are up", "boolean", False)
 IGNORED: Final = (
     Parameter("timeout", "Accepted, without effect", "integer"),
     Parameter("number_gpu", "Accepted, without effect", "integer"),
@@ -74,7 +73,7 @@ SCALE: Final = Operation(
         Parameter("min_worker", "Workers to run", "integer", 1),
         Parameter("max_worker", "Not less than min_worker, by default the same", "integer"),
         Parameter("model_version", "Version to scale, by default the default version"),
-        SYNCHRONOUS,
+        Parameter("synchronous", "Whether to answer when the workers are up", "boolean", False),
         *IGNORED,
     ),
     answers=(*CHANGED, BAD, NO_MODEL),
@@ -84,7 +83,7 @@ UNREGISTER: Final = Operation(
     "/models/{model_name}",
     "unregisterModel",
     "Unregisters the default version of a model, if there is no other.",
-    (SYNCHRONOUS, IGNORED[0]),
+    (Parameter("synchronous", "Accepted, without effect", "boolean"), IGNORED[0]),
     answers=(
         (200, "Unregistered", "status"),
         (403, "The default version cannot go while there are others", "error"),

@@ -99,8 +99,11 @@ async def test_models_change_only_where_model_control_is_on(site, administration
     assert [asked[0] for asked in administration.asked] == ["scale", "set_default", "set_traffic"]
 
 
-async def test_a_parameter_without_effect_is_told_to_the_log(site, caplog):
+async def test_a_parameter_that_a_change_does_not_know_is_told_to_the_log(site, caplog):
     async with site(MANAGEMENT) as ask:
+        assert (await ask("GET", "/models?url=a.mar&batch_delay=5")).status == 200
+        assert (await ask("PUT", "/models/m?min_worker=1&timeout=5")).status == 200
+        assert caplog.text == ""
         assert (await ask("POST", "/models?url=a.mar&batch_delay=5")).status == 200
     assert "event=unknown_parameters route=registerModel names=['batch_delay']" in caplog.text
 
