@@ -1,0 +1,155 @@
+"""One server a temporary folder: the file with its process's number, how it is started behind, and how it is stopped.
+
+The server holds a lock of the file as long as it lives, so that no number of a process that is gone can mislead. The
+number alone stands in it, as TorchServe's own launcher reads and writes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Final
+
+from penstock.errors import ConfigError, Conflict
+
+JAVA_SERVER: Final = "org.pytorch.serve.ModelServer"  # of a TorchServe that keeps the same file
+ALREADY: Final = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
+STOP_S: Final = 60.0
+
+
+def pid_path() -> str:
+    """`.model_server.pid` in the temporary folder (TMPDIR, TEMP, TMP, else /tmp)."""
+    return os.path.join(tempfile.gettempdir(), ".model_server.pid")
+
+
+class PidFile:
+    """The file while this process, or one that it started, is the server."""
+
+    def __init__(self, path: str) -> None:
+        """Raises Conflict if a server lives already (of two that come at once one gets it), ConfigError."""
+        self._path = path
+        while True:
+            if running(path) is not None:
+                raise Conflict(ALREADY)
+            try:
+                self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be written: {error.strerror}; set TMPDIR to a folder") from None
+            if _lock(self._handle, fcntl.LOCK_EX) and _is_at(self._handle, path):
+                break
+            os.close(self._handle)
+        self._name(os.getpid())
+
+    def _name(self, pid: int) -> None:
+        text = b"%d\n" % pid
+        os.pwrite(self._handle, text, 0)
+        os.ftruncate(self._handle, len(text))
+
+    def start_behind(self, module: str, arguments: Sequence[str]) -> int:
+        """Starts `python -m module arguments` in a session of its own, which writes to where this process writes.
+
+        It has the file from now on; its process's number is returned at once.
+        """
+        command = [sys.executable, "-m", module, *arguments]
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(self._handle,))
+        self._name(child.pid)
+        os.close(self._handle)
+        child.returncode = 0  # it is meant to outlive this process: nobody waits for it
+        return child.pid
+
+    def remove(self) -> None:
+        """The server ends."""
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self._path)
+        os.close(self._handle)
+
+
+def remove_own(path: str) -> None:
+    """Removes the file if it names this process, which was started by `start_behind`."""
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        if int(file.readline(32)) == os.getpid():
+            os.remove(path)
+
+
+def running(path: str) -> int | None:
+    """The number of the server's process, else None.
+
+    Raises ConfigError if the file is another user's: it might name any process.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; remove it, or set TMPDIR to a folder") from None
+    with os.fdopen(handle) as file:
+        if os.fstat(handle).st_uid != os.geteuid():
+            raise ConfigError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
+        try:
+            pid = int(file.readline(32))
+        except ValueError:
+            pid = 0
+        return pid if not _lock(handle, fcntl.LOCK_SH) or _is_java(pid) else None
+
+
+def stop(path: str, wait_s: float = STOP_S) -> str:
+    """Ends the server that the file names, in order, waits until it is gone, and returns what is to be told."""
+    import psutil
+
+    pid = running(path)
+    if pid is None:
+        _remove_orphan(path)
+        return "TorchServe is not currently running."
+    try:
+        process = psutil.Process(pid)
+        process.terminate()
+        process.wait(wait_s)
+    except psutil.TimeoutExpired:
+        return "Stopping TorchServe took too long."
+    except psutil.Error:
+        return "TorchServe already stopped."
+    finally:
+        _remove_orphan(path)
+    return "TorchServe has stopped."
+
+
+def _remove_orphan(path: str) -> None:
+    """Removes the file if no server lives that has it. Only who holds the lock removes: nobody loses a new file."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    if _lock(handle, fcntl.LOCK_EX) and _is_at(handle, path):
+        os.remove(path)
+    os.close(handle)
+
+
+def _lock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(handle: int, path: str) -> bool:
+    """Whether the path still leads to the open file: another process may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_java(pid: int) -> bool:
+    """Whether it is the process of a TorchServe."""
+    import psutil
+
+    try:
+        return pid > 0 and JAVA_SERVER in psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False

@@ -1,0 +1,227 @@
+"""Log files: their names, their lines, and what goes where."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.compat.torchserve.log4j import read_log4j
+from penstock.compat.torchserve.logs import Logs
+from penstock.config.properties import Properties
+from penstock.errors import ConfigError
+
+NAMES = {"access_log.log", "ts_log.log", "ts_metrics.log", "model_log.log", "model_metrics.log"}
+Open = Callable[..., Logs]
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[Open]:
+    """Opens logs in tmp_path/logs; closed at the end."""
+    found: list[Logs] = []
+
+    def open_logs(location: str = "logs", config: str | None = None) -> Logs:
+        folder = str(tmp_path / location)
+        found.append(Logs(folder, folder, config=config))
+        return found[-1]
+
+    yield open_logs
+    for each in found:
+        each.close()
+
+
+def lines(folder: Path, name: str) -> list[str]:
+    return (folder / f"{name}.log").read_text().splitlines()
+
+
+def test_the_five_files_are_there_from_the_start(logs: Open, tmp_path: Path) -> None:
+    logs().close()
+    assert set(os.listdir(tmp_path / "logs")) == NAMES
+
+
+def test_metrics_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    Logs(str(tmp_path / "a"), str(tmp_path / "b")).close()
+    assert set(os.listdir(tmp_path / "b")) == {"ts_metrics.log", "model_metrics.log"}
+
+
+def test_the_servers_lines_have_torchserves_shape(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = logs()
+    logging.getLogger("penstock.engine").warning("event=%s", "here")
+    logging.getLogger("penstock.engine").debug("not told")
+    opened.close()
+    (line,) = lines(tmp_path / "logs", "ts_log")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} \[WARN \] main penstock\.engine - event=here", line)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_what_a_worker_prints_is_in_its_own_file_and_on_stdout(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = logs()
+    opened.follow(Properties(initial_worker_port=9100))
+    logging.getLogger("penstock.model").info("loss=1%", extra={"model": "blip2", "version": "1.0", "slot": 2})
+    opened.close()
+    (line,) = lines(tmp_path / "logs", "model_log")
+    assert line.endswith(" [INFO ] W-9102-blip2_1.0-stdout MODEL_LOG - loss=1%")
+    assert capsys.readouterr().out == line + "\n"
+    assert not lines(tmp_path / "logs", "ts_log")
+
+
+def test_metrics_are_in_their_files_alone(logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = logs()
+    logging.getLogger("TS_METRICS").info("Requests2XX.Count:1")
+    logging.getLogger("MODEL_METRICS").info("HandlerTime.ms:1")
+    opened.close()
+    assert re.fullmatch(r"[\d:,T-]+ - Requests2XX\.Count:1", lines(tmp_path / "logs", "ts_metrics")[0])
+    assert lines(tmp_path / "logs", "model_metrics")[0].endswith(" - HandlerTime.ms:1")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_access_is_logged_only_on_request(logs: Open, tmp_path: Path) -> None:
+    opened = logs()
+    assert not logging.getLogger("ACCESS_LOG").isEnabledFor(logging.INFO)
+    opened.follow(Properties(access_log=True))
+    assert logging.getLogger("ACCESS_LOG").isEnabledFor(logging.INFO)
+    logging.getLogger("ACCESS_LOG").info('/127.0.0.1:1 "GET /ping HTTP/1.1" 200 1')
+    opened.close()
+    assert len(lines(tmp_path / "logs", "access_log")) == 1
+    assert not logging.getLogger("ACCESS_LOG").handlers
+
+
+def test_a_traceback_is_written_whole(logs: Open, tmp_path: Path) -> None:
+    opened = logs()
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("penstock.engine").exception("failed")
+    opened.close()
+    assert lines(tmp_path / "logs", "ts_log")[-1] == "ValueError: broken"
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_lines_on_stdout(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    logs("file").close()
+    assert "event=no_log_files consequence=lines_are_on_stdout_alone" in capsys.readouterr().out
+
+
+def test_a_reader_of_stdout_that_leaves_ends_nothing(
+    logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as nobody_reads:
+        monkeypatch.setattr("sys.stdout", nobody_reads)
+        opened = logs()
+        for _ in range(3):
+            logging.getLogger("penstock.engine").info("still here")
+        opened.close()
+    assert len(lines(tmp_path / "logs", "ts_log")) == 3
+
+
+def test_more_than_can_be_written_is_counted_and_holds_nobody(
+    logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.compat.torchserve.logs._MOST_WAITING", 4)
+    read, write = os.pipe()
+    with os.fdopen(read) as reader, os.fdopen(write, "w", buffering=1) as writer:
+        monkeypatch.setattr("sys.stdout", writer)
+        opened = logs()
+        for _ in range(200):  # nobody reads: the pipe takes 64 KiB
+            logging.getLogger("penstock.engine").info("x" * 1000)
+        os.set_blocking(read, False)
+        while not any("event=lines_lost" in line for line in lines(tmp_path / "logs", "ts_log")):
+            reader.read()
+    opened.close()
+
+
+# ---- --log-config
+
+XML = """<?xml version="1.0" encoding="UTF-8"?>
+<Configuration>
+  <Appenders>
+    <RollingFile name="a" fileName="${env:LOG_LOCATION:-logs}/mine.log">
+      <PatternLayout pattern="%m%n"/>
+    </RollingFile>
+    <Console name="STDOUT" target="SYSTEM_OUT"><PatternLayout pattern="%m%n"/></Console>
+    MORE
+  </Appenders>
+  <Loggers>
+    <Logger name="ACCESS_LOG" level="info"><AppenderRef ref="a"/></Logger>
+    <Logger name="io.netty" level="error"/>
+    <Logger name="org.pytorch.serve" level="warn"/>
+    <Root level="all"><AppenderRef ref="STDOUT"/></Root>
+  </Loggers>
+</Configuration>"""
+
+
+def test_levels_and_files_of_a_log4j2_xml_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log4j2.xml"
+    path.write_text(XML.replace("MORE", ""))
+    taken = read_log4j(str(path), {"LOG_LOCATION": "/var/log"})
+    assert taken.levels == {"ACCESS_LOG": "INFO", "penstock": "WARNING", "": "DEBUG"}
+    assert taken.files == {"access_log": "/var/log/mine.log"}
+    assert read_log4j(str(path), {}).files == {"access_log": "logs/mine.log"}
+    assert not caplog.records
+
+
+def test_what_is_not_taken_of_it_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log4j2.xml"
+    path.write_text(XML.replace("MORE", '<Kafka name="k"/><File name="f" fileName="x"><JsonLayout/></File>'))
+    read_log4j(str(path), {})
+    (record,) = caplog.records
+    assert "ignored=appender k,layout of f hint=--log-config also takes" in record.getMessage()
+
+
+def test_an_access_log_of_a_log4j2_xml_is_on(logs: Open, tmp_path: Path) -> None:
+    path = tmp_path / "log4j2.xml"
+    path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
+    opened = logs(config=str(path))
+    logging.getLogger("ACCESS_LOG").info("here")
+    logging.getLogger("penstock.engine").info("not told: the level is warn")
+    opened.close()
+    assert "here" in (tmp_path / "mine.log").read_text()
+    assert not lines(tmp_path / "logs", "ts_log")
+
+
+@pytest.mark.parametrize("text", ["", "<a>", "appender.console.type = Console", "\x00"])
+def test_a_file_that_is_no_xml_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log4j2.properties"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="expected a log4j2 XML, or a configuration of Python's logging"):
+        read_log4j(str(path), {})
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_configuration_of_pythons_logging_is_taken_whole(logs: Open, tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / "out.txt"
+    config = {
+        "handlers": {"h": {"class": "logging.FileHandler", "filename": str(file)}},
+        "loggers": {"penstock.test_logs": {"handlers": ["h"], "level": "INFO"}},
+    }
+    path = tmp_path / f"log.{suffix}"
+    path.write_text(json.dumps(config))  # which is YAML too
+    logs(config=str(path))
+    found = logging.getLogger("penstock.test_logs")
+    found.info("here")
+    for handler in list(found.handlers):
+        found.removeHandler(handler)
+        handler.close()
+    assert file.read_text() == "here\n"
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"handlers": {"h": {"class": "nothing.Here"}}}'])
+def test_a_wrong_configuration_is_refused_with_its_name(logs: Open, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"--log-config .*log\.json"):
+        logs(config=str(path))
