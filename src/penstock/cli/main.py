@@ -9,9 +9,11 @@ import click
 from penstock import __version__
 
 _VERBS = {
+    "archive": "penstock.cli.archive:archive",
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo:demo",
     "serve": "penstock.cli.serve:serve",
+    "torchserve": "penstock.cli.torchserve:torchserve",
     "worker": "penstock.cli.worker:worker",
 }
 

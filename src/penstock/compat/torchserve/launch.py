@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,23 +101,39 @@ def running(path: str) -> int | None:
 
 def stop(path: str, wait_s: float = STOP_S) -> str:
     """Ends the server that the file names, in order, waits until it is gone, and returns what is to be told."""
-    import psutil
-
     pid = running(path)
     if pid is None:
         _remove_orphan(path)
         return "TorchServe is not currently running."
     try:
+        ended = _end(pid, wait_s)
+    except OSError:
+        return "TorchServe already stopped."
+    finally:
+        _remove_orphan(path)
+    return "TorchServe has stopped." if ended else "Stopping TorchServe took too long."
+
+
+def _end(pid: int, wait_s: float) -> bool:
+    """Asks the process to end; True when it has, also if nobody has taken note of its end. Raises OSError."""
+    if hasattr(os, "pidfd_open"):
+        handle = os.pidfd_open(pid)
+        try:
+            os.kill(pid, signal.SIGTERM)
+            return bool(select.select([handle], [], [], wait_s)[0])
+        finally:
+            os.close(handle)
+    import psutil
+
+    try:
         process = psutil.Process(pid)
         process.terminate()
         process.wait(wait_s)
     except psutil.TimeoutExpired:
-        return "Stopping TorchServe took too long."
-    except psutil.Error:
-        return "TorchServe already stopped."
-    finally:
-        _remove_orphan(path)
-    return "TorchServe has stopped."
+        return False
+    except psutil.Error as error:
+        raise ProcessLookupError(str(error)) from None
+    return True
 
 
 def _remove_orphan(path: str) -> None:

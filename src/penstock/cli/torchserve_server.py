@@ -1,0 +1,205 @@
+"""The composition root of `torchserve`: engine, models, listeners and logs, joined into one running server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from msgspec import structs
+
+from penstock.cli.running import Stop, runner, settle
+from penstock.cli.torchserve import Settings, parser, settings_of
+from penstock.compat.torchserve.launch import pid_path, remove_own
+from penstock.compat.torchserve.logs import Logs
+from penstock.compat.torchserve.startup import Served, administer, load_startup
+from penstock.compat.torchserve.tls import Pem
+from penstock.compat.torchserve.tokens import FILE as KEY_FILE
+from penstock.config.addresses import Address
+from penstock.config.checks import is_loopback
+from penstock.config.properties import Properties
+from penstock.config.schema import LimitsConfig
+from penstock.engine.engine import Engine
+from penstock.errors import PenstockError
+from penstock.frontends.http.server import HttpServer
+from penstock.frontends.torchserve.base import Face, Group
+from penstock.frontends.torchserve.server import make_listener
+
+log = logging.getLogger("penstock.cli")
+
+DRAIN_S: Final = 30.0
+GROUPS: Final[tuple[Group, ...]] = ("inference", "management", "metrics")
+STARTED: Final = "Model server started."
+STOPPED: Final = "Torchserve stopped."
+_SLOWEST: Final = 2**20  # bytes/s of a client that sends the largest body
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """What the process runs that `torchserve --start` leaves behind; its exit status."""
+    try:
+        return serve(parser().parse_args(words))
+    finally:
+        remove_own(pid_path())
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM; the process's exit status. What keeps it from starting is logged."""
+    env = os.environ
+    locations = (env.get("LOG_LOCATION") or "logs", env.get("METRICS_LOCATION") or "logs")
+    logs = Logs(*locations, config=args.log_config)
+    try:
+        settings = settings_of(args, env)
+        logs.follow(settings.properties)
+        return runner()(TorchServe(settings).main())
+    except PenstockError as error:
+        log.error("%s", error.message)
+        if error.detail:
+            log.error("%s", error.detail)
+        return 1
+    finally:
+        logs.close()
+
+
+class TorchServe:
+    """Everything that one server runs, in one process besides the workers."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._properties = settings.properties
+        self._limits = limits_of(settings.properties)
+        self._stop = Stop(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
+        self._listeners: list[HttpServer] = []
+        self._pem: Pem | None = None
+
+    async def main(self) -> int:
+        """Returns 0 after a signal. Raises PenstockError if it cannot start."""
+        self._stop.catch()
+        engine = Engine(self._limits)
+        served = administer(
+            engine,
+            self._properties,
+            most_workers=self._limits.max_instances,
+            file=self._settings.file,
+            snapshots=self._settings.snapshots,
+        )
+        try:
+            await self._listen(served)
+            loads = asyncio.ensure_future(load_startup(served))
+            try:
+                await self._stop.unless(loads)
+            finally:
+                loads.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await loads
+            if not self._stop.told:
+                settle()
+                _say(STARTED)
+            await self._stop.wait()
+            return 0
+        finally:
+            await self._end(engine, served)
+
+    async def _end(self, engine: Engine, served: Served) -> None:
+        """Answers what was accepted, then ends the workers."""
+        served.administrator.stop()
+        engine.drain()
+        end = time.monotonic() + DRAIN_S
+        await asyncio.gather(*(listener.close(DRAIN_S) for listener in self._listeners))
+        await engine.close(max(0.0, end - time.monotonic()))
+        await served.administrator.close()
+        self._clean()
+        _say(STOPPED)
+
+    def _clean(self) -> None:
+        if not self._properties.disable_token_authorization:
+            Path(KEY_FILE).unlink(missing_ok=True)  # its keys open nothing any more
+        if self._pem is not None:
+            self._pem.close()
+
+    # ---- listeners
+
+    async def _listen(self, served: Served) -> None:
+        addresses: dict[Address, set[Group]] = {}
+        for group in GROUPS:
+            addresses.setdefault(self._properties.address(group), set()).add(group)
+        self._warn_open(addresses)
+        for address, groups in addresses.items():
+            listener = make_listener(
+                served.backend,
+                served.administrator,
+                face_of(self._properties, groups),
+                self._limits,
+                ssl=self._tls() if address.tls else None,
+                scrape=_no_metrics,
+            )
+            first = next(group for group in GROUPS if group in groups)
+            host, port = await listener.start(address.host, address.port, f"{first}_address")
+            self._listeners.append(listener)
+            for group in GROUPS:
+                if group in groups:
+                    bound = structs.replace(address, host=host, port=port)
+                    log.info("%s API bind to: %s", group.capitalize(), bound)
+
+    def _tls(self) -> ssl.SSLContext:
+        if self._pem is None:
+            self._pem = Pem(self._properties)
+        return self._pem.context()
+
+    def _warn_open(self, addresses: Iterable[Address]) -> None:
+        """The addresses of the file are obeyed; those that other machines can reach are told."""
+        found = [str(address) for address in addresses if not address.path and not is_loopback(address.host)]
+        if found:
+            guarded = not self._properties.disable_token_authorization
+            log.warning(
+                "addresses=%s consequence=other_machines_can_reach_them tokens=%s hint=use 127.0.0.1 behind a proxy",
+                ",".join(found),
+                "on" if guarded else "off",
+            )
+
+
+def face_of(properties: Properties, groups: Iterable[Group]) -> Face:
+    """How a listener of these groups shows itself."""
+    return Face(
+        groups=frozenset(groups),
+        codec="torchserve" if properties.decode_input_request else "torchserve_raw",
+        cors_origin=properties.cors_allowed_origin,
+        cors_methods=properties.cors_allowed_methods,
+        cors_headers=properties.cors_allowed_headers,
+        open_inference=properties.ts_open_inference_protocol,
+        model_api=properties.enable_model_api,
+        metrics_api=properties.enable_metrics_api,
+    )
+
+
+async def _no_metrics(names: list[str]) -> bytes:
+    """With metrics_mode=log the page is empty."""
+    return b""
+
+
+def _say(line: str) -> None:
+    """A line for those who wait for it on stdout."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
+def limits_of(properties: Properties) -> LimitsConfig:
+    """The bounds of the core under which the largest request can come, also over a slow line."""
+    pool_bytes = max(LimitsConfig().pool_bytes, 2 * properties.max_request_size)
+    return LimitsConfig(
+        max_body_bytes=properties.max_request_size,
+        pool_bytes=pool_bytes,
+        max_queue_bytes=max(LimitsConfig().max_queue_bytes, pool_bytes),
+        body_timeout_s=max(LimitsConfig().body_timeout_s, properties.max_request_size / _SLOWEST),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
