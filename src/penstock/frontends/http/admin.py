@@ -21,8 +21,8 @@ from penstock.errors import BadRequest, PenstockError, nearest
 from penstock.frontends.base import Backend, Management
 from penstock.frontends.http.answers import JSON, MethodNotAllowed, RouteNotFound, error_result
 from penstock.frontends.http.auth import check_token
+from penstock.frontends.http.binding import bind_error
 from penstock.frontends.http.management import Handler, Routes, management_routes
-from penstock.frontends.http.server import bind_error
 from penstock.protocols import native
 
 MOST_BATCHES: Final = 1000  # of one answer of /debug/batches

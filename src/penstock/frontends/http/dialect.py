@@ -21,6 +21,10 @@ class Dialect(Protocol):
         """The whole answer to a connection that there is no room for."""
         ...
 
+    def no_tls(self) -> bytes:
+        """The whole answer to plain HTTP where TLS is spoken; empty: there is none, the connection is dropped."""
+        ...
+
     def find(self, exchange: Exchange, method: bytes, target: bytes) -> Route:
         """The route, also set on the exchange before what is wrong with the method is raised. Raises PenstockError."""
         ...
@@ -44,6 +48,10 @@ class NativeDialect:
     def too_many(self) -> bytes:
         """503, to be tried again in a second."""
         return status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+    def no_tls(self) -> bytes:
+        """None."""
+        return b""
 
     def find(self, exchange: Exchange, method: bytes, target: bytes) -> Route:
         """Raises RouteNotFound, BadRequest, MethodNotAllowed."""

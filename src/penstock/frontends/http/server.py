@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import contextlib
 import logging
+import os
 import ssl
+from collections.abc import Coroutine
 from email.utils import formatdate
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import ConfigError
 from penstock.frontends.base import Backend
+from penstock.frontends.http.binding import bind_error, free_path, path_error
 from penstock.frontends.http.connection import Connection
 from penstock.frontends.http.dialect import Dialect, NativeDialect
 from penstock.frontends.http.exchange import Exchange, status_line
+from penstock.frontends.http.gate import Gate
 from penstock.frontends.http.intake import BIG_BYTES
 from penstock.frontends.http.serving import Serve, read_request, serve
 from penstock.frontends.http.template import Route
@@ -23,6 +27,8 @@ log = logging.getLogger("penstock.frontends")
 
 RECEIVE_BYTES: Final = BIG_BYTES  # so a body that belongs into a Buffer is never read whole beside it
 SWEEP_S: Final = 0.5
+BACKLOG: Final = 2048
+TLS_SHUTDOWN_S: Final = 2.0
 
 
 class HttpServer:
@@ -58,7 +64,17 @@ class HttpServer:
         self.plain_answers = 0  # answers of the plain case: 200
         self.other_answers = [0] * 6  # all other answers, by status // 100
         self.refused = 0  # connections that there was no room for
-        self._ssl = ssl
+        self._tls: dict[str, Any] = {}
+        if ssl is not None:
+            self._tls = {
+                "ssl": ssl,
+                "ssl_handshake_timeout": config.header_timeout_s,
+                "ssl_shutdown_timeout": TLS_SHUTDOWN_S,
+            }
+        refusal = self.dialect.no_tls() if ssl is not None else b""
+        self._gate = partial(Gate, self, self._tls, refusal) if refusal else None
+        self._gates: set[Gate] = set()
+        self._path: str | None = None
         self._connections: set[Connection] = set()
         self._stalled: dict[Connection, None] = {}  # wait for memory for a large body, first come first served
         self._told_when_free = False
@@ -72,23 +88,33 @@ class HttpServer:
 
     async def start(self, host: str, port: int, key: str = "server.port") -> tuple[str, int]:
         """The address really bound. Raises ConfigError naming `key` when it cannot be."""
-        loop = asyncio.get_running_loop()
-        self._loop = loop
-        self._tick()
+        self._begin()
         try:
-            self._listener = await loop.create_server(
-                lambda: Connection(self),
+            self._listener = await self._loop.create_server(
+                self.connection if self._gate is None else self._gate,
                 host,
                 port,
-                ssl=self._ssl,
-                backlog=2048,
-                ssl_handshake_timeout=self.config.header_timeout_s if self._ssl else None,
-                ssl_shutdown_timeout=2.0 if self._ssl else None,
+                backlog=BACKLOG,
+                **({} if self._gate is not None else self._tls),
             )
         except (OSError, UnicodeError) as exc:
             raise bind_error(host, port, exc, key) from None
         bound = self._listener.sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
+
+    async def start_unix(self, path: str, key: str = "the address") -> None:
+        """Listens on a Unix socket, which is removed by `close`. Raises ConfigError naming `key` when it cannot."""
+        self._begin()
+        free_path(path, key)
+        try:
+            self._listener = await self._loop.create_unix_server(self.connection, path, backlog=BACKLOG, **self._tls)
+        except (OSError, ValueError) as exc:
+            raise path_error(path, exc, key) from None
+        self._path = path
+
+    def _begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tick()
 
     async def close(self, drain_s: float) -> None:
         """Takes no more connections, answers what is in flight, and drops what is left after `drain_s`."""
@@ -96,6 +122,11 @@ class HttpServer:
         self.closing = self.special = True
         if self._listener is not None:
             self._listener.close()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        for gate in list(self._gates):
+            gate.drop()
         for connection in list(self._connections):
             connection.close_soon()
         if self._connections:
@@ -125,6 +156,22 @@ class HttpServer:
         return {kind: n for kind, n in enumerate(counts) if n}
 
     # ---- what connections call
+
+    def connection(self) -> Connection:
+        """A protocol for a new connection."""
+        return Connection(self)
+
+    def enter(self, gate: Gate) -> bool:
+        """Counts a connection of which it is not known yet what it speaks; False when there is no room for it."""
+        if self.closing or len(self._connections) + len(self._gates) >= self.config.max_connections:
+            self.refused += 1
+            return False
+        self._gates.add(gate)
+        return True
+
+    def leave(self, gate: Gate) -> None:
+        """It speaks TLS now, or is gone."""
+        self._gates.discard(gate)
 
     def add(self, connection: Connection) -> bool:
         """Counts a connection; False when there is no room for it."""
@@ -177,9 +224,14 @@ class HttpServer:
 
     def serve(self, function: Serve, exchange: Exchange, route: Route) -> None:
         """Answers by a function of a route, in a task that outlives the connection."""
-        task = self._loop.create_task(serve(function, read_request(exchange, route), exchange))
+        self.own(serve(function, read_request(exchange, route), exchange))
+
+    def own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs what `close` waits for."""
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def learn_head(self, content_type: str) -> bytes:
         """Everything of a plain answer's head before the length, kept until the date changes."""
@@ -215,17 +267,3 @@ class HttpServer:
                 connection.expire()
             if connection.write_at <= now + self.config.write_timeout_s:
                 connection.check_writing(now)
-
-
-def bind_error(host: str, port: int, exc: Exception, key: str) -> ConfigError:
-    """Why `host:port` could not be bound, and the key to change; `key` is that of the port."""
-    if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"cannot listen on {host}:{port}: the port is in use; choose another with {key} (0 takes a free one)"
-        )
-    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-    if isinstance(exc, PermissionError):
-        return ConfigError(f"cannot listen on {host}:{port}: {reason.lower()}; choose a port above 1023 with {key}")
-    return ConfigError(
-        f"cannot listen on {host}:{port}: {reason.lower()}; choose another address with {key.replace('port', 'host')}"
-    )

@@ -130,6 +130,11 @@ class TorchServeDialect:
         """503, to be tried again in a second."""
         return status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
+    def no_tls(self) -> bytes:
+        """403, with the whole message in its first line."""
+        first = status_line(403, "This TorchServe instance only accepts HTTPS requests")
+        return b"%b%bcontent-length: 0\r\nconnection: close\r\n\r\n" % (first, self.fixed)
+
     def find(self, exchange: Exchange, method: bytes, target: bytes) -> Route:
         """Refuses nothing: that is left to `read_head`."""
         key = b"%b %b" % (method, target)
