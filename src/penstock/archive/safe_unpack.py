@@ -128,7 +128,13 @@ class _BoundedReads:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+        self.tell, self.seekable = file.tell, file.seekable
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        try:
+            return self._file.seek(position, whence)
+        except OSError:
+            raise ArchiveError("the archive is damaged or cut short: it names a place before its beginning") from None
 
     def read(self, count: int = -1) -> bytes:
         if count > MAX_DIRECTORY_BYTES:
