@@ -165,21 +165,19 @@ def _extra_files(extra_files: str) -> Iterator[tuple[str, Path]]:
                 raise ArchiveError(f"extra files: {path} is neither a file nor a folder")
 
 
-def _folder(folder: Path) -> Iterator[tuple[str, Path]]:
-    seen = set()
-    for root, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(root)
-        if real in seen:
-            raise ArchiveError(f"extra files: {root} is a link to a folder that holds it")
-        seen.add(real)
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in _UNWANTED)
-        for file in sorted(files):
-            path = Path(root, file)
-            name = path.relative_to(folder).as_posix()
-            if not path.is_file():
-                raise ArchiveError(f"extra files: {path} is not a regular file")
-            if name != MANIFEST:  # ours stands there
-                yield name, path
+def _folder(folder: Path, prefix: str = "", above: tuple[str, ...] = ()) -> Iterator[tuple[str, Path]]:
+    real = os.path.realpath(folder)
+    if real in above:
+        raise ArchiveError(f"extra files: {folder} is a link to a folder that holds it")
+    for path in sorted(folder.iterdir()):
+        name = prefix + path.name
+        if path.is_dir():
+            if not path.name.startswith(".") and path.name not in _UNWANTED:
+                yield from _folder(path, f"{name}/", (*above, real))
+        elif not path.is_file():
+            raise ArchiveError(f"extra files: {path} is not a regular file")
+        elif name != MANIFEST:  # ours stands there
+            yield name, path
 
 
 def _write_zip(target: Path, members: dict[str, Path], manifest: bytes, *, stored: bool) -> None:
