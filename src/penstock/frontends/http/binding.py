@@ -17,7 +17,7 @@ def free_path(path: str, key: str) -> None:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return
-    except OSError as exc:
+    except (OSError, ValueError) as exc:
         raise path_error(path, exc, key) from None
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"cannot listen on unix:{path}: a file that is no socket is there; choose another with {key}")

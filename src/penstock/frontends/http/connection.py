@@ -46,6 +46,7 @@ class Connection(Answering):
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__(server)
+        self.url = b""
         self.exchange: Exchange | None = None  # its body is being received
         self.intake = Intake(server.backend, server.config.max_body_bytes)
         self.read_bytes = 0  # of this read
