@@ -212,3 +212,11 @@ def run_redis_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 def redis_server(run_redis: Callable[..., RunningRedis]) -> RunningRedis:
     """A real Redis server."""
     return run_redis()
+
+
+@pytest.fixture(scope="session")
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one small network in every kind of file that may be served: see `testing.files.write_models`."""
+    from penstock.testing.files import write_models
+
+    return write_models(tmp_path_factory.mktemp("model_files"))

@@ -43,7 +43,7 @@ class Program(Protocol):
     rows: tuple[int, int]
 
     def run(self, arrays: Arrays) -> Arrays:
-        """Output name -> array `[rows, ...]`, of all rows at once. `arrays` are its own, in C order."""
+        """Output name -> array `[rows, ...]`, of all rows at once. `arrays` are in C order."""
         ...
 
 

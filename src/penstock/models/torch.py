@@ -179,14 +179,16 @@ def prepare(module: Any, device: str = "cpu", *, precision: str = "fp32", optimi
     """
     torch = import_torch()
     dtype = dtype_of(precision)
-    exported = isinstance(module, torch.fx.GraphModule)
+    try:
+        module = module.train(False).to(device)
+        exported = False
+    except NotImplementedError:  # an exported program is what it was exported as, on the device that it was loaded on
+        exported = True
     if exported and dtype is not torch.float32:
         raise ConfigError(
             f"precision: found {precision}, but the dtypes of an exported program stand in its graph;"
             " export the model as it shall run"
         )
-    if not exported:
-        module = module.to(device).train(False)
     if dtype is not torch.float32:
         module = module.to(dtype)
     if optimize == "none":

@@ -108,10 +108,10 @@ def of_exported(program: Any, device: str, *, precision: str = "fp32", optimize:
     """The program of an exported one, which tells datatypes and shapes itself. Raises LoadFailed, ConfigError."""
     ready = loaders.prepare(program.module(), device, precision=precision, optimize=optimize)
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    values = [nodes[name] for name in program.graph_signature.user_inputs]
+    values = [nodes.get(name) for name in program.graph_signature.user_inputs]
     arguments, named = program.example_inputs or (values, {})
     names = [*program.graph_signature.user_inputs[: len(arguments)], *named]
-    inputs = [_spec(name, value) for name, value in zip(names, values, strict=False)]
+    inputs = [_spec(str(name), value) for name, value in zip(names, values, strict=False)]
     if len(names) != len(values) or not all(inputs):
         raise LoadFailed("the exported program takes something else than tensors with rows; export one that does not")
     outputs = [_spec(str(name), nodes.get(name)) for name in program.graph_signature.user_outputs]
