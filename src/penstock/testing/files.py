@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 from pathlib import Path
@@ -34,7 +35,7 @@ def scores(x: Any) -> Any:
 def write_models(folder: Path) -> Path:
     """The folder with `net.ts` (scripted), `net.pt` (traced), `net.pt2`, `net.onnx`, `net.py` with the class `Net`,
     its state dict `weights.pt`, and `whole.pt`, a pickled module. Needs torch and onnx."""
-    import torch
+    torch: Any = importlib.import_module("torch")
 
     (folder / "net.py").write_text(NET)
     spec = importlib.util.spec_from_file_location("penstock_testing_net", folder / "net.py")

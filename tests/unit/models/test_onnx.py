@@ -153,7 +153,7 @@ def test_what_it_can_do_is_not():
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="needs ONNX Runtime without CUDA")
 def test_a_device_that_this_onnx_runtime_has_not_is_told(model_files):
-    with pytest.raises(LoadFailed, match="needs the CUDAExecutionProvider .* pip install onnxruntime-gpu"):
+    with pytest.raises(LoadFailed, match=r"needs the CUDAExecutionProvider .* pip install onnxruntime-gpu"):
         loaders.open_session(str(model_files / "net.onnx"), "cuda:0")
     with pytest.raises(LoadFailed, match="needs the TensorRT provider"):
         loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0")

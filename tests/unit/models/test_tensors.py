@@ -194,7 +194,7 @@ def test_what_is_known_of_inputs_is_declared_and_warmed_up_with():
 
 
 def test_strings_are_a_single_row_of_bytes():
-    made, program = model(Input("t", "BYTES", (-1,)))
+    made, _ = model(Input("t", "BYTES", (-1,)))
     request = made.preprocess("hé")
     assert (request.single, request.arrays["t"].tolist()) == (True, ["hé".encode()])
     made.unload()

@@ -123,7 +123,7 @@ def test_a_damaged_file_is_told(model_files, tmp_path, name, damage):
 
 def test_a_missing_file_is_named():
     for load in (loaders.load_module, loaders.load_pickled, loaders.kind_of):
-        with pytest.raises(LoadFailed, match="there is no file nowhere.pt"):
+        with pytest.raises(LoadFailed, match=r"there is no file nowhere\.pt"):
             load("nowhere.pt")
 
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_scripted_is_told():
         def forward(self, x, **kwargs):
             return x
 
-    with pytest.raises(LoadFailed, match="Free cannot be scripted: .*; use optimize = 'compile'"):
+    with pytest.raises(LoadFailed, match=r"Free cannot be scripted: .*; use optimize = 'compile'"):
         loaders.prepare(Free(), optimize="optimize_for_inference")
 
 
