@@ -69,7 +69,11 @@ class Administrator:
             raise ApiError(
                 "ResourceNotFoundException", "Requested resource is not found, please refer to API document."
             )
-        self._tokens.renew(group, authorization)
+        try:
+            self._tokens.renew(group, authorization)
+        except OSError as e:
+            log.error("tokens_not_written file=%s error=%s", self._tokens.file, e)
+            raise ApiError("InternalServerException", "The key file could not be written; the old key holds") from e
 
     def healthy(self) -> bool:
         return not self._engine.draining and all(version.healthy for version in self._models.defaults())
@@ -98,6 +102,7 @@ class Administrator:
         max_worker: int | None = None,
         synchronous: bool = False,
     ) -> Done:
+        self._check_open()
         found = self._models.find(model, version)
         least = 1 if min_worker is None else min_worker
         most = least if max_worker is None else max_worker
@@ -193,7 +198,6 @@ class Administrator:
         log.info("registered model=%s version=%s workers=%d", version.name, version.version, version.up)
 
     async def _scale(self, version: Version, least: int, most: int, named: str | None) -> Done:
-        self._check_open()
         try:
             await self._runner.scale(version, least, most, named)
         finally:

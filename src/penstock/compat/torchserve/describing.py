@@ -50,7 +50,7 @@ class Describer:
     def _describe(self, version: Version, usage: dict[str, str]) -> dict[str, Any]:
         plan, s = version.plan, version.plan.settings
         queued = 0 if version.handle is None else version.handle.status().queue
-        description = {
+        return {
             "modelName": plan.name,
             "modelVersion": plan.version,
             "modelUrl": plan.url,
@@ -66,6 +66,7 @@ class Describer:
             "parallelType": "",
             "parallelLevel": s.parallel_level,
             "deviceType": self._devices.kind(s),
+            **({"deviceIds": list(s.device_ids)} if s.device_ids else {}),
             "continuousBatching": False,
             "useJobTicket": s.use_job_ticket,
             "useVenv": s.use_venv,
@@ -81,9 +82,6 @@ class Describer:
                 "pendingRequests": queued,
             },
         }
-        if s.device_ids:
-            description["deviceIds"] = list(s.device_ids)
-        return description
 
     async def _customized(self, version: Version) -> dict[str, Any]:
         """What the handler says of itself. Raises what it failed with."""
@@ -170,6 +168,6 @@ def state_of(version: Version, *, default: bool) -> dict[str, Any]:
     }
     if plan.setup["handler"] != version.files.archive.manifest.handler:
         state["handler"] = plan.setup["handler"]
-    if plan.url != plan.mar_name:
+    if plan.url != plan.mar_name and not plan.url.startswith(("http://", "https://")):  # those are in the store now
         state["modelUrl"] = plan.url
     return state

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from penstock.archive.errors import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden
@@ -57,7 +58,7 @@ class Opener:
         try:
             archive = files.archive
             yaml = read_yaml(archive.folder, archive.manifest.config_file)
-            source = Source(archive, url, url.rstrip("/").rpartition("/")[2], yaml)
+            source = Source(archive, url, mar_name(url), yaml)
             return make_plan(source, self._properties, registration, said, workers=workers), files
         except BaseException:
             self._discard(url, files)
@@ -86,6 +87,12 @@ class Opener:
                 )
             except ArchiveError as e:
                 raise _told(e) from e
+
+
+def mar_name(url: str) -> str:
+    """What the store calls the archive of this URL."""
+    path = unquote(urlsplit(url).path) if "://" in url else url
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def read_yaml(folder: Path, name: str) -> dict[str, Any]:

@@ -110,11 +110,11 @@ def settle(
     then the request; and a model-config.yaml without timeouts says 120 s.
     """
     _refuse(model, yaml)
+    implicit = {"responseTimeout": 120, "startupTimeout": 120} if yaml else {}
     yaml, config = _clean(model, "model-config.yaml", yaml), _clean(model, "config.properties", config)
     said = {key: value for key, value in said.items() if value is not None}
     layers: Sequence[Mapping[str, Any]] = [said, yaml, config]
     if yaml_wins:
-        implicit = {"responseTimeout": 120, "startupTimeout": 120} if yaml else {}
         layers = [{**implicit, **yaml}, config, said]
 
     def value(key: str, default: Any) -> Any:

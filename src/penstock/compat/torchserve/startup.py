@@ -35,6 +35,7 @@ class Served(Struct, frozen=True):
     opener: Opener
     properties: Properties
     gpus: int
+    most_workers: int
 
 
 def administer(
@@ -70,7 +71,7 @@ def administer(
         tokens=tokens,
         snapshots=Snapshots(Path(properties.log_location), _told(properties, file)) if snapshots else None,
     )
-    return Served(administrator, ModelsBackend(engine, models), opener, properties, gpus)
+    return Served(administrator, ModelsBackend(engine, models), opener, properties, gpus, most_workers)
 
 
 def _told(properties: Properties, file: str | None) -> dict[str, str]:
@@ -110,7 +111,7 @@ async def load_startup(served: Served) -> int:
 
 async def _load(served: Served, wanted: _Wanted) -> Version | None:
     properties = served.properties
-    workers = properties.default_workers_per_model or served.gpus or _cores()
+    workers = properties.default_workers_per_model or min(served.gpus or _cores(), served.most_workers)
     url = wanted.registration.url
     try:
         version = await served.administrator.claim(wanted.registration, wanted.said, workers=workers, at_startup=True)

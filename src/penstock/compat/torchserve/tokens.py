@@ -30,7 +30,7 @@ class Tokens:
     def __init__(self, folder: Path, expiration_s: float, now: Callable[[], datetime] = lambda: datetime.now(UTC)):
         self.file = folder / FILE
         self._now = now
-        self._expiration = timedelta(seconds=expiration_s)
+        self._expiration_s = expiration_s
         self._api = secrets.token_urlsafe(KEY_BYTES)
         self._keys = {kind: self._new_key() for kind in ("management", "inference")}
         try:
@@ -63,9 +63,10 @@ class Tokens:
 
     def _new_key(self) -> tuple[str, datetime]:
         try:
-            return secrets.token_urlsafe(KEY_BYTES), self._now() + self._expiration
+            expires = self._now() + timedelta(seconds=self._expiration_s)
         except OverflowError:
-            return secrets.token_urlsafe(KEY_BYTES), datetime.max.replace(tzinfo=UTC)
+            expires = datetime.max.replace(tzinfo=UTC)
+        return secrets.token_urlsafe(KEY_BYTES), expires
 
     def _write(self) -> None:
         layout: dict[str, dict[str, str]] = {
