@@ -29,12 +29,18 @@ class Child:
     """A running worker process, as its parent holds it."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, pidfd: int | None, replies: mmap.mmap
+        self,
+        process: subprocess.Popen[bytes],
+        sock: socket.socket,
+        pidfd: int | None,
+        replies: mmap.mmap,
+        output_fd: int | None = None,
     ) -> None:
         self.process = process
         self.sock = sock
         self.pidfd = pidfd  # readable when the process has ended; None where the system has none
         self.replies = replies
+        self.output_fd = output_fd  # what it prints; None: it prints where the parent does
 
     def kill(self) -> None:
         """Kills the process and what it has started. Only before `ended`: later the number may be another's."""
@@ -67,6 +73,8 @@ class Child:
         """In a forked child: closes its copies, and keeps it from waiting for a process that is not its own."""
         self.process.returncode = 0
         self.close()
+        if self.output_fd is not None:
+            os.close(self.output_fd)
 
 
 def pack_spec(spec: WorkerSpec) -> tuple[bytes, tuple[str, str]]:
@@ -138,28 +146,36 @@ def launch(
     """(a started child, the first message for it). Raises OSError."""
     env, inner_device = environment(spec, device, os.environ)
     ours, theirs = native.socketpair()
-    reply_fd = -1
+    reply_fd = write_fd = -1
+    read_fd = None
     try:
         reply_fd = anonymous_file(reply_bytes)
         pool_fd, pool_bytes = (pool.fd, pool.capacity_bytes) if pool is not None else (-1, 0)
+        if spec.capture_output:
+            read_fd, write_fd = os.pipe()
         numbers = [os.getpid(), theirs.fileno(), pool_fd, pool_bytes, reply_fd, reply_bytes]
         process = native.popen(
             [_python(), "-P", "-m", "penstock.transports.child", *map(str, numbers)],
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,
             stdin=subprocess.DEVNULL,
+            stdout=write_fd if write_fd >= 0 else None,
+            stderr=write_fd if write_fd >= 0 else None,
             process_group=0,  # its own, so that what it starts ends with it, and Ctrl-C is the parent's alone
         )
         replies = map_read_only(reply_fd, reply_bytes)
     except BaseException:
         ours.close()
+        if read_fd is not None:
+            os.close(read_fd)
         raise
     finally:
         theirs.close()
-        if reply_fd >= 0:
-            os.close(reply_fd)
+        for fd in (reply_fd, write_fd):
+            if fd >= 0:
+                os.close(fd)
     pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
     ours.setblocking(False)
     paths = list(dict.fromkeys([*spec.sys_path, *(p or os.getcwd() for p in sys.path)]))
     head = pickle.dumps((paths, inner_device, device, packed[1]), 5)
-    return Child(process, ours, pidfd, replies), frames.encode(head, [packed[0]])
+    return Child(process, ours, pidfd, replies, read_fd), frames.encode(head, [packed[0]])

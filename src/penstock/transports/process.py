@@ -16,6 +16,7 @@ from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, Wo
 from penstock.transports.base import TransportListener
 from penstock.transports.channel import Channel
 from penstock.transports.launch import Child, launch, pack_spec
+from penstock.transports.output import Output
 from penstock.transports.slot import Sent, Slot, SlotTransport, unpin, within
 from penstock.types import Batch, BatchPart, ItemResult
 from penstock.wire import frames
@@ -74,6 +75,7 @@ class _ProcessSlot(Slot):
         self._pool = pool
         self._reply_bytes = reply_bytes
         self._child: Child | None = None
+        self._output: Output | None = None
         self._error: PenstockError | None = None  # what the worker said, or what it is killed for
         self._held: dict[int, Slab] = {}  # by offset: pinned because the model still looks at them
         self._free: list[int] = []  # offsets of the reply region to give back
@@ -94,6 +96,8 @@ class _ProcessSlot(Slot):
         self._channel = Channel(self.loop, child.sock, self._on_frame, self._on_end)
         if child.pidfd is not None:
             self.loop.add_reader(child.pidfd, self._on_exit)
+        if child.output_fd is not None:
+            self._output = Output(self.loop, child.output_fd, self.spec.name, self.spec.version, self.number)
         self._channel.send(hello)
 
     def abandon(self, batch_id: int) -> None:
@@ -153,6 +157,9 @@ class _ProcessSlot(Slot):
         if child.pidfd is not None:
             self.loop.remove_reader(child.pidfd)
         child.close()
+        if self._output is not None:
+            self._output.close()
+            self._output = None
         if self._finisher is not None:
             self._finisher.cancel()
             self._finisher = None

@@ -1,0 +1,121 @@
+"""What a worker prints, as lines of the log "penstock.model". A flood of them costs a bounded part of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+
+log = logging.getLogger("penstock.model")
+
+READ_BYTES = 64 * 2**10
+LINE_BYTES = 8 * 2**10  # the rest of a longer line is left out
+LINES_PER_S = 5_000  # more are counted, not logged: writing one takes some 20 us of the loop
+LINES_PER_PASS = 100  # of the loop; what is printed meanwhile waits in the pipe
+LAST_READS = 16  # a pipe holds 64 KiB, at most 1 MiB
+
+
+class Output:
+    """The reading end of the pipe that is stdout and stderr of one worker. Each line goes to the log when it ends.
+
+    The records have the attributes `model`, `version` and `slot`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, model: str, version: str, slot: int) -> None:
+        self._loop = loop
+        self._fd = fd
+        self._whose = {"model": model, "version": version, "slot": slot}
+        self._lines: deque[bytes] = deque()  # whole, not logged yet
+        self._rest = b""  # of a line that is not whole yet
+        self._long = False  # the line was logged already, as far as it will be
+        self._left = LINES_PER_S
+        self._since_s = loop.time()
+        self._dropped = 0
+        self._telling: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None  # the next pass of a flood; until then nothing is read
+        os.set_blocking(fd, False)
+        loop.add_reader(fd, self._on_readable)
+
+    def close(self) -> None:
+        """Logs what is still in the pipe, and closes it."""
+        self._loop.remove_reader(self._fd)
+        if self._next is not None:
+            self._next.cancel()
+        for _ in range(LAST_READS):
+            if not self._read():
+                break
+        os.close(self._fd)
+        if self._rest and not self._long:
+            self._lines.append(self._rest)
+        while self._lines:
+            self._log_next()
+        self._tell_dropped()
+
+    def _on_readable(self) -> None:
+        found = self._read()
+        if found:
+            self._log_some()
+        elif found is None:
+            self._loop.remove_reader(self._fd)  # everybody who could write is gone; the slot closes it
+
+    def _read(self) -> bool | None:
+        """Whether there was something; None: there is nothing to come."""
+        try:
+            data = os.read(self._fd, READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return False
+        if not data:
+            return None
+        now = self._loop.time()
+        if now - self._since_s >= 1.0:
+            self._since_s, self._left = now, LINES_PER_S
+        if log.isEnabledFor(logging.INFO):
+            self._take(data)
+        return True
+
+    def _take(self, data: bytes) -> None:
+        whole, newline, rest = data.rpartition(b"\n")
+        if newline:
+            lines = whole.split(b"\n", self._left)
+            if len(lines) > self._left:
+                self._drop(lines.pop().count(b"\n") + 1)
+            self._left -= len(lines)
+            if lines:
+                lines[0] = self._rest + lines[0]
+            self._lines.extend(lines[1:] if self._long else lines)
+            self._rest, self._long = b"", False
+        if not self._long:
+            self._rest += rest
+            if len(self._rest) > LINE_BYTES:
+                self._lines.append(self._rest)
+                self._rest, self._long = b"", True
+
+    def _log_some(self) -> None:
+        paused, self._next = self._next is not None, None
+        for _ in range(min(len(self._lines), LINES_PER_PASS)):
+            self._log_next()
+        if self._lines:
+            if not paused:
+                self._loop.remove_reader(self._fd)
+            self._next = self._loop.call_soon(self._log_some)
+        elif paused:
+            self._loop.add_reader(self._fd, self._on_readable)
+
+    def _log_next(self) -> None:
+        text = self._lines.popleft()[:LINE_BYTES].decode("utf-8", "replace").rstrip("\r")
+        log.info("%s", text, extra=self._whose)
+
+    def _drop(self, lines: int) -> None:
+        self._dropped += lines
+        if self._telling is None:
+            self._telling = self._loop.call_later(1.0, self._tell_dropped)
+
+    def _tell_dropped(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        if self._dropped:
+            text = "output_dropped lines=%d: the worker prints more than %d lines in a second"
+            log.info(text, self._dropped, LINES_PER_S, extra=self._whose)
+            self._dropped = 0
