@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
+
+from penstock.errors import describe
+
+log = logging.getLogger("penstock.model")
 
 MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet's training images, red, green, blue
 STD: Final = (0.229, 0.224, 0.225)
@@ -86,7 +91,10 @@ def _steps() -> Any:
     try:
         return importlib.import_module("torchvision.transforms")
     except ImportError:
-        return sys.modules[__name__]
+        pass
+    except RuntimeError as e:  # it was built for another torch
+        log.warning("torchvision_unusable error=%s: images are prepared without it", describe(e))
+    return sys.modules[__name__]
 
 
 def image_pipeline() -> Callable[[Any], torch.Tensor]:

@@ -86,3 +86,12 @@ def test_torchvisions_steps_are_used_where_they_are(monkeypatch):
     assert name == "Compose"
     assert steps[1:4] == [("Resize", (256,), {}), ("CenterCrop", (224,), {}), ("ToTensor", (), {})]
     assert steps[4] == ("Normalize", (), {"mean": transforms.MEAN, "std": transforms.STD})
+
+
+def test_a_torchvision_for_another_torch_is_not_used(monkeypatch, caplog):
+    def broken(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(transforms.importlib, "import_module", broken)
+    assert isinstance(transforms.image_pipeline(), transforms.Compose)
+    assert "torchvision_unusable" in caplog.text
