@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from penstock.compat.torchserve import launch
+
 START_S = 60.0
 
 
@@ -113,3 +115,77 @@ def example() -> Iterator[Callable[..., RunningExample]]:
 def example_all() -> Iterator[Callable[..., RunningExample]]:
     """`example` for the tests of one file together."""
     yield from _running()
+
+
+class TorchServeFolder:
+    """A folder in which `torchserve` and `torch-model-archiver` are used, with a temporary folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "tmp").mkdir()
+        unset = [name for name in os.environ if name.startswith("TS_") or name in ("LOG_LOCATION", "METRICS_LOCATION")]
+        self.env = {name: value for name, value in os.environ.items() if name not in unset}
+        self.env |= {"TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "tmp")}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - what the server says goes on when the command has ended
+
+    def run(self, command: str, *arguments: str) -> tuple[int, str]:
+        """The exit status of a command of this environment, and what it and the servers wrote until it ended."""
+        before = len(self.said())
+        program = Path(sys.executable).with_name(command)
+        done = subprocess.run(
+            [str(program), *arguments], cwd=self.folder, env=self.env, stdout=self._log, stderr=subprocess.STDOUT
+        )
+        return done.returncode, self.said()[before:]
+
+    def start(self, *arguments: str, wait: bool = True) -> None:
+        """`torchserve --start ARGUMENTS`; returns when the server has said that it is started."""
+        before = len(self.said())
+        status, said = self.run("torchserve", "--start", *arguments)
+        assert status == 0, said
+        if wait:
+            self.wait_for("Model server started", before)
+
+    def wait_for(self, text: str, since: int = 0) -> str:
+        """What was said from `since` on, when the text is in it."""
+        end = time.monotonic() + START_S
+        while text not in (said := self.said()[since:]):
+            if time.monotonic() > end or not self.pids():
+                raise RuntimeError(f"{text!r} was not said\n{said}")
+            time.sleep(0.02)
+        return said
+
+    def pids(self) -> list[int]:
+        """The server's process, if one runs."""
+        found = launch.running(str(self.folder / "tmp" / ".model_server.pid"))
+        return [] if found is None else [found]
+
+    def url(self, api: str = "Inference") -> str:
+        """Where the last server listens for "Inference", "Management" or "Metrics", on this machine."""
+        found = re.findall(rf"{api} API bind to: (\S+)", self.said())[-1]
+        return found.replace("0.0.0.0", "127.0.0.1")
+
+    def fetch(self, url: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+        request = urllib.request.Request(url, body, {k.replace("_", "-"): v for k, v in headers.items()})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as e:
+            with e:
+                return e.code, e.read()
+
+    def said(self) -> str:
+        """What servers and commands wrote so far."""
+        return os.pread(self._log.fileno(), 2**24, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+        self._log.close()
+
+
+@pytest.fixture
+def torchserve(tmp_path: Path) -> Iterator[TorchServeFolder]:
+    """Runs the commands of TorchServe's users in tmp_path."""
+    found = TorchServeFolder(tmp_path)
+    yield found
+    found.close()

@@ -127,9 +127,7 @@ class TorchServe:
     # ---- listeners
 
     async def _listen(self, served: Served) -> None:
-        addresses: dict[Address, set[Group]] = {}
-        for group in GROUPS:
-            addresses.setdefault(self._properties.address(group), set()).add(group)
+        addresses = listeners_of(self._properties)
         self._warn_open(addresses)
         for address, groups in addresses.items():
             listener = make_listener(
@@ -163,6 +161,18 @@ class TorchServe:
                 ",".join(found),
                 "on" if guarded else "off",
             )
+
+
+def listeners_of(properties: Properties) -> dict[Address, set[Group]]:
+    """The groups of routes of each address. One that inference and management share has the metrics too."""
+    found: dict[Address, set[Group]] = {}
+    for group in GROUPS:
+        if group != "metrics" or properties.enable_metrics_api:
+            found.setdefault(properties.address(group), set()).add(group)
+    for groups in found.values():
+        if {"inference", "management"} <= groups and properties.enable_metrics_api:
+            groups.add("metrics")
+    return found
 
 
 def face_of(properties: Properties, groups: Iterable[Group]) -> Face:
