@@ -47,13 +47,13 @@ def download(
     try:
         if parts.username is not None or parts.password is not None or not parts.hostname:
             raise ValueError("the URL has a name and password, or no host")
-        address = _address(url, parts, allowed_urls)
+        addresses = _addresses(url, parts, allowed_urls)
         headers = _signed(url) if sign_s3 else {}
         deadline_s = time.monotonic() + timeout_s
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:64]}.", dir=target.parent)
         try:
             with open(handle, "wb") as out:
-                _fetch(parts, address, headers, out, sha256, max_bytes, deadline_s)
+                _fetch(parts, addresses, headers, out, sha256, max_bytes, deadline_s)
             os.link(temporary, target)  # unlike a rename, never over another
         finally:
             os.unlink(temporary)
@@ -65,8 +65,8 @@ def download(
         raise DownloadFailed(f"Failed to download archive from: {url}", detail=str(e) or type(e).__name__) from None
 
 
-def _address(url: str, parts: SplitResult, allowed_urls: Sequence[str]) -> tuple[str, int]:
-    """The address and port to connect to. Raises UrlForbidden if one that the host has is not public, OSError."""
+def _addresses(url: str, parts: SplitResult, allowed_urls: Sequence[str]) -> list[tuple[str, int]]:
+    """Addresses, with the port, at which the host is. Raises UrlForbidden if one of them is not public, OSError."""
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
     found = [info[4] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
@@ -77,7 +77,17 @@ def _address(url: str, parts: SplitResult, allowed_urls: Sequence[str]) -> tuple
         if not (named or (public.is_global and not public.is_multicast)):
             log.warning("download refused host=%s address=%s: not public, and no allowed URL names this host", host, ip)
             raise UrlForbidden(f"Given URL {url} does not match any allowed URL(s)", detail=f"{host} is at {ip}")
-    return str(found[0][0]), port
+    return [(str(address[0]), port) for address in found]
+
+
+def _connected(addresses: Sequence[tuple[str, int]]) -> socket.socket:
+    """A connection to the first of the addresses that takes one. Raises OSError of the last."""
+    for address in addresses[:-1]:
+        try:
+            return socket.create_connection(address, timeout=SILENCE_S)
+        except OSError:
+            continue
+    return socket.create_connection(addresses[-1], timeout=SILENCE_S)
 
 
 def _names(pattern: str, host: str) -> bool:
@@ -89,7 +99,7 @@ def _names(pattern: str, host: str) -> bool:
 
 def _fetch(
     parts: SplitResult,
-    address: tuple[str, int],
+    addresses: Sequence[tuple[str, int]],
     headers: dict[str, str],
     out: BinaryIO,
     sha256: str,
@@ -98,7 +108,7 @@ def _fetch(
 ) -> None:
     """Writes the answer's body. Raises OSError, ValueError or HTTPException if it is not the whole, right file."""
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
-    plain = socket.create_connection(address, timeout=SILENCE_S)
+    plain = _connected(addresses)
     try:
         plain = _secured(plain, parts) if parts.scheme == "https" else plain
         connection.sock = _Timed(plain, deadline_s)
@@ -145,7 +155,7 @@ class _Timed:
         return io.BufferedReader(_Reads(self._plain, self._deadline_s))
 
     def close(self) -> None:
-        self._plain.close()
+        """Nothing: http.client closes a socket whose answer is still being read."""
 
 
 class _Reads(io.RawIOBase):
