@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from penstock.config.schema import ModelConfig
+from penstock.models.files import file_model
 from penstock.testing import scripted
 from penstock.testing.models import check_model
 
@@ -21,6 +26,13 @@ from penstock.testing.models import check_model
 )
 def test_model(target, items):
     check_model(target, items)
+
+
+@pytest.mark.parametrize("name", ["net.onnx", "net.ts", "net.pt", "net.pt2"])
+def test_model_file(model_files: Path, name: str) -> None:
+    rows = [[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 1.0, 0.0], [4.0, 3.0, 2.0, 1.5]]
+    model = file_model(str(model_files / name), ModelConfig(target=name), threads=1)
+    check_model(model, rows, same=lambda a, b: np.allclose(a, b, atol=1e-6))
 
 
 def test_an_answer_that_depends_on_batch_mates_is_noticed():

@@ -217,6 +217,7 @@ def test_paths_in_a_file_start_at_its_folder_and_others_do_not(toml: Write) -> N
     path = toml(
         '[auth]\ntoken_file = "tokens"\n'
         '[models.a]\ntarget = "app.py:A"\n[models.b]\ntarget = "pkg.mod:B"\n[models.c]\ntarget = "/x/app.py:C"\n'
+        '[models.e]\ntarget = "net.ONNX"\n[models.f]\ntarget = "net.py:Net"\nweights = "deep/net.pt"\n'
     )
     folder = os.path.dirname(path)
     with open(os.path.join(folder, "tokens"), "w") as file:
@@ -229,4 +230,7 @@ def test_paths_in_a_file_start_at_its_folder_and_others_do_not(toml: Write) -> N
         "b": "pkg.mod:B",
         "c": "/x/app.py:C",
         "d": "app.py:D",
+        "e": os.path.join(folder, "net.ONNX"),
+        "f": os.path.join(folder, "net.py:Net"),
     }
+    assert config.models["f"].weights == os.path.join(folder, "deep/net.pt")

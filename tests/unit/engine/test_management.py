@@ -64,6 +64,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "store" / "two.py").write_text(SOURCE.replace("{tag}", "two"))
     (tmp_path / "store" / "deep" / "three.py").write_text(SOURCE.replace("{tag}", "three"))
     (tmp_path / "store" / "notes.txt").write_text("")
+    (tmp_path / "store" / "net.onnx").write_text("")
+    (tmp_path / "store" / "out.onnx").symlink_to(tmp_path / "app.py")
     (tmp_path / "store" / "out.py").symlink_to(tmp_path / "app.py")
     (tmp_path / "store" / "in.py").symlink_to("two.py")
     before = set(sys.modules)
@@ -410,6 +412,14 @@ async def test_closing_the_engine_ends_a_change_under_way(manage: Management, en
         (keys("out.py:Model"), Forbidden, "neither"),
         (keys("/etc/passwd.py:x"), Forbidden, "neither"),
         (keys("https://example.com/m.py:Model"), Forbidden, "URLs"),
+        (keys("https://example.com/m.onnx"), Forbidden, "URLs"),
+        (keys("four.onnx"), BadRequest, "no such file"),
+        (keys("out.onnx"), Forbidden, "neither"),
+        (keys("../net.onnx"), Forbidden, "neither"),
+        (keys("/etc/net.pt"), Forbidden, "neither"),
+        (keys("two.py:Model", weights="/etc/net.pt"), Forbidden, "weights"),
+        (keys("net.onnx", inputs={"x": "FP99[-1]"}), BadRequest, "inputs.x: found 'FP99"),
+        (keys("net.onnx"), LoadFailed, "could not be loaded"),
     ],
 )
 async def test_what_may_not_be_loaded_is_refused(
@@ -442,6 +452,15 @@ async def test_of_two_sections_with_one_target_the_own_one_counts(manage: Manage
     targets = Targets(Config(models=sections))
     for model, version, env in (("m", "1", "m"), ("m", "2", "m 2"), ("m", "3", "m"), ("new", "1", "first")):
         assert targets.resolve("app.py:Model", model, version) == (target, sections_of(sections, env))
+
+
+def test_model_files_are_those_that_are_configured_or_in_the_store(config: Config, folder: Path) -> None:
+    (folder / "net.pt").write_text("")
+    section = ModelConfig(target=f"{folder}/net.pt")
+    targets = Targets(structs.replace(config, models={"n": section}))
+    assert targets.resolve("net.onnx", "m", "1") == (str(folder / "store" / "net.onnx"), None)
+    for target in ("net.pt", str(folder / "net.pt"), str(folder / "store" / ".." / "net.pt")):
+        assert targets.resolve(target, "m", "1") == (section.target, section)
 
 
 def sections_of(sections: dict[str, ModelConfig], env: str) -> ModelConfig:

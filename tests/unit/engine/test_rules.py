@@ -8,6 +8,7 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine import rules
+from penstock.worker import devices as devices_of_machine
 
 
 def config(**keys: Any) -> ModelConfig:
@@ -26,12 +27,15 @@ def config(**keys: Any) -> ModelConfig:
         ({"instances": "auto", "transport": "inline"}, ["cpu"]),
         ({"instances": "auto", "transport": "inline", "devices": ("cuda:0", "cuda:1")}, ["cuda:0"]),
         ({"devices": ()}, ["cpu"]),
+        ({"instances": "auto", "devices": ("cuda",)}, ["cuda:0", "cuda:1", "cuda:2"]),
+        ({"instances": 4, "devices": ("cuda",)}, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
     ],
 )
 def test_instances_are_dealt_out_over_the_devices_in_turn(
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], devices: list[str]
 ) -> None:
     monkeypatch.setattr(rules.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(devices_of_machine, "visible_gpus", lambda: 3)
     assert list(rules.devices_of(config(**keys))) == devices
 
 
@@ -41,6 +45,11 @@ def test_new_instances_go_where_there_are_fewest() -> None:
     for _ in range(6):
         used.append(rules.next_device(keys, used))
     assert (used.count("cuda:0"), used.count("cuda:1")) == (4, 2)
+
+
+def test_new_instances_on_cuda_go_over_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices_of_machine, "visible_gpus", lambda: 2)
+    assert rules.next_device(config(devices=("cuda",)), ["cuda:0"]) == "cuda:1"
 
 
 def test_the_bound_of_the_queue_follows_the_instances_unless_it_is_given() -> None:

@@ -28,6 +28,15 @@ def test_physical_cores_are_shared_out(cores, instances, threads):
     assert device == "cpu"
 
 
+def test_as_many_instances_as_gain_have_one_thread_each(cores):
+    def threads(**keys):
+        return threads_of(WorkerSpec("m", "1", ModelConfig(target="m:m", instances="auto", **keys), "m:m", instances=4))
+
+    assert threads() == 1
+    assert threads(threads=3) == 3
+    assert threads(devices=("cuda:0", "cuda:1")) == 2
+
+
 def test_cores_that_this_process_may_not_use_are_not_counted(cores, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
     assert threads_of(spec()) == 2
