@@ -158,7 +158,7 @@ class Connection(Answering):
             self._framing(exchange)
         expect = special is not None and b"expect" in special
         try:
-            if self.read_bytes > server.config.max_header_bytes or self.head_bytes > 0:
+            if self.read_bytes > server.config.max_header_bytes or self.head_bytes >= 0:
                 self._check_head()
             method = self.parser.get_method()
             if method == b"POST" and (route := server.known_routes.get(self.url)) is not None:
