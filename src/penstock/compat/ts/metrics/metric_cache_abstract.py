@@ -100,22 +100,15 @@ class MetricCacheAbstract(abc.ABC):
         dimensions: Sequence[Dimension],
         metric_type: MetricTypes,
     ) -> None:
-        dimensions = self._with_defaults(request_id, dimensions)
+        labels = {d.name: d.value for d in dimensions or ()}
+        if request_id is not None:
+            labels.setdefault("ModelName", self.model_name)
+        labels.setdefault("Level", "Error" if request_id is None else "Model")
         try:
             metric = self.get_metric(name, metric_type)
         except merrors.MetricsCacheKeyError:
-            names = [d.name for d in dimensions]
-            metric = self.add_metric_to_cache(name, unit, names, metric_type)
-        metric.add_or_update(value, [d.value for d in dimensions], "" if request_id is None else str(request_id))
-
-    def _with_defaults(self, request_id: Any, dimensions: Sequence[Dimension]) -> list[Dimension]:
-        found = list(dimensions or ())
-        names = {d.name for d in found}
-        if request_id is not None and "ModelName" not in names:
-            found.append(Dimension("ModelName", self.model_name))
-        if "Level" not in names:
-            found.append(Dimension("Level", "Error" if request_id is None else "Model"))
-        return found
+            metric = self.add_metric_to_cache(name, unit, list(labels), metric_type)
+        metric.add_or_update(value, list(labels.values()), "" if request_id is None else str(request_id))
 
     @abc.abstractmethod
     def initialize_cache(self) -> None:

@@ -316,3 +316,14 @@ def test_the_mock_context_is_enough_for_a_handler(eager, tmp_path: Path):
     assert loaded(context).handle(ROWS, context) == ANSWERS
     assert {m.name for m in context.metrics.store} >= {"HandlerTime", "ts_handler_inference"}
     assert "gpu_id" not in context.system_properties
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("config", [{}, {"precision": "fp16"}, {"pt2": {"compile": {"enable": True}}}])
+def test_a_model_runs_on_the_workers_gpu(eager, make_context, config):
+    context = make_context(eager, config=config, gpu_id=0)
+    handler = loaded(context)
+    assert (handler.map_location, handler.device) == ("cuda", torch.device("cuda:0"))
+    assert next(handler.model.parameters()).is_cuda
+    assert handler.handle(ROWS, context) == ANSWERS
