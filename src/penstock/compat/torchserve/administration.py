@@ -53,6 +53,7 @@ class Administrator:
         self._tokens = tokens
         self._snapshots = snapshots
         self._stopping = False
+        self.opening = 0  # archives of the start that are not opened yet: not healthy
         self._tasks: set[asyncio.Task[Any]] = set()
         devices = Devices(gpus)
         self._describer = Describer(engine, devices, properties.initial_worker_port)
@@ -76,7 +77,11 @@ class Administrator:
             raise ApiError("InternalServerException", "The key file could not be written; the old key holds") from e
 
     def healthy(self) -> bool:
-        return not self._engine.draining and all(version.healthy for version in self._models.defaults())
+        return (
+            not self.opening
+            and not self._engine.draining
+            and all(version.healthy for version in self._models.defaults())
+        )
 
     async def describe(self, model: str, version: str | None, *, customized: bool = False) -> list[dict[str, Any]]:
         found = self._models.versions(model) if version == "all" else [self._models.find(model, version)]
@@ -91,7 +96,7 @@ class Administrator:
     # ---- changes
 
     async def register(self, registration: Registration) -> Done:
-        return await self._change(self._register(registration))
+        return await self.change(self._register(registration))
 
     async def scale(
         self,
@@ -131,7 +136,7 @@ class Administrator:
         self._check_open()
         found = self._models.find(model, version)
         self._models.check_removal(found)
-        await self._change(self._remove(found))
+        await self.change(self._remove(found))
         self.snapshot("snapshot")
         log.info("unregistered model=%s version=%s", found.name, found.version)
         return Done(f'Model "{found.name}" unregistered')
@@ -234,7 +239,8 @@ class Administrator:
         task.add_done_callback(self._ended)
         return task
 
-    async def _change(self, change: Coroutine[Any, Any, T]) -> T:
+    async def change(self, change: Coroutine[Any, Any, T]) -> T:
+        """Makes a change to its end, also if the caller leaves meanwhile; `close` waits for it."""
         return await asyncio.shield(self._begin(change))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.compat.torchserve.holding import Held, no_worker, refusal
 from penstock.compat.torchserve.models import Models, Version
-from penstock.engine.call import Call, release
+from penstock.engine.call import release
 from penstock.engine.engine import Engine
-from penstock.errors import ModelNotFound, ModelNotReady, QueueFull
-from penstock.protocols.torchserve.api import ApiError
+from penstock.errors import PenstockError
+from penstock.frontends.base import Ticket
 from penstock.types import Item, ModelMetadata, ModelStatus, Sink
 from penstock.wire.slabs import Slab
-
-_NO_WORKER = (
-    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence"
-    " inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
-)
 
 
 class ModelsBackend:
@@ -34,19 +30,26 @@ class ModelsBackend:
         *,
         budget_s: float | None = None,
         priority: int = 0,
-    ) -> Call:
-        """Queues one item for the version, else for the default one or the one whose turn it is."""
+    ) -> Ticket:
+        """Queues one item for the version, else for the default one or the one whose turn it is; while its first
+        workers load it waits for them."""
         try:
             found = self._models.route(model, version)
             if found.handle is None or (found.plan.settings.use_job_ticket and not _has_ticket(found)):
-                raise _no_worker(model, version)
+                raise no_worker(model, version)
+            if found.loading:
+                if len(found.held) >= found.plan.settings.job_queue_size:
+                    raise no_worker(model, version, "as many requests wait for its first worker as may")
+                held = Held(item, sink, budget_s, priority, (model, version))
+                found.held.append(held)
+                return held
         except BaseException:
             release(item)
             raise
         try:
             return self._engine.submit(model, found.version, item, sink, budget_s=budget_s, priority=priority)
-        except (ModelNotFound, ModelNotReady, QueueFull) as e:
-            raise _no_worker(model, version, e.message) from e
+        except PenstockError as e:
+            raise refusal(e, model, version) from e
 
     def ready(self) -> bool:
         """False if the default version of some model has fewer workers than it should, and while draining."""
@@ -61,7 +64,7 @@ class ModelsBackend:
         found = self._models.find(model, version)
         versions = [v.version for v in self._models.versions(model)]
         if found.handle is None or found.handle.metadata is None:
-            raise _no_worker(model, version)
+            raise no_worker(model, version)
         return found.handle.metadata, versions
 
     def statuses(self) -> list[ModelStatus]:
@@ -78,8 +81,3 @@ class ModelsBackend:
 def _has_ticket(version: Version) -> bool:
     """A worker is idle: with useJobTicket no request waits."""
     return version.handle is not None and version.handle.pending < version.handle.up
-
-
-def _no_worker(model: str, version: str | None, detail: str = "") -> ApiError:
-    named = f'Model "{model}"' if version is None else f'Model "{model}" Version {version}'
-    return ApiError("ServiceUnavailableException", f"{named} {_NO_WORKER}", detail=detail)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct, field
 
 from penstock.archive.store import Unpacked
+from penstock.compat.torchserve.holding import Held
 from penstock.compat.torchserve.plan import Plan
 from penstock.engine.handle import ModelHandle
 from penstock.engine.split import TrafficSplit
@@ -36,6 +37,7 @@ class Version(Struct, eq=False):
     settled: int = 0
     gone: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    held: list[Held] = field(default_factory=list)  # requests that came while it was loading
     ids: dict[int, int] = field(default_factory=dict)  # slot -> the worker's id
 
     @property

@@ -6,9 +6,11 @@ from msgspec import structs
 
 from penstock.compat.torchserve.devices import Devices
 from penstock.compat.torchserve.models import Version
+from penstock.engine.call import Call
 from penstock.engine.engine import Engine
 from penstock.errors import BadRequest, ConfigError, Conflict, LoadOutOfMemory, ModelNotReady, PenstockError
 from penstock.protocols.torchserve.api import ApiError
+from penstock.types import Item, Sink
 
 
 class Runner:
@@ -81,7 +83,18 @@ class Runner:
             raise
         finally:
             version.loading = False
+            self._let_go(version)
         version.settled = workers
+
+    def _let_go(self, version: Version) -> None:
+        """The requests that waited for the first worker are queued, or told that there is none."""
+        held, version.held = version.held, []
+
+        def submit(item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
+            return self._engine.submit(version.name, version.version, item, sink, budget_s=budget_s, priority=priority)
+
+        for each in held:
+            each.go(submit)
 
     async def _end(self, version: Version) -> None:
         handle, version.handle = version.handle, None

@@ -71,6 +71,7 @@ def administer(
         tokens=tokens,
         snapshots=Snapshots(Path(properties.log_location), _told(properties, file)) if snapshots else None,
     )
+    administrator.opening = 1 if properties.load_models or properties.model_snapshot else 0
     return Served(administrator, ModelsBackend(engine, models), opener, properties, gpus, most_workers)
 
 
@@ -98,7 +99,8 @@ async def load_startup(served: Served) -> int:
     the versions of one model the first is the default, or the one that the snapshot says.
     """
     wanted = await _wanted(served)
-    found = await asyncio.gather(*(_load(served, each) for each in wanted))
+    served.administrator.opening = len(wanted)
+    found = await asyncio.gather(*(served.administrator.change(_load(served, each)) for each in wanted))
     defaults: dict[str, Version] = {}
     for each, version in zip(wanted, found, strict=True):
         if version is not None and not version.gone and (each.default or version.name not in defaults):
@@ -114,7 +116,12 @@ async def _load(served: Served, wanted: _Wanted) -> Version | None:
     workers = properties.default_workers_per_model or min(served.gpus or _cores(), served.most_workers)
     url = wanted.registration.url
     try:
-        version = await served.administrator.claim(wanted.registration, wanted.said, workers=workers, at_startup=True)
+        try:
+            version = await served.administrator.claim(
+                wanted.registration, wanted.said, workers=workers, at_startup=True
+            )
+        finally:
+            served.administrator.opening -= 1
         if version.min_workers:
             await served.administrator.start(version, keep=True)
     except PenstockError as e:

@@ -79,6 +79,14 @@ class House:
         self.served.backend.submit(model, version, item, lambda r: future.set_result(r) if r.final else None)
         return await asyncio.wait_for(future, 20)
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until what is under way has come true."""
+        for _ in range(2000):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("it did not come true")
+
     async def close(self) -> None:
         """As the program does."""
         self.served.administrator.stop()

@@ -42,15 +42,6 @@ def admin(house: House) -> Administrator:
     return admin
 
 
-async def settled(condition: Callable[[], bool]) -> None:
-    """Waits until what is under way has come true."""
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
-
-
 def last_models(house: House) -> dict[str, Any]:
     file = last_snapshot(house.folder / "logs")
     assert file is not None
@@ -94,7 +85,7 @@ async def test_in_the_background_it_is_described_at_once_and_answers_later(house
     assert await admin.register(registration) == Done("Processing worker updates...", 202)
     (description,) = await admin.describe("m", None)
     assert description["minWorkers"] == 1
-    await settled(lambda: house.served.backend.model_ready("m", None))
+    await house.until(lambda: house.served.backend.model_ready("m", None))
     assert await house.ask("m") == "1.0 hi"
     (description,) = await admin.describe("m", None)
     assert [w["status"] for w in description["workers"]] == ["READY"]
@@ -122,7 +113,7 @@ async def test_one_that_dies_in_the_background_stays_and_the_others_serve(house:
     await admin.register(Registration(url=house.archive("good"), initial_workers=1))
     code = "import os\ndef handle(data, context):\n    os._exit(3)\n"
     await admin.register(Registration(url=house.archive("bad", code=code), initial_workers=1, synchronous=False))
-    await settled(lambda: any(s.state == "FAILED" for s in house.engine.statuses()))
+    await house.until(lambda: any(s.state == "FAILED" for s in house.engine.statuses()))
     assert not admin.healthy()
     (description,) = await admin.describe("bad", None)
     assert [w["status"] for w in description["workers"]] == ["UNLOADING"]
@@ -253,7 +244,7 @@ async def test_workers_come_and_go(house: House, admin: Administrator) -> None:
 async def test_a_scale_without_waiting_is_made_later(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m")))
     assert await admin.scale("m", None, min_worker=1) == Done("Processing worker updates...", 202)
-    await settled(lambda: house.served.backend.model_ready("m", None))
+    await house.until(lambda: house.served.backend.model_ready("m", None))
 
 
 @pytest.mark.parametrize(
@@ -362,7 +353,7 @@ async def test_what_was_accepted_is_answered_before_the_model_goes(house: House,
 async def test_a_load_under_way_is_ended(house: House, admin: Administrator, refused: Refused) -> None:
     url = house.archive("m", code=SLOW_LOAD)
     register = asyncio.create_task(admin.register(Registration(url=url, initial_workers=1)))
-    await settled(lambda: bool(admin.models(1, 0)[0]))
+    await house.until(lambda: bool(admin.models(1, 0)[0]))
     await asyncio.sleep(0.1)
     pids = {p.pid for p in psutil.Process().children()}
     async with asyncio.timeout(5):
@@ -410,9 +401,9 @@ async def test_health_falls_when_a_worker_dies_and_comes_back(house: House, admi
     await admin.register(Registration(url=house.archive("m"), initial_workers=2))
     (description,) = await admin.describe("m", None)
     os.kill(description["workers"][1]["pid"], signal.SIGKILL)
-    await asyncio.wait_for(settled(lambda: not admin.healthy()), 1.0)
+    await asyncio.wait_for(house.until(lambda: not admin.healthy()), 1.0)
     assert not house.served.backend.ready()
-    await settled(admin.healthy)
+    await house.until(admin.healthy)
     (after,) = await admin.describe("m", None)
     assert [w["id"] for w in after["workers"]] == ["9000", "9001"]
 
@@ -423,7 +414,7 @@ async def test_only_default_versions_count_for_health(house: House, admin: Admin
     await admin.register(Registration(url=other, initial_workers=1))
     (description,) = await admin.describe("m", "2.0")
     os.kill(description["workers"][0]["pid"], signal.SIGKILL)
-    await settled(lambda: not house.served.backend.model_ready("m", "2.0"))
+    await house.until(lambda: not house.served.backend.model_ready("m", "2.0"))
     assert admin.healthy()
 
 
@@ -544,9 +535,9 @@ async def test_a_server_that_stops_changes_nothing_and_writes_the_last_snapshot(
 
 async def test_a_change_goes_on_when_its_caller_leaves(house: House, admin: Administrator) -> None:
     task = asyncio.create_task(admin.register(Registration(url=house.archive("m"), initial_workers=1)))
-    await settled(lambda: bool(admin.models(1, 0)[0]))
+    await house.until(lambda: bool(admin.models(1, 0)[0]))
     task.cancel()
-    await settled(lambda: house.served.backend.model_ready("m", None) if admin.models(1, 0)[0] else False)
+    await house.until(lambda: house.served.backend.model_ready("m", None) if admin.models(1, 0)[0] else False)
     assert await house.ask("m") == "1.0 hi"
 
 
@@ -578,3 +569,81 @@ async def test_rounds_of_registering_leave_nothing_behind(house: House, admin: A
     assert list((house.folder / "cache").iterdir()) == []
     assert house.engine.reading().models == []
     assert len(list((house.folder / "logs" / "config").iterdir())) <= 100
+
+
+# ---- requests that come before the workers
+
+
+LATE = """
+import os, time
+def handle(data, context):
+    while data is None and not os.path.exists("go"):
+        time.sleep(0.01)
+    return None if data is None else ["late"] * len(data)
+"""
+
+
+async def loading(house: House, admin: Administrator) -> Callable[[], None]:
+    """Registers m in the background; it is loaded once the function is called."""
+    url = house.archive("m", code=LATE)
+    await admin.register(Registration(url=url, initial_workers=1, synchronous=False))
+    await house.until(lambda: any(s.state == "LOADING" for s in house.engine.all_statuses()))
+    (folder,) = (f for f in (house.folder / "cache").iterdir() if f.is_dir())
+    return (folder / "go").touch
+
+
+async def test_requests_wait_for_the_first_worker(house: House, admin: Administrator) -> None:
+    go = await loading(house, admin)
+    requests = [asyncio.create_task(house.ask("m")) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in requests)
+    go()
+    assert await asyncio.gather(*requests) == ["late"] * 3
+
+
+async def test_no_more_requests_wait_than_the_queue_may_hold(house: House) -> None:
+    admin = house.open(job_queue_size=2).administrator
+    go = await loading(house, admin)
+    requests = [asyncio.create_task(house.ask("m")) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="has no worker"):
+        await house.ask("m")
+    go()
+    assert await asyncio.gather(*requests) == ["late"] * 2
+
+
+async def test_requests_that_waited_for_a_model_that_goes_are_answered(
+    house: House, admin: Administrator, refused: Refused
+) -> None:
+    await loading(house, admin)
+    request = asyncio.create_task(house.ask("m", "1.0"))
+    await asyncio.sleep(0)
+    await admin.unregister("m", None)
+    with pytest.raises(ApiError) as found:
+        await request
+    assert refused(found) == (503, "ServiceUnavailableException", f'Model "m" Version 1.0 {NO_WORKER}')
+
+
+async def test_a_request_that_waits_may_leave(house: House, admin: Administrator) -> None:
+    go = await loading(house, admin)
+    told: list[object] = []
+    slab = house.engine.allocate(2**20)
+    ticket = house.served.backend.submit("m", None, Item(slab, codec="torchserve"), told.append)
+    ticket.cancel()
+    ticket.cancel()
+    assert house.engine.reading().pool_used_bytes == 0
+    go()
+    await house.until(lambda: house.served.backend.model_ready("m", None))
+    assert await house.ask("m") == "late"
+    assert told == []
+
+
+async def test_a_request_may_be_late_while_it_waits(house: House, admin: Administrator) -> None:
+    go = await loading(house, admin)
+    told: list[Any] = []
+    item = Item(b"", codec="torchserve", headers=[])
+    house.served.backend.submit("m", None, item, told.append, budget_s=0.02)
+    await asyncio.sleep(0.05)
+    go()
+    await house.until(lambda: bool(told))
+    assert told[0].error.code == "deadline_exceeded"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -13,6 +14,14 @@ from penstock.frontends.torchserve.base import Administration
 from penstock.protocols.torchserve.api import ApiError, Registration
 
 House = Any  # of conftest.py
+
+ECHO_LATE = """
+def handle(data, context):
+    if data is None:
+        time.sleep(0.3)
+        return
+    return [d["body"] for d in data]
+"""
 
 
 def kept(house: House) -> dict[str, Any]:
@@ -177,3 +186,26 @@ async def test_a_snapshot_holds_what_file_and_command_line_said(house: House) ->
         "model_store": str(house.store),
         "enable_model_api": "true",
     }
+
+
+async def test_a_server_is_healthy_when_its_archives_are_open_and_answers_what_waits(house: House) -> None:
+    house.archive("a", code="import time\n" + ECHO_LATE)
+    served = house.open(load_models=["a.mar", "none.mar"], default_workers_per_model=1)
+    assert not served.administrator.healthy()
+    load = asyncio.create_task(load_startup(served))
+    await house.until(served.administrator.healthy)
+    assert not load.done()
+    assert await house.ask("a") == "hi"
+    assert await load == 1
+
+
+async def test_a_start_that_is_given_up_leaves_nothing_behind(house: House) -> None:
+    house.archive("a", code="import time\ndef handle(data, context):\n    time.sleep(60)\n")
+    served = house.open(load_models=["a.mar"], default_workers_per_model=1)
+    load = asyncio.create_task(load_startup(served))
+    await house.until(lambda: bool(house.engine.all_statuses()))
+    load.cancel()
+    async with asyncio.timeout(20):
+        await asyncio.gather(load, return_exceptions=True)
+        await house.close()
+    assert list((house.folder / "cache").iterdir()) == []
