@@ -25,14 +25,10 @@ SERVER_MODULE: Final = "penstock.cli.torchserve_server"
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """All that a server is told: the file's keys under those of the command line, and what has no key.
-
-    `restored`: the file is a snapshot.
-    """
+    """All that a server is told: the file's keys under those of the command line, and what has no key."""
 
     properties: Properties
     file: str | None = None
-    restored: bool = False
     snapshots: bool = True
     log_config: str | None = None
 
@@ -120,7 +116,7 @@ def settings_of(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     if args.disable_token_auth:
         flags["disable_token_authorization"] = "true"
     _check_paths(args, env)
-    file, restored = _file_of(args, env)
+    file = _file_of(args, env)
     properties = load_properties(file, env=env, flags=flags)
     if properties.model_store is None:
         raise ConfigError("Missing mandatory parameter --model-store")
@@ -129,19 +125,18 @@ def settings_of(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     return Settings(
         properties=properties,
         file=file,
-        restored=restored,
         snapshots=not args.no_config_snapshots,
         log_config=args.log_config,
     )
 
 
-def _file_of(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[str | None, bool]:
-    """The file that is read, and whether it is a snapshot."""
+def _file_of(args: argparse.Namespace, env: Mapping[str, str]) -> str | None:
+    """The file that is read: the one that is named, else the last snapshot, else that of the working directory."""
     named: str | None = env.get("TS_CONFIG_FILE") or args.ts_config
     if named is not None:
         if not os.path.isfile(named):
             raise ConfigError(f"--ts-config file not found: {named}")
-        return named, False
+        return named
     if not args.no_config_snapshots:
         from pathlib import Path
 
@@ -149,8 +144,8 @@ def _file_of(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[str | No
 
         last = last_snapshot(Path(env.get("LOG_LOCATION") or "logs"))
         if last is not None:
-            return str(last), True
-    return ("config.properties" if os.path.isfile("config.properties") else None), False
+            return str(last)
+    return "config.properties" if os.path.isfile("config.properties") else None
 
 
 def _check_paths(args: argparse.Namespace, env: Mapping[str, str]) -> None:

@@ -138,13 +138,10 @@ class TorchServe:
                 ssl=self._tls() if address.tls else None,
                 scrape=_no_metrics,
             )
-            first = next(group for group in GROUPS if group in groups)
-            host, port = await listener.start(address.host, address.port, f"{first}_address")
+            bound = await _start(listener, address, min(groups, key=GROUPS.index))
             self._listeners.append(listener)
-            for group in GROUPS:
-                if group in groups:
-                    bound = structs.replace(address, host=host, port=port)
-                    log.info("%s API bind to: %s", group.capitalize(), bound)
+            for group in sorted(groups, key=GROUPS.index):
+                log.info("%s API bind to: %s", group.capitalize(), bound)
 
     def _tls(self) -> ssl.SSLContext:
         if self._pem is None:
@@ -161,6 +158,16 @@ class TorchServe:
                 ",".join(found),
                 "on" if guarded else "off",
             )
+
+
+async def _start(listener: HttpServer, address: Address, group: Group) -> Address:
+    """Where it listens now. Raises ConfigError."""
+    key = f"{group}_address"
+    if address.path:
+        await listener.start_unix(address.path, key)
+        return address
+    host, port = await listener.start(address.host, address.port, key)
+    return structs.replace(address, host=host, port=port)
 
 
 def listeners_of(properties: Properties) -> dict[Address, set[Group]]:
