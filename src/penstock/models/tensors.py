@@ -230,6 +230,8 @@ def _array(spec: Input, value: Any) -> Array:
     if spec.datatype is not None and array.dtype != np.dtype(DTYPES[spec.datatype]):
         found = DATATYPES.get(array.dtype.name, array.dtype.name)
         raise BadRequest(f"input '{spec.name}': datatype must be {spec.datatype}, found {found}")
+    if spec.datatype is None and array.dtype.kind not in _PLAIN:
+        raise BadRequest(f"input '{spec.name}': datatype must be one of numbers, found {array.dtype}")
     return array
 
 

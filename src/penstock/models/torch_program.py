@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import BadOutput, LoadFailed
+from penstock.errors import BadOutput, ConfigError, LoadFailed
 from penstock.models import torch as loaders
 from penstock.models.tensors import ANY_ROWS, Arrays, Input
 from penstock.protocols.oip_json import DATATYPES
@@ -98,6 +98,9 @@ def of_module(
     platform = "pytorch_torchscript" if scripted else "pytorch_eager"
     ready = loaders.prepare(module, device, precision=precision, optimize=optimize)
     known = frozenset(i.name for i in found if not i.name.startswith("INPUT__"))
+    for spec in inputs:
+        if spec.datatype == "BYTES":
+            raise ConfigError(f"inputs.{spec.name}: found BYTES, and PyTorch has no tensors of texts")
     if inputs:
         found = tuple(Input(spec.name, spec.datatype, spec.shape) for spec in inputs)
     keywords = known if all(i.name in known for i in found) else frozenset()

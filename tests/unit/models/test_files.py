@@ -147,6 +147,7 @@ def test_precision_and_optimisation_reach_the_module(in_folder, precision):
         ("net.onnx", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an ONNX graph tells its own"),
         ("net.pt2", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an exported program tells its own"),
         ("net.py:NET", {}, TargetNotFound, "has no 'NET'"),
+        ("net.ts", {"inputs": {"x": "BYTES[-1]"}}, ConfigError, "found BYTES, and PyTorch has no tensors of texts"),
         ("math:sin", {"weights": "weights.pt"}, ConfigError, "weights: the target takes none"),
         ("math:sin", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: the target takes none"),
         ("net.onnx", {"precision": "bf16"}, ConfigError, "fp32|bf16 needs"),

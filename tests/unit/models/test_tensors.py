@@ -125,6 +125,7 @@ TWO = (X, Input("k", "INT64", (-1,)))
         ((ANY,), [[1], [2, 3]], "ragged"),
         ((ANY,), ["a"], "holds strings"),
         ((ANY,), None, "null or mixed"),
+        ((ANY,), {"x": np.array([b"a"], object)}, "datatype must be one of numbers, found object"),
         ((X,), b"\x89PNG", "found bytes; expected JSON"),
         ((X,), memoryview(b"x"), "found bytes"),
         ((X,), "text", "holds strings"),
