@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from penstock.cli.serve import split_targets
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,3 +87,17 @@ def test_the_readmes_streamer_runs(tmp_path: Path) -> None:
 def test_the_import_of_the_migration_guide_works(tmp_path: Path) -> None:
     (tmp_path / "imports.py").write_text(blocks("docs/migrate-from-service-streamer.md", "python")[0])
     assert run("docs/migrate-from-service-streamer.md", "imports.py", tmp_path) == ""
+
+
+def test_the_models_of_the_page_answer_their_curl_lines(serve: Callable[..., Any], tmp_path: Path) -> None:
+    assert run("docs/models.md", "make_net.py", tmp_path) == ""
+    lines = blocks("docs/models.md", "")[0]
+    (tmp_path / "penstock.toml").write_text(blocks("docs/models.md", "toml")[0])
+    server = serve(None, "penstock.toml", cwd=tmp_path)
+    single, named, tensors = (json.loads(answer) for answer in shell(lines, server.url, tmp_path))
+    assert single == [5.0, 5.0]
+    assert named == {"OUTPUT__0": [[5.0, 5.0], [0.5, 0.5]]}
+    assert tensors["outputs"][0]["data"] == [5.0, 5.0]
+    command = next(line for line in lines.splitlines() if line.startswith("penstock serve"))
+    toml, models = split_targets(tuple(word for word in command.split()[2:] if not word.startswith(("-", "models."))))
+    assert (toml, set(models)) == (None, {"net", "eager"})
