@@ -1,16 +1,21 @@
 # Everything a fresh machine needs is done here: a virtual environment, packages, system packages.
 PYTHON ?= python3
 VENV ?= .venv
+PEERS ?= .venv-peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test chaos check format bench docs clean
+.PHONY: demo test test-peers chaos check format bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
 
 test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest
+
+# beside TorchServe 0.12.0 in a virtual environment of its own, about 2 minutes
+test-peers: $(VENV)/.dev $(PEERS)/.peers java
+	PEERS_VENV=$(PEERS) $(BIN)/python -m pytest -m peer tests/peers
 
 # every fault at its full count, about 10 minutes; `make test` runs the short counts
 chaos: $(VENV)/.dev redis-server
@@ -33,7 +38,11 @@ bench: $(VENV)/.dev wrk redis-server
 docs: $(VENV)/.dev
 	$(BIN)/python -m penstock.config.document > docs/configuration.md
 
-.PHONY: wrk redis-server
+.PHONY: wrk redis-server java
+java:
+	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq default-jre-headless; } \
+	|| { echo "java 17 or newer is missing: install it with 'apt-get install default-jre-headless' as root"; exit 1; }
+
 wrk redis-server:
 	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq $@; } \
 	|| { echo "$@ is missing: install it with 'apt-get install $@' as root"; exit 1; }
@@ -50,5 +59,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
 
+$(PEERS)/.peers: constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt \
+	torchserve==0.12.0 torch-model-archiver==0.12.0 torch numpy pyyaml
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

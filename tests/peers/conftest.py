@@ -1,0 +1,128 @@
+"""TorchServe and Penstock side by side: the same files, the same command line, the same requests.
+
+Runs only by `make test-peers`, which makes the virtual environment with TorchServe's packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PEERS = Path(os.environ.get("PEERS_VENV", Path(__file__).parents[2] / ".venv-peers")).absolute() / "bin"
+OURS = Path(sys.executable).parent
+START_S = 90.0
+
+
+def program(owner: str, name: str) -> str:
+    """The command of this name, of "penstock" or of "torchserve"."""
+    path = (OURS if owner == "penstock" else PEERS) / name
+    if not path.exists():
+        pytest.skip(f"there is no {path}: run this by `make test-peers`")
+    return str(path)
+
+
+class PeerServer:
+    """`torchserve --start --foreground` of either owner, on ports of its own."""
+
+    def __init__(self, owner: str, folder: Path, store: Path, models: list[str], settings: str = "") -> None:
+        self.owner = owner
+        folder.mkdir()
+        (folder / "tmp").mkdir()
+        ports = _free_ports(5)
+        (folder / "config.properties").write_text(
+            f"inference_address=http://127.0.0.1:{ports[0]}\n"
+            f"management_address=http://127.0.0.1:{ports[1]}\n"
+            f"metrics_address=http://127.0.0.1:{ports[2]}\n"
+            f"grpc_inference_port={ports[3]}\n"
+            f"grpc_management_port={ports[4]}\n"
+            "default_workers_per_model=1\n"
+            "disable_system_metrics=true\n"
+            f"vmargs=-Xmx512m -Djava.io.tmpdir={folder}/tmp\n"
+            f"{settings}"
+        )
+        self.url = f"http://127.0.0.1:{ports[0]}"
+        self._log = folder / "output"
+        command = [program(owner, "torchserve"), "--start", "--foreground", "--ncs", "--disable-token-auth"]
+        command += ["--model-store", str(store), "--ts-config", str(folder / "config.properties"), "--models", *models]
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}",
+            "TMPDIR": str(folder / "tmp"),
+            "LOG_LOCATION": str(folder / "logs"),
+            "METRICS_LOCATION": str(folder / "logs"),
+        }
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        for model in models:
+            self._wait(model.partition("=")[0])
+
+    def _wait(self, model: str) -> None:
+        end = time.monotonic() + START_S
+        answer: Any = None
+        while time.monotonic() < end and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                answer = self.post(f"/predictions/{model}", b"ready?")
+                if answer[0] == 200:
+                    return
+            time.sleep(0.1)
+        said = self._log.read_text()[-3000:]
+        self.close()
+        raise AssertionError(f"{self.owner} does not serve {model}, last answer {answer}\n{said}")
+
+    def post(self, path: str, body: bytes, content_type: str = "application/octet-stream") -> tuple[int, bytes]:
+        request = urllib.request.Request(self.url + path, body, {"content-type": content_type})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as e:
+            with e:
+                return e.code, e.read()
+
+    def close(self) -> None:
+        """Ends the server with all of its workers."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [int(s.getsockname()[1]) for s in sockets]
+
+
+@pytest.fixture(name="program")
+def _program() -> Any:
+    return program
+
+
+@pytest.fixture
+def peer_server(tmp_path: Path) -> Iterator[Any]:
+    """Starts a server; all are ended after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(owner: str, store: Path, models: list[str], settings: str = "") -> PeerServer:
+            server = PeerServer(owner, tmp_path / owner, store, models, settings)
+            stack.callback(server.close)
+            return server
+
+        yield start
