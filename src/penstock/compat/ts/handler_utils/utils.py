@@ -6,6 +6,9 @@ import importlib
 from typing import Any
 
 from penstock.compat.ts.protocol.otf_message_handler import (
+    create_predict_response as create_predict_response,
+)
+from penstock.compat.ts.protocol.otf_message_handler import (
     send_intermediate_predict_response as send_intermediate_predict_response,
 )
 

@@ -16,6 +16,12 @@ from typing import Any
 
 from penstock.compat.ts.handler_utils.timer import timed
 from penstock.compat.ts.torch_handler import loading
+from penstock.compat.ts.torch_handler.loading import IPEX_AVAILABLE as IPEX_AVAILABLE
+from penstock.compat.ts.torch_handler.loading import ONNX_AVAILABLE as ONNX_AVAILABLE
+from penstock.compat.ts.torch_handler.loading import PROFILER_AVAILABLE as PROFILER_AVAILABLE
+from penstock.compat.ts.torch_handler.loading import PT2_AVAILABLE as PT2_AVAILABLE
+from penstock.compat.ts.torch_handler.loading import PT230_AVAILABLE as PT230_AVAILABLE
+from penstock.compat.ts.torch_handler.loading import XLA_AVAILABLE as XLA_AVAILABLE
 from penstock.compat.ts.torch_handler.loading import setup_ort_session as setup_ort_session
 from penstock.compat.ts.utils.util import load_label_mapping
 

@@ -17,6 +17,11 @@ from penstock.models import torch as torch_files
 
 log = logging.getLogger("penstock.model")
 
+XLA_AVAILABLE = find_spec("torch_xla") is not None
+ONNX_AVAILABLE = find_spec("onnxruntime") is not None
+PROFILER_AVAILABLE = PT2_AVAILABLE = PT230_AVAILABLE = find_spec("torch") is not None
+IPEX_AVAILABLE = False  # Intel ended its extension; PyTorch itself has what it had
+
 
 def choose_device(gpu_id: int | str | None) -> tuple[str | None, Any]:
     """(map location, torch.device): the worker's GPU of the kind that this machine has, else XLA's, else the CPU."""
@@ -28,7 +33,7 @@ def choose_device(gpu_id: int | str | None) -> tuple[str | None, Any]:
         return "xpu", torch.device(f"xpu:{gpu_id}")
     if gpu_id is not None and torch.backends.mps.is_available():
         return "mps", torch.device("mps")
-    if find_spec("torch_xla") is not None:
+    if XLA_AVAILABLE:
         return None, importlib.import_module("torch_xla.core.xla_model").xla_device()
     return "cpu", torch.device("cpu")
 

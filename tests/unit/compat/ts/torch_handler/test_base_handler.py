@@ -218,7 +218,7 @@ def test_the_device_is_the_workers_gpu_if_there_is_one(monkeypatch, present, gpu
 
 
 def test_xla_is_used_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr(loading, "find_spec", lambda name: name == "torch_xla")
+    monkeypatch.setattr(loading, "XLA_AVAILABLE", True)
     model = types.SimpleNamespace(xla_device=lambda: "xla:0")
     monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
     monkeypatch.setitem(sys.modules, "torch_xla.core", types.ModuleType("torch_xla.core"))
