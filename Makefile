@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest
 
-# beside TorchServe 0.12.0 in a virtual environment of its own, about 2 minutes
+# beside TorchServe 0.12.0 in a virtual environment of its own: a minute at first, then seconds
 test-peers: $(VENV)/.dev $(PEERS)/.peers java
 	PEERS_VENV=$(PEERS) $(BIN)/python -m pytest -m peer tests/peers
 

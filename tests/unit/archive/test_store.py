@@ -129,6 +129,17 @@ def test_many_threads_share_one_folder(store: ModelStore):
     assert cached(store) == []
 
 
+def test_many_rounds_leave_no_file_open(store: ModelStore, archives: Any):
+    archives.mar({"../x": b""}, "bad.mar")
+    store.open("m.mar").close()
+    before = sorted(os.listdir("/dev/fd"))
+    for _ in range(50):
+        store.open("m.mar").close()
+        with pytest.raises(ArchiveError):
+            store.open("bad.mar")
+    assert sorted(os.listdir("/dev/fd")) == before
+
+
 OTHER_PROCESS = """
 import sys
 from pathlib import Path
