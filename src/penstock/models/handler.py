@@ -16,6 +16,8 @@ from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory,
 from penstock.models.handler_answers import batch_answers, refusal, status_of
 from penstock.models.handler_entry import Handle, find_entry, in_envelope, prepare_process
 from penstock.models.handler_library import make_importable
+from penstock.models.handler_overlap import Prepared, Steps, steps_of
+from penstock.models.handler_parts import Parts, SendParts
 from penstock.plugins import load_object
 from penstock.protocols.torchserve.requests import HandlerAnswer, HandlerRequest
 
@@ -52,6 +54,9 @@ class HandlerModel:
         self._context: Any = None
         self._handle: Handle
         self._processor: Callable[[dict[str, Any]], Any]
+        self._send: SendParts | None = None
+        self._steps: Steps | None = None
+        self.__penstock_prepare__: Callable[[list[HandlerRequest]], list[HandlerRequest]] | None = None
 
     def load(self, device: str) -> None:
         """Finds the handler and initialises it. Raises LoadOutOfMemory, and what the handler raises."""
@@ -66,12 +71,23 @@ class HandlerModel:
                 self._handle = in_envelope(setup.envelope, self._handle)
             self._context = self._make_context(device)
             initialize(self._context)
+            if setup.overlap:
+                self._overlap()
         except Exception as e:
             log.exception("handler_not_loaded model=%s handler=%s", setup.model_name, setup.handler)
             if isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and "CUDA" in str(e)):
                 text = f"loading '{setup.model_name}' ran out of memory: {type(e).__name__}"
                 raise LoadOutOfMemory(text, detail=traceback.format_exc()) from e
             raise
+
+    def _overlap(self) -> None:
+        self._steps = None if self.setup.envelope else steps_of(self._handle)
+        if self._steps is None:
+            text = "handler_not_overlapped model=%s: only a class whose `handle` is BaseHandler's own can be"
+            log.warning(text, self.setup.model_name)
+            return
+        self._handle = self._steps.whole
+        self.__penstock_prepare__ = self._prepare
 
     def _make_context(self, device: str) -> Any:
         setup = self.setup
@@ -82,7 +98,7 @@ class HandlerModel:
         metrics = make_metrics(setup.model_name, **declared)
         metrics.initialize_cache()
         kind, _, index = device.partition(":")
-        return make(
+        context = make(
             setup.model_name,
             setup.model_dir,
             setup.manifest,
@@ -93,36 +109,62 @@ class HandlerModel:
             metrics,
             setup.model_yaml_config,
         )
+        context.cl_socket = Parts(setup.max_response_size)
+        return context
+
+    def __penstock_send_parts_to__(self, send: SendParts) -> None:
+        """Hears before each call where the parts go that the handler sends meanwhile."""
+        self._send = send
 
     def predict(self, requests: list[HandlerRequest]) -> list[HandlerAnswer | PenstockError]:
         """The answers, aligned. Raises what befalls the whole batch: ItemFailed, BadOutput, OutOfMemory."""
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(tuple(request.headers.get(name) for name in APART), []).append(i)
+        groups = _groups(requests)
         if len(groups) == 1:
-            return self._run(requests)
+            return self._run(requests, groups[0], len(requests))
         answers: list[Any] = [None] * len(requests)
-        for places in groups.values():
+        for places in groups:
             found: list[Any]
             try:
-                found = self._run([requests[i] for i in places])
+                found = self._run([requests[i] for i in places], places, len(requests))
             except PenstockError as e:
                 found = [e] * len(places)
             for i, value in zip(places, found, strict=True):
                 answers[i] = value
         return answers
 
-    def _run(self, requests: list[HandlerRequest]) -> list[Any]:
-        """One call of the handler."""
-        context = self._context
+    def _prepare(self, requests: list[HandlerRequest]) -> list[HandlerRequest]:
+        """In the thread that receives: the batch after its `preprocess`, or as it is where that is not to be."""
+        assert self._steps is not None
+        if any(request.headers.get(name) == "True" for request in requests for name in APART):
+            return requests
+        context = copy.copy(self._context)
+        context.metrics = copy.copy(context.metrics)
+        context.cl_socket = Parts(self.setup.max_response_size)
         self._enter(context, requests)
+        return self._steps.prepare(requests, context)
+
+    def _run(self, requests: list[HandlerRequest], places: list[int], count: int) -> list[Any]:
+        """One call of the handler, for those at `places` of a batch of `count`."""
+        prepared = requests if isinstance(requests, Prepared) else None
+        context = self._context if prepared is None else prepared.context
+        if prepared is None:
+            self._enter(context, requests)
+        parts: Parts = context.cl_socket
+        parts.begin(self._send, places, count)
+        started = time.perf_counter()
         try:
-            started = time.perf_counter()
-            returned = self._handle([request.inputs for request in requests], context)
+            if prepared is not None and self._steps is not None:
+                returned = self._steps.finish(prepared)
+                started -= prepared.seconds
+            else:
+                returned = self._handle([request.inputs for request in requests], context)
+            parts.end()
             answers = batch_answers(returned, context, len(requests), self.setup.max_response_size)
             context.metrics.add_time("PredictionTime", round((time.perf_counter() - started) * 1000, 2))
         except Exception as e:
             return self._failed(e, len(requests))
+        finally:
+            parts.end()
         return answers
 
     def _enter(self, context: Any, requests: list[HandlerRequest]) -> None:
@@ -146,3 +188,11 @@ class HandlerModel:
         if isinstance(error, MemoryError) or "CUDA" in str(error):
             raise OutOfMemory("Out of resources", detail=text) from None
         raise ItemFailed("Prediction failed", detail=text) from None
+
+
+def _groups(requests: list[HandlerRequest]) -> list[list[int]]:
+    """The places of the requests that share a call: those that differ in a header of APART do not."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault(tuple(request.headers.get(name) for name in APART), []).append(i)
+    return list(groups.values())

@@ -50,6 +50,10 @@ class PythonModel:
         self.preprocess: Callable[[Any], Any] | None = None
         self.postprocess: Callable[[Any], Any] | None = None
         self.warmup: Callable[[], Any] | None = None
+        # Of our own models, under names that no user's has. Makes of a batch's items a list that knows more, in the
+        # thread that receives them; and hears where parts of results go that are sent while a call runs.
+        self.prepare: Callable[[list[Any]], list[Any]] | None = None
+        self.send_parts_to: Callable[[Callable[[list[Any]], None]], None] | None = None
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -74,6 +78,8 @@ class PythonModel:
         self.predict = cast(Callable[[list[Any]], Any], predict)
         for hook in ("preprocess", "postprocess", "warmup"):
             setattr(self, hook, getattr(found, hook, None))
+        self.prepare = getattr(found, "__penstock_prepare__", None)
+        self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
 
     def unload(self) -> None:
         """Calls the model's own `unload`, when it has one."""

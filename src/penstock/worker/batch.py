@@ -36,6 +36,26 @@ class Decoded(Struct):
     errors: dict[int, PenstockError] = field(default_factory=dict)  # items that cannot be decoded
 
 
+class Early:
+    """Takes the parts that a model sends while its call for these units still runs."""
+
+    def __init__(self, run: BatchRun, units: list[int]) -> None:
+        self._run = run
+        self._units = units
+        self._left = False  # all who waited have
+        self.alive = set(units)
+        self.sent = False
+
+    def __call__(self, results: list[Any]) -> None:
+        """Sends them; None where there is nothing for a unit."""
+        if self._left:
+            return
+        try:
+            self.sent = self._run.emit_step(self._units, results, self.alive) or self.sent
+        except Cancelled:
+            self._left = True  # the call itself goes on: it may not be one that can be broken off
+
+
 class BatchRun:
     """The state of one batch while it runs."""
 
@@ -70,8 +90,12 @@ class BatchRun:
     def attempt(self, units: list[int]) -> None:
         """Predicts these units; on an error in halves, when that is allowed."""
         error: BaseException
+        early = Early(self, units)
         try:
-            found = self.runner.predict([self.d.values[u] for u in units])
+            if self.runner.model.send_parts_to is not None:
+                self.runner.model.send_parts_to(early)
+            whole = len(units) == len(self.d.values)
+            found = self.runner.predict(self.d.values if whole else [self.d.values[u] for u in units])
             if hasattr(found, "__next__"):
                 self._stream(units, found)
                 return
@@ -89,9 +113,13 @@ class BatchRun:
                 self._fail(units, results)
                 return
             for u, result in zip(units, results, strict=True):
-                self.outcomes[u] = result
+                if u in early.alive:
+                    self.outcomes[u] = result
             return
-        self._failed(units, error)
+        if early.sent:  # what was sent must not be sent again
+            self._fail(units, self.runner.error_of(error))
+        else:
+            self._failed(units, error)
 
     def _failed(self, units: list[int], error: BaseException) -> None:
         memory = out_of_memory(error)
@@ -122,7 +150,7 @@ class BatchRun:
                 if isinstance(results, PenstockError):
                     wrong = results
                     break
-                sent = self._emit_step(units, results, alive) or sent
+                sent = self.emit_step(units, results, alive) or sent
         except ENDS:
             raise
         except BaseException as e:
@@ -137,7 +165,8 @@ class BatchRun:
         for u in alive:
             self.outcomes[u] = _STREAMED if wrong is None else wrong
 
-    def _emit_step(self, units: list[int], results: list[Any], alive: set[int]) -> bool:
+    def emit_step(self, units: list[int], results: list[Any], alive: set[int]) -> bool:
+        """Sends a part of the results of these units; those that fail leave `alive`. False: there was nothing."""
         parts: list[ItemResult | None] = [None] * len(self.d.items)
         position = _positions(self.d.owners)
         sent = False

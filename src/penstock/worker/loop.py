@@ -58,6 +58,9 @@ class BatchRunner:
             decoded.contexts.append(context)
             decoded.values += units
             decoded.owners += [i] * len(units)
+        prepare = self.model.prepare
+        if prepare is not None and decoded.values:
+            decoded.values = prepare(decoded.values)
         return decoded
 
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:

@@ -7,6 +7,7 @@ in any case, and keep the client's spelling.
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 
@@ -91,6 +92,35 @@ class Context:
     def get_response_status(self, idx: int) -> tuple[int, str | None]:
         processor = self.request_processor[idx]
         return processor.get_response_status_code(), processor.get_response_status_phrase()
+
+
+class ThreadsContext(Context):
+    """Stands for one Context in each thread: steps of two batches that run at once have each their own.
+
+    A thread that has none, such as one of the handler's, has the one that was last told.
+    """
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_own", threading.local())
+
+    def become(self, context: Context) -> None:
+        """From now on stands for `context` in this thread."""
+        object.__setattr__(self, "_last", context)
+        object.__getattribute__(self, "_own").context = context
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "become":
+            return object.__getattribute__(self, name)
+        return getattr(_context_of(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_context_of(self), name, value)
+
+
+def _context_of(proxy: ThreadsContext) -> Context:
+    own = object.__getattribute__(proxy, "_own")
+    found: Context = getattr(own, "context", None) or object.__getattribute__(proxy, "_last")
+    return found
 
 
 class RequestProcessor:

@@ -1,0 +1,367 @@
+"""TorchServe's contract with handlers, in a worker process: what they receive, return and raise."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, LoadOutOfMemory, OutOfMemory, WorkerDied
+from penstock.testing.transports import Desk
+from penstock.transports.make import make_transport
+from penstock.types import BatchPart, Item, ItemResult
+from penstock.worker.spec import Wrapped
+
+HEADERS = [(b"X-Foo", b"bar"), (b"explain", b"False")]
+
+SCRIPTED = """
+import json, os, sys
+from ts.utils.util import PredictionException
+
+print("the handler is loaded")
+calls = []
+
+
+def handle(data, context):
+    calls.append(data)
+    if data is None:
+        return None
+    text = data[0].get("do", b"").decode()
+    if text:
+        namespace = {"data": data, "context": context, "raised": raised}
+        exec("def run():\\n    " + text.replace("\\n", "\\n    "), globals() | namespace, namespace)
+        return namespace["run"]()
+    return [describe(row) for row in data]
+
+
+def raised(error):
+    raise error
+
+
+def describe(row):
+    return {name: [type(value).__name__, repr(value)] for name, value in row.items()}
+"""
+
+
+def handler_desk(folder: Path, source: str | dict[str, str], *, handler: str = "my_handler.py", **setup: Any) -> Desk:
+    """A worker process with one handler, whose files are `source`."""
+    files = {"my_handler.py": source} if isinstance(source, str) else source
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    said = {"model_name": "m", "model_dir": str(folder), "handler": handler, "batch_size": 8, **setup}
+
+    def make(spec: Any, pool: Any) -> Any:
+        spec.wants_headers = spec.capture_output = True
+        return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+
+    again = said.get("retry_split", False)
+    target = Wrapped(None, "penstock.models.handler:HandlerModel", {"setup": said})
+    return Desk(make, target, retry_split=again, idempotent=again)
+
+
+@pytest.fixture
+async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+    async with handler_desk(tmp_path, SCRIPTED) as found:
+        await found.up()
+        yield found
+
+
+def request(body: Any = b"", content_type: str = "", codec: str = "torchserve", **more: Any) -> Item:
+    return Item(
+        body, codec, content_type, request_id=more.pop("id", "id-0"), headers=[*HEADERS, *more.pop("headers", [])]
+    )
+
+
+def does(text: str) -> Item:
+    """A request that has the scripted handler run `text`."""
+    return request(msgspec.msgpack.encode({"do": text.encode()}), codec="torchserve_inputs")
+
+
+async def results(desk: Desk, *items: Item) -> list[ItemResult | None]:
+    part = await desk.final(desk.post(list(items)))
+    assert part.error is None, part.error
+    return part.results
+
+
+async def seen(desk: Desk, item: Item) -> Any:
+    """Name to type and value of what the handler received."""
+    (result,) = await results(desk, item)
+    assert result is not None
+    assert result.error is None, result.error
+    return {name: tuple(found) for name, found in json.loads(bytes(result.body)).items()}
+
+
+def multipart(*parts: str) -> bytes:
+    return "".join(f"--B\r\nContent-Disposition: form-data; name={part}\r\n" for part in parts).encode() + b"--B--\r\n"
+
+
+FORM = "multipart/form-data; boundary=B"
+BYTES = "bytearray"
+
+RECEIVED = {
+    "any body": (request(b"\xff", "image/png"), {"body": (BYTES, r"bytearray(b'\xff')")}),
+    "an empty GET": (request(), {"body": (BYTES, "bytearray(b'')")}),
+    "JSON": (request(b'{"a": [1, NaN]}', "application/json; charset=x"), {"body": ("dict", "{'a': [1, nan]}")}),
+    "no JSON": (request(b"{", "application/json"), {"body": (BYTES, "bytearray(b'{')")}),
+    "text": (request("ü".encode(), "text/csv"), {"body": ("str", "'ü'")}),
+    "JSON raw": (request(b"1", "application/json", "torchserve_raw"), {"body": (BYTES, "bytearray(b'1')")}),
+    "curl -d": (request(b'{"a":1}', "application/x-www-form-urlencoded"), {'{"a":1}': (BYTES, "bytearray(b'')")}),
+    "curl -F": (request(multipart("data; filename=x\r\n\r\nhi"), FORM), {"data": (BYTES, "bytearray(b'hi')")}),
+    "the last wins": (request(multipart("a\r\n\r\n1", "a\r\n\r\n2"), FORM), {"a": (BYTES, "bytearray(b'2')")}),
+    "gRPC": (
+        request(msgspec.msgpack.encode({"data": b"[1]"}), codec="torchserve_inputs"),
+        {"data": (BYTES, "bytearray(b'[1]')")},
+    ),
+    "a query": (
+        request(b"x", headers=[(b":query", b"a=1")]),
+        {"a": (BYTES, "bytearray(b'1')"), "body": (BYTES, "bytearray(b'x')")},
+    ),
+}
+
+
+async def test_what_a_handler_receives(desk):
+    for name, (item, expected) in RECEIVED.items():
+        expected = {key: (kind, text.replace("\r\n", "")) for key, (kind, text) in expected.items()}
+        assert await seen(desk, item) == expected, name
+    large = await seen(desk, request(b"x" * 300_000))  # from shared memory, and the handler's own
+    assert large["body"] == (BYTES, repr(bytearray(b"x" * 300_000)))
+
+
+async def test_a_request_that_cannot_be_read_fails_alone(desk):
+    bad, fine = await results(desk, request(b"x", "multipart/form-data"), request(b"1", "application/json"))
+    assert type(bad.error) is BadRequest
+    assert fine.error is None
+
+
+RETURNED = {
+    "[b'raw']": (200, b"raw"),
+    "[bytearray(b'raw')]": (200, b"raw"),
+    "['gr\\u00fcn']": (200, "grün".encode()),
+    "[{'a': 1}]": (200, b'{\n  "a": 1\n}'),
+    "['x' * 200_000]": (200, b"x" * 200_000),
+    "[context.set_response_status(404, 'Gone') or 'no']": (404, b"no"),
+    "'text'": (BadOutput, "Invalid model predict output"),
+    "None": (BadOutput, "Invalid model predict output"),
+    "[]": (BadOutput, "number of batch response mismatched"),
+    "[object()]": (BadOutput, "Unsupported model output data type."),
+    "raised(PredictionException('mine', 429))": (429, None),
+    "raised(PredictionException('mine'))": (500, None),
+    "raised(MemoryError())": (OutOfMemory, "Out of resources"),
+    "raised(KeyError('CUDA'))": (OutOfMemory, "Out of resources"),
+    "raised(KeyError('secret'))": (ItemFailed, "Prediction failed"),
+    "['x' * 7_000_000]": (500, None),
+    "[os.getcwd()]": (200, None),
+    "[context.get_request_header(0, 'x-foo')]": (200, b"bar"),
+    "[sorted(context.get_all_request_header(0))]": (200, json.dumps(["X-Foo", "do", "explain"], indent=2).encode()),
+    "[context.get_request_id()]": (200, b"id-0"),
+    "[os.environ['PYTHONPATH'] == sys.path[0] == context.system_properties['model_dir']]": (200, b"true"),
+}
+
+
+async def test_what_a_handler_may_return(desk, tmp_path):
+    pid = desk.ready.pid
+    for text, (kind, said) in RETURNED.items():
+        (result,) = await results(desk, does(f"return {text}"))
+        if isinstance(kind, int):
+            assert result.error is None, (text, result.error)
+            assert result.status == kind, text
+            assert said is None or bytes(result.body) == said, text
+        else:
+            assert type(result.error) is kind, text
+            assert result.error.message == said, text
+    (result,) = await results(desk, does("return raised(PredictionException('mine', 429))"))
+    expected = {"code": 429, "type": "InternalServerException", "message": "mine"}
+    assert (json.loads(bytes(result.body)), result.content_type) == (expected, "application/json")
+    (result,) = await results(desk, does("return [os.getcwd()]"))
+    assert bytes(result.body).decode() == str(tmp_path.resolve())
+    assert desk.ready.pid == pid, "no answer ends a worker"
+    assert desk.downs == []
+
+
+async def test_what_befalls_a_batch_befalls_all_of_it(desk):
+    found = await results(desk, does("return [1]"), request(), request())
+    assert [r.error.message for r in found] == ["number of batch response mismatched"] * 3
+    found = await results(desk, does("raise PredictionException('mine', 418)"), request())
+    assert [r.status for r in found] == [418, 418]
+
+
+async def test_a_handler_that_dies_takes_its_batch_with_it_and_the_next_one_answers(desk):
+    number = desk.post([does("os._exit(3)"), request()])
+    assert type((await desk.final(number)).error) is WorkerDied
+    await desk.up()
+    (result,) = await results(desk, does("return ['again']"))
+    assert bytes(result.body) == b"again"
+
+
+async def test_with_retry_split_one_bad_request_fails_alone(tmp_path):
+    source = """
+from ts.utils.util import PredictionException
+
+def handle(data, context):
+    if data is None:
+        return
+    if any(row["body"] == "bad" for row in data):
+        raise ValueError
+    if any(row["body"] == "dark" for row in data):
+        raise PredictionException("too dark", 418)
+    return [row["body"] for row in data]
+"""
+    async with handler_desk(tmp_path, source, retry_split=True) as desk:
+        await desk.up()
+        bodies = ["a", "bad", "b", "dark", "c"]
+        found = await results(desk, *(request(body.encode(), "text/plain") for body in bodies))
+        assert [type(r.error) for r in found] == [type(None), ItemFailed, type(None), type(None), type(None)]
+        assert [r.status for r in found] == [200, 200, 200, 418, 200]
+
+
+STREAMING = """
+import os, time
+from ts.handler_utils.utils import send_intermediate_predict_response
+
+def handle(data, context):
+    if data is None:
+        return
+    for step in range(3):
+        send_intermediate_predict_response(
+            [f"{i}.{step} " for i in range(len(data))], context.request_ids, "Intermediate", 200, context
+        )
+        if data[0]["body"] == "wait":
+            while not os.path.exists("go"):
+                time.sleep(0.005)
+        if data[0]["body"] == "fail":
+            raise ValueError
+    return ["end"] * len(data)
+"""
+
+
+def told(parts: list[BatchPart], place: int) -> list[Any]:
+    found = [part.results[place] for part in parts]
+    return [bytes(r.body).decode() if r.error is None else type(r.error) for r in found if r is not None]
+
+
+async def test_parts_leave_while_the_handler_still_runs(tmp_path):
+    async with handler_desk(tmp_path, STREAMING) as desk:
+        await desk.up()
+        number = desk.post([request(b"wait", "text/plain"), request(id="id-1")])
+        await desk.until(lambda: desk.parts[number])
+        assert not desk.parts[number][-1].final
+        (tmp_path / "go").touch()
+        await desk.final(number)
+        parts = desk.parts[number]
+        assert told(parts, 0) == ["0.0 ", "0.1 ", "0.2 ", "end"]
+        assert told(parts, 1) == ["1.0 ", "1.1 ", "1.2 ", "end"]
+        first, last = parts[0].results[0], parts[-1].results[0]
+        assert (first.headers, first.final) == ([("ts_stream_next", "true")], False)
+        assert (last.headers, last.final) == ([("ts_stream_next", "false")], True)
+
+
+async def test_a_handler_that_fails_after_a_part_is_not_run_again(tmp_path):
+    async with handler_desk(tmp_path, STREAMING, retry_split=True) as desk:
+        await desk.up()
+        number = desk.post([request(b"fail", "text/plain"), request()])
+        await desk.final(number)
+        assert told(desk.parts[number], 1) == ["1.0 ", ItemFailed]
+
+
+async def test_a_handler_whose_readers_have_all_left_runs_to_its_end(tmp_path):
+    async with handler_desk(tmp_path, STREAMING) as desk:
+        await desk.up()
+        number = desk.post([request(b"wait", "text/plain")])
+        await desk.until(lambda: desk.parts[number])
+        desk.transport.abandon(0, number)
+        (tmp_path / "go").touch()
+        await desk.final(number)
+        assert told(desk.parts[number], 0)[-1] == "end"
+        assert (await results(desk, request()))[0].error is None
+
+
+OVERLAPPED = """
+import os, time
+from ts.torch_handler.base_handler import BaseHandler
+
+class Handler(BaseHandler):
+    def initialize(self, context):
+        self.context = context
+
+    def preprocess(self, data):
+        bodies = [row["body"] for row in data]
+        assert self.context.get_request_id() == bodies[0].split("-")[0]
+        if bodies[0].endswith("-bad"):
+            raise ValueError
+        open("preprocessed-" + bodies[0], "w").close()
+        return bodies
+
+    def inference(self, data):
+        if data[0].endswith("-waits"):
+            while not os.path.exists("preprocessed-2"):
+                time.sleep(0.005)
+        return data
+
+    def postprocess(self, data):
+        self.context.set_response_header(0, "X-Id", self.context.get_request_id())
+        return [row + str(self.context.request_ids) for row in data]
+
+    def describe_handle(self):
+        return "about"
+"""
+
+
+async def test_with_overlap_the_next_batch_is_preprocessed_meanwhile(tmp_path):
+    async with handler_desk(tmp_path, OVERLAPPED, overlap=True) as desk:
+        await desk.up()
+        first = desk.post([request(b"1-waits", "text/plain", id="1")])
+        second = desk.post([request(b"2", "text/plain", id="2")])
+        assert (await desk.final(first)).results[0].body == b"1-waits{0: '1'}"
+        (answer,) = (await desk.final(second)).results
+        assert (answer.body, answer.headers) == (b"2{0: '2'}", [("X-Id", "2")])
+        bad, fine = (
+            desk.post([request(b"3-bad", "text/plain", id="3")]),
+            desk.post([request(b"4", "text/plain", id="4")]),
+        )
+        assert type((await desk.final(bad)).results[0].error) is ItemFailed
+        assert (await desk.final(fine)).results[0].error is None
+        (described,) = await results(desk, request(headers=[(b"describe", b"True")]))
+        assert described.body == b"about"
+
+
+async def test_a_handler_that_cannot_be_overlapped_runs_as_ever(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "penstock.model")
+    async with handler_desk(tmp_path, SCRIPTED, overlap=True) as desk:
+        await desk.up()
+        assert (await results(desk, does("return ['fine']")))[0].body == b"fine"
+    assert any("handler_not_overlapped" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "says"),
+    [
+        ("def handle(:", LoadFailed, "SyntaxError"),
+        ("import not_there_at_all", LoadFailed, "not_there_at_all"),
+        ("class A: pass\nclass B: pass", LoadFailed, "exactly one class"),
+        ("raise SystemExit(3)", LoadFailed, "sys.exit"),
+        ("import os\nos._exit(3)", LoadFailed, "exited with code 3"),
+        ("def handle(data, context): raise MemoryError", LoadOutOfMemory, "out of memory"),
+    ],
+)
+async def test_a_handler_that_does_not_load_is_tried_again_later_and_later(tmp_path, source, kind, says):
+    async with handler_desk(tmp_path, source) as desk:
+        await desk.until(lambda: len(desk.downs) == 2)
+        assert [type(error) for error, _ in desk.downs] == [kind] * 2
+        assert says in desk.downs[0][0].message
+        waits = [retry_in_s for _, retry_in_s in desk.downs]
+        assert waits[1] == 2 * waits[0]
+
+
+async def test_what_a_handler_prints_and_logs_and_its_tracebacks_are_lines_of_the_log(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "penstock.model")
+    async with handler_desk(tmp_path, SCRIPTED + "\nimport logging\nlogging.getLogger('x').info('said')\n") as desk:
+        await desk.up()
+        await results(desk, does("raise ValueError('the cause')"))
+    lines = [r.getMessage() for r in caplog.records if r.name == "penstock.model"]
+    assert lines[:2] == ["the handler is loaded", "said"]
+    assert lines.count("ValueError: the cause") == 1
