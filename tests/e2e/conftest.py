@@ -164,8 +164,11 @@ class TorchServeFolder:
         found = re.findall(rf"{api} API bind to: (\S+)", self.said())[-1]
         return found.replace("0.0.0.0", "127.0.0.1")
 
-    def fetch(self, url: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-        request = urllib.request.Request(url, body, {k.replace("_", "-"): v for k, v in headers.items()})
+    def fetch(
+        self, url: str, body: bytes | None = None, method: str | None = None, **headers: str
+    ) -> tuple[int, bytes]:
+        found = {k.replace("_", "-"): v for k, v in headers.items()}
+        request = urllib.request.Request(url, body, found, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, response.read()

@@ -1,0 +1,209 @@
+"""TorchServe's management API on the real program: what its users' scripts do, and what they do wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG = """
+inference_address=http://127.0.0.1:0
+management_address=http://127.0.0.1:0
+metrics_address=http://127.0.0.1:0
+grpc_inference_port=0
+grpc_management_port=0
+model_store=store
+default_workers_per_model=1
+allowed_urls=https://models\\\\.example\\\\.com/.*
+"""
+HANDLER = """
+import time
+def handle(data, context):
+    if data is not None:
+        time.sleep(float(bytes(data[0]["body"]) or 0))
+        return [context.manifest["model"]["modelVersion"]] * len(data)
+"""
+
+
+class Api:
+    """The management and inference APIs of a server, asked as scripts do."""
+
+    def __init__(self, torchserve: Any, key: str = "") -> None:
+        self._torchserve = torchserve
+        self.key = key
+
+    def ask(self, method: str, path: str, body: bytes | None = None, api: str = "Management") -> tuple[int, Any]:
+        headers = {"Content_Type": "application/octet-stream"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        status, text = self._torchserve.fetch(self._torchserve.url(api) + path, body, method=method, **headers)
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            return status, text.decode()
+
+    def predict(self, path: str, body: bytes = b"") -> tuple[int, Any]:
+        return self.ask("POST", f"/predictions/{path}", body, api="Inference")
+
+    def status(self, method: str, path: str) -> tuple[int, str]:
+        """The status, and the text that tells what was done, or why not."""
+        code, told = self.ask(method, path)
+        return code, told.get("status") or told.get("message")
+
+
+def archive(folder: Path, name: str, version: str) -> None:
+    (folder / "store").mkdir(exist_ok=True)
+    model = {"modelName": name, "modelVersion": version, "handler": "service.py"}
+    with zipfile.ZipFile(folder / "store" / f"{name}-{version}.mar", "w") as mar:
+        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+        mar.writestr("service.py", HANDLER)
+
+
+@pytest.fixture
+def api(torchserve: Any) -> Api:
+    """A server without tokens, whose store has m 1.0, which it serves, and m 2.0."""
+    for version in ("1.0", "2.0"):
+        archive(torchserve.folder, "m", version)
+    (torchserve.folder / "config.properties").write_text(CONFIG)
+    torchserve.start("--models", "m-1.0.mar", "--disable-token-auth", "--enable-model-api")
+    return Api(torchserve)
+
+
+def test_a_model_is_registered_scaled_preferred_and_removed(api: Api) -> None:
+    assert api.predict("m") == (200, 1.0)
+    path = "/models?url=m-2.0.mar&initial_workers=2"
+    assert api.status("POST", path) == (200, 'Model "m" Version: 2.0 registered with 2 initial workers')
+    assert api.status("POST", path) == (409, "Model version 2.0 is already registered for model m")
+    assert (api.predict("m"), api.predict("m/2.0")) == ((200, 1.0), (200, 2.0))
+    assert api.status("PUT", "/models/m/2.0?min_worker=1&synchronous=true") == (
+        200,
+        "Workers scaled to 1 for model: m, version: 2.0",
+    )
+    assert api.status("DELETE", "/models/m/1.0") == (403, "Cannot remove default version for model m")
+    assert api.status("PUT", "/models/m/2.0/set-default") == (
+        200,
+        'Default version successfully updated for model "m" to "2.0"',
+    )
+    assert api.predict("m") == (200, 2.0)
+    assert api.status("PUT", "/models/m/9.9/set-default") == (404, "Model version: 9.9 does not exist for model: m")
+    code, found = api.ask("GET", "/models/m/all")
+    assert code == 200
+    assert [(d["modelVersion"], len(d["workers"]), d["loadedAtStartup"]) for d in found] == [
+        ("1.0", 1, True),
+        ("2.0", 1, False),
+    ]
+    assert api.status("DELETE", "/models/m/1.0") == (200, 'Model "m" unregistered')
+    assert api.status("DELETE", "/models/m") == (200, 'Model "m" unregistered')
+    assert api.ask("GET", "/models") == (200, {"models": []})
+    assert api.predict("m") == (
+        404,
+        {"code": 404, "type": "ModelNotFoundException", "message": "Model not found: m"},
+    )
+
+
+REFUSED = [
+    ("PUT", "/models/m?min_worker=-1", 400),
+    ("PUT", "/models/m?min_worker=NaN", 400),
+    ("PUT", "/models/m?min_worker=1000000", 400),
+    ("PUT", "/models/m?min_worker=2&max_worker=1", 400),
+    ("PUT", "/models/x?min_worker=1", 404),
+    ("POST", "/models?url=m-2.0.mar&initial_workers=1000000", 400),
+    ("POST", "/models", 400),
+    ("POST", "/models?url=none.mar", 404),
+    ("POST", "/models?url=http://127.0.0.1:9/m.mar", 404),
+    ("POST", "/models?url=/etc", 404),
+    ("POST", "/models?url=../m.mar", 404),
+    ("DELETE", "/models/x", 404),
+    ("GET", "/models/x", 404),
+]
+
+
+def test_what_cannot_be_done_is_told_and_changes_nothing(api: Api) -> None:
+    before = api.ask("GET", "/models/m")[1][0]["workers"][0]["pid"]
+    for method, path, code in REFUSED:
+        found, told = api.ask(method, path)
+        assert (found, told["code"]) == (code, code), (method, path, told)
+    assert [w["pid"] for w in api.ask("GET", "/models/m")[1][0]["workers"]] == [before]
+    assert api.ask("GET", "/models")[1]["models"] == [{"modelName": "m", "modelUrl": "m-1.0.mar"}]
+    assert api.predict("m") == (200, 1.0)
+
+
+def test_scaled_to_none_it_says_so_until_it_has_workers_again(api: Api) -> None:
+    assert api.status("PUT", "/models/m?min_worker=0&synchronous=true") == (200, "Workers scaled to 0 for model: m")
+    code, told = api.predict("m")
+    assert (code, told["type"]) == (503, "ServiceUnavailableException")
+    assert told["message"].startswith('Model "m" has no worker to serve inference request.')
+    assert api.status("PUT", "/models/m?min_worker=1") == (202, "Processing worker updates...")
+    end = time.monotonic() + 20
+    while api.predict("m")[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_ping_tells_of_a_dead_worker_within_a_second(torchserve: Any, api: Api) -> None:
+    def ping_becomes(wanted: int, seconds: float) -> Any:
+        end = time.monotonic() + seconds
+        while (found := api.ask("GET", "/ping", api="Inference"))[0] != wanted:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        return found[1]
+
+    assert ping_becomes(200, 1.0) == {"status": "Healthy"}
+    (file,) = torchserve.folder.rglob("service.py")
+    file.write_text("raise RuntimeError('not now')")
+    (worker,) = api.ask("GET", "/models/m")[1][0]["workers"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    assert ping_becomes(500, 1.0) == {"status": "Unhealthy"}
+    file.write_text(HANDLER)
+    assert ping_becomes(200, 30.0) == {"status": "Healthy"}
+    assert api.predict("m") == (200, 1.0)
+
+
+def test_what_was_accepted_is_answered_when_a_model_is_removed(api: Api) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        requests = [pool.submit(api.predict, "m", b"0.3") for _ in range(4)]
+        time.sleep(0.15)
+        assert api.status("DELETE", "/models/m") == (200, 'Model "m" unregistered')
+        assert [request.result() for request in requests] == [(200, 1.0)] * 4
+
+
+def test_a_server_starts_again_with_the_models_that_it_had(torchserve: Any, api: Api) -> None:
+    api.status("POST", "/models?url=m-2.0.mar&initial_workers=2&batch_size=3")
+    api.status("PUT", "/models/m/2.0/set-default")
+    torchserve.run("torchserve", "--stop")
+    kinds = [file.name.partition("-")[2] for file in sorted((torchserve.folder / "logs" / "config").iterdir())]
+    assert kinds == ["startup.cfg", "snapshot.cfg", "snapshot.cfg", "shutdown.cfg"]
+    torchserve.start()
+    assert (api.predict("m"), api.predict("m/1.0")) == ((200, 2.0), (200, 1.0))
+    (found,) = api.ask("GET", "/models/m")[1]
+    assert (found["batchSize"], found["minWorkers"], len(found["workers"])) == (3, 2, 2)
+    torchserve.run("torchserve", "--stop")
+
+
+def test_with_tokens_each_key_opens_its_own_api_and_new_ones_are_made(torchserve: Any) -> None:
+    archive(torchserve.folder, "m", "1.0")
+    (torchserve.folder / "config.properties").write_text(CONFIG)
+    torchserve.start("--models", "m-1.0.mar")
+    file = torchserve.folder / "key_file.json"
+
+    def keys() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    management, inference = Api(torchserve, keys()["management"]["key"]), Api(torchserve, keys()["inference"]["key"])
+    assert management.ask("GET", "/models")[0] == 200
+    assert inference.predict("m") == (200, 1.0)
+    code, told = inference.ask("GET", "/models")
+    assert (code, told["type"]) == (400, "InvalidKeyException")
+    assert management.predict("m")[0] == 400
+    assert management.ask("POST", "/models?url=m-1.0.mar")[0] == 405  # the API that changes models is off
+    assert Api(torchserve, keys()["API"]["key"]).ask("GET", "/token?type=inference") == (200, "\n")
+    assert inference.predict("m")[0] == 400
+    assert Api(torchserve, keys()["inference"]["key"]).predict("m") == (200, 1.0)
