@@ -111,6 +111,10 @@ def test_only_modules_that_are_of_no_use_without_torch_load_it():
     assert not loaded_by(light) & {"torch", "PIL", "yaml", "transformers"}
 
 
+def test_a_handler_that_loads_no_model_by_its_base_needs_no_numpy():
+    assert "numpy" not in loaded_by({n: SURFACE[n] for n in ("context", "torch_handler.base_handler")})
+
+
 def test_a_name_that_is_not_there_is_an_import_error():
     with pytest.raises(AssertionError, match=r"No module named 'ts\.nothing'"):
         loaded_by({"nothing": []})

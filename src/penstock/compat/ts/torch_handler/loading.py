@@ -1,4 +1,7 @@
-"""Where a handler's model runs, and how it is loaded, compiled and called."""
+"""Where a handler's model runs, and how it is loaded, compiled and called.
+
+What loads models is imported where it is used: it brings NumPy, and many a handler loads none by it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,11 @@ import importlib
 import logging
 import os
 import sys
-import zipfile
 from importlib.util import find_spec
 from typing import Any
 
 from penstock.compat.ts.utils.util import check_valid_pt2_backend, list_classes_from_module
 from penstock.errors import describe
-from penstock.models import onnx as onnx_files
-from penstock.models import torch as torch_files
 
 log = logging.getLogger("penstock.model")
 
@@ -51,6 +51,8 @@ def eager(model_dir: str, model_file: str, weights: str | None, device: Any, tru
 
     Raises RuntimeError, ValueError, LoadFailed.
     """
+    from penstock.models import torch as torch_files
+
     if not os.path.isfile(os.path.join(model_dir, model_file)):
         raise RuntimeError("Missing the model.py file")
     if model_dir not in sys.path:
@@ -60,11 +62,14 @@ def eager(model_dir: str, model_file: str, weights: str | None, device: Any, tru
         raise ValueError(f"Expected only one class as model definition. {classes}")
     if not weights:
         return classes[0]()
-    return torch_files.load_weights(classes[0], weights, str(device), trust=trust)
+    place = "cpu" if str(device).startswith("xla") else str(device)  # files cannot be read right onto XLA's devices
+    return torch_files.load_weights(classes[0], weights, place, trust=trust)
 
 
 def script(path: str, device: Any) -> Any:
     """The TorchScript module in a file. Raises LoadFailed."""
+    from penstock.models import torch as torch_files
+
     return torch_files.load_script(path, str(device))
 
 
@@ -73,7 +78,11 @@ def compiled_ahead(path: str, device: Any) -> Any:
 
     Raises LoadFailed, RuntimeError.
     """
+    import zipfile
+
     import torch
+
+    from penstock.models import torch as torch_files
 
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the loaders take none
@@ -90,6 +99,8 @@ def setup_ort_session(model_pt_path: Any, map_location: str | None, device: Any 
     """ONNX Runtime's session of a model, on the GPU if the handler is and ONNX Runtime can. Raises LoadFailed."""
     import torch
 
+    from penstock.models import onnx as onnx_files
+
     place = "cpu"
     if map_location == "cuda":
         if onnx_files.CUDA in onnx_files.import_onnxruntime().get_available_providers():
@@ -103,6 +114,8 @@ def optimised(model: Any, device: Any, config: dict[str, Any]) -> Any:
     """The model as `precision`, `optimize` and `pt2` of model-config.yaml ask; not compiled if that fails at once."""
     precision, optimize = config.get("precision", "fp32"), config.get("optimize", "none")
     if (precision, optimize) != ("fp32", "none"):
+        from penstock.models import torch as torch_files
+
         model = torch_files.prepare(model, str(device), precision=precision, optimize=optimize)
     options = compile_options(config.get("pt2"))
     if options is None:
@@ -143,7 +156,11 @@ def to_device(data: Any, device: Any, config: dict[str, Any]) -> Any:
     """A tensor where the model is; one of floats also in the `precision` of model-config.yaml."""
     data = data.to(device)
     precision = config.get("precision", "fp32")
-    return data.to(torch_files.dtype_of(precision)) if precision != "fp32" and data.is_floating_point() else data
+    if precision == "fp32" or not data.is_floating_point():
+        return data
+    from penstock.models import torch as torch_files
+
+    return data.to(torch_files.dtype_of(precision))
 
 
 def call(model: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
