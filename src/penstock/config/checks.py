@@ -19,7 +19,7 @@ log = logging.getLogger("penstock.config")
 
 LISTENERS = ("inference", "management", "metrics")
 ROUTES: Final = ("scale", "default", "traffic")  # behind the name of a model: no version can be named so
-_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9._-]*(:[0-9]{1,4})?")
 
 
@@ -84,8 +84,8 @@ def check_model(model: ModelConfig, where: str = "") -> None:
     """Raises ConfigError for a version, a device or a number of instances that cannot be. `where` precedes the key."""
     if not _VERSION.fullmatch(model.version) or model.version in ROUTES:
         raise ConfigError(
-            f"{where}version: {model.version[:100]!r} cannot be one; expected letters, digits, '.', '_' and '-', 128 at"
-            f" most, beginning with a letter or digit, and not {', '.join(ROUTES)}"
+            f"{where}version: {model.version[:100]!r} cannot be one; expected letters, digits, '.', '_', '+' and '-',"
+            f" 128 at most, beginning with a letter or digit, and not {', '.join(ROUTES)}"
         )
     specs_of(model.inputs, where)
     for device in model.devices:
