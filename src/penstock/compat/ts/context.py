@@ -51,6 +51,15 @@ class Context:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @property
+    def _request_processor(self) -> Any:
+        """`request_processor`, by the name that some handlers know it by."""
+        return self.request_processor
+
+    @_request_processor.setter
+    def _request_processor(self, processors: Any) -> None:
+        self.request_processor = processors
+
     # ---- of a request; `idx` is its place in the batch
 
     def get_request_id(self, idx: int = 0) -> str | None:
