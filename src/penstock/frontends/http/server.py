@@ -9,7 +9,6 @@ import os
 import ssl
 from collections.abc import Coroutine
 from email.utils import formatdate
-from functools import partial
 from typing import Any, Final
 
 from penstock.config.schema import LimitsConfig
@@ -72,8 +71,7 @@ class HttpServer:
                 "ssl_shutdown_timeout": TLS_SHUTDOWN_S,
             }
         refusal = self.dialect.no_tls() if ssl is not None else b""
-        self._gate = partial(Gate, self, self._tls, refusal) if refusal else None
-        self._gates: set[Gate] = set()
+        self._gate = Gate(self, self._tls, refusal) if refusal else None
         self._path: str | None = None
         self._connections: set[Connection] = set()
         self._stalled: dict[Connection, None] = {}  # wait for memory for a large body, first come first served
@@ -90,16 +88,16 @@ class HttpServer:
         """The address really bound. Raises ConfigError naming `key` when it cannot be."""
         self._begin()
         try:
-            self._listener = await self._loop.create_server(
-                self.connection if self._gate is None else self._gate,
-                host,
-                port,
-                backlog=BACKLOG,
-                **({} if self._gate is not None else self._tls),
-            )
+            if self._gate is not None:
+                await self._gate.open(host, port, BACKLOG)
+                bound = self._gate.sockets[0].getsockname()
+            else:
+                self._listener = await self._loop.create_server(
+                    self.connection, host, port, backlog=BACKLOG, **self._tls
+                )
+                bound = self._listener.sockets[0].getsockname()
         except (OSError, UnicodeError) as exc:
             raise bind_error(host, port, exc, key) from None
-        bound = self._listener.sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
 
     async def start_unix(self, path: str, key: str = "the address") -> None:
@@ -125,8 +123,8 @@ class HttpServer:
         if self._path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-        for gate in list(self._gates):
-            gate.drop()
+        if self._gate is not None:
+            await self._gate.close()
         for connection in list(self._connections):
             connection.close_soon()
         if self._connections:
@@ -161,17 +159,11 @@ class HttpServer:
         """A protocol for a new connection."""
         return Connection(self)
 
-    def enter(self, gate: Gate) -> bool:
-        """Counts a connection of which it is not known yet what it speaks; False when there is no room for it."""
-        if self.closing or len(self._connections) + len(self._gates) >= self.config.max_connections:
-            self.refused += 1
-            return False
-        self._gates.add(gate)
-        return True
-
-    def leave(self, gate: Gate) -> None:
-        """It speaks TLS now, or is gone."""
-        self._gates.discard(gate)
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another connection."""
+        waiting = self._gate.waiting if self._gate is not None else 0
+        return self.closing or len(self._connections) + waiting >= self.config.max_connections
 
     def add(self, connection: Connection) -> bool:
         """Counts a connection; False when there is no room for it."""
