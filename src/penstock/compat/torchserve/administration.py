@@ -52,6 +52,7 @@ class Administrator:
         self._most_workers = most_workers
         self._tokens = tokens
         self._snapshots = snapshots
+        self._started = False
         self._stopping = False
         self.opening = 0  # archives of the start that are not opened yet: not healthy
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -123,13 +124,16 @@ class Administrator:
         self.snapshot("snapshot")
         return Done(f'Default version successfully updated for model "{model}" to "{version}"')
 
-    def make_default(self, version: Version) -> None:
-        """At the start: requests that name no version go to this one."""
+    def prefer(self, version: Version, weights: Mapping[str, float]) -> None:
+        """At the start: requests that name no version go to this one, or are shared out."""
         self._models.set_default(version.name, version.version)
+        if weights:
+            self._models.set_traffic(version.name, weights)
 
     async def set_traffic(self, model: str, weights: Mapping[str, float]) -> Done:
         self._check_open()
         self._models.set_traffic(model, weights)
+        self.snapshot("snapshot")
         return Done(f'Traffic successfully updated for model "{model}"')
 
     async def unregister(self, model: str, version: str | None) -> Done:
@@ -255,12 +259,15 @@ class Administrator:
     # ---- the end
 
     def snapshot(self, kind: Kind) -> None:
-        """Writes one, unless there are to be none, or the server is stopping."""
-        if self._snapshots is None or self._stopping:
+        """Writes one, unless there are to be none, or the server is stopping. One that ends before it has started
+        leaves none: nothing was served that could be restored."""
+        self._started = self._started or kind != "shutdown"
+        if self._snapshots is None or self._stopping or not self._started:
             return
         models: dict[str, dict[str, Any]] = {}
         for version in self._models:
-            state = state_of(version, default=self._models.is_default(version))
+            default, weight = self._models.is_default(version), self._models.weight(version)
+            state = state_of(version, default=default, weight=weight)
             models.setdefault(version.name, {})[version.version] = state
         self._snapshots.write(kind, models)
 
