@@ -30,7 +30,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     properties: Properties
     file: str | None = None
     snapshots: bool = True
-    log_config: str | None = None
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
@@ -126,7 +125,6 @@ def settings_of(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
         properties=properties,
         file=file,
         snapshots=not args.no_config_snapshots,
-        log_config=args.log_config,
     )
 
 
