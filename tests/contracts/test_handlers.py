@@ -48,12 +48,10 @@ def describe(row):
 """
 
 
-def handler_desk(folder: Path, source: str | dict[str, str], *, handler: str = "my_handler.py", **setup: Any) -> Desk:
-    """A worker process with one handler, whose files are `source`."""
-    files = {"my_handler.py": source} if isinstance(source, str) else source
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    said = {"model_name": "m", "model_dir": str(folder), "handler": handler, "batch_size": 8, **setup}
+def handler_desk(folder: Path, source: str, *, run_timeout_s: float = 60.0, **setup: Any) -> Desk:
+    """A worker process with one handler."""
+    (folder / "my_handler.py").write_text(source)
+    said = {"model_name": "m", "model_dir": str(folder), "handler": "my_handler.py", "batch_size": 8, **setup}
 
     def make(spec: Any, pool: Any) -> Any:
         spec.wants_headers = spec.capture_output = True
@@ -61,7 +59,7 @@ def handler_desk(folder: Path, source: str | dict[str, str], *, handler: str = "
 
     again = said.get("retry_split", False)
     target = Wrapped(None, "penstock.models.handler:HandlerModel", {"setup": said})
-    return Desk(make, target, retry_split=again, idempotent=again)
+    return Desk(make, target, retry_split=again, idempotent=again, run_timeout_s=run_timeout_s)
 
 
 @pytest.fixture
@@ -196,6 +194,17 @@ async def test_a_handler_that_dies_takes_its_batch_with_it_and_the_next_one_answ
     await desk.up()
     (result,) = await results(desk, does("return ['again']"))
     assert bytes(result.body) == b"again"
+
+
+async def test_a_handler_that_hangs_is_given_up_and_the_next_one_answers(tmp_path):
+    async with handler_desk(tmp_path, SCRIPTED, run_timeout_s=0.2) as desk:
+        await desk.up()
+        number = desk.post([does("import time\ntime.sleep(60)")])
+        error = (await desk.final(number)).error
+        assert type(error) is WorkerDied
+        assert "run_timeout_s=0.2" in error.message
+        await desk.up()
+        assert (await results(desk, does("return ['again']")))[0].body == b"again"
 
 
 async def test_with_retry_split_one_bad_request_fails_alone(tmp_path):

@@ -150,7 +150,7 @@ class HandlerModel:
         if prepared is None:
             self._enter(context, requests)
         parts: Parts = context.cl_socket
-        parts.begin(self._send, places, count)
+        parts.begin(self._send, [request.id for request in requests], places, count)
         started = time.perf_counter()
         try:
             if prepared is not None and self._steps is not None:

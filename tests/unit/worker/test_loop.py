@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.errors import BadOutput, BadRequest, ItemFailed, OutOfMemory, PenstockError
+from penstock.errors import BadOutput, BadRequest, Cancelled, ItemFailed, OutOfMemory, PenstockError
 from penstock.models.python import PythonModel
 from penstock.types import Item, ItemResult, ModelMetadata
 from penstock.worker.loop import BatchRunner
@@ -389,3 +389,105 @@ def test_nothing_of_a_batch_is_kept_after_it():
     made.run(1, made.decode([Item(payload)]), lambda part: None)
     del payload
     assert alive() is None
+
+
+class Telling:
+    """Sends parts of results while a call runs: those in the items' lists; the last of each is its result."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[list]] = []
+
+    def __penstock_send_parts_to__(self, send) -> None:
+        self.send = send
+
+    def predict(self, items):
+        self.calls.append(items)
+        for step in range(max(map(len, items)) - 1):
+            self.send([item[step] if step < len(item) - 1 else None for item in items])
+        if "raise" in [item[-1] for item in items]:
+            raise ValueError
+        return [item[-1] for item in items]
+
+
+def test_parts_that_a_model_sends_leave_before_its_call_ends():
+    parts = run(Telling(), [["a", "b"], ["c"]])
+    assert [values(p) for p in parts] == [["a", None], ["b", "c"]]
+    assert parts[0].results[0].final is False
+
+
+def test_a_part_that_cannot_be_sent_ends_its_item_alone():
+    items = [Item([1, "b"]), Item(["c", "d", "e"])]
+    parts = run(Telling(), items)
+    assert [values(p) for p in parts] == [[1, "c"], [None, "d"], ["b", "e"]]
+    refusing = [Item(b"x", "upper"), Item(b"y", "upper")]
+
+    class Refused(Telling):
+        def predict(self, items):
+            self.send(["cannot", "part"])
+            self.send(["more", "part"])
+            return ["end", "end"]
+
+    parts = run(Refused(), refusing)
+    assert values(parts[0]) == [None, b"PART"]
+    assert values(parts[1]) == [None, b"PART"]
+    assert kinds(parts[2]) == [BadOutput, bytes]
+
+
+def test_what_sent_a_part_is_not_run_again_in_halves():
+    model = Telling()
+    parts = run(model, [["a", "raise"], ["b", "c"]])
+    assert kinds(parts[-1]) == [ItemFailed, ItemFailed]
+    assert len(model.calls) == 1
+    model = Telling()
+    assert kinds(run(model, [["raise"], ["c"]])[-1]) == [ItemFailed, str]
+    assert len(model.calls) == 3
+
+
+def test_a_call_goes_on_when_nobody_waits_for_its_parts_any_more():
+    model = Telling()
+    made = runner(model)
+    found = []
+
+    def emit(part):
+        if not part.final:
+            raise Cancelled("all have left")
+        found.append(part)
+
+    made.run(7, made.decode([Item(["a", "b", "c"])]), emit)
+    assert [values(p) for p in found] == [["c"]]
+
+
+class Preparing:
+    """Knows more of a batch as a whole than its items."""
+
+    class Batch(list):
+        total = 0
+
+    def __penstock_prepare__(self, items):
+        batch = self.Batch(items)
+        batch.total = sum(items)
+        return batch
+
+    def predict(self, items):
+        if -1 in items and len(items) > 1:
+            raise ValueError
+        return [getattr(items, "total", "alone")] * len(items)
+
+
+def test_a_batch_is_prepared_when_it_is_decoded():
+    assert values(run(Preparing(), [1, 2])[-1]) == [3, 3]
+    assert values(run(Preparing(), [1, -1])[-1]) == ["alone", "alone"], "halves are plain"
+    assert values(run(Preparing(), [])[-1]) == []
+
+
+def test_a_users_own_names_are_no_hooks():
+    class Own:
+        def prepare(self, items):
+            raise AssertionError
+
+        send_parts_to = prepare
+
+        def predict(self, items):
+            return items
+
+    assert values(run(Own(), [1])[-1]) == [1]
