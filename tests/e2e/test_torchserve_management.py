@@ -168,8 +168,10 @@ def test_ping_tells_of_a_dead_worker_within_a_second(torchserve: Any, api: Api) 
 
 def test_what_was_accepted_is_answered_when_a_model_is_removed(api: Api) -> None:
     with ThreadPoolExecutor(4) as pool:
-        requests = [pool.submit(api.predict, "m", b"0.3") for _ in range(4)]
-        time.sleep(0.15)
+        requests = [pool.submit(api.predict, "m", b"0.5") for _ in range(4)]
+        while api.ask("GET", "/models/m")[1][0]["jobQueueStatus"]["pendingRequests"] < 2:
+            assert not any(request.done() for request in requests)
+        time.sleep(0.1)  # the last one may be on its way
         assert api.status("DELETE", "/models/m") == (200, 'Model "m" unregistered')
         assert [request.result() for request in requests] == [(200, 1.0)] * 4
 

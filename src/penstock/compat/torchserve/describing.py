@@ -152,7 +152,7 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-def state_of(version: Version, *, default: bool) -> dict[str, Any]:
+def state_of(version: Version, *, default: bool, weight: float | None) -> dict[str, Any]:
     """What a snapshot keeps of a version, from which it can be started again."""
     plan, s = version.plan, version.plan.settings
     state: dict[str, Any] = {
@@ -166,6 +166,8 @@ def state_of(version: Version, *, default: bool) -> dict[str, Any]:
         "startupTimeout": s.startup_timeout,
         "runtimeType": plan.runtime,
     }
+    if weight is not None:
+        state["traffic"] = weight
     if plan.setup["handler"] != version.files.archive.manifest.handler:
         state["handler"] = plan.setup["handler"]
     if plan.url != plan.mar_name and not plan.url.startswith(("http://", "https://")):  # those are in the store now

@@ -6,6 +6,7 @@ Lookups raise ApiError with TorchServe's texts; they happen once a request.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping
 
 from msgspec import Struct, field
@@ -125,6 +126,10 @@ class Models:
         """Requests that name no version are shared out by these weights, at least one of them above 0."""
         for version in (None, *weights):
             self.find(name, version)
+        if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
+            raise ApiError(
+                "BadRequestException", f"weights: found {weights}, expected numbers from 0, at least one of them above"
+            )
         model = self._models[name]
         model.split = TrafficSplit(weights, model.versions)
 
@@ -165,6 +170,11 @@ class Models:
     def is_default(self, version: Version) -> bool:
         """True if requests that name no version go to it, but for a split."""
         return self._models[version.name].default is version
+
+    def weight(self, version: Version) -> float | None:
+        """Its weight among the requests that name no version; None if they are not shared out."""
+        split = self._models[version.name].split
+        return None if split is None else split.weights.get(version.version)
 
     def __iter__(self) -> Iterator[Version]:
         return iter([version for model in self._models.values() for version in model.versions.values()])

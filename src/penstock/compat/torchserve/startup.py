@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ class _Wanted(Struct, frozen=True):
     registration: Registration
     said: Mapping[str, Any]
     default: bool = False
+    weight: float | None = None  # of its traffic
 
 
 async def load_startup(served: Served) -> int:
@@ -102,11 +104,16 @@ async def load_startup(served: Served) -> int:
     served.administrator.opening = len(wanted)
     found = await asyncio.gather(*(served.administrator.change(_load(served, each)) for each in wanted))
     defaults: dict[str, Version] = {}
+    weights: dict[str, dict[str, float]] = {}
     for each, version in zip(wanted, found, strict=True):
-        if version is not None and not version.gone and (each.default or version.name not in defaults):
+        if version is None or version.gone:
+            continue
+        if each.default or version.name not in defaults:
             defaults[version.name] = version
+        if each.weight:
+            weights.setdefault(version.name, {})[version.version] = each.weight
     for version in defaults.values():
-        served.administrator.make_default(version)
+        served.administrator.prefer(version, weights.get(version.name, {}))
     served.administrator.snapshot("startup")
     return sum(version is None for version in found)
 
@@ -166,7 +173,15 @@ def _of_snapshot(snapshot: Mapping[str, Any]) -> list[_Wanted]:
                 handler=handler if isinstance(handler, str) else None,
                 runtime=runtime if isinstance(runtime, str) else None,
             )
-            wanted.append(_Wanted(registration, _counts(state), state.get("defaultVersion") is True))
+            weight = state.get("traffic")
+            wanted.append(
+                _Wanted(
+                    registration,
+                    _counts(state),
+                    state.get("defaultVersion") is True,
+                    weight if isinstance(weight, (int, float)) and 0 <= weight < math.inf else None,
+                )
+            )
     if not wanted:
         log.warning("Model snapshot is empty. Starting without initial models.")
     return wanted

@@ -118,3 +118,13 @@ def test_traffic_to_an_unknown_version_changes_nothing(models: Models) -> None:
     with pytest.raises(ApiError, match=r"3\.0 does not exist"):
         models.set_traffic("m", {"1.0": 1, "3.0": 1})
     assert {models.route("m", None).version for _ in range(4)} == {"1.0"}
+
+
+@pytest.mark.parametrize(
+    "weights", [{}, {"1.0": 0}, {"1.0": -1, "2.0": 2}, {"1.0": float("nan")}, {"1.0": float("inf")}]
+)
+def test_weights_that_share_nothing_out_are_refused(models: Models, weights: dict[str, float]) -> None:
+    with pytest.raises(ApiError, match="weights") as found:
+        models.set_traffic("m", weights)
+    assert found.value.status == 400
+    assert models.route("m", None).version == "1.0"

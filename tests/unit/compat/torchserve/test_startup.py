@@ -209,3 +209,15 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(house: House) -> N
         await asyncio.gather(load, return_exceptions=True)
         await house.close()
     assert list((house.folder / "cache").iterdir()) == []
+
+
+async def test_traffic_is_shared_out_as_before(house: House) -> None:
+    admin = house.open().administrator
+    for version in ("1.0", "2.0"):
+        url = house.archive("a", version, file=f"a{version}.mar")
+        await admin.register(Registration(url=url, initial_workers=1))
+    await admin.set_traffic("a", {"1.0": 1, "2.0": 3})
+    await house.close()
+    found = load_properties(str(newest(house)), env={})
+    await load_startup(house.open(model_snapshot=found.model_snapshot))
+    assert sorted([await house.ask("a") for _ in range(4)]) == ["1.0 hi", "2.0 hi", "2.0 hi", "2.0 hi"]
