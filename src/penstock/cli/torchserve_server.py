@@ -127,9 +127,9 @@ class TorchServe:
     # ---- listeners
 
     async def _listen(self, served: Served) -> None:
-        addresses = listeners_of(self._properties)
-        self._warn_open(addresses)
-        for address, groups in addresses.items():
+        listeners = listeners_of(self._properties)
+        self._warn_open(address for address, _ in listeners)
+        for address, groups in listeners:
             listener = make_listener(
                 served.backend,
                 served.administrator,
@@ -170,13 +170,22 @@ async def _start(listener: HttpServer, address: Address, group: Group) -> Addres
     return structs.replace(address, host=host, port=port)
 
 
-def listeners_of(properties: Properties) -> dict[Address, set[Group]]:
-    """The groups of routes of each address. One that inference and management share has the metrics too."""
-    found: dict[Address, set[Group]] = {}
+def listeners_of(properties: Properties) -> list[tuple[Address, set[Group]]]:
+    """The groups of routes of each listener: equal addresses share one, but for port 0, which is another one each time.
+
+    One that inference and management share has the metrics too.
+    """
+    found: list[tuple[Address, set[Group]]] = []
     for group in GROUPS:
-        if group != "metrics" or properties.enable_metrics_api:
-            found.setdefault(properties.address(group), set()).add(group)
-    for groups in found.values():
+        if group == "metrics" and not properties.enable_metrics_api:
+            continue
+        address = properties.address(group)
+        same = [groups for other, groups in found if other == address and (address.port or address.path)]
+        if same:
+            same[0].add(group)
+        else:
+            found.append((address, {group}))
+    for _, groups in found:
         if {"inference", "management"} <= groups and properties.enable_metrics_api:
             groups.add("metrics")
     return found

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -155,26 +156,32 @@ def test_flags_are_stronger_than_the_file(folder: Path) -> None:
 # ---- what the server makes of it
 
 
+def groups_of(**keys: Any) -> list[list[str]]:
+    """The groups of each listener."""
+    return [sorted(groups) for _, groups in listeners_of(Properties(**keys))]
+
+
 def test_equal_addresses_share_a_listener() -> None:
     one = "http://127.0.0.1:9"
-    assert listeners_of(Properties(inference_address=one, management_address=one, metrics_address=one)) == {
-        Address("127.0.0.1", 9): {"inference", "management", "metrics"}
-    }
-    found = listeners_of(Properties(inference_address=one, metrics_address=one))
-    assert [sorted(groups) for groups in found.values()] == [["inference", "metrics"], ["management"]]
+    assert listeners_of(Properties(inference_address=one, management_address=one, metrics_address=one)) == [
+        (Address("127.0.0.1", 9), {"inference", "management", "metrics"})
+    ]
+    assert groups_of(inference_address=one, metrics_address=one) == [["inference", "metrics"], ["management"]]
+
+
+def test_port_0_is_another_port_for_each_listener() -> None:
+    one = "http://127.0.0.1:0"
+    assert groups_of(inference_address=one, management_address=one) == [["inference"], ["management"], ["metrics"]]
 
 
 def test_a_listener_that_inference_and_management_share_has_the_metrics_too() -> None:
     one = "unix:/tmp/both"
-    found = listeners_of(Properties(inference_address=one, management_address=one))
-    assert [sorted(groups) for groups in found.values()] == [["inference", "management", "metrics"], ["metrics"]]
+    found = groups_of(inference_address=one, management_address=one)
+    assert found == [["inference", "management", "metrics"], ["metrics"]]
 
 
 def test_without_the_metrics_api_nothing_listens_for_it() -> None:
-    assert [sorted(groups) for groups in listeners_of(Properties(enable_metrics_api=False)).values()] == [
-        ["inference"],
-        ["management"],
-    ]
+    assert groups_of(enable_metrics_api=False) == [["inference"], ["management"]]
 
 
 def test_a_face_shows_what_the_file_says() -> None:

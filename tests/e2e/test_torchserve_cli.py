@@ -1,0 +1,260 @@
+"""`torchserve` from outside: its start and stop, its files, its listeners."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HANDLER = """
+import os, sys, time
+
+def handle(data, context):
+    if data is None:
+        print("loaded, torch" if "torch" in sys.modules else "loaded")
+        return None
+    folder = bytes(data[0].get("body") or b"").decode()
+    if folder:
+        open(os.path.join(folder, "begun"), "w").close()
+        while not os.path.exists(os.path.join(folder, "go")):
+            time.sleep(0.01)
+    return ["answer"] * len(data)
+"""
+CONFIG = """
+inference_address=http://127.0.0.1:0
+management_address=http://127.0.0.1:0
+metrics_address=http://127.0.0.1:0
+grpc_inference_port=0
+grpc_management_port=0
+model_store=.
+load_models=echo.mar
+default_workers_per_model=1
+disable_token_authorization=true
+disable_system_metrics=true
+"""
+START_S = 30.0
+
+
+@pytest.fixture
+def store(torchserve: Any) -> Callable[..., Path]:
+    """Writes an archive and a config.properties, with what is said in place of its keys, into the folder."""
+
+    def write(handler: str = HANDLER, **keys: str) -> Path:
+        folder: Path = torchserve.folder
+        (folder / "echo.py").write_text(handler)
+        arguments = ("--model-name", "echo", "--version", "1.0", "--handler", "echo.py", "--force")
+        status, said = torchserve.run("torch-model-archiver", *arguments)
+        assert status == 0, said
+        lines = [line for line in CONFIG.splitlines() if line.partition("=")[0] not in keys]
+        lines += [f"{key}={value}" for key, value in keys.items()]
+        (folder / "config.properties").write_text("\n".join(lines))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def foreground(torchserve: Any) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts `torchserve --foreground`; killed at the end."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str, ready: str = "Model server started") -> subprocess.Popen[bytes]:
+        command = [Path(sys.executable).with_name("torchserve"), "--foreground", *arguments]
+        out = torchserve.folder / "said.txt"
+        with out.open("wb") as log:
+            running.append(subprocess.Popen(command, cwd=torchserve.folder, env=torchserve.env, stdout=log, stderr=log))
+        end = time.monotonic() + START_S
+        while ready not in out.read_text():
+            assert running[-1].poll() is None, out.read_text()
+            assert time.monotonic() < end, out.read_text()
+            time.sleep(0.02)
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.kill()
+        each.wait()
+
+
+def listening(text: str) -> str:
+    """The address of the inference listener in what was said."""
+    return text.rpartition("Inference API bind to: ")[2].split()[0]
+
+
+def post(url: str, body: bytes) -> tuple[int, bytes]:
+    request = urllib.request.Request(url + "/predictions/echo", body, {"content-type": "application/octet-stream"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.status, answer.read()
+
+
+def begin(url: str, folder: Path) -> tuple[threading.Thread, list[tuple[int, bytes]]]:
+    """A request that is running, until a file "go" is in the folder; what it was answered."""
+    answers: list[tuple[int, bytes]] = []
+    thread = threading.Thread(target=lambda: answers.append(post(url, str(folder).encode())))
+    thread.start()
+    end = time.monotonic() + START_S
+    while not (folder / "begun").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return thread, answers
+
+
+def test_a_server_is_left_behind_serves_and_is_stopped(torchserve: Any, store: Callable[..., Path]) -> None:
+    folder = store()
+    torchserve.start("--ts-config", "config.properties")
+    assert torchserve.fetch(torchserve.url() + "/predictions/echo", b"") == (200, b"answer")
+    assert torchserve.fetch(torchserve.url() + "/ping")[0] == 200
+    assert {path.name for path in (folder / "logs").glob("*.log")} == {
+        f"{name}.log" for name in ("access_log", "ts_log", "ts_metrics", "model_log", "model_metrics")
+    }
+    assert "MODEL_LOG - loaded\n" in (folder / "logs" / "model_log.log").read_text(), "no torch in the worker"
+    assert "W-9000-echo_1.0-stdout MODEL_LOG - loaded" in torchserve.said(), "and on stdout"
+
+    status, said = torchserve.run("torchserve", "--start", "--ts-config", "config.properties")
+    assert (status, said) == (
+        1,
+        "TorchServe is already running, please use torchserve --stop to stop TorchServe.\n",
+    )
+    (pid,) = torchserve.pids()
+    server = psutil.Process(pid)
+    resident = [each.memory_info().rss for each in (server, *server.children(recursive=True))]
+    assert len(resident) == 2
+    assert sum(resident) < 150 * 2**20
+    begun = time.monotonic()
+    status, said = torchserve.run("torchserve", "--stop")
+    assert (status, said.splitlines()[-2:]) == (0, ["Torchserve stopped.", "TorchServe has stopped."])
+    assert time.monotonic() - begun < 10
+    assert torchserve.run("torchserve", "--stop") == (0, "TorchServe is not currently running.\n")
+    assert not (folder / "key_file.json").exists()
+
+
+def test_what_it_was_last_is_restored_without_a_file(torchserve: Any, store: Callable[..., Path]) -> None:
+    folder = store()
+    torchserve.start("--ts-config", "config.properties")
+    url = torchserve.url("Management") + "/models/echo?min_worker=2&synchronous=true"
+    request = urllib.request.Request(url, method="PUT")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert json.load(answer)["status"] == "Workers scaled to 2 for model: echo"
+    torchserve.run("torchserve", "--stop")
+    (folder / "config.properties").unlink()
+    torchserve.start()
+    described = json.loads(torchserve.fetch(torchserve.url("Management") + "/models/echo")[1])
+    assert len(described[0]["workers"]) == 2
+    torchserve.run("torchserve", "--stop")
+    status, said = torchserve.run("torchserve", "--start", "--ncs")
+    assert (status, said) == (1, "Missing mandatory parameter --model-store\n")
+
+
+def test_a_signal_drains_in_the_foreground(
+    torchserve: Any, store: Callable[..., Path], foreground: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    folder = store()
+    process = foreground("--ts-config", "config.properties", "--ncs")
+    assert torchserve.pids() == [process.pid]
+    thread, answers = begin(listening((folder / "said.txt").read_text()), folder)
+    process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + START_S
+    while "event=draining" not in (folder / "said.txt").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    (folder / "go").touch()
+    thread.join()
+    assert answers == [(200, b"answer")]
+    assert process.wait(30) == 0
+    assert not torchserve.pids()
+    assert not (folder / "logs" / "config").exists(), "--ncs"
+
+
+def test_a_second_signal_ends_at_once(
+    torchserve: Any, store: Callable[..., Path], foreground: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    folder = store()
+    process = foreground("--ts-config", "config.properties")
+    url = listening((folder / "said.txt").read_text())
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    connection.request("POST", "/predictions/echo", str(folder).encode())
+    while not (folder / "begun").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    while "event=draining" not in (folder / "said.txt").read_text():
+        time.sleep(0.01)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 1
+    connection.close()
+    assert not torchserve.pids(), "what is left of it is in nobody's way"
+
+
+def test_a_port_that_is_taken_is_told_with_its_key(torchserve: Any, store: Callable[..., Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        folder = store(management_address=f"http://127.0.0.1:{port}")
+        status, said = torchserve.run("torchserve", "--foreground", "--ts-config", "config.properties")
+    assert status == 1
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use; choose another with management_address" in said
+    assert "Model server started" not in said
+    assert not list((folder / "logs").glob("config/*")), "what never served is not restored"
+
+
+def test_a_model_that_is_not_there_leaves_the_others_serving(torchserve: Any, store: Callable[..., Path]) -> None:
+    store(load_models="none.mar,other=echo.mar")
+    torchserve.start("--ts-config", "config.properties")
+    assert "Failed to load model: none.mar" in torchserve.said()
+    assert torchserve.fetch(torchserve.url() + "/predictions/other", b"") == (200, b"answer")
+
+
+def test_https_without_a_certificate_has_one_of_its_own(torchserve: Any, store: Callable[..., Path]) -> None:
+    folder = store(inference_address="https://127.0.0.1:0")
+    torchserve.start("--ts-config", "config.properties")
+    assert torchserve.said().count("event=self_signed_certificate") == 1
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with urllib.request.urlopen(torchserve.url() + "/ping", context=context, timeout=30) as answer:
+        assert answer.status == 200
+    assert torchserve.fetch(torchserve.url("Management") + "/models")[0] == 200, "the others stay as they are"
+    assert list((folder / "tmp").glob("penstock-tls-*"))
+    torchserve.run("torchserve", "--stop")
+    assert not list((folder / "tmp").glob("penstock-tls-*")), "the key is removed"
+
+
+def test_one_listener_at_a_path_serves_all(torchserve: Any, store: Callable[..., Path]) -> None:
+    keys = dict.fromkeys(("inference_address", "management_address", "metrics_address"), "unix:s")
+    folder = store(**keys)
+    torchserve.start("--ts-config", "config.properties")
+    before = os.getcwd()
+    os.chdir(folder)  # the path of a socket has 107 bytes at most
+    try:
+        for path in (b"/ping", b"/models", b"/metrics"):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(30)
+                client.connect("s")
+                client.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+    finally:
+        os.chdir(before)
+    torchserve.run("torchserve", "--stop")
+    assert not (folder / "s").exists()
+
+
+def test_an_access_is_logged_on_request_in_a_short_line(torchserve: Any, store: Callable[..., Path]) -> None:
+    folder = store(access_log="true")
+    torchserve.start("--ts-config", "config.properties")
+    torchserve.fetch(torchserve.url() + "/predictions/echo", b"")
+    torchserve.run("torchserve", "--stop")
+    (line,) = (folder / "logs" / "access_log.log").read_text().splitlines()
+    assert '"POST /predictions/echo HTTP/1.1" 200' in line
+    assert len(line) <= 200
