@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.protocols.native import NativeCodec
 from penstock.protocols.oip_json import OipJsonCodec
+from penstock.protocols.torchserve.codec import InputsCodec, RawCodec, TorchServeCodec
+from penstock.protocols.torchserve.requests import HandlerAnswer
 from penstock.testing.protocols import check_protocol
 from penstock.types import Item, Response, TensorSpec
 
 FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'
 TENSOR = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [[1, 2], [3, 4.5]]}
 TENSORS = json.dumps({"id": "7", "inputs": [TENSOR]}).encode()
+
+HANDLED = [
+    Item(b'{"a": [1, NaN]}', "torchserve", "application/json", headers=[(b"X-A", b"1"), (b":query", b"a=1")]),
+    Item("h\xe9llo".encode(), "torchserve", "text/plain"),
+    Item(b"a=1&b=%C3%A9", "torchserve", "application/x-www-form-urlencoded"),
+    Item(FORM, "torchserve", "multipart/form-data; boundary=B"),
+    Item(b"\x89PNG\r\n", "torchserve", "image/png"),
+]
+ANSWERS = [HandlerAnswer(b"x"), HandlerAnswer(bytearray(b"x"), "text/csv", 404, "Gone", [("X-A", "1")])]
 
 CODECS = {
     "native": (
@@ -32,6 +44,13 @@ CODECS = {
         lambda: OipJsonCodec("m", "1", (TensorSpec("x", "FP32", (-1, 2)),)),
         [Item(TENSORS, "oip_json", "application/json")],
         [np.zeros((2, 3), np.float16), {"y": [1, 2], "z": np.array([b"a", "b"], object)}, [True, False], Response(b"")],
+    ),
+    "torchserve": (lambda: TorchServeCodec("m", "1"), HANDLED, ANSWERS),
+    "torchserve_raw": (lambda: RawCodec("m", "1"), HANDLED, ANSWERS),
+    "torchserve_inputs": (
+        lambda: InputsCodec("m", "1"),
+        [Item(msgspec.msgpack.encode({"data": b"\xff", "text": b"hi"}), "torchserve_inputs")],
+        ANSWERS,
     ),
 }
 

@@ -83,7 +83,9 @@ class TorchServeCodec:
         return data if type(data) is bytearray else bytearray(data)
 
     def encode(self, value: HandlerAnswer, item: Item, context: Any) -> ItemResult:
-        """The answer as it goes out. Raises BadOutput for headers that would break the framing."""
+        """The answer as it goes out. Raises BadOutput for what is none, or has headers that would break the framing."""
+        if not isinstance(value, HandlerAnswer):
+            raise BadOutput(f"the model returned a {type(value).__name__}, expected the answer of a handler")
         headers = []
         for name, text in value.headers:
             if not _HEADER_NAME.fullmatch(name):
@@ -91,7 +93,8 @@ class TorchServeCodec:
             if name.lower() not in _FRAMING:
                 headers.append((name, _line(text)))
         content_type, reason = _line(value.content_type), _line(value.reason)
-        return ItemResult(value.body, content_type, value.status, headers or None, reason=reason)
+        body = value.body if type(value.body) is bytes else bytes(value.body)
+        return ItemResult(body, content_type, value.status, headers or None, reason=reason)
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
         """Requests to handlers are one row each: there is one part."""
