@@ -74,9 +74,8 @@ class Engine:
             except (LoadFailed, ConfigError) as e:
                 if not keep:
                     raise
-                log.warning(
-                    "load_failed model=%s version=%s error=%s: it is tried again", handle.name, handle.version, e
-                )
+                detail = f"\n{e.detail}" if e.detail else ""
+                log.warning("load_failed model=%s error=%s: it is tried again%s", handle.name, e, detail)
             if handle.state == "DRAINING":
                 raise ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
             old = self._registry.get(handle.name, handle.version)

@@ -411,3 +411,70 @@ async def test_a_stream_that_everybody_has_left_ends_and_frees_its_worker(transp
             calls.append(engine.submit("endless", None, Item(1), leave))
             while not ended.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
+
+
+class LoadsTheSecondTime:
+    tries = 0
+
+    def load(self, device: str) -> None:
+        type(self).tries += 1
+        if self.tries == 1:
+            raise RuntimeError("no weights yet")
+
+    def predict(self, items: list[Any]) -> list[Any]:
+        return items
+
+
+async def test_a_version_that_does_not_load_may_stay_and_is_tried_again(
+    transport: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadsTheSecondTime, "tries", 0)
+    up = asyncio.Event()
+
+    class Watcher(Observer):
+        def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
+            if state == "ready":
+                up.set()
+
+    async with Engine(observers=[Watcher()]) as engine:
+        handle = engine.prepare("m", config(transport), target=LoadsTheSecondTime)
+        await engine.put(handle, keep=True)
+        assert "no weights yet" in caplog.text
+        assert [(s.state, s.ready_instances) for s in engine.statuses()] == [("FAILED", 0)]
+        assert [(w.slot, w.up) for w in handle.workers()] == [(0, False)]
+        with pytest.raises(ModelNotReady):
+            await engine.infer("m", 1)
+        await asyncio.wait_for(up.wait(), 10)
+        assert await engine.infer("m", 1) == 1
+
+
+async def test_without_that_wish_it_goes(transport: str) -> None:
+    async with Engine() as engine:
+        with pytest.raises(LoadFailed):
+            await engine.put(engine.prepare("m", config(transport), target=NeverLoads))
+        assert engine.all_statuses() == []
+
+
+async def test_a_handle_is_retired_by_itself_though_another_has_its_number(transport: str) -> None:
+    async with Engine() as engine:
+        old = engine.prepare("m", config(transport), target=double)
+        await engine.put(old)
+        retiring = asyncio.create_task(engine.retire(old, 5.0))
+        await asyncio.sleep(0)
+        new = engine.prepare("m", config(transport), target=double)
+        await engine.put(new)
+        await retiring
+        assert await engine.infer("m", 2) == 4
+        assert (old.ready, new.ready, new.up, new.pending) == (False, True, 1, 0)
+
+
+async def test_places_of_workers_are_told_with_the_time_of_their_making() -> None:
+    before_s = time.time()
+    async with Engine() as engine:
+        handle = engine.prepare("m", config(instances=2), target=double)
+        await engine.put(handle)
+        found = handle.workers()
+        assert [(w.slot, w.device, w.up, w.pid) for w in found] == [(0, "cpu", True, 0), (1, "cpu", True, 0)]
+        assert all(before_s <= w.since_s <= time.time() for w in found)
+        await handle.scale(1, 5.0)
+        assert [w.slot for w in handle.workers()] == [0]

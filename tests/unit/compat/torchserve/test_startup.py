@@ -105,6 +105,7 @@ async def test_one_that_cannot_be_loaded_is_told_and_the_others_serve(
     assert await house.ask("good") == "1.0 hi"
     assert "Failed to load model: none.mar: Model not found at: none.mar" in caplog.text
     assert "Failed to load model: broken.mar" in caplog.text
+    assert "RuntimeError: no" in caplog.text
     assert not served.administrator.healthy()  # the bad one is tried again and again
     with pytest.raises(ApiError, match="has no worker"):
         await house.ask("bad")
