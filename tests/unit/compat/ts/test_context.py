@@ -104,3 +104,16 @@ def test_a_context_of_threads_is_that_of_the_batch_of_each():
     copied = copy.deepcopy(proxy)
     assert type(copied) is Context
     assert copied.model_name == "m"
+
+
+def test_the_processors_of_the_requests_have_two_names():
+    context = fresh()
+    processors = [RequestProcessor({"a": "b"})]
+    context._request_processor = processors
+    assert context.request_processor is context._request_processor is processors
+
+
+def test_handlers_may_attach_what_they_like():
+    context = fresh()
+    context.cache = {"a": 1}
+    assert context.cache == {"a": 1}
