@@ -49,7 +49,7 @@ class Describer:
 
     def _describe(self, version: Version, usage: dict[str, str]) -> dict[str, Any]:
         plan, s = version.plan, version.plan.settings
-        queued = 0 if version.handle is None else version.handle.status().queue
+        queued = len(version.held) + (0 if version.handle is None else version.handle.status().queue)
         return {
             "modelName": plan.name,
             "modelVersion": plan.version,

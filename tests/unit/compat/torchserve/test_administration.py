@@ -597,6 +597,8 @@ async def test_requests_wait_for_the_first_worker(house: House, admin: Administr
     requests = [asyncio.create_task(house.ask("m")) for _ in range(3)]
     await asyncio.sleep(0.05)
     assert not any(task.done() for task in requests)
+    (description,) = await admin.describe("m", None)
+    assert description["jobQueueStatus"] == {"remainingCapacity": 97, "pendingRequests": 3}
     go()
     assert await asyncio.gather(*requests) == ["late"] * 3
 
@@ -647,3 +649,50 @@ async def test_a_request_may_be_late_while_it_waits(house: House, admin: Adminis
     go()
     await house.until(lambda: bool(told))
     assert told[0].error.code == "deadline_exceeded"
+
+
+# ---- how requests are run
+
+
+COUNT = """
+def handle(data, context):
+    return None if data is None else [str(len(data))] * len(data)
+"""
+
+
+async def test_a_lone_request_does_not_wait_for_others(house: House, admin: Administrator) -> None:
+    url = house.archive("m", code=COUNT, yaml="batchSize: 2\nmaxBatchDelay: 60000")
+    await admin.register(Registration(url=url, initial_workers=1))
+    async with asyncio.timeout(10):
+        assert await house.ask("m") == "1"
+
+
+async def test_with_a_strict_delay_it_does(house: House, admin: Administrator) -> None:
+    url = house.archive("m", code=COUNT, yaml="batchSize: 2\nmaxBatchDelay: 60000\nstrict_delay: true")
+    await admin.register(Registration(url=url, initial_workers=1))
+    first = asyncio.create_task(house.ask("m"))
+    await asyncio.sleep(0.2)
+    assert not first.done()
+    async with asyncio.timeout(10):
+        assert await house.ask("m") == "2"
+        assert await first == "2"
+
+
+async def test_a_request_that_takes_too_long_costs_its_worker_and_the_next_is_answered(
+    house: House, admin: Administrator
+) -> None:
+    code = SLOW.replace("time.sleep(0.3)", "time.sleep(float(bytes(data[0]['body'])))")
+    await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1, response_timeout=1))
+    result = await house.result("m", body=b"60")
+    assert result.error.code == "worker_died"
+    await house.until(lambda: house.served.backend.model_ready("m", None))
+    assert await house.ask("m", body=b"0") == "done"
+
+
+async def test_a_request_whose_client_waits_no_longer_is_told(house: House, admin: Administrator) -> None:
+    url = house.archive("m", code=SLOW, yaml="clientTimeoutInMills: 100")
+    await admin.register(Registration(url=url, initial_workers=1))
+    results = await asyncio.gather(*(house.result("m") for _ in range(4)))
+    codes = [None if r.error is None else r.error.code for r in results]
+    assert codes[0] is None
+    assert codes[-1] == "deadline_exceeded"
