@@ -1,0 +1,142 @@
+"""What clients see of handlers over TorchServe's HTTP API: each return and each exception, parts, and a death."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+CONFIG = """
+inference_address=http://127.0.0.1:0
+management_address=http://127.0.0.1:0
+metrics_address=http://127.0.0.1:0
+grpc_inference_port=0
+grpc_management_port=0
+model_store=store
+default_workers_per_model=1
+default_response_timeout=2
+"""
+HANDLER = """
+import os, time
+from ts.handler_utils.utils import send_intermediate_predict_response
+from ts.torch_handler.base_handler import BaseHandler
+from ts.utils.util import PredictionException
+
+
+def fails(error):
+    raise error
+
+
+class Handler(BaseHandler):
+    def initialize(self, context):
+        self.context = context
+
+    def handle(self, data, context):
+        if context.get_request_header(0, "describe") == "True":
+            return [{"about": context.model_name}]
+        print("asked", list(data[0]))
+        found = data[0].get("do") or data[0].get("body")
+        return eval(found.decode() if isinstance(found, bytearray) else found)
+
+    def tell(self, context):
+        for step in range(3):
+            send_intermediate_predict_response([f"{step} "], context.request_ids, "Intermediate", 200, context)
+            end = time.monotonic() + 10
+            while step == 1 and not os.path.exists(os.environ["GO"]) and time.monotonic() < end:
+                time.sleep(0.01)
+        return ["end"]
+"""
+
+
+@pytest.fixture
+def server(torchserve: Any) -> Any:
+    """A server whose model "m" answers what the request's Python says."""
+    (torchserve.folder / "store").mkdir()
+    manifest = {"runtime": "python", "model": {"modelName": "m", "modelVersion": "1.0", "handler": "my_handler.py"}}
+    with zipfile.ZipFile(torchserve.folder / "store" / "m.mar", "w") as mar:
+        mar.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+        mar.writestr("my_handler.py", HANDLER)
+    (torchserve.folder / "config.properties").write_text(CONFIG)
+    torchserve.env["GO"] = str(torchserve.folder / "go")
+    torchserve.start("--models", "m.mar", "--disable-token-auth")
+    return torchserve
+
+
+@contextmanager
+def ask(server: Any, body: bytes, content_type: str = "text/plain") -> Iterator[http.client.HTTPResponse]:
+    """The response, unread."""
+    connection = http.client.HTTPConnection(urlsplit(server.url()).netloc, timeout=30)
+    connection.request("POST", "/predictions/m", body, {"Content-Type": content_type})
+    with closing(connection), connection.getresponse() as response:
+        yield response
+
+
+def error(status: int, kind: str, message: str) -> bytes:
+    return json.dumps({"code": status, "type": kind, "message": message}, indent=2).encode() + b"\n"
+
+
+UNAVAILABLE = "ServiceUnavailableException"
+ANSWERS = {
+    "[b'raw']": (200, b"raw"),
+    "['gr\\u00fcn']": (200, "grün".encode()),
+    "[{'a': [1, 'ü']}]": (200, b'{\n  "a": [\n    1,\n    "\\u00fc"\n  ]\n}'),
+    "context.set_response_status(404, 'Gone') or ['own']": (404, b"own"),
+    "'text'": (503, error(503, UNAVAILABLE, "Invalid model predict output")),
+    "[1, 2]": (503, error(503, UNAVAILABLE, "number of batch response mismatched")),
+    "[object()]": (503, error(503, UNAVAILABLE, "Unsupported model output data type.")),
+    "fails(PredictionException('mine', 418))": (418, error(418, "InternalServerException", "mine")),
+    "fails(PredictionException('mine'))": (500, error(500, "InternalServerException", "mine")),
+    "fails(MemoryError())": (507, error(507, "OutOfMemoryException", "Out of resources")),
+    "fails(RuntimeError('CUDA error'))": (507, error(507, "OutOfMemoryException", "Out of resources")),
+    "fails(KeyError('secret'))": (503, error(503, UNAVAILABLE, "Prediction failed")),
+}
+DIED = error(500, "InternalServerException", "Worker died.")
+
+
+@pytest.mark.slow
+def test_clients_see_what_handlers_do(server: Any) -> None:
+    for text, expected in ANSWERS.items():
+        with ask(server, text.encode()) as response:
+            assert (response.status, response.read()) == expected, text
+            assert response.getheader("connection") == ("keep-alive" if response.status < 400 else "close"), text
+    with ask(server, b"context.set_response_header(0, 'X-A', '1') or ['x']") as response:
+        assert (response.reason, response.getheader("X-A"), response.getheader("content-type")) == ("", "1", None)
+    with ask(
+        server, b"context.set_response_status(200, 'Fine') or context.set_response_content_type(0, 'a/b') or ['']"
+    ) as r:
+        assert (r.reason, r.getheader("content-type"), r.read()) == ("Fine", "a/b", b"")
+    with ask(server, b"['x' * 7_000_000]") as response:
+        assert (response.status, json.loads(response.read())["type"]) == (500, "InternalServerException")
+    with ask(server, b"do=%5B1%5D", "application/x-www-form-urlencoded") as response:
+        assert response.read() == b"1"
+    with ask(server, b"no boundary", "multipart/form-data") as response:
+        assert response.status == 400
+    described = json.loads(server.fetch(server.url("Management") + "/models/m?customized=true")[1])
+    assert described[0]["customizedMetadata"] == {"about": "m"}
+    logged = (server.folder / "logs" / "model_log.log").read_text()
+    assert logged.count("KeyError: 'secret'") == 1
+    assert "asked ['do']" in logged
+
+    for text in (b"os._exit(3)", b"time.sleep(60)"):  # dies; hangs past default_response_timeout
+        with ask(server, text) as response:
+            assert (response.status, response.read()) == (500, DIED)
+        with ask(server, b"['again']") as response:
+            assert (response.status, response.read()) == (200, b"again")
+
+
+@pytest.mark.slow
+def test_a_client_reads_a_part_while_the_handler_still_runs(server: Any) -> None:
+    with ask(server, b"self.tell(context)") as response:
+        assert (response.status, response.getheader("transfer-encoding")) == (200, "chunked")
+        assert (response.getheader("ts_stream_next"), response.getheader("content-type")) == ("true", None)
+        assert (response.read(2), response.read(2)) == (b"0 ", b"1 ")
+        (server.folder / "go").touch()
+        assert response.read() == b"2 end"
+    assert os.path.exists(server.folder / "go")
