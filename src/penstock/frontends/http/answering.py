@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import PenstockError
 from penstock.frontends.http.exchange import Exchange
+from penstock.types import Item
 
 if TYPE_CHECKING:
     from penstock.frontends.http.server import HttpServer
@@ -97,7 +98,15 @@ class Answering(asyncio.BufferedProtocol):
             if template.serve is not None:
                 self.server.serve(template.serve, exchange, route)
                 return
-            item = exchange.item(route)
+            item = Item(
+                exchange.payload,
+                template.codec,
+                exchange.content_type,
+                1,
+                False,
+                exchange.request_id,
+                exchange.headers,
+            )
             if exchange.plain:
                 ticket = self.server.backend.submit(route.model, route.version, item, exchange.on_result)
             else:

@@ -181,7 +181,8 @@ class Connection(Answering):
         if expect and not exchange.old:
             self.continue_due = True
             self.advance()
-        self.intake.begin(self.length, wanted=exchange.route is not None and exchange.route.takes_body)
+        route_found = exchange.route
+        self.intake.begin(self.length, route_found is not None and route_found.takes_body)
 
     def on_body(self, chunk: bytes) -> None:
         """A piece of the body that came through the parser."""

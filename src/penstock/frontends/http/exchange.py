@@ -9,7 +9,7 @@ from penstock.errors import PenstockError
 from penstock.frontends.base import Ticket
 from penstock.frontends.http.answers import REASONS, error_result, sse_event, stream_part, stream_type
 from penstock.protocols import native
-from penstock.types import Headers, Item, ItemResult
+from penstock.types import Headers, ItemResult
 
 if TYPE_CHECKING:
     from penstock.frontends.http.answering import Answering
@@ -66,8 +66,9 @@ class Exchange:
             return
         self.connection = None
         body = result.body
-        connection.server.plain_answers += 1
-        head = self.plain_head(connection.server, result)
+        server = connection.server
+        server.plain_answers += 1
+        head = self.plain_head(server, result)
         if len(body) <= JOINED_BYTES:
             data = b"%b%d\r\n\r\n%b" % (head, len(body), body)
             if connection.inflight[0] is self:
@@ -80,10 +81,6 @@ class Exchange:
         self._end(connection)
 
     # ---- what a dialect may say otherwise
-
-    def item(self, route: Route) -> Item:
-        """What is submitted."""
-        return Item(self.payload, route.template.codec, self.content_type, 1, False, self.request_id, self.headers)
 
     def plain_head(self, server: HttpServer, result: ItemResult) -> bytes:
         """The head of a plain answer up to the number of the content's length."""

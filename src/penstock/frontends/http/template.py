@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from penstock.errors import PenstockError
 from penstock.frontends.base import Backend
@@ -57,8 +58,8 @@ class Route(Struct, frozen=True):
     version: str | None = None
     names: dict[str, str] = field(default_factory=dict)
     headers: Headers = field(default_factory=list)
+    takes_body: bool = False  # else only a small one is read, and forgotten
 
-    @property
-    def takes_body(self) -> bool:
-        """Whether anybody wants the body of a request; else only a small one is read, and forgotten."""
-        return bool(self.template.codec) or self.template.serve is not None
+    def __post_init__(self) -> None:
+        """`takes_body` follows from the template; it is kept because every request asks for it."""
+        force_setattr(self, "takes_body", bool(self.template.codec) or self.template.serve is not None)

@@ -18,7 +18,7 @@ from penstock.frontends.http.table import Table, remember
 from penstock.frontends.http.template import Route, Template
 from penstock.frontends.torchserve import access
 from penstock.frontends.torchserve.base import Administration, Face, Group
-from penstock.frontends.torchserve.exchange import TorchServeExchange
+from penstock.frontends.torchserve.exchange import TorchServeExchange, new_id
 from penstock.types import Headers
 
 NO_CACHE: Final = (
@@ -88,13 +88,18 @@ class TorchServeDialect:
         return GuardedRoute(_NOTHING, guard=self._guard, refusal=RouteNotFound)
 
     def read_head(self, exchange: Exchange, special: dict[bytes, bytes]) -> None:
-        """Raises ApiError without the token; RouteNotFound, MethodNotAllowed; what no listener of ours does."""
+        """Gives the request its id and the headers of its route. Raises ApiError without the token; RouteNotFound,
+        MethodNotAllowed; what `check_framing` raises.
+        """
+        exchange.request_id = new_id()
         route = cast(GuardedRoute, exchange.route)
         if route.guard:
             self._administration.check_token(cast(Group, route.guard), special.get(b"authorization"))
         if route.refusal is not None:
             raise route.refusal("")
-        check_framing(special)
+        if special:
+            check_framing(special)
+        exchange.headers += route.headers
 
 
 def _segments(target: bytes) -> tuple[list[str], bytes]:
@@ -112,7 +117,7 @@ def _route(template: Template, names: dict[str, str], query: bytes) -> GuardedRo
         headers[-1] = (b"url_path", names["url_path"].encode())
     if template.query and query:
         headers.append((b":query", query))
-    return GuardedRoute(template, names.get("model", ""), names.get("version"), names, headers, template.guard)
+    return GuardedRoute(template, names.get("model", ""), names.get("version"), names, headers, guard=template.guard)
 
 
 def _cors(face: Face) -> bytes:

@@ -16,7 +16,7 @@ from penstock.frontends.http.template import Route, Template
 from penstock.frontends.torchserve.errors import api_error
 from penstock.frontends.torchserve.inference import JSON
 from penstock.protocols.torchserve.bodies import error_body
-from penstock.types import Item, ItemResult
+from penstock.types import ItemResult
 
 if TYPE_CHECKING:
     from penstock.frontends.http.server import HttpServer
@@ -33,12 +33,6 @@ _UNROUTED: Final = Route(Template("", ""))
 
 class TorchServeExchange(Exchange):
     """One request and its answer as TorchServe writes it."""
-
-    def item(self, route: Route) -> Item:
-        """The request for the codec of the face, under the id that its answer carries."""
-        self.request_id = request_id = new_id()
-        headers = self.headers + route.headers
-        return Item(self.payload, route.template.codec, self.content_type, 1, False, request_id, headers)
 
     def plain_head(self, server: HttpServer, result: ItemResult) -> bytes:
         """Only an inference that keeps the connection comes here often."""
@@ -101,8 +95,8 @@ def _ids() -> Callable[[], str]:
     bits = random.Random().getrandbits  # seeded by the system once: an id need not be hard to guess
 
     def new() -> str:
-        h = f"{bits(128):032x}"
-        return f"{h[:8]}-{h[8:12]}-4{h[13:16]}-{'89ab'[int(h[16], 16) & 3]}{h[17:20]}-{h[20:]}"
+        h = bits(128).to_bytes(16, "big").hex()
+        return f"{h[:8]}-{h[8:12]}-4{h[13:16]}-{'89ab'[bits(2)]}{h[17:20]}-{h[20:]}"
 
     return new
 
