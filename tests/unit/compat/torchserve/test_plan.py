@@ -170,3 +170,10 @@ def test_trust_in_the_configuration_reaches_the_handler() -> None:
     found = planned(properties=Properties(models={"m": {"2.0": {"trust": "pickle"}}}))
     assert found.config.trust == "pickle"
     assert found.setup["model_yaml_config"] == {"trust": "pickle"}
+
+
+def test_a_switch_lets_the_yaml_beat_the_request_as_torchserves_code_does() -> None:
+    yaml, registration = {"batchSize": 4}, Registration(url="m.mar", batch_size=2, initial_workers=3)
+    assert planned(yaml=yaml, registration=registration).settings.batch_size == 2
+    found = planned(yaml=yaml, registration=registration, properties=Properties(ts_yaml_wins=True)).settings
+    assert (found.batch_size, found.min_workers) == (4, 3)
