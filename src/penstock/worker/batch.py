@@ -94,8 +94,7 @@ class BatchRun:
         try:
             if self.runner.model.send_parts_to is not None:
                 self.runner.model.send_parts_to(early)
-            whole = len(units) == len(self.d.values)
-            found = self.runner.predict(self.d.values if whole else [self.d.values[u] for u in units])
+            found = self.runner.predict(self._values(units))
             if hasattr(found, "__next__"):
                 self._stream(units, found)
                 return
@@ -260,6 +259,12 @@ class BatchRun:
     def _fail(self, units: list[int], error: PenstockError) -> None:
         for u in units:
             self.outcomes[u] = error
+
+    def _values(self, units: list[int]) -> list[Any]:
+        """The values of these units: a list of their own, or the whole batch as it was prepared."""
+        values = self.d.values
+        prepared = type(values) is not list and len(units) == len(values)
+        return values if prepared else [values[u] for u in units]
 
     def _rows(self, units: list[int]) -> int:
         items, owners = self.d.items, self.d.owners

@@ -480,6 +480,16 @@ def test_a_batch_is_prepared_when_it_is_decoded():
     assert values(run(Preparing(), [])[-1]) == []
 
 
+def test_the_list_that_a_model_gets_is_its_own():
+    def greedy(items):
+        taken = [items.pop() for _ in range(len(items))]
+        if taken == ["b", "a"]:
+            raise ValueError
+        return taken
+
+    assert values(run(greedy, ["a", "b"])[-1]) == ["a", "b"]
+
+
 def test_a_users_own_names_are_no_hooks():
     class Own:
         def prepare(self, items):
