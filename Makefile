@@ -38,6 +38,11 @@ bench: $(VENV)/.dev wrk redis-server
 docs: $(VENV)/.dev
 	$(BIN)/python -m penstock.config.document > docs/configuration.md
 
+PROTOS = src/penstock/frontends/grpc/protos
+protos: $(VENV)/.dev
+	$(BIN)/python -m grpc_tools.protoc -I $(PROTOS) --include_imports --descriptor_set_out=$(PROTOS)/descriptors.binpb \
+		$(PROTOS)/*.proto
+
 .PHONY: wrk redis-server java
 java:
 	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq default-jre-headless; } \

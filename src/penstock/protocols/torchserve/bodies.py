@@ -15,9 +15,29 @@ def json_body(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(_without_nulls(msgspec.to_builtins(value))), indent=2) + b"\n"
 
 
+def json_text(value: Any) -> str:
+    """The same as TorchServe's gRPC has it: text, without the newline."""
+    return json_body(value)[:-1].decode()
+
+
 def error_body(status: int, kind: str, message: str) -> bytes:
     """The body of every error: its status, the name of its class there, and what happened."""
     return json_body({"code": status, "type": kind, "message": message})
+
+
+def read_error(status: int, body: bytes) -> str | None:
+    """The message of an `error_body` of this status, None if the body is something else."""
+    try:
+        found = msgspec.json.decode(body, type=_Error)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found.message if found.code == status else None
+
+
+class _Error(msgspec.Struct, forbid_unknown_fields=True):
+    code: int
+    type: str
+    message: str
 
 
 def _without_nulls(value: Any) -> Any:
