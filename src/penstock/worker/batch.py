@@ -15,6 +15,7 @@ from msgspec import Struct, field
 from penstock.errors import BadOutput, Cancelled, OutOfMemory, PenstockError, describe
 from penstock.types import BatchPart, Item, ItemResult
 from penstock.wire.messages import Unsent
+from penstock.worker.early import Early
 
 if TYPE_CHECKING:
     from penstock.worker.loop import BatchRunner
@@ -34,26 +35,6 @@ class Decoded(Struct):
     owners: list[int] = field(default_factory=list)  # the item of each unit
     contexts: list[Any] = field(default_factory=list)  # of each item, for its codec
     errors: dict[int, PenstockError] = field(default_factory=dict)  # items that cannot be decoded
-
-
-class Early:
-    """Takes the parts that a model sends while its call for these units still runs."""
-
-    def __init__(self, run: BatchRun, units: list[int]) -> None:
-        self._run = run
-        self._units = units
-        self._left = False  # all who waited have
-        self.alive = set(units)
-        self.sent = False
-
-    def __call__(self, results: list[Any]) -> None:
-        """Sends them; None where there is nothing for a unit."""
-        if self._left:
-            return
-        try:
-            self.sent = self._run.emit_step(self._units, results, self.alive) or self.sent
-        except Cancelled:
-            self._left = True  # the call itself goes on: it may not be one that can be broken off
 
 
 class BatchRun:
