@@ -6,18 +6,20 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import logging.handlers
 import os
 import ssl
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
 from penstock.cli.running import Stop, runner, settle
 from penstock.cli.torchserve import Settings, parser, settings_of
+from penstock.cli.torchserve_grpc import GrpcAddress, grpc_addresses, grpc_listeners
 from penstock.compat.torchserve.launch import pid_path, remove_own
 from penstock.compat.torchserve.logs import Logs
 from penstock.compat.torchserve.startup import Served, administer, load_startup
@@ -32,6 +34,9 @@ from penstock.errors import PenstockError
 from penstock.frontends.http.server import HttpServer
 from penstock.frontends.torchserve.base import Face, Group
 from penstock.frontends.torchserve.server import make_listener
+
+if TYPE_CHECKING:
+    from penstock.frontends.grpc.server import GrpcServer
 
 log = logging.getLogger("penstock.cli")
 
@@ -52,13 +57,17 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM; the process's exit status. What keeps it from starting is logged."""
-    env = os.environ
-    locations = (env.get("LOG_LOCATION") or "logs", env.get("METRICS_LOCATION") or "logs")
-    logs = Logs(*locations, config=args.log_config)
+    said = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)
+    logging.getLogger("penstock").addHandler(said)
     try:
-        settings = settings_of(args, env)
-        logs.follow(settings.properties)
-        return runner()(TorchServe(settings).main())
+        settings = settings_of(args, os.environ)
+        logs = Logs(settings.properties, args.log_config)
+    finally:
+        logging.getLogger("penstock").removeHandler(said)
+    try:
+        for record in said.buffer:  # what was warned of before there were files
+            logging.getLogger(record.name).handle(record)
+        return runner()(TorchServe(settings, logs.say).main())
     except PenstockError as error:
         log.error("%s", error.message)
         if error.detail:
@@ -71,12 +80,14 @@ def serve(args: argparse.Namespace) -> int:
 class TorchServe:
     """Everything that one server runs, in one process besides the workers."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        """`say` puts a line on stdout for those who wait for it."""
         self._settings = settings
+        self._say = say
         self._properties = settings.properties
         self._limits = limits_of(settings.properties)
         self._stop = Stop(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
-        self._listeners: list[HttpServer] = []
+        self._listeners: list[HttpServer | GrpcServer] = []
         self._pem: Pem | None = None
 
     async def main(self) -> int:
@@ -101,7 +112,7 @@ class TorchServe:
                     await loads
             if not self._stop.told:
                 settle()
-                _say(STARTED)
+                self._say(STARTED)
             await self._stop.wait()
             return 0
         finally:
@@ -116,7 +127,7 @@ class TorchServe:
         await engine.close(max(0.0, end - time.monotonic()))
         await served.administrator.close()
         self._clean()
-        _say(STOPPED)
+        self._say(STOPPED)
 
     def _clean(self) -> None:
         if not self._properties.disable_token_authorization:
@@ -128,7 +139,7 @@ class TorchServe:
 
     async def _listen(self, served: Served) -> None:
         listeners = listeners_of(self._properties)
-        self._warn_open(address for address, _ in listeners)
+        self._warn_open([*(address for address, _ in listeners), *grpc_addresses(self._properties)])
         for address, groups in listeners:
             listener = make_listener(
                 served.backend,
@@ -142,13 +153,25 @@ class TorchServe:
             self._listeners.append(listener)
             for group in sorted(groups, key=GROUPS.index):
                 log.info("%s API bind to: %s", group.capitalize(), bound)
+        await self._listen_grpc(served)
 
-    def _tls(self) -> ssl.SSLContext:
+    async def _listen_grpc(self, served: Served) -> None:
+        for listener, at in grpc_listeners(
+            served, self._limits, lambda group: face_of(self._properties, {group}), self._own_pem
+        ):
+            self._listeners.append(listener)
+            port = await listener.start(at.host, at.port, f"grpc_{at.group}_{'address' if at.path else 'port'}")
+            log.info("%s gRPC API bind to: %s", at.group.capitalize(), structs.replace(at, port=port))
+
+    def _own_pem(self) -> Pem:
         if self._pem is None:
             self._pem = Pem(self._properties)
-        return self._pem.context()
+        return self._pem
 
-    def _warn_open(self, addresses: Iterable[Address]) -> None:
+    def _tls(self) -> ssl.SSLContext:
+        return self._own_pem().context()
+
+    def _warn_open(self, addresses: Iterable[Address | GrpcAddress]) -> None:
         """The addresses of the file are obeyed; those that other machines can reach are told."""
         found = [str(address) for address in addresses if not address.path and not is_loopback(address.host)]
         if found:
@@ -208,12 +231,6 @@ def face_of(properties: Properties, groups: Iterable[Group]) -> Face:
 async def _no_metrics(names: list[str]) -> bytes:
     """With metrics_mode=log the page is empty."""
     return b""
-
-
-def _say(line: str) -> None:
-    """A line for those who wait for it on stdout."""
-    with contextlib.suppress(OSError):
-        print(line, flush=True)
 
 
 def limits_of(properties: Properties) -> LimitsConfig:

@@ -6,12 +6,14 @@ sleeps can hold the event loop; what finds the queue full is counted, and told w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.config
 import logging.handlers
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ FILES: Final = {
 _MOST_BYTES: Final = 100 * 2**20  # of a file, and how many old ones are kept; source: TorchServe's log4j2.xml
 _OLD_FILES: Final = 5
 _MOST_WAITING: Final = 10_000  # records
+_CLOSE_S: Final = 5.0  # for what waits at the end
 _METRICS: Final = ("ts_metrics", "model_metrics")
 _BARE: Final = ("access_log", *_METRICS)  # lines of time and text alone
 _LEVELS: Final = {"WARNING": "WARN", "CRITICAL": "FATAL"}
@@ -46,10 +49,10 @@ class Line(logging.Formatter):
     What a worker printed stands as in TorchServe: `W-9000-name_version-stdout MODEL_LOG`.
     """
 
-    def __init__(self, bare: bool = False) -> None:
+    def __init__(self, bare: bool = False, first_worker: int = 9000) -> None:
         super().__init__()
         self._bare = bare
-        self.first_worker = 9000
+        self._first_worker = first_worker
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
@@ -65,7 +68,7 @@ class Line(logging.Formatter):
             thread = "main"
         if name == FILES["model_log"]:
             told = record.__dict__
-            worker = self.first_worker + int(told.get("slot", 0))
+            worker = self._first_worker + int(told.get("slot", 0))
             stream = told.get("stream", "stdout")
             thread, name = f"W-{worker}-{told.get('model', '')}_{told.get('version', '')}-{stream}", "MODEL_LOG"
         return f"{at} [{level:<5}] {thread} {name} - {record.message}"
@@ -74,8 +77,9 @@ class Line(logging.Formatter):
 class _Console(logging.StreamHandler[Any]):
     """Lines on stdout, until nobody reads it any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__(sys.stdout)
+        self.setFormatter(formatter)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -107,23 +111,27 @@ class _Queue(logging.handlers.QueueHandler):
 class Logs:
     """The files and stdout while the server runs."""
 
-    def __init__(self, log_location: str, metrics_location: str, *, config: str | None = None) -> None:
-        """`config` is the file of `--log-config`. Raises ConfigError."""
+    def __init__(self, properties: Properties, config: str | None = None) -> None:
+        """`config` is the file of `--log-config`; without it that of `vmargs`. Raises ConfigError."""
         self._waiting: queue.Queue[Any] = queue.Queue(_MOST_WAITING)
         self._queues: list[tuple[logging.Logger, _Queue]] = []
         self._before: list[tuple[logging.Logger, int, bool]] = []
         self._files: list[logging.Handler] = []
-        self._levels = {**dict.fromkeys(FILES.values(), "INFO"), "ACCESS_LOG": "OFF"}
+        self._levels = {
+            **dict.fromkeys(FILES.values(), "INFO"),
+            "ACCESS_LOG": "INFO" if properties.access_log else "OFF",
+        }
         self._paths: dict[str, str] = {}
-        self._line = Line()
+        self._line = Line(first_worker=properties.initial_worker_port)
         self._thread = threading.Thread(target=self._write, name="logs", daemon=True)
-        self._console = _Console()
-        self._console.setFormatter(self._line)
+        self._console = _Console(self._line)
+        self._plain = _Console(logging.Formatter())
+        config = config or _of_vmargs(properties.vmargs)
         if config is not None and self._configured(config):
             return
         told: list[str] = []
         for name, logger in FILES.items():
-            folder = metrics_location if name in _METRICS else log_location
+            folder = properties.metrics_location if name in _METRICS else properties.log_location
             self._open(name, logger, self._paths.get(name) or os.path.join(folder, f"{name}.log"), told)
         for logger, level in self._levels.items():
             found = logging.getLogger(logger)
@@ -134,22 +142,25 @@ class Logs:
         if told:
             log.warning("event=no_log_files consequence=lines_are_on_stdout_alone reason=%s", "; ".join(told))
 
-    def follow(self, properties: Properties) -> None:
-        """What the logs need of config.properties, which is read, and warned of, when they are open."""
-        self._line.first_worker = properties.initial_worker_port
-        if properties.access_log:
-            logging.getLogger("ACCESS_LOG").setLevel(logging.INFO)
+    def say(self, line: str) -> None:
+        """Puts a line on stdout as it is, behind those that wait."""
+        if not self._thread.is_alive():
+            print(line, flush=True)
+            return
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait((logging.makeLogRecord({"msg": line}), [self._plain]))
 
     def close(self) -> None:
-        """Writes what waits."""
+        """Writes what waits, if somebody takes it."""
         for logger, handler in self._queues:
             logger.removeHandler(handler)
         for logger, level, propagate in self._before:
             logger.setLevel(level)
             logger.propagate = propagate
         if self._thread.is_alive():
-            self._waiting.put(None)
-            self._thread.join(5.0)
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
         for file in self._files:
             file.close()
 
@@ -164,7 +175,7 @@ class Logs:
         else:
             file.setFormatter(Line(bare=True) if name in _BARE else self._line)
             self._files.append(file)
-            handlers.append(file)
+            handlers.insert(0, file)  # before stdout, which may be slow
         found = logging.getLogger(logger)
         handler = _Queue(self._waiting, handlers)
         found.addHandler(handler)
@@ -197,6 +208,15 @@ class Logs:
         self._levels.update(taken.levels)
         self._paths.update(taken.files)
         return False
+
+
+def _of_vmargs(vmargs: str | None) -> str | None:
+    """The file of `-Dlog4j.configurationFile=`, which stands in config.properties where there is no flag."""
+    for word in (vmargs or "").split():
+        key, _, value = word.partition("=")
+        if key in ("-Dlog4j.configurationFile", "-Dlog4j2.configurationFile"):
+            return re.sub("^file:(//)?(?=/)", "", value)
+    return None
 
 
 def _mapping(path: str) -> dict[str, Any]:

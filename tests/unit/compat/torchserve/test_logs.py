@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +28,9 @@ def logs(tmp_path: Path) -> Iterator[Open]:
     """Opens logs in tmp_path/logs; closed at the end."""
     found: list[Logs] = []
 
-    def open_logs(location: str = "logs", config: str | None = None) -> Logs:
+    def open_logs(location: str = "logs", config: str | None = None, **keys: Any) -> Logs:
         folder = str(tmp_path / location)
-        found.append(Logs(folder, folder, config=config))
+        found.append(Logs(Properties(log_location=folder, metrics_location=folder, **keys), config))
         return found[-1]
 
     yield open_logs
@@ -45,7 +48,7 @@ def test_the_five_files_are_there_from_the_start(logs: Open, tmp_path: Path) -> 
 
 
 def test_metrics_have_a_folder_of_their_own(tmp_path: Path) -> None:
-    Logs(str(tmp_path / "a"), str(tmp_path / "b")).close()
+    Logs(Properties(log_location=str(tmp_path / "a"), metrics_location=str(tmp_path / "b"))).close()
     assert set(os.listdir(tmp_path / "b")) == {"ts_metrics.log", "model_metrics.log"}
 
 
@@ -64,8 +67,7 @@ def test_the_servers_lines_have_torchserves_shape(
 def test_what_a_worker_prints_is_in_its_own_file_and_on_stdout(
     logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened = logs()
-    opened.follow(Properties(initial_worker_port=9100))
+    opened = logs(initial_worker_port=9100)
     logging.getLogger("penstock.model").info("loss=1%", extra={"model": "blip2", "version": "1.0", "slot": 2})
     opened.close()
     (line,) = lines(tmp_path / "logs", "model_log")
@@ -85,9 +87,9 @@ def test_metrics_are_in_their_files_alone(logs: Open, tmp_path: Path, capsys: py
 
 
 def test_an_access_is_logged_only_on_request(logs: Open, tmp_path: Path) -> None:
-    opened = logs()
+    logs().close()
     assert not logging.getLogger("ACCESS_LOG").isEnabledFor(logging.INFO)
-    opened.follow(Properties(access_log=True))
+    opened = logs(access_log=True)
     assert logging.getLogger("ACCESS_LOG").isEnabledFor(logging.INFO)
     logging.getLogger("ACCESS_LOG").info('/127.0.0.1:1 "GET /ping HTTP/1.1" 200 1')
     opened.close()
@@ -127,20 +129,63 @@ def test_a_reader_of_stdout_that_leaves_ends_nothing(
     assert len(lines(tmp_path / "logs", "ts_log")) == 3
 
 
+@contextlib.contextmanager
+def full_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A pipe that is full in the place of stdout; what it gives empties it. Few records may wait."""
+    monkeypatch.setattr("penstock.compat.torchserve.logs._MOST_WAITING", 4)
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 4096)
+    os.set_blocking(write, True)
+
+    def empty() -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(read, 2**20)
+
+    with os.fdopen(write, "w", buffering=1) as writer:
+        monkeypatch.setattr("sys.stdout", writer)
+        yield empty
+    os.close(read)
+
+
 def test_more_than_can_be_written_is_counted_and_holds_nobody(
     logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.compat.torchserve.logs._MOST_WAITING", 4)
-    read, write = os.pipe()
-    with os.fdopen(read) as reader, os.fdopen(write, "w", buffering=1) as writer:
-        monkeypatch.setattr("sys.stdout", writer)
+    with full_pipe(monkeypatch) as empty:
         opened = logs()
-        for _ in range(200):  # nobody reads: the pipe takes 64 KiB
-            logging.getLogger("penstock.engine").info("x" * 1000)
-        os.set_blocking(read, False)
+        for _ in range(20):
+            logging.getLogger("penstock.engine").info("here")
         while not any("event=lines_lost" in line for line in lines(tmp_path / "logs", "ts_log")):
-            reader.read()
+            empty()
+        opened.close()
+
+
+def test_a_line_for_those_who_wait_is_bare_and_in_order(logs: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = logs()
+    logging.getLogger("penstock.engine").info("first")
+    opened.say("Model server started.")
     opened.close()
+    opened.say("after the end")
+    lines_said = capsys.readouterr().out.splitlines()
+    assert lines_said[0].endswith(" - first")
+    assert lines_said[1:] == ["Model server started.", "after the end"]
+
+
+def test_a_server_ends_though_nobody_reads_what_it_says(logs: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.compat.torchserve.logs._CLOSE_S", 0.01)
+    with full_pipe(monkeypatch) as empty:
+        opened = logs()
+        for _ in range(20):
+            logging.getLogger("penstock.engine").info("here")
+        opened.say("Torchserve stopped.")
+        opened.close()
+        assert opened._thread.is_alive(), "it waits for a reader"
+        threading.Thread(target=opened._waiting.put, args=(None,)).start()
+        while opened._thread.is_alive():
+            empty()
 
 
 # ---- --log-config
@@ -190,6 +235,13 @@ def test_an_access_log_of_a_log4j2_xml_is_on(logs: Open, tmp_path: Path) -> None
     opened.close()
     assert "here" in (tmp_path / "mine.log").read_text()
     assert not lines(tmp_path / "logs", "ts_log")
+
+
+def test_a_log4j2_xml_may_be_named_in_vmargs(logs: Open, tmp_path: Path) -> None:
+    path = tmp_path / "log4j2.xml"
+    path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
+    logs(vmargs=f"-Xmx1g -Dlog4j.configurationFile=file://{path}").close()
+    assert (tmp_path / "mine.log").exists()
 
 
 @pytest.mark.parametrize("text", ["", "<a>", "appender.console.type = Console", "\x00"])
