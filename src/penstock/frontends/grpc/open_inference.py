@@ -122,4 +122,4 @@ def _answer(body: bytes) -> Any:
         return response
     except (ValueError, TypeError, RecursionError, KeyError, msgspec.ValidationError) as error:
         text = f"the handler's answer is no Open Inference response: {type(error).__name__}: {str(error)[:200]}"
-        raise failed(503, text) from error
+        raise failed(500, text) from error
