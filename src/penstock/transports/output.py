@@ -12,7 +12,7 @@ log = logging.getLogger("penstock.model")
 READ_BYTES = 64 * 2**10
 LINE_BYTES = 8 * 2**10  # the rest of a longer line is left out
 LINES_PER_S = 5_000  # more are counted, not logged: writing one takes some 20 us of the loop
-LINES_PER_PASS = 100  # of the loop; what is printed meanwhile waits in the pipe
+LINES_PER_PASS = 50  # of the loop; what is printed meanwhile waits in the pipe
 LAST_READS = 16  # a pipe holds 64 KiB, at most 1 MiB
 
 
