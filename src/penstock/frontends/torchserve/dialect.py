@@ -77,11 +77,17 @@ class TorchServeDialect:
 
     def _search(self, method: bytes, target: bytes) -> GuardedRoute:
         segments, query = _segments(target)
-        name = method.decode("ascii")
+        return self._search_for(method.decode("ascii"), segments, query)
+
+    def _search_for(self, method: str, segments: list[str], query: bytes) -> GuardedRoute:
         wrong: Template | None = None
         for template, names in self._table.matches(segments):
-            if template.methods is None or name in template.methods:
+            if template.methods is None or method in template.methods:
                 return _route(template, names, query)
+            if method == "OPTIONS" and template.codec:  # every way to a model describes it
+                described = ["predictions", names["model"], *([names["version"]] if "version" in names else [])]
+                if segments != described:
+                    return self._search_for(method, described, query)
             wrong = wrong or template
         if wrong is not None:
             return GuardedRoute(_NOTHING, guard=wrong.guard, refusal=MethodNotAllowed)

@@ -230,10 +230,37 @@ async def test_the_root_is_there_for_options_only():
         assert await peer.answer() == error(405, "Method Not Allowed", "MethodNotAllowedException", WRONG)
 
 
-@pytest.mark.parametrize("target", ["/v1/models/m:predict", "/v2/models/m/infer", "/m/predict", "/explanations/m/1/x"])
-async def test_a_method_that_a_route_does_not_take_is_405(target):
+@pytest.mark.parametrize(
+    ("target", "version"),
+    [
+        ("/predictions/m", None),
+        ("/predictions/m/1.0", "1.0"),
+        ("/predictions/m/1.0/x/y", "1.0"),
+        ("/explanations/m/1.0/x", "1.0"),
+        ("/v1/models/m:predict", None),
+        ("/v2/models/m/infer", None),
+        ("/m/predict?a=1", None),
+        ("/m/1.0/predict", "1.0"),
+    ],
+)
+async def test_options_on_any_way_to_a_model_describes_it(target, version):
     async with listening() as peer:
         peer.ask("OPTIONS", target)
+        head, body = await peer.answer()
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b'"openapi": "3.0.1"' in body
+        assert peer.administration.asked == [("describe", "m", version, False)]
+        assert peer.backend.calls == []
+        peer.ask("OPTIONS", target.replace("m", "zz", 1) if target.startswith("/m/") else target.replace("/m", "/zz"))
+        assert (await peer.answer())[0].startswith(b"HTTP/1.1 404 ")
+
+
+@pytest.mark.parametrize(
+    ("method", "target"), [("POST", "/models/m/1/set-default"), ("PUT", "/models"), ("DELETE", "/models")]
+)
+async def test_a_method_that_a_route_does_not_take_is_405(method, target):
+    async with listening(groups=frozenset({"management"}), model_api=True) as peer:
+        peer.ask(method, target)
         assert await peer.answer() == error(405, "Method Not Allowed", "MethodNotAllowedException", WRONG)
 
 
