@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from penstock.compat.torchserve.background import on_thread
 from penstock.compat.torchserve.describing import Describer, state_of
 from penstock.compat.torchserve.devices import Devices
 from penstock.compat.torchserve.models import Models, Version
@@ -23,6 +24,7 @@ from penstock.protocols.torchserve.api import ApiError, Done, Registration
 log = logging.getLogger("penstock.compat")
 
 T = TypeVar("T")
+END_S: Final = 5.0
 _LATER = Done("Processing worker updates...", 202)
 
 
@@ -277,7 +279,12 @@ class Administrator:
         self._stopping = True
 
     async def close(self) -> None:
-        """Gives the files of all models back. To be called when the engine is closed."""
+        """Gives the files of all models back. To be called when the engine is closed; archives that are still being
+        opened are not waited for longer than END_S."""
         self.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=END_S)
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(asyncio.to_thread(version.files.close) for version in self._models))
+        await asyncio.gather(*(on_thread(version.files.close) for version in self._models))

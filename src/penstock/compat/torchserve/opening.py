@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -12,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from penstock.archive.errors import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden
 from penstock.archive.store import ModelStore, Unpacked
+from penstock.compat.torchserve.background import on_thread
 from penstock.compat.torchserve.plan import Plan, Source, make_plan
 from penstock.config.properties import Properties
 from penstock.errors import ArchiveError
@@ -20,6 +22,7 @@ from penstock.protocols.torchserve.api import ApiError, Registration
 log = logging.getLogger("penstock.compat")
 
 MOST_YAML_BYTES: Final = 2**20  # real ones have a few KB
+MOST_AT_ONCE: Final = 16  # archives that are opened, each on a thread; TorchServe's threads bound it likewise
 _KINDS: Final = {
     ArchiveNotFound: "ModelNotFoundException",
     UrlForbidden: "ModelNotFoundException",
@@ -35,6 +38,7 @@ class Opener:
     def __init__(self, store: ModelStore, properties: Properties) -> None:
         self._store = store
         self._properties = properties
+        self._turn = asyncio.Semaphore(MOST_AT_ONCE)
         self._installs: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # while anybody has it
 
     def names(self) -> list[str]:
@@ -43,7 +47,8 @@ class Opener:
 
     async def open(self, registration: Registration, said: Mapping[str, Any], workers: int) -> tuple[Plan, Unpacked]:
         """The plan of a version, and its files, to be closed. See `make_plan`."""
-        return await asyncio.to_thread(self._open, registration, said, workers)
+        async with self._turn:
+            return await on_thread(partial(self._open, registration, said, workers))
 
     def _open(self, registration: Registration, said: Mapping[str, Any], workers: int) -> tuple[Plan, Unpacked]:
         url = registration.url
@@ -66,7 +71,7 @@ class Opener:
 
     async def discard(self, plan: Plan, files: Unpacked) -> None:
         """Gives the files back, and removes what was downloaded for them: its name is free again."""
-        await asyncio.to_thread(self._discard, plan.url, files)
+        await on_thread(partial(self._discard, plan.url, files))
 
     def _discard(self, url: str, files: Unpacked) -> None:
         files.close()
@@ -80,11 +85,10 @@ class Opener:
         from penstock.archive.requirements import install_requirements
 
         lock = self._installs.setdefault(plan.folder, asyncio.Lock())
-        async with lock:
+        install = partial(install_requirements, plan.folder, requirements, model=plan.name, venv=plan.settings.use_venv)
+        async with lock, self._turn:
             try:
-                await asyncio.to_thread(
-                    install_requirements, plan.folder, requirements, model=plan.name, venv=plan.settings.use_venv
-                )
+                await on_thread(install)
             except ArchiveError as e:
                 raise _told(e) from e
 

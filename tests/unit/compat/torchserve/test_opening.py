@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -144,3 +145,24 @@ def test_a_yaml_that_the_archive_does_not_have_is_told(tmp_path: Path) -> None:
     assert read_yaml(tmp_path, "empty.yaml") == {}
     with pytest.raises(ApiError, match="no such file"):
         read_yaml(tmp_path, "model-config.yaml")
+
+
+async def test_a_server_that_stops_does_not_wait_for_an_archive_that_is_being_opened(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.compat.torchserve.administration.END_S", 0.05)
+    begun, end = threading.Event(), threading.Event()
+
+    def slow(*_: object, **__: object) -> None:
+        begun.set()
+        end.wait()
+        raise ArchiveError("too late")
+
+    monkeypatch.setattr(ModelStore, "open", slow)
+    register = asyncio.create_task(house.open().administrator.register(Registration(url="m.mar")))
+    await house.until(begun.is_set)
+    async with asyncio.timeout(5):
+        await house.close()
+        with pytest.raises(asyncio.CancelledError):
+            await register
+    end.set()
