@@ -11,17 +11,17 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 _TIMEOUT_S = 5.0  # of `nvidia-smi`, where the driver shows nothing under /proc
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """How many NVIDIA GPUs there are, at most those that CUDA_VISIBLE_DEVICES names."""
+def visible_gpus(environment: Mapping[str, str] = os.environ, found: int | None = None) -> int:
+    """How many NVIDIA GPUs there are (`found`), at most those that CUDA_VISIBLE_DEVICES names."""
     shown = environment.get("CUDA_VISIBLE_DEVICES")
     if shown is None:
-        return _count()
+        return _count() if found is None else found
     named = 0
     for each in (part.strip() for part in shown.split(",")):
         if not each or each.startswith("-"):  # CUDA looks no further
             break
         named += 1
-    return min(named, _count()) if named else 0
+    return min(named, _count() if found is None else found) if named else 0
 
 
 def expanded(devices: Sequence[str]) -> tuple[str, ...]:

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from penstock.compat.torchserve.settings import Settings
-
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-_TIMEOUT_S = 5.0  # of `nvidia-smi`, where the driver shows nothing under /proc
+from penstock.worker.devices import visible_gpus
 
 
 def usable_gpus(most: int | None, environment: Mapping[str, str] = os.environ, found: int | None = None) -> int:
     """GPUs that may be used: those that there are, that CUDA_VISIBLE_DEVICES shows, and at most `number_of_gpu`."""
-    count = _count() if found is None else found
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None:
-        named: list[str] = []
-        for each in (part.strip() for part in shown.split(",")):
-            if not each or each.startswith("-"):  # those behind are hidden
-                break
-            named.append(each)
-        count = min(count, len(named))
+    count = visible_gpus(environment, found)
     return count if most is None else min(count, most)
-
-
-def _count() -> int:
-    try:
-        return len(list(_DRIVER.iterdir()))
-    except OSError:
-        pass
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines())
 
 
 class Devices:
