@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from closed_loop import Sample, percentiles, timed, wrk
 from report import Report, Runs, options
-from servers import HERE, Server, Workload, python_of, same, serving, tuned
+from servers import HERE, Server, Workload, free_ports, python_of, same, serving, tuned
 
 __all__ = [
     "HERE",
@@ -20,6 +20,7 @@ __all__ = [
     "Server",
     "Workload",
     "closed_loops",
+    "free_ports",
     "interleave",
     "options",
     "percentiles",

@@ -163,7 +163,7 @@ class Report:
             if invalid := [s["under_way"] for s in samples if s.get("invalid")]:
                 row.append(f"INVALID: {number(min(invalid))} requests under way")
             elif base in runs:
-                row.append("" if name == base else spread(self.ratios(runs, base, name)))
+                row.append("" if name == base else spread(self.ratios(runs, base, name, shown[0])))
             self._say("| " + " | ".join(row) + " |")
 
     def ratios(self, runs: Runs, one: str, other: str, key: str | None = None) -> list[float]:

@@ -1,0 +1,13 @@
+"""A handler around an accelerator that takes 34 ms + 2 ms an item, so 50 ms for 8, and no processor."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+def handle(data: list[dict[str, Any]] | None, context: object) -> list[Any] | None:
+    if data is None:
+        return None
+    time.sleep(0.034 + 0.002 * len(data))
+    return [row["body"] for row in data]
