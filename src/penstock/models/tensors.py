@@ -86,6 +86,8 @@ class TensorModel:
         if len(known) == len(program.inputs):
             self.inputs = tuple(TensorSpec(i.name, cast(str, i.datatype), cast(Any, i.shape)) for i in known)
         self.__penstock_options__ = self._options()
+        if self._settings.optimize == "compile":
+            self._compile()
 
     def _options(self) -> dict[str, Any]:
         """What follows from the program for batching: see `@penstock.model`."""
@@ -112,6 +114,13 @@ class TensorModel:
         if not self.inputs or any(i.datatype == "BYTES" or -1 in i.shape[1:] for i in self.inputs):
             return []
         return [{i.name: np.zeros((1, *cast(Any, i.shape)[1:]), DTYPES[cast(str, i.datatype)]) for i in inputs}]
+
+    def _compile(self) -> None:
+        """Runs what is compiled at its first call: one row and several are so apart, and take longer than a warm-up
+        waits."""
+        for rows in (1, 2):
+            for sample in self.warmup():
+                self._run({name: np.repeat(array, rows, axis=0) for name, array in sample.items()}, rows)
 
     # ---- a request
 

@@ -194,6 +194,13 @@ def test_what_is_known_of_inputs_is_declared_and_warmed_up_with():
     assert model(X, ANY)[0].inputs == ()
 
 
+def test_what_is_compiled_at_its_first_call_is_called_when_it_is_loaded():
+    for inputs, calls in ((X,), [1, 2]), ((ANY,), []):
+        program = Summing(*inputs)
+        TensorModel(lambda settings, program=program: program, Settings(optimize="compile")).load("cpu")
+        assert [call["x"][0] for call in program.calls] == calls
+
+
 def test_strings_are_a_single_row_of_bytes():
     made, _ = model(Input("t", "BYTES", (-1,)))
     request = made.preprocess("hé")
