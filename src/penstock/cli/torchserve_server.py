@@ -20,6 +20,7 @@ from msgspec import structs
 from penstock.cli.running import Stop, runner, settle
 from penstock.cli.torchserve import Settings, parser, settings_of
 from penstock.cli.torchserve_grpc import GrpcAddress, grpc_addresses, grpc_listeners
+from penstock.cli.torchserve_metrics import Metrics
 from penstock.compat.torchserve.launch import pid_path, remove_own
 from penstock.compat.torchserve.logs import Logs
 from penstock.compat.torchserve.startup import Served, administer, load_startup
@@ -89,19 +90,22 @@ class TorchServe:
         self._stop = Stop(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
         self._listeners: list[HttpServer | GrpcServer] = []
         self._pem: Pem | None = None
+        self._metrics = Metrics(settings.properties)
 
     async def main(self) -> int:
         """Returns 0 after a signal. Raises PenstockError if it cannot start."""
         self._stop.catch()
-        engine = Engine(self._limits)
+        engine = Engine(self._limits, self._metrics.observers)
         served = administer(
             engine,
             self._properties,
             most_workers=self._limits.max_instances,
             file=self._settings.file,
             snapshots=self._settings.snapshots,
+            model_metrics=self._metrics.model_metrics,
         )
         try:
+            self._metrics.start(engine, served, self._listeners)
             await self._listen(served)
             loads = asyncio.ensure_future(load_startup(served))
             try:
@@ -126,6 +130,7 @@ class TorchServe:
         await asyncio.gather(*(listener.close(DRAIN_S) for listener in self._listeners))
         await engine.close(max(0.0, end - time.monotonic()))
         await served.administrator.close()
+        await self._metrics.close()
         self._clean()
         self._say(STOPPED)
 
@@ -147,7 +152,7 @@ class TorchServe:
                 face_of(self._properties, groups),
                 self._limits,
                 ssl=self._tls() if address.tls else None,
-                scrape=_no_metrics,
+                scrape=self._metrics.scrape,
             )
             bound = await _start(listener, address, min(groups, key=GROUPS.index))
             self._listeners.append(listener)
@@ -226,11 +231,6 @@ def face_of(properties: Properties, groups: Iterable[Group]) -> Face:
         model_api=properties.enable_model_api,
         metrics_api=properties.enable_metrics_api,
     )
-
-
-async def _no_metrics(names: list[str]) -> bytes:
-    """With metrics_mode=log the page is empty."""
-    return b""
 
 
 def limits_of(properties: Properties) -> LimitsConfig:

@@ -138,7 +138,6 @@ IGNORED: Final = frozenset(
         "ipex_gpu_enable",
         "initial_distribution_port",
         "workflow_store",
-        "system_metrics_cmd",
         "ts_header_key_sequence_id",
         "ts_header_key_sequence_start",
         "ts_header_key_sequence_end",

@@ -142,6 +142,7 @@ class Batcher:
         items: list[Item] = []
         for entry in dispatch.entries:
             call = self._waiting[entry.id]  # parts have the id of their request
+            call.sent_s = now
             calls.append(call)
             if entry.parent is None:
                 items.append(call.item)

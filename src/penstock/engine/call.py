@@ -15,17 +15,20 @@ log = logging.getLogger("penstock.engine")
 class Call:
     """One accepted request: who waits for it, and how far its answer has come.
 
+    `label` is what its front-end calls its version, for observers; `sent_s` is when it was last sent to a worker.
+
     `end` is how it ended, as far as its caller knows: "" - not yet; "ok" or "failed" - answered; else why not.
     """
 
-    __slots__ = ("_on_cancel", "end", "entry", "item", "parts", "sink", "streamed")
+    __slots__ = ("_on_cancel", "end", "entry", "item", "label", "parts", "sent_s", "sink", "streamed")
 
     def __init__(self, item: Item, sink: Sink, entry: Entry, on_cancel: Callable[[Call], None]) -> None:
         self._on_cancel = on_cancel
         self.item = item
         self.sink: Sink | None = sink
         self.entry = entry
-        self.end = ""
+        self.end = self.label = ""
+        self.sent_s = 0.0
         self.streamed = False  # a part of the answer is out: it must not be run again
         self.parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
 

@@ -257,9 +257,11 @@ class Instances:
             self._on_change()
             return
         instance.pid, instance.up = ready.pid, True
+        seconds = time.time() - instance.since_s if instance.retry_at is None else time.monotonic() - instance.retry_at
         instance.failures, instance.retry_at, instance.error = 0, None, None
         if (scheduler := self._scheduler()) is not None:
             scheduler.slot_up(slot, time.monotonic())
+        tell(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
         self._tell(slot, "ready")
         self._report(instance)
 

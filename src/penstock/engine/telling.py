@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.engine.call import Call, Running
 from penstock.errors import PenstockError
-from penstock.observe.base import Observer, record_of, tell
+from penstock.observe.base import Observer, hearing, record_of, tell
 from penstock.types import BatchPart, ItemResult
 
 
@@ -16,6 +16,7 @@ class Teller:
     def __init__(self, name: str, version: str, observers: Sequence[Observer]) -> None:
         self._name, self._version = name, version
         self._observers = observers
+        self._hear_served = hearing(observers, "on_served")
 
     def ended(self, calls: Sequence[Call], now: float) -> None:
         """These requests ended as their `end` says: each is told of once."""
@@ -31,6 +32,14 @@ class Teller:
                     tell(self._observers, "on_reject", self._name, self._version, call.end)
         if latencies:
             tell(self._observers, "on_answer", self._name, self._version, latencies, failed)
+            if self._hear_served and failed < len(latencies):
+                self._served([c for c in calls if c.end == "ok"], now)
+
+    def _served(self, calls: Sequence[Call], now: float) -> None:
+        labels = [c.label for c in calls]
+        waits_s = [c.sent_s - c.entry.arrival_s for c in calls]
+        latencies_s = [now - c.entry.arrival_s for c in calls]
+        tell(self._hear_served, "on_served", self._name, self._version, labels, waits_s, latencies_s)
 
     def failures(self, call: Call, result: ItemResult) -> int:
         """Tells of the items that failed with this final result: how many."""

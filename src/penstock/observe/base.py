@@ -109,6 +109,12 @@ class Observer:
     def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
         """Requests were answered by the model, so long after they came; `failed` of them with an error."""
 
+    def on_served(
+        self, model: str, version: str, labels: Sequence[str], waits_s: Sequence[float], latencies_s: Sequence[float]
+    ) -> None:
+        """Of those of `on_answer` that did not fail: what each one's front-end called its version, how long it had
+        waited when it was sent (for the last time), and how long after it came it was answered."""
+
     def on_reject(self, model: str, version: str, reason: str) -> None:
         """A request ended without an answer of the model; see `docs/metrics.md` for the reasons."""
 
@@ -117,6 +123,9 @@ class Observer:
 
     def on_error(self, model: str, version: str, error: PenstockError) -> None:
         """One item failed, alone or among those of a request of many."""
+
+    def on_load(self, model: str, version: str, slot: int, seconds: float) -> None:
+        """A worker came up, so long after it was started; `on_worker` follows."""
 
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
         """`state` is "ready", "died", "failed" (to load), or "removed": the slot was taken away for good."""

@@ -6,6 +6,8 @@ On a thread of its own: the driver of a GPU may take long to start and to answer
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +19,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from penstock.observe.base import ModelReading
 from penstock.observe.text import Family, Page
+
+log = logging.getLogger("penstock.observe")
+
+GpuReading = tuple[tuple[str, str], float, int, int]
 
 _WORKER = ("model", "version", "instance")
 _GPU = ("gpu", "name")
@@ -84,26 +90,53 @@ class SystemMetrics:
 
 
 class Gpus:
-    """The NVIDIA GPUs of this machine, if nvidia-ml-py is installed and there are any."""
+    """The NVIDIA GPUs of this machine, if nvidia-ml-py is installed and there are any.
 
-    def __init__(self) -> None:
+    A driver may hang for ever: it is asked on a thread of its own that nobody waits for longer than `limit_s`, and not
+    asked again before it has answered.
+    """
+
+    def __init__(self, limit_s: float = 5.0) -> None:
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
         self._nvml: Any = None
         self._handles: list[tuple[tuple[str, str], Any]] = []
+        self._opened = False
+        self._asked: threading.Thread | None = None
+        self._answer: list[GpuReading] = []
+
+    def read(self) -> list[GpuReading]:
+        """((index, name), busy share, used bytes, bytes) of each; none while the driver does not answer."""
+        with self._lock:
+            if self._asked is not None and self._asked.is_alive():
+                return []
+            self._asked = threading.Thread(target=self._ask, name="penstock-gpus", daemon=True)
+            self._asked.start()
+            self._asked.join(self._limit_s)
+            if not self._asked.is_alive():
+                return self._answer
+        log.warning("gpus=silent limit_s=%g consequence=no_metrics_of_gpus_until_the_driver_answers", self._limit_s)
+        return []
+
+    def _ask(self) -> None:
+        if not self._opened:
+            self._open()
+            self._opened = True
+        self._answer = list(self._read())
+
+    def _open(self) -> None:
         with suppress(Exception):  # no library, no driver, no GPU: all the same
             pynvml = import_module("pynvml")
+            self._nvml = pynvml
             pynvml.nvmlInit()
             for i in range(pynvml.nvmlDeviceGetCount()):
                 handle = pynvml.nvmlDeviceGetHandleByIndex(i)
                 name = pynvml.nvmlDeviceGetName(handle)
                 self._handles.append(((str(i), name.decode() if isinstance(name, bytes) else name), handle))
-            self._nvml = pynvml
 
-    def read(self) -> list[tuple[tuple[str, str], float, int, int]]:
-        """((index, name), busy share, used bytes, bytes) of each."""
-        out: list[tuple[tuple[str, str], float, int, int]] = []
+    def _read(self) -> Iterator[GpuReading]:
         for labels, handle in self._handles:
             with suppress(Exception):  # it fell off the bus: the others are still there
                 busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
                 memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-                out.append((labels, busy, int(memory.used), int(memory.total)))
-        return out
+                yield labels, busy, int(memory.used), int(memory.total)

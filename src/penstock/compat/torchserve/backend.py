@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.compat.torchserve.holding import Held, no_worker, refusal
+from penstock.compat.torchserve.holding import UNVERSIONED, Held, no_worker, refusal
 from penstock.compat.torchserve.models import Models, Version
 from penstock.engine.call import release
 from penstock.engine.engine import Engine
@@ -20,6 +20,7 @@ class ModelsBackend:
     def __init__(self, engine: Engine, models: Models) -> None:
         self._engine = engine
         self._models = models
+        self.asked: dict[tuple[str, str], int] = {}  # requests that came for a model, and a version or none
 
     def submit(
         self,
@@ -35,6 +36,8 @@ class ModelsBackend:
         workers load it waits for them."""
         try:
             found = self._models.route(model, version)
+            label = version or UNVERSIONED
+            self.asked[model, label] = self.asked.get((model, label), 0) + 1
             if found.handle is None or (found.plan.settings.use_job_ticket and not _has_ticket(found)):
                 raise no_worker(model, version)
             if found.loading:
@@ -47,7 +50,9 @@ class ModelsBackend:
             release(item)
             raise
         try:
-            return self._engine.submit(model, found.version, item, sink, budget_s=budget_s, priority=priority)
+            call = self._engine.submit(model, found.version, item, sink, budget_s=budget_s, priority=priority)
+            call.label = label
+            return call
         except PenstockError as e:
             raise refusal(e, model, version) from e
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 from penstock.engine.call import Call, release
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
@@ -14,6 +15,9 @@ _NO_WORKER = (
     "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence"
     " inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
 )
+
+UNVERSIONED: Final = "default"
+"""What metrics call the version of a request that names none."""
 
 Submit = Callable[[Item, Sink, float | None, int], Call]
 
@@ -45,6 +49,7 @@ class Held:
         left_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
         try:
             self._call = submit(self._item, self._sink, left_s, self._priority)
+            self._call.label = self._named[1] or UNVERSIONED
         except PenstockError as e:
             self._sink(ItemResult(error=refusal(e, *self._named)))
 

@@ -60,8 +60,8 @@ class Line(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         at = self.formatTime(record)
-        if self._bare:
-            return f"{at} - {record.message}"
+        if self._bare:  # metrics come many in one record
+            return "\n".join([f"{at} - {line}" for line in record.message.split("\n")])
         level = _LEVELS.get(record.levelname, record.levelname)
         thread, name = record.threadName, record.name
         if thread == "MainThread":

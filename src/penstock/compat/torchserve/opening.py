@@ -35,9 +35,12 @@ _KINDS: Final = {
 class Opener:
     """Opens archives of one store. Raises ApiError, with TorchServe's texts where it has one."""
 
-    def __init__(self, store: ModelStore, properties: Properties) -> None:
+    def __init__(
+        self, store: ModelStore, properties: Properties, model_metrics: Mapping[str, Any] | None = None
+    ) -> None:
         self._store = store
         self._properties = properties
+        self._model_metrics = model_metrics
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
         self._installs: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # while anybody has it
 
@@ -64,7 +67,10 @@ class Opener:
             archive = files.archive
             yaml = read_yaml(archive.folder, archive.manifest.config_file)
             source = Source(archive, url, mar_name(url), yaml)
-            return make_plan(source, self._properties, registration, said, workers=workers), files
+            plan = make_plan(
+                source, self._properties, registration, said, workers=workers, model_metrics=self._model_metrics
+            )
+            return plan, files
         except BaseException:
             self._discard(url, files)
             raise

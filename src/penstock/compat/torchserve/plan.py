@@ -82,6 +82,7 @@ def make_plan(
     *,
     workers: int,
     environment: Mapping[str, str] = os.environ,
+    model_metrics: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of a version; `workers` is how many it has if nobody says so. Raises ApiError."""
     manifest = source.archive.manifest
@@ -127,6 +128,8 @@ def make_plan(
         "overlap": settings.overlap,
         "retry_split": settings.retry_split,
     }
+    if model_metrics is not None:
+        setup["model_metrics"] = dict(model_metrics)
     config = _config(version, settings, _environment(source.archive.folder, settings, properties, environment))
     try:
         check_model(config)

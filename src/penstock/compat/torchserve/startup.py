@@ -48,15 +48,17 @@ def administer(
     snapshots: bool = True,
     folder: Path | None = None,
     cache: Path | None = None,
+    model_metrics: Mapping[str, Any] | None = None,
 ) -> Served:
     """The administration of one server; writes the file of tokens, unless they are off.
 
     `file` is what the properties were read from, `folder` where the file of tokens belongs: the working directory.
-    `cache` is where archives are unpacked. Raises ConfigError, ArchiveError.
+    `cache` is where archives are unpacked, `model_metrics` that section of metrics.yaml, None for TorchServe's own.
+    Raises ConfigError, ArchiveError.
     """
     store = None if properties.model_store is None else Path(properties.model_store)
     models = Models()
-    opener = Opener(ModelStore(store, allowed_urls=properties.allowed_urls, cache=cache), properties)
+    opener = Opener(ModelStore(store, allowed_urls=properties.allowed_urls, cache=cache), properties, model_metrics)
     gpus = usable_gpus(properties.number_of_gpu)
     tokens = None
     if not properties.disable_token_authorization:

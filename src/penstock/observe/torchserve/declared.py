@@ -1,0 +1,165 @@
+"""metrics.yaml: which metrics there are, what kind each is, its unit and the names of its dimensions.
+
+Source: `ts/configs/metrics.yaml` and `docs/metrics.md` of TorchServe 0.12.0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+from penstock.errors import ConfigError, nearest
+
+log = logging.getLogger("penstock.observe")
+
+KINDS: Final = ("counter", "gauge", "histogram")
+MOST_BYTES: Final = 2**20
+
+_HOST: Final = ("Level", "Hostname")
+_GPU: Final = ("Level", "DeviceId", "Hostname")
+_VERSION: Final = ("model_name", "model_version", "hostname")
+
+TOLD: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
+    "Requests2XX": ("counter", "Count", _HOST),
+    "Requests4XX": ("counter", "Count", _HOST),
+    "Requests5XX": ("counter", "Count", _HOST),
+    "ts_inference_requests_total": ("counter", "Count", _VERSION),
+    "ts_inference_latency_microseconds": ("counter", "Microseconds", _VERSION),
+    "ts_queue_latency_microseconds": ("counter", "Microseconds", _VERSION),
+    "QueueTime": ("gauge", "Milliseconds", _HOST),
+    "WorkerThreadTime": ("gauge", "Milliseconds", _HOST),
+    "WorkerLoadTime": ("gauge", "Milliseconds", ("WorkerName", "Level", "Hostname")),
+    "CPUUtilization": ("gauge", "Percent", _HOST),
+    "MemoryUsed": ("gauge", "Megabytes", _HOST),
+    "MemoryAvailable": ("gauge", "Megabytes", _HOST),
+    "MemoryUtilization": ("gauge", "Percent", _HOST),
+    "DiskUsage": ("gauge", "Gigabytes", _HOST),
+    "DiskUtilization": ("gauge", "Percent", _HOST),
+    "DiskAvailable": ("gauge", "Gigabytes", _HOST),
+    "GPUMemoryUtilization": ("gauge", "Percent", _GPU),
+    "GPUMemoryUsed": ("gauge", "Megabytes", _GPU),
+    "GPUUtilization": ("gauge", "Percent", _GPU),
+}
+"""What the server tells: (kind, unit, dimensions) where no file says otherwise. The last dimension is the host."""
+
+_MODELS: Final = ("HandlerTime", "PredictionTime")
+
+
+class Declared(Struct, frozen=True):
+    """One metric. Values are told for its dimensions in their order."""
+
+    name: str
+    kind: str
+    unit: str
+    dimensions: tuple[str, ...]
+
+
+class MetricsConfig(Struct, frozen=True):
+    """The metrics of the server (`ts_metrics`) and those of models (`model_metrics`), by name."""
+
+    server: Mapping[str, Declared]
+    models: Mapping[str, Declared]
+
+    def section(self) -> dict[str, list[dict[str, Any]]]:
+        """`model_metrics` as the file has it, for workers."""
+        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+        for d in self.models.values():
+            found[d.kind].append({"name": d.name, "unit": d.unit, "dimensions": list(d.dimensions)})
+        return found
+
+
+def default_config() -> MetricsConfig:
+    """What holds without a file: everything that the server tells, and two times of each handler."""
+    server = {name: Declared(name, *told) for name, told in TOLD.items()}
+    return MetricsConfig(server, {name: Declared(name, "gauge", "ms", ("ModelName", "Level")) for name in _MODELS})
+
+
+def read_config(path: str) -> MetricsConfig:
+    """What a metrics.yaml says. Raises ConfigError that names the file and the line, or the key."""
+    document = _document(path)
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: found {_kind(document)}, expected the keys dimensions, ts_metrics, model_metrics")
+    keys = ("dimensions", "ts_metrics", "model_metrics")
+    for key in document:
+        if key not in keys:
+            raise ConfigError(f"{path}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
+    server, models = (_section(path, key, document.get(key)) for key in ("ts_metrics", "model_metrics"))
+    for name, told in TOLD.items():
+        found = server.get(name)
+        if found is not None and len(found.dimensions) != len(told[2]):
+            raise ConfigError(
+                f"{path}: ts_metrics.{found.kind}: {name}: found the dimensions {list(found.dimensions)}, expected"
+                f" {len(told[2])}, such as {list(told[2])}"
+            )
+    return MetricsConfig(server, models)
+
+
+def _document(path: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"metrics_config={path} cannot be read without PyYAML: install the extra, pip install 'penstock[yaml]'"
+        ) from None
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"metrics_config: {path}: cannot be read: {error.strerror}") from None
+    if len(raw) > MOST_BYTES:
+        raise ConfigError(f"{path}: found more than {MOST_BYTES} bytes, expected a file such as metrics.yaml")
+    try:
+        return yaml.safe_load(raw)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = path if mark is None else f"{path}:{mark.line + 1}"
+        text = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
+        raise ConfigError(f"{where}: no valid YAML: {text}") from None
+
+
+def _section(path: str, section: str, kinds: Any) -> dict[str, Declared]:
+    found: dict[str, Declared] = {}
+    if kinds is None:
+        return found
+    if not isinstance(kinds, dict):
+        raise ConfigError(f"{path}: {section}: found {_kind(kinds)}, expected {', '.join(KINDS)}")
+    for kind, metrics in kinds.items():
+        where = f"{path}: {section}.{kind}"
+        if kind not in KINDS:
+            raise ConfigError(f"{where}: found a kind of metrics that is none, expected {', '.join(KINDS)}")
+        if metrics is None:
+            continue
+        if not isinstance(metrics, list):
+            raise ConfigError(f"{where}: found {_kind(metrics)}, expected a list of name, unit and dimensions")
+        for i, metric in enumerate(metrics):
+            declared = _metric(f"{where}[{i}]", kind, metric)
+            if declared.name in found:
+                log.warning("%s[%d]: %s was declared before; consequence=this one holds", where, i, declared.name)
+            found[declared.name] = declared
+    return found
+
+
+def _metric(where: str, kind: str, metric: Any) -> Declared:
+    keys = ("name", "unit", "dimensions")
+    if not isinstance(metric, dict):
+        raise ConfigError(f"{where}: found {_kind(metric)}, expected name, unit and dimensions")
+    for key in (*keys, *metric):
+        if key not in metric:
+            raise ConfigError(f"{where}: found no {key}, expected name, unit and dimensions")
+        if key not in keys:
+            raise ConfigError(f"{where}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
+    name, unit, dimensions = (metric[key] for key in keys)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}.name: found {name!r}, expected a text")
+    if not isinstance(unit, str):
+        raise ConfigError(f"{where}.unit: found {unit!r}, expected a text such as Count or ms")
+    if not isinstance(dimensions, list) or not all(isinstance(d, str) for d in dimensions):
+        raise ConfigError(f"{where}.dimensions: found {str(dimensions)[:100]}, expected a list of texts")
+    return Declared(name, kind, unit, tuple(dimensions))
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
