@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,9 +45,8 @@ def test_a_captioning_server_moves_over_with_its_files_unchanged(torchserve: Any
     )
     assert status == 0, said
     assert (folder / "blip2.mar").exists()
-    begun = time.monotonic()
     torchserve.start("--ts-config", "config.properties", wait=False)
-    assert time.monotonic() - begun < 5, "the command leaves the server behind"
+    assert "Model server started" not in torchserve.said(), "the command leaves the server behind"
     torchserve.wait_for("Model server started")
     assert torchserve.said().count("other_machines_can_reach_them") == 1
 

@@ -7,6 +7,7 @@ sleeps can hold the event loop; what finds the queue full is counted, and told w
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import logging.config
@@ -80,6 +81,8 @@ class _Console(logging.StreamHandler[Any]):
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__(sys.stdout)
         self.setFormatter(formatter)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # models print what they like
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

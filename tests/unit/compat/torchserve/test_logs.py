@@ -76,6 +76,18 @@ def test_what_a_worker_prints_is_in_its_own_file_and_on_stdout(
     assert not lines(tmp_path / "logs", "ts_log")
 
 
+def test_what_stdout_cannot_spell_is_written_in_escapes(
+    logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as ascii_alone:
+        monkeypatch.setattr("sys.stdout", ascii_alone)
+        opened = logs()
+        logging.getLogger("penstock.model").info("caf\u00e9 \udcff")
+        opened.close()
+    assert (tmp_path / "out").read_text().endswith(" - caf\\xe9 \\udcff\n")
+    assert lines(tmp_path / "logs", "model_log")[0].endswith(" - café ?")
+
+
 def test_metrics_are_in_their_files_alone(logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = logs()
     logging.getLogger("TS_METRICS").info("Requests2XX.Count:1")
