@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 
@@ -67,3 +68,23 @@ def test_without_library_or_driver_there_are_no_gpus(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert Gpus().read() == []
     assert not any("gpu" in name for name in shown(SystemMetrics(), reading()))
+
+
+def test_a_driver_that_hangs_is_waited_for_once_and_not_for_long(
+    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+    rates = one_gpu.nvmlDeviceGetUtilizationRates
+
+    def hang(handle: int) -> object:
+        answers.wait(30)
+        return rates(handle)
+
+    monkeypatch.setattr(one_gpu, "nvmlDeviceGetUtilizationRates", hang)
+    gpus = Gpus(limit_s=0.05)
+    assert gpus.read() == gpus.read() == []
+    assert caplog.text.count("gpus=silent") == 1
+    answers.set()
+    assert gpus._asked is not None
+    gpus._asked.join(10)
+    assert [labels for labels, *_ in gpus.read()] == [("0", "Card 9000")]
