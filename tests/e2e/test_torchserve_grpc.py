@@ -207,7 +207,7 @@ def test_keys_and_tls_guard_both_ports(serve: Any, torchserve: Any) -> None:
         assert connect("Inference").refusal(INFERENCE, "Ping")[0] == "PERMISSION_DENIED"
         management = connect("Management", keys["management"])
         assert json.loads(management(MANAGEMENT, "ListModels").msg)["models"]
-        disabled = ("PERMISSION_DENIED", "Model API disabled")
+        disabled = ("PERMISSION_DENIED", "Model API disabled\norg.pytorch.serve.archive.model.ModelException")
         assert management.refusal(MANAGEMENT, "UnregisterModel", model_name="m") == disabled
         assert connect("Management", keys["inference"]).refusal(MANAGEMENT, "ListModels")[0] == "PERMISSION_DENIED"
 

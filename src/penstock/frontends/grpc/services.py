@@ -21,7 +21,7 @@ from penstock.protocols.torchserve.api import ApiError
 
 log = logging.getLogger("penstock.frontends")
 
-DISABLED: Final = Refusal(Code.PERMISSION_DENIED, "Model API disabled")
+DISABLED: Final = Refusal(Code.PERMISSION_DENIED, "Model API disabled\norg.pytorch.serve.archive.model.ModelException")
 
 Failure = Callable[[Exception], Refusal]
 

@@ -144,7 +144,10 @@ async def test_a_change_that_fails_is_answered(grpc_site, administration, caplog
 async def test_models_are_not_changed_unless_it_is_allowed(grpc_site, administration):
     async with grpc_site(model_api=False) as ask:
         for call in ("RegisterModel", "UnregisterModel"):
-            assert await ask.refusal(call) == ("PERMISSION_DENIED", "Model API disabled")
+            assert await ask.refusal(call) == (
+                "PERMISSION_DENIED",
+                "Model API disabled\norg.pytorch.serve.archive.model.ModelException",
+            )
         assert administration.asked == []
         await ask("ScaleWorker", model_name="m")
         await ask("SetDefault", model_name="m", model_version="1.0")
