@@ -92,7 +92,7 @@ def test_a_model_is_registered_scaled_preferred_and_removed(api: Api) -> None:
         'Default version successfully updated for model "m" to "2.0"',
     )
     assert api.predict("m") == (200, 2.0)
-    assert api.status("PUT", "/models/m/9.9/set-default") == (404, "Model version: 9.9 does not exist for model: m")
+    assert api.status("PUT", "/models/m/9.9/set-default") == (404, "Model version 9.9 does not exist for model m")
     code, found = api.ask("GET", "/models/m/all")
     assert code == 200
     assert [(d["modelVersion"], len(d["workers"]), d["loadedAtStartup"]) for d in found] == [

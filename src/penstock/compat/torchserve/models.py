@@ -119,7 +119,11 @@ class Models:
 
     def set_default(self, name: str, version: str) -> None:
         """Requests that name no version go to this one, all of them."""
-        found = self.find(name, version)
+        self.find(name, None)
+        found = self._models[name].versions.get(version)
+        if found is None:
+            told = f"Model version {version[:MOST_SHOWN]} does not exist for model {name}"
+            raise ApiError("ModelVersionNotFoundException", told)
         self._models[name].default, self._models[name].split = found, None
 
     def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:

@@ -65,7 +65,7 @@ def check_registration(registration: Registration) -> Registration:
     if not registration.url:
         raise ApiError("BadRequestException", "Parameter url is required.")
     if registration.runtime is not None and registration.runtime not in RUNTIMES:
-        raise ApiError("BadRequestException", f"Invalid model runtime value: {_cut(registration.runtime)}")
+        raise ApiError("BadRequestException", f"Invalid RuntimeType value: {registration.runtime[:_SHOWN]}")
     return registration
 
 

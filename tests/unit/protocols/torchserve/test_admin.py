@@ -116,7 +116,7 @@ def test_a_body_that_is_no_registration_is_refused(body):
 
 
 def test_a_runtime_that_there_is_not_is_refused():
-    assert refusal(register, "url=a&runtime=java").message == "Invalid model runtime value: 'java'"
+    assert refusal(register, "url=a&runtime=java").message == "Invalid RuntimeType value: java"
     assert register("url=a&runtime=LSP").runtime == "LSP"
 
 
