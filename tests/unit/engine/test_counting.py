@@ -13,6 +13,7 @@ import pytest
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.batcher import Batcher
 from penstock.engine.engine import Engine
+from penstock.engine.telling import Teller
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -103,6 +104,27 @@ async def test_answers_and_failures_are_told_apart(bench, caller) -> None:
     assert b.ledger.answers == Counter(ok=2, failed=1)
     assert b.ledger.errors == Counter(item_failed=1)
     assert [(r.outcome, r.failed, r.rows) for r in b.ledger.batches] == [("ok", 1, 3)]
+
+
+async def test_what_was_served_is_told_with_its_label_its_wait_and_its_latency(bench, caller) -> None:
+    b = bench(max_batch_size=2)
+    told: list[tuple[Any, ...]] = []
+
+    class Ear(Observer):
+        def on_served(self, *what: Any) -> None:
+            told.append(what)
+
+    b.batcher._teller = Teller("m", "1", [Ear()])
+    for label in ("default", "", "1"):
+        b.submit(caller()).label = label
+    await b.turns()
+    b.transport.answer(results=[ItemResult(), ItemResult(error=ItemFailed("no"))])
+    await b.turns()
+    b.transport.answer(results=[ItemResult()])
+    assert [(*names, labels) for *names, labels, _, _ in told] == [("m", "1", ["default"]), ("m", "1", ["1"])]
+    for *_, (wait_s,), (latency_s,) in told:
+        assert 0 <= wait_s <= latency_s < 10
+    assert told[1][3][0] > told[0][3][0]  # it waited for a second batch
 
 
 async def test_items_that_fail_inside_a_request_of_many_are_failures_and_the_request_is_answered(bench, caller) -> None:

@@ -34,12 +34,16 @@ class Stage:
         self.may_end.set()
         self.sent: list[tuple[Batch, OnPart]] = []
         self.heard: list[tuple[int, str]] = []
+        self.loads: list[tuple[int, float]] = []
         self.listener: TransportListener
         stage = self
 
         class Ear(Observer):
             def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
                 stage.heard.append((slot, state))
+
+            def on_load(self, model: str, version: str, slot: int, seconds: float) -> None:
+                stage.loads.append((slot, seconds))
 
         devices = ["cpu"] * instances
         self.handle = ModelHandle(self.spec, self, devices, 2**20, [Ear()])
@@ -372,3 +376,18 @@ async def test_a_slot_that_goes_down_is_logged_unless_the_load_raises_it(caplog:
             await loading
     assert [r.getMessage().rpartition("=")[2] for r in caplog.records] == ["first"]
     await stage.handle.close(0)
+
+
+async def test_a_worker_s_load_is_timed_from_its_own_start() -> None:
+    stage = Stage()
+    loading = asyncio.create_task(stage.handle.load())
+    await asyncio.sleep(0)
+    stage.handle._instances._slots[0].since_s -= 7.0
+    stage.up(0)
+    await loading
+    stage.down(0, retry_in_s=3.0)
+    stage.handle._instances._slots[0].retry_at -= 5.0  # type: ignore[operator]
+    stage.up(0)
+    (_, first_s), (_, second_s) = stage.loads
+    assert 7.0 <= first_s < 8.0
+    assert 2.0 <= second_s < 3.0

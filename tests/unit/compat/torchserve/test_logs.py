@@ -98,6 +98,16 @@ def test_metrics_are_in_their_files_alone(logs: Open, tmp_path: Path, capsys: py
     assert capsys.readouterr().out == ""
 
 
+def test_metrics_may_come_many_in_one_record(logs: Open, tmp_path: Path) -> None:
+    opened = logs()
+    logging.getLogger("MODEL_METRICS").info("%s", "HandlerTime.ms:1\nHandlerTime.ms:2")
+    opened.close()
+    found = [line.partition(" - ") for line in lines(tmp_path / "logs", "model_metrics")]
+    assert [text for _, _, text in found] == ["HandlerTime.ms:1", "HandlerTime.ms:2"]
+    assert found[0][0] == found[1][0]
+    assert re.fullmatch(r"[\d:,T-]+", found[0][0])
+
+
 def test_an_access_is_logged_only_on_request(logs: Open, tmp_path: Path) -> None:
     logs().close()
     assert not logging.getLogger("ACCESS_LOG").isEnabledFor(logging.INFO)

@@ -177,3 +177,11 @@ def test_a_switch_lets_the_yaml_beat_the_request_as_torchserves_code_does() -> N
     assert planned(yaml=yaml, registration=registration).settings.batch_size == 2
     found = planned(yaml=yaml, registration=registration, properties=Properties(ts_yaml_wins=True)).settings
     assert (found.batch_size, found.min_workers) == (4, 3)
+
+
+def test_workers_know_the_metrics_that_the_file_declares() -> None:
+    declared = {"gauge": [{"name": "a", "unit": "ms", "dimensions": []}]}
+    source = Source(Archive(Path("/models/m"), MANIFEST, True), "m.mar", "m.mar", {})
+    registration = Registration(url="m.mar")
+    plan = make_plan(source, Properties(), registration, {}, workers=0, environment={}, model_metrics=declared)
+    assert plan.setup["model_metrics"] == declared
