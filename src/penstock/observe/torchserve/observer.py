@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct, field
 
@@ -19,7 +19,7 @@ from penstock.observe.prometheus import PrometheusObserver
 from penstock.observe.text import Page
 from penstock.observe.torchserve.declared import Declared, MetricsConfig
 from penstock.observe.torchserve.machine import Measured
-from penstock.observe.torchserve.series import Labels, SeriesTable, only
+from penstock.observe.torchserve.series import MAX_SERIES, Labels, Owner, SeriesTable, only
 from penstock.types import MetricDelta
 
 log = logging.getLogger("penstock.observe")
@@ -27,7 +27,8 @@ SERVER_LOG: Final = logging.getLogger("TS_METRICS")
 MODEL_LOG: Final = logging.getLogger("MODEL_METRICS")
 
 EVERY_S: Final = 1.0
-MAX_EVENTS: Final = 100_000  # that wait to be counted
+MAX_TOLD: Final = 50_000  # batches whose metrics wait to be counted
+MAX_VALUES: Final = 1_000_000  # of one series between two turns
 MAX_DETECTED: Final = 1_000  # metrics that no file declares
 _IN_LEGACY_MODE: Final = (
     "ts_inference_requests_total",
@@ -35,7 +36,9 @@ _IN_LEGACY_MODE: Final = (
     "ts_queue_latency_microseconds",
 )
 """Not in the files when metrics_mode is legacy."""
-_AT_ONCE: Final = 64  # events that are counted before the event loop has its turn
+_AT_ONCE: Final = 64  # batches that are counted before the event loop has its turn
+_DIGITS: Final = 3
+_HERE: Final = ("Host",)
 _LINES: Final = 500  # of one record
 _BREATH_S: Final = 0.0005
 
@@ -54,6 +57,26 @@ class PenstockFamilies(PrometheusObserver):
         own = [d for d in deltas if not d.unit]
         if own:
             super().on_model_metrics(model, version, slot, own)
+
+
+class _Told(Struct, frozen=True):
+    """What models told with one batch that ended at `at`, seconds since 1970."""
+
+    owner: Owner
+    deltas: Sequence[MetricDelta]
+    at: int
+
+
+class _Shape(Struct, frozen=True):
+    """What all values of one series have in common: `head` and `tail` are those of its lines."""
+
+    declared: Declared
+    labels: Labels
+    head: str
+    tail: str
+
+
+_Key = tuple[str, tuple[str, ...]]  # a metric of the server's, and its dimensions but the host
 
 
 class TorchServeMetrics(Observer):
@@ -78,46 +101,58 @@ class TorchServeMetrics(Observer):
         self.counts = counts
         self._config, self._host, self._mode = config, host, mode
         self._auto_detect, self._first_worker, self._clock = auto_detect, first_worker, clock
-        self._events: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        # of the loop: what came since the last turn
+        self._values: dict[_Key, list[float]] = {}
+        self._told: list[_Told | Owner] = []  # an owner: it is gone
         self._lost = 0
         self._counted = Counts()
-        self._detected: dict[str, Declared] = {}
+        self._counting: Future[None] | None = None
+        # of the thread
+        self._thread = ThreadPoolExecutor(1, "torchserve-metrics")
         self._table = SeriesTable()
         for declared in (*config.server.values(), *config.models.values()):
             self._table.declare(declared)
-        self._server_lines: dict[tuple[Declared, Labels], float] = {}
-        self._model_lines: list[str] = []
-        self._thread = ThreadPoolExecutor(1, "torchserve-metrics")
-        self._counting: Future[None] | None = None
+        self._detected: dict[str, Declared] = {}
+        self._shapes: dict[tuple[str, Labels], _Shape] = {}
 
     # ---- Observer
 
     def on_served(
         self, model: str, version: str, labels: Sequence[str], waits_s: Sequence[float], latencies_s: Sequence[float]
     ) -> None:
-        self._keep(self._served, model, version, labels, waits_s, latencies_s)
+        for label, wait_s, latency_s in zip(labels, waits_s, latencies_s, strict=True):
+            whose = (model, label or version)
+            self._keep("ts_inference_latency_microseconds", whose, latency_s * 1e6)
+            self._keep("ts_queue_latency_microseconds", whose, wait_s * 1e6)
+            self._keep("QueueTime", _HERE, wait_s * 1e3)
 
     def on_complete(self, record: BatchRecord) -> None:
-        self._keep(self._completed, record.seconds - record.run_s)
+        self._keep("WorkerThreadTime", _HERE, (record.seconds - record.run_s) * 1e3)
 
     def on_load(self, model: str, version: str, slot: int, seconds: float) -> None:
-        self._keep(self._loaded, f"W-{self._first_worker + slot}-{model}_{version}", seconds)
+        self._keep("WorkerLoadTime", (f"W-{self._first_worker + slot}-{model}_{version}", "Host"), seconds * 1e3)
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
-        self._keep(self._told, (model, version), deltas, int(self._clock()))
+        if len(self._told) < MAX_TOLD:
+            self._told.append(_Told((model, version), deltas, int(self._clock())))
+        else:
+            self._lost += len(deltas)
 
     def on_unload(self, model: str, version: str) -> None:
-        self._keep(self._table.forget, (model, version))
+        self._told.append((model, version))
 
     def measured(self, values: Sequence[Measured]) -> None:
         """The machine was looked at."""
-        self._keep(self._measured, values)
+        for m in values:
+            self._keep(m.name, m.dimensions, m.value)
 
-    def _keep(self, count: Callable[..., None], *what: Any) -> None:
-        if len(self._events) < MAX_EVENTS:
-            self._events.append((count, what))
-        else:
-            self._lost += 1
+    def _keep(self, name: str, dimensions: tuple[str, ...], value: float) -> None:
+        key = (name, dimensions)
+        kept = self._values.get(key)
+        if kept is None:
+            self._values[key] = [value]
+        elif len(kept) < MAX_VALUES:
+            kept.append(value)
 
     # ---- the page, and the files
 
@@ -145,11 +180,23 @@ class TorchServeMetrics(Observer):
         self._thread.shutdown(wait=False)
 
     def _count(self) -> Future[None]:
-        events, self._events = self._events, []
+        self._grown()
+        values, self._values = self._values, {}
+        told, self._told = self._told, []
         lost, self._lost = self._lost, 0
         if lost:
-            log.warning("metrics_lost events=%d consequence=not_counted reason=more_than_can_be_counted", lost)
-        return self._thread.submit(self._fold, events, self.counts())
+            log.warning("model_metrics_lost values=%d reason=more_than_can_be_counted", lost)
+        return self._thread.submit(self._fold, values, told)
+
+    def _grown(self) -> None:
+        before, now = self._counted, self.counts()
+        self._counted = now
+        for kind, n in now.answers.items():
+            if n > before.answers.get(kind, 0):
+                self._keep(f"Requests{kind}XX", _HERE, n - before.answers.get(kind, 0))
+        for key, n in now.requests.items():
+            if n > before.requests.get(key, 0):
+                self._keep("ts_inference_requests_total", key, n - before.requests.get(key, 0))
 
     # ---- what the thread does
 
@@ -158,81 +205,61 @@ class TorchServeMetrics(Observer):
         self._table.write(page)
         return page.encode()
 
-    def _fold(self, events: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], counts: Counts) -> None:
+    def _fold(self, values: Mapping[_Key, list[float]], told: Sequence[_Told | Owner]) -> None:
         try:
-            self._grown(counts)
-            for i, (count, what) in enumerate(events, 1):
-                count(*what)
-                if i % _AT_ONCE == 0:
-                    self._write_models()
+            self._fold_server(values)
+            for i in range(0, len(told), _AT_ONCE):
+                if i:
                     time.sleep(_BREATH_S)
-            self._write_server()
-            self._write_models()
+                self._fold_models(told[i : i + _AT_ONCE])
         except Exception:
-            log.exception("metrics_not_counted events=%d", len(events))
+            log.exception("metrics_not_counted consequence=some_are_missing")
 
-    def _grown(self, counts: Counts) -> None:
-        before, self._counted = self._counted, counts
-        for kind, n in counts.answers.items():
-            if n > before.answers.get(kind, 0):
-                self._tell(f"Requests{kind}XX", (), n - before.answers.get(kind, 0))
-        for key, n in counts.requests.items():
-            if n > before.requests.get(key, 0):
-                self._tell("ts_inference_requests_total", key, n - before.requests.get(key, 0))
+    def _fold_server(self, values: Mapping[_Key, list[float]]) -> None:
+        lines: list[str] = []
+        at = int(self._clock())
+        for (name, dimensions), found in values.items():
+            declared = self._config.server.get(name)
+            if declared is None or len(declared.dimensions) != len(dimensions) + 1:
+                continue
+            labels = tuple(zip(declared.dimensions, (*dimensions, self._host), strict=True))
+            self._table.change(declared, labels, found)
+            if self._mode == "log" or (self._mode == "legacy" and name not in _IN_LEGACY_MODE):
+                value = round(float(sum(found) if declared.kind == "counter" else found[-1]), _DIGITS)
+                where = f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}"
+                lines.append(_one_line(f"{name}.{declared.unit}:{value}{where}"))
+        _write(SERVER_LOG, lines)
 
-    def _served(
-        self, model: str, version: str, labels: Sequence[str], waits_s: Sequence[float], latencies_s: Sequence[float]
-    ) -> None:
-        for label, wait_s, latency_s in zip(labels, waits_s, latencies_s, strict=True):
-            whose = (model, label or version)
-            self._tell("ts_inference_latency_microseconds", whose, round(latency_s * 1e6, 3))
-            self._tell("ts_queue_latency_microseconds", whose, round(wait_s * 1e6, 3))
-        self._tell("QueueTime", ("Host",), round(waits_s[-1] * 1e3, 3))
+    def _fold_models(self, told: Sequence[_Told | Owner]) -> None:
+        lines: list[str] = []
+        for each in told:
+            if not isinstance(each, _Told):
+                self._table.forget(each)
+                continue
+            for d in each.deltas:
+                shape = self._shape(d) if d.unit else None  # without a unit: one of Penstock's own
+                if shape is None:
+                    continue
+                self._table.change(shape.declared, shape.labels, (d.value,), each.owner)
+                lines.append(f"{shape.head}{d.value}{shape.tail}{d.request_id or 'null'},timestamp:{each.at}")
+        if self._mode != "prometheus":
+            _write(MODEL_LOG, [_one_line(line) for line in lines])
 
-    def _completed(self, seconds: float) -> None:
-        self._tell("WorkerThreadTime", ("Host",), round(seconds * 1e3, 3))
-
-    def _loaded(self, worker: str, seconds: float) -> None:
-        self._tell("WorkerLoadTime", (worker, "Host"), round(seconds * 1e3, 3))
-
-    def _measured(self, values: Sequence[Measured]) -> None:
-        for m in values:
-            self._tell(m.name, m.dimensions, m.value)
-
-    def _tell(self, name: str, dimensions: tuple[str, ...], value: float) -> None:
-        """A value of the server's; the host is the last of its dimensions."""
-        declared = self._config.server.get(name)
+    def _shape(self, d: MetricDelta) -> _Shape | None:
+        """None for a metric that no file declares, unless such ones are welcome."""
+        told = tuple(d.labels.items())
+        found = self._shapes.get((d.name, told))
+        if found is not None:
+            return found
+        declared = self._config.models.get(d.name) or self._detected.get(d.name) or self._detect(d)
         if declared is None:
-            return
-        if len(declared.dimensions) == 2 and not dimensions:
-            dimensions = ("Host",)
-        values = (*dimensions, self._host)
-        if len(values) != len(declared.dimensions):
-            return
-        labels = tuple(zip(declared.dimensions, values, strict=True))
-        self._table.change(declared, labels, float(value))
-        if self._mode == "log" or (self._mode == "legacy" and name not in _IN_LEGACY_MODE):
-            key = (declared, labels)
-            before = self._server_lines.get(key, 0.0) if declared.kind == "counter" else 0.0
-            self._server_lines[key] = before + value
-
-    def _told(self, owner: tuple[str, str], deltas: Sequence[MetricDelta], at: int) -> None:
-        """Values of a model's, of a batch that ended at `at`, seconds since 1970."""
-        for d in deltas:
-            if not d.unit:  # one of Penstock's own
-                continue
-            declared = self._config.models.get(d.name) or self._detected.get(d.name) or self._detect(d)
-            if declared is None:
-                continue
-            labels = tuple(d.labels.items())
-            own = labels if "Hostname" in d.labels else (*labels, ("Hostname", self._host))
-            self._table.change(declared, own, d.value, owner)
-            if self._mode != "prometheus":
-                line = (
-                    f"{d.name}.{declared.unit}:{d.value}|#{_joined(labels)}|#hostname:{self._host},"
-                    f"requestID:{d.request_id or 'null'},timestamp:{at}"
-                )
-                self._model_lines.append(line if line.isprintable() else _one_line(line))
+            return None
+        labels = told if "Hostname" in d.labels else (*told, ("Hostname", self._host))
+        head, tail = f"{d.name}.{declared.unit}:", f"|#{_joined(told)}|#hostname:{self._host},requestID:"
+        if len(self._shapes) >= MAX_SERIES:
+            self._shapes.clear()
+        shape = self._shapes[d.name, told] = _Shape(declared, labels, head, tail)
+        return shape
 
     def _detect(self, d: MetricDelta) -> Declared | None:
         if not self._auto_detect or len(self._detected) >= MAX_DETECTED:
@@ -240,21 +267,6 @@ class TorchServeMetrics(Observer):
         found = self._detected[d.name] = Declared(d.name, d.kind, d.unit, tuple(d.labels))
         log.info("metric_detected name=%r kind=%s unit=%r", d.name, d.kind, d.unit)
         return found
-
-    def _write_server(self) -> None:
-        lines, self._server_lines = self._server_lines, {}
-        at = int(self._clock())
-        _write(
-            SERVER_LOG,
-            [
-                f"{d.name}.{d.unit}:{value}|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}"
-                for (d, labels), value in lines.items()
-            ],
-        )
-
-    def _write_models(self) -> None:
-        lines, self._model_lines = self._model_lines, []
-        _write(MODEL_LOG, lines)
 
 
 def _write(logger: logging.Logger, lines: Sequence[str]) -> None:
@@ -268,4 +280,4 @@ def _joined(labels: Labels) -> str:
 
 
 def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from penstock.observe.text import Histogram, Page
@@ -49,23 +49,24 @@ class SeriesTable:
         """Shows the family also while it has no values."""
         self._family(declared)
 
-    def change(self, declared: Declared, labels: Labels, value: float, owner: Owner | None = None) -> None:
-        """Adds to a counter, sets a gauge, counts in a histogram. A series with an owner goes with it."""
+    def change(self, declared: Declared, labels: Labels, values: Sequence[float], owner: Owner | None = None) -> None:
+        """Adds to a counter, sets a gauge to the last value, counts in a histogram. A series with an owner goes with
+        it."""
         family = self._families.get(declared.name) or self._family(declared)
         if family is None:
             return
-        if family.declared != declared:
+        if family.declared is not declared and family.declared != declared:
             self._refuse(declared, "another metric has this name")
             return
         found = family.series.get(labels)
         if found is None and not self._admit(family, labels, owner):
             return
-        if isinstance(found, float) and declared.kind == "counter":
-            value += found
         if declared.kind == "histogram":
-            self._histogram(family, labels, found).add(value)
+            self._histogram(family, labels, found).extend(values)
+        elif declared.kind == "counter":
+            family.series[labels] = sum(values) + (found if isinstance(found, float) else 0.0)
         else:
-            family.series[labels] = value
+            family.series[labels] = values[-1]
 
     @staticmethod
     def _histogram(family: _Family, labels: Labels, found: float | Histogram | None) -> Histogram:

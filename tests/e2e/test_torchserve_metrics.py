@@ -1,0 +1,182 @@
+"""The metrics of `torchserve`: the page, the log files, and what config.properties and metrics.yaml say of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+CONFIG = """
+inference_address=http://127.0.0.1:0
+management_address=http://127.0.0.1:0
+metrics_address=http://127.0.0.1:0
+grpc_inference_port=0
+grpc_management_port=0
+model_store=store
+default_workers_per_model=1
+disable_token_authorization=true
+"""
+HANDLER = """
+from ts.metrics.dimension import Dimension
+from ts.metrics.metric_type_enum import MetricTypes
+def handle(data, context):
+    if data is None:
+        return
+    metrics = context.metrics
+    metrics.add_counter("Faces", 3, 0, [Dimension("camera", "door")])
+    metrics.add_time("Slow", 4.5, None, "s")
+    metrics.add_error("Oops", 1)
+    if bytes(data[0]["body"]) == b"bad":
+        raise ValueError("no")
+    return ["ok"] * len(data)
+"""
+FILE = """
+dimensions:
+  - &level "Level"
+  - &hostname "Hostname"
+ts_metrics:
+  counter:
+    - {name: Requests2XX, unit: Count, dimensions: [*level, *hostname]}
+  histogram:
+    - {name: QueueTime, unit: Milliseconds, dimensions: [*level, *hostname]}
+model_metrics:
+  counter:
+    - {name: Faces, unit: faces, dimensions: ["camera", "ModelName", *level]}
+"""
+LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} - (\w+)\.(\w+):([0-9.e-]+)\|#([^|]*)\|#hostname:([^,]+),(.*)")
+
+
+def begin(torchserve: Any, settings: str = "") -> None:
+    (torchserve.folder / "store").mkdir(exist_ok=True)
+    with zipfile.ZipFile(torchserve.folder / "store" / "m.mar", "w") as mar:
+        model = {"modelName": "m", "modelVersion": "1.0", "handler": "service.py"}
+        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+        mar.writestr("service.py", HANDLER)
+    (torchserve.folder / "config.properties").write_text(CONFIG + settings)
+    torchserve.start("--models", "m.mar")
+
+
+def ask(torchserve: Any, path: str = "m", body: bytes = b"x") -> int:
+    url = f"{torchserve.url()}/predictions/{path}"
+    status: int = torchserve.fetch(url, body, Content_Type="application/octet-stream")[0]
+    return status
+
+
+def values(torchserve: Any, query: str = "") -> dict[str, float]:
+    """What the page shows, by names and labels without the host."""
+    status, body = torchserve.fetch(f"{torchserve.url('Metrics')}/metrics{query}")
+    assert status == 200
+    assert list(text_string_to_metric_families(body.decode())) or not body
+    samples = (line.rpartition(" ") for line in body.decode().splitlines() if not line.startswith("#"))
+    return {re.sub(r',?[Hh]ostname="[^"]*"', "", name): float(value) for name, _, value in samples}
+
+
+def told(torchserve: Any, file: str, *wanted: str) -> list[tuple[str, ...]]:
+    """(name, unit, value, dimensions, host, the rest) of each line of a log file, once it tells of all these metrics."""
+    path: Path = torchserve.folder / "logs" / f"{file}.log"
+    end = time.monotonic() + 20
+    while True:
+        found = [LINE.fullmatch(line) for line in path.read_text().splitlines()]
+        assert all(found), path.read_text()
+        lines = [match.groups() for match in found if match]
+        if set(wanted) <= {line[0] for line in lines} or time.monotonic() > end:
+            return lines
+        time.sleep(0.1)
+
+
+def test_a_known_load_is_on_the_page_and_in_both_files(torchserve: Any) -> None:
+    begin(torchserve, "model_metrics_auto_detect=true\nmetric_time_interval=3600\n")
+    statuses = [ask(torchserve), ask(torchserve), ask(torchserve, "m/1.0"), ask(torchserve, body=b"bad")]
+    assert [*statuses, ask(torchserve, "nobody")] == [200, 200, 200, 503, 404]
+    page = values(torchserve)
+    assert page['Requests2XX{Level="Host"}'] == 3
+    assert page['Requests4XX{Level="Host"}'] == 1
+    assert page['Requests5XX{Level="Host"}'] == 1
+    for version, requests in (("default", 3), ("1.0", 1)):
+        labels = f'{{model_name="m",model_version="{version}"}}'
+        assert page["ts_inference_requests_total" + labels] == requests
+        assert 0 < page["ts_queue_latency_microseconds" + labels] < page["ts_inference_latency_microseconds" + labels]
+    assert page['Faces{camera="door",ModelName="m",Level="Model"}'] == 12
+    assert page['Slow{ModelName="m",Level="Model"}'] == 4.5
+    assert page['PredictionTime{ModelName="m",Level="Model"}'] > 0
+    assert 1 < page['WorkerLoadTime{WorkerName="W-9000-m_1.0",Level="Host"}'] < 60_000
+    assert page['MemoryUsed{Level="Host"}'] > 10
+    assert page['penstock_request_seconds_count{model="m",version="1.0"}'] == 4
+    assert page['penstock_http_requests_total{status="5xx"}'] == 1
+
+    models = told(torchserve, "model_metrics", "Faces", "Oops", "PredictionTime")
+    faces = [line for line in models if line[0] == "Faces"]
+    assert [line[:4] for line in faces] == [("Faces", "Count", "3.0", "camera:door,ModelName:m,Level:Model")] * 4
+    ids = [re.fullmatch(r"requestID:([0-9a-f-]{36}),timestamp:\d{10}", line[5]) for line in faces]
+    assert len({match[1] for match in ids if match}) == 4
+    (oops, *_) = [line for line in models if line[0] == "Oops"]
+    assert oops[:4] == ("Oops", "unit", "1.0", "Level:Error")
+    assert oops[5].startswith("requestID:null,timestamp:")
+    assert len([line for line in models if line[:2] == ("PredictionTime", "ms")]) == 3
+
+    server = told(torchserve, "ts_metrics", "Requests5XX", "QueueTime", "WorkerThreadTime", "CPUUtilization")
+    assert all(re.fullmatch(r"timestamp:\d{10}", line[5]) for line in server)
+    total = sum(float(line[2]) for line in server if line[0] == "ts_inference_requests_total")
+    assert total == 4
+    assert ("DiskUtilization", "Percent", "Level:Host") in {(line[0], line[1], line[3]) for line in server}
+
+
+def test_a_file_of_metrics_decides_what_there_is(torchserve: Any) -> None:
+    (torchserve.folder / "metrics.yaml").write_text(FILE)
+    begin(torchserve, "metrics_config=metrics.yaml\nmetrics_mode=prometheus\n")
+    assert ask(torchserve) == 200
+    page = values(torchserve)
+    assert page['Faces{camera="door",ModelName="m",Level="Model"}'] == 3
+    assert page['QueueTime_count{Level="Host"}'] == 1
+    assert not any(re.match("Slow|Oops|PredictionTime|ts_inference|CPUUtilization|Requests4XX", name) for name in page)
+    filtered = values(torchserve, "?name[]=Faces&name[]=QueueTime_sum")
+    assert list(filtered) == ['QueueTime_sum{Level="Host"}', 'Faces{camera="door",ModelName="m",Level="Model"}']
+    assert values(torchserve, "?name[]=Nobody") == {}
+    torchserve.run("torchserve", "--stop")
+    assert (told(torchserve, "ts_metrics"), told(torchserve, "model_metrics")) == ([], [])
+
+
+def test_without_system_metrics_there_are_none_and_what_waits_is_written_at_the_end(torchserve: Any) -> None:
+    begin(torchserve, "disable_system_metrics=true\n")
+    assert ask(torchserve) == 200
+    torchserve.run("torchserve", "--stop")
+    torchserve.wait_for("Torchserve stopped.")
+    server = {line[0] for line in told(torchserve, "ts_metrics", "ts_inference_requests_total")}
+    assert server == {
+        "Requests2XX", "QueueTime", "WorkerLoadTime", "WorkerThreadTime", "ts_inference_requests_total",
+        "ts_inference_latency_microseconds", "ts_queue_latency_microseconds",
+    }  # fmt: skip
+    assert [line[0] for line in told(torchserve, "model_metrics")] == ["PredictionTime"]
+
+
+def test_a_command_can_measure_the_machine(torchserve: Any) -> None:
+    line = "CPUUtilization.Percent:77|#Level:Host|#hostname:h,1"
+    (torchserve.folder / "collect.py").write_text(f"import sys\nprint({line!r} * (sys.argv[1] == '--all'))")
+    begin(torchserve, "system_metrics_cmd=collect.py --all\n")
+    (found,) = [line for line in told(torchserve, "ts_metrics", "CPUUtilization") if line[0] == "CPUUtilization"]
+    assert found[1:4] == ("Percent", "77.0", "Level:Host")
+    page = values(torchserve)
+    assert page['CPUUtilization{Level="Host"}'] == 77
+    assert 'MemoryUsed{Level="Host"}' not in page
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ts_metrics: [", "metrics.yaml:1: no valid YAML"),
+        ("model_metrics: {gauge: [{name: a}]}", "metrics.yaml: model_metrics.gauge[0]: found no unit"),
+    ],
+)
+def test_a_file_of_metrics_that_is_wrong_keeps_the_server_from_starting(torchserve: Any, text: str, said: str) -> None:
+    (torchserve.folder / "metrics.yaml").write_text(text)
+    (torchserve.folder / "store").mkdir()
+    (torchserve.folder / "config.properties").write_text(CONFIG + "metrics_config=metrics.yaml\n")
+    status, printed = torchserve.run("torchserve", "--start", "--foreground")
+    assert status == 1
+    assert said in printed
