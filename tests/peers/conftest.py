@@ -53,6 +53,7 @@ class PeerServer:
             f"{settings}"
         )
         self.url = f"http://127.0.0.1:{ports[0]}"
+        self.grpc_ports = ports[3], ports[4]  # of inference and management
         self._log = folder / "output"
         command = [program(owner, "torchserve"), "--start", "--foreground", "--ncs", "--disable-token-auth"]
         command += ["--model-store", str(store), "--ts-config", str(folder / "config.properties"), "--models", *models]
