@@ -5,7 +5,7 @@ PEERS ?= .venv-peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test test-peers chaos check format bench docs clean
+.PHONY: demo test test-peers chaos check format bench docs protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
