@@ -68,6 +68,7 @@ def grpc_listeners(
         bounds = GrpcLimits(
             max_request_bytes=properties.max_request_size,
             max_calls=limits.max_connections,
+            handshake_s=limits.header_timeout_s,
             max_age_ms=getattr(properties, f"grpc_{address.group}_max_connection_age_ms"),
             max_age_grace_ms=getattr(properties, f"grpc_{address.group}_max_connection_age_grace_ms"),
         )

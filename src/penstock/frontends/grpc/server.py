@@ -26,6 +26,7 @@ class GrpcLimits(Struct, frozen=True, kw_only=True):
 
     max_request_bytes: int
     max_calls: int
+    handshake_s: float = 10.0  # longest time for a connection to become one of gRPC
     max_age_ms: int | None = None
     max_age_grace_ms: int | None = None
 
@@ -108,6 +109,7 @@ def _options(limits: GrpcLimits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.max_request_bytes),
         ("grpc.max_send_message_length", -1),  # answers are bounded where they are made
         ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server_handshake_timeout_ms", max(1, round(limits.handshake_s * 1000))),
     ]
     if limits.max_age_ms is not None:
         options.append(("grpc.max_connection_age_ms", limits.max_age_ms))

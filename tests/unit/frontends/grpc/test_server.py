@@ -104,6 +104,19 @@ async def test_connections_end_when_they_are_old(administration):
         await server.close(1.0)
 
 
+async def test_a_connection_that_says_nothing_ends(administration):
+    limits = GrpcLimits(max_request_bytes=1000, max_calls=10, handshake_s=0.1)
+    server = GrpcServer(FakeBackend(), administration, INFERENCE, limits)
+    port = await server.start("127.0.0.1", 0, "a_key")
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert b"timeout" in await asyncio.wait_for(reader.read(), 10.0)
+        writer.close()
+        await writer.wait_closed()
+    finally:
+        await server.close(1.0)
+
+
 async def test_its_services_can_be_asked_for(grpc_site):
     async with grpc_site(open_inference=False) as ask:
 
