@@ -78,7 +78,7 @@ def values(torchserve: Any, query: str = "") -> dict[str, float]:
 
 
 def told(torchserve: Any, file: str, *wanted: str) -> list[tuple[str, ...]]:
-    """(name, unit, value, dimensions, host, the rest) of each line of a log file, once it tells of all these metrics."""
+    """(name, unit, value, dimensions, host, the rest) of the lines of a log file, once it tells of all these."""
     path: Path = torchserve.folder / "logs" / f"{file}.log"
     end = time.monotonic() + 20
     while True:
@@ -125,6 +125,18 @@ def test_a_known_load_is_on_the_page_and_in_both_files(torchserve: Any) -> None:
     total = sum(float(line[2]) for line in server if line[0] == "ts_inference_requests_total")
     assert total == 4
     assert ("DiskUtilization", "Percent", "Level:Host") in {(line[0], line[1], line[3]) for line in server}
+
+
+def test_what_dashboard_and_alerts_ask_for_is_shown(torchserve: Any) -> None:
+    begin(torchserve)
+    assert [ask(torchserve), ask(torchserve, body=b"bad")] == [200, 503]
+    shown = set(
+        re.findall(r"^(?:# TYPE )?(\w+)", torchserve.fetch(torchserve.url("Metrics") + "/metrics")[1].decode(), re.M)
+    )
+    files = [file.read_text() for file in (Path(__file__).parents[2] / "dashboards" / "torchserve").iterdir()]
+    asked = {name for text in files for name in re.findall(r"\b(?:penstock_\w+|\w+Utilization|\w+Time)\b", text)}
+    assert len(asked) > 25
+    assert {name for name in asked - shown if not name.startswith("penstock_gpu_")} == set()
 
 
 def test_a_file_of_metrics_decides_what_there_is(torchserve: Any) -> None:
