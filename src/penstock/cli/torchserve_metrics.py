@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -68,8 +67,7 @@ class Metrics:
         """Writes the last lines."""
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._kept.close()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.compat.torchserve.holding import UNVERSIONED, Held, no_worker, refusal
+from penstock.compat.torchserve.holding import Held, no_worker, refusal
 from penstock.compat.torchserve.models import Models, Version
 from penstock.engine.call import release
 from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.frontends.base import Ticket
+from penstock.observe.torchserve.observer import UNVERSIONED
 from penstock.types import Item, ModelMetadata, ModelStatus, Sink
 from penstock.wire.slabs import Slab
 

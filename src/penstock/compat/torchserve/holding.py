@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
 
 from penstock.engine.call import Call, release
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
+from penstock.observe.torchserve.observer import UNVERSIONED
 from penstock.protocols.torchserve.api import ApiError
 from penstock.types import Item, ItemResult, Sink
 
@@ -15,9 +15,6 @@ _NO_WORKER = (
     "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence"
     " inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
 )
-
-UNVERSIONED: Final = "default"
-"""What metrics call the version of a request that names none."""
 
 Submit = Callable[[Item, Sink, float | None, int], Call]
 

@@ -15,7 +15,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from penstock.observe.base import BatchRecord, Observer
-from penstock.observe.prometheus import PrometheusObserver
+from penstock.observe.prometheus import MAX_GONE, PrometheusObserver
 from penstock.observe.text import Page
 from penstock.observe.torchserve.declared import Declared, MetricsConfig
 from penstock.observe.torchserve.machine import Measured
@@ -39,6 +39,8 @@ _IN_LEGACY_MODE: Final = (
 _AT_ONCE: Final = 64  # batches that are counted before the event loop has its turn
 _DIGITS: Final = 3
 _HERE: Final = ("Host",)
+UNVERSIONED: Final = "default"
+"""The version of requests that name none."""
 _LINES: Final = 500  # of one record
 _BREATH_S: Final = 0.0005
 
@@ -76,7 +78,7 @@ class _Shape(Struct, frozen=True):
     tail: str
 
 
-_Key = tuple[str, tuple[str, ...]]  # a metric of the server's, and its dimensions but the host
+_Key = tuple[str, tuple[str, ...], Owner | None]  # a metric of the server's, its dimensions but the host, its owner
 
 
 class TorchServeMetrics(Observer):
@@ -105,6 +107,8 @@ class TorchServeMetrics(Observer):
         self._values: dict[_Key, list[float]] = {}
         self._told: list[_Told | Owner] = []  # an owner: it is gone
         self._lost = 0
+        self._up: set[tuple[str, str]] = set()  # model and version
+        self._gone: dict[Owner, None] = {}  # whose values are still shown, the longest gone first
         self._counted = Counts()
         self._counting: Future[None] | None = None
         # of the thread
@@ -122,15 +126,19 @@ class TorchServeMetrics(Observer):
     ) -> None:
         for label, wait_s, latency_s in zip(labels, waits_s, latencies_s, strict=True):
             whose = (model, label or version)
-            self._keep("ts_inference_latency_microseconds", whose, latency_s * 1e6)
-            self._keep("ts_queue_latency_microseconds", whose, wait_s * 1e6)
+            self._keep("ts_inference_latency_microseconds", whose, latency_s * 1e6, ("", *whose))
+            self._keep("ts_queue_latency_microseconds", whose, wait_s * 1e6, ("", *whose))
             self._keep("QueueTime", _HERE, wait_s * 1e3)
 
     def on_complete(self, record: BatchRecord) -> None:
         self._keep("WorkerThreadTime", _HERE, (record.seconds - record.run_s) * 1e3)
 
     def on_load(self, model: str, version: str, slot: int, seconds: float) -> None:
-        self._keep("WorkerLoadTime", (f"W-{self._first_worker + slot}-{model}_{version}", "Host"), seconds * 1e3)
+        self._up.add((model, version))
+        for label in (version, UNVERSIONED):
+            self._gone.pop(("", model, label), None)
+        worker = f"W-{self._first_worker + slot}-{model}_{version}"
+        self._keep("WorkerLoadTime", (worker, "Host"), seconds * 1e3, ("", model, version))
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         if len(self._told) < MAX_TOLD:
@@ -140,14 +148,23 @@ class TorchServeMetrics(Observer):
 
     def on_unload(self, model: str, version: str) -> None:
         self._told.append((model, version))
+        self._up.discard((model, version))
+        gone = [version] if any(name == model for name, _ in self._up) else [version, UNVERSIONED]
+        for label in gone:
+            self._gone.pop(("", model, label), None)
+            self._gone["", model, label] = None
+        while len(self._gone) > MAX_GONE:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest]
+            self._told.append(oldest)
 
     def measured(self, values: Sequence[Measured]) -> None:
         """The machine was looked at."""
         for m in values:
             self._keep(m.name, m.dimensions, m.value)
 
-    def _keep(self, name: str, dimensions: tuple[str, ...], value: float) -> None:
-        key = (name, dimensions)
+    def _keep(self, name: str, dimensions: tuple[str, ...], value: float, owner: Owner | None = None) -> None:
+        key = (name, dimensions, owner)
         kept = self._values.get(key)
         if kept is None:
             self._values[key] = [value]
@@ -167,7 +184,10 @@ class TorchServeMetrics(Observer):
         """Counts and writes once a second, until it is cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
-            self.turn()
+            try:
+                self.turn()
+            except Exception:
+                log.exception("metrics_not_counted consequence=some_are_missing")
 
     def turn(self) -> None:
         """Counts what came since the last turn, and writes it; nothing while the last turn goes on."""
@@ -196,7 +216,7 @@ class TorchServeMetrics(Observer):
                 self._keep(f"Requests{kind}XX", _HERE, n - before.answers.get(kind, 0))
         for key, n in now.requests.items():
             if n > before.requests.get(key, 0):
-                self._keep("ts_inference_requests_total", key, n - before.requests.get(key, 0))
+                self._keep("ts_inference_requests_total", key, n - before.requests.get(key, 0), ("", *key))
 
     # ---- what the thread does
 
@@ -218,12 +238,12 @@ class TorchServeMetrics(Observer):
     def _fold_server(self, values: Mapping[_Key, list[float]]) -> None:
         lines: list[str] = []
         at = int(self._clock())
-        for (name, dimensions), found in values.items():
+        for (name, dimensions, owner), found in values.items():
             declared = self._config.server.get(name)
             if declared is None or len(declared.dimensions) != len(dimensions) + 1:
                 continue
             labels = tuple(zip(declared.dimensions, (*dimensions, self._host), strict=True))
-            self._table.change(declared, labels, found)
+            self._table.change(declared, labels, found, owner)
             if self._mode == "log" or (self._mode == "legacy" and name not in _IN_LEGACY_MODE):
                 value = round(float(sum(found) if declared.kind == "counter" else found[-1]), _DIGITS)
                 where = f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}"
@@ -233,7 +253,7 @@ class TorchServeMetrics(Observer):
     def _fold_models(self, told: Sequence[_Told | Owner]) -> None:
         lines: list[str] = []
         for each in told:
-            if not isinstance(each, _Told):
+            if isinstance(each, tuple):
                 self._table.forget(each)
                 continue
             for d in each.deltas:

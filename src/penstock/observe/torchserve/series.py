@@ -26,7 +26,7 @@ _LABEL: Final = re.compile(r"(?!__)(?!le$)[a-zA-Z_][a-zA-Z0-9_]*")
 _SUFFIXES: Final = ("", "_bucket", "_count", "_sum")
 
 Labels = tuple[tuple[str, str], ...]
-Owner = tuple[str, str]  # model and version
+Owner = tuple[str, ...]  # whose values these are: of a model version, or what the server tells of one
 
 
 class _Family:

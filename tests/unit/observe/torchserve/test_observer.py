@@ -235,3 +235,49 @@ async def test_a_bug_in_counting_is_logged_and_the_next_turn_goes_on(
     assert "metrics_not_counted" in caplog.text
     metrics.on_model_metrics("m", "1", 0, [HANDLER])
     assert await values(metrics, "HandlerTime") == {"HandlerTime[m,Model,h]": 1.5}
+
+
+async def test_what_the_server_tells_of_a_version_outlives_it_until_many_others_have_gone(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer, "MAX_GONE", 2)
+    metrics = make()
+
+    def come(version: str, label: str) -> None:
+        metrics.on_load("m", version, 0, 1.0)
+        metrics.on_served("m", version, [label], [0.0], [1e-6])
+
+    async def shown() -> set[str]:
+        names = await values(metrics, "ts_inference_latency_microseconds", "WorkerLoadTime")
+        return {re.sub(r"\w+\[|,Host|,h]|W-9000-", "", name) for name in names}
+
+    for version in ("1", "2"):
+        come(version, version)
+    come("2", "default")
+    metrics.on_unload("m", "1")
+    assert await shown() == {"m,1", "m,2", "m,default", "m_1", "m_2"}
+    come("1", "1")
+    for version in ("1", "2"):  # with the last version goes what names none
+        metrics.on_unload("m", version)
+    assert await shown() == {"m,2", "m,default", "m_2"}
+    come("3", "3")
+    metrics.on_unload("m", "3")
+    assert await shown() == {"m,3", "m,default", "m_3"}
+
+
+async def test_a_turn_that_fails_is_not_the_last(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = make()
+    monkeypatch.setattr(observer, "EVERY_S", 0.0)
+    again = asyncio.Event()
+
+    def fail() -> Counts:
+        if "metrics_not_counted" in caplog.text:
+            again.set()
+        raise RuntimeError("no")
+
+    metrics.counts = fail
+    running = asyncio.create_task(metrics.run())
+    await asyncio.wait_for(again.wait(), 10)
+    running.cancel()
