@@ -280,14 +280,17 @@ class Scheduler:
         return None
 
     def _send_ahead(self, now: float) -> bool:
-        """Sends a batch behind a running one: a full one; or any, when the running one ends within the hand-over."""
-        near = self._slots.nearest()
+        """Sends a batch behind a running one: a full one, behind brief ones more of them; or any, when the running one
+        ends within the hand-over."""
         bucket = self._room.head()
-        if near is None or bucket is None:
+        if bucket is None:
+            return False
+        view = self._view
+        near = self._slots.nearest(now, self._cost.ready and bucket.rows >= view.max_rows)
+        if near is None:
             return False
         soon_s = near.end_s - (self._slots.handover_s or 0.0)
         soon = self._cost.ready and soon_s <= now
-        view = self._view
         view.ahead, view.ahead_s, view.ahead_rows = True, max(0.0, near.end_s - now), near.rows
         choice = self._ask(bucket, 1, now)
         view.ahead, view.ahead_s, view.ahead_rows = False, 0.0, 0

@@ -11,6 +11,7 @@ from penstock.batching.entry import INF, Entry
 from penstock.batching.policies.base import Running
 from penstock.batching.states import SLOT_MOVES, SlotState
 
+BRIEF_S = 0.001  # what may lie on a slot that is given more than one batch ahead; a hand-over takes about 0.1 ms
 HANDOVERS = 9  # of which the middle one counts: the first call of a cold worker takes a thousand times as long
 
 
@@ -117,13 +118,18 @@ class Slots:
             self._set(slot, SlotState.BUSY if alive and slot.batches else SlotState.IDLE if alive else SlotState.DYING)
         return batch, seconds
 
-    def nearest(self) -> Running | None:
-        """The running batch that is predicted to end first, of slots that can take another one behind it."""
+    def nearest(self, now: float, full: bool) -> Running | None:
+        """The last batch of the slot that is predicted to be free first, of those that can take another one behind it.
+
+        One ahead is room for any; for a `full` one there is more where all that runs and waits is brief, because then
+        a worker would wait for each hand-over. A batch that is late by as much is not brief.
+        """
         best: Running | None = None
         for slot in self._slots.values():
-            if slot.state == SlotState.BUSY and len(slot.batches) < self._depth:
-                last = slot.batches[-1]
-                if best is None or last.end_s < best.end_s:
+            if slot.state == SlotState.BUSY:
+                batches, last = slot.batches, slot.batches[-1]
+                brief = full and batches[0].end_s >= now - BRIEF_S and last.end_s <= now + BRIEF_S
+                if len(batches) < (self._depth if brief else 2) and (best is None or last.end_s < best.end_s):
                     best = last
         return best
 

@@ -29,7 +29,7 @@ class TransportListener(Protocol):
 class Transport(Protocol):
     """One way to reach the instances of one model. All calls are made on the event loop's thread.
 
-    `depth` is how many batches a slot may hold (2: one running, one ahead).
+    `depth` is how many batches a slot may hold: one running, one ahead, and more of those that are brief.
     """
 
     depth: int

@@ -191,7 +191,7 @@ class Slot:
 class SlotTransport:
     """A Transport of independent slots. Slabs are pinned while a worker may read them, and stay the caller's."""
 
-    depth = 2
+    depth = 8
 
     def __init__(self, spec: WorkerSpec, devices: Sequence[str]) -> None:
         self._spec = spec

@@ -406,6 +406,56 @@ def test_a_full_batch_is_sent_ahead_to_the_slot_that_ends_first(bench: Make) -> 
     assert b.poll() == []  # two batches a slot, no more
 
 
+@pytest.mark.parametrize(("takes_s", "sent"), [(0.0001, 8), (0.0004, 3), (0.01, 2), (1.0, 2)])
+def test_more_than_one_full_batch_is_sent_ahead_only_behind_a_millisecond_of_work(
+    bench: Make, takes_s: float, sent: int
+) -> None:
+    b = bench(depth=8, max_batch_size=1)
+    b.prime(0.0, takes_s)
+    b.offer(*range(20))
+    assert b.poll() == [[id] for id in range(sent)]
+    assert [d.ahead for d in b.sent] == [False] + [True] * (sent - 1)
+
+
+def test_nothing_more_is_sent_behind_a_batch_that_is_late(bench: Make) -> None:
+    b = bench(depth=8, max_batch_size=1)
+    b.prime(0.0, 0.0001)
+    b.offer(1)
+    b.poll()
+    b.offer(*range(2, 20))
+    assert b.poll(after_s=0.002) == [[2]], "the first may be one that takes an hour"
+    assert b.poll(after_s=0.002) == []
+
+
+def test_brief_batches_that_are_not_full_keep_filling(bench: Make) -> None:
+    b = bench(depth=8, max_batch_size=4)
+    b.prime(0.0001, 0.0)
+    b.offer(100)
+    b.poll()
+    b.complete(1, after_s=0.0003, run_s=0.0001)  # a hand-over of 0.2 ms: every batch is about to end
+    b.offer(*range(4))
+    b.poll()
+    b.offer(4)
+    assert b.poll() == [[4]]
+    b.offer(5, 6)
+    assert b.poll() == []
+    b.offer(7, 8)
+    assert b.poll() == [[5, 6, 7, 8]]
+
+
+def test_of_many_batches_ahead_a_death_ends_only_the_one_that_ran(bench: Make) -> None:
+    b = bench(depth=8, max_batch_size=1, slots=1, idempotent=False)
+    b.prime(0.0, 0.0001)
+    b.offer(*range(6))
+    b.poll()
+    for place, dispatch in enumerate(b.sent):
+        b.complete(dispatch.batch_id, "lost" if place else "died")
+    b.scheduler.slot_down(0, b.now)
+    b.scheduler.slot_up(0, b.now)
+    assert b.poll() == [[1], [2], [3], [4], [5]]
+    assert [e.id for e in b.told] == [0]
+
+
 def test_any_batch_is_sent_ahead_when_the_running_one_ends_within_the_hand_over(bench: Make) -> None:
     b = bench(Fixed(0.0), depth=2)
     b.prime(1.0, 1.0)
