@@ -9,8 +9,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.frontends.grpc import messages
 
 CONFIG = """
 inference_address=http://127.0.0.1:0
@@ -125,6 +128,20 @@ def test_a_known_load_is_on_the_page_and_in_both_files(torchserve: Any) -> None:
     total = sum(float(line[2]) for line in server if line[0] == "ts_inference_requests_total")
     assert total == 4
     assert ("DiskUtilization", "Percent", "Level:Host") in {(line[0], line[1], line[3]) for line in server}
+
+
+def test_requests_over_grpc_are_counted_too(torchserve: Any) -> None:
+    begin(torchserve)
+    request = messages.message("org.pytorch.serve.grpc.inference.PredictionsRequest")
+    asked = request(model_name="m", input={"body": b"x"})
+    with grpc.insecure_channel(torchserve.url("Inference gRPC").removeprefix("grpc://")) as channel:
+        call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions")
+        assert b"ok" in call(asked.SerializeToString(), timeout=60)
+    page = values(torchserve)
+    labels = '{model_name="m",model_version="default"}'
+    assert page["ts_inference_requests_total" + labels] == 1
+    assert page["ts_inference_latency_microseconds" + labels] > 0
+    assert page['penstock_requests_total{model="m",version="1.0"}'] == 1
 
 
 def test_what_dashboard_and_alerts_ask_for_is_shown(torchserve: Any) -> None:
