@@ -61,7 +61,7 @@ class HttpServer:
         self.heads: dict[str, bytes] = {}
         self.date_line = b""
         self.plain_answers = 0  # answers of the plain case: 200
-        self.other_answers = [0] * 6  # all other answers, by status // 100
+        self.other_answers = [0] * 10  # all other answers, by status // 100; handlers make up statuses to 999
         self.refused = 0  # connections that there was no room for
         self._tls: dict[str, Any] = {}
         if ssl is not None:

@@ -491,6 +491,15 @@ async def test_status_phrase_headers_and_content_type_are_those_of_the_handler()
         assert await peer.rest() == b""
 
 
+@pytest.mark.parametrize("status", [599, 600, 999])
+async def test_a_status_that_the_handler_made_up_reaches_its_client(status):
+    async with listening({"m": lambda call: call.reply(b"own", "", status=status)}) as peer:
+        peer.ask("POST", "/predictions/m")
+        head, body = await peer.answer()
+        assert (head.split(b"\r\n")[0], body) == (b"HTTP/1.1 %d " % status, b"own")
+        assert peer.server.answers() == {status // 100: 1}
+
+
 async def test_head_has_no_body():
     async with listening({"m": lambda call: call.reply(b"four", "")}) as peer:
         peer.ask("HEAD", "/predictions/m")
