@@ -190,9 +190,11 @@ class TorchServeMetrics(Observer):
                 log.exception("metrics_not_counted consequence=some_are_missing")
 
     def turn(self) -> None:
-        """Counts what came since the last turn, and writes it; nothing while the last turn goes on."""
+        """Counts what came since the last turn, if anything, and writes it; not while the last turn goes on."""
         if self._counting is None or self._counting.done():
-            self._counting = self._count()
+            self._grown()
+            if self._values or self._told:
+                self._counting = self._count()
 
     async def close(self) -> None:
         """Writes what there is."""

@@ -281,3 +281,19 @@ async def test_a_turn_that_fails_is_not_the_last(
     running = asyncio.create_task(metrics.run())
     await asyncio.wait_for(again.wait(), 10)
     running.cancel()
+
+
+async def test_while_nothing_comes_the_thread_sleeps(files: Files) -> None:
+    counts = Counts({2: 1})
+    metrics = make(counts=lambda: counts)
+    metrics.turn()
+    first = metrics._counting
+    assert first is not None
+    await asyncio.wrap_future(first)
+    metrics.turn()
+    assert metrics._counting is first
+    counts = Counts({2: 2})
+    metrics.turn()
+    assert metrics._counting is not first
+    await metrics.close()
+    assert [line.partition("|")[0] for line in files.server] == ["Requests2XX.Count:1.0"] * 2
