@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,23 @@ NOT_PURE = {
 }  # fmt: skip
 UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 MAY_PICKLE = {"transports", "wire"}  # between a process and its own child, over a private socketpair
+NO_CONCURRENCY = {"asyncio", "concurrent", "multiprocessing", "threading"}
+
+IN_A_WORKER = {"errors", "types", "config", "plugins", "metrics", "native", "protocols", "models"}
+SERVER_SIDE = {
+    "asyncio", "click", "grpc", "httptools", "prometheus_client", "psutil", "redis", "rich", "starlette", "uvicorn",
+}  # fmt: skip
+RUNTIMES = {"captum", "numpy", "onnx", "onnxruntime", "PIL", "torch", "transformers", "yaml"}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(path: Path) -> Iterator[str]:
     """Every module that an import statement names, with `from a import b` as `a.b`; typing-only ones too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -87,12 +100,7 @@ def test_a_file_imports_only_from_lower_floors(path: Path) -> None:
 def test_decisions_are_pure(path: Path) -> None:
     tops = {name.split(".")[0] for name in imports(path)}
     assert not tops & NOT_PURE
-    calls = {
-        n.func.id
-        for n in ast.walk(ast.parse(path.read_text()))
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
-    }
-    assert not calls & {"open", "print", "input", "eval", "exec"}
+    assert not {name for name, _ in calls(path)} & {"open", "print", "input", "eval", "exec"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
@@ -102,6 +110,51 @@ def test_pickle_stays_inside_one_trust_boundary(path: Path) -> None:
     with path.open("rb") as f:
         names = [t.string for t in tokenize.tokenize(f.readline) if t.type == tokenize.NAME]
     assert "eval" not in names
+
+
+def calls(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """Every call by its dotted name, with its keywords; a keyword that is no constant has its node."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            given = {k.arg: getattr(k.value, "value", k.value) for k in node.keywords if k.arg is not None}
+            yield ast.unparse(node.func), given
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_files_of_others_are_read_by_what_runs_no_code(path: Path) -> None:
+    for name, keywords in calls(path):
+        if name == "torch.load":  # a variable: what the model's owner said of trust
+            assert keywords.get("weights_only", False) is not False, "torch.load without weights_only"
+        if name in ("np.load", "numpy.load"):
+            assert not keywords.get("allow_pickle"), name
+        assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), f"{name}: yaml.safe_load is meant"
+        assert not name.endswith((".extractall", ".unpack_archive")), f"{name}: archive/safe_unpack.py is meant"
+        assert not keywords.get("shell"), f"{name} asks a shell"
+        assert name != "os.system"
+
+
+@pytest.mark.parametrize(
+    "path", [f for f in FILES if file_room(f) in ("archive", "config")], ids=lambda p: str(p.relative_to(SRC))
+)
+def test_archives_and_settings_are_read_in_the_thread_that_asks(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(path)} & NO_CONCURRENCY
+
+
+TS = HOUSE / "compat" / "ts"
+
+
+@pytest.mark.parametrize("path", sorted(TS.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
+def test_the_library_of_handlers_knows_only_what_a_worker_has(path: Path) -> None:
+    ours = [
+        name for name in imports(path) if name.startswith("penstock.") and not name.startswith("penstock.compat.ts")
+    ]
+    assert {room(name) for name in ours} <= IN_A_WORKER, ours
+
+
+def test_nobody_imports_the_library_of_handlers_by_name() -> None:
+    """It is found at run time, in workers that hold a handler."""
+    others = [path for path in FILES if TS not in path.parents]
+    assert not [p for p in others if any(name.startswith("penstock.compat.ts.") for name in imports(p))]
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -128,6 +181,21 @@ def test_a_worker_child_loads_no_front_end() -> None:
         "redis",
         "grpc",
     }
+
+
+def test_the_command_torchserve_loads_no_server() -> None:
+    """`torchserve --stop` and `--version` answer at once."""
+    assert not loaded_by("import penstock.cli.torchserve") & {*(SERVER_SIDE - {"click"}), *RUNTIMES}
+
+
+def test_a_server_in_the_place_of_torchserve_loads_no_runtime_and_no_admin_server() -> None:
+    loaded = loaded_by("import penstock.cli.torchserve_server, penstock.cli.main")
+    assert not loaded & {*(RUNTIMES - {"numpy"}), "grpc", "redis", "starlette", "uvicorn"}
+
+
+def test_the_library_of_handlers_loads_no_runtime_by_its_base() -> None:
+    handlers = "import penstock.transports.child, penstock.models.handler, penstock.protocols.torchserve.codec"
+    assert not loaded_by(f"{handlers}, penstock.compat.ts.torch_handler.base_handler") & {*SERVER_SIDE, *RUNTIMES}
 
 
 def test_the_inference_listener_loads_no_admin_server() -> None:

@@ -374,3 +374,13 @@ async def test_what_a_handler_prints_and_logs_and_its_tracebacks_are_lines_of_th
     lines = [r.getMessage() for r in caplog.records if r.name == "penstock.model"]
     assert lines[:2] == ["the handler is loaded", "said"]
     assert lines.count("ValueError: the cause") == 1
+
+
+async def test_a_worker_with_a_handler_has_loaded_no_front_end_no_engine_and_no_runtime(desk):
+    (answer,) = await results(desk, does("return [' '.join(sys.modules)]"))
+    loaded = set(answer.body.decode().split())
+    ours = {name.split(".")[1] for name in loaded if name.startswith("penstock.")}
+    assert "handler" in {name.rpartition(".")[2] for name in loaded}
+    assert not ours & {"frontends", "engine", "batching", "archive", "observe", "cli", "broker", "streamer"}
+    servers = {"asyncio", "click", "grpc", "httptools", "psutil", "redis", "starlette", "uvicorn"}
+    assert not {name.split(".")[0] for name in loaded} & {*servers, "numpy", "onnxruntime", "torch", "yaml"}
