@@ -24,7 +24,7 @@ from penstock.protocols.torchserve.requests import HandlerAnswer, HandlerRequest
 log = logging.getLogger("penstock.models")
 
 SERVER_VERSION: Final = "0.12.0"  # of TorchServe, as handlers see it
-APART: Final = ("explain", "describe")  # requests that differ in one of these headers share no call
+APART: Final = ("explain", "describe")  # a request with one of these headers "True" is no prediction
 
 
 class HandlerSetup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -191,8 +191,12 @@ class HandlerModel:
 
 
 def _groups(requests: list[HandlerRequest]) -> list[list[int]]:
-    """The places of the requests that share a call: those that differ in a header of APART do not."""
+    """The places of the requests that share a call: those whose headers of APART are "True" alike.
+
+    A description is asked for alone: a handler answers that call with one, however many requests it has.
+    """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, request in enumerate(requests):
-        groups.setdefault(tuple(request.headers.get(name) for name in APART), []).append(i)
+        explain, describe = (request.headers.get(name) == "True" for name in APART)
+        groups.setdefault((explain, i if describe else None), []).append(i)
     return list(groups.values())

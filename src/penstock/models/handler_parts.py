@@ -17,7 +17,8 @@ SendParts = Callable[[list[HandlerAnswer | None]], None]
 class Parts:
     """`cl_socket` of a Context: what handlers send goes to the callers of the running batch, from any thread.
 
-    What comes when the batch has ended is dropped. An installed `ts` sends bytes, as to its own server.
+    What comes when its batch has ended is dropped, also while the next one runs: a thread that a handler left behind
+    speaks to nobody else's caller. An installed `ts` sends bytes, as to its own server.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -46,12 +47,14 @@ class Parts:
             found = self._of_frame(response) if isinstance(response, (bytes, bytearray)) else self._of_values(response)
             for i, part in found:
                 parts[self._places[i]] = part
-            self._send(parts)
+            if any(part is not None for part in parts):
+                self._send(parts)
 
     def _of_values(self, response: Any) -> Iterator[tuple[int, HandlerAnswer]]:
         values: Mapping[int, Any] = response.values
         for i, value in values.items():
-            yield i, answer(value, response.context.request_processor[i], self._limit_bytes, part=True)
+            if response.ids is None or (i < len(self._ids) and response.ids[i] == self._ids[i]):
+                yield i, answer(value, response.context.request_processor[i], self._limit_bytes, part=True)
 
     def _of_frame(self, data: bytes | bytearray) -> Iterator[tuple[int, HandlerAnswer]]:
         """The answers in a message of TorchServe 0.12's worker to its server."""
@@ -64,7 +67,8 @@ class Parts:
             headers = [(frame.text(), frame.text()) for _ in range(frame.number())]
             headers = [(k, v) for k, v in headers if k.lower() != "content-type"]
             body = frame.take(frame.number())
-            yield self._ids.index(name), HandlerAnswer(body, content_type, status, reason, headers)
+            if name in self._ids:
+                yield self._ids.index(name), HandlerAnswer(body, content_type, status, reason, headers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
         return self  # a copy of a context speaks for the same batch

@@ -198,11 +198,18 @@ def test_explanations_and_descriptions_are_calls_of_their_own(make_handler):
             return [len(data)] * len(data)
         """
     )
-    batch = [*asked({}, {}), *asked({}, describe="True"), *asked({}, explain="True")]
+    batch = [*asked({}, {}), *asked({}, {}, describe="True"), *asked({}, explain="True")]
     batch[1], batch[2] = batch[2], batch[1]
-    first, about, second, failed = model.predict(batch)
-    assert [first.body, about.body, second.body] == [b"2", b"about", b"2"]
+    first, about, second, another, failed = model.predict(batch)
+    assert [first.body, about.body, second.body, another.body] == [b"2", b"about", b"2", b"about"]
     assert type(failed) is ItemFailed
+
+
+@pytest.mark.parametrize("name", ["explain", "describe"])
+def test_a_field_of_a_form_called_as_a_header_is_a_prediction_among_others(make_handler, name):
+    model = make_handler("def handle(data, context): return data and [len(data)] * len(data)")
+    batch = [*asked({}), HandlerRequest("id-1", {name: bytearray(b"1")}, {name: {"content-type": ""}})]
+    assert [answer.body for answer in model.predict(batch)] == [b"2", b"2"]
 
 
 @pytest.mark.parametrize(

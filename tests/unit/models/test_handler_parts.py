@@ -54,6 +54,17 @@ def test_what_comes_after_the_end_is_dropped(running):
     Parts(0).sendall(response("a", "b"))  # or before any batch
 
 
+def test_a_thread_of_an_earlier_batch_speaks_to_no_caller_of_this_one(running):
+    parts, sent = running
+    parts.sendall(response("a", "b", ids={0: "x", 1: "of before"}))
+    assert [part and part.body for part in sent.pop()] == [None, None, b"a"]
+    parts.sendall(response("a", "b", "c", ids={2: "of before"}))
+    name, frame = b"of before", struct.pack("!i", 200) + packed(b"")
+    frame += packed(name) + packed(b"") + struct.pack("!i", 200) + packed(b"") + struct.pack("!i", 0) + packed(b"a")
+    parts.sendall(frame + struct.pack("!i", -1))
+    assert sent == []
+
+
 def test_a_part_that_cannot_be_sent_is_the_handlers_error(running):
     parts, _ = running
     with pytest.raises(BadOutput, match="Unsupported model output"):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
 class PredictResponse(NamedTuple):
-    """`values` are the answers, or parts of them, by place in the batch; `more` says that others follow."""
+    """`values` are the answers, or parts of them, by place in the batch; `more` says that others follow.
+
+    `ids` are those of the requests by place, None where the handler named only places.
+    """
 
     values: dict[int, Any]
+    ids: Mapping[int, str] | None
     code: int
     message: str
     context: Any
@@ -20,7 +25,9 @@ def create_predict_response(
     ret: Any, req_id_map: Any, message: str, code: int, context: Any = None, ts_stream_next: bool = False
 ) -> PredictResponse:
     """What `context.cl_socket.sendall` takes: `ret[idx]` for each place `idx` in `req_id_map`, a dict or a list."""
-    return PredictResponse({idx: ret[idx] for idx in req_id_map}, code, message, context, ts_stream_next)
+    values = {idx: ret[idx] for idx in req_id_map}
+    ids = dict(req_id_map) if isinstance(req_id_map, Mapping) else None
+    return PredictResponse(values, ids, code, message, context, ts_stream_next)
 
 
 def send_intermediate_predict_response(ret: Any, req_id_map: Any, message: str, code: int, context: Any = None) -> None:
