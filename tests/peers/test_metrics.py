@@ -1,0 +1,97 @@
+"""The same requests leave the same metrics: lines of the log files, and families of the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.peer
+
+HANDLER = """
+from ts.metrics.dimension import Dimension
+from ts.metrics.metric_type_enum import MetricTypes
+
+def handle(data, context):
+    if data is None:
+        return None
+    metrics = context.metrics
+    metrics.add_counter("Faces", 3)
+    metrics.add_counter("Doors", 2, 0, [Dimension("camera", "door")])
+    metrics.add_time("Slow", 4.5, None, "s")
+    metrics.add_percent("Share", 12.5)
+    metrics.add_size("Big", 3, unit="GB")
+    metrics.add_error("Oops", 1)
+    metrics.add_metric("Odd", 7, "widgets", metric_type=MetricTypes.GAUGE)
+    if metrics.request_ids and context.get_request_id(0) is not None:
+        metrics.add_metric_to_cache("Spread", "ms", ["kind"], MetricTypes.HISTOGRAM).add_or_update(3.3, ["x"])
+    if bytes(data[0]["body"]) == b"bad":
+        raise ValueError("no")
+    return ["ok"] * len(data)
+"""
+SYSTEM = "disable_system_metrics=false\nmetric_time_interval=2\nmodel_metrics_auto_detect=true\n"
+LINE = re.compile(r"[-\dT:]+,\d{3} - (\w+)\.(\w+):[0-9.E-]+\|#([^|]*)\|#hostname:[^,]+,(.*)")
+LOOKS_S = 6.0  # for the looks at the machine, of which TorchServe's are processes
+
+
+def asked(peer_server: Any, folder: Path, owner: str, settings: str) -> Any:
+    """A server that has answered some requests well and some not."""
+    with zipfile.ZipFile(folder / "m.mar", "w") as mar:
+        model = {"modelName": "m", "modelVersion": "1.0", "handler": "service.py"}
+        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+        mar.writestr("service.py", HANDLER)
+    server = peer_server(owner, folder, ["m=m.mar"], SYSTEM + settings)
+    assert server.post("/predictions/m/1.0", b"x")[0] == 200
+    assert server.post("/predictions/m", b"bad")[0] == 503
+    assert server.post("/predictions/nobody", b"x")[0] == 404
+    time.sleep(LOOKS_S)
+    return server
+
+
+def lines(path: Path) -> set[tuple[str, ...]]:
+    """(name, unit, dimensions, what is beside the time) of the lines."""
+    found = [LINE.fullmatch(line) for line in path.read_text().splitlines()]
+    assert found
+    assert all(found), path.read_text()
+    return {
+        (match[1], match[2], match[3], re.sub(r"[0-9a-f-]{36}", "ID", re.sub(r"timestamp:\d{10}", "TIME", match[4])))
+        for match in found
+        if match
+    }
+
+
+def test_the_log_files_have_lines_of_the_same_shape(peer_server: Any, tmp_path: Path) -> None:
+    for owner in ("torchserve", "penstock"):
+        asked(peer_server, tmp_path, owner, "").close()
+    for name in ("ts_metrics.log", "model_metrics.log"):
+        theirs, ours = (lines(tmp_path / owner / "logs" / name) for owner in ("torchserve", "penstock"))
+        assert ours == theirs
+
+
+def test_the_page_has_the_same_families_with_the_same_labels(peer_server: Any, tmp_path: Path) -> None:
+    def families(owner: str) -> dict[str, tuple[str, set[str]]]:
+        """name -> (kind, its series without values and buckets)."""
+        server = asked(peer_server, tmp_path, owner, "metrics_mode=prometheus\n")
+        config = (tmp_path / owner / "config.properties").read_text()
+        address = re.findall(r"metrics_address=(.*)", config)[0]
+        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as response:
+            assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+            page = response.read().decode()
+        server.close()
+        kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", page, re.M))
+        series: dict[str, set[str]] = {name: set() for name in kinds}
+        for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", page, re.M):
+            family = name if name in kinds else re.sub(r"_(bucket|count|sum)$", "", name)
+            series[family].add(re.sub(r'le="[^"]*",?', "", labels).strip(","))
+        return {name: (kind, series[name]) for name, kind in kinds.items()}
+
+    theirs, ours = families("torchserve"), families("penstock")
+    assert len(theirs) > 25
+    assert {name: ours.get(name) for name in theirs} == theirs
+    assert not [name for name in set(ours) - set(theirs) if not name.startswith(("penstock_", "process_"))]
