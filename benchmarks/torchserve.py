@@ -2,11 +2,11 @@
 
 The same archive, config.properties and flags under TorchServe 0.12.0 and under Penstock: a handler that does nothing,
 a small network for digits, and a simulated accelerator of 50 ms for 8 items; 1, 10 and 100 connections of `wrk`,
-batches of 1 and of 8, 1 and 4 workers. "torchserve" logs as it does by default, which is 6 KB a request; "torchserve,
-unlogged" logs errors alone. Batches wait for 1 ms (no-op), 5 ms (digits) and 10 ms (accelerator) to fill, but where
-100 ms are named, which is TorchServe's default. "in process" is the accelerator itself, called again and again with 8
-items by a thread a worker. Start is from the command to the first right prediction; memory is that of all processes
-with one worker, after a second of 16 connections.
+batches of 1 and of 8, 1 and 4 workers (of which a lone client has no use). "torchserve" logs as it does by default,
+which is 6 KB a request; "torchserve, unlogged" logs errors alone. Batches wait for 1 ms (no-op), 5 ms (digits) and
+10 ms (accelerator) to fill, but where 100 ms are named, which is TorchServe's default. "in process" is the accelerator
+itself, called again and again with 8 items by a thread a worker. Start is from the command to the first right
+prediction; memory is that of all processes with one worker, after a second of 16 connections.
 
 `--only start,noop,digits,accelerator` picks tables; `--gpu` takes ResNet-50 on a GPU instead.
 """
@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import harness
-from torchserve_servers import Archive, Setting, TorchServe, load, loops, make_archive, network, start_once
+from torchserve_servers import Archive, Setting, TorchServe, load, make_archive, network, start_once
 
 PEER = "torchserve"
 UNLOGGED = "torchserve, unlogged"
@@ -41,6 +41,11 @@ COLUMNS = {
     "pss_mb": "PSS MB",
 }
 EDGE_S = 5  # the last batches of a run are not counted: 1 % of a run of 5 s
+
+
+def calls(servers: dict[str, TorchServe], connections: int, seconds: int) -> dict[str, Callable[[], harness.Sample]]:
+    """A run of each server."""
+    return {kind: functools.partial(server.closed_loop, connections, seconds) for kind, server in servers.items()}
 
 
 class Bench:
@@ -61,7 +66,10 @@ class Bench:
 
     def cell(self, servers: dict[str, TorchServe], setting: Setting, connections: int, seconds: int) -> harness.Runs:
         """One row of the table for each server."""
-        runs = loops(servers, connections, min(seconds, self.options.seconds), self.options)
+        seconds = min(seconds, self.options.seconds)
+        for server in servers.values() if setting.delay_ms == DELAYS_MS["noop"] else ():
+            server.closed_loop(connections, 1)  # Java goes on compiling what it runs often
+        runs = harness.interleave(self.options.rounds, calls(servers, connections, seconds))
         self.add(servers, setting, connections, runs)
         return runs
 
@@ -71,14 +79,14 @@ class Bench:
         self.report.add({**cell, "connections": connections}, runs)
 
     def grid(self, archive: Archive, *more: str) -> None:
-        """Batches of 1 and 8, 1 and 4 workers, 1 to 100 connections. `more` peers meet one worker."""
+        """Batches of 1 and 8; 1 worker and 1 to 100 connections, 4 workers and more than one. `more` meet 1 worker."""
         for workers in (1, 4):
             for batch in (1, 8):
                 setting = Setting(batch, workers, DELAYS_MS[archive.model])
                 with ExitStack() as stack:
                     kinds = self.kinds(*(more if workers == 1 else ()))
                     servers = self.serving(stack, kinds, archive, setting)
-                    for connections in CONNECTIONS:
+                    for connections in CONNECTIONS[workers > 1 :]:
                         self.judged(servers, setting, connections)
                     if archive.model == "noop" and (batch, workers) == (8, 1):
                         self.judged(servers, setting, 32)
@@ -102,8 +110,8 @@ def start(bench: Bench) -> None:
     """Start time and memory, each server started again in every round."""
     archive = bench.plain("noop")
     report = bench.report
-    calls = {kind: functools.partial(start_once, kind, archive) for kind in bench.kinds()}
-    runs = harness.interleave(bench.options.rounds, calls)
+    starts = {kind: functools.partial(start_once, kind, archive) for kind in bench.kinds()}
+    runs = harness.interleave(bench.options.rounds, starts)
     report.add({"model": "noop", "batch": 1, "workers": 1}, runs)
     report.target(
         "no-op: seconds from start to the first prediction", [s["start_s"] for s in runs["penstock"]], most=1.5
@@ -137,7 +145,7 @@ def full_accelerators(bench: Bench, servers: dict[str, TorchServe], setting: Set
     """Beside the handler itself, in full batches."""
     seconds = min(EDGE_S, 2 * bench.options.seconds + 1)
     also = {CEILING: lambda: ceiling(load("accelerator").handle, setting, seconds)}
-    runs = loops(servers, connections, seconds, bench.options, also=also)
+    runs = harness.interleave(bench.options.rounds, calls(servers, connections, seconds) | also)
     bench.add(servers, setting, connections, runs)
     share = bench.report.ratios(runs, "penstock", CEILING)
     what = f"accelerator, batch {setting.batch}, {setting.workers} workers: share of the ceiling"

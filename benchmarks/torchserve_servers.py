@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -17,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import psutil
-from harness import HERE, Runs, Sample, Server, Workload, closed_loops, free_ports, python_of
+from harness import HERE, Sample, Server, Workload, free_ports, python_of
 
 HANDLERS = HERE / "handlers"
 START_S = 120.0
@@ -158,6 +157,14 @@ class TorchServe(Server):
             return self.workload.check(answer)
         raise SystemExit(f"{self.name} did not answer at {self.url}: {last}\n{self._log.read_text()[-3000:]}")
 
+    def closed_loop(self, connections: int, seconds: int) -> Sample:
+        """One run of `wrk`, once what an earlier one has left is done: TorchServe runs it though nobody waits."""
+        with self.awake():
+            request = urllib.request.Request(self.url, self.workload.body, {"content-type": self.workload.content_type})
+            with urllib.request.urlopen(request, timeout=60) as response:
+                response.read()
+        return super().closed_loop(connections, seconds)
+
     def _memory(self) -> Sample:
         """Resident memory of the tree in MB, summed up, and with what is shared counted once."""
         found = {"rss_mb": 0.0, "pss_mb": 0.0}
@@ -173,10 +180,3 @@ def start_once(kind: str, archive: Archive) -> Sample:
     """Start time and memory with one worker, of a server that is ended again."""
     with TorchServe(kind, archive, Setting(1, 1, 100)) as server:
         return {"start_s": server.started_s, **server.memory}
-
-
-def loops(
-    servers: dict[str, TorchServe], connections: int, seconds: int, options: argparse.Namespace, **also: Any
-) -> Runs:
-    """`harness.closed_loops` with runs of so many seconds."""
-    return closed_loops(servers, connections, argparse.Namespace(**{**vars(options), "seconds": seconds}), **also)
