@@ -31,7 +31,7 @@ class CachingMetric(MetricAbstract):
                 raise ValueError("Counter metric update value cannot be negative")
             labels = dict(zip(self.dimension_names, dimension_values, strict=True))
             metrics.record(self.metric_type.value, self.metric_name, value, labels, self.unit, request_id or "")
-        except ValueError as e:
+        except (ValueError, TypeError, OverflowError) as e:
             log.error("metric_refused name=%s value=%r error=%s: it is not counted", self.metric_name, value, e)
 
     def update(self, value: float, request_id: str = "", dimensions: Sequence[Dimension] = ()) -> None:

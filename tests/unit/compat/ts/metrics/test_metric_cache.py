@@ -73,7 +73,7 @@ def test_a_unit_that_does_not_fit_is_refused(cache, method, unit):
     assert told() == []
 
 
-@pytest.mark.parametrize("value", [-1, float("nan")])
+@pytest.mark.parametrize("value", [-1, float("nan"), "much", None, 10**400])
 def test_a_counter_that_would_fall_is_logged_and_not_counted(cache, caplog, value):
     with caplog.at_level(logging.ERROR):
         cache.add_counter("n", value, 0)
@@ -85,8 +85,9 @@ def test_a_gauge_may_fall_and_no_number_is_logged(cache, caplog):
     cache.add_percent("p", -1, 0)
     with caplog.at_level(logging.ERROR):
         cache.add_percent("p", "much", 0)
+        cache.add_percent("p", None, 0)
     assert [d[2] for d in told()] == [-1.0]
-    assert "metric_refused name=p" in caplog.text
+    assert caplog.text.count("metric_refused name=p") == 2
 
 
 def test_an_added_metric_is_found_again_by_name_and_type(cache):
