@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import BadOutput
-from penstock.protocols.torchserve.codec import error_json
+from penstock.protocols.torchserve.bodies import error_body
 from penstock.protocols.torchserve.requests import HandlerAnswer
 
 STREAMED = "ts_stream_next"  # header of an answer in parts: "true", and "false" with the last
@@ -52,7 +52,7 @@ def answer(value: Any, processor: Any, limit_bytes: int, part: bool = False) -> 
 
 def refusal(status: int, message: str) -> HandlerAnswer:
     """An error as an answer: the worker's own statuses have no class among Penstock's errors."""
-    return HandlerAnswer(error_json(status, "InternalServerException", message), "application/json", status)
+    return HandlerAnswer(error_body(status, "InternalServerException", message), "application/json", status)
 
 
 def status_of(code: Any, default: int) -> int:

@@ -28,11 +28,6 @@ _FRAMING: Final = frozenset({"connection", "content-length", "transfer-encoding"
 _inputs = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
-def error_json(status: int, kind: str, message: str) -> bytes:
-    """The body of an error as TorchServe's clients know it."""
-    return json.dumps({"code": status, "type": kind, "message": message}, indent=2).encode() + b"\n"
-
-
 class TorchServeCodec:
     """Codec of TorchServe's HTTP routes."""
 
