@@ -81,7 +81,7 @@ class HandlerModel:
             raise
 
     def _overlap(self) -> None:
-        self._steps = None if self.setup.envelope else steps_of(self._handle)
+        self._steps = None if self.setup.envelope else steps_of(self._handle, self._context)
         if self._steps is None:
             text = "handler_not_overlapped model=%s: only a class whose `handle` is BaseHandler's own can be"
             log.warning(text, self.setup.model_name)

@@ -24,12 +24,12 @@ class Prepared(list[HandlerRequest]):
 
 
 class Steps:
-    """The steps of a handler, each with the context of its own batch."""
+    """The steps of a handler, each with the context of its own batch; before the first one that of `load`."""
 
-    def __init__(self, service: Any) -> None:
+    def __init__(self, service: Any, context: Any) -> None:
         self._service = service
         proxy: Any = load_object("penstock.compat.ts.context:ThreadsContext")
-        self._proxy = service.context = proxy()
+        self._proxy = service.context = proxy(context)
 
     def prepare(self, requests: list[HandlerRequest], context: Any) -> Prepared:
         """The first step. Raises only what ends a worker."""
@@ -63,7 +63,7 @@ class Steps:
         return self._service.handle(data, self._proxy)
 
 
-def steps_of(handle: Any) -> Steps | None:
+def steps_of(handle: Any, context: Any) -> Steps | None:
     """The steps of the handler whose method `handle` is; None where they cannot be told apart."""
     service = getattr(handle, "__self__", None)
     if service is None or os.environ.get("ENABLE_TORCH_PROFILER"):
@@ -71,7 +71,7 @@ def steps_of(handle: Any) -> Steps | None:
     base = next((cls for cls in type(service).__mro__ if _is_base(cls)), None)
     if base is None or handle.__func__ is not vars(base)["handle"]:
         return None
-    return Steps(service)
+    return Steps(service, context)
 
 
 def _is_base(cls: type) -> bool:

@@ -115,6 +115,11 @@ def test_a_prediction_exception_answers_with_its_code_and_message(make_handler):
     assert bytes(answers[0].body).endswith(b"}\n")
 
 
+def test_the_message_of_a_prediction_exception_may_hold_half_a_character(make_handler):
+    model = make_handler(PREDICTION.format(code=418).replace("too dark", "half: \\ud800"))
+    assert json.loads(model.predict(asked({"body": "bad"}))[0].body)["message"] == "half: ?"
+
+
 def test_with_retry_split_a_prediction_exception_waits_until_its_request_is_alone(make_handler):
     model = make_handler(PREDICTION.format(code=418), retry_split=True)
     with pytest.raises(ItemFailed):

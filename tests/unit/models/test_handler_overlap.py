@@ -51,6 +51,11 @@ def test_each_batch_has_a_context_of_its_own(make_handler):
     assert model._steps._service.threads == ["reader", "reader", "MainThread", "MainThread"]
 
 
+def test_before_the_first_batch_the_context_is_that_of_load(make_handler):
+    model = make_handler(SOURCE, overlap=True)
+    assert in_thread(lambda: model._steps._service.context.model_name) == "m"
+
+
 def test_what_preprocess_raises_is_the_batchs_error(make_handler):
     model = make_handler(SOURCE, overlap=True)
     prepared = in_thread(model.__penstock_prepare__, batch("1", "bad"))

@@ -109,8 +109,9 @@ class ThreadsContext(Context):
     A thread that has none, such as one of the handler's, has the one that was last told.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context) -> None:
         object.__setattr__(self, "_own", threading.local())
+        object.__setattr__(self, "_last", context)
 
     def become(self, context: Context) -> None:
         """From now on stands for `context` in this thread."""

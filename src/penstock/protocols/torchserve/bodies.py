@@ -21,8 +21,11 @@ def json_text(value: Any) -> str:
 
 
 def error_body(status: int, kind: str, message: str) -> bytes:
-    """The body of every error: its status, the name of its class there, and what happened."""
-    return json_body({"code": status, "type": kind, "message": message})
+    """The body of every error: its status, the name of its class there, and what happened.
+
+    Halves of characters, which a handler may have from a client's JSON, become "?".
+    """
+    return json_body({"code": status, "type": kind, "message": message.encode("utf-8", "replace").decode()})
 
 
 def read_error(status: int, body: bytes) -> str | None:

@@ -83,7 +83,8 @@ def test_contexts_are_equal_by_what_they_hold():
 
 def test_a_context_of_threads_is_that_of_the_batch_of_each():
     mine, other = with_requests({"a": "mine"}), with_requests({"a": "other"})
-    proxy = ThreadsContext()
+    proxy = ThreadsContext(other)
+    assert proxy.get_request_header(0, "a") == "other"  # until the first batch
     proxy.become(mine)
     found = []
 
