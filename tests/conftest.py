@@ -22,6 +22,8 @@ settings.register_profile("ci", derandomize=True)  # a gate gives the same answe
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # no test tells anybody
+
 SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
 FREE_PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
 

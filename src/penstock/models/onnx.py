@@ -36,7 +36,8 @@ Provider = str | tuple[str, dict[str, Any]]
 
 
 def import_onnxruntime() -> Any:
-    """The module `onnxruntime`. Raises LoadFailed naming the extra that brings it."""
+    """The module `onnxruntime`, silent towards its makers. Raises LoadFailed naming the extra that brings it."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # looked at when it is imported
     try:
         import onnxruntime
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""The environment of a worker process: threads of numeric libraries, visible devices. Set before it starts."""
+"""The environment of a worker process: threads of libraries, visible devices, no reports. Set before it starts."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def environment(spec: WorkerSpec, device: str, base: Mapping[str, str]) -> tuple
     # told less (2^4 is the least): so the digits model answered 786 requests/s on a busy 2-core machine, 6,506 without.
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+    env.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime from 1.31 on reports to its makers, from its import on
     env.setdefault("PYTHONUNBUFFERED", "1")  # what a model prints is seen when it prints it, also through a pipe
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:

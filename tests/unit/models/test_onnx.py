@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import os
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -239,6 +242,15 @@ def test_an_engine_of_open_shapes_is_not_kept(tensorrt, tmp_path):
     path = graph(tmp_path, [("x", KINDS.FLOAT, shape)], [("y", KINDS.FLOAT, shape)], [("Identity", ["x"], ["y"])])
     loaders.open_tensorrt(path, "cuda:0")
     assert "trt_engine_cache_path" not in tensorrt[0]
+
+
+def test_the_runtime_reports_nothing_to_its_makers(tmp_path):
+    """Else it leaves a session's number in the temporary folder and what it will send in the user's cache."""
+    said = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    own = {name: str(tmp_path) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
+    code = "from penstock.models.onnx import import_onnxruntime; import_onnxruntime()"
+    subprocess.run([sys.executable, "-c", code], env=said | own, check=True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ def test_physical_cores_are_shared_out(cores, instances, threads):
     assert {env[name] for name in THREAD_VARIABLES} == {str(threads)}
     assert env["OMP_WAIT_POLICY"] == "PASSIVE"
     assert (env["OPENBLAS_THREAD_TIMEOUT"], env["PYTHONUNBUFFERED"]) == ("4", "1")
+    assert env["ORT_DISABLE_TELEMETRY"] == "1"
     assert device == "cpu"
 
 
