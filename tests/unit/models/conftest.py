@@ -14,7 +14,7 @@ from penstock.models.handler import HandlerModel, HandlerSetup
 
 
 @pytest.fixture
-def own_process() -> Iterator[None]:
+def own_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Undoes what a handler's worker does to its process: cwd, path, environment, modules."""
     cwd, path, env, finders = os.getcwd(), list(sys.path), dict(os.environ), list(sys.meta_path)
     modules = set(sys.modules)
@@ -25,7 +25,7 @@ def own_process() -> Iterator[None]:
     os.environ.update(env)
     for name in set(sys.modules) - modules:
         file = getattr(sys.modules[name], "__file__", None) or ""
-        if name == "ts" or name.startswith("ts.") or file.startswith("/tmp"):
+        if name == "ts" or name.startswith("ts.") or file.startswith(str(tmp_path_factory.getbasetemp())):
             del sys.modules[name]
 
 
