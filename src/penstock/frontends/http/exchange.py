@@ -164,19 +164,21 @@ class Exchange:
             self.plain = False
             if self.old:
                 self.close = True  # HTTP/1.0 knows no chunks: the end of the connection is the end of the stream
-            framing = None if self.old else b"transfer-encoding: chunked\r\n"
+            bodiless = result.status in NO_BODY
+            framing = None if self.old or bodiless else b"transfer-encoding: chunked\r\n"
+            self.head_only = self.head_only or bodiless
             self._emit(connection, self._head(connection, result, self.part_type(result), framing))
         self._chunk(connection, self.part_data(result))
         if result.final:
             self._finish_stream(connection)
 
     def _chunk(self, connection: Answering, data: bytes) -> None:
-        if data:
+        if data and not self.head_only:
             self._emit(connection, data if self.old else b"%x\r\n%b\r\n" % (len(data), data))
             connection.check_unsent()
 
     def _finish_stream(self, connection: Answering) -> None:
-        if not self.old:
+        if not (self.old or self.head_only):
             self._emit(connection, b"0\r\n\r\n")
         self._end(connection)
 

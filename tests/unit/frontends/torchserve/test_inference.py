@@ -537,6 +537,21 @@ async def test_a_stream_is_a_chunk_an_item_under_a_stray_header():
             assert end == b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n"
 
 
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 204), ("POST", 304), ("HEAD", 204)])
+async def test_a_stream_where_http_knows_no_body_leaves_the_connection_in_order(method, status):
+    def stream(call: Call) -> None:
+        call.reply(b"one", "", final=False, status=status)
+        call.reply(b"two", "", status=status)
+
+    async with listening({"m": stream}) as peer:
+        peer.ask(method, "/predictions/m")
+        head = await peer.head()
+        assert head.startswith(b"HTTP/1.1 %d \r\n" % status)
+        assert (b"transfer-encoding" in head) == (status == 200)
+        peer.ask("GET", "/ping")
+        assert (await peer.head()).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
 async def test_a_stream_that_fails_is_cut_off():
     def stream(call: Call) -> None:
         call.reply(b"one", "", final=False)
