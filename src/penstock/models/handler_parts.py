@@ -31,7 +31,8 @@ class Parts:
 
     def begin(self, send: SendParts | None, ids: list[str], places: list[int], count: int) -> None:
         """From now on parts go to `send`; request i of the handler's batch, `ids[i]`, is `places[i]` of `count`."""
-        self._send, self._ids, self._places, self._count = send, ids, places, count
+        with self._lock:
+            self._send, self._ids, self._places, self._count = send, ids, places, count
 
     def end(self) -> None:
         """No part is sent any more."""
