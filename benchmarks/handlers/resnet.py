@@ -21,19 +21,18 @@ class ResNetHandler(BaseHandler):
         self.model = self.model.to(dtype=self.dtype, memory_format=torch.channels_last)
         if config["compile"]:
             self.model = torch.compile(self.model, dynamic=False)
-        self.size = context.system_properties["batch_size"]
+        size = context.system_properties["batch_size"]
+        self.least = size if config["compile"] else 1  # images a call: one shape, so that nothing is compiled twice
         with torch.inference_mode():
             for _ in range(3):
-                self.model(self._room())
-
-    def _room(self) -> torch.Tensor:
-        return torch.zeros((self.size, *SHAPE), dtype=self.dtype, device=self.device)
+                self.model(torch.zeros((size, *SHAPE), dtype=self.dtype, device=self.device))
 
     def preprocess(self, data: list[dict[str, Any]]) -> torch.Tensor:
-        images = torch.stack([torch.frombuffer(row["body"], dtype=torch.uint8) for row in data])
-        self.count, room = len(data), self._room()  # of one size, so that nothing is compiled twice
-        room[: self.count] = images.reshape(-1, *SHAPE).to(self.device).to(self.dtype) / 255
-        return room
+        self.count = len(data)
+        images = torch.zeros((max(self.count, self.least), *SHAPE), dtype=torch.uint8)
+        for image, row in zip(images, data, strict=False):
+            image.copy_(torch.frombuffer(row["body"], dtype=torch.uint8).reshape(SHAPE))
+        return images.to(self.device).to(self.dtype) / 255
 
     def postprocess(self, data: torch.Tensor) -> list[int]:
         return data[: self.count].argmax(1).tolist()
