@@ -1,0 +1,145 @@
+"""The page of what TorchServe has is complete, and what it says yes to has a test."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.archive.pack import BUILT_IN
+from penstock.cli.archive import archive
+from penstock.cli.torchserve import parser
+from penstock.compat.torchserve import settings
+from penstock.compat.ts.context import Context
+from penstock.config.properties import IGNORED, Properties
+from penstock.frontends.torchserve.base import Face
+from penstock.frontends.torchserve.descriptions import listener_templates
+from penstock.frontends.torchserve.inference import inference_routes, legacy_routes
+from penstock.testing.torchserve import FakeAdministration
+
+TESTS = Path(__file__).parents[1]
+PAGE = (TESTS.parent / "docs" / "torchserve-compatibility.md").read_text()
+STATES = {"yes", "ignored", "refused", "later"}
+SERVICES = (
+    "org.pytorch.serve.grpc.inference.InferenceAPIsService",
+    "org.pytorch.serve.grpc.management.ManagementAPIsService",
+    "org.pytorch.serve.grpc.openinference.GRPCInferenceService",
+)
+
+
+def rows(section: str) -> dict[str, tuple[str, str]]:
+    """What each name of a section's tables has as its state, and the test that shows it."""
+    text = PAGE.split(f"\n## {section}", 1)[1].split("\n## ")[0]
+    found: dict[str, tuple[str, str]] = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("| `"):
+            continue
+        assert len(cells) == 4, line
+        for name in re.findall(r"`([^`]+)`", cells[0]):
+            assert name not in found, f"{name} stands twice"
+            found[name] = (cells[1], cells[3].strip("`"))
+    return found
+
+
+SECTIONS = re.findall(r"^## (.+)$", PAGE, re.M)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_row_has_a_state_and_every_yes_a_test_that_exists(section: str) -> None:
+    found = rows(section)
+    assert found
+    for name, (state, test) in found.items():
+        assert state in STATES, name
+        assert test or state != "yes", f"{name} has no test"
+        if test:
+            path, _, function = test.partition("::")
+            names = {
+                node.name
+                for node in ast.walk(ast.parse((TESTS / path).read_text()))
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            }
+            assert function in names, f"{name}: there is no test {test}"
+
+
+def test_every_key_of_the_configuration_is_there_and_is_ignored_where_the_page_says_so() -> None:
+    found = rows("config.properties")
+    assert set(found) == set(Properties.__struct_fields__)
+    assert {name for name, (state, _) in found.items() if state == "ignored"} == IGNORED
+
+
+async def _no_metrics(names: list[str]) -> bytes:
+    return b""
+
+
+def test_every_route_of_the_listeners_is_there_and_those_for_later_are_not() -> None:
+    administration: Any = FakeAdministration()
+    face = Face(groups=frozenset({"inference", "management", "metrics"}), open_inference=True, model_api=True)
+    templates = listener_templates(
+        administration, face, inference_routes(administration, face), _no_metrics, legacy_routes(face)
+    )
+    routes = set()
+    for template in templates:
+        path = re.sub(r"\{[^}]*\}", "{}", template.path)
+        methods = template.methods if template.methods is not None and len(template.methods) < 5 else {""}
+        routes |= {(method, path) for method in methods}
+    told = {}
+    for section in ("HTTP: inference", "HTTP: management and metrics"):
+        for name, (state, _) in rows(section).items():
+            method, _, path = name.rpartition(" ")
+            told[method, re.sub(r"\{[^}]*\}", "{}", path)] = state
+    plain = {path for _, path in routes}
+    for (_method, path), state in told.items():
+        assert (path in plain) == (state == "yes"), path
+    for method, path in routes:
+        assert any(path == of and method in ("", by) for by, of in told), (method, path)
+
+
+def test_every_call_of_the_services_is_there() -> None:
+    messages = import_module("penstock.frontends.grpc.messages")
+    calls = {
+        f"{name.rpartition('.')[2]}.{method.name}" for name in SERVICES for method in messages.service(name).methods
+    }
+    assert set(rows("gRPC")) == calls
+
+
+def test_every_flag_of_the_commands_is_there() -> None:
+    assert set(rows("torchserve")) == set(parser()._option_string_actions) - {"-h", "--help"}
+    flags = {flag for parameter in archive.params for flag in parameter.opts}
+    assert set(rows("torch-model-archiver")) == flags | {"-h", "--help"}
+
+
+def test_every_key_of_a_models_configuration_is_there() -> None:
+    known = {*settings._LEAST, *settings._SWITCHES, *settings._WORDS, "deviceIds", "parallelType", "torchrun"}
+    handlers_own = {"pt2", "precision", "optimize", "micro_batching"}
+    assert set(rows("Keys of model-config.yaml")) == known | handlers_own
+
+
+def test_every_member_of_the_context_is_there() -> None:
+    context = Context("m", "/m", {}, 1, None, "0.12.0")
+    members = {name for name in dir(context) if not name.startswith("_")}
+    metrics = {name for name in rows("Members of the context") if name.startswith(("add_", "get_metric"))}
+    assert set(rows("Members of the context")) - metrics == members | {"cache"}
+    cache = import_module("penstock.compat.ts.metrics.metric_cache").MetricsCache
+    assert {name for name in dir(cache) if name.startswith(("add_", "get_metric"))} == metrics
+
+
+def test_every_built_in_handler_and_envelope_is_there() -> None:
+    folder = Path(str(find_spec("penstock.compat.ts.torch_handler.request_envelope.base").origin)).parent  # type: ignore[union-attr]
+    envelopes = {file.stem for file in folder.glob("[a-z]*.py")} - {"base"}
+    assert set(rows("Built-in handlers and envelopes")) == {*BUILT_IN, *envelopes}
+
+
+def test_every_module_that_handlers_import_is_there() -> None:
+    source = (TESTS / "unit" / "compat" / "ts" / "test_surface.py").read_text()
+    (surface,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SURFACE"
+    )
+    assert set(rows("What handlers import")) == {f"ts.{name}".rstrip(".") for name in surface}
