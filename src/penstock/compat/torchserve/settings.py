@@ -16,6 +16,7 @@ A value of a wrong type is warned of and not used, as there.
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -153,7 +154,8 @@ def settle(
 def _refuse(model: str, yaml: Mapping[str, Any]) -> None:
     """Raises ApiError for what would be served wrongly."""
     found = [key for key in ("continuousBatching", "sequenceBatching", "asyncCommunication") if yaml.get(key) is True]
-    if str(yaml.get("parallelType") or "").lower() in _PARALLEL:
+    kind = yaml.get("parallelType")
+    if isinstance(kind, str) and kind.lower() in _PARALLEL:
         found.append("parallelType")
     level = yaml.get("parallelLevel")
     if isinstance(level, int) and level > 1:
@@ -177,7 +179,7 @@ def _clean(model: str, source: str, values: Mapping[str, Any]) -> dict[str, Any]
         if right:
             good[key] = value
         elif known and value is not None:
-            bad.append(f"{key}={value!r:.40}")
+            bad.append(f"{key}={reprlib.repr(value):.40}")  # aliases of YAML: 1 KB may be GB
     if good.get("maxWorkers", _MOST) < good.get("minWorkers", 0):
         bad.append(f"maxWorkers={good.pop('maxWorkers')}")
     if bad:

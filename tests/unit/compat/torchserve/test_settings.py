@@ -87,6 +87,23 @@ def test_a_value_of_a_wrong_type_is_warned_of_and_not_used(
     assert key in caplog.text
 
 
+@pytest.mark.parametrize("key", ["minWorkers", "parallelType", "deviceType"])
+def test_a_value_of_many_aliases_is_not_written_out(key: str) -> None:
+    written = 0
+
+    class Leaf:
+        def __repr__(self) -> str:
+            nonlocal written
+            written += 1
+            return "x"
+
+    value: Any = [Leaf()]
+    for _ in range(8):  # as aliases of YAML make it: 6 ** 8 leaves in a few lines
+        value = [value] * 6
+    settled({}, {key: value}, {})
+    assert written < 1000
+
+
 def test_the_keys_of_the_handler_are_its_own_affair(caplog: pytest.LogCaptureFixture) -> None:
     settled({}, {"handler": {"profile": True}, "pt2": "inductor", "micro_batching": 7}, {"marName": "m.mar"})
     assert not caplog.records
