@@ -143,3 +143,13 @@ def test_every_module_that_handlers_import_is_there() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SURFACE"
     )
     assert set(rows("What handlers import")) == {f"ts.{name}".rstrip(".") for name in surface}
+
+
+def test_every_switch_that_the_guide_names_is_one() -> None:
+    guide = (TESTS.parent / "docs" / "migrate-from-torchserve.md").read_text()
+    different = guide.split("\n## What is different")[1].split("\n## ")[0]
+    cells = [line.split("|")[-2] for line in different.splitlines() if line.startswith("| ") and "---" not in line]
+    named = set(re.findall(r"`(\w+)(?:=|: )", " ".join(cells)))
+    own_of_models = set(rows("Keys of model-config.yaml"))
+    assert named <= set(Properties.__struct_fields__) | own_of_models
+    assert {"strict_delay", "ts_yaml_wins", "retry_split", "trust", "allowed_urls", "access_log"} <= named
