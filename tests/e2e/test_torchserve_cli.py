@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -194,6 +195,24 @@ def test_a_second_signal_ends_at_once(
     assert process.wait(START_S) == 1
     connection.close()
     assert not torchserve.pids(), "what is left of it is in nobody's way"
+
+
+def test_it_ends_though_nobody_reads_what_it_says(torchserve: Any, store: Callable[..., Path]) -> None:
+    folder = store(inference_address="unix:s")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 4096)
+    os.set_blocking(write, True)
+    command = [Path(sys.executable).with_name("torchserve"), "--foreground", "--ts-config", "config.properties"]
+    with subprocess.Popen(command, cwd=folder, env=torchserve.env, stdout=write, stderr=subprocess.DEVNULL) as server:
+        until((folder / "s").exists)
+        server.terminate()
+        assert server.wait(START_S) == 0
+    os.close(read)
+    os.close(write)
+    assert not (folder / "tmp" / ".model_server.pid").exists()
 
 
 def test_a_port_that_is_taken_is_told_with_its_key(torchserve: Any, store: Callable[..., Path]) -> None:

@@ -65,17 +65,20 @@ def serve(args: argparse.Namespace) -> int:
         logs = Logs(settings.properties, args.log_config)
     finally:
         logging.getLogger("penstock").removeHandler(said)
+    code = 1
     try:
         for record in said.buffer:  # what was warned of before there were files
             logging.getLogger(record.name).handle(record)
-        return runner()(TorchServe(settings, logs.say).main())
+        code = runner()(TorchServe(settings, logs.say).main())
     except PenstockError as error:
         log.error("%s", error.message)
         if error.detail:
             log.error("%s", error.detail)
-        return 1
     finally:
-        logs.close()
+        if not logs.close():
+            remove_own(pid_path())
+            os._exit(code)
+    return code
 
 
 class TorchServe:

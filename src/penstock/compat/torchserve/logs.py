@@ -153,8 +153,8 @@ class Logs:
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait((logging.makeLogRecord({"msg": line}), [self._plain]))
 
-    def close(self) -> None:
-        """Writes what waits, if somebody takes it."""
+    def close(self) -> bool:
+        """Writes what waits. False if nobody takes it: then Python would wait at its end, for the lock of stdout."""
         for logger, handler in self._queues:
             logger.removeHandler(handler)
         for logger, level, propagate in self._before:
@@ -166,6 +166,7 @@ class Logs:
             self._thread.join(_CLOSE_S)
         for file in self._files:
             file.close()
+        return not self._thread.is_alive()
 
     def _open(self, name: str, logger: str, path: str, told: list[str]) -> None:
         """The file's logger writes into it, and on stdout except for metrics."""

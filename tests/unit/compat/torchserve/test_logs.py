@@ -189,7 +189,7 @@ def test_a_line_for_those_who_wait_is_bare_and_in_order(logs: Open, capsys: pyte
     opened = logs()
     logging.getLogger("penstock.engine").info("first")
     opened.say("Model server started.")
-    opened.close()
+    assert opened.close()
     opened.say("after the end")
     lines_said = capsys.readouterr().out.splitlines()
     assert lines_said[0].endswith(" - first")
@@ -203,7 +203,7 @@ def test_a_server_ends_though_nobody_reads_what_it_says(logs: Open, monkeypatch:
         for _ in range(20):
             logging.getLogger("penstock.engine").info("here")
         opened.say("Torchserve stopped.")
-        opened.close()
+        assert not opened.close()
         assert opened._thread.is_alive(), "it waits for a reader"
         threading.Thread(target=opened._waiting.put, args=(None,)).start()
         while opened._thread.is_alive():
