@@ -140,7 +140,8 @@ class Logs:
             found = logging.getLogger(logger)
             self._before.append((found, found.level, found.propagate))
             found.setLevel(logging.CRITICAL + 1 if level == "OFF" else level)
-            found.propagate = False
+            if logger in FILES.values():  # one that has no file of its own speaks through the root's
+                found.propagate = False
         self._thread.start()
         if told:
             log.warning("event=no_log_files consequence=lines_are_on_stdout_alone reason=%s", "; ".join(told))

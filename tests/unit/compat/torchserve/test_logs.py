@@ -259,6 +259,22 @@ def test_an_access_log_of_a_log4j2_xml_is_on(logs: Open, tmp_path: Path) -> None
     assert not lines(tmp_path / "logs", "ts_log")
 
 
+def test_the_servers_lines_stay_with_a_log4j2_xml_that_names_its_logger(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "log4j2.xml"
+    file.write_text(
+        '<Configuration><Loggers><Logger name="org.pytorch.serve" level="debug"/><Root level="info"/></Loggers>'
+        "</Configuration>"
+    )
+    opened = logs(config=str(file))
+    logging.getLogger("penstock.engine").debug("here")
+    opened.close()
+    (line,) = lines(tmp_path / "logs", "ts_log")
+    assert line.endswith("[DEBUG] main penstock.engine - here")
+    assert capsys.readouterr().out == line + "\n"
+
+
 def test_a_log4j2_xml_may_be_named_in_vmargs(logs: Open, tmp_path: Path) -> None:
     path = tmp_path / "log4j2.xml"
     path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
