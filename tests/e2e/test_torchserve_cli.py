@@ -219,11 +219,13 @@ def test_a_port_that_is_taken_is_told_with_its_key(torchserve: Any, store: Calla
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         folder = store(management_address=f"http://127.0.0.1:{port}")
+        (folder / "key_file.json").write_text("{}")
         status, said = torchserve.run("torchserve", "--foreground", "--ts-config", "config.properties")
     assert status == 1
     assert f"cannot listen on 127.0.0.1:{port}: the port is in use; choose another with management_address" in said
     assert "Model server started" not in said
     assert not list((folder / "logs").glob("config/*")), "what never served is not restored"
+    assert (folder / "key_file.json").read_text() == "{}", "the keys of the server that has the port"
 
 
 def test_a_model_that_is_not_there_leaves_the_others_serving(torchserve: Any, store: Callable[..., Path]) -> None:

@@ -12,7 +12,6 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
@@ -25,7 +24,6 @@ from penstock.compat.torchserve.launch import pid_path, remove_own
 from penstock.compat.torchserve.logs import Logs
 from penstock.compat.torchserve.startup import Served, administer, load_startup
 from penstock.compat.torchserve.tls import Pem
-from penstock.compat.torchserve.tokens import FILE as KEY_FILE
 from penstock.config.addresses import Address
 from penstock.config.checks import is_loopback
 from penstock.config.properties import Properties
@@ -110,6 +108,9 @@ class TorchServe:
         try:
             self._metrics.start(engine, served, self._listeners)
             await self._listen(served)
+            if served.tokens is not None:
+                served.tokens.publish()
+                log.info("tokens=%s: every request needs one; see there", served.tokens.file)
             loads = asyncio.ensure_future(load_startup(served))
             try:
                 await self._stop.unless(loads)
@@ -134,14 +135,11 @@ class TorchServe:
         await engine.close(max(0.0, end - time.monotonic()))
         await served.administrator.close()
         await self._metrics.close()
-        self._clean()
-        self._say(STOPPED)
-
-    def _clean(self) -> None:
-        if not self._properties.disable_token_authorization:
-            Path(KEY_FILE).unlink(missing_ok=True)  # its keys open nothing any more
+        if served.tokens is not None:
+            served.tokens.remove()
         if self._pem is not None:
             self._pem.close()
+        self._say(STOPPED)
 
     # ---- listeners
 

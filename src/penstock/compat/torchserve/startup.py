@@ -37,6 +37,7 @@ class Served(Struct, frozen=True):
     properties: Properties
     gpus: int
     most_workers: int
+    tokens: Tokens | None = None  # to be published when the server listens, and removed at its end
 
 
 def administer(
@@ -50,7 +51,7 @@ def administer(
     cache: Path | None = None,
     model_metrics: Mapping[str, Any] | None = None,
 ) -> Served:
-    """The administration of one server; writes the file of tokens, unless they are off.
+    """The administration of one server; its tokens are not published yet.
 
     `file` is what the properties were read from, `folder` where the file of tokens belongs: the working directory.
     `cache` is where archives are unpacked, `model_metrics` that section of metrics.yaml, None for TorchServe's own.
@@ -63,7 +64,6 @@ def administer(
     tokens = None
     if not properties.disable_token_authorization:
         tokens = Tokens(folder or Path.cwd(), properties.token_expiration_min * 60)
-        log.info("tokens=%s: every request needs one; see there", tokens.file)
     administrator = Administrator(
         engine,
         models,
@@ -75,7 +75,7 @@ def administer(
         snapshots=Snapshots(Path(properties.log_location), _told(properties, file)) if snapshots else None,
     )
     administrator.opening = 1 if properties.load_models or properties.model_snapshot else 0
-    return Served(administrator, ModelsBackend(engine, models), opener, properties, gpus, most_workers)
+    return Served(administrator, ModelsBackend(engine, models), opener, properties, gpus, most_workers, tokens)
 
 
 def _told(properties: Properties, file: str | None) -> dict[str, str]:

@@ -24,7 +24,8 @@ _WRONG: Final = "Token either incorrect, expired, or not provided correctly"
 class Tokens:
     """A key for inference, one for management, which expire, and the API key, with which new ones are made.
 
-    The file is written when this is made, with mode 0600. Raises ConfigError if it cannot be.
+    The file has mode 0600. A server that cannot start leaves that of another one in the same folder as it is, so it is
+    not written before `publish`.
     """
 
     def __init__(self, folder: Path, expiration_s: float, now: Callable[[], datetime] = lambda: datetime.now(UTC)):
@@ -33,6 +34,9 @@ class Tokens:
         self._expiration_s = expiration_s
         self._api = secrets.token_urlsafe(KEY_BYTES)
         self._keys = {kind: self._new_key() for kind in ("management", "inference")}
+
+    def publish(self) -> None:
+        """Writes the file. Raises ConfigError if it cannot be."""
         try:
             self._write()
         except OSError as e:
@@ -40,6 +44,12 @@ class Tokens:
                 f"{self.file}: the file of tokens cannot be written: {e.strerror}; start in a folder of your own, or"
                 " with --disable-token-auth"
             ) from None
+
+    def remove(self) -> None:
+        """Removes the file, whose keys open nothing any more, unless another server's is there by now."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if json.loads(self.file.read_bytes())["API"]["key"] == self._api:
+                self.file.unlink()
 
     def check(self, kind: str, authorization: bytes | None) -> None:
         """Raises ApiError unless the header is `Bearer` and the key of "management" or "inference"."""

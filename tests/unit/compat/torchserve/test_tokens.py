@@ -31,7 +31,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def tokens(tmp_path: Path, clock: Clock) -> Tokens:
-    return Tokens(tmp_path, 3600.0, clock)
+    found = Tokens(tmp_path, 3600.0, clock)
+    found.publish()
+    return found
 
 
 def key_of(tokens: Tokens, kind: str) -> str:
@@ -132,9 +134,22 @@ def test_a_key_stays_when_the_file_cannot_be_written(tokens: Tokens, monkeypatch
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--disable-token-auth"):
-        Tokens(tmp_path / "none", 60.0)
+        Tokens(tmp_path / "none", 60.0).publish()
 
 
 def test_a_key_may_live_for_ever(tmp_path: Path) -> None:
     tokens = Tokens(tmp_path, 1e30)
+    tokens.publish()
     tokens.check("inference", f"Bearer {key_of(tokens, 'inference')}".encode())
+
+
+def test_one_that_does_not_get_to_listen_leaves_the_file_of_another_as_it_is(tokens: Tokens, tmp_path: Path) -> None:
+    before = tokens.file.read_text()
+    Tokens(tmp_path, 60.0).remove()
+    assert tokens.file.read_text() == before
+
+
+def test_the_file_goes_with_its_server(tokens: Tokens) -> None:
+    tokens.remove()
+    assert not tokens.file.exists()
+    tokens.remove()

@@ -31,6 +31,7 @@ def guarded(grpc_site, administration, tmp_path, monkeypatch):
     """The listener, the keys of its groups, and a clock to be moved."""
     clock = [datetime(2026, 1, 1, tzinfo=UTC)]
     tokens = Tokens(tmp_path, HOUR_S, lambda: clock[0])
+    tokens.publish()
     monkeypatch.setattr(administration, "check_token", tokens.check)
     keys = {group: each["key"] for group, each in json.loads(tokens.file.read_text()).items()}
     return grpc_site, keys, clock
