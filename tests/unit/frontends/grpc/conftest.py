@@ -47,7 +47,9 @@ class GrpcSite:
             request_serializer=lambda message: message.SerializeToString() if raw is None else raw,
             response_deserializer=messages.message(method.output_type.full_name).FromString,
         )
-        return call([request] if method.client_streaming else request, metadata=metadata, timeout=LIMIT_S)
+        if method.client_streaming:  # nothing is sent: at a refused call it is an error of the client's
+            return call(metadata=metadata, timeout=LIMIT_S)
+        return call(request, metadata=metadata, timeout=LIMIT_S)
 
     async def __call__(self, name: str, /, metadata: Any = None, raw: bytes | None = None, **fields: Any) -> Any:
         call = self.begin(name, metadata, raw, **fields)
