@@ -104,7 +104,10 @@ async def load_startup(served: Served) -> int:
     """
     wanted = await _wanted(served)
     served.administrator.opening = len(wanted)
-    found = await asyncio.gather(*(served.administrator.change(_load(served, each)) for each in wanted))
+    changes = (served.administrator.change(_load(served, each)) for each in wanted)
+    # What no error of ours tells is logged by `change`; it keeps no other model from being served.
+    ended = await asyncio.gather(*changes, return_exceptions=True)
+    found = [each if isinstance(each, Version) else None for each in ended]
     defaults: dict[str, Version] = {}
     weights: dict[str, dict[str, float]] = {}
     for each, version in zip(wanted, found, strict=True):

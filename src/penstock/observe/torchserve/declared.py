@@ -113,7 +113,7 @@ def _document(path: str) -> Any:
         raise ConfigError(f"{path}: found more than {MOST_BYTES} bytes, expected a file such as metrics.yaml")
     try:
         return yaml.safe_load(raw)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # PyYAML raises many kinds: IndexError for !!int "", AttributeError for !!timestamp x
         mark = getattr(error, "problem_mark", None)
         where = path if mark is None else f"{path}:{mark.line + 1}"
         text = getattr(error, "problem", None) or " ".join(str(error).split())[:200]

@@ -173,6 +173,8 @@ async def test_what_is_no_archive_that_may_be_loaded_is_refused(
     ("yaml", "told"),
     [
         ("{", "no valid YAML"),
+        ('a: !!int ""', "no valid YAML"),
+        ("a: !!timestamp x", "no valid YAML"),
         ("- 1\n- 2", "found a list"),
         ("!!python/object/apply:os.system ['true']", "no valid YAML"),
         ("sequenceBatching: true", "sequenceBatching"),

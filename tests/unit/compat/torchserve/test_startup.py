@@ -112,6 +112,26 @@ async def test_one_that_cannot_be_loaded_is_told_and_the_others_serve(
     assert sorted(kept(house)) == ["bad", "good"]
 
 
+async def test_what_nobody_expected_of_one_model_keeps_no_other_from_being_served(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        house.archive(name)
+    served = house.open(load_models=["a.mar", "b.mar"], default_workers_per_model=1)
+    opened = served.opener.open
+
+    async def broken(registration: Registration, *more: Any) -> Any:
+        if registration.url == "a.mar":
+            raise KeyError("a bug")
+        return await opened(registration, *more)
+
+    monkeypatch.setattr(served.opener, "open", broken)
+    assert await load_startup(served) == 1
+    assert await house.ask("b") == "1.0 hi"
+    assert served.administrator.healthy()
+    assert "change_failed error=KeyError: 'a bug'" in caplog.text
+
+
 async def test_of_several_versions_the_first_named_is_the_default(house: House) -> None:
     urls = [house.archive("a", version, file=f"a{version}.mar") for version in ("2.0", "1.0", "3.0")]
     served = house.open(load_models=urls, default_workers_per_model=1)

@@ -82,6 +82,7 @@ def test_without_a_file_there_are_torchserve_s_own_metrics_and_no_yaml_is_needed
         ),
         ("#" * (2**20 + 1), "found more than 1048576 bytes"),
         ("\x00", "no valid YAML"),
+        ('a: !!int ""', "no valid YAML"),
         ("&a [*a, !!python/object/apply:os.getpid []]", "no valid YAML"),
     ],
 )
