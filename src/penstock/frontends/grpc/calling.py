@@ -22,10 +22,17 @@ class _Parts:
 
     def __init__(self) -> None:
         self._waiting: deque[ItemResult] = deque()
-        self._bytes = 0
+        self._bytes = 0  # of those that wait
+        self._behind = False  # the client left too much unread: what is not sent yet is dropped
         self._arrival: asyncio.Future[None] | None = None
 
     def take(self, result: ItemResult) -> None:
+        if self._behind:
+            return
+        if self._waiting and self._bytes - len(self._waiting[0].body) > BACKLOG_BYTES:
+            self._behind = True
+            self._waiting.clear()
+            return
         result.body = bytes(result.body)
         self._bytes += len(result.body)
         self._waiting.append(result)
@@ -33,12 +40,12 @@ class _Parts:
             self._arrival.set_result(None)
 
     async def next(self) -> ItemResult:
-        if not self._waiting:
+        if not self._waiting and not self._behind:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
-        result = self._waiting.popleft()
-        if self._waiting and self._bytes > BACKLOG_BYTES:
+        if self._behind:
             raise QueueFull(f"the client left more than {BACKLOG_BYTES} bytes of its answer unread")
+        result = self._waiting.popleft()
         self._bytes -= len(result.body)
         return result
 

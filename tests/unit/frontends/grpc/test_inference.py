@@ -139,12 +139,23 @@ async def test_a_request_that_was_answered_is_not_cancelled(grpc_site):
 
 
 async def test_parts_that_are_not_taken_are_bounded(grpc_site, monkeypatch):
-    monkeypatch.setattr(calling, "BACKLOG_BYTES", 4)
+    monkeypatch.setattr(calling, "BACKLOG_BYTES", 2)
     async with grpc_site({"m": in_parts}) as ask:
         code, text = await ask.refusal("StreamPredictions", model_name="m")
         assert code == "RESOURCE_EXHAUSTED"
-        assert text.startswith("the client left more than 4 bytes of its answer unread")
+        assert text.startswith("the client left more than 2 bytes of its answer unread")
         assert ask.backend.calls[0].cancelled
+
+
+async def test_a_large_part_that_is_not_alone_is_no_client_that_lags(grpc_site, monkeypatch):
+    monkeypatch.setattr(calling, "BACKLOG_BYTES", 4)
+
+    def answer(call):
+        call.reply(b"larger than that", final=False)
+        call.reply(b"end")
+
+    async with grpc_site({"m": answer}) as ask:
+        assert (await ask("Predictions", model_name="m")).prediction == b"larger than thatend"
 
 
 async def test_parts_are_copied_when_they_come(grpc_site):
