@@ -13,7 +13,7 @@ import pytest
 
 from penstock.archive.pack import BUILT_IN
 from penstock.cli.archive import archive
-from penstock.cli.torchserve import parser
+from penstock.cli.torchserve_flags import parser
 from penstock.compat.torchserve import settings
 from penstock.compat.ts.context import Context
 from penstock.config.properties import IGNORED, Properties

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from penstock.cli.running import Stop, runner, settle
-from penstock.cli.torchserve import Settings, parser, settings_of
+from penstock.cli.torchserve_flags import Settings, parser, settings_of
 from penstock.cli.torchserve_grpc import GrpcAddress, grpc_addresses, grpc_listeners
 from penstock.cli.torchserve_metrics import Metrics
 from penstock.compat.torchserve.launch import pid_path, remove_own

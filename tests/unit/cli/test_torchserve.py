@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from penstock.cli import torchserve
 from penstock.cli.main import main as penstock
-from penstock.cli.torchserve import Settings, parser, settings_of
+from penstock.cli.torchserve_flags import Settings, parser, settings_of
 from penstock.cli.torchserve_server import face_of, limits_of, listeners_of
 from penstock.compat.torchserve.launch import PidFile
 from penstock.config.addresses import Address
