@@ -23,7 +23,7 @@ def test_physical_cores_are_shared_out(cores, instances, threads):
     assert threads_of(spec(instances)) == threads
     env, device = environment(spec(instances), "cpu", {})
     assert {env[name] for name in THREAD_VARIABLES} == {str(threads)}
-    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"]) == ("PASSIVE", "10000")
     assert (env["OPENBLAS_THREAD_TIMEOUT"], env["PYTHONUNBUFFERED"]) == ("4", "1")
     assert env["ORT_DISABLE_TELEMETRY"] == "1"
     assert device == "cpu"
@@ -50,6 +50,15 @@ def test_the_users_environment_wins_and_configuration_over_it(cores):
     env, _ = environment(spec(threads=5, env={"A": "b", "MKL_NUM_THREADS": "7"}), "cpu", base)
     assert (env["OMP_NUM_THREADS"], env["MKL_NUM_THREADS"], env["A"]) == ("5", "7", "b")
     assert base == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}
+
+
+@pytest.mark.parametrize("policy", ["ACTIVE", "PASSIVE"])
+def test_how_threads_wait_is_the_users_whole_when_he_says_it(cores, policy):
+    said = {"OMP_WAIT_POLICY": policy}  # a count of spins would be obeyed rather than this
+    for env, _ in (environment(spec(), "cpu", said), environment(spec(env=said), "cpu", {})):
+        assert env["OMP_WAIT_POLICY"] == policy
+        assert "GOMP_SPINCOUNT" not in env
+    assert environment(spec(), "cpu", {"GOMP_SPINCOUNT": "7"})[0]["GOMP_SPINCOUNT"] == "7"
 
 
 @pytest.mark.parametrize(
