@@ -41,9 +41,9 @@ def environment(spec: WorkerSpec, device: str, base: Mapping[str, str]) -> tuple
     # Threads that wait must not spin on the cores of the others for long. OpenBLAS's do for 2^26 cycles after each call
     # unless told less (2^4 is the least): the digits model answered 786 requests/s on a busy 2-core machine, 6,506 so.
     env.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-    # OpenMP's: not at all, but GNU's, which is PyTorch's, for 0.5 ms, as between the layers of a network. ResNet-50 on 2
-    # cores with them for itself / with one taken by another program: 75 / 84 ms without spinning, 51 / 135 so, 50 / 330
-    # as it is where nothing is said (300,000); a small network behind a busy server 6,300, 8,600 and 7,200 requests/s.
+    # OpenMP's: not at all, but GNU's, which is PyTorch's, for 0.5 ms, as between layers of a network. ResNet-50 on two
+    # cores, nothing else there / one taken by another program: 75 / 84 ms without spinning, 51 / 135 so, 50 / 330 with
+    # GNU's own 300,000; a small network behind a busy server 6,300, 8,600 and 7,200 requests/s.
     if "OMP_WAIT_POLICY" not in base and "OMP_WAIT_POLICY" not in spec.config.env:
         env["OMP_WAIT_POLICY"] = "PASSIVE"
         env.setdefault("GOMP_SPINCOUNT", "10000")
