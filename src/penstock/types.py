@@ -116,11 +116,15 @@ class ModelStatus(Struct, frozen=True):
 
 
 class Batch(Struct):
-    """What a Transport is given to run on one slot."""
+    """What a Transport is given to run on one slot.
+
+    `more`: another batch for this slot follows at once, and may be written together with this one.
+    """
 
     id: int
     slot: int
     items: list[Item]
+    more: bool = False
 
 
 class Ready(Struct):

@@ -126,9 +126,11 @@ class Batcher:
             return
         now = time.monotonic()
         try:
-            for event in self.scheduler.poll(now):
+            events = self.scheduler.poll(now)
+            last = {e.slot: e.batch_id for e in events if isinstance(e, Dispatch)}  # of each slot
+            for event in events:
                 if isinstance(event, Dispatch):
-                    self._dispatch(event, now)
+                    self._dispatch(event, now, more=last[event.slot] != event.batch_id)
                 else:
                     self._dropped(event, now)
             self._timer.at(self.scheduler.wake_at)
@@ -137,7 +139,7 @@ class Batcher:
         if self._emptied is not None and not self._waiting:
             self._emptied.set()
 
-    def _dispatch(self, dispatch: Dispatch, now: float) -> None:
+    def _dispatch(self, dispatch: Dispatch, now: float, more: bool) -> None:
         calls: list[Call] = []
         items: list[Item] = []
         for entry in dispatch.entries:
@@ -154,7 +156,7 @@ class Batcher:
                 )
         self._running[dispatch.batch_id] = Running(dispatch, calls, now)
         try:
-            self._transport.send(Batch(dispatch.batch_id, dispatch.slot, items), self._on_part)
+            self._transport.send(Batch(dispatch.batch_id, dispatch.slot, items, more), self._on_part)
         except Exception:
             log.exception("dispatch_failed model=%s batch=%d: its callers get an error", self.name, dispatch.batch_id)
             bad = ItemResult(error=PenstockError("internal error"))

@@ -31,17 +31,26 @@ class Channel:
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._unsent: deque[memoryview] = deque()
         self._open = True
+        self._blocked = False  # the socket took not all: `_writable` is called when it takes more
         loop.add_reader(sock.fileno(), self._readable)
 
-    def send(self, pieces: list[frames.Buffer]) -> None:
-        """Sends one frame. After the end of the stream it does nothing: the death of the worker is on its way."""
+    def send(self, pieces: list[frames.Buffer], more: bool = False) -> None:
+        """Sends one frame; with `more` not before the next one, or `flush`.
+
+        After the end of the stream it does nothing: the death of the worker is on its way.
+        """
         if not self._open:
             return
-        waiting = bool(self._unsent)
         self._unsent.extend(map(memoryview, pieces))
-        if not waiting:
+        if not more:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends what waits for more."""
+        if not self._blocked:
             self._flush()
             if self._unsent:
+                self._blocked = True
                 self._loop.add_writer(self._sock.fileno(), self._writable)
 
     def drain(self) -> None:
@@ -60,6 +69,7 @@ class Channel:
     def _writable(self) -> None:
         self._flush()
         if not self._unsent and self._open:
+            self._blocked = False
             self._loop.remove_writer(self._sock.fileno())
 
     def _flush(self) -> None:

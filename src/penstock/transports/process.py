@@ -182,10 +182,11 @@ class _ProcessSlot(Slot):
             log.exception("batch_not_sent model=%s: its callers get an error", self.spec.name)
             for slab in outbox.slabs:
                 slab.release()
+            self._channel.flush()
             error = ItemFailed(f"the batch cannot be sent to a worker: {type(e).__name__}", detail=repr(e))
             return BatchPart(batch.id, [ItemResult(error=error) for _ in batch.items])
         self._free = []
-        self._channel.send(pieces)
+        self._channel.send(pieces, batch.more)
         slabs = [item.payload for item in batch.items if type(item.payload) is Slab] + outbox.slabs
         for slab in slabs:
             slab.pin()

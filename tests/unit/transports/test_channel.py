@@ -35,6 +35,28 @@ async def test_what_the_socket_does_not_take_at_once_is_sent_later_and_in_order(
     assert [(f.head, [bytes(b) for b in f.buffers]) for f in received] == sent
 
 
+async def test_a_frame_with_more_to_come_leaves_with_the_next_or_when_it_must(pair):
+    channel, peer, _, _ = pair
+    channel.send(frames.encode(b"one"), more=True)
+    with pytest.raises(BlockingIOError):
+        peer.recv(1)
+    channel.send(frames.encode(b"two"))
+    channel.send(frames.encode(b"three"), more=True)
+    channel.flush()
+    assert [f.head for f in frames.Decoder().feed(peer.recv(2**20))] == [b"one", b"two", b"three"]
+
+
+async def test_what_waits_for_more_keeps_its_place_behind_what_the_socket_does_not_take(pair):
+    channel, peer, _, _ = pair
+    channel.send(frames.encode(b"large", [b"x" * 3_000_000]))
+    channel.send(frames.encode(b"one"), more=True)
+    channel.send(frames.encode(b"two"))
+    decoder, received = frames.Decoder(), []
+    while len(received) < 3:
+        received += decoder.feed(await asyncio.get_running_loop().sock_recv(peer, 2**20))
+    assert [f.head for f in received] == [b"large", b"one", b"two"]
+
+
 async def test_frames_are_received_and_the_end_is_told_once(pair):
     channel, peer, heard, ended = pair
     loop = asyncio.get_running_loop()
