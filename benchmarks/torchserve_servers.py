@@ -62,8 +62,8 @@ def load(name: str) -> ModuleType:
 
 def make_archive(store: Path, model: str, handler: str, *flags: str) -> Path:
     """`store/MODEL.mar`, written by `penstock archive`, which TorchServe reads too."""
-    command = [sys.executable, "-m", "penstock.cli.main", "archive", "--model-name", model, "--version", "1.0"]
-    command += ["--handler", f"{HANDLERS}/{handler}.py", "--export-path", str(store), *flags]
+    command = [sys.executable, "-m", "penstock.cli.main", "archive", "--force", "--model-name", model]
+    command += ["--version", "1.0", "--handler", f"{HANDLERS}/{handler}.py", "--export-path", str(store), *flags]
     subprocess.run(command, check=True)
     return store / f"{model}.mar"
 
