@@ -66,8 +66,8 @@ class Desk:
     async def up(self) -> None:
         await self.until(lambda: self.ready is not None)
 
-    def post(self, items: Sequence[Item]) -> int:
-        """Sends a batch; its number."""
+    def post(self, items: Sequence[Item], more: bool = False) -> int:
+        """Sends a batch, with `more` as one behind which another follows at once; its number."""
         self._ids += 1
         number = self._ids
         heard = self.parts[number] = []
@@ -78,7 +78,7 @@ class Desk:
             heard.append(part)
             self._changed.set()
 
-        self.transport.send(Batch(number, 0, list(items)), on_part)
+        self.transport.send(Batch(number, 0, list(items), more), on_part)
         assert not heard, "on_part was called inside of send"
         return number
 

@@ -36,6 +36,16 @@ async def test_what_a_worker_answered_before_it_died_counts():
         assert values(desk.parts[number][-1]) == [1]
 
 
+async def test_a_batch_that_waits_for_the_next_one_leaves_also_if_that_cannot_be_sent():
+    async with Desk(process) as desk:
+        await desk.up()
+        first = desk.post([Item(1)], more=True)
+        second = desk.post([Item(2, content_type=object())])
+        part = await desk.final(second)
+        assert part.results[0].error.code == "item_failed"
+        assert values(await desk.final(first)) == [1]
+
+
 class Marks:
     """Makes a directory when it is unpickled: that is, decoded."""
 
