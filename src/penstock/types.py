@@ -79,22 +79,31 @@ class Response:
         self.headers = headers or {}
 
 
-class TensorSpec(Struct, frozen=True):
-    """Name, Open Inference datatype ("FP32", "INT64", "BYTES" ...) and shape; -1 is any size, axis 0 is rows."""
+class TensorSpec(Struct, frozen=True, omit_defaults=True):
+    """Name, Open Inference datatype ("FP32", "INT64", "BYTES" ...) and shape; -1 is any size, axis 0 is rows.
+
+    An `optional` input may be left out of a request; the model says which of them belong together.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    optional: bool = False
 
 
 class ModelMetadata(Struct, frozen=True):
-    """What a loaded model says of itself."""
+    """What a loaded model says of itself.
+
+    `parameters` are plain values that clients may read beside the tensors. A `revision` among them tells what weights
+    and settings answer: it stands in every Open Inference answer of the model.
+    """
 
     name: str
     version: str
     platform: str = "python"
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 class ModelStatus(Struct, frozen=True):

@@ -16,7 +16,7 @@ class Model(Protocol):
     """One loaded model. All calls are made in one thread, the worker's.
 
     Optional members: `preprocess(item)`, `postprocess(result)` (once an item), `warmup()` (may give back sample items),
-    `inputs` and `outputs` (sequences of TensorSpec).
+    `inputs` and `outputs` (sequences of TensorSpec), `parameters` (see ModelMetadata).
     """
 
     def load(self, device: str) -> None:

@@ -88,10 +88,12 @@ class PythonModel:
             unload()
 
     def metadata(self, name: str, version: str) -> ModelMetadata:
-        """What the model declares of itself in `inputs` and `outputs`. Raises LoadFailed."""
+        """What the model declares of itself in `inputs`, `outputs` and `parameters`. Raises LoadFailed."""
         platform = getattr(self._model, "platform", None)
         platform = platform if isinstance(platform, str) else "python"
-        return ModelMetadata(name, version, platform, self._declared("inputs"), self._declared("outputs"))
+        parameters = getattr(self._model, "parameters", None)
+        parameters = parameters if isinstance(parameters, dict) else {}  # that of a torch module is a method
+        return ModelMetadata(name, version, platform, self._declared("inputs"), self._declared("outputs"), parameters)
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:
         specs = tuple(getattr(self._model, side, None) or ())
