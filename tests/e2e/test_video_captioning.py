@@ -1,0 +1,166 @@
+"""What the example of video captioning is made of: scenes, clips, the network, its weights, the proof of order."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "video_captioning"
+MODULES = ("scenes", "make_videos", "network", "train", "verify")
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    """The example's modules, imported as its own scripts import them."""
+    for module in ("av", "simplejpeg", "torch", "transformers"):
+        pytest.importorskip(module)
+    before = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    for name in MODULES:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def rows_of(captions: list[str], video: str = "disk/a.mp4") -> list[dict[str, Any]]:
+    return [{"video": video, "frame": i, "time": i / 30, "caption": text} for i, text in enumerate(captions)]
+
+
+def captions_of(example: Any, frames: int) -> list[str]:
+    return [example.scenes.caption(scene) for scene in example.make_videos.clip_scenes(frames)]
+
+
+def test_a_caption_tells_the_number_with_which_it_begins(example: Any) -> None:
+    scene = example.scenes.Scene(1042, "large", "red", "cross", "gray", *example.scenes.place(0.1, 0.1, "large"))
+    assert example.scenes.caption(scene) == "number 0 4 2 : a large red cross at the top left on gray"
+    assert example.scenes.number_of(example.scenes.caption(scene)) == 42
+    for other in ("", "number 0 4", "number 0 4 2x", "a number 0 4 2 : a", "number 0 4 x : a large", "Number 0 4 2 :"):
+        assert example.scenes.number_of(other) is None
+
+
+def test_every_word_of_every_scene_has_its_number(example: Any) -> None:
+    random = np.random.default_rng(4)
+    said = {word for _ in range(3000) for word in example.scenes.caption(example.scenes.sample(random)).split()}
+    assert said == set(example.scenes.words())
+    assert len(example.network.VOCABULARY) == 40
+
+
+def test_shapes_stay_above_the_number_and_away_from_the_edges_between_cells(example: Any) -> None:
+    random = np.random.default_rng(5)
+    for _ in range(300):
+        scene = example.scenes.sample(random)
+        below = slice(round(example.scenes.STRIP_TOP * 270), None)
+        higher = replace(scene, y=0.2)
+        assert (example.scenes.draw(scene, 480, 270)[below] == example.scenes.draw(higher, 480, 270)[below]).all()
+        assert scene.y + example.scenes.SIZES[scene.size] <= example.scenes.STRIP_TOP
+        assert min(abs(scene.x - 1 / 3), abs(scene.x - 2 / 3)) > 0.02
+        assert min(abs(scene.y - edge) for edge in (0.28, 0.49)) > 0.02
+
+
+def test_all_thousand_numbers_look_different(example: Any) -> None:
+    look = example.scenes.sample(np.random.default_rng(6))
+    assert len({example.scenes.draw(replace(look, number=n), 64, 64).tobytes() for n in range(1000)}) == 1000
+
+
+def test_a_clip_holds_the_frames_that_were_asked_for_and_is_the_same_each_time(example: Any, tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    paths = [tmp_path / "a.mp4", tmp_path / "b.mp4", tmp_path / "c.mp4"]
+    captions = [
+        example.make_videos.make_clip(p, 70, (160, 90), 25, seed) for p, seed in zip(paths, (1, 1, 2), strict=True)
+    ]
+    assert captions[0] == captions[1] != captions[2]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    with av.open(str(paths[0])) as container:
+        stream = container.streams.video[0]
+        frames = list(container.decode(stream))
+    assert (len(frames), frames[0].width, frames[0].height, stream.average_rate) == (70, 160, 90, 25)
+    assert stream.codec_context.name == "h264"
+    assert [round(frame.time * 25) for frame in frames] == list(range(70))
+    assert [example.scenes.number_of(text) for text in captions[0]] == list(range(70))
+    assert len({text.partition(":")[2] for text in captions[0]}) > 1
+
+
+def test_the_number_counts_round_after_999(example: Any) -> None:
+    scenes = list(example.make_videos.clip_scenes(1002))
+    assert [scene.number for scene in scenes[-3:]] == [999, 0, 1]
+
+
+def test_the_command_makes_as_many_clips_as_it_is_told(example: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    arguments = ["make_videos.py", str(tmp_path / "clips"), "--clips", "2", "--frames", "3", "--size", "64x36"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    example.make_videos.main()
+    assert sorted(path.name for path in (tmp_path / "clips").iterdir()) == ["clip-000.mp4", "clip-001.mp4"]
+
+
+def test_a_lesson_of_the_training_depends_on_the_seed_and_the_step_alone(example: Any) -> None:
+    lessons = example.train.Lessons(3, 10)
+    (first, said), (again, _), (other, _) = lessons[7], lessons[7], lessons[8]
+    assert tuple(first.shape) == (64, 64, 64, 3)
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert said.shape == (64, 12 + 1 + 15 + 1)
+
+
+def test_an_untrained_network_is_saved_as_the_library_loads_it(example: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    network = example.network.new_network(1)
+    assert 0.7e6 < sum(values.numel() for values in network.parameters()) < 0.8e6
+    example.network.save(network, tmp_path)
+    again = transformers.Blip2ForConditionalGeneration.from_pretrained(tmp_path)
+    for name, values in network.state_dict().items():
+        assert values.equal(again.state_dict()[name]), name
+    assert again.generation_config.max_new_tokens == example.network.LONGEST
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("number 0 4 2 : a large red cross at the top left on gray")["input_ids"]
+    assert len(ids) == 15
+    assert example.network.PAD not in ids
+
+
+@pytest.mark.parametrize("spoil", ["swap", "loss", "repeat", "slip", "mixed", "end", "foreign"])
+def test_rows_that_are_lost_repeated_or_moved_are_found(example: Any, spoil: str) -> None:
+    captions = captions_of(example, 120)
+    rows = rows_of(captions)
+    truth = {"a.mp4": captions}
+    assert example.verify.verify(rows, truth).faults == []
+    match spoil:
+        case "swap":
+            rows[50], rows[51] = rows[51], rows[50]
+        case "loss":
+            del rows[60]
+        case "repeat":
+            rows.insert(60, rows[60])
+        case "slip":
+            # Frames as they should be, beside the caption of the frame before: three rows are enough.
+            for index in (57, 58, 59):
+                rows[index] = {**rows[index], "caption": captions[index - 1]}
+        case "mixed":
+            rows[50:50] = rows_of(captions, "disk/b.mp4")
+            truth["b.mp4"] = captions
+        case "end":
+            del rows[-1]
+        case "foreign":
+            rows += rows_of(captions, "disk/c.mp4")
+    assert example.verify.verify(rows, truth).faults
+
+
+def test_a_misread_number_now_and_then_is_no_fault_but_counted(example: Any) -> None:
+    captions = captions_of(example, 1200)
+    rows = rows_of(captions)
+    for index in (100, 101, 700):
+        rows[index]["caption"] = "number 9 9 9 : a large red cross at the top left on gray"
+    report = example.verify.verify(rows, {"a.mp4": captions})
+    assert (report.faults, report.frames, report.numbers, report.whole) == ([], 1200, 1197, 1197)
+    for index in range(200, 216, 4):
+        rows[index]["caption"] = ""
+    assert re.search(r"1193 of 1200 numbers are right", str(example.verify.verify(rows).faults))
+    assert example.verify.verify([]).faults == ["there are no captions"]
