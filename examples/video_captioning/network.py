@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from scenes import words
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
@@ -99,9 +99,10 @@ def new_network(seed: int = 0) -> Blip2ForConditionalGeneration:
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """One number per word of the captions, 40 in all."""
+    """One number per word of the captions, 40 in all; a prompt is begun with `<s>`, as in the training."""
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", START)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

@@ -122,7 +122,7 @@ def test_an_untrained_network_is_saved_as_the_library_loads_it(example: Any, tmp
     assert again.generation_config.max_new_tokens == example.network.LONGEST
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer("number 0 4 2 : a large red cross at the top left on gray")["input_ids"]
-    assert len(ids) == 15
+    assert (ids[0], len(ids)) == (example.network.START, 1 + 15)
     assert example.network.PAD not in ids
 
 
