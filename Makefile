@@ -5,10 +5,14 @@ PEERS ?= .venv-peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test test-peers chaos check format bench docs protos clean
+.PHONY: demo demo-captions test test-peers chaos check format bench docs protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
+
+# clips captioned over HTTP, every frame number verified, a job killed and resumed: a minute on two cores
+demo-captions: $(VENV)/.captions
+	$(BIN)/python examples/video_captioning/demo.py
 
 test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest
@@ -60,9 +64,13 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[image]'
 	@touch $@
 
+$(VENV)/.captions: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[video,torch,transformers]'
+	@touch $@
+
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
-	@touch $@ $(VENV)/.demo
+	@touch $@ $(VENV)/.demo $(VENV)/.captions
 
 $(PEERS)/.peers: constraints.txt | $(BIN)/python
 	$(BIN)/python -m venv $(PEERS)
