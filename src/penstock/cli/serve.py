@@ -10,16 +10,20 @@ from typing import Any
 
 import click
 
-from penstock.config.load import check_bind, load_config
+from penstock.cli.only_model import only_model
+from penstock.config.load import check_bind, load_config, toml_value
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError
 from penstock.plugins import MODEL_FILES, is_model_file
+
+_FLAGS = {"batching": "max-batch-size", "options": "option"}  # what says a key, where it is not its name
 
 
 def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[str, Any]]]:
     """The TOML among TARGETs, and the models that the others name. Raises ConfigError.
 
-    `app.py:Digits` is served as `digits`, `resnet.onnx` as `resnet`, `name=app.py:Digits` as `name`.
+    `app.py:Digits` is served as `digits`, also if `app.py` says it and has no other model; `resnet.onnx` as `resnet`,
+    `name=app.py:Digits` as `name`.
     """
     toml: str | None = None
     models: dict[str, dict[str, Any]] = {}
@@ -31,12 +35,15 @@ def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[
             continue
         given, equals, rest = target.partition("=")
         spec = rest if equals else target
+        if spec.endswith(".py"):
+            spec = f"{spec}:{only_model(spec)}"
         module, colon, attribute = spec.rpartition(":")
         if is_model_file(spec):
             attribute = Path(spec).stem
         elif not colon or not module or not attribute:
             raise ConfigError(
-                f"TARGET '{target}' must be app.py:obj, pkg.mod:obj, a model ({', '.join(MODEL_FILES)}) or a .toml file"
+                f"TARGET '{target}' must be app.py, app.py:obj, pkg.mod:obj, a model ({', '.join(MODEL_FILES)})"
+                " or a .toml file"
             )
         name = given if equals else re.sub(r"[^a-z0-9_-]+", "-", attribute.lower())
         if name in models:
@@ -53,11 +60,14 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
     """The Config that TARGETs, flags, `--set` and the environment say together. Raises ConfigError."""
     toml, models = split_targets(targets)
     per_model = {k: v for k in ("instances", "devices") if (v := flags[k]) is not None}
+    options = {**({} if flags["model"] is None else {"model": flags["model"]}), **read_options(flags["options"])}
+    if options:
+        per_model["options"] = options
     if flags["max_batch_size"] is not None:
         per_model["batching"] = {"max_batch_size": flags["max_batch_size"]}
     if per_model and not models:
         raise ConfigError(
-            f"--{next(iter(per_model))} is for models named on the command line; "
+            f"--{_FLAGS.get(key := next(iter(per_model)), key)} is for models named on the command line; "
             f"for those of {toml} use --set models.NAME.KEY=..."
         )
     server = {k: v for k in ("host", "port", "tls_cert", "tls_key") if (v := flags[k]) is not None}
@@ -74,6 +84,17 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
         )
     check_bind(config)
     return config
+
+
+def read_options(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Name to value of each `NAME=VALUE`; a value is as in TOML, and a text needs no quotes. Raises ConfigError."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--option {text}: found no NAME=VALUE; expected for instance --option max_new_tokens=12")
+        options[name] = toml_value(value)
+    return options
 
 
 def number_or_auto(_: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
@@ -97,6 +118,8 @@ def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> li
     "--devices", callback=devices_list, metavar="D,D", help="Devices for the instances, such as cuda:0,cuda:1."
 )
 @click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Most rows in a batch.")
+@click.option("--model", metavar="ID", help="The same as --option model=ID.")
+@click.option("--option", "options", multiple=True, metavar="A=B", help="An argument of each model's class.")
 @click.option("--host", help="Address of the inference listener [127.0.0.1].")
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="Port of the inference listener [8080]; 0 takes a free one."
@@ -109,8 +132,8 @@ def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> li
 def serve(targets: tuple[str, ...], sets: tuple[str, ...], **flags: Any) -> None:
     """Serve models over HTTP.
 
-    TARGET is app.py:obj, pkg.mod:obj, a model such as model.onnx or model.pt (NAME=TARGET to choose its name), or a
-    TOML file.
+    TARGET is app.py:obj, app.py alone if it has one model, pkg.mod:obj, a model such as model.onnx or model.pt
+    (NAME=TARGET to choose its name), or a TOML file.
     """
     try:
         config = build_config(targets, flags, sets)

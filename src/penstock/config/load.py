@@ -133,7 +133,7 @@ def _env_path(name: str) -> Path:
     if section != "models":
         return (section, *(part.lower() for part in rest))
     # A model's name may hold "__" itself, so it is whatever stands before the key.
-    keys = 2 if len(rest) > 2 and rest[-2].lower() == "batching" else 1
+    keys = 2 if len(rest) > 2 and rest[-2].lower() in ("batching", "options") else 1
     return ("models", "__".join(rest[:-keys]), *(part.lower() for part in rest[-keys:]))
 
 
@@ -165,20 +165,24 @@ def _from_set(text: str) -> tuple[str, Tree]:
 def _value(text: str, path: Path, source: str) -> Any:
     """`text` as a TOML value if that is what the key takes, else as the text that it is."""
     kind = _kind_at(path, source)
+    parsed = toml_value(text)
     try:
-        parsed = tomllib.loads(f"v = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    if set(parsed) != {"v"}:  # more lines than one value
-        return text
-    try:
-        msgspec.convert(parsed["v"], kind)
+        msgspec.convert(parsed, kind)
     except msgspec.ValidationError:
         try:
             return msgspec.convert(text, kind)  # version=2 is the text "2"
         except msgspec.ValidationError:
             pass
-    return parsed["v"]
+    return parsed
+
+
+def toml_value(text: str) -> Any:
+    """`text` as a TOML value, or as it is if it is none."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["v"] if set(parsed) == {"v"} else text  # else there are more lines than one value
 
 
 def _kinds(table: Any) -> dict[str, Any]:

@@ -114,6 +114,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     target: Annotated[
         str, doc("what to load: app.py:Model, pkg.mod:Model, or a file .onnx, .pt, .pth, .pt2, .ts (see models.md)")
     ]
+    options: Annotated[
+        dict[str, Any], doc("arguments of the class that `target` names, for instance max_new_tokens = 12")
+    ] = field(default_factory=dict)
     weights: Annotated[
         str | None, doc("state dict, also as .safetensors, of a target that is a class of torch.nn.Module")
     ] = None

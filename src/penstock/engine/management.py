@@ -32,6 +32,7 @@ from penstock.types import ModelStatus
 
 log = logging.getLogger("penstock.engine")
 
+_OWN = ("env", "options", "trust", "weights")  # keys that only the server's configuration sets
 Change = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -195,11 +196,11 @@ class Management:
 
     def _guarded(self, model: str, config: ModelConfig) -> ModelConfig:
         """With a target that is allowed. What would run other code, or run it otherwise, is the configuration's alone
-        to say: `env`, `trust`, `weights`, and classes for transport and policy."""
+        to say: `env`, `options`, `trust`, `weights`, and classes for transport and policy."""
         target, section = self._targets.resolve(config.target, model, config.version)
         own = section or ModelConfig(target=target)
         default = ModelConfig(target=target)
-        for key in ("env", "trust", "weights"):
+        for key in _OWN:
             if getattr(config, key) not in (getattr(default, key), getattr(own, key)):
                 raise Forbidden(f"{key}: it can only be set in the server's configuration")
         for key, value, known in (
@@ -208,7 +209,7 @@ class Management:
         ):
             if ":" in value and value != known:
                 raise Forbidden(f"{key}: a class can only be named in the server's configuration")
-        return structs.replace(config, target=target, env=own.env, trust=own.trust, weights=own.weights)
+        return structs.replace(config, target=target, **{key: getattr(own, key) for key in _OWN})
 
     def _bound(self, instances: int) -> None:
         most = self._config.limits.max_instances

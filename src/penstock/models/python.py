@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast, overload
 
 from penstock.config.schema import BatchingConfig, with_options
-from penstock.errors import LoadFailed
+from penstock.errors import LoadFailed, nearest
 from penstock.types import ModelMetadata, TensorSpec
 
 T = TypeVar("T")
@@ -42,9 +42,11 @@ def options_of(target: object) -> dict[str, Any]:
 class PythonModel:
     """Makes a model of what a target names. `load` instantiates a class; a function is loaded already."""
 
-    def __init__(self, target: Any, *, precision: str | None = None, optimize: str | None = None) -> None:
+    def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: str | None) -> None:
+        """`options` are arguments of a class; `extras` are for a `load` that has parameters of those names."""
         self._target = target
-        self._extras = {"precision": precision, "optimize": optimize}
+        self._options = options or {}
+        self._extras = extras
         self._model: Any = None
         self.predict: Callable[[list[Any]], Any] = self._not_loaded
         self.preprocess: Callable[[Any], Any] | None = None
@@ -61,7 +63,8 @@ class PythonModel:
     def load(self, device: str) -> None:
         """Raises LoadFailed when there is nothing to call; else what the user's code raises."""
         target = self._target
-        found = target() if inspect.isclass(target) else target
+        _check_options(target, self._options)
+        found = target(**self._options) if inspect.isclass(target) else target
         predict = getattr(found, "predict", None) or (found if callable(found) else None)
         if not callable(predict):
             raise LoadFailed(
@@ -100,6 +103,32 @@ class PythonModel:
         if not all(isinstance(spec, TensorSpec) for spec in specs):
             raise LoadFailed(f"'{side}' of the model must hold penstock.TensorSpec, found {specs!r}")
         return specs
+
+
+def _check_options(target: Any, options: Mapping[str, Any]) -> None:
+    """Raises LoadFailed for an option that the class does not take, or lacks; and for any of what is no class."""
+    if not inspect.isclass(target):
+        if options:
+            raise LoadFailed(
+                f"option '{next(iter(options))}' is given, but the target is a {_name(target)}; only a class takes any"
+            )
+        return
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:  # of some classes that are not written in Python
+        return
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [p.name for p in named]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for key in options:
+            if key not in known:
+                listed = f"it has {', '.join(known)}" if known else "it has none"
+                raise LoadFailed(f"{_name(target)} has no option '{key}'{nearest(key, known)} ({listed})")
+    missing = [p.name for p in named if p.default is p.empty and p.name not in options]
+    if missing:
+        raise LoadFailed(
+            f"{_name(target)} needs the option '{missing[0]}'; set it in [models.NAME.options], or with --option"
+        )
 
 
 def _accepted(function: Callable[..., Any], extras: dict[str, str | None]) -> dict[str, str]:

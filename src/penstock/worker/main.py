@@ -33,7 +33,10 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
         target = _model(_found(spec.target, spec), spec)
-        model = PythonModel(target, precision=spec.config.precision, optimize=spec.config.optimize)
+        config = spec.config
+        model = PythonModel(
+            target, config.options, precision=config.precision, optimize=config.optimize, trust=config.trust
+        )
         model.load(device)
         options = options_of(target)
         batching = with_options(spec.config.batching, options)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.serve import split_targets
+from penstock.cli.serve import build_config, read_options, split_targets
 from penstock.errors import ConfigError
 
 
@@ -36,8 +36,8 @@ def test_model_files_are_named_by_their_stems(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("targets", "told"),
     [
-        (("app.py",), r"TARGET 'app.py' must be app.py:obj, .*\.onnx, .* or a .toml file"),
-        (("net.h5",), r"TARGET 'net.h5' must be"),
+        (("app.py",), r"TARGET 'app.py' cannot be read: No such file"),
+        (("net.h5",), r"TARGET 'net.h5' must be app.py, app.py:obj, .*\.onnx, .* or a .toml file"),
         (("net.onnx", "net.pt"), "two models are named 'net'; name one with NAME=net.pt"),
         (("a.toml", "b.toml"), "one TOML file at most"),
     ],
@@ -45,3 +45,42 @@ def test_model_files_are_named_by_their_stems(tmp_path: Path, monkeypatch: pytes
 def test_what_names_nothing_is_refused(targets: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         split_targets(targets)
+
+
+def test_a_file_with_one_model_needs_no_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("app.py").write_text("class Captioner:\n    def predict(self, items): ...\n")
+    _, models = split_targets(("app.py", "other=app.py"))
+    assert models == {
+        "captioner": {"target": f"{tmp_path}/app.py:Captioner"},
+        "other": {"target": f"{tmp_path}/app.py:Captioner"},
+    }
+
+
+FLAGS: dict[str, object] = dict.fromkeys(
+    ("instances", "devices", "max_batch_size", "model", "host", "port", "tls_cert", "tls_key", "token_file", "insecure")
+)
+
+
+def test_options_reach_the_models_of_the_command_line_and_set_wins() -> None:
+    flags = {**FLAGS, "model": "org/name", "options": ("tokens=12", "prompt=a photo of", "exact=true")}
+    config = build_config(("pkg:A", "pkg:B"), flags, ("models.a.options.tokens=7",))
+    said = {"model": "org/name", "tokens": 12, "prompt": "a photo of", "exact": True}
+    assert config.models["a"].options == {**said, "tokens": 7}
+    assert config.models["b"].options == said
+
+
+@pytest.mark.parametrize("text", ["tokens", "=3", "a b=3"])
+def test_an_option_without_name_or_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected for instance --option max_new_tokens=12"):
+        read_options((text,))
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"), [({"model": "x"}, "--option is for"), ({"max_batch_size": 4}, "--max-batch-size is for")]
+)
+def test_what_is_said_of_no_model_is_refused(flag: dict[str, object], told: str, tmp_path: Path) -> None:
+    toml = tmp_path / "a.toml"
+    toml.write_text('[models.m]\ntarget = "pkg:A"\n')
+    with pytest.raises(ConfigError, match=told):
+        build_config((str(toml),), {**FLAGS, "options": (), **flag}, ())

@@ -92,3 +92,35 @@ def test_the_decorator_refuses_wrong_options(options, told):
     with pytest.raises(ConfigError, match=told):
         model(**options)
     assert set(options) - {"max_batchsize"} <= set(BatchingConfig.__struct_fields__)
+
+
+class Choosy:
+    def __init__(self, size: int, prompt: str = "") -> None:
+        self.said = (size, prompt)
+
+    def predict(self, items):
+        return items
+
+
+def test_options_are_arguments_of_the_class():
+    wrapped = PythonModel(Choosy, {"size": 3, "prompt": "a"})
+    wrapped.load("cpu")
+    assert wrapped._model.said == (3, "a")
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "told"),
+    [
+        (
+            Choosy,
+            {"size": 3, "promt": "a"},
+            "'Choosy' has no option 'promt'; did you mean 'prompt'.*size, prompt",
+        ),
+        (Choosy, {"prompt": "a"}, "'Choosy' needs the option 'size'"),
+        (Full, {"size": 3}, "'Full' has no option 'size' .it has none"),
+        (Full(), {"size": 3}, "option 'size' is given, but the target is a Full; only a class takes any"),
+    ],
+)
+def test_options_that_the_class_has_not_are_refused(target, options, told):
+    with pytest.raises(LoadFailed, match=told):
+        PythonModel(target, options).load("cpu")
