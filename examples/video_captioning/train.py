@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +18,7 @@ import av
 import numpy as np
 import simplejpeg
 import torch
-from make_videos import clip_scenes, make_clip
+from make_videos import make_clip
 from network import (
     END,
     IMAGE,
@@ -163,30 +163,40 @@ def captions_of(network: Blip2ForConditionalGeneration, pixels: np.ndarray) -> I
         yield from (text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True))
 
 
-def held_out(count: int) -> Iterator[tuple[str, list[av.VideoFrame], list[str]]]:
-    """(name, frames, captions) of pictures that the training does not draw."""
+def held_out(count: int) -> Iterator[tuple[str, dict[str, np.ndarray], list[str]]]:
+    """(name, kernel -> pixels, captions) of pictures that the training does not draw."""
     random = np.random.default_rng([SEED, HELD_OUT])
     for size in ((480, 270), (1280, 720)):
         scenes = [sample(random) for _ in range(count)]
-        frames = [av.VideoFrame.from_ndarray(draw(scene, *size), format="rgb24") for scene in scenes]
-        yield f"stills {size[1]}p", frames, [caption(scene) for scene in scenes]
+        drawn = (av.VideoFrame.from_ndarray(draw(scene, *size), format="rgb24") for scene in scenes)
+        yield f"stills {size[1]}p", _both(drawn), [caption(scene) for scene in scenes]
         with TemporaryDirectory() as folder:
             path = Path(folder) / "clip.mp4"
-            make_clip(path, count, size, seed=HELD_OUT)
+            captions = make_clip(path, count, size, seed=HELD_OUT)
             with av.open(str(path)) as container:
-                frames = list(container.decode(video=0))
-        yield f"H.264 {size[1]}p", frames, [caption(scene) for scene in clip_scenes(count, seed=HELD_OUT)]
+                pixels = _both(container.decode(video=0))
+        yield f"H.264 {size[1]}p", pixels, captions
+
+
+def _both(frames: Iterable[av.VideoFrame]) -> dict[str, np.ndarray]:
+    pairs = [(reduced(frame, "exact"), reduced(frame, "AREA")) for frame in frames]
+    return {"exact": np.stack([exact for exact, _ in pairs]), "fast": np.stack([area for _, area in pairs])}
+
+
+def score(network: Blip2ForConditionalGeneration, pixels: np.ndarray, truth: list[str]) -> tuple[float, float]:
+    """The share of numbers, and of whole captions, that are right."""
+    pairs = list(zip(captions_of(network, pixels), truth, strict=True))
+    numbers = sum(number_of(said) == number_of(right) for said, right in pairs)
+    return numbers / len(pairs), sum(said == right for said, right in pairs) / len(pairs)
 
 
 def evaluate(folder: Path, count: int) -> None:
-    """Prints the share of numbers and of whole captions that are right."""
+    """Prints the scores of the network in `folder`."""
     network = Blip2ForConditionalGeneration.from_pretrained(folder).eval()
-    for name, frames, truth in held_out(count):
-        for kernel in ("exact", "AREA"):
-            said = list(captions_of(network, np.stack([reduced(frame, kernel) for frame in frames])))
-            numbers = np.mean([number_of(a) == number_of(b) for a, b in zip(said, truth, strict=True)])
-            whole = np.mean([a == b for a, b in zip(said, truth, strict=True)])
-            print(f"{name}, {kernel}: {numbers:.2%} of {len(said)} numbers right, {whole:.2%} of the captions whole")
+    for name, by_kernel, truth in held_out(count):
+        for kernel, pixels in by_kernel.items():
+            numbers, whole = score(network, pixels, truth)
+            print(f"{name}, {kernel}: {numbers:.2%} of {count} numbers right, {whole:.2%} of the captions whole")
 
 
 def main() -> None:

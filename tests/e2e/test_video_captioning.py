@@ -164,3 +164,26 @@ def test_a_misread_number_now_and_then_is_no_fault_but_counted(example: Any) -> 
         rows[index]["caption"] = ""
     assert re.search(r"1193 of 1200 numbers are right", str(example.verify.verify(rows).faults))
     assert example.verify.verify([]).faults == ["there are no captions"]
+
+
+@pytest.fixture(scope="module")
+def captioner(example: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.Blip2ForConditionalGeneration.from_pretrained(example.network.WEIGHTS).eval()
+
+
+def test_the_shipped_weights_read_held_out_numbers_and_captions(example: Any, captioner: Any) -> None:
+    for name, by_kernel, truth in example.train.held_out(120):
+        for kernel, pixels in by_kernel.items():
+            numbers, whole = example.train.score(captioner, pixels, truth)
+            assert (numbers >= 0.995, whole >= 0.97) == (True, True), f"{name}, {kernel}: {numbers:.2%}, {whole:.2%}"
+
+
+def test_the_processor_and_the_model_of_the_library_caption_a_picture(example: Any, captioner: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("PIL")
+    processor = transformers.AutoProcessor.from_pretrained(example.network.WEIGHTS)
+    scene = example.scenes.sample(np.random.default_rng(8))
+    pixels = processor(images=[example.scenes.draw(scene, 480, 270)], return_tensors="pt")
+    ids = captioner.generate(**pixels, max_new_tokens=20)
+    assert processor.batch_decode(ids, skip_special_tokens=True)[0].strip() == example.scenes.caption(scene)
