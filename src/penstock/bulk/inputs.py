@@ -1,0 +1,176 @@
+"""The videos of a job from what its user named: files, folders, patterns, a list on standard input."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
+
+from msgspec import Struct
+
+from penstock.bulk.types import Video
+from penstock.bulk.video import VideoError, probe
+from penstock.errors import PenstockError
+
+VIDEOS = (
+    ".264 .265 .3g2 .3gp .asf .av1 .avi .divx .dv .f4v .flv .gxf .h264 .h265 .hevc .ivf .m1v .m2t .m2ts .m2v .m4v .mj2 "
+    ".mjpeg .mjpg .mkv .mov .mp4 .mpe .mpeg .mpg .mpv .mts .mxf .nut .obu .ogm .ogv .qt .rm .rmvb .ts .vob .webm .wmv "
+    ".wtv .y4m "
+)
+OTHERS = (  # not worth opening
+    ".aac .ass .avif .bmp .csv .doc .docx .exe .flac .gif .gz .heic .htm .html .ini .jpeg .jpg .json .jsonl .lnk .log "
+    ".m3u .m3u8 .m4a .md .md5 .mp3 .nfo .npy .npz .ogg .opus .parquet .part .pdf .pickle .pkl .png .pt .py .sha256 .sh "
+    ".safetensors .srt .sub .svg .tar .tfrecord .tif .tiff .tmp .toml .torrent .tsv .txt .vtt .wav .webp .xml .yaml "
+    ".yml .zip "
+)
+
+
+class InputError(PenstockError):
+    """An input that was named is not there."""
+
+    code = "input"
+
+
+class Notes(Struct):
+    """What became of files that are no videos of the job: how many were `skipped`, which were named twice."""
+
+    skipped: int = 0
+    duplicates: list[str] = []
+
+
+def expand(inputs: Iterable[str], *, stdin: BinaryIO | None = None, from0: bool = False) -> tuple[list[Video], Notes]:
+    """The videos in the order of their inputs, those of a folder sorted, each file once; and notes on the others.
+
+    An input is a file, a folder (with all below it), a pattern (`**`: any folders), or `-`: `stdin`'s lines, or its
+    parts between NULs with `from0`, each a file or folder. What cannot be examined is among the videos, with size 0:
+    opening it fails, and tells why. Raises InputError for an input or a pattern that leads to nothing.
+    """
+    notes = Notes()
+    files: dict[tuple[int, int] | str, Video] = {}
+    folders: set[tuple[int, int]] = set()
+    for path, named in _files(inputs, stdin, from0, folders):
+        status = _status(path)
+        if not named and (status is not None and not _is_video(path, status)):
+            notes.skipped += 1
+            continue
+        key = path if status is None else (status.st_dev, status.st_ino)
+        if key in files and (named or files[key].path != path):
+            notes.duplicates.append(valid_text(path))
+        if key in files:
+            continue
+        size, mtime_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
+        files[key] = Video(path, valid_text(path), size, mtime_ns)
+    return list(files.values()), notes
+
+
+def valid_text(path: str) -> str:
+    """The path as text that may be written anywhere: bytes of it that are none are shown in hexadecimal, with a digest
+    behind them, so that no two files share a name."""
+    raw = os.fsencode(path)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return f"{raw.decode(errors='backslashreplace')}#{hashlib.sha256(raw).hexdigest()[:8]}"
+
+
+def _files(
+    inputs: Iterable[str], stdin: BinaryIO | None, from0: bool, folders: set[tuple[int, int]]
+) -> Iterator[tuple[str, bool]]:
+    """Every file with whether it was named itself."""
+    for text in inputs:
+        if text == "-":
+            if stdin is None:
+                raise InputError("the input - is a list on standard input, which there is none of")
+            for path in _listed(stdin, from0):
+                yield from _below(path, folders)
+        elif os.path.lexists(text):
+            yield from _below(text, folders)
+        elif glob.has_magic(text):
+            found = [(path, False) for path in _matching(text)]
+            if not found:
+                raise InputError(f"no file matches the pattern {valid_text(text)}")
+            yield from found
+        else:
+            raise InputError(f"there is no file or folder {valid_text(text)}")
+
+
+def _matching(pattern: str) -> Iterator[str]:
+    """The files that match, and those below the folders that do, sorted. Hidden ones match no wildcard."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        for path in sorted(glob.iglob(pattern), key=os.fsencode):
+            yield from (file for file, _ in _below(path, set()))
+        return
+    depth = next(place for place, part in enumerate(parts) if glob.has_magic(part))
+    root = "/".join(parts[:depth]) + "/" * bool(depth)
+    for path, _ in _below(root or ".", set()):  # glob.glob would go round and round a loop of links
+        below = path.removeprefix(root or "./")
+        if _fits(below.split("/"), parts[depth:]):
+            yield root + below
+
+
+def _fits(names: list[str], parts: list[str]) -> bool:
+    """Whether a path, or a folder above it, is what the parts of a pattern say."""
+    if not parts:
+        return True
+    if parts[0] == "**":
+        return any(_fits(names[skipped:], parts[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
+
+
+def _listed(stdin: BinaryIO, from0: bool) -> Iterator[str]:
+    parts = stdin.read().split(b"\0" if from0 else b"\n")
+    for part in parts:
+        name = part if from0 else part.removesuffix(b"\r")
+        if name:
+            yield os.fsdecode(name)
+
+
+def _below(path: str, folders: set[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+    """The path itself if it is a file, else every file below the folder, which is entered once in a job."""
+    status = _status(path)
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        yield path, True
+        return
+    waiting = [path]
+    while waiting:
+        folder = waiting.pop()
+        status = _status(folder)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            place = (status.st_dev, status.st_ino)
+            if place in folders:
+                continue
+            folders.add(place)
+            try:
+                names = sorted(os.listdir(folder), key=os.fsencode, reverse=True)
+            except OSError:
+                yield folder, True
+                continue
+            waiting += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+        else:
+            yield folder, False
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _is_video(path: str, status: os.stat_result) -> bool:
+    """By its suffix and, where that says nothing, by opening it."""
+    suffix = os.path.splitext(path)[1].lower() + " "
+    if not stat.S_ISREG(status.st_mode) or (suffix in OTHERS and suffix != " "):
+        return False
+    if suffix in VIDEOS and suffix != " ":
+        return True
+    try:
+        probe(path)
+    except VideoError:
+        return False
+    return True

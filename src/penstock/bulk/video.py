@@ -1,0 +1,321 @@
+"""A video file as numbered, timed frames in order of presentation, up to its end or to its first damage."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+from collections.abc import Generator, Iterator
+from fractions import Fraction
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+from msgspec import Struct
+
+from penstock.bulk.types import Position
+from penstock.errors import ConfigError, PenstockError
+
+log = logging.getLogger("penstock.bulk")
+
+Stage = Literal["open", "decode"]
+
+OPEN_OPTIONS = {"protocol_whitelist": "file", "threads": "1"}  # a playlist in a video's clothes reaches no network
+NO_VIDEOS = {"hls", "dash", "concat", "imf", "tty", "ffmetadata", "webvtt", "srt", "ass"}
+STILLS = ("image2", "_pipe", "gif_pipe")
+TIMES_MAY_JUMP = 0x0200  # AVFMT_TS_DISCONT: a time does not say where in the file its frame is
+BACK_S = (
+    0.0,
+    10.0,
+)  # seeks of some containers go by decoding time and land behind the frame: one more try further back
+
+
+class VideoError(PenstockError):
+    """A video cannot be opened, or is damaged from `frame` on."""
+
+    code = "video"
+
+    def __init__(self, message: str, *, stage: Stage = "decode", frame: int | None = None, **more: Any) -> None:
+        super().__init__(message, **more)
+        self.stage = stage
+        self.frame = frame
+
+
+class Probe(Struct, frozen=True):
+    """What a container's header says: a hint, never a promise. `frames` is 0 where nothing says how many."""
+
+    frames: int
+    duration_s: float | None
+    width: int
+    height: int
+    codec: str
+
+
+class Seen(NamedTuple):
+    """A decoded frame: its number from 0, its time from the first one, its pts if the container can be asked by it."""
+
+    number: int
+    time_s: float
+    pts: int | None
+    picture: Any
+
+
+class _Damage(Exception):
+    """The decoder, or the container, found something that it cannot read."""
+
+
+class _Lost(Exception):
+    """A seek did not lead to the frame that was meant."""
+
+
+def library() -> ModuleType:
+    """PyAV, or ConfigError where it is not installed."""
+    try:
+        return importlib.import_module("av")
+    except ImportError as error:
+        raise ConfigError("PyAV is not installed; videos need it: pip install 'penstock[video]'") from error
+
+
+def probe(path: str) -> Probe:
+    """What the header of the video at `path` says. Raises VideoError."""
+    opened = Opened(path, threads=1)
+    try:
+        stream = opened.stream
+        duration_s = float(stream.duration * stream.time_base) if stream.duration else None
+        if duration_s is None and opened.container.duration:
+            duration_s = opened.container.duration / 1_000_000
+        frames = stream.frames
+        if not frames and duration_s and stream.average_rate:
+            frames = round(duration_s * stream.average_rate)
+        context = stream.codec_context
+        return Probe(frames, duration_s, context.width, context.height, context.name)
+    finally:
+        opened.close()
+
+
+class Opened:
+    """A container and the one video stream of it that is read. Raises VideoError, stage "open", for what has none."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        av = library()
+        try:
+            # "file:" because a name may look like a protocol's, or begin with "-"
+            self.container = av.open("file:" + path, options=dict(OPEN_OPTIONS), metadata_errors="replace")
+        except (OSError, ValueError, av.error.FFmpegError) as error:
+            raise VideoError(f"cannot be opened as a video: {_reason(error)}", stage="open", detail=path) from error
+        try:
+            self.stream = self._choose(av, path)
+            self._set_up(threads)
+        except BaseException:
+            self.container.close()
+            raise
+
+    def close(self) -> None:
+        """Frees the container and its decoder."""
+        self.container.close()
+
+    @property
+    def tick_s(self) -> float:
+        """The unit of its times."""
+        return float(self.stream.time_base or 0)
+
+    def _choose(self, av: ModuleType, path: str) -> Any:
+        name = self.container.format.name
+        if name in NO_VIDEOS or name.endswith(STILLS):
+            raise VideoError(f"is no video, but {name}", stage="open", detail=path)
+        stream = self.container.streams.best("video")
+        if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
+            kinds = sorted({s.type for s in self.container.streams}) or ["none"]
+            raise VideoError(f"has no video stream; its streams: {', '.join(kinds)}", stage="open", detail=path)
+        if stream.codec_context is None:
+            raise VideoError("its video is of a codec that this FFmpeg cannot decode", stage="open", detail=path)
+        others = [s.index for s in self.container.streams.video if s is not stream]
+        if others:
+            log.info("event=video_streams path=%r chosen=%d others=%s", path, stream.index, others)
+        return stream
+
+    def _set_up(self, threads: int) -> None:
+        for other in self.container.streams:
+            if other is not self.stream:
+                other.discard = "all"
+        context = self.stream.codec_context
+        context.thread_count = threads
+        context.thread_type = "AUTO" if threads > 1 else "SLICE"
+        if context.name == "h264":
+            # the reordering that the standard allows, not one guessed and, on a wrong guess, paid for with a frame:
+            # the guess would fall differently after a seek
+            context.options = {"strict": "strict"}
+
+
+class Reading:
+    """The frames of the video at `path`, or those from a position on, numbered and timed as if read from the start."""
+
+    def __init__(self, path: str, threads: int = 1, start: Position | None = None) -> None:
+        self._path = path
+        self._threads = threads
+        self._start = start
+        self.tick_s = 0.0
+
+    def frames(self) -> Generator[Seen, None, None]:
+        """Yields each frame, the position's own first. Raises VideoError at the first damage, after every frame that
+        is shown before it: where that is depends neither on `threads` nor on the position."""
+        start, threads = self._start, self._threads
+        done = -1 if start is None else start.frame - 1
+        while True:
+            try:
+                for seen in self._from(start, threads):
+                    if seen.number > done:
+                        done, start = seen.number, Position(seen.number, seen.pts, 0)
+                        yield seen
+                return
+            except _Damage as damage:
+                if threads == 1:
+                    shown = "its first frame" if done < 0 else f"frame {done + 1}"
+                    message = f"is damaged at {shown}: {damage}; what comes before is kept"
+                    raise VideoError(message, frame=done + 1, detail=self._path) from damage
+            threads = 1  # several tell of damage late, and not of all: one alone finds where it is
+
+    def _from(self, start: Position | None, threads: int) -> Iterator[Seen]:
+        if start is not None and start.pts is not None:
+            for back_s in BACK_S:
+                try:
+                    yield from self._run(threads).sought(start, back_s)
+                    return
+                except _Lost:
+                    continue
+        yield from self._run(threads).whole()
+
+    def _run(self, threads: int) -> _Run:
+        run = _Run(self._path, threads)
+        self.tick_s = run.tick_s
+        return run
+
+
+class _Clock:
+    """Times from pts. Where a pts is missing or runs backwards, time goes on by the frame rate, and no later frame
+    can be asked for by its pts."""
+
+    def __init__(self, stream: Any, askable: bool) -> None:
+        self._unit = stream.time_base or Fraction(1, 25)
+        self._step = 1 / (stream.average_rate or stream.guessed_rate or Fraction(25))
+        self._askable = askable
+        self._zero: int | Fraction | None = None
+        self._last: Fraction | None = None
+
+    def start(self, pts: int | None) -> None:
+        """Says where time begins: at the pts of the first frame."""
+        self._zero = pts
+
+    def tell(self, pts: int | None) -> tuple[float, int | None]:
+        """The time of the next frame, and the pts by which it can be asked for."""
+        time = None if pts is None or self._zero is None else (pts - self._zero) * self._unit
+        if time is None or (self._last is not None and time <= self._last):
+            self._askable = False
+            time = Fraction(0) if self._last is None else self._last + self._step
+            self._zero = None if pts is None else pts - time / self._unit
+        self._last = time
+        return float(time), pts if self._askable else None
+
+
+class _Run:
+    """One reading of a file by one decoder."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        self._av = library()
+        self._opened = Opened(path, threads)
+        self._alone = threads == 1
+        self._container = self._opened.container
+        self._stream = self._opened.stream
+        self.tick_s = self._opened.tick_s
+        self._clock = _Clock(self._stream, not self._container.format.flags & TIMES_MAY_JUMP)
+
+    def whole(self) -> Iterator[Seen]:
+        """Every frame. Raises _Damage."""
+        try:
+            for number, picture in enumerate(self._pictures()):
+                if number == 0:
+                    self._clock.start(picture.pts)
+                yield Seen(number, *self._clock.tell(picture.pts), picture)
+        finally:
+            self._opened.close()
+
+    def sought(self, position: Position, back_s: float) -> Iterator[Seen]:
+        """The frame at a position that has a pts, and those after it. Raises _Lost before the first one, or _Damage."""
+        try:
+            first, others = self._seek(position, back_s)
+            for number, picture in enumerate(itertools.chain([first], others), position.frame):
+                yield Seen(number, *self._clock.tell(picture.pts), picture)
+        finally:
+            self._opened.close()
+
+    def _seek(self, position: Position, back_s: float) -> tuple[Any, Iterator[Any]]:
+        assert position.pts is not None
+        try:
+            self._clock.start(next(self._pictures()).pts)
+            target = position.pts - round(back_s / self._stream.time_base)
+            self._container.seek(target, stream=self._stream)
+            pictures = self._pictures()
+            for picture in pictures:
+                if picture.pts is None or picture.pts > position.pts:
+                    raise _Lost
+                if picture.pts == position.pts:
+                    return picture, pictures
+        except (_Damage, StopIteration, self._av.error.FFmpegError) as error:
+            raise _Lost from error
+        raise _Lost
+
+    def _pictures(self) -> Iterator[Any]:
+        """Decoded frames as they are shown. Raises _Damage, after those that are shown before it.
+
+        What comes before the first keyframe of a recording that was cut out of a longer one is no damage.
+        """
+        context = self._stream.codec_context
+        begun = False
+        owed = 0
+        last_dts: int | None = None
+        packets = self._container.demux(self._stream)
+        while True:
+            try:
+                packet = next(packets, None)
+            except (OSError, ValueError, self._av.error.FFmpegError) as error:
+                yield from self._rest(None if last_dts is None else last_dts + 1)
+                raise _Damage(_reason(error)) from error
+            if packet is None:
+                break
+            begun = begun or packet.is_keyframe
+            try:
+                if packet.is_corrupt and begun:
+                    raise _Damage("a packet is cut short")
+                pictures = context.decode(packet)
+            except (_Damage, OSError, ValueError, self._av.error.FFmpegError) as error:
+                if not begun:
+                    continue
+                yield from self._rest(packet.dts)
+                raise _Damage(_reason(error)) from error
+            owed += bool(packet.size) - len(pictures)
+            last_dts = packet.dts if packet.dts is not None else last_dts
+            for picture in pictures:
+                if picture.is_corrupt and begun:
+                    raise _Damage("a frame's data is damaged")
+                begun = True
+                yield picture
+        if owed and not self._alone:
+            raise _Damage("frames are missing at its end")
+
+    def _rest(self, before: int | None) -> Iterator[Any]:
+        """What the decoder still holds, up to the first frame that may be shown after one that is missing."""
+        if before is None or not self._alone:
+            return
+        try:
+            pictures = self._stream.codec_context.decode(None)
+        except (OSError, ValueError, self._av.error.FFmpegError):
+            return
+        for picture in pictures:
+            if picture.pts is None or picture.pts >= before or picture.is_corrupt:
+                return
+            yield picture
+
+
+def _reason(error: BaseException) -> str:
+    """What FFmpeg or the system says, without the path."""
+    strerror = getattr(error, "strerror", None)
+    return str(strerror or error)
