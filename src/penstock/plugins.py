@@ -22,6 +22,7 @@ _loading = threading.RLock()
 BUILTIN: dict[str, dict[str, str]] = {
     "codec": {
         "native": "penstock.protocols.native:NativeCodec",
+        "oip_binary": "penstock.protocols.oip_binary:OipBinaryCodec",
         "oip_json": "penstock.protocols.oip_json:OipJsonCodec",
         "torchserve": "penstock.protocols.torchserve.codec:TorchServeCodec",
         "torchserve_inputs": "penstock.protocols.torchserve.codec:InputsCodec",

@@ -13,7 +13,7 @@ from penstock.protocols.oip_json import OipJsonCodec
 from penstock.protocols.torchserve.codec import InputsCodec, RawCodec, TorchServeCodec
 from penstock.protocols.torchserve.requests import HandlerAnswer
 from penstock.testing.protocols import check_protocol
-from penstock.types import Item, Response, TensorSpec
+from penstock.types import Item, ModelMetadata, Response, TensorSpec
 
 FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'
 TENSOR = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [[1, 2], [3, 4.5]]}
@@ -41,7 +41,7 @@ CODECS = {
         [b"bytes", "text", {"a": [1, None]}, np.arange(3), np.float32(1.5), Response("own"), []],
     ),
     "oip_json": (
-        lambda: OipJsonCodec("m", "1", (TensorSpec("x", "FP32", (-1, 2)),)),
+        lambda: OipJsonCodec("m", "1", ModelMetadata("m", "1", inputs=(TensorSpec("x", "FP32", (-1, 2)),))),
         [Item(TENSORS, "oip_json", "application/json")],
         [np.zeros((2, 3), np.float16), {"y": [1, 2], "z": np.array([b"a", "b"], object)}, [True, False], Response(b"")],
     ),

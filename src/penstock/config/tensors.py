@@ -10,7 +10,8 @@ from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 
 DATATYPES: Final = (
-    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES",
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "BF16", "FP32", "FP64",
+    "BYTES",
 )  # fmt: skip
 _SPEC = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 

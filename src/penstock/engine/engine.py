@@ -306,7 +306,14 @@ class Engine:
         handle = self._registry.find(model, version)
         if handle.metadata is None:
             raise ModelNotReady(f"model '{model}' is {handle.state.lower()}", retry_after_s=1.0)
-        return handle.metadata, self._registry.versions(model)
+        status = handle.status()
+        served = {
+            "instances": status.ready_instances,
+            "max_batch_size": status.max_batch_size,
+            "max_request_bytes": min(self._limits.max_body_bytes, self._limits.pool_bytes),
+        }
+        found = structs.replace(handle.metadata, parameters={**handle.metadata.parameters, **served})
+        return found, self._registry.versions(model)
 
     def statuses(self) -> list[ModelStatus]:
         return [self._status(h) for h in self._registry]

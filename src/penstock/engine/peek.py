@@ -6,11 +6,24 @@ from collections.abc import Callable
 
 from penstock.config.schema import BatchingConfig
 from penstock.errors import BadRequest, ConfigError
-from penstock.protocols import oip_json
+from penstock.protocols.oip_binary import peek_head
+from penstock.protocols.oip_json import PEEK_BYTES, peek_rows, peek_shape
 from penstock.types import Item
 from penstock.wire.slabs import Slab
 
-PEEK_BYTES = 64 * 1024  # larger bodies are not looked into: the front process has better things to do
+
+def _body(item: Item) -> bytes | memoryview:
+    body: bytes | memoryview = item.payload.view if isinstance(item.payload, Slab) else item.payload
+    return body
+
+
+def _head(item: Item) -> bytes | memoryview:
+    """The JSON of an Open Inference request; empty where it is longer than the front process has time for."""
+    if item.codec == "oip_binary":
+        return peek_head(_body(item), item.headers)
+    if item.codec != "oip_json" or isinstance(item.payload, Slab) or len(item.payload) > PEEK_BYTES:
+        return b""
+    return _body(item)
 
 
 def _header(item: Item, name: bytes) -> bytes | None:
@@ -33,15 +46,14 @@ def _rows_from_header(name: bytes) -> Callable[[Item], int]:
 
 
 def _rows_auto(item: Item) -> int:
-    if item.codec != "oip_json" or isinstance(item.payload, Slab) or len(item.payload) > PEEK_BYTES:
+    if not item.codec.startswith("oip"):
         return item.rows
-    return oip_json.peek_rows(item.payload)
+    head = _head(item)
+    return peek_rows(head, len(_body(item))) if len(head) else item.rows
 
 
 def _shape(item: Item) -> str:
-    if item.codec != "oip_json" or isinstance(item.payload, Slab) or len(item.payload) > PEEK_BYTES:
-        return ""
-    return oip_json.peek_shape(item.payload)
+    return peek_shape(_head(item))
 
 
 def rows_rule(config: BatchingConfig) -> Callable[[Item], int]:

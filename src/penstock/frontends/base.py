@@ -58,7 +58,10 @@ class Backend(Protocol):
         ...
 
     def metadata(self, model: str, version: str | None) -> tuple[ModelMetadata, list[str]]:
-        """The metadata and all versions. Raises ModelNotFound, ModelNotReady."""
+        """The metadata, its parameters with those of the server beside the model's own, and all versions.
+
+        Raises ModelNotFound, ModelNotReady.
+        """
         ...
 
     def statuses(self) -> list[ModelStatus]: ...

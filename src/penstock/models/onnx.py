@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, LoadFailed, describe
 from penstock.models.base import OPTIMIZATIONS, PRECISIONS, not_installed
 from penstock.models.tensors import ANY_ROWS, Arrays, Input
 from penstock.models.trt_cache import EngineCache, file_digest
-from penstock.protocols.oip_json import DATATYPES
+from penstock.protocols.oip_tensors import DATATYPES
 from penstock.types import TensorSpec
 
 CPU: Final = "CPUExecutionProvider"

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from penstock.errors import BadOutput, BadRequest, LoadFailed
-from penstock.protocols.oip_json import DATATYPES, DTYPES, array_of
+from penstock.protocols.oip_tensors import DATATYPES, DTYPES, array_of
 from penstock.types import TensorSpec
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.errors import BadOutput, ConfigError, LoadFailed
 from penstock.models import torch as loaders
 from penstock.models.tensors import ANY_ROWS, Arrays, Input
-from penstock.protocols.oip_json import DATATYPES
+from penstock.protocols.oip_tensors import DATATYPES
 from penstock.types import TensorSpec
 
 

@@ -90,8 +90,8 @@ class BatchRunner:
         if codec is None:
             make = plugins.resolve("codec", name)
             m = self._metadata
-            declares = "inputs" in inspect.signature(make).parameters
-            codec = make(m.name, m.version, inputs=m.inputs) if declares else make(m.name, m.version)
+            knows = "metadata" in inspect.signature(make).parameters
+            codec = make(m.name, m.version, metadata=m) if knows else make(m.name, m.version)
             self._codecs[name] = codec
         return codec
 

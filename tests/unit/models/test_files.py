@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import BadRequest, ConfigError, LoadFailed, TargetNotFound
-from penstock.protocols.oip_json import JSON
+from penstock.protocols.native import JSON
 from penstock.testing.files import scores, write_onnx
 from penstock.types import BatchPart, Item
 from penstock.worker.main import open_model

@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.protocols.oip_json import DTYPES, OipJsonCodec, peek_rows, peek_shape
-from penstock.types import Item, TensorSpec
+from penstock.protocols.oip_json import OipJsonCodec, peek_rows, peek_shape
+from penstock.protocols.oip_tensors import DTYPES
+from penstock.types import Item, ModelMetadata, TensorSpec
 
 CODEC = OipJsonCodec("m", "1")
-STRICT = OipJsonCodec("m", "1", (TensorSpec("x", "FP32", (-1, 2)), TensorSpec("y", "INT8", (-1,))))
+STRICT = OipJsonCodec(
+    "m", "1", ModelMetadata("m", "1", inputs=(TensorSpec("x", "FP32", (-1, 2)), TensorSpec("y", "INT8", (-1,))))
+)
 
 
 def tensor(name="x", shape=(2,), datatype="FP32", data=(1, 2), **more):
@@ -25,7 +28,7 @@ def item(*inputs, start=0, stop=-1, **more):
     return Item(json.dumps({"inputs": list(inputs), **more}).encode(), "oip_json", start=start, stop=stop)
 
 
-@pytest.mark.parametrize("datatype", DTYPES)
+@pytest.mark.parametrize("datatype", [d for d in DTYPES if d != "BF16"])
 def test_every_datatype_comes_as_its_array(datatype):
     data = {"BOOL": [True, False], "BYTES": ["a", "é"]}.get(datatype, [1, 2])
     arrays, _ = CODEC.decode(item(tensor(datatype=datatype, data=data)))
@@ -45,6 +48,7 @@ def test_flat_and_nested_data_are_the_same_tensor(cells, nested):
     ("inputs", "why"),
     [
         ([], "inputs is empty"),
+        ([tensor(datatype="BF16")], "BF16 has no form in JSON"),
         ([tensor(datatype="FLOAT")], "unknown datatype 'FLOAT', expected one of BOOL"),
         ([tensor(shape=(0,), data=[])], "0 rows"),
         ([tensor(shape=(-1,))], "-1 rows"),
@@ -164,5 +168,5 @@ def test_peeks_tell_rows_and_shape_of_good_requests_only():
         assert peek_rows(bad) == 1
     assert peek_rows(item(tensor(shape=(-3,))).payload) == 1
     assert peek_rows(item(tensor(shape=(10**9, 0), data=[])).payload) == 1  # more rows than bytes: a lie
-    assert peek_rows(body, 100_000) == 1
+    assert peek_rows(item(tensor(shape=(10**9, 0), data=[])).payload, 10**9) == 10**9
     assert peek_rows(body + b" " * 70_000) == 1

@@ -100,7 +100,7 @@ class Answering(asyncio.BufferedProtocol):
                 return
             item = Item(
                 exchange.payload,
-                template.codec,
+                exchange.codec or template.codec,
                 exchange.content_type,
                 1,
                 False,

@@ -49,6 +49,12 @@ class MalformedHttp(BadRequest):
     """What came is no HTTP."""
 
 
+class UnsupportedType(PenstockError):
+    """The content type is one that this route never reads."""
+
+    code = "unsupported_media_type"
+
+
 class RequestTimeout(PenstockError):
     """The head or the body did not arrive in time."""
 
@@ -83,6 +89,7 @@ STATUS: Final[dict[type[PenstockError], int]] = {
     RequestTimeout: 408,
     Conflict: 409,
     PayloadTooLarge: 413,
+    UnsupportedType: 415,
     ExpectationFailed: 417,
     QueueFull: 429,
     HeadTooLarge: 431,

@@ -13,7 +13,7 @@ from penstock.frontends.base import Backend, Ticket
 from penstock.frontends.http.answering import STREAM_BACKLOG
 from penstock.frontends.http.answers import error_result, sse_event, stream_part, stream_type
 from penstock.frontends.http.intake import BIG_BYTES, Intake
-from penstock.frontends.http.routes import SPECIAL_NAMES, Router, check_method, read_special
+from penstock.frontends.http.routes import SPECIAL_NAMES, Router, check_method, is_telling, read_special
 from penstock.frontends.http.template import Route
 from penstock.protocols import native
 from penstock.types import Item, ItemResult
@@ -38,6 +38,7 @@ class _Call:
         self.budget_s: float | None = None
         self.priority = 0
         self.content_type = ""
+        self.codec = ""
         self.length = 0
         self.results: asyncio.Queue[ItemResult] = asyncio.Queue()
         self.ticket: Ticket | None = None
@@ -109,6 +110,8 @@ class InferenceApp:
         for name, value in scope["headers"]:
             if name == b"content-type":
                 call.content_type = value.decode("latin-1")
+                if is_telling(value):
+                    special[name] = value
             elif name == b"content-length":
                 call.length = int(value)
             elif name in SPECIAL_NAMES and name not in (b"expect", b"transfer-encoding"):  # these are the server's
@@ -122,7 +125,8 @@ class InferenceApp:
             return
         payload = await self._body(call, route, receive)
         headers = list(scope["headers"])
-        item = Item(payload, template.codec, call.content_type, request_id=call.request_id, headers=headers)
+        codec = call.codec or template.codec
+        item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
         call.ticket = self.backend.submit(
             route.model,
             route.version,

@@ -13,7 +13,7 @@ from penstock.frontends.http.answering import BODY, DIRECT, DISCARD, HEAD, IDLE,
 from penstock.frontends.http.answers import HeadTooLarge, MalformedHttp, RequestTimeout
 from penstock.frontends.http.exchange import Exchange
 from penstock.frontends.http.intake import BIG_BYTES, Intake
-from penstock.frontends.http.routes import SPECIAL_NAMES
+from penstock.frontends.http.routes import SPECIAL_NAMES, is_telling
 from penstock.frontends.http.template import Route
 from penstock.types import Headers
 
@@ -141,6 +141,8 @@ class Connection(Answering):
             self.length = int(value)
         elif kind == TYPE:
             self.content_type = value
+            if value != b"application/json" and is_telling(value):
+                self.special = {**(self.special or {}), b"content-type": value}
         elif kind:
             if self.special is None:
                 self.special = {}

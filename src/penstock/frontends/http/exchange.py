@@ -34,6 +34,7 @@ class Exchange:
     target: bytes = b""
     headers: Headers
     content_type: str = ""
+    codec: str = ""  # another than that of the route
     payload: Any = b""
     budget_s: float | None = None
     priority: int = 0

@@ -20,12 +20,14 @@ from penstock.frontends.http.answers import (
     NotImplementedHere,
     PostOnly,
     RouteNotFound,
+    UnsupportedType,
 )
 from penstock.frontends.http.auth import check_token
 from penstock.frontends.http.openapi import openapi_body
 from penstock.frontends.http.table import Table, remember
 from penstock.frontends.http.template import Route, Template
 from penstock.protocols import oip_json
+from penstock.protocols.oip import parse_length
 from penstock.types import ItemResult
 
 SPECIAL_NAMES: Final = frozenset(
@@ -34,6 +36,7 @@ SPECIAL_NAMES: Final = frozenset(
         b"authorization",
         b"connection",
         b"expect",
+        b"inference-header-content-length",
         b"transfer-encoding",
         b"x-deadline-ms",
         b"x-priority",
@@ -186,9 +189,27 @@ def check_framing(special: dict[bytes, bytes]) -> None:
         raise NotImplementedHere("the only transfer coding that is understood is chunked")
 
 
+def is_telling(content_type: bytes) -> bool:
+    """Whether a content type says how the tensors of a body are to be read; most say nothing that matters."""
+    return b"pickle" in content_type.lower()
+
+
+def tensor_codec(special: dict[bytes, bytes]) -> str:
+    """The codec of an Open Inference request that is not plain JSON, else "". Raises BadRequest, UnsupportedType."""
+    kind = special.get(b"content-type", b"").lower()
+    if b"pickle" in kind:
+        raise UnsupportedType("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
+    length = special.get(b"inference-header-content-length")
+    if length is None:
+        return ""
+    parse_length(length)
+    return "oip_binary"
+
+
 class Wishes(Protocol):
     """What the headers of one request may set."""
 
+    codec: str
     request_id: str
     sse: bool
     plain: bool
@@ -197,9 +218,9 @@ class Wishes(Protocol):
 
 
 def read_special(wishes: Wishes, route: Route, special: dict[bytes, bytes], tokens: frozenset[bytes]) -> None:
-    """Reads the headers of `SPECIAL_NAMES` (keys in lower case) and checks the token.
+    """Reads the headers of `SPECIAL_NAMES` (keys in lower case) and a content type that `is_telling`; checks the token.
 
-    Raises Unauthorized, BadRequest, DeadlineExceeded, NotImplementedHere, ExpectationFailed.
+    Raises Unauthorized, BadRequest, UnsupportedType, DeadlineExceeded, NotImplementedHere, ExpectationFailed.
     """
     get = special.get
     wishes.request_id = parse_request_id(get(b"x-request-id", b""))
@@ -207,6 +228,8 @@ def read_special(wishes: Wishes, route: Route, special: dict[bytes, bytes], toke
     if tokens and not route.template.open:
         check_token(tokens, get(b"authorization"))
     check_framing(special)
+    if route.template.codec == "oip_json":
+        wishes.codec = tensor_codec(special)
     budget, priority = get(b"x-deadline-ms"), get(b"x-priority")
     if priority is not None:
         wishes.priority = parse_priority(priority)
