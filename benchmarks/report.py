@@ -68,8 +68,9 @@ def versions(peers: Sequence[str], libraries: Sequence[str]) -> dict[str, str]:
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     found["penstock"] += f" ({commit})" if commit else ""
     for peer in peers:
-        code = f"import importlib.metadata as m; print(m.version('{peer}'))"
-        found[peer] = subprocess.run([python_of(peer), "-c", code], capture_output=True, text=True).stdout.strip()
+        package = PACKAGES[peer][0].partition("==")[0]
+        code = f"import importlib.metadata as m; print(m.version('{package}'))"
+        found[package] = subprocess.run([python_of(peer), "-c", code], capture_output=True, text=True).stdout.strip()
     if shutil.which("wrk"):
         found["wrk"] = subprocess.run(["wrk", "-v"], capture_output=True, text=True).stdout.split()[1]
     return found
@@ -159,6 +160,9 @@ class Report:
             row = [str(v) for v in cell.values()] + [name]
             for key in shown:
                 values = [s[key] for s in samples if key in s]
+                if values and isinstance(values[0], str):
+                    row.append(values[0])
+                    continue
                 row.append(spread(values) if key == shown[0] else number(statistics.median(values)) if values else "-")
             if invalid := [s["under_way"] for s in samples if s.get("invalid")]:
                 row.append(f"INVALID: {number(min(invalid))} requests under way")

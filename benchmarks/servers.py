@@ -32,6 +32,19 @@ PACKAGES = {
     # redis 8 opens 100 connections at most, and so fails most of 512 greenlets
     "service_streamer": ("service_streamer==0.1.2", "flask==3.1.3", "gevent", "numpy", "redis[hiredis]==5.2.1"),
     "torchserve": ("torchserve==0.12.0", "torch-model-archiver==0.12.0", "torch==2.13.0", "pyyaml", "numpy"),
+    # the published captioning pipeline: what its clients and its servers import
+    "published": (
+        "torchserve==0.12.0",
+        "torch-model-archiver==0.12.0",
+        "torch==2.13.0",
+        "transformers==5.23.0",
+        "aiohttp==3.14.5",
+        "opencv-python-headless==5.0.0.93",
+        "pillow==13.0.0",
+        "flask==3.1.3",
+        "pyyaml",
+        "numpy",
+    ),
 }
 START_S = 60.0
 ACCEPT_QUEUE = 4096  # the kernel takes less if net.core.somaxconn says so

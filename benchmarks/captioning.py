@@ -1,0 +1,245 @@
+"""What does it cost to bring the frames of videos to a captioner and the captions back?
+
+The published table's shape: three ways of sending x four resolutions, 901 frames of H.264, with the tiny captioner of
+`examples/video_captioning` ("tiny") and without any model ("none": the way of the pixels alone). "published" is the
+shape that this is compared with (`peers/published_client.py`, `peers/published_handler.py`: pickled frames at their own
+size, a connection for each request, a processor that prepares frame by frame) under TorchServe, two workers like
+penstock's; where Java is missing, under Flask. It is given fewer frames where it is slow. "none" gets clips that are as
+hard to decode as footage, "tiny" clips with numbers that prove each caption. All costs are processor time without the
+client's start, see `captioning_runs.py`.
+
+`--quick` takes few frames and two resolutions; `--only none,tiny,sweep,flask,pinned,parse` picks tables; `--gpu` takes
+BLIP-2 in full size with random weights on a GPU instead (`--dry` shrinks it, and needs no GPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import harness
+from captioning_clips import FRAMES, SIZES
+from captioning_runs import FLASK, NONE, PENSTOCK, PUBLISHED, TINY, Captioner, Model, Setting, captioners, per_frame
+from closed_loop import Sample
+
+MODES = ("single", "stream-single", "stream-prebatch")
+BEST = "stream-prebatch"
+SLOW = {270: 901, 360: 451, 720: 241, 1080: 161}  # frames that the published shape is given
+PREBATCH = {270: 32, 360: 32, 720: 16, 1080: 8}  # and how it gathers them
+SWEEP = (1, 8, 16, 32, 64)
+COLUMNS = {
+    "rate": "frames/s",
+    "total_ms": "CPU ms/frame",
+    "client_ms": "client",
+    "server_ms": "server",
+    "frame_kb": "kB/frame",
+    "client_rss_mb": "client RSS MB",
+    "client_own_mb": "own",
+    "server_rss_mb": "server RSS MB",
+    "server_own_mb": "own ",
+    "frames": "frames",
+    "config": "server config",
+    "parameters": "client parameters",
+}
+PARAMETERS = {"single": "rounds of 50", "stream-single": "500 at once", BEST: "{} a prebatch"}
+
+
+class Bench:
+    """Options and report, and what a client's start costs."""
+
+    def __init__(self, options: argparse.Namespace, report: harness.Report) -> None:
+        self.options, self.report = options, report
+        self._starts: dict[str, Sample] = {}
+
+    @property
+    def heights(self) -> Sequence[int]:
+        return (270, 1080) if self.options.quick else tuple(SIZES)
+
+    @property
+    def few(self) -> int:
+        """Rounds of what is shown, but not compared."""
+        return min(2, self.options.rounds)
+
+    def start(self, server: Captioner) -> Sample:
+        """A run over one frame, the median of as many as there are rounds."""
+        if server.kind not in self._starts:
+            runs = [server.run(server.model.clip(270), 1, Setting()) for _ in range(3)]
+            self._starts[server.kind] = {k: statistics.median(r[k] for r in runs) for k in ("client_s", "wall_s")}
+        return self._starts[server.kind]
+
+    def once(self, server: Captioner, height: int, setting: Setting, frames: int) -> Callable[[], Sample]:
+        """A run of the client whose result is a row's."""
+        frames = min(frames, 151) if self.options.quick else frames
+        clip = server.model.clip(height)
+        size = str(setting.prebatch) if setting.prebatch else "auto"
+        words = {"config": server.config, "parameters": PARAMETERS[setting.mode].format(size), "frames": frames}
+
+        def run() -> Sample:
+            start = self.start(server)
+            total = frames * setting.copies
+            return {**per_frame(server.run(clip, frames, setting), start, total), **words}
+
+        return run
+
+
+def modes(bench: Bench, model: Model) -> None:
+    """Three ways of sending x four resolutions. Rounds are fewer where nothing is compared."""
+    wanted = [(PENSTOCK, {})]
+    if bench.options.peers:
+        wanted += [(PUBLISHED, {"batch": 128}), (PUBLISHED, {"batch": 1})]
+    with captioners(*wanted, model=model) as servers:
+        for server in servers:
+            server.warm(model.clip(270))
+        for height in bench.heights:
+            compared = MODES if (model, height) == (TINY, 270) else (BEST,)
+            found = _rounds(bench, servers, height, compared, bench.options.rounds)
+            found |= _rounds(bench, servers, height, [m for m in MODES if m not in compared], bench.few)
+            for mode in MODES:
+                width = SIZES[height][0]
+                runs = {kind: found[kind, mode] for kind in (PENSTOCK, PUBLISHED) if (kind, mode) in found}
+                bench.report.add({"model": model.name, "clip": f"{width}x{height}", "client": mode}, runs)
+            judge(bench, model, height, found)
+
+
+def _rounds(
+    bench: Bench, servers: Sequence[Captioner], height: int, modes: Sequence[str], rounds: int
+) -> dict[tuple[str, str], list[Sample]]:
+    """(who, way of sending) -> samples, interleaved."""
+    contenders = {}
+    for mode in modes:
+        contenders[PENSTOCK, mode] = bench.once(servers[0], height, Setting(mode), FRAMES)
+        for server in servers[1:]:
+            if (server.batch == 1) == (mode == BEST):
+                slow = SLOW[height] if mode == BEST or height < 720 else SLOW[height] // 2
+                setting = Setting(mode, PREBATCH[height] if mode == BEST else None)
+                contenders[PUBLISHED, mode] = bench.once(server, height, setting, slow)
+    return harness.interleave(rounds, contenders)
+
+
+def judge(bench: Bench, model: Model, height: int, found: dict[tuple[str, str], list[Sample]]) -> None:
+    """What is wanted of a resolution."""
+    report = bench.report
+    if model is NONE:
+        runs = {kind: samples for (kind, mode), samples in found.items() if mode == BEST}
+        least = {270: 5.0, 720: 8.0, 1080: 8.0}.get(height)
+        if least is not None:
+            less = report.ratios(runs, PUBLISHED, PENSTOCK, "total_ms")
+            report.target(f"no model, {height}p: CPU of the published shape ÷ ours", less, least=least)
+        if height == 1080:
+            peaks = [s["client_rss_mb"] for s in runs[PENSTOCK]]
+            report.target("no model, 1080p: the client's peak memory, MB", peaks, most=300)
+    elif height == 270:
+        pairs = {mode: samples for (kind, mode), samples in found.items() if kind == PENSTOCK}
+        times = report.ratios(pairs, BEST, "single", "rate")
+        report.target("tiny, 270p: stream-prebatch ÷ single", times, least=4)
+
+
+def sweep(bench: Bench) -> None:
+    """Sizes of prebatches at 480x270."""
+    bench.report.section("Sizes of prebatches, 480x270")
+    for model in (NONE, TINY):
+        with captioners((PENSTOCK, {}), model=model) as (server,):
+            server.warm(model.clip(270))
+            sizes = {str(size): bench.once(server, 270, Setting(BEST, size), FRAMES) for size in SWEEP}
+            runs = harness.interleave(bench.few, {**sizes, "auto": bench.once(server, 270, Setting(), FRAMES)})
+            bench.report.add({"model": model.name, "clip": "480x270", "client": BEST}, runs, base="auto")
+
+
+def flask(bench: Bench) -> None:
+    """The published single-process server, beside one worker of penstock."""
+    bench.report.section("A single process: Flask and one worker, 480x270")
+    for model in (NONE, TINY):
+        wanted = [(PENSTOCK, {"workers": 1}), *([(FLASK, {})] if bench.options.peers else [])]
+        with captioners(*wanted, model=model) as servers:
+            contenders = {}
+            for server in servers:
+                server.warm(model.clip(270))
+                setting = Setting(BEST, 32 if server.kind == FLASK else None)
+                contenders[server.kind] = bench.once(server, 270, setting, FRAMES)
+            runs = harness.interleave(bench.few, contenders)
+            bench.report.add({"model": model.name, "clip": "480x270", "client": BEST}, runs)
+
+
+ALONE = "model alone"
+
+
+def pinned(bench: Bench) -> None:
+    """The tiny captioner's one worker on one core, all else on the other, beside the model alone on one core."""
+    bench.report.section("One worker on one core, front-end and client on the other, 480x270")
+    frames = 151 if bench.options.quick else FRAMES
+    with captioners((PENSTOCK, {"workers": 1}), model=TINY) as (server,):
+        server.warm(TINY.clip(270))
+        server.pin(worker=0, others=1)
+        program = [sys.executable, f"{harness.HERE}/captioning_alone.py", str(TINY.folder), str(TINY.clip(270))]
+        contenders = {
+            PENSTOCK: bench.once(server, 270, Setting(copies=4, core=1), frames),
+            ALONE: functools.partial(_alone, ["taskset", "-c", "0", *program, str(frames)]),
+        }
+        runs = harness.interleave(bench.options.rounds, contenders)
+    bench.report.add({"model": "tiny", "clip": "480x270", "client": BEST}, runs)
+    share = bench.report.ratios(runs, PENSTOCK, ALONE)
+    bench.report.target("tiny, one core: share of what the model alone does", share, least=0.9)
+
+
+def _alone(command: list[str]) -> Sample:
+    return {"rate": float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)}
+
+
+def parse(bench: Bench) -> None:
+    """What the header of a binary request costs."""
+    from captioning_parse import header_us
+
+    found = [header_us() for _ in range(bench.options.rounds)]
+    rows = [["32 frames of 224 x 224 and their numbers", f"{statistics.median(found):.1f}"]]
+    bench.report.table("Parsing the header of a binary request", ["request", "µs"], rows)
+    bench.report.target("header of a binary request, µs", found, most=50)
+
+
+TABLES: dict[str, Callable[[Bench], None]] = {
+    "none": functools.partial(modes, model=NONE),
+    "tiny": functools.partial(modes, model=TINY),
+    "sweep": sweep,
+    "flask": flask,
+    "pinned": pinned,
+    "parse": parse,
+}
+
+
+def arguments() -> argparse.Namespace:
+    """Those of every benchmark, and `only`, `quick`, `gpu`, `dry`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", default=",".join(TABLES))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--dry", action="store_true")
+    ours, sys.argv[1:] = parser.parse_known_args()
+    options = harness.options(__doc__, seconds=None, peers=(PUBLISHED,))
+    options.only, options.quick, options.gpu, options.dry = ours.only.split(","), ours.quick, ours.gpu, ours.dry
+    if unknown := set(options.only) - set(TABLES):
+        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    method = f"Medians of {options.rounds} interleaved rounds (2 where nothing is compared), (least..most) behind."
+    libraries = ("av", "torch", "transformers")
+    report = harness.Report(__file__, __doc__, options, COLUMNS, libraries, method, "gpu" if options.gpu else "")
+    if options.gpu:
+        from captioning_gpu import gpu
+
+        gpu(report, options)
+        report.save(False if options.dry else None)
+        return
+    bench = Bench(options, report)
+    for name in options.only:
+        TABLES[name](bench)
+    report.save(None if options.only == list(TABLES) and not options.quick else False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Frames/s of a BLIP-2 model on frames that are there already, in full batches: captioning_alone.py FOLDER CLIP FRAMES
+
+Frames are uint8 of the size that the model asks for; they are normalised, captions are generated and made text of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+
+import av
+import numpy as np
+import torch
+from transformers import AutoTokenizer, Blip2ForConditionalGeneration
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+BATCH = 64
+SECONDS = 4.0
+
+
+def main() -> None:
+    folder, clip, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    model = Blip2ForConditionalGeneration.from_pretrained(folder).eval()
+    processor, tokenizer = BlipImageProcessorPil.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    side = processor.size["height"]
+    with av.open(clip) as video:
+        wanted = itertools.islice(video.decode(video=0), count)
+        decoded = [frame.to_ndarray(format="rgb24", width=side, height=side) for frame in wanted]
+    frames = torch.from_numpy(np.stack(decoded))
+    mean, std = (torch.tensor(v)[:, None, None] for v in (processor.image_mean, processor.image_std))
+
+    @torch.inference_mode()
+    def captions(batch: torch.Tensor) -> list[str]:
+        pixels = (batch.permute(0, 3, 1, 2).float() / 255 - mean) / std
+        return tokenizer.batch_decode(model.generate(pixel_values=pixels, max_new_tokens=30), skip_special_tokens=True)
+
+    captions(frames[:BATCH])
+    done, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < SECONDS:
+        batch = frames[done % (len(frames) - BATCH) :][:BATCH]
+        done += len(captions(batch))
+    print(done / spent)
+
+
+if __name__ == "__main__":
+    main()

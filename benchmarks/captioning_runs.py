@@ -1,0 +1,317 @@
+"""What the captioning benchmark runs: captioners behind HTTP, clients that send a clip, and what both have cost.
+
+Processor time is that of all threads and processes, user and system. A client's start (its imports, its first
+connection) is measured by a run over one frame and is taken off the longer run's, since a job of ten thousand videos
+pays for it once. Memory is looked at every 20 ms: "RSS" is the peak of each process as the kernel keeps it, "own"
+leaves out the files it maps, and counts shared memory once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from captioning_clips import EXAMPLE, pan, scenes
+from closed_loop import Sample
+from processes import Processes
+from servers import HERE, free_ports, python_of
+
+START_S = 120.0
+RUN_S = 240.0
+SAMPLE_S = 0.02
+FLASK, PUBLISHED, PENSTOCK = "flask, one process", "published", "penstock"
+THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """`app` is what penstock serves, `folder` what the published handler loads (None: it only prepares the frames).
+
+    `clip` is the file of a height.
+    """
+
+    name: str
+    app: str
+    folder: Path | None
+    clip: Callable[[int], Path]
+
+
+NONE = Model("none", f"{HERE}/captioning_models.py:Captioner", None, pan)
+TINY = Model("tiny", f"{EXAMPLE}/app.py", EXAMPLE / "captioner", scenes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a client sends: the published way, and the frames in a prebatch (None: as many as penstock thinks best)."""
+
+    mode: str = "stream-prebatch"
+    prebatch: int | None = None
+    copies: int = 1  # of the clip, one after the other (penstock's client alone)
+    core: int | None = None  # where the client runs
+
+
+class Memory:
+    """Peaks over the time of a block, in MB. `pids` may end meanwhile."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._rss: dict[int, float] = {}
+        self.own_mb = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    @property
+    def rss_mb(self) -> float:
+        return sum(self._rss.values())
+
+    def __enter__(self) -> Memory:
+        for pid in self._pids:
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins here
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(SAMPLE_S):
+            own, shared = 0.0, 0.0
+            for pid in self._pids:
+                with contextlib.suppress(OSError, KeyError):
+                    found = _status(pid)
+                    self._rss[pid] = found["VmHWM"]
+                    own += found["RssAnon"]
+                    shared = max(shared, found["RssShmem"])
+            self.own_mb = max(self.own_mb, own + shared)
+
+
+def _status(pid: int) -> dict[str, float]:
+    """The memory of a process in MB."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {words[0][:-1]: int(words[1]) * 1024 / 1e6 for words in lines if words[-1:] == ["kB"]}
+
+
+class Captioner(Processes):
+    """A captioner behind HTTP, stopped unless inside `awake()`. `kind`: penstock, published, or flask."""
+
+    def __init__(
+        self,
+        kind: str,
+        model: Model,
+        *,
+        workers: int = 2,
+        batch: int = 1,
+        delay_ms: int = 100,
+        sets: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.kind, self.model = kind, model
+        self._workers, self.batch, self._delay_ms = workers, batch, delay_ms
+        try:
+            self.url = self._start_penstock(sets) if kind == PENSTOCK else self._start_published()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def config(self) -> str:
+        """How it is set up, in a few words."""
+        if self.kind == FLASK:
+            return "1 process, 1 thread"
+        words = f"{self._workers} worker" + "s" * (self._workers > 1)
+        return words if self.kind == PENSTOCK else f"{words}, batch {self.batch} in {self._delay_ms} ms"
+
+    def _start_penstock(self, sets: Sequence[str]) -> str:
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", self.model.app, "--port", "0"]
+        command += ["--instances", str(self._workers)]
+        keys = ("server.management_port=0", "server.metrics_port=0", *sets)
+        command += [word for key in keys for word in ("--set", key)]
+        read, write = os.pipe()
+        with open(read) as pipe:
+            try:
+                self._spawn(command, [write], PENSTOCK_READY_FD=str(write), **THREADS)
+            finally:
+                os.close(write)
+            line = pipe.readline()
+        if not line:
+            raise SystemExit(f"penstock did not start:\n{self._log.read_text()}")
+        return str(json.loads(line)["inference"])
+
+    def _start_published(self) -> str:
+        workload = {
+            "flask": self.kind == FLASK,
+            "folder": None if self.model.folder is None else str(self.model.folder),
+            "ports": (ports := free_ports(5)),
+            "workers": self._workers,
+            "batch": self.batch,
+            "delay_ms": self._delay_ms,
+        }
+        peers = HERE / "peers"
+        command = [python_of("published"), str(peers / "serve_published.py")]
+        self._spawn(command, BENCH_WORKLOAD=json.dumps(workload), PYTHONPATH=str(peers), **THREADS)
+        return f"http://127.0.0.1:{ports[0]}/predictions/model"
+
+    def cpu_s(self) -> float:
+        """Of all its processes that live."""
+        found = 0.0
+        for process in self.members():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                found += times.user + times.system
+        return found
+
+    def pin(self, worker: int, others: int) -> None:
+        """Leaves one core to its worker processes, and one to its front-end."""
+        for process in self.members():
+            core = others if process.pid == self.process.pid else worker
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})
+
+    def warm(self, clip: Path) -> None:
+        """Asks until it answers, then once more with what every worker needs to have run."""
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                self.run(clip, 128, Setting())
+                return
+            except Failed as e:
+                if time.monotonic() > end or self.process.poll() is not None:
+                    raise SystemExit(f"{self.kind} did not answer: {e}\n{self._log.read_text()[-3000:]}") from None
+                time.sleep(0.2)
+
+    def run(self, clip: Path, frames: int, setting: Setting) -> Sample:
+        """The cost of captioning the first `frames` frames, start included. Raises Failed unless all captions come."""
+        with self.awake(), tempfile.TemporaryDirectory() as folder:
+            send = self._penstock_client if self.kind == PENSTOCK else self._published_client
+            command, read = send(clip, frames, setting, Path(folder))
+            pids = [process.pid for process in self.members()]
+            before_s = self.cpu_s()
+            if setting.core is not None:
+                command = ["taskset", "-c", str(setting.core), *command]
+            with Memory(pids) as server:
+                found = _run(command, Path(folder))
+            server_s = self.cpu_s() - before_s
+            rows, sent_bytes = read()
+        if rows != frames * setting.copies:
+            raise Failed(f"{rows} captions of {frames * setting.copies} frames")
+        found |= {"server_s": server_s, "sent_bytes": sent_bytes}
+        return {**found, "server_rss_mb": server.rss_mb, "server_own_mb": server.own_mb}
+
+    def _published_client(self, clip: Path, frames: int, setting: Setting, folder: Path) -> Any:
+        command = [python_of("published"), str(HERE / "peers" / "published_client.py"), self.url, str(clip)]
+        command += ["--mode", setting.mode, "--prebatch", str(setting.prebatch or 32), "--frames", str(frames)]
+
+        def read() -> tuple[int, int]:
+            said = json.loads((folder / "out").read_text())
+            return len(said["captions"]), int(said["sent_bytes"])
+
+        return command, read
+
+    def _penstock_client(self, clip: Path, frames: int, setting: Setting, folder: Path) -> Any:
+        output = folder / "captions.jsonl"
+        clips = [clip]
+        for number in range(1, setting.copies):
+            clips.append(folder / f"{number}-{clip.name}")
+            shutil.copy(clip, clips[-1])
+        command = [sys.executable, "-m", "penstock.cli.main", "caption", *map(str, clips), "--server", self.url]
+        command += ["-o", str(output), "--mode", setting.mode, "--max-frames", str(frames), "--progress", "json"]
+        if setting.mode == "stream-prebatch" and setting.prebatch is not None:
+            command += ["--prebatch-size", str(setting.prebatch)]
+
+        def read() -> tuple[int, int]:
+            rows = [json.loads(line) for line in output.read_text().splitlines()]
+            if [row["frame"] for row in rows] != list(range(frames)) * setting.copies:
+                raise Failed("captions are not in the order of the frames")
+            wrong = sum(not _right(self.model, row) for row in rows)
+            if wrong > 0.01 * len(rows):
+                raise Failed(f"{wrong} of {len(rows)} captions name another frame")
+            said = [json.loads(line) for line in (folder / "err").read_text().splitlines() if line.startswith("{")]
+            return len(rows), int(said[-1]["sent_bytes"])
+
+        return command, read
+
+
+def _right(model: Model, row: dict[str, Any]) -> bool:
+    """Whether a caption names its own frame."""
+    number = row["frame"] % 1000
+    return (
+        row["caption"] == str(row["frame"])
+        if model is NONE
+        else "number " + " ".join(f"{number:03d}") in row["caption"]
+    )
+
+
+class Failed(Exception):
+    """A client did not caption what it was given."""
+
+
+def _run(command: list[str], folder: Path) -> Sample:
+    """Processor and wall seconds of a program and of the children it waited for, and its memory."""
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**os.environ, **THREADS}
+        )
+    watchdog = threading.Timer(RUN_S, process.kill)
+    watchdog.start()
+    try:
+        with Memory([process.pid]) as memory:
+            _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        watchdog.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    wall_s = time.monotonic() - began
+    if process.returncode != 0:
+        raise Failed(f"status {process.returncode}: {(folder / 'err').read_text()[-2000:]}")
+    spent = {"client_s": usage.ru_utime + usage.ru_stime, "wall_s": wall_s}
+    return {**spent, "client_rss_mb": memory.rss_mb, "client_own_mb": memory.own_mb}
+
+
+def per_frame(whole: Sample, start: Sample, frames: int) -> Sample:
+    """What a row of the tables holds, of a run over `frames` frames and one over a single frame."""
+    more = frames - 1
+    client_ms = 1e3 * (whole["client_s"] - start["client_s"]) / more
+    server_ms = 1e3 * whole["server_s"] / frames
+    found = {
+        "rate": more / max(1e-3, whole["wall_s"] - start["wall_s"]),
+        "total_ms": client_ms + server_ms,
+        "client_ms": client_ms,
+        "server_ms": server_ms,
+        "frame_kb": whole["sent_bytes"] / frames / 1e3,
+    }
+    memory = ("client_rss_mb", "client_own_mb", "server_rss_mb", "server_own_mb")
+    return found | {key: whole[key] for key in memory} | {"start_s": start["client_s"]}
+
+
+@contextlib.contextmanager
+def captioners(*wanted: tuple[str, dict[str, Any]], model: Model) -> Iterator[list[Captioner]]:
+    """Those servers; TorchServe's are Flask's where there is no Java."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Captioner(FLASK if kind == PUBLISHED and not shutil.which("java") else kind, model, **how)
+            )
+            for kind, how in wanted
+        ]
