@@ -28,17 +28,29 @@ class Painter:
         self._reformatter = av.video.reformatter.VideoReformatter()
         self._area = av.video.reformatter.Interpolation.AREA
         self._exact = exact_kernel() if pixels.kernel == "exact" and pixels.height is not None else None
+        self._rotation: int | None = None  # that of the last frame, and what came of its matrix
+        self._turned = 0, False
 
     def size(self, picture: Any) -> tuple[int, int]:
         """Height and width of what `paint` makes of a frame."""
         if self.pixels.height is not None and self.pixels.width is not None:
             return self.pixels.height, self.pixels.width
         height, width = picture.height, picture.width
-        return (width, height) if _turns(picture)[0] % 2 else (height, width)
+        return (width, height) if self._turns(picture)[0] % 2 else (height, width)
+
+    def _turns(self, picture: Any) -> tuple[int, bool]:
+        """`_turns` of a frame, which looks at the matrix only when it is another one.
+
+        A frame whose side data were looked at stands in a cycle with them: it would be held, 3 MB at 1920x1080, until
+        the garbage collector comes by.
+        """
+        if picture.rotation != self._rotation:
+            self._rotation, self._turned = picture.rotation, _turns(picture)
+        return self._turned
 
     def paint(self, picture: Any, into: Array) -> None:
         """Writes a frame to `into`, `[height, width, 3]` uint8. Raises VideoError for what cannot be converted."""
-        turns, mirrored = _turns(picture)
+        turns, mirrored = self._turns(picture)
         height, width = into.shape[:2]
         if turns % 2:
             height, width = width, height
