@@ -1,0 +1,11 @@
+"""A captioner of video frames: `penstock serve app.py`, and with `--model Salesforce/blip2-opt-2.7b` the real one."""
+
+from pathlib import Path
+
+import penstock
+from penstock.models.captioner import TransformersCaptioner
+
+
+@penstock.model
+class Captioner(TransformersCaptioner):
+    default_model = str(Path(__file__).with_name("captioner"))
