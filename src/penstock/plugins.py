@@ -24,6 +24,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "native": "penstock.protocols.native:NativeCodec",
         "oip_binary": "penstock.protocols.oip_binary:OipBinaryCodec",
         "oip_json": "penstock.protocols.oip_json:OipJsonCodec",
+        "oip_npy": "penstock.protocols.oip_npy:OipNpyCodec",
         "torchserve": "penstock.protocols.torchserve.codec:TorchServeCodec",
         "torchserve_inputs": "penstock.protocols.torchserve.codec:InputsCodec",
         "torchserve_raw": "penstock.protocols.torchserve.codec:RawCodec",

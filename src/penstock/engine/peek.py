@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from penstock.config.schema import BatchingConfig
 from penstock.errors import BadRequest, ConfigError
+from penstock.protocols import oip_npy
 from penstock.protocols.oip_binary import peek_head
 from penstock.protocols.oip_json import PEEK_BYTES, peek_rows, peek_shape
 from penstock.types import Item
@@ -48,12 +49,14 @@ def _rows_from_header(name: bytes) -> Callable[[Item], int]:
 def _rows_auto(item: Item) -> int:
     if not item.codec.startswith("oip"):
         return item.rows
+    if item.codec == "oip_npy":
+        return oip_npy.peek(_body(item))[0]
     head = _head(item)
     return peek_rows(head, len(_body(item))) if len(head) else item.rows
 
 
 def _shape(item: Item) -> str:
-    return peek_shape(_head(item))
+    return oip_npy.peek(_body(item))[1] if item.codec == "oip_npy" else peek_shape(_head(item))
 
 
 def rows_rule(config: BatchingConfig) -> Callable[[Item], int]:

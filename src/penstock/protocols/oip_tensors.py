@@ -10,6 +10,7 @@ import math
 import struct
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -161,11 +162,18 @@ def from_bytes(
         return np.left_shift(halves, 16, out=halves).view(np.float32).reshape(shape)
     if datatype == "BOOL" and np.frombuffer(data, np.uint8).max() > 1:
         raise error(f"{what}: BOOL data holds a byte other than 0 and 1")
-    array = np.frombuffer(data, np.dtype(DTYPES[datatype]).newbyteorder("<"))
+    array = np.frombuffer(data, _little(datatype))
     if not array.flags.aligned:  # native code may count on it
         array = array.copy()
         array.flags.writeable = False
     return array.reshape(shape)
+
+
+@cache
+def _little(datatype: str) -> np.dtype[Any]:
+    import numpy as np
+
+    return np.dtype(DTYPES[datatype]).newbyteorder("<")
 
 
 def _texts(what: str, shape: Sequence[int], count: int, data: memoryview, error: Error) -> np.ndarray[Any, Any]:

@@ -191,7 +191,8 @@ def check_framing(special: dict[bytes, bytes]) -> None:
 
 def is_telling(content_type: bytes) -> bool:
     """Whether a content type says how the tensors of a body are to be read; most say nothing that matters."""
-    return b"pickle" in content_type.lower()
+    kind = content_type.lower()
+    return b"x-npy" in kind or b"pickle" in kind
 
 
 def tensor_codec(special: dict[bytes, bytes]) -> str:
@@ -200,10 +201,10 @@ def tensor_codec(special: dict[bytes, bytes]) -> str:
     if b"pickle" in kind:
         raise UnsupportedType("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
     length = special.get(b"inference-header-content-length")
-    if length is None:
-        return ""
-    parse_length(length)
-    return "oip_binary"
+    if length is not None:
+        parse_length(length)
+        return "oip_binary"
+    return "oip_npy" if b"x-npy" in kind else ""
 
 
 class Wishes(Protocol):
