@@ -156,7 +156,7 @@ def open_network(
         cls = getattr(transformers, kind.class_name)
         dtype = _DTYPES[precision]
         model = _random(cls, config, device, dtype) if random_weights else _weights(cls, source, dtype, trust)
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.to(device).train(False).requires_grad_(False)
     except LoadFailed:
         raise
     except (OSError, ValueError, KeyError, ImportError) as e:
@@ -209,7 +209,7 @@ def _tokenizer(source: Source, needed: bool) -> Any:
 
 
 def _looks(source: Source, config: Any, needed: bool) -> Looks:
-    """What the preprocessor's file says; if there is none, and none is `needed`, the network's size and usual numbers."""
+    """What the preprocessor's file says. Where it is missing, and not `needed`, the network's own size is taken."""
     processors: Any = transformers.AutoImageProcessor
     try:
         found = None if source.folder is None else processors.from_pretrained(source.folder, local_files_only=True)
