@@ -143,7 +143,8 @@ def open_network(
     `random_weights` makes it of its configuration alone; then it may have no tokenizer, and captions are numbers.
     Raises LoadFailed.
     """
-    transformers.logging.disable_progress_bar()  # of the weights that are read: a worker's output is no terminal
+    transformers_logging: Any = transformers.logging
+    transformers_logging.disable_progress_bar()  # of the weights that are read: a worker's output is no terminal
     try:
         config = _config(source)
         kind = KINDS.get(config.model_type)

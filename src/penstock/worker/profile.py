@@ -14,8 +14,13 @@ RUNS = 3
 COLD_RUNS = 2  # the first ones pay for caches, allocators and lazy imports: not representative
 MAX_AUTO = 1024
 MIN_GAIN = 1.02
-MAX_RUN_S = 0.1  # of a batch whose size is chosen here, without a slo
+# Of a batch whose size is chosen here, without a slo: a tenth of a second, or as long as so many rows in turn. Who waits
+# long for one row anyway, as of a network that writes a text, gains most by batches.
+MAX_RUN_S = 0.1
+MAX_RUN_ROWS = 4
+# Of the whole warm-up: seconds, or so many runs of one row. Runs that become slower are fewer.
 BUDGET_S = 5.0
+BUDGET_RUNS = 50
 
 
 def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[int, float]], int | None]:
@@ -31,10 +36,11 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
         return [], None
     auto = batching.max_batch_size == "auto"
     largest = MAX_AUTO if batching.max_batch_size == "auto" else batching.max_batch_size
-    limit_s = batching.slo_s / 2 if batching.slo_s else MAX_RUN_S
+    limit_s = batching.slo_s / 2 if batching.slo_s else 0.0
     profile: list[tuple[int, float]] = []
     best, best_rate = None, 0.0
-    size, end = 1, time.monotonic() + BUDGET_S
+    size, started = 1, time.monotonic()
+    budget_s = 0.0
     while True:
         items = [samples[i % len(samples)] for i in range(size)]
         runs = [_seconds(runner, items) for _ in range(RUNS)]
@@ -43,11 +49,13 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
             return profile[COLD_RUNS:], best  # out of memory: the size before was the best
         profile += [(size, s) for s in fits]
         seconds = min(fits)
+        limit_s = limit_s or max(MAX_RUN_S, MAX_RUN_ROWS * seconds)
+        budget_s = budget_s or max(BUDGET_S, BUDGET_RUNS * seconds)
         rate = size / seconds if seconds > 0 else float("inf")
         if auto and best is not None and (seconds > limit_s or rate < MIN_GAIN * best_rate):
             break
         best, best_rate = size, rate
-        if size >= largest or time.monotonic() > end:
+        if size >= largest or time.monotonic() > started + budget_s:
             break
         size = min(2 * size, largest)
     return profile[COLD_RUNS:], best if auto else None

@@ -8,6 +8,7 @@ from penstock.errors import LoadFailed
 from penstock.models.python import PythonModel
 from penstock.types import ModelMetadata
 from penstock.worker import loop
+from penstock.worker import profile as profiling
 from penstock.worker.loop import BatchRunner
 from penstock.worker.profile import COLD_RUNS, MAX_AUTO, warm_up
 
@@ -27,6 +28,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(profiling, "time", clock)
     return clock
 
 
@@ -72,12 +74,20 @@ def test_auto_stays_within_half_the_slo(clock):
     assert profile(clock, lambda n: 0.01 + 0.001 * n, slo_s=0.06)[1] == 16
 
 
-def test_auto_without_a_slo_stays_below_a_tenth_of_a_second(clock):
-    assert profile(clock, lambda n: 0.05 + 0.001 * n)[1] == 32
+def test_auto_without_a_slo_stays_below_a_tenth_of_a_second_or_four_rows(clock):
+    assert profile(clock, lambda n: 0.02 + 0.001 * n)[1] == 64
+    assert profile(clock, lambda n: 0.05 + 0.001 * n)[1] == 128
+    assert profile(clock, lambda n: 0.1 * n**0.6)[1] == 8
 
 
 def test_auto_has_an_end(clock):
     assert profile(clock, lambda n: 0.001)[1] == MAX_AUTO
+
+
+def test_a_slow_model_has_as_many_sizes_tried_as_others(clock):
+    assert profile(clock, lambda n: 1.0 + 0.01 * n)[1] == 256
+    assert profile(clock, lambda n: 3.0 if n < 64 else 11.0, max_batch_size=64)[2][-1] == 64
+    assert profile(clock, lambda n: float(n), max_batch_size=64)[2][-1] == 16, "the time is up"
 
 
 def test_memory_ends_the_profile_at_the_size_before(clock):
