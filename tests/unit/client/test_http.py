@@ -1,0 +1,384 @@
+"""A connection against a server that goes wrong, on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from penstock.client.endpoint import parse_url, tls_context
+from penstock.client.errors import AnswerTooLarge, ConnectionLost, MalformedAnswer, NotTrusted, Unreachable
+from penstock.client.http import Connection
+from penstock.client.link import Answer
+from penstock.errors import BadRequest, DeadlineExceeded
+from penstock.frontends.http.auth import make_ssl_context
+from penstock.testing.captioner import (
+    FakeCaptioner,
+    Incoming,
+    reset,
+    with_raw,
+    with_reset,
+    with_status,
+    with_wait,
+)
+
+TLS = Path(__file__).parents[1] / "frontends" / "tls"
+CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if request.param == "uvloop" else None) as runner:
+        yield runner.run
+
+
+@pytest.fixture
+def server() -> Iterator[FakeCaptioner]:
+    with FakeCaptioner() as server:
+        yield server
+
+
+def echo(request: Incoming, server: FakeCaptioner) -> None:
+    request.say(200, request.body, "X-Two: a", "x-two: b")
+
+
+async def post(connection: Connection, *body: bytes | memoryview, **limits: Any) -> Answer:
+    return await connection.request("POST", "/echo", [("X-One", "1")], body, **{"timeout_s": 20.0, **limits})
+
+
+def once(run: Run, server: FakeCaptioner, *body: bytes | memoryview, **limits: Any) -> Any:
+    async def go() -> Answer:
+        connection = Connection(parse_url(server.url))
+        try:
+            return await post(connection, *body, **limits)
+        finally:
+            connection.close()
+
+    return run(go())
+
+
+def test_a_body_of_many_buffers_arrives_as_one_and_the_answer_whole(run: Run, server: FakeCaptioner):
+    server.go_wrong(echo)
+    answer = once(run, server, b"head", memoryview(b"x" * 5_000_000), memoryview(bytearray(b"tail")))
+    assert answer.status == 200
+    assert answer.body == b"head" + b"x" * 5_000_000 + b"tail"
+    assert answer.headers["x-two"] == "a, b"
+    assert server.seen[0].headers["x-one"] == "1"
+    assert server.seen[0].path == "/echo"
+
+
+def test_a_connection_is_kept_for_the_next_request(run: Run, server: FakeCaptioner):
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        for text in (b"one", b"two", b""):
+            server.go_wrong(echo)
+            assert (await post(connection, text)).body == text
+        connection.close()
+
+    run(go())
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize("body", [b"x", b"x" * 3_000_000])
+def test_a_kept_connection_that_was_closed_is_opened_again_unseen(run: Run, server: FakeCaptioner, body: bytes):
+    closed = threading.Event()
+
+    def answer_and_close(request: Incoming, server: FakeCaptioner) -> None:
+        request.say(200, request.body)
+        reset(request.connection)
+        closed.set()
+
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        server.go_wrong(answer_and_close, echo)
+        await post(connection, b"first")
+        closed.wait(10)  # the loop does not see it: it learns of the reset when it sends
+        assert (await post(connection, body)).body == body
+        connection.close()
+
+    run(go())
+    assert server.connections == 2
+
+
+def test_an_answer_that_says_close_ends_the_connection(run: Run, server: FakeCaptioner):
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        server.go_wrong(with_status(200, "Connection: close"), echo)
+        await post(connection)
+        assert (await post(connection, b"x")).body == b"x"
+        connection.close()
+
+    run(go())
+    assert server.connections == 2
+
+
+def test_a_new_connection_that_is_reset_is_not_tried_again(run: Run, server: FakeCaptioner):
+    server.go_wrong(with_reset())
+    with pytest.raises(ConnectionLost, match="without an answer"):
+        once(run, server, b"x")
+    assert server.connections == 1
+
+
+def test_a_reset_in_the_middle_of_an_answer_is_told(run: Run, server: FakeCaptioner):
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        server.go_wrong(echo, with_reset(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"))
+        await post(connection)
+        with pytest.raises(ConnectionLost):
+            await post(connection)
+
+    run(go())
+
+
+def test_nobody_listening_is_unreachable(run: Run, server: FakeCaptioner):
+    server.stop()
+    with pytest.raises(Unreachable, match="cannot connect"):
+        once(run, server)
+
+
+def test_a_name_that_nobody_has_is_unreachable(run: Run):
+    async def go() -> None:
+        await post(Connection(parse_url("http://nobody.invalid")))
+
+    with pytest.raises(Unreachable):
+        run(go())
+
+
+@pytest.mark.parametrize(
+    ("raw", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\nab\r\n1\r\nc\r\n0\r\nT: r\r\n\r\n", b"abc"),
+        (b"HTTP/1.1 100 Continue\r\nX: y\r\n\r\n" + OK, b"ok"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
+    ],
+)
+def test_every_form_of_an_answer_is_read_and_the_connection_kept(
+    run: Run, server: FakeCaptioner, raw: bytes, body: bytes
+):
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        for pieces in ([raw], [bytes([b]) for b in raw]):
+            server.go_wrong(with_raw(*pieces))
+            answer = await post(connection, b"x")
+            assert answer.body == body
+            assert "x" not in answer.headers
+        connection.close()
+
+    run(go())
+    assert server.connections == 1
+
+
+def test_a_body_without_a_length_ends_with_the_connection(run: Run, server: FakeCaptioner):
+    def answer(request: Incoming, server: FakeCaptioner) -> None:
+        _ = request.body
+        request.connection.sendall(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        request.connection.shutdown(1)
+
+    server.go_wrong(answer)
+    assert once(run, server).body == b"all of it"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 abc\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+     b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n",
+     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+     b"HTTP/1.1 101 X\r\nUpgrade: y\r\nConnection: upgrade\r\n\r\n"],
+)  # fmt: skip
+def test_what_is_not_http_is_told(run: Run, server: FakeCaptioner, raw: bytes):
+    server.go_wrong(with_raw(raw))
+    with pytest.raises(MalformedAnswer):
+        once(run, server, timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "forever"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n", b"x" * 65536),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536),
+        (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n" * 1000),
+        (b"HTTP/1.1 200 OK\r\nA: ", b"x" * 65536),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x" * 65536),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nA: ", b"x" * 65536),
+    ],
+    ids=["declared", "chunked", "until the end", "headers", "one header", "interim", "extension", "trailer"],
+)
+def test_an_answer_without_end_is_left_before_it_is_held(run: Run, server: FakeCaptioner, first: bytes, forever: bytes):
+    server.go_wrong(with_raw(first, forever=forever))
+    with pytest.raises((AnswerTooLarge, MalformedAnswer)):
+        once(run, server, max_answer_bytes=200_000)
+
+
+def test_an_answer_as_large_as_allowed_is_read(run: Run, server: FakeCaptioner):
+    server.go_wrong(echo, echo)
+    assert len(once(run, server, b"x" * 1000, max_answer_bytes=1000).body) == 1000
+    with pytest.raises(AnswerTooLarge, match="over the 999 bytes"):
+        once(run, server, b"x" * 1000, max_answer_bytes=999)
+
+
+def test_a_server_that_refuses_early_is_heard_while_the_body_is_still_sent(run: Run, server: FakeCaptioner):
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        server.go_wrong(with_status(413, early=True), echo)
+        answer = await post(connection, memoryview(bytes(40_000_000)))
+        assert answer.status == 413
+        assert (await post(connection, b"x")).body == b"x"
+        connection.close()
+
+    run(go())
+    assert server.connections == 2
+
+
+def test_a_slow_drip_ends_with_the_time_of_the_request(run: Run, server: FakeCaptioner):
+    stop = threading.Event()
+
+    def drip(request: Incoming, server: FakeCaptioner) -> None:
+        _ = request.body
+        request.connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while not stop.wait(0.01):
+            request.connection.sendall(b"x")
+
+    server.go_wrong(drip)
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
+        once(run, server, timeout_s=0.2)
+    stop.set()
+
+
+def test_a_server_that_reads_nothing_ends_with_the_time_of_the_request(run: Run, server: FakeCaptioner):
+    release = threading.Event()
+    server.go_wrong(lambda request, server: release.wait(20) and None)
+    with pytest.raises(DeadlineExceeded):
+        once(run, server, memoryview(bytes(40_000_000)), timeout_s=0.2)
+    release.set()
+
+
+def test_a_request_after_one_that_failed_opens_a_new_connection(run: Run, server: FakeCaptioner):
+    release = threading.Event()
+
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        server.go_wrong(with_wait(release, echo), echo)
+        with pytest.raises(DeadlineExceeded):
+            await post(connection, timeout_s=0.05)
+        assert (await post(connection, b"x")).body == b"x"
+        connection.close()
+
+    run(go())
+    release.set()
+    assert server.connections == 2
+
+
+def test_bytes_that_nobody_asked_for_do_not_become_the_next_answer(run: Run, server: FakeCaptioner):
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        server.go_wrong(with_raw(OK, OK.replace(b"ok", b"no")), echo)
+        assert (await post(connection)).body == b"ok"
+        await asyncio.sleep(0.05)  # the second answer comes when none is waited for
+        assert (await post(connection, b"x")).body == b"x"
+        connection.close()
+
+    run(go())
+
+
+def test_a_caller_that_goes_away_leaves_no_connection(run: Run, server: FakeCaptioner):
+    release = threading.Event()
+
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        server.go_wrong(with_wait(release, echo), echo)
+        task = asyncio.ensure_future(post(connection, b"x" * 1000))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await post(connection, b"y")).body == b"y"
+        connection.close()
+
+    run(go())
+    release.set()
+
+
+@pytest.mark.parametrize("value", ["a\r\nX: y", "a\n", "\r", "日本"])
+def test_a_header_that_http_cannot_carry_is_refused(run: Run, server: FakeCaptioner, value: str):
+    async def go() -> None:
+        await Connection(parse_url(server.url)).request("GET", "/", [("Authorization", value)])
+
+    with pytest.raises(BadRequest, match="HTTP cannot carry"):
+        run(go())
+    assert server.connections == 0
+
+
+def test_a_path_with_a_space_is_refused(run: Run, server: FakeCaptioner):
+    async def go() -> None:
+        await Connection(parse_url(server.url)).request("GET", "/ HTTP/1.1\r\nX: y")
+
+    with pytest.raises(BadRequest):
+        run(go())
+
+
+# ---- TLS
+
+
+@pytest.fixture
+def secure() -> Iterator[FakeCaptioner]:
+    with FakeCaptioner(tls=make_ssl_context(CERT, KEY)) as server:
+        yield server
+
+
+def test_large_bodies_pass_through_tls_with_a_private_authority(run: Run, secure: FakeCaptioner):
+    async def go() -> None:
+        connection = Connection(parse_url(secure.url, tls_context(CERT)))
+        for size in (10, 3_000_000):
+            secure.go_wrong(echo)
+            assert (await post(connection, b"a", memoryview(b"x" * size))).body == b"a" + b"x" * size
+        connection.close()
+
+    run(go())
+    assert secure.connections == 1
+
+
+def test_a_certificate_of_an_unknown_authority_is_not_trusted(run: Run, secure: FakeCaptioner):
+    async def go() -> None:
+        await post(Connection(parse_url(secure.url)))
+
+    with pytest.raises(NotTrusted, match="certificate"):
+        run(go())
+
+
+def test_a_certificate_for_another_name_is_not_trusted(run: Run, secure: FakeCaptioner):
+    async def go() -> None:
+        await post(Connection(parse_url(f"https://127.1:{secure.port}", tls_context(CERT))))
+
+    with pytest.raises(NotTrusted):
+        run(go())
+
+
+def test_a_server_without_tls_is_unreachable_by_https(run: Run, server: FakeCaptioner):
+    async def go() -> None:
+        endpoint = parse_url(f"https://localhost:{server.port}", tls_context(CERT))
+        await post(Connection(endpoint, connect_timeout_s=0.2))
+
+    with pytest.raises(Unreachable):
+        run(go())
+
+
+def test_a_refusal_is_heard_through_tls_while_the_body_is_still_sent(run: Run, secure: FakeCaptioner):
+    async def go() -> int:
+        connection = Connection(parse_url(secure.url, tls_context(CERT)))
+        secure.go_wrong(with_status(413, early=True))
+        answer = await post(connection, memoryview(bytes(40_000_000)))
+        connection.close()
+        return answer.status
+
+    assert run(go()) == 413
