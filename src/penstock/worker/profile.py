@@ -14,8 +14,8 @@ RUNS = 3
 COLD_RUNS = 2  # the first ones pay for caches, allocators and lazy imports: not representative
 MAX_AUTO = 1024
 MIN_GAIN = 1.02
-# Of a batch whose size is chosen here, without a slo: a tenth of a second, or as long as so many rows in turn. Who waits
-# long for one row anyway, as of a network that writes a text, gains most by batches.
+# Of a batch whose size is chosen here, without a slo: a tenth of a second, or as long as so many rows in turn. Where
+# one row takes long anyway, as with a network that writes a text, much is gained by batches.
 MAX_RUN_S = 0.1
 MAX_RUN_ROWS = 4
 # Of the whole warm-up: seconds, or so many runs of one row. Runs that become slower are fewer.
