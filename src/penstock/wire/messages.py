@@ -24,6 +24,7 @@ from penstock.wire.tensors import dumps
 
 LARGE_BYTES = 64 * 2**10
 _SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR = 1, 2, 3, 4, 5
+_READ_HEADERS = frozenset({"oip_binary", "oip_npy"})  # codecs that find out from the headers how a body is meant
 _PLACE = struct.Struct("<QQ")
 _INDEX = struct.Struct("<I")
 
@@ -169,7 +170,8 @@ class Outbox:
                 payload = place(payload)
             elif len(payload) > LARGE_BYTES:
                 payload = self.put(payload)
-            if payload is not item.payload or (item.headers is not None and not with_headers):
+            headers = item.headers if with_headers or item.codec in _READ_HEADERS else None
+            if payload is not item.payload or headers is not item.headers:
                 item = Item(
                     payload,
                     item.codec,
@@ -177,7 +179,7 @@ class Outbox:
                     item.rows,
                     item.many,
                     item.request_id,
-                    item.headers if with_headers else None,
+                    headers,
                     start,
                     stop,
                 )
