@@ -11,7 +11,7 @@ from typing import Final, Protocol
 MOST: Final = 64  # requests: 4 GPUs x 2 x 8 chunks, and no more than the blocks of memory that a job has
 # A round trip below this many of the best one means that a request waits for less than one other at the server.
 SHORT: Final = 2.0
-LONG: Final = 4.0  # from here on a wider window only makes the queue longer
+LONG: Final = 8.0  # from here on a wider window only makes the queue longer, also where small chunks share a batch
 HOLD: Final = 8  # epochs without a probe after one that gained nothing
 
 

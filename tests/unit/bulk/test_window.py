@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import heapq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.bulk.window import MOST, AimdWindow, FixedWindow, Rounds, Window
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["send", "answered", "refused", "lost"]), st.integers(0, 50), st.floats(0.001, 1.0)),
+    max_size=400,
+)
+
+
+@given(STEPS, st.integers(1, 100))
+def test_a_window_is_never_below_one_nor_over_its_bound_and_never_overfilled(
+    steps: list[tuple[str, int, float]], start: int
+):
+    window, now, sent = AimdWindow(start), 0.0, []
+    for what, which, pause in steps:
+        now += pause
+        if what == "send":
+            if window.room() > 0:
+                window.sent(now)
+                sent.append(now)
+        elif sent:
+            sent_s = sent.pop(which % len(sent))
+            before = window.size
+            if what == "answered":
+                window.answered(sent_s, now, 8)
+                assert abs(window.size - before) <= 1
+            elif what == "refused":
+                window.refused(sent_s, now)
+                assert window.size in (before, max(1, before // 2))
+            else:
+                window.lost()
+                assert window.size == before
+        assert 1 <= window.size <= MOST
+        assert window.in_flight == len(sent)
+        assert window.room() == max(0, window.size - len(sent))
+
+
+@given(STEPS, st.integers(1, 20))
+def test_a_round_starts_only_when_the_last_one_ended(steps: list[tuple[str, int, float]], size: int):
+    window, started = Rounds(size), 0
+    for what, _, _ in steps:
+        if what == "send":
+            if window.room() > 0:
+                started = started + 1 if window.in_flight else 1 if started == size else started + 1
+                window.sent(0.0)
+        elif window.in_flight:
+            {"answered": lambda: window.answered(0.0, 1.0, 1), "refused": lambda: window.refused(0.0, 1.0)}.get(
+                what, window.lost
+            )()
+            if not window.in_flight:
+                started = 0
+        assert started <= size
+        assert window.room() == size - started
+
+
+def test_what_was_refused_in_one_round_trip_halves_once():
+    window = AimdWindow(16)
+    for _ in range(10):
+        window.sent(0.0)
+    for _ in range(4):
+        window.refused(0.0, 1.0)
+    assert window.size == 8
+    window.sent(2.0)
+    window.refused(2.0, 3.0)
+    assert window.size == 4
+
+
+def test_a_fixed_window_keeps_its_size_whatever_comes():
+    window = FixedWindow(500)
+    window.sent(0.0)
+    window.sent(0.0)
+    window.refused(0.0, 1.0)
+    assert (window.size, window.in_flight, window.room()) == (500, 1, 499)
+
+
+def run(window: Window, seconds: float, *, batch: int, fixed_s: float, row_s: float, way_s: float, rows: int) -> float:
+    """Rows a second over the last half of the time, of a server that runs one batch after the other.
+
+    A batch takes what waits, at most `batch` rows; requests travel `way_s` in all.
+    """
+    now, free_s, order = 0.0, 0.0, 0
+    events: list[tuple[float, int, str, list[float]]] = [(0.0, 0, "turn", [])]
+    queue: list[float] = []  # when each that waits was sent
+    half = 0
+    while events and now < seconds:
+        now, _, what, those = heapq.heappop(events)
+        if what == "answered":
+            for sent_s in those:
+                window.answered(sent_s, now, rows)
+                half += rows if now > seconds / 2 else 0
+        while window.room() > 0:
+            window.sent(now)
+            order += 1
+            heapq.heappush(events, (now + way_s / 2, order, "arrived", [now]))
+        if what == "arrived":
+            queue += those
+        if queue and now >= free_s:
+            taken, queue = queue[: max(1, batch // rows)], queue[max(1, batch // rows) :]
+            free_s = now + fixed_s + row_s * rows * len(taken)
+            order += 2
+            heapq.heappush(events, (free_s, order - 1, "turn", []))
+            heapq.heappush(events, (free_s + way_s / 2, order, "answered", taken))
+    return half / (seconds / 2)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("way_s", [0.0005, 0.02, 0.2])
+def test_a_window_finds_what_keeps_a_batching_server_busy(rows: int, way_s: float):
+    server = {"batch": 64, "fixed_s": 0.01, "row_s": 0.001, "way_s": way_s, "rows": rows}
+    window = AimdWindow(3)
+    found = run(window, 120.0, **server)
+    best = run(FixedWindow(MOST), 120.0, **server)
+    assert found >= 0.9 * best, (found, best, window.size)
+    assert window.size < MOST or way_s == 0.2
+
+
+def test_a_window_does_not_widen_a_queue_that_is_long_already():
+    window = AimdWindow(3)
+    run(window, 600.0, batch=32, fixed_s=0.01, row_s=0.001, way_s=0.0005, rows=32)
+    assert window.size <= 6
+
+
+def test_a_window_that_is_not_filled_does_not_grow():
+    window = AimdWindow(4)
+    for second in range(200):
+        window.sent(second)
+        window.answered(second, second + 0.1, 8)
+    assert window.size == 4
