@@ -175,6 +175,11 @@ def _written(answer: Answer, sections: Sequence[bytes | memoryview]) -> ItemResu
     return ItemResult(body=b"".join([head, *sections]), content_type=BYTES, headers=headers)
 
 
+def is_binary(result: ItemResult) -> bool:
+    """Whether an answer has tensors behind its JSON: its headers say where, so that it cannot be a part of a stream."""
+    return any(name == HEADER_LENGTH for name, _ in result.headers or ())
+
+
 class OipCodec:
     """What the codecs of `/v2/models/{m}/infer` share. With `metadata`, requests are checked against its inputs."""
 

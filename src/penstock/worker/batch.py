@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from penstock.errors import BadOutput, Cancelled, OutOfMemory, PenstockError, describe
+from penstock.errors import BadOutput, BadRequest, Cancelled, OutOfMemory, PenstockError, describe
+from penstock.protocols.oip import is_binary
 from penstock.types import BatchPart, Item, ItemResult
 from penstock.wire.messages import Unsent
 from penstock.worker.early import Early
@@ -165,6 +166,8 @@ class BatchRun:
                 part.body[position[u]] = result
             else:
                 encoded = self._encoded(i, result)
+                if encoded.error is None and is_binary(encoded):
+                    encoded.error = BadRequest("the model streams its answer, which is so in JSON only")
                 if encoded.error is not None:
                     self.outcomes[u] = encoded.error
                     alive.discard(u)

@@ -1,0 +1,206 @@
+"""Tensors on the wire, in all their forms, against a real server with a real worker; and what is no tensor."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from penstock.protocols.oip import HEADER_LENGTH
+from penstock.protocols.oip_binary import decode_answer, encode_arrays, encode_request
+
+MODELS = """
+    import numpy as np
+    import penstock
+
+    class Frames:
+        inputs = [
+            penstock.TensorSpec("frames", "UINT8", (-1, -1, -1, 3)),
+            penstock.TensorSpec("frame_index", "INT64", (-1,), True),
+        ]
+        parameters = {"revision": "r1", "height": 8}
+
+        def predict(self, items):
+            found = []
+            for item in items:
+                frames = item["frames"]
+                index = item.get("frame_index", np.arange(len(frames)))
+                found.append({"caption": [f"{n} {f.max()}" for n, f in zip(index, frames)], "frame_index": index})
+            return found
+
+    def same(items):
+        return [next(iter(item.values())) for item in items]
+
+    def parts(items):
+        for n in range(2):
+            yield [{"y": np.full(2, n, np.int8)} for _ in items]
+"""
+LIMIT = 4 * 2**20
+FLAGS = [
+    *("--set", f"limits.max_body_bytes={LIMIT}"),
+    *("--set", "models.frames.batching.max_batch_size=4"),
+    *("--set", "models.same.batching.max_batch_size=4"),
+]
+OCTETS = "application/octet-stream"
+
+
+@pytest.fixture(scope="module")
+def server(serve_all: Callable[..., Any]) -> Any:
+    return serve_all(MODELS, "Frames", "same", "parts", *FLAGS)
+
+
+def post(server: Any, model: str, body: bytes, **headers: Any) -> httpx.Response:
+    named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
+    return httpx.post(f"{server.url}/v2/models/{model}/infer", content=body, headers=named, timeout=30)
+
+
+def ask(server: Any, model: str, head: bytes, buffers: Any, **more: Any) -> httpx.Response:
+    body = b"".join([head, *buffers])
+    return post(server, model, body, inference_header_content_length=len(head), content_type=OCTETS, **more)
+
+
+def answer_of(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    length = response.headers.get(HEADER_LENGTH)
+    return decode_answer(response.content, None if length is None else int(length))
+
+
+@pytest.mark.parametrize("side", [8, 300])  # in the message to the worker, and in shared memory
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_prebatch_of_frames_is_cut_for_the_model_and_answered_whole(server, side, binary):
+    frames = np.stack([np.full((side, side, 3), n, np.uint8) for n in range(11)])
+    index = np.arange(100, 111)
+    head, buffers = encode_arrays({"frames": frames, "frame_index": index}, binary_outputs=binary, id="q")
+    response = ask(server, "frames", head, buffers)
+    answer = answer_of(response)
+    assert (response.headers["content-type"] == OCTETS) == binary
+    assert [caption.decode() for caption in answer.outputs["caption"]] == [f"{100 + n} {n}" for n in range(11)]
+    assert answer.outputs["frame_index"].tolist() == index.tolist()
+    assert (answer.id, answer.parameters) == ("q", {"revision": "r1"})
+
+
+def test_the_metadata_tell_what_a_sender_must_know(server):
+    found = httpx.get(f"{server.url}/v2/models/frames").json()
+    assert found["inputs"][1] == {"name": "frame_index", "datatype": "INT64", "shape": [-1], "optional": True}
+    assert found["parameters"] == {
+        "revision": "r1",
+        "height": 8,
+        "instances": 1,
+        "max_batch_size": 4,
+        "max_request_bytes": LIMIT,
+    }
+    assert httpx.get(f"{server.url}/v2").json()["extensions"] == ["binary_tensor_data"]
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_an_array_file_is_answered_by_json_or_by_an_array_file(server, rows):
+    array = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
+    file = io.BytesIO()
+    np.save(file, array)
+    answer = answer_of(post(server, "same", file.getvalue(), content_type="application/x-npy"))
+    assert answer.outputs["output_0"].tolist() == array.tolist()
+    response = post(server, "same", file.getvalue(), content_type="application/x-npy", accept="application/x-npy")
+    assert response.headers["content-type"] == "application/x-npy"
+    assert np.array_equal(np.load(io.BytesIO(response.content)), array)
+
+
+class Canary:
+    """Whoever unpickles it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_is_never_loaded_however_it_comes(server, tmp_path):
+    canary = tmp_path / "canary"
+    file = io.BytesIO()
+    np.save(file, np.array([Canary(canary)], object), allow_pickle=True)
+    for body in (pickle.dumps(Canary(canary)), pickle.dumps(Canary(canary), 0), file.getvalue()):
+        for kind in ("application/x-pickle", "application/python-pickle", "application/x-python-pickle; v=4"):
+            assert post(server, "frames", body, content_type=kind).status_code == 415
+        for kind in (OCTETS, "application/json", "application/x-npy", "text/plain", "multipart/form-data"):
+            assert post(server, "frames", body, content_type=kind).status_code == 400
+            for length in (1, len(body)):
+                response = post(server, "frames", body, content_type=kind, inference_header_content_length=length)
+                assert response.status_code == 400
+        head, buffers = encode_request([("frames", "BYTES", (1,), [body])])
+        inside = head.replace(b'"BYTES"', b'"OBJECT"').replace(b'"shape":[1]', b'"shape":[1,1,1,3]')
+        response = ask(server, "frames", inside, buffers)
+        assert response.status_code == 400
+        assert "datatype must be UINT8" in response.json()["error"]
+    assert not canary.exists()
+    pickle.loads(pickle.dumps(Canary(canary)))  # it would have sung
+    assert canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "data", "why"),
+    [
+        ((2**32, 2**32, 2**32, 3), 12, bytes(12), "needs 237684487542793012780631851008 bytes"),
+        ((1, 2**62, 2**62, 3), 0, b"", "needs"),
+        ((1, 0, 2**62, 3), 0, b"", "too large"),
+        ((1, -2, -2, 3), 12, bytes(12), "negative axis"),
+        ((-1, 2, 2, 3), 12, bytes(12), "-1 rows"),
+        ((1, 2, 2, 3), 12, bytes(11), "11 bytes are left"),
+        ((1, 2, 2, 3), 11, bytes(11), "needs 12 bytes, found 11"),
+        ((1, 2, 2, 3), 12, bytes(13), "13 bytes stand behind"),
+        ((1, 2, 2, 3), 10**15, bytes(12), "12 bytes are left"),
+    ],
+)
+def test_a_tensor_that_lies_about_its_size_is_refused(server, shape, size, data, why):
+    tensor = {"name": "frames", "shape": shape, "datatype": "UINT8", "parameters": {"binary_data_size": size}}
+    response = ask(server, "frames", json.dumps({"inputs": [tensor]}).encode(), [data])
+    assert response.status_code == 400
+    assert why in response.json()["error"]
+
+
+def test_elements_of_bytes_that_lie_about_their_length_are_refused(server):
+    for data in (b"\xff\xff\xff\xff", b"\2\0\0\0a", b"\0\0\0\0\0", b"\1\0\0"):
+        head, _ = encode_request([("x", "BYTES", (1,), data)])
+        assert ask(server, "same", head, [data]).status_code == 400
+
+
+def test_an_unknown_datatype_is_refused(server):
+    tensor = {"name": "x", "shape": [1], "datatype": "FP8", "parameters": {"binary_data_size": 1}}
+    response = ask(server, "same", json.dumps({"inputs": [tensor]}).encode(), [b"a"])
+    assert (response.status_code, response.json()["error"][:39]) == (400, "input 'x': unknown datatype 'FP8', expe")
+
+
+@pytest.mark.parametrize("length", ["0", "-1", "1e3", "junk", "", "65537", "99999999999999999999", "500"])
+def test_a_header_length_that_cannot_be_is_refused(server, length):
+    head, buffers = encode_arrays({"x": np.zeros(4)})
+    body = b"".join([head, *buffers])
+    response = post(server, "same", body, inference_header_content_length=length)
+    assert response.status_code == 400
+    assert HEADER_LENGTH in response.json()["error"]
+
+
+def test_10_gb_are_refused_before_they_are_sent(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(
+            b"POST /v2/models/frames/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 10000000000\r\n"
+            b"Inference-Header-Content-Length: 200\r\n\r\n"
+        )
+        assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_model_that_streams_does_so_in_json(server):
+    tensor = {"name": "x", "shape": [1], "datatype": "INT8", "data": [1]}
+    response = post(server, "parts", json.dumps({"inputs": [tensor]}).encode())
+    assert [json.loads(line)["outputs"][0]["data"] for line in response.text.splitlines()] == [[0, 0], [1, 1]]
+    head, buffers = encode_arrays({"x": np.zeros(1)}, binary_outputs=True)
+    response = ask(server, "parts", head, buffers)
+    assert response.status_code == 400
+    assert "streams" in response.json()["error"]
