@@ -169,7 +169,8 @@ def held_out(count: int) -> Iterator[tuple[str, dict[str, np.ndarray], list[str]
     for size in ((480, 270), (1280, 720)):
         scenes = [sample(random) for _ in range(count)]
         drawn = (av.VideoFrame.from_ndarray(draw(scene, *size), format="rgb24") for scene in scenes)
-        yield f"stills {size[1]}p", _both(drawn), [caption(scene) for scene in scenes]
+        as_decoded = (frame.reformat(format="yuv420p") for frame in drawn)
+        yield f"stills {size[1]}p", _both(as_decoded), [caption(scene) for scene in scenes]
         with TemporaryDirectory() as folder:
             path = Path(folder) / "clip.mp4"
             captions = make_clip(path, count, size, seed=HELD_OUT)

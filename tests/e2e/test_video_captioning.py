@@ -173,7 +173,7 @@ def captioner(example: Any) -> Any:
 
 
 def test_the_shipped_weights_read_held_out_numbers_and_captions(example: Any, captioner: Any) -> None:
-    for name, by_kernel, truth in example.train.held_out(120):
+    for name, by_kernel, truth in example.train.held_out(200):
         for kernel, pixels in by_kernel.items():
             numbers, whole = example.train.score(captioner, pixels, truth)
             assert (numbers >= 0.995, whole >= 0.97) == (True, True), f"{name}, {kernel}: {numbers:.2%}, {whole:.2%}"
