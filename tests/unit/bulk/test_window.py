@@ -110,11 +110,11 @@ def run(window: Window, seconds: float, *, batch: int, fixed_s: float, row_s: fl
     return half / (seconds / 2)
 
 
-@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize(("rows", "start"), [(8, 17), (16, 9), (16, 3), (32, 3), (64, 3), (64, 1)])
 @pytest.mark.parametrize("way_s", [0.0005, 0.02, 0.2])
-def test_a_window_finds_what_keeps_a_batching_server_busy(rows: int, way_s: float):
+def test_a_window_finds_what_keeps_a_batching_server_busy(rows: int, start: int, way_s: float):
     server = {"batch": 64, "fixed_s": 0.01, "row_s": 0.001, "way_s": way_s, "rows": rows}
-    window = AimdWindow(3)
+    window = AimdWindow(start)
     found = run(window, 120.0, **server)
     best = run(FixedWindow(MOST), 120.0, **server)
     assert found >= 0.9 * best, (found, best, window.size)
