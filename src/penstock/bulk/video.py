@@ -19,17 +19,14 @@ log = logging.getLogger("penstock.bulk")
 
 Stage = Literal["open", "decode"]
 
-import os as _os
-
-XX = {"err_detect": _os.environ["XX"]} if "XX" in _os.environ else {}
 OPEN_OPTIONS = {"protocol_whitelist": "file", "threads": "1"}  # a playlist in a video's clothes reaches no network
+DECODE_OPTIONS = {"err_detect": "explode", "max_pixels": str(8192 * 8192)}  # damage is an error, not a guess at pixels
 NO_VIDEOS = {"hls", "dash", "concat", "imf", "tty", "ffmetadata", "webvtt", "srt", "ass"}
 STILLS = ("image2", "_pipe", "gif_pipe")
 TIMES_MAY_JUMP = 0x0200  # AVFMT_TS_DISCONT: a time does not say where in the file its frame is
-BACK_S = (
-    0.0,
-    10.0,
-)  # seeks of some containers go by decoding time and land behind the frame: one more try further back
+UNREAD_BYTES = 1024  # between two packets of Matroska: headers take tens of bytes
+UNSHOWN_S = 0.5
+BACK_S = (0.0, 10.0)  # some containers seek by decoding time and land behind the frame: one more try, further back
 
 
 class VideoError(PenstockError):
@@ -140,12 +137,11 @@ class Opened:
         context = self.stream.codec_context
         context.thread_count = threads
         context.thread_type = "AUTO" if threads > 1 else "SLICE"
+        context.options = dict(DECODE_OPTIONS)
         if context.name == "h264":
             # the reordering that the standard allows, not one guessed and, on a wrong guess, paid for with a frame:
             # the guess would fall differently after a seek
-            context.options = {"strict": "strict", **XX}
-        else:
-            context.options = dict(XX)
+            context.options = {**DECODE_OPTIONS, "strict": "strict"}
 
 
 class Reading:
@@ -218,6 +214,30 @@ class _Clock:
         return float(time), pts if self._askable else None
 
 
+class _Lead:
+    """The packets that a recording cut out of a longer one begins with: those before its first keyframe, and those
+    after it that are shown before it. That they cannot be decoded is no damage."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._key_pts: int | None = None
+
+    def over(self, packet: Any) -> bool:
+        """Whether a packet is behind them. Told of every packet in order."""
+        if self._over or not packet.is_keyframe and self._key_pts is None:
+            return self._over
+        if self._key_pts is None:
+            self._key_pts = packet.pts
+            self._over = packet.pts is None
+            return True
+        self._over = packet.pts is None or packet.pts >= self._key_pts
+        return self._over
+
+    def shown(self) -> None:
+        """Told that a frame came out: who needs no keyframe for it has none to wait for."""
+        self._over = self._over or self._key_pts is None
+
+
 class _Run:
     """One reading of a file by one decoder."""
 
@@ -266,55 +286,81 @@ class _Run:
         raise _Lost
 
     def _pictures(self) -> Iterator[Any]:
-        """Decoded frames as they are shown. Raises _Damage, after those that are shown before it.
-
-        What comes before the first keyframe of a recording that was cut out of a longer one is no damage.
-        """
+        """Decoded frames as they are shown. Raises _Damage, after those that are shown before it."""
         context = self._stream.codec_context
-        begun = False
         owed = 0
         last_dts: int | None = None
-        packets = self._container.demux(self._stream)
+        lead = _Lead()
+        packets = self._packets()
         while True:
+            counts = True
             try:
                 packet = next(packets, None)
-            except (OSError, ValueError, self._av.error.FFmpegError) as error:
-                yield from self._rest(None if last_dts is None else last_dts + 1)
-                raise _Damage(_reason(error)) from error
-            if packet is None:
-                break
-            begun = begun or packet.is_keyframe
-            try:
-                if packet.is_corrupt and begun:
+                counts = packet is None or lead.over(packet)
+                if packet is not None and packet.is_corrupt:
                     raise _Damage("a packet is cut short")
                 pictures = context.decode(packet)
             except (_Damage, OSError, ValueError, self._av.error.FFmpegError) as error:
-                if not begun:
+                if not counts:
                     continue
-                yield from self._rest(packet.dts)
+                yield from self._rest(last_dts)
                 raise _Damage(_reason(error)) from error
-            owed += bool(packet.size) - len(pictures)
-            last_dts = packet.dts if packet.dts is not None else last_dts
             for picture in pictures:
-                if picture.is_corrupt and begun:
-                    raise _Damage("a frame's data is damaged")
-                begun = True
-                yield picture
+                if not picture.is_corrupt:
+                    lead.shown()
+                    yield picture
+                elif counts:
+                    raise _Damage("the data of a frame is damaged")
+            owed -= len(pictures)
+            if packet is None:
+                break
+            owed += 1
+            last_dts = packet.dts if packet.dts is not None else last_dts
         if owed and not self._alone:
             raise _Damage("frames are missing at its end")
 
-    def _rest(self, before: int | None) -> Iterator[Any]:
-        """What the decoder still holds, up to the first frame that may be shown after one that is missing."""
-        if before is None or not self._alone:
+    def _packets(self) -> Iterator[Any]:
+        """Packets with data. Raises _Damage, or an error of FFmpeg."""
+        stream = self._stream
+        unsaid = self._container.format.name.startswith("matroska") and "alpha_mode" not in stream.metadata
+        packets = self._container.demux() if unsaid else self._container.demux(stream)
+        for packet in _whole(packets, self._container) if unsaid else packets:
+            if packet.size and packet.stream is stream:  # an empty one, in Ogg, shows the frame before it for longer
+                yield packet
+
+    def _rest(self, last_dts: int | None) -> Iterator[Any]:
+        """What the decoder still holds, up to the first frame that may be shown after one that is missing.
+
+        A packet that was not decoded is of a later decoding time than `last_dts`, and is shown no sooner than decoded.
+        """
+        if last_dts is None or not self._alone:
             return
         try:
             pictures = self._stream.codec_context.decode(None)
         except (OSError, ValueError, self._av.error.FFmpegError):
             return
         for picture in pictures:
-            if picture.pts is None or picture.pts >= before or picture.is_corrupt:
+            if picture.pts is None or picture.pts > last_dts or picture.is_corrupt:
                 return
             yield picture
+
+
+def _whole(packets: Iterator[Any], container: Any) -> Iterator[Any]:
+    """All packets of a Matroska file. Raises _Damage where some are left out: where a cluster cannot be read, the
+    demuxer goes on at the next, if there is one, and says nothing."""
+    end: int | None = None
+    shown_s = 0.0
+    for packet in packets:
+        if packet.size and packet.pos is not None and packet.pos >= 0:
+            if end is not None and packet.pos - end > UNREAD_BYTES:
+                raise _Damage(f"{packet.pos - end} bytes of the file cannot be read")
+            end = max(end or 0, packet.pos + packet.size)
+        if packet.pts is not None:
+            shown_s = max(shown_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+        yield packet
+    duration_s = (container.duration or 0) / 1_000_000 + (container.start_time or 0) / 1_000_000
+    if end is not None and container.size - end > UNREAD_BYTES and duration_s - shown_s > UNSHOWN_S:
+        raise _Damage(f"its last {duration_s - shown_s:.1f} seconds cannot be read")
 
 
 def _reason(error: BaseException) -> str:
