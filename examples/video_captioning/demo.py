@@ -37,6 +37,7 @@ def say(text: str) -> None:
 def server(instances: int) -> Iterator[str]:
     """The address of a captioner with that many workers, which lives as long as the block."""
     command = [PENSTOCK, "serve", str(EXAMPLE / "app.py"), "--instances", str(instances), "--port", "0"]
+    command += ["--set", "server.management_port=0", "--set", "server.metrics_port=0"]
     # One thread a worker: more would take the other's core. Idle OpenMP threads must not spin beside the decoders.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     with TemporaryFile() as log:
@@ -52,11 +53,11 @@ def _address(process: subprocess.Popen[bytes], log: int) -> str:
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
         said = os.pread(log, 2**20, 0).decode(errors="replace")
-        if found := re.search(r"http://127\.0\.0\.1:[1-9][0-9]*", said):
-            return found[0]
+        if found := re.search(r"inference +(http://127\.0\.0\.1:\d+)", said):
+            return found[1]
         time.sleep(0.05)
     said = os.pread(log, 2**20, 0).decode(errors="replace")
-    raise SystemExit(f"the captioner did not start within {START_S:g} s\n{said}")
+    raise SystemExit(f"the captioner did not start within {START_S:g} s, or ended\n{said}")
 
 
 def caption_command(videos: Path, url: str, output: Path) -> list[str]:
