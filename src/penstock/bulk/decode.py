@@ -8,10 +8,11 @@ from contextlib import closing
 import numpy as np
 
 from penstock.bulk.blocks import BlockPool, PoolBlock
+from penstock.bulk.frames import Reading, Seen
 from penstock.bulk.pixels import Array, Painter, jpeg_encoder
 from penstock.bulk.sampling import Sampler
 from penstock.bulk.types import Chunk, Ended, Pixels, Position, Sampling, Video
-from penstock.bulk.video import Reading, Seen, VideoError
+from penstock.bulk.video import VideoError
 
 
 def read_chunks(
