@@ -28,7 +28,7 @@ class _Kept(Struct, frozen=True):
 
     path: bytes
     name: str
-    bytes: int
+    size_bytes: int
     mtime_ns: int
 
 
@@ -99,7 +99,7 @@ class WorkFolder:
         try:
             with file.open("rb") as lines:
                 found = [decode(line) for line in lines]
-            return [Video(os.fsdecode(k.path), k.name, k.bytes, k.mtime_ns) for k in found]
+            return [Video(os.fsdecode(k.path), k.name, k.size_bytes, k.mtime_ns) for k in found]
         except (OSError, msgspec.DecodeError) as e:
             raise FolderError(f"no videos are named, and {file} has none: {e}") from e
 

@@ -31,7 +31,7 @@ from penstock.bulk.sending import ENDS_THE_JOB, NotSent, SendOptions, SendStats
 from penstock.bulk.servers import ServerInfo, agree, ask
 from penstock.bulk.spool import End
 from penstock.bulk.types import Answered, Chunk, Sending, Video
-from penstock.bulk.video import Probe, VideoError, library, probe
+from penstock.bulk.video import Probe, library, probe
 from penstock.bulk.writer import Writer
 from penstock.client.endpoint import tls_context
 from penstock.errors import ConfigError, PenstockError
@@ -293,7 +293,7 @@ class _Run:
             try:
                 found = self._parts.probe(video.path)
                 frames = estimate(self._options.sampling, found.frames, found.duration_s)
-            except VideoError:
+            except Exception:  # its decoder will tell why; this is only an estimate
                 frames = 0
             with self._lock:
                 self._totals.set(video, frames, known=False)

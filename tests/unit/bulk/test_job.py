@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.bulk import job as job_module
+from penstock.bulk import spool
+from penstock.bulk.fingerprint import FingerprintDiffers
+from penstock.bulk.job import Job
+from penstock.bulk.outputs import Wanted
+from penstock.bulk.report import Summary
+from penstock.bulk.sending import NoServer, Undelivered
+from penstock.bulk.servers import ServerInfo, ServersDiffer
+from penstock.bulk.types import Chunk, Sampling
+from penstock.errors import ConfigError, PenstockError, Unauthorized
+from penstock.testing.bulk import FakeParts, FakeVideos, Listener, job_options, server_info
+
+
+def videos(folder: Path, *frames: int) -> Path:
+    """A folder with videos a.mp4, b.mp4 ... of so many frames."""
+    inside = folder / "videos"
+    inside.mkdir(exist_ok=True)
+    for n, count in enumerate(frames):
+        FakeVideos.make(inside / f"{chr(97 + n)}.mp4", count)
+    return inside
+
+
+def run(folder: Path, fake: FakeParts, *inputs: Path, **changed: Any) -> Summary:
+    return Job(job_options(folder, *inputs, **changed), Listener(), fake.parts()).run()
+
+
+def captions(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
+
+
+def expected(source: Path, every: int = 1) -> list[dict[str, Any]]:
+    return [
+        {"video": str(path), "frame": n, "time": n / 10, "caption": f"{path.name} frame {n}"}
+        for path in sorted(source.iterdir())
+        for n in range(0, int(path.read_text().split()[0]), every)
+    ]
+
+
+def test_every_frame_is_captioned_once_in_order_whatever_the_order_of_the_answers(tmp_path: Path) -> None:
+    source = videos(tmp_path, 37, 0, 1, 200, 16)
+    summary = run(tmp_path, FakeParts(), source, decoders=3)
+    assert captions(tmp_path) == expected(source)
+    assert (summary.exit_code, summary.complete, summary.frames, summary.new_frames) == (0, 5, 254, 254)
+    assert not (tmp_path / "failures.jsonl").exists()
+
+
+def test_a_second_run_sends_nothing_and_writes_the_same(tmp_path: Path) -> None:
+    source = videos(tmp_path, 9, 4)
+    run(tmp_path, FakeParts(), source)
+    before = (tmp_path / "captions.jsonl").read_bytes()
+    (tmp_path / "captions.jsonl").unlink()
+    fake = FakeParts()
+    summary = run(tmp_path, fake, source)
+    assert fake.videos.read == []
+    assert (summary.exit_code, summary.frames, summary.new_frames) == (0, 13, 0)
+    assert (tmp_path / "captions.jsonl").read_bytes() == before
+
+
+def test_outputs_are_written_again_without_server_and_inputs(tmp_path: Path) -> None:
+    source = videos(tmp_path, 9, 4)
+    run(tmp_path, FakeParts(), source)
+    wanted = Wanted((tmp_path / "captions.jsonl", tmp_path / "more" / "captions.csv"))
+    assert run(tmp_path, FakeParts(), servers=(), wanted=wanted).exit_code == 0
+    assert len((tmp_path / "more" / "captions.csv").read_text().splitlines()) == 14
+    with pytest.raises(ConfigError, match="no --server"):
+        run(tmp_path, FakeParts(), source, servers=(), work=tmp_path / "other.work")
+
+
+def test_a_video_whose_chunk_has_no_answer_fails_with_what_came_before_and_the_rest_finishes(tmp_path: Path) -> None:
+    source = videos(tmp_path, 30, 30)
+
+    def answer(chunk: Chunk) -> PenstockError | None:
+        bad = chunk.video.name.endswith("a.mp4") and 17 in chunk.frames
+        return Undelivered("the server failed 8 times", attempts=8) if bad else None
+
+    summary = run(tmp_path, FakeParts(answer), source)
+    assert (summary.exit_code, summary.failed, summary.partial, summary.complete) == (3, 1, 1, 1)
+    assert captions(tmp_path) == [row for row in expected(source) if row["frame"] < 16 or "b.mp4" in row["video"]]
+    failure = json.loads((tmp_path / "failures.jsonl").read_text())
+    assert failure == {
+        "path": str(source / "a.mp4"), "stage": "send", "frame": 16, "error": "the server failed 8 times",
+        "attempts": 1, "captions": 16,
+    }  # fmt: skip
+    quiet = FakeParts()
+    assert run(tmp_path, quiet, source).exit_code == 3  # failed ones stay failed
+    assert quiet.videos.read == []
+    again = FakeParts()
+    assert run(tmp_path, again, source, retry_failed=True).exit_code == 0
+    assert [(Path(name).name, at and at.frame) for name, at in again.videos.read] == [("a.mp4", 15)]
+    assert captions(tmp_path) == expected(source)
+    assert not (tmp_path / "failures.jsonl").exists()
+
+
+def test_captions_before_the_damage_are_kept_and_attempts_are_counted(tmp_path: Path) -> None:
+    source = videos(tmp_path, 5)
+    FakeVideos.make(source / "z.mp4", 10, damaged=True)
+    assert run(tmp_path, FakeParts(), source).exit_code == 3
+    assert captions(tmp_path) == expected(source)
+    for attempts in (2, 3):
+        assert run(tmp_path, FakeParts(), source, retry_failed=True).exit_code == 3
+        failure = json.loads((tmp_path / "failures.jsonl").read_text())
+        assert (failure["stage"], failure["frame"], failure["attempts"], failure["captions"]) == (
+            "decode", 10, attempts, 10,
+        )  # fmt: skip
+    assert captions(tmp_path) == expected(source)
+
+
+@pytest.mark.parametrize("error", [NoServer("nobody answers"), Unauthorized("no")])
+def test_an_error_of_all_servers_stops_the_job_and_blames_no_video(tmp_path: Path, error: PenstockError) -> None:
+    source = videos(tmp_path, 40, 40)
+    summary = run(tmp_path, FakeParts(lambda chunk: error if 21 in chunk.frames else None), source)
+    assert (summary.stopped, summary.exit_code, summary.failed, summary.unfinished) == (error, 3, 0, 2)
+    assert not (tmp_path / "captions.jsonl").exists()
+    assert error.message in "\n".join(summary.lines())
+    assert run(tmp_path, FakeParts(), source).exit_code == 0
+    assert captions(tmp_path) == expected(source)
+
+
+def test_an_interrupted_job_keeps_what_was_answered_and_the_next_goes_on_behind_it(tmp_path: Path) -> None:
+    source = videos(tmp_path, 400)
+    jobs: list[Job] = []
+    fake = FakeParts(lambda chunk: jobs[0].interrupt() if 41 in chunk.frames else None)
+    jobs.append(Job(job_options(tmp_path, source), Listener(), fake.parts()))
+    summary = jobs[0].run()
+    assert (summary.exit_code, summary.unfinished, summary.interrupted) == (130, 1, True)
+    assert 0 < summary.frames < 400
+    assert not (tmp_path / "captions.jsonl").exists()
+    again = FakeParts()
+    assert run(tmp_path, again, source).exit_code == 0
+    ((_, at),) = again.videos.read
+    assert at is not None
+    assert at.taken == at.frame + 1 == summary.frames
+    assert captions(tmp_path) == expected(source)
+
+
+def test_another_configuration_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    source = videos(tmp_path, 5)
+    run(tmp_path, FakeParts(), source)
+    before = (tmp_path / "captions.jsonl").read_bytes()
+    fake = FakeParts()
+    with pytest.raises(FingerprintDiffers, match="every: was 1, is 2"):
+        run(tmp_path, fake, source, sampling=Sampling(every=2))
+    assert fake.videos.read == []
+    assert (tmp_path / "captions.jsonl").read_bytes() == before
+    other = {**server_info().parameters, "revision": "r2"}
+    with pytest.raises(FingerprintDiffers, match='revision: was "r1", is "r2"'):
+        run(tmp_path, FakeParts(parameters=other), source)
+    assert run(tmp_path, FakeParts(), source, sampling=Sampling(every=2), restart=True).exit_code == 0
+    assert captions(tmp_path) == expected(source, every=2)
+
+
+def test_neither_the_size_of_chunks_nor_the_number_of_decoders_is_part_of_the_configuration(tmp_path: Path) -> None:
+    source = videos(tmp_path, 50, 3)
+    fake = FakeParts(lambda chunk: NoServer("gone") if 30 in chunk.frames else None)
+    run(tmp_path, fake, source, prebatch_size=3, decoders=1)
+    assert run(tmp_path, FakeParts(), source, prebatch_size=7, decoders=2).exit_code == 0
+    assert captions(tmp_path) == expected(source)
+
+
+def test_a_file_that_changed_begins_anew_and_is_named(tmp_path: Path) -> None:
+    source = videos(tmp_path, 6, 6)
+    run(tmp_path, FakeParts(), source)
+    FakeVideos.make(source / "a.mp4", 11)
+    fake, listener = FakeParts(), Listener()
+    assert Job(job_options(tmp_path, source), listener, fake.parts()).run().exit_code == 0
+    assert [Path(name).name for name, at in fake.videos.read if at is None] == ["a.mp4"]
+    assert captions(tmp_path) == expected(source)
+    assert any("changed" in line and "a.mp4" in line for line in listener.said)
+
+
+def test_more_inputs_may_be_named_later_and_the_order_is_that_of_the_inputs(tmp_path: Path) -> None:
+    source = videos(tmp_path, 3, 4)
+    run(tmp_path, FakeParts(), source / "b.mp4")
+    fake = FakeParts()
+    run(tmp_path, fake, source / "b.mp4", source / "a.mp4")
+    assert [Path(name).name for name, _ in fake.videos.read] == ["a.mp4"]
+    assert [Path(row["video"]).name for row in captions(tmp_path)] == ["b.mp4"] * 4 + ["a.mp4"] * 3
+
+
+def test_a_disk_that_is_full_stops_the_job_with_the_reason_and_a_later_run_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = videos(tmp_path, 60, 60)
+    real, written = os.write, [0]
+
+    def write(file: int, data: Any) -> int:
+        room = 3000 - written[0]
+        if room <= 0:
+            raise OSError(28, "No space left on device")
+        written[0] += min(len(data), room)
+        return real(file, data[:room])
+
+    monkeypatch.setattr(spool.os, "write", write)
+    summary = run(tmp_path, FakeParts(), source, prebatch_size=2)
+    monkeypatch.undo()
+    assert (summary.exit_code, summary.failed) == (3, 0)
+    assert summary.stopped is not None
+    assert "No space left on device" in summary.stopped.message
+    assert "what was committed before stays" in summary.stopped.message
+    assert run(tmp_path, FakeParts(), source).exit_code == 0
+    assert captions(tmp_path) == expected(source)
+
+
+def test_a_full_disk_at_the_end_keeps_the_captions(tmp_path: Path) -> None:
+    source = videos(tmp_path, 5)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    summary = run(tmp_path, FakeParts(), source, wanted=Wanted((blocked / "captions.jsonl",)))
+    assert summary.exit_code == 3
+    assert summary.stopped is not None
+    assert "the captions are kept" in summary.stopped.message
+    assert run(tmp_path, FakeParts(), source).exit_code == 0
+    assert captions(tmp_path) == expected(source)
+
+
+def test_in_single_mode_a_round_is_answered_before_the_next_is_decoded(tmp_path: Path) -> None:
+    source = videos(tmp_path, 130)
+    fake = FakeParts(lambda chunk: waiting.append(len(fake.sender.sent)) if fake.sender else None)  # type: ignore[func-returns-value]
+    waiting: list[int] = []
+    run(tmp_path, fake, source, mode="single", memory_bytes=1 << 20)
+    assert captions(tmp_path) == expected(source)
+    assert max(waiting[:50]) <= 50
+    assert max(waiting[:100]) <= 100
+    assert fake.sender is not None
+    assert all(len(frames) == 1 for _, frames in fake.sender.sent)
+
+
+def test_ten_thousand_small_videos_open_few_files_and_little_memory(tmp_path: Path) -> None:
+    source = tmp_path / "videos"
+    source.mkdir()
+    for n in range(10_000):
+        FakeVideos.make(source / f"{n:05}.mp4", n % 3)
+    most = [0]
+    here = os.path.isdir("/proc/self/fd")
+
+    def look(chunk: Chunk) -> None:
+        if here and chunk.video.name.endswith("7.mp4"):
+            most[0] = max(most[0], len(os.listdir("/proc/self/fd")))
+
+    before = len(os.listdir("/proc/self/fd")) if here else 0
+    threads = threading.active_count()
+    fake = FakeParts(look)
+    monitored = pytest.MonkeyPatch()
+    monitored.setattr(spool.os, "fsync", lambda file: None)  # ten thousand are the disk's time, not ours
+    try:
+        summary = run(tmp_path, fake, source)
+    finally:
+        monitored.undo()
+    assert (summary.exit_code, summary.complete, summary.frames) == (0, 10_000, 9_999)
+    assert captions(tmp_path) == expected(source)
+    assert fake.videos.open_at_once <= 2
+    assert most[0] - before < 16
+    assert threading.active_count() == threads
+
+
+def test_a_decoder_that_meets_what_nobody_expected_fails_that_video_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = videos(tmp_path, 6, 6)
+    fake = FakeParts()
+    (source / "a.mp4").write_text("not a number")
+    summary = run(tmp_path, fake, source)
+    assert (summary.failed, summary.complete, summary.exit_code) == (1, 1, 3)
+    assert "ValueError" in (tmp_path / "failures.jsonl").read_text()
+
+
+def test_servers_that_differ_are_refused(tmp_path: Path) -> None:
+    source = videos(tmp_path, 2)
+    found = iter([server_info(), server_info(revision="r2")])
+    parts = FakeParts().parts()
+
+    def ask(*_: object, **__: object) -> ServerInfo:
+        return next(found)
+
+    with pytest.raises(ServersDiffer):
+        Job(
+            job_options(tmp_path, source, servers=("http://a", "http://b")),
+            Listener(),
+            job_module.Parts(ask, parts.read_chunks, parts.probe, parts.sender),
+        ).run()
+
+
+def test_progress_tells_the_frames_the_total_and_the_end(tmp_path: Path) -> None:
+    source = videos(tmp_path, 40, 2)
+    listener = Listener()
+    Job(job_options(tmp_path, source), listener, FakeParts().parts()).run()
+    last = listener.shown[-1]
+    assert (last.frames, last.frames_total, last.videos, last.videos_total, last.failed) == (42, 42, 2, 2, 0)
