@@ -66,6 +66,9 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = field(default_factory=dict)
     token: str | None = None
 
+    def __repr__(self) -> str:
+        return f"ServerInfo({self.url!r}, {self.model!r}, revision={self.revision!r})"  # no token
+
     @property
     def url(self) -> str:
         """Its address."""

@@ -6,6 +6,7 @@ For many requests from one process, such as a bulk job's or a load generator's: 
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import Sequence
 
@@ -97,5 +98,12 @@ class Connection:
         except TimeoutError:
             raise Unreachable(f"{endpoint.url}: no connection within {self.connect_timeout_s:g} s") from None
         except OSError as exc:  # also ssl.SSLError, socket.gaierror
-            raise Unreachable(f"{endpoint.url}: cannot connect: {exc.strerror or exc}") from None
+            raise Unreachable(f"{endpoint.url}: cannot connect: {_reason(exc)}") from None
         return link
+
+
+def _reason(exc: OSError) -> str:
+    """The system's words: those of asyncio tell the address once more, and not what is wrong with it."""
+    if exc.errno is None or exc.errno <= 0 or isinstance(exc, ssl.SSLError):
+        return exc.strerror or str(exc)
+    return os.strerror(exc.errno)

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.bulk.answers import (
+    LONGEST_PAUSE_S,
+    RevisionChanged,
+    ServerFault,
+    WrongAnswer,
+    read_captions,
+    retry_after_s,
+)
+from penstock.client.link import Answer
+from penstock.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Forbidden,
+    ModelNotFound,
+    ModelNotReady,
+    PayloadTooLarge,
+    PenstockError,
+    QueueFull,
+    Unauthorized,
+)
+from penstock.testing.captioner import answer_of
+
+JSON = {"content-type": "application/json; charset=utf-8"}
+FRAMES = [3, 6, 9]
+
+
+def read(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> list[str]:
+    return read_captions(Answer(status, headers or JSON, body), "captioner", "r1", FRAMES, "http://gpu1")
+
+
+def changed(**change: Any) -> bytes:
+    return msgspec.json.encode({**msgspec.json.decode(answer_of(FRAMES, "r1")), **change})
+
+
+def outputs(captions: Any, frames: Any, shape: list[int] | None = None) -> bytes:
+    return changed(
+        outputs=[
+            {"name": "caption", "shape": shape or [3], "datatype": "BYTES", "data": captions},
+            {"name": "frame_index", "shape": [3], "datatype": "INT64", "data": frames},
+        ]
+    )
+
+
+def test_captions_come_in_the_order_of_the_frames():
+    assert read(answer_of(FRAMES, "r1")) == ["frame 3", "frame 6", "frame 9"]
+    assert read(outputs(["\u00e9", "", "<\n"], FRAMES)) == ["é", "", "<\n"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (answer_of([3, 6], "r1"), "2 captions, expected 3"),
+        (answer_of([3, 6, 9, 12], "r1"), "4 captions, expected 3"),
+        (answer_of([9, 6, 3], "r1"), "frames 9, 6, 3, expected 3, 6, 9"),
+        (answer_of([3, 3, 9], "r1"), "frames 3, 3, 9"),
+        (answer_of(FRAMES, "r1", model="other"), "model 'other' answered"),
+        (outputs(["a", "b", 3], FRAMES), "no Open Inference answer"),
+        (outputs(["a", "b", None], FRAMES), "no Open Inference answer"),
+        (outputs("abc", FRAMES), "no Open Inference answer"),
+        (outputs([["a", "b", "c"]], FRAMES), "no Open Inference answer"),
+        (outputs(["a", "b", "c"], [3.5, 6, 9]), "no Open Inference answer"),
+        (outputs(["a", "b", "c"], FRAMES, [2]), r"shape \[2\] and 3"),
+        (changed(outputs=[]), "no output 'caption'"),
+        (changed(outputs={}), "no Open Inference answer"),
+        (b"not JSON", "no Open Inference answer"),
+        (b"", "no Open Inference answer"),
+        (b'{"model_name": "captioner"', "no Open Inference answer"),
+        (b"\xff\xfe", "no Open Inference answer"),
+        (b"[" * 100_000, "no Open Inference answer"),
+        (b'["a caption", "for each", "frame"]', "no Open Inference answer"),
+    ],
+)
+def test_an_answer_that_does_not_fit_the_request_is_wrong(body: bytes, told: str):
+    with pytest.raises(WrongAnswer, match=told):
+        read(body)
+
+
+@pytest.mark.parametrize("kind", ["text/html", "application/octet-stream", ""])
+def test_an_answer_of_another_content_type_is_wrong(kind: str):
+    with pytest.raises(WrongAnswer, match="expected application/json"):
+        read(answer_of(FRAMES, "r1"), headers={"content-type": kind})
+
+
+@pytest.mark.parametrize("revision", ["r2", None])
+def test_an_answer_of_another_revision_is_no_caption(revision: str | None):
+    with pytest.raises(RevisionChanged, match="'r1'"):
+        read(answer_of(FRAMES, revision))
+
+
+def test_another_revision_is_told_before_a_row_too_few():
+    with pytest.raises(RevisionChanged):
+        read(answer_of([3], "r2"))
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(401, Unauthorized), (403, Forbidden), (404, ModelNotFound), (413, PayloadTooLarge), (400, BadRequest),
+     (422, BadRequest), (408, DeadlineExceeded), (504, DeadlineExceeded), (429, QueueFull), (503, ModelNotReady),
+     (500, ServerFault), (502, ServerFault), (409, ServerFault), (302, WrongAnswer), (204, WrongAnswer)],
+)  # fmt: skip
+def test_a_status_becomes_the_error_that_it_means(status: int, error: type[PenstockError]):
+    with pytest.raises(error, match=str(status)) as caught:
+        read(b'{"error": "what is\\nwrong"}', status)
+    assert type(caught.value) is error
+    assert "\n" not in caught.value.message
+
+
+def test_long_and_strange_words_of_a_server_are_cut():
+    with pytest.raises(BadRequest) as caught:
+        read(b"\x1b[31m\xff" * 10_000, 400)
+    assert len(caught.value.message) < 600
+    assert "\x1b" not in caught.value.message
+
+
+def test_retry_after_is_read_in_both_forms_and_bounded():
+    assert retry_after_s("2") == 2.0
+    assert retry_after_s(" 0.5 ") == 0.5
+    assert retry_after_s("-3") == 0.0
+    assert retry_after_s("1e9") == LONGEST_PAUSE_S
+    soon = retry_after_s(format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True))
+    assert soon is not None
+    assert 50 < soon <= 60
+    assert retry_after_s(format_datetime(datetime.now(UTC) - timedelta(days=9), usegmt=True)) == 0.0
+    for nonsense in ("", "soon", "nan", "Tue, 99 Foo 2026", "inf"):
+        assert retry_after_s(nonsense) is None
+
+
+@given(st.text())
+def test_whatever_stands_in_retry_after_is_seconds_or_nothing(value: str):
+    found = retry_after_s(value)
+    assert found is None or 0.0 <= found <= LONGEST_PAUSE_S
+
+
+@given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(
+    st.sampled_from(["model_name", "outputs", "name", "data", "shape", "parameters", "revision"]), x
+)).map(msgspec.json.encode))  # fmt: skip
+def test_whatever_a_server_answers_is_captions_or_an_error_of_ours(body: bytes):
+    with pytest.raises((WrongAnswer, RevisionChanged)):
+        read(body)

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.bulk.servers import NotACaptioner, ServersDiffer, agree, ask
+from penstock.client.endpoint import tls_context
+from penstock.client.errors import NotTrusted, Unreachable
+from penstock.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Forbidden,
+    ModelNotFound,
+    ModelNotReady,
+    PenstockError,
+    Unauthorized,
+)
+from penstock.frontends.http.auth import make_ssl_context
+from penstock.testing.captioner import Answerer, FakeCaptioner, Incoming, tell, with_raw, with_status, with_wait
+
+TLS = Path(__file__).parents[1] / "frontends" / "tls"
+CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
+
+
+@pytest.fixture
+def server() -> Iterator[FakeCaptioner]:
+    with FakeCaptioner() as server:
+        yield server
+
+
+def told(change: dict[str, Any], parameters: dict[str, Any] | None = None) -> Answerer:
+    """Metadata with something of it changed; None takes a parameter away."""
+
+    def answer(request: Incoming, server: FakeCaptioner) -> None:
+        own = {**server.parameters, "revision": "r1", **(parameters or {})}
+        whole = {
+            "name": "captioner",
+            "inputs": [{"name": "frames", "datatype": "UINT8", "shape": [-1, -1, -1, 3]},
+                       {"name": "frame_index", "datatype": "INT64", "shape": [-1]}],
+            "outputs": [{"name": "caption", "datatype": "BYTES", "shape": [-1]},
+                        {"name": "frame_index", "datatype": "INT64", "shape": [-1]}],
+            "parameters": {name: value for name, value in own.items() if value is not None},
+            **change,
+        }  # fmt: skip
+        request.say(200, msgspec.json.encode(whole))
+
+    return answer
+
+
+def test_a_captioner_tells_what_a_job_must_know(server: FakeCaptioner):
+    server.parameters.update(instances=4, max_batch_size=64, max_request_bytes=10**8, height=10, width=20, more=[1])
+    info = ask(server.url, "captioner")
+    assert (info.revision, info.height, info.width) == ("r1", 10, 20)
+    assert (info.instances, info.max_batch_size, info.max_request_bytes) == (4, 64, 10**8)
+    assert info.inputs == {"frames", "jpeg"}
+    assert (info.model_id, info.precision, info.max_new_tokens, info.kernel) == ("fake", "fp32", 8, "bicubic")
+    assert info.parameters["more"] == [1]
+    assert info.url == server.url
+
+
+def test_a_model_without_jpeg_is_known_as_such(server: FakeCaptioner):
+    server.metadata.append(told({}))
+    assert ask(server.url, "captioner").inputs == {"frames"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        told({"inputs": [{"name": "x", "datatype": "FP32"}]}),
+        told({"inputs": [{"name": "frames", "datatype": "FP32"}, {"name": "frame_index", "datatype": "INT64"}]}),
+        told({"inputs": [{"name": "frames", "datatype": "UINT8"}]}),
+        told({"outputs": [{"name": "caption", "datatype": "BYTES"}]}),
+        told({"parameters": {}}),
+        told({"parameters": None}),
+        told({}, {"task": "text-to-image"}),
+        told({}, {"revision": None}),
+        told({}, {"height": 0}),
+        told({}, {"height": "224"}),
+        told({}, {"width": 10**6}),
+        told({"inputs": 3}),
+        with_status(500),
+        with_status(302, "Location: http://example.invalid/"),
+        with_raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nnot JSON!"),
+        with_raw(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n{\"\xff\"}"),
+        with_raw(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n" + b"[" * 99999),
+    ],
+)  # fmt: skip
+def test_what_is_no_captioner_is_told_from_one(server: FakeCaptioner, wrong: Answerer):
+    server.metadata.append(wrong)
+    with pytest.raises(NotACaptioner):
+        ask(server.url, "captioner")
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(401, Unauthorized), (403, Forbidden), (404, ModelNotFound), (503, ModelNotReady), (429, ModelNotReady)],
+)
+def test_a_status_becomes_the_error_that_it_means(server: FakeCaptioner, status: int, error: type[PenstockError]):
+    server.metadata.append(with_status(status))
+    with pytest.raises(error):
+        ask(server.url, "captioner")
+
+
+def test_a_model_that_is_known_but_loads_is_not_ready(server: FakeCaptioner):
+    server.metadata.extend([tell, with_status(503)])
+    with pytest.raises(ModelNotReady):
+        ask(server.url, "captioner")
+
+
+def test_an_absent_server_is_unreachable_at_once(server: FakeCaptioner):
+    server.stop()
+    with pytest.raises(Unreachable, match="refused"):
+        ask(server.url, "captioner")
+
+
+def test_an_absent_server_is_waited_for_when_asked_to(server: FakeCaptioner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.bulk.servers.ASK_AGAIN_S", 0.02)
+    server.stop()
+    timer = threading.Timer(0.1, server.start)
+    timer.start()
+    assert ask(server.url, "captioner", patience_s=30.0).revision == "r1"
+    timer.join()
+
+
+def test_a_server_that_says_nothing_is_left(server: FakeCaptioner):
+    release = threading.Event()
+    server.metadata.append(with_wait(release, tell))
+    with pytest.raises(DeadlineExceeded):
+        ask(server.url, "captioner", timeout_s=0.1)
+    release.set()
+
+
+def test_an_address_that_is_none_is_a_matter_of_configuration():
+    with pytest.raises(ConfigError):
+        ask("gpu1:8080", "captioner")
+
+
+def test_the_token_is_sent_and_not_shown():
+    with FakeCaptioner(token="s3cret") as server:
+        info = ask(server.url, "captioner", token="s3cret")
+        assert "s3cret" not in repr(info)
+        with pytest.raises(Unauthorized):
+            ask(server.url, "captioner", token="wrong")
+        with pytest.raises(Unauthorized):
+            ask(server.url, "captioner")
+
+
+def test_a_token_that_would_travel_readable_is_warned_of(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING), pytest.raises(PenstockError):
+        ask("http://nobody.invalid", "captioner", token="t", timeout_s=5.0)
+    assert "readable" in caplog.text
+
+
+def test_a_private_authority_is_trusted_when_it_is_named():
+    with FakeCaptioner(tls=make_ssl_context(CERT, KEY)) as server:
+        assert ask(server.url, "captioner", tls=tls_context(CERT)).revision == "r1"
+        with pytest.raises(NotTrusted):
+            ask(server.url, "captioner")
+        with pytest.raises(NotTrusted):
+            ask(server.url, "captioner", tls=ssl.create_default_context())
+
+
+def test_servers_of_one_job_must_caption_alike(server: FakeCaptioner):
+    first = ask(server.url, "captioner")
+    agree([first, first])
+    server.revision = "r2"
+    with pytest.raises(ServersDiffer, match=r"revision 'r1'.*'r2'"):
+        agree([first, ask(server.url, "captioner")])
+    server.revision, server.parameters["height"] = "r1", 9
+    with pytest.raises(ServersDiffer, match=r"height '8'.*'9'"):
+        agree([first, ask(server.url, "captioner")])
+
+
+def test_a_name_with_a_slash_is_one_name_on_the_way(server: FakeCaptioner):
+    seen: list[str] = []
+
+    def look(request: Incoming, server: FakeCaptioner) -> None:
+        seen.append(request.path)
+        tell(request, server)
+
+    server.metadata.extend([look, look])
+    ask(server.url, "a/b c")
+    assert seen == ["/v2/models/a%2Fb%20c", "/v2/models/a%2Fb%20c/ready"]
