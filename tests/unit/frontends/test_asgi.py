@@ -92,6 +92,44 @@ async def test_a_body_over_the_limit_is_413(face_of):
         assert backend.calls == []
 
 
+async def test_a_repeated_request_is_answered_without_the_model(face_of):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend) as client:
+        for body in (b"abc", b"x" * 300_000):
+            key = {"idempotency-key": f"k{len(body)}"}
+            answers = [await client.post("/predictions/echo", content=body, headers=key) for _ in range(2)]
+            assert [answer.content for answer in answers] == [body, body]
+            assert (await client.post("/predictions/echo", content=b"ab", headers=key)).status_code == 422
+        assert len(backend.calls) == 2
+        assert backend.used_bytes == 0
+
+
+async def test_tensors_come_in_three_forms_and_never_as_a_pickle(face_of):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend) as client:
+        for headers, codec in (
+            ({"content-type": "application/octet-stream"}, "oip_json"),
+            ({"Inference-Header-Content-Length": "2"}, "oip_binary"),
+            ({"content-type": "application/X-npy"}, "oip_npy"),
+            ({"content-type": "application/x-npy", "inference-header-content-length": "2"}, "oip_binary"),
+        ):
+            assert (await client.post("/v2/models/echo/infer", content=b"{}", headers=headers)).status_code == 200
+            assert backend.calls[-1].item.codec == codec
+        for headers, status in (
+            ({"content-type": "application/x-python-pickle"}, 415),
+            ({"content-type": "application/vnd.pickle", "inference-header-content-length": "2"}, 415),
+            ({"inference-header-content-length": "0"}, 400),
+            ({"inference-header-content-length": "-1"}, 400),
+        ):
+            answer = await client.post("/v2/models/echo/infer", content=b"{}", headers=headers)
+            assert answer.status_code == status
+            assert list(answer.json()) == ["error"]
+        assert len(backend.calls) == 4
+        native = await client.post("/predictions/echo", content=b"{}", headers={"content-type": "application/x-pickle"})
+        assert native.status_code == 200
+        assert backend.calls[-1].item.content_type == "application/x-pickle"
+
+
 async def test_open_inference_routes(face_of):
     async with face_of() as client:
         assert (await client.get("/v2")).json()["name"] == "penstock"

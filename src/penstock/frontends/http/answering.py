@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import PenstockError
@@ -107,10 +108,12 @@ class Answering(asyncio.BufferedProtocol):
                 exchange.request_id,
                 exchange.headers,
             )
+            backend = self.server.backend
             if exchange.plain:
-                ticket = self.server.backend.submit(route.model, route.version, item, exchange.on_result)
+                ticket = backend.submit(route.model, route.version, item, exchange.on_result)
             else:
-                ticket = self.server.backend.submit(
+                submit = partial(self.server.repeats.submit, exchange.key) if exchange.key else backend.submit
+                ticket = submit(
                     route.model,
                     route.version,
                     item,

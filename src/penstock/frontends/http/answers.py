@@ -55,6 +55,12 @@ class UnsupportedType(PenstockError):
     code = "unsupported_media_type"
 
 
+class KeyReused(BadRequest):
+    """An Idempotency-Key came with another request than before."""
+
+    code = "idempotency_key_reused"
+
+
 class RequestTimeout(PenstockError):
     """The head or the body did not arrive in time."""
 
@@ -91,6 +97,7 @@ STATUS: Final[dict[type[PenstockError], int]] = {
     PayloadTooLarge: 413,
     UnsupportedType: 415,
     ExpectationFailed: 417,
+    KeyReused: 422,
     QueueFull: 429,
     HeadTooLarge: 431,
     Cancelled: 499,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -13,6 +15,7 @@ from penstock.frontends.base import Backend, Ticket
 from penstock.frontends.http.answering import STREAM_BACKLOG
 from penstock.frontends.http.answers import error_result, sse_event, stream_part, stream_type
 from penstock.frontends.http.intake import BIG_BYTES, Intake
+from penstock.frontends.http.repeats import Repeats
 from penstock.frontends.http.routes import SPECIAL_NAMES, Router, check_method, is_telling, read_special
 from penstock.frontends.http.template import Route
 from penstock.protocols import native
@@ -39,6 +42,7 @@ class _Call:
         self.priority = 0
         self.content_type = ""
         self.codec = ""
+        self.key = b""
         self.length = 0
         self.results: asyncio.Queue[ItemResult] = asyncio.Queue()
         self.ticket: Ticket | None = None
@@ -79,6 +83,7 @@ class InferenceApp:
         self.config = config or LimitsConfig()
         self.tokens = tokens
         self.router = Router()
+        self.repeats = Repeats(backend, time.monotonic)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answers one request, or the lifespan's two events."""
@@ -127,7 +132,8 @@ class InferenceApp:
         headers = list(scope["headers"])
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
-        call.ticket = self.backend.submit(
+        submit = partial(self.repeats.submit, call.key) if call.key else self.backend.submit
+        call.ticket = submit(
             route.model,
             route.version,
             item,

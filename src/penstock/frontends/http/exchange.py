@@ -35,6 +35,7 @@ class Exchange:
     headers: Headers
     content_type: str = ""
     codec: str = ""  # another than that of the route
+    key: bytes = b""  # of a request that may come again
     payload: Any = b""
     budget_s: float | None = None
     priority: int = 0

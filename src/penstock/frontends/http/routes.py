@@ -24,6 +24,7 @@ from penstock.frontends.http.answers import (
 )
 from penstock.frontends.http.auth import check_token
 from penstock.frontends.http.openapi import openapi_body
+from penstock.frontends.http.repeats import parse_key
 from penstock.frontends.http.table import Table, remember
 from penstock.frontends.http.template import Route, Template
 from penstock.protocols import oip_json
@@ -36,6 +37,7 @@ SPECIAL_NAMES: Final = frozenset(
         b"authorization",
         b"connection",
         b"expect",
+        b"idempotency-key",
         b"inference-header-content-length",
         b"transfer-encoding",
         b"x-deadline-ms",
@@ -211,6 +213,7 @@ class Wishes(Protocol):
     """What the headers of one request may set."""
 
     codec: str
+    key: bytes
     request_id: str
     sse: bool
     plain: bool
@@ -231,10 +234,12 @@ def read_special(wishes: Wishes, route: Route, special: dict[bytes, bytes], toke
     check_framing(special)
     if route.template.codec == "oip_json":
         wishes.codec = tensor_codec(special)
-    budget, priority = get(b"x-deadline-ms"), get(b"x-priority")
+    budget, priority, key = get(b"x-deadline-ms"), get(b"x-priority"), get(b"idempotency-key")
+    if key is not None and route.template.codec:
+        wishes.key = parse_key(key, get(b"authorization", b""))
     if priority is not None:
         wishes.priority = parse_priority(priority)
     if budget is not None:
         wishes.budget_s = parse_budget(budget)
-    if wishes.request_id or wishes.sse or budget is not None or priority is not None:
+    if wishes.request_id or wishes.sse or wishes.key or budget is not None or priority is not None:
         wishes.plain = False

@@ -19,6 +19,7 @@ from penstock.frontends.http.dialect import Dialect, NativeDialect
 from penstock.frontends.http.exchange import Exchange, status_line
 from penstock.frontends.http.gate import Gate
 from penstock.frontends.http.intake import BIG_BYTES
+from penstock.frontends.http.repeats import Repeats
 from penstock.frontends.http.serving import Serve, read_request, serve
 from penstock.frontends.http.template import Route
 
@@ -58,6 +59,7 @@ class HttpServer:
         self.special = False  # every head needs the long way: the server closes
         self.small_bytes = min(BIG_BYTES, config.max_body_bytes)
         self.receive = memoryview(bytearray(RECEIVE_BYTES))
+        self.repeats = Repeats(backend, self.now)
         self.heads: dict[str, bytes] = {}
         self.date_line = b""
         self.plain_answers = 0  # answers of the plain case: 200
