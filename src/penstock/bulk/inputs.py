@@ -16,17 +16,18 @@ from penstock.bulk.types import Video
 from penstock.bulk.video import VideoError, probe
 from penstock.errors import PenstockError
 
-VIDEOS = (
+_VIDEOS = (
     ".264 .265 .3g2 .3gp .asf .av1 .avi .divx .dv .f4v .flv .gxf .h264 .h265 .hevc .ivf .m1v .m2t .m2ts .m2v .m4v .mj2 "
     ".mjpeg .mjpg .mkv .mov .mp4 .mpe .mpeg .mpg .mpv .mts .mxf .nut .obu .ogm .ogv .qt .rm .rmvb .ts .vob .webm .wmv "
     ".wtv .y4m "
 )
-OTHERS = (  # not worth opening
+_OTHERS = (  # not worth opening
     ".aac .ass .avif .bmp .csv .doc .docx .exe .flac .gif .gz .heic .htm .html .ini .jpeg .jpg .json .jsonl .lnk .log "
     ".m3u .m3u8 .m4a .md .md5 .mp3 .nfo .npy .npz .ogg .opus .parquet .part .pdf .pickle .pkl .png .pt .py .sha256 .sh "
     ".safetensors .srt .sub .svg .tar .tfrecord .tif .tiff .tmp .toml .torrent .tsv .txt .vtt .wav .webp .xml .yaml "
     ".yml .zip "
 )
+VIDEOS, OTHERS = frozenset(_VIDEOS.split()), frozenset(_OTHERS.split())
 
 
 class InputError(PenstockError):
@@ -54,7 +55,7 @@ def expand(inputs: Iterable[str], *, stdin: BinaryIO | None = None, from0: bool 
     folders: set[tuple[int, int]] = set()
     for path, named in _files(inputs, stdin, from0, folders):
         status = _status(path)
-        if not named and (status is not None and not _is_video(path, status)):
+        if not named and not _is_video(path, status):
             notes.skipped += 1
             continue
         key = path if status is None else (status.st_dev, status.st_ino)
@@ -162,13 +163,13 @@ def _status(path: str) -> os.stat_result | None:
         return None
 
 
-def _is_video(path: str, status: os.stat_result) -> bool:
+def _is_video(path: str, status: os.stat_result | None) -> bool:
     """By its suffix and, where that says nothing, by opening it."""
-    suffix = os.path.splitext(path)[1].lower() + " "
-    if not stat.S_ISREG(status.st_mode) or (suffix in OTHERS and suffix != " "):
+    suffix = os.path.splitext(path)[1].lower()
+    if (status is not None and not stat.S_ISREG(status.st_mode)) or suffix in OTHERS:
         return False
-    if suffix in VIDEOS and suffix != " ":
-        return True
+    if suffix in VIDEOS or status is None:
+        return suffix in VIDEOS
     try:
         probe(path)
     except VideoError:

@@ -1,0 +1,151 @@
+"""What a job's inputs lead to: order, doubles, names, what is skipped, what is refused."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.bulk.inputs import InputError, expand, valid_text
+from penstock.testing.videos import make_clip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def touch(*names: str) -> None:
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(b"x")
+
+
+def paths(*inputs: str, stdin: bytes | None = None, from0: bool = False) -> list[str]:
+    found, _ = expand(inputs, stdin=None if stdin is None else io.BytesIO(stdin), from0=from0)
+    return [video.path for video in found]
+
+
+def test_inputs_keep_their_order_and_a_folders_files_are_sorted(here: Path) -> None:
+    touch("z.mp4", "clips/b.mp4", "clips/a/2.mkv", "clips/a/10.mkv", "clips/c.webm")
+    assert paths("z.mp4", "clips") == ["z.mp4", "clips/a/10.mkv", "clips/a/2.mkv", "clips/b.mp4", "clips/c.webm"]
+
+
+def test_a_video_tells_its_size_and_time(here: Path) -> None:
+    touch("a.mp4")
+    os.utime("a.mp4", ns=(5, 7))
+    ((video,), _) = expand(["a.mp4"])
+    assert (video.bytes, video.mtime_ns, video.name) == (1, 7, "a.mp4")
+
+
+def test_files_of_a_folder_that_are_no_videos_are_skipped_and_counted(here: Path) -> None:
+    touch("clips/a.mp4", "clips/notes.txt", "clips/a.jpg", "clips/README", "clips/data.unknown", "clips/.hidden.mp4")
+    make_clip(here / "clip.mp4", 2).rename("clips/recording")
+    found, notes = expand(["clips"])
+    assert [video.path for video in found] == ["clips/a.mp4", "clips/recording"]
+    assert notes.skipped == 4
+
+
+def test_a_file_that_is_named_itself_is_taken_whatever_its_suffix(here: Path) -> None:
+    touch("notes.txt")
+    assert paths("notes.txt") == ["notes.txt"]
+
+
+def test_the_same_file_is_taken_once_with_a_note(here: Path) -> None:
+    touch("a.mp4")
+    os.symlink("a.mp4", "b.mp4")
+    found, notes = expand(["a.mp4", "a.mp4", "b.mp4", "."])
+    assert [video.path for video in found] == ["a.mp4"]
+    assert notes.duplicates == ["a.mp4", "b.mp4", "./a.mp4", "./b.mp4"]
+
+
+def test_a_loop_of_links_ends(here: Path) -> None:
+    touch("clips/a/1.mp4")
+    os.symlink("..", "clips/a/up")
+    os.symlink("circle", "clips/circle")
+    assert paths("clips") == ["clips/a/1.mp4"]
+    assert paths("clips/**/*.mp4") == ["clips/a/1.mp4"]
+    assert paths("**") == ["clips/a/1.mp4"]
+
+
+def test_patterns(here: Path) -> None:
+    touch("a1.mp4", "a2.mp4", "b.mp4", "x/a3.mp4", "x/y/a4.mp4", "x/y/a5.txt", "x/y/b.mp4", ".trash/a6.mp4")
+    assert paths("a*.mp4") == ["a1.mp4", "a2.mp4"]
+    assert paths("*/a?.mp4") == ["x/a3.mp4"]
+    assert paths("**/a*.mp4") == ["a1.mp4", "a2.mp4", "x/a3.mp4", "x/y/a4.mp4"]
+    assert paths("x/**/[ab].mp4") == ["x/y/b.mp4"]
+    assert paths("x/**") == ["x/a3.mp4", "x/y/a4.mp4", "x/y/b.mp4"]
+    assert paths("x/*") == ["x/a3.mp4", "x/y/a4.mp4", "x/y/b.mp4"]  # a folder that matches is read whole
+    assert paths(str(here / "**" / "y")) == [str(here / "x/y/a4.mp4"), str(here / "x/y/b.mp4")]
+
+
+def test_a_name_that_only_looks_like_a_pattern_is_a_file(here: Path) -> None:
+    touch("[1] a*.mp4", "1.mp4")
+    assert paths("[1] a*.mp4") == ["[1] a*.mp4"]
+
+
+def test_a_list_on_standard_input_by_lines_or_by_nuls(here: Path) -> None:
+    touch("a.mp4", "new\nline.mp4", "clips/b.mp4", "*.mp4")
+    assert paths("-", stdin=b"a.mp4\r\n\nclips\n*.mp4\n") == ["a.mp4", "clips/b.mp4", "*.mp4"]
+    assert paths("-", stdin=b"new\nline.mp4\0a.mp4", from0=True) == ["new\nline.mp4", "a.mp4"]
+
+
+def test_a_listed_file_that_has_vanished_is_a_video_that_cannot_be_opened(here: Path) -> None:
+    ((video,), _) = expand(["-"], stdin=io.BytesIO(b"gone.mp4\n"))
+    assert (video.path, video.bytes, video.mtime_ns) == ("gone.mp4", 0, 0)
+
+
+def test_a_broken_link_in_a_folder_is_a_video_that_fails_if_it_is_named_like_one(here: Path) -> None:
+    os.makedirs("clips")
+    os.symlink("gone", "clips/a.mp4")
+    os.symlink("gone", "clips/latest")
+    found, notes = expand(["clips"])
+    assert [(video.path, video.bytes) for video in found] == [("clips/a.mp4", 0)]
+    assert notes.skipped == 1
+
+
+@pytest.mark.parametrize("missing", ["gone.mp4", "gone*.mp4", "**/gone.mp4", "-leading.mp4", "-"])
+def test_an_input_that_leads_to_nothing_is_refused(here: Path, missing: str) -> None:
+    with pytest.raises(InputError, match=r"no file|there is none"):
+        expand([missing])
+
+
+def test_names_may_hold_anything(here: Path) -> None:
+    names = ["-dash.mp4", "ümlaut ☃ 映像.mp4", "new\nline.mp4", 'quo"te.mp4']
+    touch(*names)
+    found, _ = expand(names)
+    assert [video.name for video in found] == names
+
+
+def test_bytes_that_are_no_text_have_a_name_that_is_and_is_their_own(here: Path) -> None:
+    try:
+        for raw in (b"a\xff.mp4", b"a\xfe.mp4"):
+            Path(os.fsdecode(raw)).write_bytes(b"")
+    except OSError:
+        pytest.skip("this file system takes only text as names")
+    touch(r"a\xff.mp4")
+    found, _ = expand(["."])
+    names = [video.name for video in found]
+    assert len(set(names)) == 3
+    assert names[0] == r"./a\xff.mp4"
+    for name in names:
+        name.encode()
+    assert valid_text(os.fsdecode(b"a\xff")).startswith(r"a\xff#")
+
+
+def test_a_folder_that_cannot_be_read_stands_among_the_videos_as_one_that_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch("clips/a.mp4", "clips/closed/b.mp4")
+    listdir = os.listdir
+
+    def guarded(path: str) -> list[str]:
+        if path.endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", guarded)
+    assert paths("clips") == ["clips/a.mp4", "clips/closed"]
