@@ -96,9 +96,18 @@ class Network:
     """A loaded network. Captions are greedy: the same pixels give the same caption."""
 
     def __init__(
-        self, model: Any, kind: Kind, tokenizer: Any, looks: Looks, prompt: str, tokens: tuple[int, int], compiled: bool
+        self,
+        model: Any,
+        kind: Kind,
+        tokenizer: Any,
+        looks: Looks,
+        *,
+        dtype: torch.dtype,
+        prompt: str,
+        tokens: tuple[int, int],
+        compiled: bool,
     ) -> None:
-        self.looks, self.dtype, self.device = looks, model.dtype, model.device
+        self.looks, self.dtype, self.device = looks, dtype, model.device
         self._model, self._tokenizer, self._compiled = model, tokenizer, compiled
         self._prompt = kind.prompt(model.config, tokenizer, prompt)
         writer = model.get_submodule(kind.writer) if kind.writer else model
@@ -110,7 +119,7 @@ class Network:
         if self._compiled:  # for each number of rows anew, so there are few of these
             pixels = torch.cat([pixels, pixels[-1:].expand(_bucket(rows) - rows, -1, -1, -1)])
         arguments = {
-            name: torch.tensor([ids], device=self.device).expand(len(pixels), -1)
+            name: torch.tensor([ids], device=self.device).repeat(len(pixels), 1)
             for name, ids in self._prompt.arguments.items()
         }
         if "input_ids" in arguments:
@@ -162,7 +171,7 @@ def open_network(
         raise
     except (OSError, ValueError, KeyError, ImportError) as e:
         raise LoadFailed(f"model: {source.name} cannot be loaded: {describe(e)}") from e
-    return Network(model, kind, tokenizer, looks, prompt, tokens, compiled)
+    return Network(model, kind, tokenizer, looks, dtype=dtype, prompt=prompt, tokens=tokens, compiled=compiled)
 
 
 # ---- parts of a folder
@@ -199,14 +208,10 @@ def _random(cls: Any, config: Any, device: str, dtype: torch.dtype) -> Any:
 
 
 def _tokenizer(source: Source, needed: bool) -> Any:
-    if source.folder is None:
+    there = source.folder is not None and any(source.folder.glob("tokenizer*"))
+    if not there and not needed:
         return None
-    try:
-        return transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
-    except (OSError, ValueError, KeyError):
-        if needed:
-            raise
-        return None
+    return transformers.AutoTokenizer.from_pretrained(source.folder or source.name, local_files_only=True)
 
 
 def _looks(source: Source, config: Any, needed: bool) -> Looks:
