@@ -27,9 +27,9 @@ class Lane:
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[Connection] = []
 
-    def room(self, now: float) -> int:
-        """How many chunks it may be sent now."""
-        return 0 if self.away or now < self.resting_until_s else self.window.room()
+    def up(self, now: float) -> bool:
+        """Whether it may be sent chunks, as far as its window has room."""
+        return not self.away and now >= self.resting_until_s
 
     @property
     def load(self) -> float:

@@ -171,11 +171,12 @@ class Sender:
             task.add_done_callback(functools.partial(self._delivered, parcel, lane, now))
 
     def _pick(self, parcel: Parcel) -> Lane | None:
-        """The least loaded server with room; where the chunk failed before, another one if there is any."""
+        """The least loaded server with room; not the one where the chunk failed last, if another one is up."""
         now = self._time()
-        open_ = [lane for lane in self._lanes if lane.room(now) > 0]
-        others = [lane for lane in open_ if lane is not parcel.last] if parcel.attempts else open_
-        return min(others or open_, key=lambda lane: lane.load, default=None)
+        lanes = [lane for lane in self._lanes if lane.up(now)]
+        if parcel.attempts and len(lanes) > 1:
+            lanes = [lane for lane in lanes if lane is not parcel.last]
+        return min((lane for lane in lanes if lane.window.room() > 0), key=lambda lane: lane.load, default=None)
 
     async def _deliver(self, parcel: Parcel, lane: Lane) -> list[str]:
         """The captions. Raises what a connection and `read_captions` do."""
@@ -273,7 +274,15 @@ class Sender:
             return
         if now + pause_s > lane.resting_until_s:
             lane.resting_until_s = now + pause_s
-            asyncio.get_running_loop().call_later(pause_s, self._pump)
+            self._rested(lane)
+
+    def _rested(self, lane: Lane) -> None:
+        """Sends again when the rest is over; a timer of the loop may be a millisecond early."""
+        left_s = lane.resting_until_s - self._time()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s + 0.001, self._rested, lane)
+        else:
+            self._pump()
 
     async def _probe(self, lane: Lane) -> None:
         """Asks a server that is away until it answers as it did before."""

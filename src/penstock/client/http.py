@@ -75,10 +75,15 @@ class Connection:
         if link is not None and link.open:
             try:
                 return await link.exchange(head, body, max_answer_bytes)
-            except ConnectionLost:
+            except ConnectionLost as lost:
                 if link.received_bytes:
                     raise
-        self._link = link = await self._connect()
+                try:
+                    self._link = link = await self._connect()
+                except Unreachable:  # it was more than this connection that ended, perhaps by this very request
+                    raise lost from None
+        else:
+            self._link = link = await self._connect()
         return await link.exchange(head, body, max_answer_bytes)
 
     async def _connect(self) -> Link:

@@ -108,6 +108,25 @@ def test_a_kept_connection_that_was_closed_is_opened_again_unseen(run: Run, serv
     assert server.connections == 2
 
 
+def test_a_server_that_dies_by_a_request_on_a_kept_connection_is_lost_and_not_just_unreachable(
+    run: Run, server: FakeCaptioner
+):
+    def die(request: Incoming, server: FakeCaptioner) -> None:
+        _ = request.body
+        server.stop()
+
+    async def go() -> None:
+        connection = Connection(parse_url(server.url))
+        server.go_wrong(echo, die)
+        await post(connection)
+        with pytest.raises(ConnectionLost):
+            await post(connection, b"x")
+        with pytest.raises(Unreachable):
+            await post(connection, b"x")
+
+    run(go())
+
+
 def test_an_answer_that_says_close_ends_the_connection(run: Run, server: FakeCaptioner):
     async def go() -> None:
         connection = Connection(parse_url(server.url))

@@ -1,0 +1,637 @@
+"""The sender against captioners that go wrong: every chunk is answered once, with its own captions or an error."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.bulk.answers import RevisionChanged, ServerFault, WrongAnswer
+from penstock.bulk.send import Sender
+from penstock.bulk.sending import ENDS_THE_JOB, NoServer, NotSent, SendOptions, Undelivered, window_for
+from penstock.bulk.servers import ask
+from penstock.bulk.types import Chunk, Video
+from penstock.client.endpoint import tls_context
+from penstock.client.errors import AnswerTooLarge, ConnectionLost
+from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
+from penstock.frontends.http.auth import make_ssl_context
+from penstock.testing.captioner import (
+    Answerer,
+    FakeCaptioner,
+    Gone,
+    Incoming,
+    answer_of,
+    caption,
+    hang_up,
+    reset,
+    shuffled,
+    too_few,
+    with_body,
+    with_raw,
+    with_reset,
+    with_status,
+    with_wait,
+)
+
+TLS = Path(__file__).parents[1] / "frontends" / "tls"
+CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
+ROWS = 4
+QUICK = {"backoff_s": 0.005, "longest_backoff_s": 0.02, "connect_timeout_s": 5.0, "fingerprint": "0123456789abcdef"}
+
+
+class NoBlock:
+    def release(self) -> None:
+        pass
+
+
+def chunk(number: int, rows: int = ROWS, jpeg: bool = False) -> Chunk:
+    frames = list(range(number * ROWS, number * ROWS + rows))
+    pixels: Any = [b"jpeg %d" % n for n in frames] if jpeg else np.full((rows, 8, 8, 3), number % 256, np.uint8)
+    video = Video("a.mp4", "a.mp4", 1000, 5)
+    return Chunk(video, number, pixels, frames, [0.0] * rows, [None] * rows, NoBlock())
+
+
+class Job:
+    """Sends chunks and waits for their answers; complains of one that comes twice, or in another thread."""
+
+    def __init__(
+        self, *servers: FakeCaptioner, token: str | None = None, ca: str | None = None, **options: Any
+    ) -> None:
+        tls = tls_context(ca) if ca else None
+        infos = [ask(server.url, "captioner", token=token, tls=tls) for server in servers]
+        self.answers: dict[int, list[str] | PenstockError] = {}
+        self.twice: list[int] = []
+        self.threads: set[str] = set()
+        self.sent = 0
+        self._done = threading.Condition()
+        self.sender = Sender(infos, SendOptions(**{**QUICK, **options}), self._answered, seed=1)
+        self.sender.start()
+
+    def _answered(self, chunk: Chunk, outcome: list[str] | PenstockError) -> None:
+        with self._done:
+            if chunk.number in self.answers:
+                self.twice.append(chunk.number)
+            self.answers[chunk.number] = outcome
+            self.threads.add(threading.current_thread().name)
+            self._done.notify_all()
+
+    def send(self, count: int, **form: Any) -> None:
+        for _ in range(count):
+            self.sender.send(chunk(self.sent, **form))
+            self.sent += 1
+
+    def wait(self, count: int | None = None) -> dict[int, list[str] | PenstockError]:
+        with self._done:
+            whole = self._done.wait_for(lambda: len(self.answers) >= (self.sent if count is None else count), 20)
+        assert whole, (self.sender.stats(), self.answers)
+        return self.answers
+
+    def close(self, drain_s: float = 0.0) -> None:
+        self.sender.close(drain_s)
+        assert not self.twice
+        assert sorted(self.answers) == list(range(self.sent)), "each chunk once"
+        assert self.threads <= {"penstock-sender"}
+
+    def all_captioned(self) -> bool:
+        return all(
+            outcome == [f"frame {n}" for n in range(number * ROWS, number * ROWS + ROWS)]
+            for number, outcome in self.wait().items()
+        )
+
+
+@pytest.fixture
+def server() -> Iterator[FakeCaptioner]:
+    with FakeCaptioner() as server:
+        yield server
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until, "it never came to that"
+        time.sleep(0.002)
+
+
+def test_every_chunk_gets_the_captions_of_its_own_frames(server: FakeCaptioner):
+    job = Job(server)
+    job.send(50)
+    assert job.all_captioned()
+    stats = job.sender.stats()
+    assert (stats.answered, stats.in_flight, stats.waiting, stats.retries) == (50, 0, 0, 0)
+    assert stats.sent_bytes > 50 * ROWS * 8 * 8 * 3
+    job.close(1.0)
+
+
+def test_pixels_and_files_arrive_as_they_are(server: FakeCaptioner):
+    job = Job(server)
+    job.send(1)
+    job.wait()
+    job.send(1, jpeg=True)
+    job.wait()
+    raw, jpeg = server.seen
+    head = int(raw.headers["inference-header-content-length"])
+    assert raw.body[head:-32] == bytes(ROWS * 8 * 8 * 3)
+    head = int(jpeg.headers["inference-header-content-length"])
+    assert jpeg.body[head:-32] == b"".join(b"\6\0\0\0jpeg %d" % n for n in range(4, 8))
+    assert jpeg.frames == [4, 5, 6, 7]
+    job.close()
+
+
+def test_a_request_says_what_it_is_and_who_sends_it():
+    with FakeCaptioner(token="t0ken") as server:
+        job = Job(server, token="t0ken")
+        job.send(1)
+        assert job.all_captioned()
+        headers = server.seen[0].headers
+        assert headers["content-type"] == "application/octet-stream"
+        assert headers["x-priority"] == "1"
+        assert headers["authorization"] == "Bearer t0ken"
+        assert headers["idempotency-key"].startswith("01234567-")
+        assert headers["idempotency-key"].endswith("-0-4")
+        assert server.seen[0].path == "/v2/models/captioner/infer"
+        job.close()
+
+
+def test_connections_are_kept_and_no_more_than_the_window_is_wide(server: FakeCaptioner):
+    job = Job(server)
+    job.send(40)
+    job.wait()
+    assert server.connections - 1 <= max(3, job.sender.stats().window)  # one asked for the metadata
+    job.close()
+
+
+def test_a_server_behind_tls_with_a_private_authority_captions():
+    with FakeCaptioner(tls=make_ssl_context(CERT, KEY)) as server:
+        job = Job(server, ca=CERT)
+        job.send(10)
+        assert job.all_captioned()
+        job.close()
+
+
+# ---- faults that pass
+
+
+ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        with_status(500),
+        with_status(502),
+        with_status(504),
+        with_status(503),
+        with_status(503, "Retry-After: 0.01"),
+        with_status(429, "Retry-After: 0"),
+        with_status(429, early=True),
+        with_status(404),
+        with_status(409),
+        with_reset(),
+        with_reset(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"),
+        too_few,
+        shuffled,
+        with_body(lambda frames, server: b'["just", "some", "list", "!"]'),
+        with_body(lambda frames, server: b"{'python': 1}"),
+        with_body(lambda frames, server: answer_of(frames, "r1"), kind="text/html"),
+        with_body(lambda frames, server: answer_of(frames, "r1", model="other")),
+        with_raw(b"no HTTP at all\r\n\r\n"),
+        with_raw(ENDLESS + b"Content-Length: 1000000000\r\n\r\n", forever=b"x" * 65536),
+        with_raw(ENDLESS + b"Transfer-Encoding: chunked\r\n\r\n", forever=b"10000\r\n" + b"x" * 65536 + b"\r\n"),
+        hang_up,
+    ],
+    ids=["500", "502", "504", "503", "503 later", "429", "429 early", "404", "409", "reset", "half", "too few",
+         "shuffled", "a list", "no JSON", "html", "other model", "no HTTP", "1 GB", "endless", "hang up"],
+)  # fmt: skip
+def test_a_fault_that_passes_costs_no_caption(server: FakeCaptioner, wrong: Answerer):
+    job = Job(server, max_answer_bytes=100_000)
+    server.go_wrong(caption, wrong, wrong)
+    job.send(12)
+    assert job.all_captioned()
+    job.close(1.0)
+
+
+def test_a_chunk_is_sent_again_under_the_same_key_and_with_the_same_body(server: FakeCaptioner):
+    job = Job(server)
+    server.go_wrong(with_status(500), with_reset(), too_few)
+    job.send(1)
+    assert job.all_captioned()
+    assert len({seen.headers["idempotency-key"] for seen in server.seen}) == 1
+    assert len({seen.body for seen in server.seen}) == 1
+    assert len(server.seen) == 4
+    assert job.sender.stats().retries == 2  # the connection that was reset had been kept: it was opened again unseen
+    job.send(1)
+    job.wait()
+    assert server.seen[-1].headers["idempotency-key"] != server.seen[0].headers["idempotency-key"]
+    job.close()
+
+
+def test_retry_after_keeps_every_chunk_from_the_server_for_that_long(server: FakeCaptioner):
+    times: list[float] = []
+
+    def note(request: Incoming, server: FakeCaptioner) -> None:
+        times.append(time.monotonic())
+        caption(request, server)
+
+    def refuse(request: Incoming, server: FakeCaptioner) -> None:
+        times.append(time.monotonic())
+        with_status(503, "Retry-After: 0.3")(request, server)
+
+    job = Job(server)
+    server.go_wrong(refuse, *[note] * 9)
+    job.send(1)
+    wait_for(lambda: job.sender.stats().servers[0].state == "rests")
+    job.send(8)
+    assert job.all_captioned()
+    assert times[1] - times[0] >= 0.3
+    job.close()
+
+
+def test_the_window_halves_when_the_server_is_busy(server: FakeCaptioner):
+    server.parameters["instances"] = 8
+    job = Job(server)
+    assert job.sender.stats().window == 17
+    server.go_wrong(with_status(429))
+    job.send(1)
+    assert job.all_captioned()
+    assert job.sender.stats().window == 8
+    job.close()
+
+
+def test_a_server_that_takes_too_long_is_asked_again(server: FakeCaptioner):
+    release = threading.Event()
+    job = Job(server, request_timeout_s=0.1)
+    server.go_wrong(with_wait(release))
+    job.send(1)
+    assert job.all_captioned()
+    release.set()
+    job.close()
+
+
+def test_a_refusal_while_the_body_is_still_sent_is_heard(server: FakeCaptioner):
+    job = Job(server)
+    server.go_wrong(with_status(413, early=True))
+    big = chunk(0)
+    big.pixels = np.zeros((4, 2000, 2000, 3), np.uint8)
+    job.sender.send(big)
+    job.sent = 1
+    outcome = job.wait()[0]
+    assert isinstance(outcome, Undelivered)
+    assert isinstance(outcome.cause, PayloadTooLarge)
+    assert len(server.seen) == 1
+    job.close()
+
+
+# ---- faults that stay
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [(with_status(500), ServerFault), (shuffled, WrongAnswer), (with_reset(), ConnectionLost),
+     (with_status(504), DeadlineExceeded),
+     (with_raw(ENDLESS + b"Content-Length: 1000000000\r\n\r\n"), AnswerTooLarge)],
+)  # fmt: skip
+def test_a_chunk_that_the_server_fails_on_each_time_fails_alone(
+    server: FakeCaptioner, wrong: Answerer, cause: type[PenstockError]
+):
+    def only_the_third(request: Incoming, server: FakeCaptioner) -> None:
+        (wrong if request.frames[0] == 2 * ROWS else caption)(request, server)
+
+    job = Job(server, attempts=3)
+    server.go_wrong(*[only_the_third] * 20)
+    job.send(6)
+    answers = job.wait()
+    outcome = answers.pop(2)
+    assert isinstance(outcome, Undelivered)
+    assert outcome.attempts == 3
+    assert type(outcome.cause) is cause
+    assert "(3 attempts)" in outcome.message
+    assert all(isinstance(other, list) for other in answers.values())
+    answers[2] = outcome
+    job.close()
+
+
+@pytest.mark.parametrize(("status", "cause"), [(400, BadRequest), (422, BadRequest), (413, PayloadTooLarge)])
+def test_a_chunk_that_the_server_refuses_is_not_sent_again(
+    server: FakeCaptioner, status: int, cause: type[PenstockError]
+):
+    job = Job(server)
+    server.go_wrong(with_status(status))
+    job.send(1)
+    outcome = job.wait()[0]
+    assert isinstance(outcome, Undelivered)
+    assert type(outcome.cause) is cause
+    assert outcome.attempts == 1
+    assert len(server.seen) == 1
+    job.close()
+
+
+def test_pixels_that_do_not_fit_their_frames_fail_without_a_request(server: FakeCaptioner):
+    job = Job(server)
+    odd = chunk(0)
+    odd.pixels = np.zeros((4, 8, 8, 6), np.uint8)[:, :, :, ::2]
+    job.sender.send(odd)
+    job.sent = 1
+    assert isinstance(job.wait()[0], Undelivered)
+    job.close()
+
+
+def test_a_token_that_is_refused_ends_the_job(server: FakeCaptioner):
+    job = Job(server)
+    server.token = "another"
+    job.send(5)
+    assert all(isinstance(outcome, Unauthorized) for outcome in job.wait().values())
+    assert isinstance(job.answers[0], ENDS_THE_JOB)
+    job.close()
+
+
+# ---- servers that go and come
+
+
+def test_a_server_that_is_killed_and_comes_back_answers_all(server: FakeCaptioner):
+    def die(request: Incoming, server: FakeCaptioner) -> None:
+        _ = request.body
+        threading.Thread(target=restart).start()
+        reset(request.connection)
+        raise Gone
+
+    def restart() -> None:
+        server.stop()
+        time.sleep(0.1)
+        server.start()
+        back.set()
+
+    back = threading.Event()
+    job = Job(server)
+    server.go_wrong(*[caption] * 10, die)
+    job.send(30)
+    back.wait(20)
+    assert job.all_captioned()
+    assert job.sender.stats().servers[0].state == "up"
+    job.close()
+
+
+def test_an_absent_server_costs_a_chunk_no_attempts(server: FakeCaptioner):
+    job = Job(server, attempts=1)
+    server.stop()
+    job.send(5)
+    wait_for(lambda: job.sender.stats().servers[0].state == "away")
+    time.sleep(0.1)  # several probes
+    assert not job.answers
+    server.start()
+    assert job.all_captioned()
+    job.close()
+
+
+def test_a_tunnel_that_closes_every_connection_costs_a_chunk_one_attempt(server: FakeCaptioner):
+    def closed(request: Incoming, server: FakeCaptioner) -> None:
+        reset(request.connection)
+        raise Gone
+
+    job = Job(server, attempts=2)
+    server.go_wrong(closed)
+    server.metadata.extend([closed] * 6)
+    job.send(1)
+    assert job.all_captioned()
+    assert len(server.seen) == 2
+    job.close()
+
+
+def test_a_server_that_stays_away_ends_the_job_after_the_time_to_give_up(server: FakeCaptioner):
+    job = Job(server, give_up_s=0.2)
+    server.stop()
+    began = time.monotonic()
+    job.send(5)
+    assert all(isinstance(outcome, NoServer) for outcome in job.wait().values())
+    assert time.monotonic() - began >= 0.19
+    assert "refused" in str(job.answers[0])
+    job.send(1)
+    assert isinstance(job.wait()[5], NoServer)
+    job.close()
+
+
+def test_a_server_that_refuses_for_ever_ends_the_job_too(server: FakeCaptioner):
+    server.go_wrong(*[with_status(503)] * 1000)
+    job = Job(server, give_up_s=0.2)
+    job.send(2)
+    assert all(isinstance(outcome, NoServer) for outcome in job.wait().values())
+    job.close()
+
+
+@pytest.mark.parametrize("told_by", ["answer", "metadata"])
+def test_another_model_after_a_restart_ends_the_job_and_mixes_nothing(server: FakeCaptioner, told_by: str):
+    job = Job(server)
+    job.send(5)
+    assert job.all_captioned()
+    if told_by == "metadata":
+        server.stop()
+        job.send(1)
+        wait_for(lambda: job.sender.stats().servers[0].state == "away")
+        server.revision = "r2"
+        server.start()
+    server.revision = "r2"
+    job.send(5)
+    job.wait()
+    for number in range(5, job.sent):
+        outcome = job.answers[number]
+        assert isinstance(outcome, RevisionChanged), outcome
+        assert "'r1'" in outcome.message
+        assert "'r2'" in outcome.message
+    job.close()
+
+
+# ---- several servers
+
+
+def test_the_least_loaded_server_gets_the_next_chunk():
+    release = threading.Event()
+    with FakeCaptioner() as slow, FakeCaptioner(instances=2) as quick:
+        slow.go_wrong(*[with_wait(release)] * 3)
+        job = Job(slow, quick)
+        job.send(40)
+        job.wait(37)
+        assert len(slow.seen) == 3
+        assert len(quick.seen) == 37
+        release.set()
+        assert job.all_captioned()
+        job.close()
+
+
+def test_an_absent_server_is_done_without_and_used_again_when_it_is_back():
+    with FakeCaptioner() as one, FakeCaptioner() as other:
+        job = Job(one, other)
+        one.stop()
+        job.send(20)
+        assert job.all_captioned()
+        assert len(other.seen) == 20
+        assert {server.state for server in job.sender.stats().servers} == {"up", "away"}
+        one.start()
+        wait_for(lambda: all(server.state == "up" for server in job.sender.stats().servers))
+        job.send(20)
+        assert job.all_captioned()
+        assert one.seen
+        job.close()
+
+
+def test_a_chunk_that_failed_on_one_server_goes_to_another():
+    with FakeCaptioner() as one, FakeCaptioner() as other:
+        one.go_wrong(*[with_status(500)] * 100)
+        job = Job(one, other, attempts=2)
+        job.send(30)
+        assert job.all_captioned()
+        job.close()
+
+
+def test_a_server_that_fails_on_everything_is_rested():
+    with FakeCaptioner() as one, FakeCaptioner() as other:
+        one.go_wrong(*[with_status(500)] * 1000)
+        job = Job(one, other, backoff_s=20.0, longest_backoff_s=20.0)
+        job.send(6)
+        wait_for(lambda: job.sender.stats().servers[0].state == "rests")
+        job.close()
+
+
+# ---- ways of sending
+
+
+def test_rounds_wait_for_all_before_the_next(server: FakeCaptioner):
+    release = threading.Event()
+    server.go_wrong(with_wait(release), *[caption] * 49)
+    job = Job(server, mode="single")
+    job.send(60)
+    job.wait(49)
+    assert len(server.seen) == 50
+    release.set()
+    assert job.all_captioned()
+    job.close()
+
+
+def test_the_window_of_a_mode_is_that_of_the_published_client(server: FakeCaptioner):
+    info = ask(server.url, "captioner")
+    assert window_for("single", info, 1).room() == 50
+    assert window_for("stream-single", info, 1).room() == 500
+    assert window_for("stream-prebatch", info, None).room() == 3
+    assert window_for("stream-prebatch", info, 4).room() == 3
+    assert window_for("stream-prebatch", info, 1).room() == 9
+
+
+# ---- the end
+
+
+def test_a_drain_answers_what_is_in_flight_and_gives_back_what_is_not(server: FakeCaptioner):
+    release = threading.Event()
+    server.go_wrong(*[with_wait(release)] * 3)
+    job = Job(server)
+    job.send(10)
+    wait_for(lambda: len(server.seen) == 3)
+    threading.Timer(0.1, release.set).start()
+    job.close(drain_s=20.0)
+    assert [isinstance(job.answers[n], list) for n in range(10)] == [True] * 3 + [False] * 7
+    assert all(isinstance(job.answers[n], NotSent) for n in range(3, 10))
+
+
+def test_a_close_without_time_gives_back_all_at_once(server: FakeCaptioner):
+    release = threading.Event()
+    server.go_wrong(*[with_wait(release)] * 3)
+    job = Job(server)
+    job.send(10)
+    wait_for(lambda: len(server.seen) == 3)
+    job.close(0.0)
+    assert all(isinstance(outcome, NotSent) for outcome in job.answers.values())
+    release.set()
+
+
+def test_a_second_close_shortens_the_first(server: FakeCaptioner):
+    release = threading.Event()
+    server.go_wrong(with_wait(release))
+    job = Job(server)
+    job.send(1)
+    wait_for(lambda: len(server.seen) == 1)
+    first = threading.Thread(target=job.sender.close, args=(1000.0,))
+    first.start()
+    wait_for(lambda: job.sender.stats().servers[0].in_flight == 1)
+    job.close(0.0)
+    first.join(20)
+    assert not first.is_alive()
+    release.set()
+
+
+def test_a_chunk_that_fails_while_draining_is_not_tried_again(server: FakeCaptioner):
+    release = threading.Event()
+    server.go_wrong(with_wait(release, with_status(500)))
+    job = Job(server)
+    job.send(1)
+    wait_for(lambda: len(server.seen) == 1)
+    threading.Timer(0.1, release.set).start()
+    job.close(20.0)
+    assert isinstance(job.answers[0], NotSent)
+    assert len(server.seen) == 1
+
+
+def test_a_chunk_after_the_end_is_given_back(server: FakeCaptioner):
+    job = Job(server)
+    job.close()
+    job.sender.send(chunk(0))
+    assert isinstance(job.answers[0], NotSent)
+
+
+def test_a_close_while_the_server_is_away_waits_for_nobody(server: FakeCaptioner):
+    job = Job(server)
+    server.stop()
+    job.send(3)
+    wait_for(lambda: job.sender.stats().servers[0].state == "away")
+    began = time.monotonic()
+    job.close(30.0)
+    assert time.monotonic() - began < 10
+    assert all(isinstance(outcome, NotSent) for outcome in job.answers.values())
+
+
+def test_chunks_may_be_sent_from_many_threads_while_it_closes(server: FakeCaptioner):
+    job = Job(server)
+    numbers = iter(range(400))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            job.sender.send(chunk(number))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    job.wait(50)
+    job.sender.close(5.0)
+    for thread in threads:
+        thread.join()
+    assert not job.twice
+    assert sorted(job.answers) == list(range(400))
+    for number, outcome in job.answers.items():
+        assert isinstance(outcome, NotSent) or outcome[0] == f"frame {number * ROWS}"
+
+
+def test_a_taker_that_raises_harms_no_other_chunk(server: FakeCaptioner, caplog: pytest.LogCaptureFixture):
+    got: list[int] = []
+    whole = threading.Event()
+
+    def answered(chunk: Chunk, outcome: object) -> None:
+        got.append(chunk.number)
+        if len(got) == 5:
+            whole.set()
+        if chunk.number == 1:
+            raise RuntimeError("the taker is broken")
+
+    sender = Sender([ask(server.url, "captioner")], SendOptions(**QUICK), answered)
+    sender.start()
+    for number in range(5):
+        sender.send(chunk(number))
+    assert whole.wait(20)
+    sender.close(1.0)
+    assert sorted(got) == [0, 1, 2, 3, 4]
+    assert "its answer is lost" in caplog.text
