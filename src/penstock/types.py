@@ -155,7 +155,8 @@ class BatchPart(Struct, omit_defaults=True):
     """One message of a Transport about a batch: any number with `final=False`, then exactly one with `final=True`.
 
     `results` is aligned with the batch's items; None where this part has nothing for an item. In the final part None
-    means that the item had its final result in an earlier part. `run_s` is the worker's own time on the batch.
+    means that the item had its final result in an earlier part. `run_s` is the worker's own time on the batch,
+    `prepare_s` what decoding it took before, where that is done while another batch runs.
     `oom` is (fewest rows that ran out of memory, most rows that ran) when the device ran out. With `error` the whole
     batch failed and `results` is empty; `started` False then says that it still waited behind another batch.
     """
@@ -164,6 +165,7 @@ class BatchPart(Struct, omit_defaults=True):
     results: list[ItemResult | None] = field(default_factory=list)
     final: bool = True
     run_s: float = 0.0
+    prepare_s: float = 0.0
     oom: tuple[int, int] | None = None
     error: PenstockError | None = None
     started: bool = True

@@ -15,7 +15,8 @@ class Entry(Struct, eq=False):
     `rows` is what it fills of a batch. `deadline_s` is the caller's own or arrival + slo, whichever is earlier, on the
     scheduler's clock; INF without either. `expires_s` is the hard end of waiting (`timeout_s`). `priority` is a class:
     0 is the most urgent and the default. `bucket`: only entries of one bucket share a batch. A request larger than
-    the batch is held as parts: `parent` is then the request and `start` the first row of the part.
+    the batch is held as parts, a `divisible` one also to fill a batch: `parent` is then the request and `start` the
+    first row of the part.
     """
 
     id: int
@@ -28,6 +29,7 @@ class Entry(Struct, eq=False):
     bucket: str = ""
     parent: Entry | None = None
     start: int = 0
+    divisible: bool = False
     # the scheduler's own notes
     vdeadline_s: float = INF
     seq: int = 0
@@ -76,10 +78,12 @@ class Outcome(Struct, frozen=True):
 
     ok - every entry has its own result or error; `failed` are the ids of entries with an error.
     died - the worker ended while it ran this batch. lost - the worker ended while this batch waited behind another.
-    `run_s` is the worker's own time; `oom` is (fewest rows that ran out of memory, most rows that ran).
+    `run_s` is the worker's own time; before it, `prepare_s` were needed that may pass beside another batch. `oom` is
+    (fewest rows that ran out of memory, most rows that ran).
     """
 
     kind: Literal["ok", "died", "lost"] = "ok"
     run_s: float = 0.0
     failed: frozenset[int] = frozenset()
     oom: tuple[int, int] | None = None
+    prepare_s: float = 0.0

@@ -118,6 +118,10 @@ class Bucket:
         self._uncount(taken)
         return taken
 
+    def first(self, until_s: float) -> Entry | None:
+        """The earliest entry whose deadline is not before `until_s`."""
+        return next((e for e in self.entries if e.deadline_s >= until_s), None)
+
     def _uncount(self, taken: list[Entry]) -> None:
         if not self.finite and not self.low:  # nobody has a deadline: nothing to look at in each entry
             self.loose -= len(taken)

@@ -9,8 +9,10 @@ from msgspec import Struct
 
 from penstock.batching.entry import INF, Entry, Event, Expire, Fail
 from penstock.batching.queues import Bucket, Ends
-from penstock.batching.split import Split, cut
+from penstock.batching.split import Split, cut, cut_off
 from penstock.batching.states import SOURCES, EntryState, move
+
+FILL = 8  # a request is cut where more than this part of a batch would stay empty: each part costs a decoding
 
 _WAITING, _RUNNING = int(EntryState.WAITING), int(EntryState.RUNNING)
 _RUNNABLE = SOURCES[EntryState.RUNNING]
@@ -56,7 +58,7 @@ class Room:
         self.rows += entry.rows
         self.nbytes += entry.nbytes
         if entry.rows > self.max_rows:
-            for part in self._cut(entry):
+            for part in self._cut(entry, cut(entry, self.max_rows)):
                 self._push(part)
         else:
             assert entry.state == 0, f"request {entry.id} was offered before"
@@ -74,9 +76,8 @@ class Room:
         if entry.deadline_s != INF:
             self.dirty[name] = None
 
-    def _cut(self, entry: Entry) -> list[Entry]:
-        """The parts, of at most `max_rows` rows, that wait instead of `entry`; not yet in any queue."""
-        parts = cut(entry, self.max_rows)
+    def _cut(self, entry: Entry, parts: list[Entry]) -> list[Entry]:
+        """`parts`, that wait instead of `entry`; not yet in any queue."""
         root = entry.parent or entry
         split = self._splits.get(root.id)
         if split is None:
@@ -96,7 +97,7 @@ class Room:
         for bucket in list(self.buckets.values()):
             for entry in [e for e in bucket.entries if e.rows > max_rows]:
                 bucket.remove(entry)
-                for part in reversed(self._cut(entry)):
+                for part in reversed(self._cut(entry, cut(entry, max_rows))):
                     bucket.push_back(part)
                     self.ends.add(part)
             self._touch(bucket)
@@ -107,7 +108,7 @@ class Room:
                     fitting.append(entry)
                     continue
                 del self._rerun_of[id(entry)]
-                for part in self._cut(entry):
+                for part in self._cut(entry, cut(entry, max_rows)):
                     self._rerun_of[id(part)] = rerun
                     self.ends.add(part)
                     fitting.append(part)
@@ -125,7 +126,8 @@ class Room:
             if e.parent is not None:
                 self._splits[e.id].waiting.append(e)
             self.rows += e.rows
-            fitting += [e] if e.rows <= self.max_rows else self._cut(e)  # the ceiling sank while it ran
+            small = e.rows <= self.max_rows  # else the ceiling sank while it ran
+            fitting += [e] if small else self._cut(e, cut(e, self.max_rows))
         for e in fitting:
             self.ends.add(e)
         if halves:
@@ -162,9 +164,17 @@ class Room:
 
     # ---- out, to a slot
 
-    def take(self, bucket: Bucket, rows: int, until_s: float) -> list[Entry]:
-        """Removes and returns entries of a bucket, see `Bucket.take`. They run now."""
+    def take(self, bucket: Bucket, rows: int, until_s: float, fill: bool) -> list[Entry]:
+        """Removes and returns entries of a bucket, see `Bucket.take`. They run now. `fill`: if an eighth of the rows
+        is left empty, a divisible entry of those that are too large for it is cut."""
         entries = bucket.take(min(rows, self.max_rows), until_s)
+        left = min(rows, self.max_rows) - sum([e.rows for e in entries]) if fill else 0
+        if left * FILL > rows and (large := bucket.first(until_s)) is not None and large.divisible:
+            bucket.remove(large)
+            part, rest = self._cut(large, cut_off(large, left))
+            entries.append(part)
+            bucket.push_back(rest)
+            self.ends.add(rest)
         self._touch(bucket)
         return self._run(entries)
 

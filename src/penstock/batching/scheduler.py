@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from penstock.batching.cost import Cost
 from penstock.batching.entry import INF, Dispatch, Entry, Event, Expire, Outcome, Shed
-from penstock.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
+from penstock.batching.policies.base import BatchPolicy, Choice, Drop, Running, Take, View, WaitUntil
 from penstock.batching.queues import Bucket
 from penstock.batching.room import Room
-from penstock.batching.slots import Slots
+from penstock.batching.slots import BRIEF_S, Slots
 from penstock.batching.states import EntryState
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
@@ -176,7 +176,7 @@ class Scheduler:
         """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
         the caller gone; a request is told only when nothing of it runs any more. What a death ends is told by poll."""
         answered = outcome.kind == "ok"
-        batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, now)
+        batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, outcome.prepare_s, now)
         if outcome.oom is not None:
             self._shrink(outcome.oom, now)
         if answered:
@@ -263,7 +263,8 @@ class Scheduler:
             choice = self._hold(choice.t, bucket, now)
             bucket = self._view.bucket
         if type(choice) is Take:
-            self._dispatch(idle[0], room.take(bucket, choice.rows, choice.until_s), choice.reason, now)
+            entries = room.take(bucket, choice.rows, choice.until_s, choice.fill)
+            self._dispatch(idle[0], entries, choice.reason, now)
         return type(choice) in (Take, Drop)
 
     def _hold(self, until_s: float, held: Bucket, now: float) -> Choice:
@@ -281,7 +282,8 @@ class Scheduler:
 
     def _send_ahead(self, now: float) -> bool:
         """Sends a batch behind a running one: a full one, behind brief ones more of them; or any, when the running one
-        ends within the hand-over."""
+        ends so soon that it would else not be ready. So does a full one of a lower class: until then a more urgent
+        request may take its place."""
         bucket = self._room.head()
         if bucket is None:
             return False
@@ -289,18 +291,23 @@ class Scheduler:
         near = self._slots.nearest(now, self._cost.ready and bucket.rows >= view.max_rows)
         if near is None:
             return False
-        soon_s = near.end_s - (self._slots.handover_s or 0.0)
+        soon_s = near.end_s - self._slots.lead_s
         soon = self._cost.ready and soon_s <= now
         view.ahead, view.ahead_s, view.ahead_rows = True, max(0.0, near.end_s - now), near.rows
         choice = self._ask(bucket, 1, now)
         view.ahead, view.ahead_s, view.ahead_rows = False, 0.0, 0
-        if type(choice) is Take and (soon or choice.full):
-            entries = self._room.take(bucket, choice.rows, choice.until_s)
+        if type(choice) is Take and (soon or (choice.full and self._keeps_place(bucket, near, now))):
+            entries = self._room.take(bucket, choice.rows, choice.until_s, choice.fill)
             self._dispatch(near.slot, entries, choice.reason, now)
             return True
         if not soon and self._cost.ready:
             self._wake_s = soon_s
         return type(choice) is Drop
+
+    def _keeps_place(self, bucket: Bucket, near: Running, now: float) -> bool:
+        """Whether nothing that may still come should run before a full batch, or the slot ends too soon for that."""
+        brief = self._depth > 2 and near.end_s <= now + BRIEF_S
+        return brief or not self._cost.ready or not bucket.entries[0].priority
 
     def _dispatch(self, slot: int, entries: list[Entry], reason: str, now: float, exact: bool = False) -> None:
         self._batch_id += 1

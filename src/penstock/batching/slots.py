@@ -35,8 +35,9 @@ class Slots:
         self.idle: list[int] = []
         self.up = 0
         self.running: dict[int, Running] = {}
-        self.handover_s: float | None = None  # learned: from dispatch to the start of the run, and back
+        self.handover_s: float | None = None  # learned: from dispatch to the run and back, without its preparation
         self._overs: deque[float] = deque(maxlen=HANDOVERS)
+        self._prepared: deque[float] = deque(maxlen=HANDOVERS)
         self._cost, self._depth = cost, depth
         self._slots: dict[int, Slot] = {}
 
@@ -94,7 +95,7 @@ class Slots:
         self._set(slot, SlotState.BUSY)
         return batch
 
-    def finish(self, id: int, alive: bool, run_s: float, now: float) -> tuple[Running, float]:
+    def finish(self, id: int, alive: bool, run_s: float, prepare_s: float, now: float) -> tuple[Running, float]:
         """Takes a batch off its slot. Returns it and its seconds, from its turn on the slot to `now`."""
         batch = self.running.pop(id, None)
         if batch is None:
@@ -104,10 +105,11 @@ class Slots:
         slot.batches.remove(batch)
         slot.last_s = now
         if alive:
+            self._prepared.append(prepare_s)
             if slot.batches:
                 slot.batches[0].end_s = now + (self._cost.t(slot.batches[0].rows) if self._cost.ready else 0.0)
-            if not batch.ahead and 0 < run_s <= seconds:
-                self._overs.append(seconds - run_s)
+            if not batch.ahead and 0 < run_s + prepare_s <= seconds:
+                self._overs.append(seconds - run_s - prepare_s)
                 self.handover_s = sorted(self._overs)[(len(self._overs) - 1) // 2]
         if slot.state == SlotState.RETIRING:
             if not slot.batches:
@@ -117,6 +119,11 @@ class Slots:
                 self.up -= 1
             self._set(slot, SlotState.BUSY if alive and slot.batches else SlotState.IDLE if alive else SlotState.DYING)
         return batch, seconds
+
+    @property
+    def lead_s(self) -> float:
+        """How long before its turn a batch must be sent to be ready for it, by the slowest of the last ones."""
+        return (self.handover_s or 0.0) + max(self._prepared, default=0.0)
 
     def nearest(self, now: float, full: bool) -> Running | None:
         """The last batch of the slot that is predicted to be free first, of those that can take another one behind it.

@@ -28,14 +28,20 @@ class Split(Struct, eq=False):
 
 def cut(entry: Entry, rows: int) -> list[Entry]:
     """Parts of at most `rows` rows, in row order, of a request or of a part that has become too large."""
-    return [
-        replace(
-            entry,
-            rows=min(rows, entry.rows - k),
-            nbytes=0,
-            parent=entry.parent or entry,
-            start=entry.start + k,
-            state=int(EntryState.NEW),
-        )
-        for k in range(0, entry.rows, rows)
-    ]
+    return [_part(entry, k, min(rows, entry.rows - k)) for k in range(0, entry.rows, rows)]
+
+
+def cut_off(entry: Entry, rows: int) -> list[Entry]:
+    """The first `rows` rows of a request or of a part, and the rest."""
+    return [_part(entry, 0, rows), _part(entry, rows, entry.rows - rows)]
+
+
+def _part(entry: Entry, start: int, rows: int) -> Entry:
+    return replace(
+        entry,
+        rows=rows,
+        nbytes=0,
+        parent=entry.parent or entry,
+        start=entry.start + start,
+        state=int(EntryState.NEW),
+    )

@@ -102,7 +102,7 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         tuple[Hold, ...],
         Meta(min_length=1),
         doc("seconds that requests of `x-priority` 0, 1, 2 ... may wait longer than others"),
-    ] = (0.0, 0.1, 1.0)
+    ] = (0.0, 10.0, 20.0)
     retry_split: Annotated[bool, doc("re-run a batch that raised in halves, until the guilty item is alone")] = True
     idempotent: Annotated[bool, doc("items may be run again after an error or a worker's death")] = True
     run_timeout_s: Annotated[Seconds, doc("longest run of a batch; then the worker is dumped and killed")] = 60.0

@@ -27,6 +27,8 @@ from penstock.observe.base import Observer
 from penstock.transports.base import Transport
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
+_DIVISIBLE = frozenset({"oip_binary"})  # codecs that decode some rows of a request without the others
+
 log = logging.getLogger("penstock.engine")
 
 
@@ -78,6 +80,7 @@ class Batcher:
             expires_s=now + config.timeout_s,
             priority=priority,
             bucket=bucket,
+            divisible=item.codec in _DIVISIBLE,
         )
         call = Call(item, sink, entry, self._cancelled)
         try:
@@ -217,7 +220,7 @@ class Batcher:
             elif result is not None:
                 call.keep(entry.start, result)
         self._left(whole, now)
-        outcome = Outcome("ok", part.run_s, frozenset(running.failed), part.oom)
+        outcome = Outcome("ok", part.run_s, frozenset(running.failed), part.oom, part.prepare_s)
         split = self.scheduler.complete(running.dispatch.batch_id, outcome, now)
         if split:
             for request in split:

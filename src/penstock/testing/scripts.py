@@ -38,6 +38,7 @@ class Step(Struct, frozen=True):
     priority: int = 0
     bucket: str = ""
     timeout_ticks: int = 0  # 0: none
+    divisible: bool = False
 
 
 class Setup(Struct, frozen=True):
@@ -66,6 +67,7 @@ def random_setup(rng: Random, steps: int = 60) -> Setup:
     trouble, pace = rng.choice((0, 0.05, 0.3)), rng.choice((0, 1, 4, 30))
     timeout = rng.choice((0, 2000, 20000))
     classes = rng.choice((1, 1, 3))
+    divisible = rng.choice((0, 0.5, 1))
 
     def step() -> Step:
         pick, ticks = rng.randrange(1000), rng.randint(0, 2 * pace) if rng.random() < 0.7 else 0
@@ -81,6 +83,7 @@ def random_setup(rng: Random, steps: int = 60) -> Setup:
                 priority=rng.randrange(classes),
                 bucket=rng.choice(buckets) if buckets else "",
                 timeout_ticks=timeout,
+                divisible=rng.random() < divisible,
             )
         return Step(rng.choice(("ok", "ok", "ok", "wake", "up")), ticks, pick)
 
@@ -207,7 +210,7 @@ class Player:
             return Outcome("ok", run_s, frozenset(e.id for e in batch.entries[:: 1 + step.pick % 3]))
         if step.kind == "oom" and batch.rows > 1:
             return Outcome("ok", run_s, oom=(batch.rows, max(1, batch.rows // 2)))
-        return Outcome("ok", run_s)
+        return Outcome("ok", run_s, prepare_s=run_s / 4)
 
     def offer(self, step: Step) -> None:
         id = self.number(len(self.ids) + 1)
@@ -222,6 +225,7 @@ class Player:
             expires_s=self.now + step.timeout_ticks * self.tick_s if step.timeout_ticks else INF,
             priority=step.priority,
             bucket=step.bucket,
+            divisible=step.divisible,
         )
         try:
             self.scheduler.offer(entry, self.now)

@@ -15,6 +15,7 @@ from penstock.batching.scheduler import Scheduler
 
 _OK = Outcome()
 _UNBOUNDED = 2**62
+_BULK = -1  # in place of a client's number
 _RETRY_S = 0.010  # a closed-loop client comes back so long after its request was dropped
 
 
@@ -55,9 +56,21 @@ class Think(Struct, frozen=True):
     position_s: float = 0.00002
 
 
+class Bulk(Struct, frozen=True):
+    """A job beside the load: always `in_flight` requests of `rows` rows and a lower class, each followed by the next
+    after `think_s`. `divisible`: a request of them may be cut to fill a batch."""
+
+    in_flight: int
+    rows: int
+    priority: int = 1
+    think_s: float = 0.001
+    divisible: bool = True
+
+
 class SimResult(Struct, frozen=True):
     """Seconds; rows a second; `goodput` counts answers within the slo; `dropped` is a share of what arrived; `busy` of
-    the slots' time. All over the steady part, after the first 15 %. `requests` counts every arrival."""
+    the slots' time. All over the steady part, after the first 15 %. `requests` counts every arrival. What is of a Bulk
+    is in `bulk_throughput` alone."""
 
     mean_s: float
     p50_s: float
@@ -68,6 +81,7 @@ class SimResult(Struct, frozen=True):
     mean_batch: float
     busy: float
     requests: int
+    bulk_throughput: float = 0.0
 
 
 def poisson(rate: float, n: int, rng: random.Random) -> Iterator[float]:
@@ -109,16 +123,30 @@ def best_closed(service: Service, slots: int, max_batch_size: int, clients: int,
 class _Run:
     """One simulation: the event loop and what it records."""
 
-    def __init__(self, service: Service, scheduler: Scheduler, seed: int, think: Think, handover_s: float) -> None:
+    def __init__(
+        self,
+        service: Service,
+        scheduler: Scheduler,
+        seed: int,
+        think: Think,
+        handover_s: float,
+        prepare_s: float,
+        bulk: Bulk | None,
+    ) -> None:
         self.service, self.scheduler, self.think = service, scheduler, think
         self.one_way_s = handover_s / 2
+        self.prepare_s = prepare_s
+        self.prepared_s: dict[int, float] = {}  # slot -> when what it was sent is prepared
+        self.bulk = bulk
+        self.bulk_left: dict[int, int] = {}  # request -> rows that are not answered
+        self.bulk_done: list[tuple[float, int]] = []  # (answer, rows)
         self.free_s: dict[int, float] = {}  # slot -> when it has run what it was sent
         self.runs_s: dict[int, float] = {}  # batch -> the worker's own time
         self.rng, self.service_rng = random.Random(seed), random.Random(seed + 7)
         self.events: list[tuple[float, int, int, list[Entry] | None]] = []  # (time, order, batch or client, entries)
         self.order = 0
         self.now = self.last_arrival_s = 0.0
-        self.requests = 0
+        self.requests = self.bulk_id = 0
         self.slo_s = INF
         self.deadlines = True
         self.client: dict[int, int] = {}  # closed loop: request -> client
@@ -139,11 +167,31 @@ class _Run:
         deadline = now + self.slo_s if self.deadlines else INF
         self.scheduler.offer(Entry(id=id, arrival_s=now, deadline_s=deadline), now)
 
+    def arrive_bulk(self, now: float) -> None:
+        assert self.bulk is not None
+        self.bulk_id = id = self.bulk_id - 1
+        self.bulk_left[id] = rows = self.bulk.rows
+        entry = Entry(id=id, rows=rows, arrival_s=now, priority=self.bulk.priority, divisible=self.bulk.divisible)
+        self.scheduler.offer(entry, now)
+
+    def answer_bulk(self, e: Entry, now: float) -> None:
+        assert self.bulk is not None
+        self.bulk_done.append((now, e.rows))
+        self.bulk_left[e.id] -= e.rows
+        if not self.bulk_left[e.id]:
+            del self.bulk_left[e.id]
+            self.put(now + self.bulk.think_s, _BULK, None)
+
     def answer(self, batch: int, entries: list[Entry], now: float) -> None:
         run_s = self.runs_s.pop(batch)
-        self.scheduler.complete(batch, Outcome("ok", run_s) if self.one_way_s else _OK, now)
+        rows = sum([e.rows for e in entries])
+        outcome = Outcome("ok", run_s, prepare_s=self.prepare_s * rows) if self.one_way_s else _OK
+        self.scheduler.complete(batch, outcome, now)
         arrived, done, think = self.arrived, self.done, self.think
         for j, e in enumerate(entries):
+            if e.id < 0:
+                self.answer_bulk(e, now)
+                continue
             done.append((arrived.pop(e.id), now))
             if self.client:
                 wait = think.fixed_s + self.rng.expovariate(1 / think.mean_s) + j * think.position_s
@@ -153,7 +201,9 @@ class _Run:
         for event in self.scheduler.poll(now):
             if type(event) is Dispatch:
                 seconds = self.service.draw(event.rows, self.service_rng)
-                start = max(now + self.one_way_s, self.free_s.get(event.slot, 0.0))
+                ready = max(now + self.one_way_s, self.prepared_s.get(event.slot, 0.0)) + self.prepare_s * event.rows
+                self.prepared_s[event.slot] = ready
+                start = max(ready, self.free_s.get(event.slot, 0.0))
                 self.free_s[event.slot] = end = start + seconds
                 self.runs_s[event.batch_id] = seconds
                 self.batches.append((start, event.rows, seconds))
@@ -170,7 +220,7 @@ class _Run:
             wake = scheduler.wake_at
             event = events[0][0] if events else INF
             now = min(event, arrival, INF if wake is None else wake)
-            if now > horizon_s or now == INF:
+            if now > horizon_s or now == INF or (self.bulk and arrival == INF and not self.arrived):
                 self.now = min(now, horizon_s) if horizon_s < INF else self.now
                 break
             self.now = now
@@ -179,7 +229,9 @@ class _Run:
                 arrival = next(arrivals, INF)
             elif event <= now:
                 _, _, number, entries = heappop(events)
-                if entries is None:
+                if entries is None and number == _BULK:
+                    self.arrive_bulk(now)
+                elif entries is None:
                     self.arrive(now, number)
                 else:
                     self.answer(number, entries, now)
@@ -204,6 +256,7 @@ class _Run:
             mean_batch=sum(k for k, _ in batches) / max(1, len(batches)),
             busy=min(1.0, sum(d for _, d in batches) / span / slots),
             requests=self.requests,
+            bulk_throughput=sum(rows for t, rows in self.bulk_done if t0 <= t <= end) / span,
         )
 
 
@@ -214,6 +267,7 @@ def simulate(
     slots: int = 1,
     depth: int = 1,
     handover_s: float = 0.0,
+    prepare_s: float = 0.0,
     max_batch_size: int = 64,
     arrivals: Iterable[float] | None = None,
     clients: int = 0,
@@ -222,13 +276,16 @@ def simulate(
     deadlines: bool = True,
     profile: bool = True,
     think: Think | None = None,
+    bulk: Bulk | None = None,
+    priority: tuple[float, ...] = (0.0,),
     seed: int = 1,
 ) -> SimResult:
     """What `policy` makes of an open loop (`arrivals`, in order), or of `clients` in a closed loop until `horizon_s`.
 
     `slo_s` is each request's deadline; with `deadlines` False the scheduler is not told of it. `profile`: the cost
     model starts from a warm-up. `handover_s` passes between dispatch and run, and between its end and the answer,
-    together; `depth` 2 sends batches ahead. Every request has one row. Same arguments, same result.
+    together; before a batch runs, `prepare_s` for each of its rows, which may pass while another one does. `depth` 2
+    sends batches ahead. Requests have one row, but for those of `bulk`. Same arguments, same result.
     """
     if (arrivals is None) == (clients == 0) or (clients and horizon_s == INF):
         raise ValueError("expected either arrivals, or clients together with horizon_s")
@@ -238,14 +295,17 @@ def simulate(
         max_queue=_UNBOUNDED,
         max_queue_bytes=_UNBOUNDED,
         depth=depth,
+        priority=priority,
         horizon_s=slo_s or 30.0,
     )
     if profile:
         scheduler.prime(service.profile(max_batch_size))
     for slot in range(slots):
         scheduler.slot_up(slot, 0.0)
-    run = _Run(service, scheduler, seed, think or Think(), handover_s)
+    run = _Run(service, scheduler, seed, think or Think(), handover_s, prepare_s, bulk)
     run.slo_s, run.deadlines = slo_s or INF, deadlines
+    for _ in range(bulk.in_flight if bulk else 0):
+        run.put(0.0, _BULK, None)
     for client in range(clients):
         run.put(run.rng.random() * 0.005, client, None)
     run.run(iter(arrivals) if arrivals is not None else iter(()), horizon_s)

@@ -36,6 +36,7 @@ class Decoded(Struct):
     owners: list[int] = field(default_factory=list)  # the item of each unit
     contexts: list[Any] = field(default_factory=list)  # of each item, for its codec
     errors: dict[int, PenstockError] = field(default_factory=dict)  # items that cannot be decoded
+    seconds: float = 0.0  # that decoding took
 
 
 class BatchRun:

@@ -40,6 +40,7 @@ class BatchRunner:
 
     def decode(self, items: list[Item]) -> Decoded:
         """The values of the items; one that cannot be decoded becomes its own error."""
+        started = time.perf_counter()
         decoded = Decoded(items)
         for i, item in enumerate(items):
             context = None
@@ -61,6 +62,7 @@ class BatchRunner:
         prepare = self.model.prepare
         if prepare is not None and decoded.values:
             decoded.values = prepare(decoded.values)
+        decoded.seconds = time.perf_counter() - started
         return decoded
 
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
@@ -72,6 +74,7 @@ class BatchRunner:
             run.attempt(run.live)
         part = run.final()
         part.run_s = time.perf_counter() - started
+        part.prepare_s = decoded.seconds
         part.metrics = metrics.drain()
         emit(part)
 

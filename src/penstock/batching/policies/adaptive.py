@@ -2,8 +2,9 @@
 
 1. An idle slot is held only to *stagger* several slots or to *regroup* a closed loop, at most t(min(n*, a/b))/m.
 2. With deadlines: the largest batch that enough waiting rows can bear; tighter heads stay for another slot.
-3. What cannot be in time is dropped; when the queue as a whole cannot, the oldest of the lowest class go first.
-4. t(n) = a + b*n is measured (`cost.py`). m slots, n* the batch of the even schedule: lam*a / (m - lam*b).
+3. A batch that an urgent request leads is filled by lower classes only as far as their throughput needs it.
+4. What cannot be in time is dropped; when the queue as a whole cannot, the oldest of the lowest class go first.
+5. t(n) = a + b*n is measured (`cost.py`). m slots, n* the batch of the even schedule: lam*a / (m - lam*b).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ EDGE = 1e-6  # of a bin: a timer set to its end, rounded, is at its end
 RATE_WINDOW = 32  # arrivals over which the rate is measured
 CLOSED = 0.4  # share of the served rows that must come straight back
 MOST = 0.8  # a hold must bring so much of all that can still be expected
+SPEED = 0.93  # of a full batch: what lower classes may fill a batch for that an urgent request leads
 GATE = 1.2  # stagger only while n* <= GATE * (1 - 1/m) * a/b: beyond, greedy batches are large anyway
 
 
@@ -144,11 +146,16 @@ class Adaptive:
         if not view.idle:
             return None
         self._peak = max(self._peak, view.inside_rows)
-        rows, until_s = self._bearable(view, now)
+        most = min(view.max_rows, bucket.rows)
+        few = self._led(view, most, now) if bucket.low and cost.ready else most
+        rows, until_s = self._bearable(view, few, now)
         if rows < 1:
             return None
         if rows >= view.max_rows or not cost.ready:
-            return Take(rows, until_s, rows >= view.max_rows, "full" if rows >= view.max_rows else "all that waits")
+            full = rows >= view.max_rows
+            return Take(rows, until_s, full, fill=True, reason="full" if full else "all that waits")
+        if rows == few < most:
+            return Take(rows, until_s, fill=True, reason="urgent")
         if rows < bucket.rows:
             return Take(rows, until_s, reason="deadline")
         wake = self._hold(view, rows, now + view.ahead_s)
@@ -191,10 +198,25 @@ class Adaptive:
             surplus -= e.rows
         return out
 
-    def _bearable(self, view: View, now: float) -> tuple[int, float]:
-        """(rows, earliest deadline): the largest batch such that so many waiting rows can bear its time."""
+    def _led(self, view: View, most: int, now: float) -> int:
+        """Rows of the batch, `most` or less: lower classes fill one that an urgent request leads only until it runs
+        `SPEED` as many rows a second as a full one, and not at all if that would make the leader late."""
+        bucket, cost, full = view.bucket, view.cost, view.max_rows
+        leader = bucket.entries[0]
+        urgent = 0
+        for entry in bucket.entries:
+            if entry.priority > leader.priority:
+                break
+            urgent += entry.rows
+            if urgent >= most:
+                return most
+        enough = ceil(SPEED * cost.a * full / (cost.a + (1 - SPEED) * cost.b * full))
+        late = leader.deadline_s < now + view.ahead_s + cost.high(enough)
+        return min(most, urgent if late else max(urgent, enough))
+
+    def _bearable(self, view: View, most: int, now: float) -> tuple[int, float]:
+        """(rows, earliest deadline): the largest batch, up to `most`, such that so many waiting rows can bear it."""
         bucket, cost = view.bucket, view.cost
-        most = min(view.max_rows, bucket.rows)
         if not bucket.finite or not cost.ready:
             return most, -INF
         start = now + view.ahead_s

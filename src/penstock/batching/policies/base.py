@@ -15,12 +15,14 @@ class Take(Struct, frozen=True):
     """Send the earliest entries of `view.bucket` whose deadline is not before `until_s`, up to `rows` rows.
 
     The scheduler does the packing (entries of several rows, misfits, splits) and picks the slot; naming the ids one by
-    one would only cost time. `full`: waiting longer could not make it larger. `reason` says why this size, for people.
+    one would only cost time. `full`: waiting longer could not make it larger. `fill`: if what does not fit leaves rows
+    empty, the first divisible one of it is cut. `reason` says why this size, for people.
     """
 
     rows: int
     until_s: float = -INF
     full: bool = False
+    fill: bool = False
     reason: str = ""
 
 
