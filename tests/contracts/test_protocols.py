@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.protocols.native import NativeCodec
+from penstock.protocols.oip_binary import OipBinaryCodec, encode_request
 from penstock.protocols.oip_json import OipJsonCodec
+from penstock.protocols.oip_npy import OipNpyCodec, write_head
 from penstock.protocols.torchserve.codec import InputsCodec, RawCodec, TorchServeCodec
 from penstock.protocols.torchserve.requests import HandlerAnswer
 from penstock.testing.protocols import check_protocol
@@ -18,6 +20,16 @@ from penstock.types import Item, ModelMetadata, Response, TensorSpec
 FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'
 TENSOR = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [[1, 2], [3, 4.5]]}
 TENSORS = json.dumps({"id": "7", "inputs": [TENSOR]}).encode()
+
+KNOWN = ModelMetadata("m", "1", inputs=(TensorSpec("x", "FP32", (-1, 2)), TensorSpec("s", "BYTES", (-1,), True)))
+HEAD, BUFFERS = encode_request([("x", "FP32", (2, 2), bytes(16)), ("s", "BYTES", (2,), [b"a", b""])])
+LENGTH = [(b"Inference-Header-Content-Length", b"%d" % len(HEAD))]
+VALUES = [
+    np.zeros((2, 3), np.float16),
+    {"y": [1, 2], "z": np.array([b"a", "b"], object)},
+    [True, False],
+    Response(b""),
+]
 
 HANDLED = [
     Item(b'{"a": [1, NaN]}', "torchserve", "application/json", headers=[(b"X-A", b"1"), (b":query", b"a=1")]),
@@ -41,9 +53,19 @@ CODECS = {
         [b"bytes", "text", {"a": [1, None]}, np.arange(3), np.float32(1.5), Response("own"), []],
     ),
     "oip_json": (
-        lambda: OipJsonCodec("m", "1", ModelMetadata("m", "1", inputs=(TensorSpec("x", "FP32", (-1, 2)),))),
+        lambda: OipJsonCodec("m", "1", KNOWN),
         [Item(TENSORS, "oip_json", "application/json")],
-        [np.zeros((2, 3), np.float16), {"y": [1, 2], "z": np.array([b"a", "b"], object)}, [True, False], Response(b"")],
+        VALUES,
+    ),
+    "oip_binary": (
+        lambda: OipBinaryCodec("m", "1", KNOWN),
+        [Item(b"".join([HEAD, *BUFFERS]), "oip_binary", headers=LENGTH)],
+        VALUES,
+    ),
+    "oip_npy": (
+        lambda: OipNpyCodec("m", "1", KNOWN),
+        [Item(write_head("FP32", (2, 2)) + bytes(16), "oip_npy", "application/x-npy")],
+        VALUES,
     ),
     "torchserve": (lambda: TorchServeCodec("m", "1"), HANDLED, ANSWERS),
     "torchserve_raw": (lambda: RawCodec("m", "1"), HANDLED, ANSWERS),

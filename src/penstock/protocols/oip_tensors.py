@@ -110,6 +110,8 @@ def _array(what: str, data: Any, datatype: str, error: Error) -> np.ndarray[Any,
         raise error(f"{what}: data is a ragged array, or holds a number that is too large") from None
     if found.size == 0:
         return np.empty(found.shape, dtype)
+    if datatype == "UINT64" and found.dtype.kind == "f":
+        found = _large_integers(data, found)
     if found.dtype.kind not in _KINDS[dtype.kind]:
         raise error(f"{what}: {datatype} data holds {_found(found)}")
     if dtype.kind == "O":
@@ -124,6 +126,15 @@ def _array(what: str, data: Any, datatype: str, error: Error) -> np.ndarray[Any,
     if dtype.kind == "f" and not np.isfinite(array).all():
         raise error(beyond)
     return array
+
+
+def _large_integers(data: Any, found: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Integers as such: numpy makes fractions of a list that has some below 2**63 and some above."""
+    import numpy as np
+
+    cells = np.asarray(data, object)
+    whole = all(type(cell) is int and 0 <= cell < 2**64 for cell in cells.ravel().tolist())
+    return cells.astype(np.uint64) if whole else found
 
 
 def _found(array: np.ndarray[Any, Any]) -> str:

@@ -5,7 +5,10 @@ import pytest
 from penstock.config.schema import BatchingConfig
 from penstock.engine.peek import bucket_rule, rows_rule
 from penstock.errors import BadRequest, ConfigError
+from penstock.protocols.oip_binary import encode_request
+from penstock.protocols.oip_npy import write_head
 from penstock.types import Item
+from penstock.wire.slabs import SlabPool
 
 INFER = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[3,2],"data":[1,2,3,4,5,6]}]}'
 
@@ -47,3 +50,28 @@ def test_an_unknown_rule_is_refused(key: str) -> None:
     make = {"rows": rows_rule, "bucket": bucket_rule}[key]
     with pytest.raises(ConfigError, match=key):
         make(BatchingConfig(**{key: "header:"}))
+
+
+@pytest.mark.parametrize("in_slab", [False, True])
+def test_rows_and_shape_of_tensors_in_binary_are_told_however_large_they_are(in_slab):
+    pool = SlabPool(2**20)
+
+    def item(rows, side, codec):
+        if codec == "oip_npy":
+            head, buffers = write_head("UINT8", (rows, side)), [bytes(rows * side)]
+        else:
+            head, buffers = encode_request([("x", "UINT8", (rows, side), bytes(rows * side))])
+        body = b"".join([head, *buffers])
+        if in_slab:
+            slab = pool.allocate(len(body))
+            slab.view[:] = body
+            body = slab
+        return Item(body, codec, headers=[(b"Inference-Header-Content-Length", b"%d" % len(head))])
+
+    rows, shape = rows_rule(BatchingConfig()), bucket_rule(BatchingConfig(bucket="shape"))
+    for codec in ("oip_binary", "oip_npy"):
+        assert rows(item(7, 20_000, codec)) == 7
+        assert shape(item(7, 20, codec)) == shape(item(3, 20, codec)) != shape(item(7, 21, codec))
+    broken = item(7, 20, "oip_binary")
+    broken.headers = [(b"Inference-Header-Content-Length", b"-1")]
+    assert (rows(broken), shape(broken)) == (1, "")

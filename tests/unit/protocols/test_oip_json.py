@@ -63,6 +63,7 @@ def test_flat_and_nested_data_are_the_same_tensor(cells, nested):
         ([tensor(datatype="UINT8", data=[1, -1])], "number that UINT8 cannot"),
         ([tensor(datatype="FP16", data=[1, 1e6])], "number that FP16 cannot"),
         ([tensor(datatype="INT32", data=[1.5, 2])], "INT32 data holds fractions"),
+        ([tensor(datatype="UINT64", data=[1.5, 2**63])], "UINT64 data holds fractions"),
         ([tensor(datatype="FP32", data=["1", "2"])], "holds strings"),
         ([tensor(datatype="BYTES", data=[1, 2])], "holds integers"),
         ([tensor(datatype="BOOL", data=[1, 0])], "holds integers"),

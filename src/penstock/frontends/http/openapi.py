@@ -11,6 +11,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.frontends.base import Backend
 from penstock.frontends.http.template import Template
+from penstock.protocols.oip_npy import NPY
 from penstock.types import TensorSpec
 
 _ERROR = {"description": "An error: a code and a message", "content": {"application/json": {"schema": {}}}}
@@ -48,7 +49,8 @@ def _get(summary: str) -> dict[str, Any]:
 
 def _post(summary: str, codec: str, inputs: tuple[TensorSpec, ...]) -> dict[str, Any]:
     if codec == "oip_json":
-        content = {"application/json": {"schema": _tensors(inputs)}}
+        content: dict[str, Any] = {"application/json": {"schema": _tensors(inputs)}}
+        content |= {kind: {"schema": {}} for kind in ("application/octet-stream", NPY)}
     else:
         content = {kind: {"schema": {}} for kind in ("application/json", "text/plain", "application/octet-stream")}
     return {
