@@ -58,12 +58,13 @@ class Feed:
         self._looks, self._dtype = looks, dtype
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
-        mean, std = (torch.tensor(v, dtype=torch.float32, device=device).view(3, 1, 1) for v in (looks.mean, looks.std))
+        # Of a whole line of pixels: with three numbers along the last axis the same takes three times as long.
+        mean, std = (torch.tensor(v, device=device).repeat(looks.width) for v in (looks.mean, looks.std))
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._lock = threading.Lock()
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(self._device) if self._cuda else None
-        self._buffers: list[torch.Tensor] = [torch.empty(0)] * (2 if self._cuda else 1)
+        self._buffers: list[torch.Tensor] = [torch.empty((0, looks.height, looks.width, 3))] * (2 if self._cuda else 1)
         self._copied: list[Any] = [cuda.Event() if self._cuda else None for _ in self._buffers]
         self._turn = 0
 
@@ -78,7 +79,10 @@ class Feed:
                 self._copied[self._turn].record(self._stream)
             for start, frames in resized:
                 pixels[start : start + len(frames)] = frames
-            pixels = pixels.permute(0, 3, 1, 2).float().mul_(self._scale).add_(self._shift).to(self._dtype)
+            lines = (
+                pixels.view(rows, self._looks.height, 3 * self._looks.width).float().mul_(self._scale).add_(self._shift)
+            )
+            pixels = lines.to(self._dtype).view(pixels.shape).permute(0, 3, 1, 2)
             ready = None if self._stream is None else self._stream.record_event()
         return Fed(pixels, errors, ready)
 

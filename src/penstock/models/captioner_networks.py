@@ -16,7 +16,7 @@ from penstock.models.captioner_files import Source
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _KERNELS: Final = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
-_MAXIMUM_BUCKET: Final = 64
+_BUCKETS: Final = (1, 8, 32, 64)  # rows that a network is compiled for; batches are filled up to one of them
 
 # Architectures that benchmarks fill with random weights, by name: https://huggingface.co/Salesforce/blip2-opt-2.7b
 ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
@@ -55,11 +55,13 @@ class Prompt(Struct):
 
 
 class Kind(Struct, frozen=True):
-    """How a class of networks is used. `writer` is the path of the part whose settings say how it writes."""
+    """How a class of networks is used. `writer` is the path of the part whose settings say how it writes; `static`:
+    it can write with a cache of fixed size, which compiling needs."""
 
     class_name: str
     prompt: Callable[[Any, Any, str], Prompt]
     writer: str = ""
+    static: bool = True
 
 
 def _blip2(config: Any, tokenizer: Any, prompt: str) -> Prompt:
@@ -87,7 +89,7 @@ def _encoder_decoder(config: Any, tokenizer: Any, prompt: str) -> Prompt:
 
 KINDS: Final = {
     "blip-2": Kind("Blip2ForConditionalGeneration", _blip2, "language_model"),
-    "blip": Kind("BlipForConditionalGeneration", _blip, "text_decoder"),
+    "blip": Kind("BlipForConditionalGeneration", _blip, "text_decoder", static=False),
     "vision-encoder-decoder": Kind("VisionEncoderDecoderModel", _encoder_decoder),
 }
 
@@ -115,9 +117,20 @@ class Network:
 
     def tokens(self, pixels: torch.Tensor) -> list[list[int]]:
         """What it writes for each row of floats `[rows, 3, height, width]`, behind the prompt."""
-        rows = len(pixels)
-        if self._compiled:  # for each number of rows anew, so there are few of these
-            pixels = torch.cat([pixels, pixels[-1:].expand(_bucket(rows) - rows, -1, -1, -1)])
+        if not self._compiled:
+            return self._written(pixels)
+        found: list[list[int]] = []
+        for part in torch.split(pixels, _BUCKETS[-1]):
+            missing = next(size for size in _BUCKETS if size >= len(part)) - len(part)
+            found += self._written(torch.cat([part, part[-1:].expand(missing, -1, -1, -1)]))[: len(part)]
+        return found
+
+    def compile(self) -> None:
+        """Runs what is compiled at its first call, which takes longer than a batch may."""
+        for rows in _BUCKETS:
+            self.tokens(torch.zeros(rows, 3, self.looks.height, self.looks.width, dtype=self.dtype, device=self.device))
+
+    def _written(self, pixels: torch.Tensor) -> list[list[int]]:
         arguments = {
             name: torch.tensor([ids], device=self.device).repeat(len(pixels), 1)
             for name, ids in self._prompt.arguments.items()
@@ -126,7 +139,7 @@ class Network:
             arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
         with torch.inference_mode():
             written = self._model.generate(pixel_values=pixels, generation_config=self._settings, **arguments)
-        found: list[list[int]] = written[:rows, self._prompt.written :].tolist()
+        found: list[list[int]] = written[:, self._prompt.written :].tolist()
         return found
 
     def texts(self, tokens: list[list[int]]) -> list[str]:
@@ -152,26 +165,25 @@ def open_network(
     `random_weights` makes it of its configuration alone; then it may have no tokenizer, and captions are numbers.
     Raises LoadFailed.
     """
-    transformers_logging: Any = transformers.logging
-    transformers_logging.disable_progress_bar()  # of the weights that are read: a worker's output is no terminal
+    logging: Any = transformers.logging
+    logging.disable_progress_bar()  # of the weights that are read: a worker's output is no terminal
     try:
         config = _config(source)
-        kind = KINDS.get(config.model_type)
-        if kind is None:
-            raise LoadFailed(
-                f"model: {source.name} is of the type '{config.model_type}'; expected one of {', '.join(KINDS)}"
-            )
+        kind = _kind(source, config, compiled)
         looks = _looks(source, config, needed=not random_weights)
         tokenizer = _tokenizer(source, needed=bool(prompt) or not random_weights)
         cls = getattr(transformers, kind.class_name)
         dtype = _DTYPES[precision]
         model = _random(cls, config, device, dtype) if random_weights else _weights(cls, source, dtype, trust)
-        model = model.to(device).train(False).requires_grad_(False)
     except LoadFailed:
         raise
-    except (OSError, ValueError, KeyError, ImportError) as e:
+    except Exception as e:  # of files of anybody's making
         raise LoadFailed(f"model: {source.name} cannot be loaded: {describe(e)}") from e
-    return Network(model, kind, tokenizer, looks, dtype=dtype, prompt=prompt, tokens=tokens, compiled=compiled)
+    model = model.to(device).train(False).requires_grad_(False)
+    network = Network(model, kind, tokenizer, looks, dtype=dtype, prompt=prompt, tokens=tokens, compiled=compiled)
+    if compiled and network.device.type == "cuda":
+        network.compile()
+    return network
 
 
 # ---- parts of a folder
@@ -182,6 +194,17 @@ def _config(source: Source) -> Any:
         found = copy.deepcopy(ARCHITECTURES[source.name])
         return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
     return transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
+
+
+def _kind(source: Source, config: Any, compiled: bool) -> Kind:
+    kind = KINDS.get(config.model_type)
+    if kind is None:
+        raise LoadFailed(
+            f"model: {source.name} is of the type '{config.model_type}'; expected one of {', '.join(KINDS)}"
+        )
+    if compiled and not kind.static:
+        raise LoadFailed(f"model: {source.name} is of the type '{config.model_type}', which cannot be compiled")
+    return kind
 
 
 def _weights(cls: Any, source: Source, dtype: torch.dtype, trust: str) -> Any:
@@ -208,10 +231,11 @@ def _random(cls: Any, config: Any, device: str, dtype: torch.dtype) -> Any:
 
 
 def _tokenizer(source: Source, needed: bool) -> Any:
-    there = source.folder is not None and any(source.folder.glob("tokenizer*"))
-    if not there and not needed:
-        return None
-    return transformers.AutoTokenizer.from_pretrained(source.folder or source.name, local_files_only=True)
+    if source.folder is not None and any(source.folder.glob("tokenizer*")):
+        return transformers.AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    if needed:
+        raise LoadFailed(f"model: {source.name} has no tokenizer")
+    return None
 
 
 def _looks(source: Source, config: Any, needed: bool) -> Looks:
@@ -257,11 +281,3 @@ def _listed(ids: Any) -> list[int]:
     if ids is None:
         return []
     return list(ids) if isinstance(ids, (list, tuple)) else [ids]
-
-
-def _bucket(rows: int) -> int:
-    """The least of 1, 8, 32, 64, 128, 192 ... that is as many rows."""
-    for size in (1, 8, 32):
-        if rows <= size:
-            return size
-    return -(-rows // _MAXIMUM_BUCKET) * _MAXIMUM_BUCKET
