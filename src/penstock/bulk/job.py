@@ -67,6 +67,7 @@ class Job:
     def __init__(self, options: Options, teller: Teller, parts: Parts | None = None) -> None:
         self.options = options
         self.parts = parts or Parts()
+        self.running = False  # else nothing is in flight that an interrupt could wait for
         self._teller = teller
         self._told: queue.SimpleQueue[str | PenstockError] = queue.SimpleQueue()  # its put is safe in signal handlers
 
@@ -97,7 +98,9 @@ class Job:
             run = _Run(self, folder, videos, servers, how, short(print_of))
         elif folder.fingerprint() is None:
             raise ConfigError(f"no --server is given, and {folder.path} has no captions to write outputs from")
+        self.running = True
         summary = run.caption(self._told, self._teller) if run is not None else Summary()
+        self.running = False
         self._finish(folder, videos, summary)
         return summary
 

@@ -101,7 +101,7 @@ class Signals:
         self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._told:
+        if self._told or not self._job.running:
             self._show.abandon()
             os._exit(INTERRUPTED)
         self._told = True

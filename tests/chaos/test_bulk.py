@@ -1,0 +1,316 @@
+"""A bulk job that is killed, interrupted, refused, cut off: no caption is lost, repeated, moved or mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.testing.captioner import FakeCaptioner, with_status, with_wait
+from penstock.testing.videos import make_clip
+
+FRAMES = 150  # of each clip
+CLIPS = 3
+WINDOW = 5  # requests of two frames that a job has in flight at first to a FakeCaptioner, whose batch is four
+SOURCE = """
+    import time
+    from pathlib import Path
+
+    import penstock
+
+    REVISION = Path(__file__).with_name("revision").read_text()
+
+    @penstock.model(max_batch_size=2)
+    class Captioner:
+        inputs = [
+            penstock.TensorSpec("frames", "UINT8", (-1, -1, -1, 3), optional=True),
+            penstock.TensorSpec("frame_index", "INT64", (-1,), optional=True),
+        ]
+        outputs = [penstock.TensorSpec("caption", "BYTES", (-1,)), penstock.TensorSpec("frame_index", "INT64", (-1,))]
+        parameters = {
+            "task": "image-to-text", "model": "null", "revision": REVISION, "height": 8, "width": 8, "prompt": "",
+            "max_new_tokens": 4, "precision": "fp32",
+        }
+
+        def predict(self, items):
+            time.sleep(0.01)
+            return [
+                {"caption": [f"{REVISION} frame {n}" for n in item["frame_index"]], "frame_index": item["frame_index"]}
+                for item in items
+            ]
+"""
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of videos."""
+    folder = tmp_path_factory.mktemp("clips")
+    for n in range(CLIPS):
+        make_clip(folder / f"{n}.mp4", FRAMES, size=(64, 48))
+    return folder
+
+
+class Jobs:
+    """Runs `penstock caption` as a process, into one folder; ends what is left."""
+
+    def __init__(self, folder: Path, clips: Path) -> None:
+        self.folder, self.clips = folder, clips
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, url: str, output: str, *flags: str, **how: Any) -> subprocess.Popen[str]:
+        """A job that runs."""
+        arguments = ["caption", str(self.clips), "--server", url, "-o", output, "--prebatch-size", "2", *flags]
+        job = subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli.main", *arguments],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **how,
+        )
+        self.running.append(job)
+        return job
+
+    def run(self, url: str, output: str, *flags: str, **how: Any) -> tuple[int, str]:
+        """(exit status, what it said) of a job that ended by itself."""
+        job = self.start(url, output, *flags, **how)
+        said, _ = job.communicate(timeout=120)
+        return job.returncode, said
+
+    def spooled(self, output: str) -> int:
+        """Rows that are on disk."""
+        files = (self.folder / f"{output}.work" / "spool").glob("*.jsonl")
+        return sum(file.read_bytes().count(b'"caption"') for file in files)
+
+    def rows(self, output: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / output).read_text().splitlines()]
+
+    def close(self) -> None:
+        for job in self.running:
+            if job.poll() is None:
+                job.kill()
+            job.communicate()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, clips: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path, clips)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def captioner(serve: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Starts the server, always on one port, with a revision of the model."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start(revision: str = "r1") -> Any:
+        (tmp_path / "revision").write_text(revision)
+        return serve(SOURCE, "Captioner", "--set", f"server.port={port}")
+
+    return start
+
+
+def wait_for(true: Callable[[], Any], job: subprocess.Popen[str]) -> None:
+    """Returns when it is true; fails if the job ends before."""
+    end = time.monotonic() + 60
+    while not true():
+        assert job.poll() is None, f"the job ended before, {job.returncode}: {job.communicate()[0]}"
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def expected(clips: Path, revision: str = "r1") -> list[tuple[str, int, str]]:
+    return [(str(path), n, f"{revision} frame {n}") for path in sorted(clips.iterdir()) for n in range(FRAMES)]
+
+
+def as_told(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+    return [(row["video"], row["frame"], row["caption"]) for row in rows]
+
+
+def test_a_job_that_is_killed_at_random_five_times_writes_what_an_undisturbed_one_writes(
+    captioner: Callable[..., Any], jobs: Jobs, chaos: SimpleNamespace
+) -> None:
+    server = captioner()
+    assert jobs.run(server.url, "whole.jsonl")[0] == 0
+    whole = (jobs.folder / "whole.jsonl").read_bytes()
+    assert as_told(jobs.rows("whole.jsonl")) == expected(jobs.clips)
+    for again in range(chaos.count(1, 20)):
+        output = f"killed{again}.jsonl"
+        for _ in range(5):
+            before = jobs.spooled(output)
+            job = jobs.start(server.url, output)
+            more = random.randrange(1, 60)
+            wait_for(lambda: jobs.spooled(output) >= before + more, job)  # noqa: B023 - called here
+            job.kill()
+            assert job.wait() == -signal.SIGKILL
+        assert not (jobs.folder / output).exists()
+        assert jobs.run(server.url, output)[0] == 0
+        assert (jobs.folder / output).read_bytes() == whole
+
+
+def test_a_server_that_is_killed_and_comes_back_costs_no_caption(captioner: Callable[..., Any], jobs: Jobs) -> None:
+    server = captioner()
+    job = jobs.start(server.url, "captions.jsonl")
+    for _ in range(2):
+        before = jobs.spooled("captions.jsonl")
+        wait_for(lambda: jobs.spooled("captions.jsonl") > before + 40, job)  # noqa: B023 - called here
+        server.process.kill()
+        server.process.wait()
+        server = captioner()
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert as_told(jobs.rows("captions.jsonl")) == expected(jobs.clips)
+
+
+def test_another_model_behind_the_same_address_stops_the_job_and_mixes_nothing(
+    captioner: Callable[..., Any], jobs: Jobs
+) -> None:
+    server = captioner()
+    job = jobs.start(server.url, "captions.jsonl")
+    wait_for(lambda: jobs.spooled("captions.jsonl") > 20, job)
+    server.process.kill()
+    server.process.wait()
+    server = captioner("r2")
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 3, said
+    assert "'r1'" in said
+    assert "'r2'" in said
+    assert not (jobs.folder / "captions.jsonl").exists()
+    spools = (jobs.folder / "captions.jsonl.work" / "spool").glob("*")
+    assert b"r2 frame" not in b"".join(file.read_bytes() for file in spools)
+    code, said = jobs.run(server.url, "captions.jsonl")
+    assert code == 2
+    assert 'revision: was "r1", is "r2"' in said
+    assert "--restart" in said
+    assert jobs.run(server.url, "captions.jsonl", "--restart")[0] == 0
+    assert as_told(jobs.rows("captions.jsonl")) == expected(jobs.clips, "r2")
+
+
+def test_ctrl_c_once_keeps_what_is_in_flight_and_the_same_command_goes_on(jobs: Jobs) -> None:
+    gate = threading.Event()
+    with FakeCaptioner() as server:
+        server.go_wrong(*[with_wait(gate)] * WINDOW)
+        job = jobs.start(server.url, "captions.jsonl")
+        wait_for(lambda: len(server.seen) == WINDOW, job)
+        job.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert job.poll() is None
+        gate.set()
+        said, _ = job.communicate(timeout=30)
+        assert job.returncode == 130, said
+        assert "the same command goes on" in said
+        assert jobs.spooled("captions.jsonl") == 2 * len(server.seen) == 2 * WINDOW
+        assert jobs.run(server.url, "captions.jsonl")[0] == 0
+    rows = jobs.rows("captions.jsonl")
+    assert [(row["video"], row["frame"]) for row in rows] == [(v, n) for v, n, _ in expected(jobs.clips)]
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_job_at_once(jobs: Jobs, first: signal.Signals) -> None:
+    gate = threading.Event()
+    with FakeCaptioner() as server:
+        server.go_wrong(*[with_wait(gate)] * WINDOW)
+        job = jobs.start(server.url, "captions.jsonl")
+        wait_for(lambda: len(server.seen) == WINDOW, job)
+        job.send_signal(first)
+        time.sleep(0.3)
+        assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        assert job.wait(5) == 130
+        gate.set()
+        assert jobs.run(server.url, "captions.jsonl")[0] == 0
+    assert len(jobs.rows("captions.jsonl")) == CLIPS * FRAMES
+
+
+def test_a_server_that_is_not_there_at_the_beginning_is_waited_for_and_then_said(jobs: Jobs) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code, said = jobs.run(f"http://127.0.0.1:{port}", "captions.jsonl", "--wait", "0")
+    assert code == 3
+    assert f"127.0.0.1:{port}" in said
+    assert "Traceback" not in said
+    with FakeCaptioner() as server:
+        server.metadata.extend([with_status(503, "Retry-After: 1")] * 100)
+        code, said = jobs.run(server.url, "captions.jsonl", "--wait", "0")
+        assert code == 3
+        assert "not ready" in said
+        server.metadata.clear()
+        server.metadata.append(with_status(503, "Retry-After: 1"))
+        assert jobs.run(server.url, "captions.jsonl")[0] == 0
+
+
+def test_a_server_that_leaves_for_good_is_given_up_and_the_videos_stay_unfinished(jobs: Jobs) -> None:
+    with FakeCaptioner() as server:
+        job = jobs.start(server.url, "captions.jsonl", "--give-up", "1")
+        wait_for(lambda: jobs.spooled("captions.jsonl") > 5, job)
+        server.stop()
+        said, _ = job.communicate(timeout=60)
+        assert job.returncode == 3, said
+        assert "stopped:" in said
+        assert not (jobs.folder / "failures.jsonl").exists()
+        server.start()
+        assert jobs.run(server.url, "captions.jsonl")[0] == 0
+    assert len(jobs.rows("captions.jsonl")) == CLIPS * FRAMES
+
+
+def test_a_full_disk_ends_the_job_with_the_reason_and_what_is_committed_stays(jobs: Jobs) -> None:
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+
+    with FakeCaptioner() as server:
+        code, said = jobs.run(server.url, "captions.jsonl", preexec_fn=small_files)
+        assert code == 3, said
+        assert "cannot write" in said
+        assert "Traceback" not in said
+        kept = jobs.spooled("captions.jsonl")
+        assert kept > 10
+        seen = len(server.seen)
+        assert jobs.run(server.url, "captions.jsonl")[0] == 0
+        assert 2 * (len(server.seen) - seen) <= CLIPS * FRAMES - kept + CLIPS * 2
+    assert [row["frame"] for row in jobs.rows("captions.jsonl")] == [*range(FRAMES)] * CLIPS
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a file system")
+def test_a_file_system_without_room_is_survived(jobs: Jobs, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount")
+    try:
+        with FakeCaptioner() as server:
+            code, said = jobs.run(server.url, "small/captions.jsonl")
+            assert code == 3, said
+            assert "No space left on device" in said
+            assert subprocess.run(["mount", "-o", "remount,size=4m", str(small)]).returncode == 0
+            assert jobs.run(server.url, "small/captions.jsonl")[0] == 0
+        assert [row["frame"] for row in jobs.rows("small/captions.jsonl")] == [*range(FRAMES)] * CLIPS
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_ctrl_c_while_a_server_is_waited_for_ends_the_job_at_once(jobs: Jobs) -> None:
+    with FakeCaptioner() as server:
+        server.metadata.extend([with_status(503)] * 1000)
+        job = jobs.start(server.url, "captions.jsonl", "--wait", "60")
+        wait_for(lambda: server.asked, job)
+        job.send_signal(signal.SIGINT)
+        assert job.wait(5) == 130
