@@ -43,6 +43,7 @@ def make_clip(
     codec: str = "libx264",
     pix_fmt: str = "yuv420p",
     options: Mapping[str, str] | None = None,
+    container_options: Mapping[str, str] | None = None,
     first_pts: int = 0,
     audio: bool = False,
     streams: int = 1,
@@ -56,13 +57,14 @@ def make_clip(
     av: Any = importlib.import_module("av")
     width, height = size
     times = list(range(frames)) if isinstance(frames, int) else list(frames)
-    with av.open(str(path), "w") as out:
+    with av.open(f"file:{path}", "w", container_options=dict(container_options or {})) as out:
         videos = [out.add_stream(codec, rate=fps, options=dict(options or {})) for _ in range(streams)]
         for stream in videos:
             stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
             if rotate is not None:
                 stream.set_display_rotation(rotate)
         sound = out.add_stream("aac", rate=8000) if audio else None
+        out.start_encoding()  # a clip without frames has a header, too
         for number, pts in enumerate(times):
             for place, stream in enumerate(videos):
                 frame = av.VideoFrame.from_ndarray(picture(number + 512 * place, width, height), format="rgb24")
