@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
+from penstock.client.errors import ConnectionLost
 from penstock.client.link import Answer
 from penstock.errors import (
     BadRequest,
@@ -35,7 +36,7 @@ class WrongAnswer(PenstockError):
 
 
 class ServerFault(PenstockError):
-    """The server failed on this request (a 5xx that is neither 503 nor 504)."""
+    """The server failed on this request (a 5xx that is not 502, 503 or 504)."""
 
     code = "server_fault"
     retryable = True
@@ -132,6 +133,8 @@ def check_status(answer: Answer, url: str) -> None:
         raise kind(message, retry_after_s=retry_after_s(answer.headers.get("retry-after", "")))
     if status in (408, 504):
         raise DeadlineExceeded(message)
+    if status == 502:  # of a gateway: the server behind it is away, or went away with the request
+        raise ConnectionLost(message)
     if status >= 500:
         raise ServerFault(message)
     kinds = {401: Unauthorized, 403: Forbidden, 404: ModelNotFound, 413: PayloadTooLarge}

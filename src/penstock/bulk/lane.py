@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from penstock.bulk.servers import ServerInfo, authorization
 from penstock.bulk.window import Window
 from penstock.client.http import Connection
-
-FAULTS: Final = 3  # in a row, before a server that fails is rested: one bad chunk is no bad server
 
 
 class Lane:

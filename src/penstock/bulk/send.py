@@ -8,19 +8,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
-import itertools
 import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.bulk.answers import ServerFault, WrongAnswer, changed, read_captions
-from penstock.bulk.lane import FAULTS, Lane
+from penstock.bulk.answers import read_captions
+from penstock.bulk.health import AGAIN, LATER, Health
+from penstock.bulk.lane import Lane
 from penstock.bulk.parcel import Parcel
 from penstock.bulk.sending import (
     ENDS_THE_JOB,
-    NoServer,
     NotSent,
     SendOptions,
     SendStats,
@@ -29,18 +28,13 @@ from penstock.bulk.sending import (
     undelivered,
     window_for,
 )
-from penstock.bulk.servers import ServerInfo, fetch
+from penstock.bulk.servers import ServerInfo
 from penstock.bulk.types import Answered, Chunk
-from penstock.client.errors import ConnectionLost, MalformedAnswer, Unreachable
-from penstock.client.http import Connection
-from penstock.errors import DeadlineExceeded, ModelNotFound, ModelNotReady, PenstockError, QueueFull, describe
+from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 
 log = logging.getLogger("penstock.bulk")
 
-AWAY: Final = (Unreachable, ConnectionLost, ModelNotFound)  # the server is asked for its metadata before it gets more
 BUSY: Final = (QueueFull, ModelNotReady, DeadlineExceeded)  # the window halves
-LATER: Final = (Unreachable, ModelNotFound, QueueFull, ModelNotReady)  # the server's state: no try of the chunk's
-AGAIN: Final = (ConnectionLost, DeadlineExceeded, ServerFault, WrongAnswer, MalformedAnswer)
 
 
 class Sender:
@@ -56,7 +50,6 @@ class Sender:
     ) -> None:
         self._options = options
         self._answered = answered
-        self._random = random.Random(seed)
         self._lanes = [
             Lane(info, window_for(options.mode, info, options.rows), options.connect_timeout_s) for info in servers
         ]
@@ -67,14 +60,12 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="penstock-sender", daemon=True)
         self._started = threading.Event()
         # of the loop's thread from here on
+        self._health = Health(options, random.Random(seed), pump=self._pump, halt=self._halt)
         self._waiting: list[Parcel] = []  # a heap, the oldest first
         self._delayed: dict[Parcel, asyncio.TimerHandle] = {}
         self._under_way: set[asyncio.Task[list[str]]] = set()
-        self._probes: set[asyncio.Task[None]] = set()
         self._stop: PenstockError | None = None  # why nothing is sent any more
-        self._quiet_s: float | None = None  # since when no server answers as it should
         self._abandon: asyncio.TimerHandle | None = None  # set: closing
-        self._last_error: PenstockError = _closed()
         self._order = self._n_answered = self._retries = self._sent_bytes = 0
 
     # ---- any thread
@@ -203,7 +194,7 @@ class Sender:
         if error is None:
             lane.window.answered(sent_s, now, 0 if parcel.attempts else len(parcel.chunk.frames))
             lane.works()
-            self._quiet_s = None
+            self._health.works()
             self._n_answered += 1
             self._sent_bytes += parcel.body_bytes
             self._tell(parcel.chunk, task.result())
@@ -227,7 +218,7 @@ class Sender:
         if self._stop is not None:
             self._tell(parcel.chunk, self._stop)
             return
-        self._rest(lane, error)
+        self._health.fails(lane, error)
         if not isinstance(error, LATER):
             parcel.attempts += 1
             if not isinstance(error, AGAIN) or parcel.attempts >= self._options.attempts:
@@ -236,90 +227,16 @@ class Sender:
         self._retries += 1
         lane.retries += 1
         log.debug("server=%s frame=%d again=%s: %s", lane.info.url, parcel.chunk.frames[0], error.code, error.message)
-        if isinstance(error, (*LATER, ConnectionLost)):  # the server rests, not the chunk: others may take it now
+        if isinstance(error, LATER):  # the server rests, not the chunk: others may take it now
             heapq.heappush(self._waiting, parcel)
         else:
-            delay_s = self._backoff(parcel.attempts)
+            delay_s = self._health.backoff_s(parcel.attempts)
             self._delayed[parcel] = asyncio.get_running_loop().call_later(delay_s, self._due, parcel)
 
     def _due(self, parcel: Parcel) -> None:
         del self._delayed[parcel]
         heapq.heappush(self._waiting, parcel)
         self._pump()
-
-    # ---- servers that fail
-
-    def _rest(self, lane: Lane, error: PenstockError) -> None:
-        """Keeps chunks from a server for a while, as its error asks for."""
-        now = self._time()
-        if isinstance(error, AWAY):
-            self._quiet(error)
-            if not lane.away:
-                lane.away = True
-                log.warning("server=%s gets no chunks before it answers again: %s", lane.info.url, error.message)
-                probe = asyncio.ensure_future(self._probe(lane))
-                self._probes.add(probe)
-                probe.add_done_callback(self._probes.discard)
-            return
-        resting = now < lane.resting_until_s
-        lane.tries += not resting  # those in flight together tell one thing
-        if isinstance(error, LATER):
-            self._quiet(error)
-            pause_s = error.retry_after_s
-            if pause_s is None:
-                pause_s = 0.0 if resting else self._backoff(lane.tries)
-        elif isinstance(error, AGAIN) and lane.tries >= FAULTS and not resting:
-            pause_s = self._backoff(lane.tries - FAULTS + 1)
-        else:
-            return
-        if now + pause_s > lane.resting_until_s:
-            lane.resting_until_s = now + pause_s
-            self._rested(lane)
-
-    def _rested(self, lane: Lane) -> None:
-        """Sends again when the rest is over; a timer of the loop may be a millisecond early."""
-        left_s = lane.resting_until_s - self._time()
-        if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s + 0.001, self._rested, lane)
-        else:
-            self._pump()
-
-    async def _probe(self, lane: Lane) -> None:
-        """Asks a server that is away until it answers as it did before."""
-        info = lane.info
-        for tries in itertools.count():
-            if tries:
-                await asyncio.sleep(self._backoff(tries))
-            connection = Connection(info.endpoint, connect_timeout_s=self._options.connect_timeout_s)
-            try:
-                found = await fetch(connection, info.model, info.token, self._options.connect_timeout_s)
-            except ENDS_THE_JOB as exc:
-                self._halt(exc)
-                return
-            except PenstockError as exc:
-                self._quiet(exc)
-                continue
-            finally:
-                connection.close()
-            if found.revision != info.revision:
-                self._halt(changed(info.url, info.model, info.revision, found.revision))
-                return
-            log.warning("server=%s answers again", info.url)
-            lane.away, lane.tries, self._quiet_s = False, 0, None
-            self._pump()
-            return
-
-    def _quiet(self, error: PenstockError) -> None:
-        """A server has no answer; when none has any for `give_up_s`, the job ends."""
-        self._last_error = error
-        if self._quiet_s is None:
-            self._quiet_s = self._time()
-            asyncio.get_running_loop().call_later(self._options.give_up_s, self._give_up, self._quiet_s)
-
-    def _give_up(self, since_s: float) -> None:
-        if self._quiet_s == since_s and self._stop is None:
-            last = self._last_error.message
-            self._halt(NoServer(f"no server has answered for {self._options.give_up_s:g} s; the last error: {last}"))
 
     # ---- the end
 
@@ -329,8 +246,7 @@ class Sender:
             self._stop = error
             if not isinstance(error, NotSent):
                 log.error("code=%s nothing more is sent: %s", error.code, error.message)
-        for probe in self._probes:
-            probe.cancel()
+        self._health.close()
         self._flush(self._stop)
 
     def _flush(self, error: PenstockError) -> None:
@@ -364,11 +280,6 @@ class Sender:
             log.exception(
                 "video=%r frame=%d its answer is lost: the job failed on it", chunk.video.name, chunk.frames[0]
             )
-
-    def _backoff(self, tries: int) -> float:
-        """Seconds: anything up to a bound that doubles with each try, so that clients do not come back together."""
-        options = self._options
-        return self._random.uniform(0.0, min(options.longest_backoff_s, options.backoff_s * 2.0 ** min(tries - 1, 30)))
 
     def _time(self) -> float:
         return asyncio.get_running_loop().time()

@@ -17,6 +17,7 @@ from penstock.bulk.answers import (
     read_captions,
     retry_after_s,
 )
+from penstock.client.errors import ConnectionLost
 from penstock.client.link import Answer
 from penstock.errors import (
     BadRequest,
@@ -107,7 +108,8 @@ def test_another_revision_is_told_before_a_row_too_few():
     ("status", "error"),
     [(401, Unauthorized), (403, Forbidden), (404, ModelNotFound), (413, PayloadTooLarge), (400, BadRequest),
      (422, BadRequest), (408, DeadlineExceeded), (504, DeadlineExceeded), (429, QueueFull), (503, ModelNotReady),
-     (500, ServerFault), (502, ServerFault), (409, ServerFault), (302, WrongAnswer), (204, WrongAnswer)],
+     (500, ServerFault), (502, ConnectionLost), (501, ServerFault), (409, ServerFault),
+     (302, WrongAnswer), (204, WrongAnswer)],
 )  # fmt: skip
 def test_a_status_becomes_the_error_that_it_means(status: int, error: type[PenstockError]):
     with pytest.raises(error, match=str(status)) as caught:
