@@ -75,7 +75,10 @@ def killed_in_the_middle(command: list[str], spool: Path, frames: int) -> int:
         time.sleep(0.005)
     process.kill()
     process.wait()
-    return spooled(spool)
+    done = spooled(spool)
+    if done == frames:
+        raise SystemExit("the job was over before it was killed; give it more --frames")
+    return done
 
 
 def spooled(spool: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -187,3 +188,16 @@ def test_the_processor_and_the_model_of_the_library_caption_a_picture(example: A
     pixels = processor(images=[example.scenes.draw(scene, 480, 270)], return_tensors="pt")
     ids = captioner.generate(**pixels, max_new_tokens=20)
     assert processor.batch_decode(ids, skip_special_tokens=True)[0].strip() == example.scenes.caption(scene)
+
+
+@pytest.mark.slow
+def test_the_demonstration_captions_every_frame_and_resumes_a_job_that_was_killed(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    command = [sys.executable, "demo.py", "--clips", "2", "--frames", "400", "--keep", str(kept)]
+    done = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^800 frames in order, \d+ numbers read right .* \d+ frames/s", done.stdout, re.MULTILINE)
+    killed = re.search(r"SIGKILL after (\d+) of 800 frames", done.stdout)
+    assert killed is not None
+    assert 266 <= int(killed[1]) < 800
+    assert (kept / "captions.jsonl").read_bytes() == (kept / "again.jsonl").read_bytes()
