@@ -12,6 +12,8 @@ from typing import Any
 
 from penstock.cli.serve import split_targets
 
+HEADER_LENGTH = "Inference-Header-Content-Length"
+MEAN_OF_7 = {"mean": [127.5], "frame_index": [7]}
 ROOT = Path(__file__).parents[2]
 
 
@@ -101,3 +103,34 @@ def test_the_models_of_the_page_answer_their_curl_lines(serve: Callable[..., Any
     command = next(line for line in lines.splitlines() if line.startswith("penstock serve"))
     toml, models = split_targets(tuple(word for word in command.split()[2:] if not word.startswith(("-", "models."))))
     assert (toml, set(models)) == (None, {"net", "eager"})
+
+
+def test_the_wire_formats_requests_are_answered_as_they_stand_there(serve: Callable[..., Any], tmp_path: Path) -> None:
+    page = "docs/wire-format.md"
+    model, client = blocks(page, "python")
+    server = serve(model, "Frames")
+    shown = next(block for block in blocks(page, "") if block.startswith("POST"))
+    lengths = [int(number) for number in re.findall(r"Length: (\d+)", shown)]
+    said, _, tensors = shown.partition("\n\n")[2].rpartition("}\n")
+    data = bytes.fromhex(re.sub(" +[a-z_]+:.*", "", tensors))
+    assert [len(said) + 1, len(said) + 1 + len(data)] == lengths
+    body = said.encode() + b"}" + data
+    assert outputs(server.post("/v2/models/frames/infer", body, **{HEADER_LENGTH: str(lengths[0])})[1]) == MEAN_OF_7
+    one, file = (
+        block.replace("http://127.0.0.1:8080", server.url).replace("python -c", f"{sys.executable} -c")
+        for block in blocks(page, "")
+        if "--data-binary" in block
+    )
+    answers = [
+        subprocess.run(["bash", "-ec", script], cwd=tmp_path, capture_output=True, check=True).stdout
+        for script in (one, file)
+    ]
+    assert [outputs(answer) for answer in answers] == [MEAN_OF_7, {"mean": [0, 0]}]
+    program = client.replace("http://127.0.0.1:8080", server.url)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("mean [128. 128.]\nframe_index [0 1]\n", "")
+
+
+def outputs(answer: bytes) -> dict[str, Any]:
+    """The values of an Open Inference answer by name."""
+    return {output["name"]: output["data"] for output in json.loads(answer)["outputs"]}
