@@ -114,10 +114,11 @@ def sample(random: np.random.Generator) -> Scene:
 def draw(scene: Scene, width: int, height: int) -> np.ndarray:
     """The picture of `scene`: uint8 [height, width, 3], RGB."""
     picture = np.empty((height, width, 3), np.uint8)
-    picture[:] = BACKGROUNDS[scene.background]
+    # A row at a time: pixel by pixel would take longer than all the rest.
+    picture[:] = np.full((width, 3), BACKGROUNDS[scene.background], np.uint8)
     _draw_shape(picture, scene)
     strip = picture[round(STRIP_TOP * height) :]
-    strip[:] = _STRIP
+    strip[:] = np.full((width, 3), _STRIP, np.uint8)
     for index, digit in enumerate(f"{scene.number % NUMBERS:03d}"):
         _draw_digit(strip[:, round(width * index / 3) : round(width * (index + 1) / 3)], int(digit))
     return picture
