@@ -7,13 +7,12 @@ from collections.abc import Generator, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from penstock.bulk.pictures import Damage, Decoder
 from penstock.bulk.types import Position
-from penstock.bulk.video import Opened, VideoError, library, reason
+from penstock.bulk.video import Opened, VideoError, library
 
 TIMES_MAY_JUMP = 0x0200  # AVFMT_TS_DISCONT: a time does not say where in the file its frame is
 BACK_S = (0.0, 10.0)  # some containers seek by decoding time and land behind the frame: one more try, further back
-UNREAD_BYTES = 1024  # between two packets of Matroska: headers take tens of bytes
-UNSHOWN_S = 0.5  # that the header of Matroska promises, behind the last packet that could be read
 
 
 class Seen(NamedTuple):
@@ -23,10 +22,6 @@ class Seen(NamedTuple):
     time_s: float
     pts: int | None
     picture: Any
-
-
-class _Damage(Exception):
-    """The decoder, or the container, found something that it cannot read."""
 
 
 class _Lost(Exception):
@@ -54,7 +49,7 @@ class Reading:
                         done, start = seen.number, Position(seen.number, seen.pts, 0)
                         yield seen
                 return
-            except _Damage as damage:
+            except Damage as damage:
                 if threads == 1:
                     shown = "its first frame" if done < 0 else f"frame {done + 1}"
                     message = f"is damaged at {shown}: {damage}; what comes before is kept"
@@ -63,9 +58,10 @@ class Reading:
 
     def _from(self, start: Position | None, threads: int) -> Iterator[Seen]:
         if start is not None and start.pts is not None:
-            for back_s in BACK_S:
+            # only one thread tells of damage whether it is of what a seek left out
+            for by, back_s in itertools.product(sorted({threads, 1}, reverse=True), BACK_S):
                 try:
-                    yield from self._run(threads).sought(start, back_s)
+                    yield from self._run(by).sought(start, back_s)
                     return
                 except _Lost:
                     continue
@@ -103,46 +99,23 @@ class _Clock:
         return float(time), pts if self._askable else None
 
 
-class _Lead:
-    """The packets that a recording cut out of a longer one begins with: those before its first keyframe, and those
-    after it that are shown before it. That they cannot be decoded is no damage."""
-
-    def __init__(self) -> None:
-        self._over = False
-        self._key_pts: int | None = None
-
-    def over(self, packet: Any) -> bool:
-        """Whether a packet is behind them. Told of every packet in order."""
-        if self._over or (not packet.is_keyframe and self._key_pts is None):
-            return self._over
-        if self._key_pts is None:
-            self._key_pts = packet.pts
-            self._over = packet.pts is None
-            return True
-        self._over = packet.pts is None or packet.pts >= self._key_pts
-        return self._over
-
-    def shown(self) -> None:
-        """Told that a frame came out: who needs no keyframe for it has none to wait for."""
-        self._over = self._over or self._key_pts is None
-
-
 class _Run:
     """One reading of a file by one decoder."""
 
     def __init__(self, path: str, threads: int) -> None:
         self._av = library()
         self._opened = Opened(path, threads)
-        self._alone = threads == 1
         self._container = self._opened.container
         self._stream = self._opened.stream
         self.tick_s = self._opened.tick_s
-        self._clock = _Clock(self._stream, not self._container.format.flags & TIMES_MAY_JUMP)
+        jumps = bool(self._container.format.flags & TIMES_MAY_JUMP)
+        self._decoder = Decoder(self._container, self._stream, alone=threads == 1, cut=jumps)
+        self._clock = _Clock(self._stream, askable=not jumps)
 
     def whole(self) -> Iterator[Seen]:
-        """Every frame. Raises _Damage."""
+        """Every frame. Raises Damage."""
         try:
-            for number, picture in enumerate(self._pictures()):
+            for number, picture in enumerate(self._decoder.pictures()):
                 if number == 0:
                     self._clock.start(picture.pts)
                 yield Seen(number, *self._clock.tell(picture.pts), picture)
@@ -150,7 +123,7 @@ class _Run:
             self._opened.close()
 
     def sought(self, position: Position, back_s: float) -> Iterator[Seen]:
-        """The frame at a position that has a pts, and those after it. Raises _Lost before the first one, or _Damage."""
+        """The frame at a position that has a pts, and those after it. Raises _Lost before the first one, or Damage."""
         try:
             first, others = self._seek(position, back_s)
             for number, picture in enumerate(itertools.chain([first], others), position.frame):
@@ -161,92 +134,15 @@ class _Run:
     def _seek(self, position: Position, back_s: float) -> tuple[Any, Iterator[Any]]:
         assert position.pts is not None
         try:
-            self._clock.start(next(self._pictures()).pts)
+            self._clock.start(next(self._decoder.pictures()).pts)
             target = position.pts - round(back_s / self._stream.time_base)
             self._container.seek(target, stream=self._stream)
-            pictures = self._pictures()
+            pictures = self._decoder.pictures()
             for picture in pictures:
                 if picture.pts is None or picture.pts > position.pts:
                     raise _Lost
                 if picture.pts == position.pts:
                     return picture, pictures
-        except (_Damage, StopIteration, self._av.error.FFmpegError) as error:
+        except (Damage, StopIteration, self._av.error.FFmpegError) as error:
             raise _Lost from error
         raise _Lost
-
-    def _pictures(self) -> Iterator[Any]:
-        """Decoded frames as they are shown. Raises _Damage, after those that are shown before it."""
-        context = self._stream.codec_context
-        owed = 0
-        last_dts: int | None = None
-        lead = _Lead()
-        packets = self._packets()
-        while True:
-            counts = True
-            try:
-                packet = next(packets, None)
-                counts = packet is None or lead.over(packet)
-                if packet is not None and packet.is_corrupt:
-                    raise _Damage("a packet is cut short")
-                pictures = context.decode(packet)
-            except (_Damage, OSError, ValueError, self._av.error.FFmpegError) as error:
-                if not counts:
-                    continue
-                yield from self._rest(last_dts)
-                raise _Damage(reason(error)) from error
-            for picture in pictures:
-                if not picture.is_corrupt:
-                    lead.shown()
-                    yield picture
-                elif counts:
-                    raise _Damage("the data of a frame is damaged")
-            owed -= len(pictures)
-            if packet is None:
-                break
-            owed += 1
-            last_dts = packet.dts if packet.dts is not None else last_dts
-        if owed and not self._alone:
-            raise _Damage("frames are missing at its end")
-
-    def _packets(self) -> Iterator[Any]:
-        """Packets with data. Raises _Damage, or an error of FFmpeg."""
-        stream = self._stream
-        unsaid = self._container.format.name.startswith("matroska") and "alpha_mode" not in stream.metadata
-        packets = self._container.demux() if unsaid else self._container.demux(stream)
-        for packet in _whole(packets, self._container) if unsaid else packets:
-            if packet.size and packet.stream is stream:  # an empty one, in Ogg, shows the frame before it for longer
-                yield packet
-
-    def _rest(self, last_dts: int | None) -> Iterator[Any]:
-        """What the decoder still holds, up to the first frame that may be shown after one that is missing.
-
-        A packet that was not decoded is of a later decoding time than `last_dts`, and is shown no sooner than decoded.
-        """
-        if last_dts is None or not self._alone:
-            return
-        try:
-            pictures = self._stream.codec_context.decode(None)
-        except (OSError, ValueError, self._av.error.FFmpegError):
-            return
-        for picture in pictures:
-            if picture.pts is None or picture.pts > last_dts or picture.is_corrupt:
-                return
-            yield picture
-
-
-def _whole(packets: Iterator[Any], container: Any) -> Iterator[Any]:
-    """All packets of a Matroska file. Raises _Damage where some are left out: where a cluster cannot be read, the
-    demuxer goes on at the next, if there is one, and says nothing."""
-    end: int | None = None
-    shown_s = 0.0
-    for packet in packets:
-        if packet.size and packet.pos is not None and packet.pos >= 0:
-            if end is not None and packet.pos - end > UNREAD_BYTES:
-                raise _Damage(f"{packet.pos - end} bytes of the file cannot be read")
-            end = max(end or 0, packet.pos + packet.size)
-        if packet.pts is not None:
-            shown_s = max(shown_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-        yield packet
-    duration_s = (container.duration or 0) / 1_000_000 + (container.start_time or 0) / 1_000_000
-    if end is not None and container.size - end > UNREAD_BYTES and duration_s - shown_s > UNSHOWN_S:
-        raise _Damage(f"its last {duration_s - shown_s:.1f} seconds cannot be read")

@@ -1,0 +1,387 @@
+"""Frames of generated files: numbers, times, resumes, every kind of damage. Each frame shows its number."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import av
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.bulk import frames as frames_module
+from penstock.bulk.frames import Reading
+from penstock.bulk.types import Position
+from penstock.bulk.video import VideoError, probe
+from penstock.testing.videos import make_clip, make_sound, number_of
+
+COUNT = 60
+GOP = {"g": "12", "bf": "3"}
+KINDS: dict[str, dict[str, Any]] = {
+    "b-frames.mp4": {"options": GOP},
+    "open-gop.mp4": {"options": {**GOP, "x264-params": "open-gop=1:scenecut=0"}},
+    "b-frames.mkv": {"options": GOP},
+    "b-frames.ts": {"options": GOP},
+    "mpeg4.avi": {"codec": "mpeg4", "options": {"g": "12", "bf": "2"}},
+    "mpeg4.mp4": {"codec": "mpeg4", "options": {"g": "12", "bf": "2"}},
+    "mpeg2.mpg": {"codec": "mpeg2video", "options": {"g": "12", "bf": "2"}},
+    "vp9.webm": {"codec": "libvpx-vp9", "options": {"g": "12", "deadline": "realtime", "cpu-used": "8"}},
+    "mjpeg.avi": {"codec": "mjpeg", "pix_fmt": "yuvj420p"},
+    "raw.h264": {"options": GOP},
+}
+SEEKABLE = ["b-frames.mp4", "b-frames.mkv", "vp9.webm", "mjpeg.avi"]
+
+
+class Shown(NamedTuple):
+    frame: int
+    time_s: float
+    pts: int | None
+    number: int
+    pixels: str
+
+
+def read(path: Path, start: Position | None = None, threads: int = 1) -> tuple[list[Shown], VideoError | None]:
+    """Every frame with the number that it shows and a digest of its pixels, and what ended them."""
+    shown = []
+    try:
+        for seen in Reading(str(path), threads, start).frames():
+            rgb = seen.picture.to_ndarray(format="rgb24", threads=1)
+            digest = hashlib.sha256(rgb.tobytes()).hexdigest()
+            shown.append(Shown(seen.number, seen.time_s, seen.pts, number_of(rgb), digest))
+    except VideoError as error:
+        return shown, error
+    return shown, None
+
+
+def at(shown: Shown) -> Position:
+    return Position(shown.frame, shown.pts, 0)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Shown]]]:
+    """name of KINDS -> the clip and what it shows, both made once."""
+    folder = tmp_path_factory.mktemp("clips")
+    made: dict[str, tuple[Path, list[Shown]]] = {}
+
+    def get(name: str) -> tuple[Path, list[Shown]]:
+        if name not in made:
+            path = make_clip(folder / name, COUNT, **KINDS[name])
+            made[name] = (path, read(path)[0])
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_frames_come_in_order_of_presentation_timed_from_the_first(clips: Any, name: str) -> None:
+    _, shown = clips(name)
+    assert [one.frame for one in shown] == list(range(COUNT))
+    assert [one.number for one in shown] == list(range(COUNT))
+    assert [one.time_s for one in shown] == pytest.approx([frame / 25 for frame in range(COUNT)], abs=0.001)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_many_threads_see_what_one_sees(clips: Any, name: str) -> None:
+    path, shown = clips(name)
+    assert read(path, threads=4) == (shown, None)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, COUNT - 1))
+def test_a_resumed_reading_sees_what_an_undisturbed_one_sees(clips: Any, name: str, place: int) -> None:
+    path, shown = clips(name)
+    assert read(path, at(shown[place])) == (shown[place:], None)
+
+
+@pytest.mark.parametrize("name", SEEKABLE)
+def test_a_resumed_reading_does_not_begin_at_the_start(clips: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, shown = clips(name)
+    monkeypatch.setattr(frames_module._Run, "whole", None)
+    for place in (0, 11, 12, 13, 40, COUNT - 1):
+        assert read(path, at(shown[place]))[0] == shown[place:]
+
+
+@pytest.mark.parametrize("pts", [1, 10**9, -5, None])
+def test_a_position_that_no_seek_finds_is_reached_from_the_start(clips: Any, pts: int | None) -> None:
+    path, shown = clips("b-frames.mp4")
+    assert read(path, Position(30, pts, 0)) == (shown[30:], None)
+
+
+def test_one_frame_is_a_video(tmp_path: Path) -> None:
+    shown, error = read(make_clip(tmp_path / "one.mp4", 1))
+    assert ([one[:2] for one in shown], error) == ([(0, 0.0)], None)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "ts"])
+def test_a_variable_rate_is_told_by_the_times(tmp_path: Path, suffix: str) -> None:
+    shown, error = read(make_clip(tmp_path / f"vfr.{suffix}", [0, 1, 5, 6, 20], options={"bf": "2"}))
+    assert error is None
+    assert [one.number for one in shown] == [0, 1, 2, 3, 4]
+    assert [one.time_s for one in shown] == pytest.approx([0, 0.04, 0.2, 0.24, 0.8], abs=0.001)
+
+
+def test_frames_before_zero_are_shown_where_the_container_says_so(tmp_path: Path) -> None:
+    options = {"bf": "2"}
+    shown, error = read(make_clip(tmp_path / "a.mkv", 8, first_pts=-5, options=options))
+    assert error is None
+    assert [(one.frame, one.number) for one in shown] == [(n, n) for n in range(8)]
+    assert shown[0].time_s == 0.0
+    # an MP4's edit list begins at 0 and hides what lies before
+    path = make_clip(tmp_path / "a.mp4", 8, first_pts=-5, options=options)
+    shown, error = read(path)
+    assert error is None
+    assert [(one.frame, one.number) for one in shown] == [(0, 5), (1, 6), (2, 7)]
+    assert read(path, at(shown[1]))[0] == shown[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ten-bit.mp4", {"pix_fmt": "yuv420p10le"}),
+        ("odd.mp4", {"size": (161, 97), "pix_fmt": "yuv444p"}),
+        ("odd.mkv", {"size": (161, 97), "codec": "ffv1"}),
+        ("rgb.mkv", {"codec": "ffv1", "pix_fmt": "bgr0"}),
+        ("grey.mkv", {"codec": "ffv1", "pix_fmt": "gray"}),
+        ("full-range.avi", {"codec": "mjpeg", "pix_fmt": "yuvj444p"}),
+        ("with-sound.mp4", {"audio": True}),
+        ("two-videos.mp4", {"streams": 2}),
+        ("http:x.mp4", {}),
+        ("-y.mp4", {}),
+        ("ümlaut\nline ☃.mp4", {}),
+    ],
+)
+def test_unusual_files_are_read(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    shown, error = read(make_clip(tmp_path / name, 5, **options))
+    assert error is None
+    assert [one.number for one in shown] == [0, 1, 2, 3, 4]
+
+
+def test_a_relative_name_with_a_leading_dash_is_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_clip(tmp_path / "-i.mp4", 3)
+    monkeypatch.chdir(tmp_path)
+    assert len(read(Path("-i.mp4"))[0]) == 3
+
+
+def test_the_number_of_frames_in_the_header_is_not_trusted(tmp_path: Path) -> None:
+    path = make_clip(tmp_path / "a.avi", 12, codec="mpeg4")
+    data = bytearray(path.read_bytes())
+    for place in (data.index(b"avih") + 8 + 16, data.index(b"strh") + 8 + 32):  # dwTotalFrames, dwLength
+        assert int.from_bytes(data[place : place + 4], "little") == 12
+        data[place : place + 4] = (900).to_bytes(4, "little")
+    path.write_bytes(data)
+    assert probe(str(path)).frames == 900
+    shown, error = read(path)
+    assert (len(shown), error) == (12, None)
+
+
+def test_a_recording_cut_out_of_a_longer_one_begins_at_its_first_keyframe(tmp_path: Path) -> None:
+    whole = make_clip(tmp_path / "a.ts", COUNT, options={"g": "20", "bf": "2"}).read_bytes()
+    path = tmp_path / "cut.ts"
+    path.write_bytes(whole[len(whole) // 188 // 3 * 188 :])
+    shown, error = read(path)
+    assert error is None
+    assert [(one.frame, one.number) for one in shown] == [(n, n + 20) for n in range(40)]
+    assert read(path, threads=4) == (shown, None)
+
+
+class Stream(NamedTuple):
+    """What the clock asks of one."""
+
+    time_base: Fraction = Fraction(1, 90000)
+    average_rate: Fraction = Fraction(25)
+
+
+def test_times_that_are_missing_or_run_backwards_go_on_by_the_frame_rate() -> None:
+    clock = frames_module._Clock(Stream(), askable=True)
+    clock.start(7200)
+    told = [clock.tell(pts) for pts in (7200, 10800, None, 18000, 3600, 7200, 7200)]
+    assert [time_s for time_s, _ in told] == pytest.approx([0.0, 0.04, 0.08, 0.12, 0.16, 0.2, 0.24])
+    assert [pts for _, pts in told] == [7200, 10800, None, None, None, None, None]
+
+
+# ---- damage
+
+
+def packets(path: Path) -> list[tuple[int, int, int]]:
+    """Place, size and pts of each packet, in order of the file."""
+    with av.open(str(path)) as container:
+        return [(p.pos, p.size, p.pts) for p in container.demux(video=0) if p.size]
+
+
+def damaged(path: Path, place: int, size: int, seed: int = 1) -> Path:
+    data = bytearray(path.read_bytes())
+    data[place : place + size] = random.Random(seed).randbytes(len(data[place : place + size]))
+    broken = path.with_name(f"broken-{path.name}")
+    broken.write_bytes(data)
+    return broken
+
+
+@pytest.mark.parametrize("name", ["b-frames.mp4", "open-gop.mp4", "mpeg4.avi", "mpeg4.mp4", "mjpeg.avi"])
+@pytest.mark.parametrize("which", [20, 24, 31])
+def test_a_corrupt_group_in_the_middle_ends_the_video_after_the_frames_before_it(
+    clips: Any, name: str, which: int
+) -> None:
+    path, shown = clips(name)
+    place, size, _ = packets(path)[which]
+    broken = damaged(path, place, size + 200)
+    before, error = read(broken)
+    assert error is not None
+    assert (error.stage, error.frame) == ("decode", len(before))
+    assert before == shown[: len(before)]
+    # all that is shown before the first corrupt packet's frame, but those that wait for it to be decoded
+    assert which - 6 <= len(before) <= which + 3
+
+
+@pytest.mark.parametrize("name", ["b-frames.mp4", "b-frames.mkv", "open-gop.mp4", "mpeg4.avi"])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(which=st.integers(5, COUNT - 1), seed=st.integers(0, 99), data=st.data())
+def test_where_damage_lies_depends_on_neither_threads_nor_a_resume(
+    clips: Any, name: str, which: int, seed: int, data: st.DataObject
+) -> None:
+    path, _ = clips(name)
+    place, size, _ = packets(path)[which]
+    broken = damaged(path, place + min(size - 1, 12), max(1, size - 12), seed)
+    before, error = read(broken)
+    again, same = read(broken, threads=4)
+    assert (again, str(same)) == (before, str(error))
+    if before:
+        start = data.draw(st.integers(0, len(before) - 1))
+        rest, same = read(broken, at(before[start]))
+        assert (rest, str(same)) == (before[start:], str(error))
+
+
+def test_a_first_frame_that_is_damaged_is_reported(clips: Any) -> None:
+    path, _ = clips("b-frames.mp4")
+    place, size, _ = packets(path)[0]
+    shown, error = read(damaged(path, place, size))
+    assert shown == []
+    assert error is not None
+    assert error.frame == 0
+    assert "is damaged at its first frame" in error.message
+
+
+def test_an_mp4_without_its_end_keeps_the_frames_that_are_there(tmp_path: Path) -> None:
+    path = make_clip(tmp_path / "a.mp4", 30, options={"g": "10"}, container_options={"movflags": "faststart"})
+    whole, _ = read(path)
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    shown, error = read(path)
+    assert error is not None
+    assert shown == whole[: len(shown)]
+    assert 8 <= len(shown) == error.frame < 25
+    again, same = read(path, threads=3)
+    assert (again, str(same)) == (shown, str(error))
+
+
+def test_an_mp4_without_its_index_cannot_be_opened(tmp_path: Path) -> None:
+    path = make_clip(tmp_path / "a.mp4", 30)
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    shown, error = read(path)
+    assert shown == []
+    assert error is not None
+    assert error.stage == "open"
+    assert "Invalid data" in error.message
+    assert str(tmp_path) not in error.message
+
+
+def test_a_matroska_file_that_is_cut_off_is_damaged(tmp_path: Path) -> None:
+    path = make_clip(tmp_path / "a.mkv", 100, options={"g": "10"})
+    whole, error = read(path)
+    assert error is None
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    shown, error = read(path)
+    assert error is not None
+    assert "bytes are missing" in error.message
+    assert shown == whole[: len(shown)]
+    assert 55 < len(shown) < 80
+
+
+@pytest.mark.parametrize("until", [0.6, 1.0])
+def test_matroska_whose_clusters_cannot_be_read_does_not_go_on_as_if_nothing_were_missing(
+    tmp_path: Path, until: float
+) -> None:
+    path = make_clip(tmp_path / "a.mkv", 300, size=(320, 192), options={"g": "10"})
+    whole, _ = read(path)
+    listed = packets(path)
+    start = listed[150][0]
+    end = listed[int(len(listed) * until) - 1]
+    shown, error = read(damaged(path, start, end[0] + end[1] - start))
+    assert error is not None
+    assert shown == whole[: len(shown)]
+    assert 140 <= len(shown) <= 150
+
+
+def test_transport_streams_with_lost_packets_are_damaged(clips: Any) -> None:
+    path, shown = clips("b-frames.ts")
+    data = path.read_bytes()
+    broken = path.with_name("lost.ts")
+    middle = len(data) // 188 // 2 * 188
+    broken.write_bytes(data[:middle] + data[middle + 5 * 188 :])
+    before, error = read(broken)
+    assert error is not None
+    assert before == shown[: len(before)]
+    assert 15 < len(before) < 40
+
+
+def test_a_file_without_a_picture_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(VideoError, match="has no video stream; its streams: audio") as caught:
+        probe(str(make_sound(tmp_path / "a.m4a")))
+    assert caught.value.stage == "open"
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi"])
+def test_a_file_without_frames_has_none(tmp_path: Path, suffix: str) -> None:
+    shown, _ = read(make_clip(tmp_path / f"empty.{suffix}", 0, codec="mpeg4"))
+    assert shown == []
+
+
+def refused(path: Path, text: str) -> None:
+    with pytest.raises(VideoError, match=text) as caught:
+        probe(str(path))
+    assert caught.value.stage == "open"
+
+
+def test_what_is_no_video_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    refused(tmp_path / "empty.mp4", "cannot be opened as a video")
+    (tmp_path / "noise.mp4").write_bytes(random.Random(1).randbytes(4096))
+    refused(tmp_path / "noise.mp4", "cannot be opened as a video|is no video")
+    (tmp_path / "folder.mp4").mkdir()
+    refused(tmp_path / "folder.mp4", "is no regular file")
+    os.mkfifo(tmp_path / "pipe.mp4")
+    refused(tmp_path / "pipe.mp4", "is no regular file")
+    refused(tmp_path / "gone.mp4", "cannot be opened: No such file")
+    (tmp_path / "nul.mp4").symlink_to("nul.mp4")
+    refused(tmp_path / "nul.mp4", "cannot be opened: Too many levels")
+    with pytest.raises(VideoError, match="null byte"):
+        probe("a\0b.mp4")
+
+
+def test_a_playlist_that_calls_itself_a_video_is_not_followed(tmp_path: Path) -> None:
+    make_clip(tmp_path / "secret.ts", 5)
+    (tmp_path / "list.mp4").write_text(
+        "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nsecret.ts\n#EXT-X-ENDLIST\n", encoding="ascii"
+    )
+    refused(tmp_path / "list.mp4", "is no video|cannot be opened")
+
+
+def test_a_file_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_clip(tmp_path / "a.mp4", 2)
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(av, "open", forbidden)
+    refused(path, "cannot be opened as a video: Permission denied")
+
+
+def test_a_probe_tells_what_the_header_says(tmp_path: Path) -> None:
+    told = probe(str(make_clip(tmp_path / "a.mp4", 50)))
+    assert (told.frames, told.duration_s, told.width, told.height, told.codec) == (50, 2.0, 160, 96, "h264")
+    assert probe(str(make_clip(tmp_path / "a.mkv", 50))).frames == 50
