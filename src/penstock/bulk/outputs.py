@@ -79,9 +79,9 @@ def write(wanted: Wanted, spools: Sequence[tuple[Video, Path]]) -> None:
             outputs: list[Output] = [stack.enter_context(_file(path)) for path in wanted.files]
             names = subtitle_names([video for video, _ in spools])
             if wanted.vtt is not None:
-                outputs.append(Subtitles(wanted.vtt, names, vtt=True))
+                outputs.append(stack.enter_context(_subtitles(Subtitles(wanted.vtt, names, vtt=True))))
             if wanted.srt is not None:
-                outputs.append(Subtitles(wanted.srt, names, vtt=False))
+                outputs.append(stack.enter_context(_subtitles(Subtitles(wanted.srt, names, vtt=False))))
             for video, path in spools:
                 _feed(outputs, video, path)
     except OSError as e:
@@ -128,6 +128,15 @@ def _file(path: Path) -> Iterator[Output]:
             parquet = Parquet(file)
             yield parquet
             parquet.close()
+
+
+@contextmanager
+def _subtitles(subtitles: Subtitles) -> Iterator[Output]:
+    try:
+        yield subtitles
+    except BaseException as e:
+        subtitles.file.__exit__(type(e), e, e.__traceback__)  # one that is half written takes no name
+        raise
 
 
 class JsonLines:
@@ -214,11 +223,11 @@ class Subtitles:
 
     def __init__(self, folder: Path, names: dict[str, str], *, vtt: bool) -> None:
         self._folder, self._names, self._vtt = folder, names, vtt
+        self.file = ExitStack()  # of the video at hand
 
     def begin(self, video: Video) -> None:
-        self._open = ExitStack()
         suffix = ".vtt" if self._vtt else ".srt"
-        self._file = self._open.enter_context(whole(self._folder / (self._names[video.name] + suffix)))
+        self._file = self.file.enter_context(whole(self._folder / (self._names[video.name] + suffix)))
         self._cues = 0
         self._start_s, self._caption = 0.0, ""
         self._last: Row | None = None
@@ -242,7 +251,7 @@ class Subtitles:
             if last.frame > 0 and seen > last.frame:
                 until_s = min(until_s, last.time_s / last.frame * seen)
             self._cue(until_s)
-        self._open.close()
+        self.file.close()
 
     def _cue(self, end_s: float) -> None:
         """Writes the cue at hand, if there is one and it says something."""

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.bulk.options import CHUNK_BYTES, HEADER_BYTES, Plan, plan
+from penstock.bulk.types import Pixels
+from penstock.errors import ConfigError
+from penstock.testing.bulk import job_options, server_info
+
+
+def planned(servers: int = 1, cores: int = 4, flags: dict[str, Any] | None = None, **server: Any) -> Plan:
+    options = job_options(Path("x"), "a", **{"decoders": None, "memory_bytes": 64 << 20, **(flags or {})})
+    return plan(options, [server_info(**{"height": 224, "width": 224, **server})] * servers, cores)
+
+
+def test_a_chunk_is_a_batch_of_the_server_if_enough_of_them_fit_into_memory() -> None:
+    small = planned(height=64, width=64, max_batch_size=64)
+    assert (small.chunk_size, small.frame_bytes, small.block_bytes) == (64, 64 * 64 * 3, 64 * 64 * 64 * 3)
+    assert planned(max_batch_size=16).chunk_size == 16
+    assert planned(max_batch_size=512).chunk_size == 64
+    assert planned(max_batch_size=None).chunk_size == 32
+    many = planned(servers=2, max_batch_size=64, instances=4)
+    under_way = many.pool_bytes // many.block_bytes
+    assert under_way >= 2 * (2 * 4 + 1) + many.decoders
+    assert planned(height=1080, width=1920, max_batch_size=64).block_bytes <= CHUNK_BYTES
+
+
+def test_a_chunk_fits_into_a_request_of_every_server() -> None:
+    limit = 10 * 224 * 224 * 3 + HEADER_BYTES + 5
+    assert planned(max_batch_size=64, max_request_bytes=limit).chunk_size == 10
+    assert planned(flags={"prebatch_size": 10}, max_request_bytes=limit).chunk_size == 10
+    with pytest.raises(ConfigError, match="--prebatch-size 11"):
+        planned(flags={"prebatch_size": 11}, max_request_bytes=limit)
+    assert planned(flags={"prebatch_size": 60, "pixels": "jpeg"}, max_request_bytes=limit).chunk_size == 60
+
+
+def test_pixels_are_what_the_server_asks_for_and_only_what_it_takes() -> None:
+    assert planned().pixels == Pixels("server-size", "fast", 224, 224)
+    source = planned(flags={"pixels": "source"})
+    assert source.pixels == Pixels("source", "fast", None, None)
+    assert source.frame_bytes == 0
+    assert source.block_bytes <= CHUNK_BYTES
+    with pytest.raises(ConfigError, match="takes no 'jpeg'"):
+        planned(flags={"pixels": "jpeg"}, inputs=frozenset({"frames"}))
+
+
+def test_the_other_modes_send_frames_one_by_one_and_single_decodes_alone() -> None:
+    assert planned(flags={"mode": "stream-single"}).chunk_size == 1
+    single = planned(flags={"mode": "single", "decoders": 4}, height=1080, width=1920)
+    assert (single.chunk_size, single.decoders) == (1, 1)
+    assert single.pool_bytes >= 50 * single.block_bytes  # a round is decoded before it is sent
+
+
+@pytest.mark.parametrize(("cores", "decoders", "threads"), [(1, 1, 1), (2, 1, 2), (4, 2, 2), (16, 4, 4), (64, 4, 16)])
+def test_decoders_share_the_cores(cores: int, decoders: int, threads: int) -> None:
+    found = planned(cores=cores)
+    assert (found.decoders, found.threads) == (decoders, threads)
+    assert planned(cores=cores, flags={"decoders": 7}).decoders == 7
+
+
+def test_memory_that_is_too_small_still_moves() -> None:
+    tiny = planned(flags={"memory_bytes": 1})
+    assert tiny.chunk_size == 1
+    assert tiny.pool_bytes >= 2 * tiny.block_bytes

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import builtins
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.bulk import outputs, spool
+from penstock.bulk.outputs import OutputError, Wanted, subtitle_names, text
+from penstock.bulk.spool import End
+from penstock.bulk.types import Row, Video
+
+CAPTIONS = ["a dog", "a dog", 'a "cat", and\ta <b>dog</b> & co --> there', "", "Käse 狗"]
+
+
+def spooled(folder: Path, name: str, rows: list[Row], seen: int = 0, end: bool = True) -> tuple[Video, Path]:
+    video = Video(name, name, 1, 2)
+    path = folder / f"{abs(hash(name))}.spool"
+    lines = [spool.head_line(video), *(spool.row_line(n, row) for n, row in enumerate(rows))]
+    spool.append(path, b"".join(lines + ([spool.end_line(End("complete", len(rows), seen))] if end else [])), anew=True)
+    return video, path
+
+
+@pytest.fixture
+def spools(tmp_path: Path) -> list[tuple[Video, Path]]:
+    """Two videos of five rows each, two a second, and one without any; the second has a newline in its name."""
+    rows = [Row(n * 15, n / 2, None, caption) for n, caption in enumerate(CAPTIONS)]
+    return [
+        spooled(tmp_path, "in/a.mp4", rows, 75),
+        spooled(tmp_path, "in/-b\nü.mp4", rows, 75),
+        spooled(tmp_path, "in/none.mp4", []),
+    ]
+
+
+def expected() -> list[dict[str, Any]]:
+    return [
+        {"video": name, "frame": n * 15, "time": n / 2, "caption": caption}
+        for name in ("in/a.mp4", "in/-b\nü.mp4")
+        for n, caption in enumerate(CAPTIONS)
+    ]
+
+
+def test_every_format_is_read_back_as_it_was_written(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    files = tuple(tmp_path / "out" / f"c{suffix}" for suffix in (".jsonl", ".csv", ".parquet"))
+    outputs.write(Wanted(files), spools)
+    assert [json.loads(line) for line in files[0].read_text().splitlines()] == expected()
+    with files[1].open(newline="") as file:
+        read = [{**row, "frame": int(row["frame"]), "time": float(row["time"])} for row in csv.DictReader(file)]
+    assert read == expected()
+    table = parquet.read_table(files[2])
+    assert table.to_pylist() == expected()
+    assert [str(field.type) for field in table.schema] == ["string", "int64", "double", "string"]
+
+
+def test_parquet_of_many_rows_is_written_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(outputs, "GROUP_ROWS", 4)
+    rows = [Row(n, n / 10, None, str(n)) for n in range(10)]
+    outputs.write(Wanted((tmp_path / "c.parquet",)), [spooled(tmp_path, "a", rows), spooled(tmp_path, "b", rows)])
+    file = parquet.ParquetFile(tmp_path / "c.parquet")
+    assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [4, 4, 4, 4, 4]
+    assert [row["caption"] for row in file.read().to_pylist()] == [str(n) for n in range(10)] * 2
+
+
+def test_no_rows_make_files_without_rows(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    outputs.write(Wanted((tmp_path / "c.jsonl", tmp_path / "c.parquet")), [spooled(tmp_path, "a", [])])
+    assert (tmp_path / "c.jsonl").read_bytes() == b""
+    assert parquet.read_table(tmp_path / "c.parquet").num_rows == 0
+
+
+def test_webvtt_merges_equal_neighbours_and_escapes(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
+    outputs.write(Wanted((), vtt=tmp_path / "vtt"), spools)
+    assert sorted(path.name for path in (tmp_path / "vtt").iterdir()) == ["-b\nü.vtt", "a.vtt", "none.vtt"]
+    assert (tmp_path / "vtt" / "a.vtt").read_text() == (
+        "WEBVTT\n\n"
+        "00:00:00.000 --> 00:00:01.000\na dog\n\n"
+        '00:00:01.000 --> 00:00:01.500\na "cat", and a &lt;b&gt;dog&lt;/b&gt; &amp; co --&gt; there\n\n'
+        "00:00:02.000 --> 00:00:02.500\nKäse 狗\n\n"
+    )
+    assert (tmp_path / "vtt" / "none.vtt").read_text() == "WEBVTT\n\n"
+
+
+def test_srt_has_numbers_and_commas(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
+    outputs.write(Wanted((), srt=tmp_path / "srt"), spools)
+    cues = (tmp_path / "srt" / "a.srt").read_text().split("\n\n")
+    assert cues[0] == "1\n00:00:00,000 --> 00:00:01,000\na dog"
+    assert [cue.partition("\n")[0] for cue in cues] == ["1", "2", "3", ""]
+
+
+def cues_of(folder: Path, rows: list[Row], seen: int) -> list[str]:
+    outputs.write(Wanted((), vtt=folder), [spooled(folder, "a.mp4", rows, seen)])
+    return re.findall(r".* --> .*", (folder / "a.vtt").read_text())
+
+
+def test_the_last_cue_ends_with_the_video_or_after_as_long_as_the_one_before(tmp_path: Path) -> None:
+    two = [Row(0, 0.0, None, "x"), Row(100, 10.0, None, "y")]
+    assert cues_of(tmp_path, two, seen=130)[-1] == "00:00:10.000 --> 00:00:13.000"
+    assert cues_of(tmp_path, two, seen=500)[-1] == "00:00:10.000 --> 00:00:20.000"
+    assert cues_of(tmp_path, two, seen=0)[-1] == "00:00:10.000 --> 00:00:20.000"
+    assert cues_of(tmp_path, two[:1], seen=1) == ["00:00:00.000 --> 00:00:02.000"]
+    late = [Row(10**6, 100 * 3600 + 61.0015, None, "x")]
+    assert cues_of(tmp_path, late, seen=0) == ["100:01:01.002 --> 100:01:03.002"]
+    same = [Row(0, 5.0, None, "x"), Row(1, 5.0, None, "y")]
+    assert cues_of(tmp_path, same, seen=0) == ["00:00:05.000 --> 00:00:05.001", "00:00:05.000 --> 00:00:05.001"]
+
+
+@given(st.text())
+def test_no_caption_breaks_its_cue(caption: str) -> None:
+    line = text(caption)
+    assert "\n" not in line
+    assert "\r" not in line
+    assert "-->" not in line
+    assert "<" not in line
+    assert line.replace("&amp;", "").replace("&lt;", "").replace("&gt;", "").count("&") == 0
+
+
+def test_videos_of_one_name_have_subtitles_of_their_own() -> None:
+    videos = [Video(name, name, 0, 0) for name in ("x/a.mp4", "y/a.mkv", "y/A.mov", "y/b.mp4", "z/" + "ü" * 300)]
+    names = subtitle_names(videos)
+    assert len({name.casefold() for name in names.values()}) == 5
+    assert names["y/b.mp4"] == "b"
+    assert names["x/a.mp4"].startswith("a-")
+    assert names == subtitle_names(videos[::-1])  # whatever the order
+    assert all(len(name.encode()) < 240 for name in names.values())
+
+
+def test_a_file_appears_when_it_is_whole_and_an_older_one_stays_until_then(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text("old")
+    broken = spooled(tmp_path, "a", [Row(0, 0.0, None, "x")])
+    good, bad = broken[1].read_bytes().split(b"\n", 1)
+    broken[1].write_bytes(good + b'\n{"row":\n' + bad)
+    with pytest.raises(spool.SpoolError):
+        outputs.write(Wanted((path,), vtt=tmp_path / "vtt"), [broken])
+    assert path.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(["c.jsonl", "vtt", broken[1].name])
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["c.txt"], "suffix of"),
+        (["c.vtt"], "--vtt"),
+        (["c.jsonl", "./c.jsonl"], "same name"),
+        (["folder.jsonl"], "is a folder"),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused_before_anything_is_captioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(OutputError, match=words):
+        outputs.check(Wanted(tuple(map(Path, files))))
+
+
+def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(OutputError, match=r"pip install 'penstock\[parquet\]'"):
+        outputs.check(Wanted((Path("c.parquet"),)))
+
+
+def test_videos_that_have_not_ended_are_in_no_output(tmp_path: Path) -> None:
+    row = [Row(0, 0.0, None, "x")]
+    outputs.write(
+        Wanted((tmp_path / "c.jsonl",)), [spooled(tmp_path, "a", row, end=False), spooled(tmp_path, "b", row)]
+    )
+    assert [json.loads(line)["video"] for line in (tmp_path / "c.jsonl").read_text().splitlines()] == ["b"]
