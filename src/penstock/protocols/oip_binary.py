@@ -12,7 +12,6 @@ from penstock.errors import BadOutput, BadRequest
 from penstock.protocols.bodies import decode_json
 from penstock.protocols.oip import (
     HEADER_LENGTH,
-    OipCodec,
     Request,
     RequestParameters,
     Tensor,
@@ -24,6 +23,7 @@ from penstock.protocols.oip import (
     write_head,
 )
 from penstock.protocols.oip import Answer as AnswerHead
+from penstock.protocols.oip_codec import OipCodec
 from penstock.protocols.oip_tensors import SIZES, length_of, output_array, to_bytes
 from penstock.types import Headers, Item
 

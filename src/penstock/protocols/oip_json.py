@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from penstock.errors import BadRequest, PenstockError
-from penstock.protocols.oip import HEADER_BYTES, HEADER_LENGTH, OipCodec
+from penstock.protocols.oip import HEADER_BYTES, HEADER_LENGTH
+from penstock.protocols.oip_codec import OipCodec
 from penstock.types import Item, ModelMetadata
 
 PEEK_BYTES: Final = HEADER_BYTES

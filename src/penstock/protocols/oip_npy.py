@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.protocols.oip import Context, OipCodec, Tensor, named_outputs
+from penstock.protocols.oip import Tensor
+from penstock.protocols.oip_codec import Context, OipCodec, named_outputs
 from penstock.protocols.oip_tensors import check_form, from_bytes, output_array, to_bytes
 from penstock.types import Headers, Item, ItemResult, Response
 
