@@ -18,7 +18,7 @@ HEAD_BYTES: Final = 64 * 1024  # of an answer's head, as the servers bound that 
 # The smallest chunks cost 6 bytes a byte; what is more than that is no body, but framing without end.
 FRAMING: Final = 8
 # TLS encrypts all that it is given at once and holds it; a plain transport of uvloop writes from the caller's memory.
-TLS_PIECE_BYTES: Final = 256 * 1024
+TLS_PIECE_BYTES: Final = 512 * 1024
 
 
 class Answer(Struct, frozen=True):
@@ -74,7 +74,7 @@ class Link(asyncio.Protocol):
             for start in range(0, len(view), TLS_PIECE_BYTES):
                 if self._paused and not waiter.done():
                     self._writable = asyncio.get_running_loop().create_future()
-                    await asyncio.wait((self._writable, waiter), return_when=asyncio.FIRST_COMPLETED)
+                    await self._writable
                 if waiter.done() or self._transport is None:
                     return
                 self._transport.write(view[start : start + TLS_PIECE_BYTES])
@@ -96,7 +96,7 @@ class Link(asyncio.Protocol):
         self._paused = True
 
     def resume_writing(self) -> None:
-        """The transport takes more."""
+        """The transport takes more, or nothing more is to be written."""
         self._paused = False
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
@@ -127,7 +127,6 @@ class Link(asyncio.Protocol):
         """Called once, whoever ended it."""
         part = f"after {self.received_bytes} bytes of an answer" if self.received_bytes else "without an answer"
         self._fail(ConnectionLost(f"{self.url} ended the connection {part}{f': {exc}' if exc else ''}"))
-        self.resume_writing()
         del self._parser  # it knows this link: no cycle is left behind
 
     # ---- the parser
@@ -169,6 +168,7 @@ class Link(asyncio.Protocol):
         if not sent or self._until_eof or not self._parser.should_keep_alive():
             self.drop()
         self._waiter.set_result(Answer(self._status, self._headers, b"".join(self._parts)))
+        self.resume_writing()
 
     # ---- one exchange
 
@@ -188,3 +188,4 @@ class Link(asyncio.Protocol):
         self._parts = []
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(error)
+            self.resume_writing()
