@@ -78,15 +78,15 @@ class Job:
     def run(self) -> Summary:
         """Raises what is wrong before anything was captioned; later errors are in the summary."""
         outputs.check(self.options.wanted)
+        videos = self.videos() if self.options.inputs else None
         folder = WorkFolder(self.options.work)
         try:
-            return self._run(folder)
+            return self._run(folder, folder.videos() if videos is None else videos)
         finally:
             folder.close()
 
-    def _run(self, folder: WorkFolder) -> Summary:
+    def _run(self, folder: WorkFolder, videos: list[Video]) -> Summary:
         options = self.options
-        videos = self.videos(folder)
         servers = self.servers()
         run: _Run | None = None
         if servers:
@@ -104,12 +104,8 @@ class Job:
         self._finish(folder, videos, summary)
         return summary
 
-    def videos(self, folder: WorkFolder | None) -> list[Video]:
-        """Those that are named, or else those of the last run. Raises InputError, FolderError."""
-        if not self.options.inputs and folder is not None:
-            return folder.videos()
-        if not self.options.inputs:
-            raise ConfigError("no video is named")
+    def videos(self) -> list[Video]:
+        """Those that are named. Raises InputError, ConfigError."""
         videos, notes = expand(self.options.inputs, stdin=sys.stdin.buffer, from0=self.options.from0)
         if notes.skipped:
             self._teller.say(f"{notes.skipped:,} files that are no videos were skipped")

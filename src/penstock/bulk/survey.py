@@ -14,7 +14,7 @@ LINK_BYTES_PER_S = 118e6  # of payload on a link of 1 Gbit/s
 def dry_run(options: Options, parts: Parts | None = None) -> list[str]:
     """Lines for people: each file, then the sums. Raises what Job.run does before it captions."""
     job = Job(options, teller("plain"), parts)
-    videos = job.videos(None)
+    videos = job.videos()
     servers = job.servers()
     how = plan(options, servers)
     check_libraries(how)

@@ -71,6 +71,8 @@ def make_options(flags: dict[str, Any]) -> Options:
         flags["progress"] = "none"
     if not flags["servers"] and (flags["retry_failed"] or flags["restart"] or flags["dry_run"] or flags["inputs"]):
         raise ConfigError("name a server: --server http://HOST:PORT")
+    if flags["dry_run"] and not flags["inputs"]:
+        raise ConfigError("name the videos of the dry run")
     output: Path = flags["output"]
     sampling = Sampling(flags["every"] or 1, flags["fps"], flags["start"] or 0.0, flags["end"], flags["max_frames"])
     prebatch = flags["prebatch_size"]

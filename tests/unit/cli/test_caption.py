@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.bulk.options import Options
+from penstock.cli import caption as module
+from penstock.cli.caption import caption
+
+
+def told(*arguments: str, **env: str) -> Result:
+    return CliRunner().invoke(caption, list(arguments), env=env)
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Options]:
+    """What the job would have been asked to do."""
+    found: list[Options] = []
+
+    def run(options: Options, show: object, *, quiet: bool) -> int:
+        found.append(options)
+        return 0
+
+    monkeypatch.setattr(module, "run", run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    return found
+
+
+def test_the_flags_become_the_options_of_a_job(options: list[Options]) -> None:
+    flags = """
+        --server http://a --server http://b --model blip -o out/c.parquet --also out/c.csv --vtt v --every 3
+        --start 1:30 --end 1:00:00.5 --max-frames 7 --pixels jpeg --kernel exact --mode single --prebatch-size 8
+        --decoders 2 --memory 1.5Mi --give-up 5 --wait 0 --from0 --retry-failed --restart
+    """.split()  # noqa: SIM905 - as they are typed
+    assert told("a.mp4", "b", *flags).exit_code == 0
+    (found,) = options
+    assert found.inputs == ("a.mp4", "b")
+    assert found.servers == ("http://a", "http://b")
+    assert found.wanted.files == (Path("out/c.parquet"), Path("out/c.csv"))
+    assert (found.work, found.failures) == (Path("out/c.parquet.work"), Path("out/failures.jsonl"))
+    assert (found.sampling.every, found.sampling.start_s, found.sampling.end_s) == (3, 90.0, 3600.5)
+    assert (found.pixels, found.kernel, found.mode, found.prebatch_size) == ("jpeg", "exact", "single", 8)
+    assert (found.memory_bytes, found.give_up_s, found.wait_s, found.decoders) == (3 * 2**19, 5.0, 0.0, 2)
+    assert found.from0
+    assert found.retry_failed
+    assert found.restart
+
+
+def test_without_flags_there_are_defaults(options: list[Options]) -> None:
+    assert told("a.mp4", "--server", "http://a").exit_code == 0
+    (found,) = options
+    assert found.wanted.files == (Path("captions.jsonl"),)
+    assert (found.pixels, found.kernel, found.mode, found.prebatch_size) == (
+        "server-size",
+        "fast",
+        "stream-prebatch",
+        None,
+    )
+    assert (found.memory_bytes, found.token, found.sampling.every) == (64 << 20, None, 1)
+
+
+def test_a_name_that_begins_with_a_dash_stands_behind_two(options: list[Options]) -> None:
+    assert told("--server", "http://a", "--", "-o.mp4").exit_code == 0
+    assert options[0].inputs == ("-o.mp4",)
+
+
+def test_the_token_is_read_from_a_file_or_the_environment(options: list[Options], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\nother\n")
+    told("a", "--server", "http://a", "--token-file", "token", PENSTOCK_TOKEN="no")
+    told("a", "--server", "http://a", PENSTOCK_TOKEN="from-env")
+    assert [found.token for found in options] == ["secret", "from-env"]
+    (tmp_path / "token").write_text("\n")
+    assert told("a", "--server", "http://a", "--token-file", "token").exit_code == 2
+    assert told("a", "--server", "http://a", "--token-file", "none").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("a.mp4", "name a server"),
+        ("a.mp4 --server http://a --every 2 --fps 1", "exclude each other"),
+        ("a.mp4 --server http://a --start 5 --end 5", "--end must be later"),
+        ("a.mp4 --server http://a --fps 0", "--fps"),
+        ("a.mp4 --server http://a --every 0", "--every"),
+        ("a.mp4 --server http://a --memory lots", "a size such as"),
+        ("a.mp4 --server http://a --start 1h", "expected seconds or"),
+        ("a.mp4 --server http://a --pixels png", "--pixels"),
+        ("a.mp4 --server http://a --prebatch-size 0", "--prebatch-size"),
+        ("--retry-failed", "name a server"),
+        ("--dry-run --server http://a", "name the videos"),
+    ],
+)
+def test_wrong_usage_is_status_2_with_the_reason(options: list[Options], flags: str, words: str) -> None:
+    result = told(*flags.split())
+    assert result.exit_code == 2
+    assert words in result.output
+    assert not options
+
+
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
+    monkeypatch.chdir(tmp_path)
+    return told(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.mp4", "--server", "http://127.0.0.1:1"], "no file or folder none.mp4"),
+        (["*.avi", "--server", "http://127.0.0.1:1"], "no file matches"),
+        (["empty", "--server", "http://127.0.0.1:1"], "no video in empty"),
+        (["a.mp4", "--server", "ftp://x"], "no scheme"),
+        (["a.mp4", "--server", "http://127.0.0.1:1", "-o", "c.txt"], "suffix"),
+        (["a.mp4", "--server", "https://127.0.0.1:1", "--ca", "none.pem"], "none.pem"),
+        (["--server", "http://127.0.0.1:1"], "no videos are named"),
+        ([], "no videos are named"),
+    ],
+)
+def test_what_is_not_there_is_status_2_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.mp4").write_bytes(b"not looked at")
+    result = job(tmp_path, monkeypatch, *arguments)
+    assert (result.exit_code, words in result.output) == (2, True), result.output
+
+
+def test_a_server_that_is_not_there_is_status_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"not looked at")
+    result = job(tmp_path, monkeypatch, "a.mp4", "--server", "http://127.0.0.1:1", "--wait", "0")
+    assert result.exit_code == 3
+    assert "127.0.0.1:1" in result.output
+
+
+def test_the_help_is_complete() -> None:
+    words = told("--help").output
+    for flag in caption.params:
+        assert any(name in words for name in flag.opts) or flag.name == "inputs"
+    assert "130" in words
