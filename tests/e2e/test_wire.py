@@ -7,6 +7,7 @@ import json
 import pickle
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from penstock.protocols.oip import HEADER_LENGTH
 from penstock.protocols.oip_binary import decode_answer, encode_arrays, encode_request
 
 MODELS = """
+    import time
+    import uuid
     import numpy as np
     import penstock
 
@@ -39,6 +42,10 @@ MODELS = """
     def same(items):
         return [next(iter(item.values())) for item in items]
 
+    def chance(items):
+        time.sleep(0.05)
+        return [uuid.uuid4().hex for _ in items]
+
     def parts(items):
         for n in range(2):
             yield [{"y": np.full(2, n, np.int8)} for _ in items]
@@ -54,7 +61,7 @@ OCTETS = "application/octet-stream"
 
 @pytest.fixture(scope="module")
 def server(serve_all: Callable[..., Any]) -> Any:
-    return serve_all(MODELS, "Frames", "same", "parts", *FLAGS)
+    return serve_all(MODELS, "Frames", "same", "chance", "parts", *FLAGS)
 
 
 def post(server: Any, model: str, body: bytes, **headers: Any) -> httpx.Response:
@@ -204,3 +211,19 @@ def test_a_model_that_streams_does_so_in_json(server):
     response = ask(server, "parts", head, buffers)
     assert response.status_code == 400
     assert "streams" in response.json()["error"]
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_request_that_is_sent_again_is_run_once(server, size):
+    def ask_once(key: str) -> str:
+        headers = {"idempotency-key": f"{key}-{size}", "content-type": "text/plain"}
+        response = httpx.post(f"{server.url}/predictions/chance", content=b"x" * size, headers=headers)
+        assert response.status_code == 200
+        return response.text
+
+    with ThreadPoolExecutor(8) as pool:
+        first = set(pool.map(ask_once, ["a"] * 8))
+        other = set(pool.map(ask_once, ["b"] * 8))
+    assert len(first) == len(other) == 1
+    assert first != other
+    assert ask_once("a") in first
