@@ -22,7 +22,7 @@ class Parcel:
 
     __slots__ = ("attempts", "body", "body_bytes", "chunk", "headers", "last", "order")
 
-    def __init__(self, chunk: Chunk, order: int, fingerprint: str) -> None:
+    def __init__(self, chunk: Chunk, order: int, job: str) -> None:
         self.chunk = chunk
         self.order = order
         self.attempts = 0
@@ -35,16 +35,16 @@ class Parcel:
         self.headers = [
             ("Content-Type", "application/octet-stream"),
             (HEADER_LENGTH, str(len(head))),
-            ("Idempotency-Key", key_of(chunk, fingerprint)),
+            ("Idempotency-Key", key_of(chunk, job)),
         ]
 
     def __lt__(self, other: Parcel) -> bool:
         return self.order < other.order
 
 
-def key_of(chunk: Chunk, fingerprint: str) -> str:
+def key_of(chunk: Chunk, job: str) -> str:
     """Of all tries of this chunk, and of no other: job, video, first frame and number of frames."""
-    return f"{fingerprint[:8]}-{_hash(chunk.video)}-{chunk.frames[0]}-{len(chunk.frames)}"
+    return f"{job}-{_hash(chunk.video)}-{chunk.frames[0]}-{len(chunk.frames)}"
 
 
 def _hash(video: Video) -> str:

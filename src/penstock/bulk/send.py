@@ -10,6 +10,7 @@ import functools
 import heapq
 import logging
 import random
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -67,6 +68,8 @@ class Sender:
         self._stop: PenstockError | None = None  # why nothing is sent any more
         self._abandon: asyncio.TimerHandle | None = None  # set: closing
         self._order = self._n_answered = self._retries = self._sent_bytes = 0
+        # A server keeps answers for a while: a job that is run once more is to be captioned, not to be told them again.
+        self._job = f"{options.fingerprint[:8]}-{secrets.token_hex(4)}"
 
     # ---- any thread
 
@@ -139,7 +142,7 @@ class Sender:
         for chunk in chunks:
             self._order += 1
             try:
-                heapq.heappush(self._waiting, Parcel(chunk, self._order, self._options.fingerprint))
+                heapq.heappush(self._waiting, Parcel(chunk, self._order, self._job))
             except (ValueError, TypeError) as exc:
                 self._tell(chunk, Undelivered(f"the chunk cannot be sent: {exc}"))
         self._pump()

@@ -230,6 +230,16 @@ def test_a_chunk_is_sent_again_under_the_same_key_and_with_the_same_body(server:
     job.close()
 
 
+def test_the_same_chunk_of_another_run_has_another_key(server: FakeCaptioner):
+    for _ in range(2):
+        job = Job(server)
+        job.send(1)
+        assert job.all_captioned()
+        job.close()
+    first, second = (seen.headers["idempotency-key"] for seen in server.seen)
+    assert first != second
+
+
 def test_retry_after_keeps_every_chunk_from_the_server_for_that_long(server: FakeCaptioner):
     times: list[float] = []
 
