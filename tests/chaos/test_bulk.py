@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import random
@@ -18,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from penstock.testing.captioner import FakeCaptioner, with_status, with_wait
@@ -125,6 +128,27 @@ def captioner(serve: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
         return serve(SOURCE, "Captioner", "--set", f"server.port={port}")
 
     return start
+
+
+def looped(path: Path, frames: int) -> Path:
+    """A 1080p clip of about so many frames, made by repeating the packets of two seconds."""
+    av = importlib.import_module("av")
+    short = make_clip(
+        path.with_name("short.mp4"), 60, size=(1920, 1080), fps=30, options={"g": "30", "preset": "ultrafast"}
+    )
+    with av.open(str(short)) as source, av.open(str(path), "w") as out:
+        stream = out.add_stream_from_template(source.streams.video[0])
+        packets = [packet for packet in source.demux(video=0) if packet.dts is not None]
+        length = sum(packet.duration for packet in packets)
+        for turn in range(frames // len(packets)):
+            for packet in packets:
+                copy = av.Packet(bytes(packet))
+                copy.pts, copy.dts = packet.pts + turn * length, packet.dts + turn * length
+                copy.duration, copy.time_base, copy.is_keyframe = packet.duration, packet.time_base, packet.is_keyframe
+                copy.stream = stream
+                out.mux(copy)
+    short.unlink()
+    return path
 
 
 def wait_for(true: Callable[[], Any], job: subprocess.Popen[str]) -> None:
@@ -314,3 +338,28 @@ def test_ctrl_c_while_a_server_is_waited_for_ends_the_job_at_once(jobs: Jobs) ->
         wait_for(lambda: server.asked, job)
         job.send_signal(signal.SIGINT)
         assert job.wait(5) == 130
+
+
+def test_memory_is_flat_and_small_however_long_a_video_is(tmp_path: Path, chaos: SimpleNamespace) -> None:
+    frames = chaos.count(480, 54_000)  # half a minute, half an hour
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    looped(folder / "long.mp4", frames)
+    jobs, used = Jobs(tmp_path, folder), []
+    with FakeCaptioner(height=224, width=224, max_batch_size=64) as server:
+        job = jobs.start(server.url, "captions.jsonl", "--prebatch-size", "auto")
+        process = psutil.Process(job.pid)
+        wait_for(lambda: jobs.spooled("captions.jsonl") > 100, job)
+        while job.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                used.append(process.memory_info().rss)
+            time.sleep(0.05)
+            server.seen.clear()  # 150 kB a frame
+    assert job.returncode == 0, job.communicate()[0]
+    assert [row["frame"] for row in jobs.rows("captions.jsonl")] == [*range(frames)]
+    used = [rss for rss in used if rss]
+    print("MB:", [rss >> 20 for rss in used[:: max(1, len(used) // 20)]])
+    early, late = max(used[: len(used) // 2]), max(used[len(used) // 2 :])
+    assert late < 400e6
+    assert late < early + 40e6
+    jobs.close()
