@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from penstock.testing.transports import TRANSPORT_CHECKS, check_transport
 from penstock.transports.make import make_transport
+from penstock.worker.spec import Wrapped
 
 
 @pytest.mark.parametrize("name", ["inline", "thread", "process"])
@@ -14,6 +16,17 @@ async def test_transport(name, check):
     await check(
         lambda spec, pool: make_transport(name, spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
     )
+
+
+def apart(spec, pool):
+    """A worker whose answers are finished in a thread of their own."""
+    wrapped = structs.replace(spec, target=Wrapped(spec.target, "penstock.testing.scripted:apart"))
+    return make_transport("process", wrapped, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
+
+
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+async def test_the_process_transport_whose_answers_are_finished_apart(check):
+    await check(apart)
 
 
 def test_the_process_transport_keeps_the_contract_on_uvloop():

@@ -51,6 +51,7 @@ class TransformersCaptioner:
     )
     outputs = (TensorSpec("caption", "BYTES", (-1,)), TensorSpec("frame_index", "INT64", (-1,)))
     default_model: ClassVar[str | None] = None
+    __penstock_finishes_apart__ = True  # tokens become texts while the next batch is captioned
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class PythonModel:
         # thread that receives them; and hears where parts of results go that are sent while a call runs.
         self.prepare: Callable[[list[Any]], list[Any]] | None = None
         self.send_parts_to: Callable[[Callable[[list[Any]], None]], None] | None = None
+        self.finishes_apart = False  # `postprocess` may run in a thread of its own, while the next batch is predicted
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -83,6 +84,7 @@ class PythonModel:
             setattr(self, hook, getattr(found, hook, None))
         self.prepare = getattr(found, "__penstock_prepare__", None)
         self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
+        self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
 
     def unload(self) -> None:
         """Calls the model's own `unload`, when it has one."""

@@ -17,7 +17,8 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -65,6 +66,7 @@ class Worker:
         self._held: list[Lease] = []  # slabs that the model kept beyond its answer
         self._batches: SimpleQueue[tuple[Run, Decoded, list[Lease]] | None] = SimpleQueue()
         self._frames = self._receive()
+        self._finishing: SimpleQueue[tuple[Run, list[Lease], Callable[[], BatchPart]] | None] = SimpleQueue()
         self._runner: BatchRunner | None = None
         self._abandoned = 0  # the last batch that nobody waits for any more
 
@@ -81,24 +83,59 @@ class Worker:
         gc.collect()
         gc.freeze()  # what is loaded stays: later collections need not look at it
         self._send(write(Up(ready)))
-        while self._run_one():
+        finisher = None
+        if self._runner.model.finishes_apart:
+            finisher = threading.Thread(target=self._finish, name="penstock-finisher", daemon=True)
+            finisher.start()
+        while self._run_one(apart=finisher is not None):
             pass
+        if finisher is not None:
+            self._finishing.put(None)
+            finisher.join()
         self._runner.close()
 
     # ---- main thread
 
-    def _run_one(self) -> bool:
-        """Runs the next batch; False when there is none to come."""
+    def _run_one(self, apart: bool) -> bool:
+        """Runs the next batch; False when there is none to come. `apart`: the finisher makes its final part."""
         work = self._batches.get()
         if work is None:
             return False
+        assert self._runner is not None
+        if apart:
+            box = [work]
+            del work
+            self._finishing.put(self._begun(box))  # nothing here looks at the payloads once the finisher does
+            return True
         run, decoded, leases = work
         del work
-        part = self._answer(run, decoded)
-        outbox = Outbox(self._replies)
-        outbox.results(run.items, part.results)
+        final: list[BatchPart] = []
+        self._runner.run(run.id, decoded, partial(self._emit, run, final=final))
         # Nothing of ours looks at the payloads any more: what is still alive, the model keeps.
         del decoded
+        self._answer(run, leases, final[0])
+        return True
+
+    def _begun(self, box: list[tuple[Run, Decoded, list[Lease]]]) -> tuple[Run, list[Lease], Callable[[], BatchPart]]:
+        """What is left to do of the batch that is taken out of the box, once it is predicted."""
+        run, decoded, leases = box.pop()
+        assert self._runner is not None
+        return run, leases, self._runner.begin(run.id, decoded, partial(self._emit, run))
+
+    def _emit(self, run: Run, part: BatchPart, final: list[BatchPart] | None = None) -> None:
+        """Sends a part of a stream; the final one is kept."""
+        if final is not None and part.final:
+            final.append(part)
+            return
+        if self._abandoned == run.id:
+            raise Cancelled("nobody waits for this stream any more")
+        outbox = Outbox(self._replies)
+        outbox.results(run.items, part.results)
+        self._send_packed(Part(part, [], []), outbox)
+
+    def _answer(self, run: Run, leases: list[Lease], part: BatchPart) -> None:
+        outbox = Outbox(self._replies)
+        outbox.results(run.items, part.results)
         if leases or self._held:
             for item in run.items:
                 item.payload = None
@@ -112,25 +149,20 @@ class Worker:
             self._send_packed(Part(part, [offset for offset, _ in held], let_go), outbox)
         else:
             self._send_packed(Part(part, [], []), outbox)
-        return True
 
-    def _answer(self, run: Run, decoded: Decoded) -> BatchPart:
-        """The final part; those before it are sent."""
-        final: list[BatchPart] = []
-
-        def emit(part: BatchPart) -> None:
-            if part.final:
-                final.append(part)
-                return
-            if self._abandoned == run.id:
-                raise Cancelled("nobody waits for this stream any more")
-            outbox = Outbox(self._replies)
-            outbox.results(run.items, part.results)
-            self._send_packed(Part(part, [], []), outbox)
-
-        assert self._runner is not None
-        self._runner.run(run.id, decoded, emit)
-        return final[0]
+    def _finish(self) -> None:
+        """The finisher's thread: final parts in the order of their batches, while the next one is predicted."""
+        try:
+            while (work := self._finishing.get()) is not None:
+                run, leases, finish = work
+                part = finish()
+                del work, finish  # they look at the payloads
+                self._answer(run, leases, part)
+        except SystemExit as e:
+            _end(e.code if isinstance(e.code, int) else int(e.code is not None))
+        except BaseException:
+            traceback.print_exc()
+            _end(1)
 
     def _send_packed(self, message: Part, outbox: Outbox) -> None:
         for slab in outbox.slabs:

@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from penstock import metrics, plugins
@@ -14,7 +14,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe
 from penstock.models.python import PythonModel
 from penstock.protocols.base import Codec
-from penstock.types import Item, ModelMetadata
+from penstock.types import BatchPart, Item, MetricDelta, ModelMetadata
 from penstock.wire.messages import Pickled
 from penstock.worker.batch import BatchRun, Decoded, Emit, out_of_memory
 
@@ -68,15 +68,22 @@ class BatchRunner:
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
         """Calls `emit` with any number of parts and one final one. Raises only what ends a worker (`ENDS`)."""
         started = time.perf_counter()
+        run = self._predicted(batch_id, decoded, emit)
+        emit(_told(run.final(), time.perf_counter() - started, decoded, metrics.drain()))
+
+    def begin(self, batch_id: int, decoded: Decoded, emit: Emit) -> Callable[[], BatchPart]:
+        """Predicts, and gives back what makes the final part, in one other thread; its time is not that of the run."""
+        started = time.perf_counter()
+        run = self._predicted(batch_id, decoded, emit)
+        run_s, changes = time.perf_counter() - started, metrics.drain()
+        return lambda: _told(run.final(), run_s, decoded, changes)
+
+    def _predicted(self, batch_id: int, decoded: Decoded, emit: Emit) -> BatchRun:
         run = BatchRun(self, batch_id, decoded, emit)
         run.preprocess()
         if run.live:
             run.attempt(run.live)
-        part = run.final()
-        part.run_s = time.perf_counter() - started
-        part.prepare_s = decoded.seconds
-        part.metrics = metrics.drain()
-        emit(part)
+        return run
 
     def close(self) -> None:
         """Unloads the model."""
@@ -152,6 +159,11 @@ class BatchRunner:
             self._logged.clear()
         self._logged[key] = now
         log.warning("item_failed model=%s error=%r: its callers get an error\n%s", self._metadata.name, key, text)
+
+
+def _told(part: BatchPart, run_s: float, decoded: Decoded, changes: list[MetricDelta] | None) -> BatchPart:
+    part.run_s, part.prepare_s, part.metrics = run_s, decoded.seconds, changes
+    return part
 
 
 def _units(item: Item, value: Any) -> list[Any]:

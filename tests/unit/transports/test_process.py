@@ -78,6 +78,53 @@ def predict(items):
         assert values(await desk.final(ahead)) == [True]
 
 
+APART = """
+import os, time
+
+class Model:
+    __penstock_finishes_apart__ = True
+
+    def predict(self, items):
+        for item in items:
+            open(item, "x").close()
+        return [(item, items[0]) for item in items]
+
+    def postprocess(self, result):
+        path, first = result
+        if path.endswith("bad"):
+            raise ValueError("bad")
+        after = os.path.join(os.path.dirname(path), "after")
+        for _ in range(500):
+            if not path.endswith("before") or os.path.exists(after):
+                return path
+            time.sleep(0.01)
+        raise TimeoutError(path)
+"""
+
+
+async def test_the_next_batch_is_predicted_while_answers_are_finished_apart(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(APART)
+    async with Desk(process, f"{file}:Model") as desk:
+        await desk.up()
+        before, bad, after = (str(tmp_path / name) for name in ("before", "bad", "after"))
+        first, second = desk.post([Item(before), Item(bad)]), desk.post([Item(after)])
+        found = (await desk.final(first)).results
+        assert found[0].body == before
+        assert found[1].error.message == "postprocess raised ValueError"
+        assert values(await desk.final(second)) == [after]
+
+
+async def test_a_model_that_ends_its_process_while_it_finishes_is_one_that_died(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(APART + "\n    postprocess = lambda self, result: exit(3)\n")
+    async with Desk(process, f"{file}:Model") as desk:
+        await desk.up()
+        part = await desk.final(desk.post([Item(str(tmp_path / "a"))]))
+        assert part.error.code == "worker_died"
+        assert part.error.message == "the worker exited with code 3"
+
+
 def unnamed(pid: int, folder: Path) -> set[str]:
     """The files of `folder` without a name that a process has open."""
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
