@@ -8,7 +8,7 @@ penstock's; where Java is missing, under Flask. It is given fewer frames where i
 hard to decode as footage, "tiny" clips with numbers that prove each caption. All costs are processor time without the
 client's start, see `captioning_runs.py`.
 
-`--quick` takes few frames and two resolutions; `--only none,tiny,sweep,flask,pinned,parse` picks tables; `--gpu` takes
+`--quick` takes few frames and two resolutions; `--only none,tiny,sweep,flask,pinned` picks tables; `--gpu` takes
 BLIP-2 in full size with random weights on a GPU instead (`--dry` shrinks it, and needs no GPU).
 """
 
@@ -53,7 +53,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, report: harness.Report) -> None:
         self.options, self.report = options, report
-        self._starts: dict[str, Sample] = {}
+        self._starts: dict[str, float] = {}
 
     @property
     def heights(self) -> Sequence[int]:
@@ -64,11 +64,11 @@ class Bench:
         """Rounds of what is shown, but not compared."""
         return min(2, self.options.rounds)
 
-    def start(self, server: Captioner) -> Sample:
-        """A run over one frame, the median of as many as there are rounds."""
+    def start_s(self, server: Captioner) -> float:
+        """The processor time of a client over one frame: the median of three runs."""
         if server.kind not in self._starts:
             runs = [server.run(server.model.clip(270), 1, Setting()) for _ in range(3)]
-            self._starts[server.kind] = {k: statistics.median(r[k] for r in runs) for k in ("client_s", "wall_s")}
+            self._starts[server.kind] = statistics.median(run["client_cpu_s"] for run in runs)
         return self._starts[server.kind]
 
     def once(self, server: Captioner, height: int, setting: Setting, frames: int) -> Callable[[], Sample]:
@@ -79,9 +79,9 @@ class Bench:
         words = {"config": server.config, "parameters": PARAMETERS[setting.mode].format(size), "frames": frames}
 
         def run() -> Sample:
-            start = self.start(server)
+            start_s = self.start_s(server)
             total = frames * setting.copies
-            return {**per_frame(server.run(clip, frames, setting), start, total), **words}
+            return {**per_frame(server.run(clip, frames, setting), start_s, total), **words}
 
         return run
 
@@ -117,7 +117,7 @@ def _rounds(
                 slow = SLOW[height] if mode == BEST or height < 720 else SLOW[height] // 2
                 setting = Setting(mode, PREBATCH[height] if mode == BEST else None)
                 contenders[PUBLISHED, mode] = bench.once(server, height, setting, slow)
-    return harness.interleave(rounds, contenders)
+    return harness.interleave(rounds, contenders) if contenders else {}
 
 
 def judge(bench: Bench, model: Model, height: int, found: dict[tuple[str, str], list[Sample]]) -> None:
@@ -189,23 +189,12 @@ def _alone(command: list[str]) -> Sample:
     return {"rate": float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)}
 
 
-def parse(bench: Bench) -> None:
-    """What the header of a binary request costs."""
-    from captioning_parse import header_us
-
-    found = [header_us() for _ in range(bench.options.rounds)]
-    rows = [["32 frames of 224 x 224 and their numbers", f"{statistics.median(found):.1f}"]]
-    bench.report.table("Parsing the header of a binary request", ["request", "µs"], rows)
-    bench.report.target("header of a binary request, µs", found, most=50)
-
-
 TABLES: dict[str, Callable[[Bench], None]] = {
     "none": functools.partial(modes, model=NONE),
     "tiny": functools.partial(modes, model=TINY),
     "sweep": sweep,
     "flask": flask,
     "pinned": pinned,
-    "parse": parse,
 }
 
 

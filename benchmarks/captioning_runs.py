@@ -2,8 +2,7 @@
 
 Processor time is that of all threads and processes, user and system. A client's start (its imports, its first
 connection) is measured by a run over one frame and is taken off the longer run's, since a job of ten thousand videos
-pays for it once. Memory is looked at every 20 ms: "RSS" is the peak of each process as the kernel keeps it, "own"
-leaves out the files it maps, and counts shared memory once.
+pays for it once; frames/s count from when the client looks at the video.
 """
 
 from __future__ import annotations
@@ -13,24 +12,21 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from captioning_clips import EXAMPLE, pan, scenes
 from closed_loop import Sample
+from metering import Failed, Memory, run
 from processes import Processes
 from servers import HERE, free_ports, python_of
 
 START_S = 120.0
-RUN_S = 240.0
-SAMPLE_S = 0.02
+CPU_CLOCK = 2  # with a process's number above it: its processor time in nanoseconds; /proc tells hundredths of seconds
 FLASK, PUBLISHED, PENSTOCK = "flask, one process", "published", "penstock"
 THREADS = {
     "OMP_NUM_THREADS": "1",
@@ -65,49 +61,6 @@ class Setting:
     prebatch: int | None = None
     copies: int = 1  # of the clip, one after the other (penstock's client alone)
     core: int | None = None  # where the client runs
-
-
-class Memory:
-    """Peaks over the time of a block, in MB. `pids` may end meanwhile."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
-        self._rss: dict[int, float] = {}
-        self.own_mb = 0.0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    @property
-    def rss_mb(self) -> float:
-        return sum(self._rss.values())
-
-    def __enter__(self) -> Memory:
-        for pid in self._pids:
-            with contextlib.suppress(OSError):
-                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins here
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._end.wait(SAMPLE_S):
-            own, shared = 0.0, 0.0
-            for pid in self._pids:
-                with contextlib.suppress(OSError, KeyError):
-                    found = _status(pid)
-                    self._rss[pid] = found["VmHWM"]
-                    own += found["RssAnon"]
-                    shared = max(shared, found["RssShmem"])
-            self.own_mb = max(self.own_mb, own + shared)
-
-
-def _status(pid: int) -> dict[str, float]:
-    """The memory of a process in MB."""
-    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return {words[0][:-1]: int(words[1]) * 1024 / 1e6 for words in lines if words[-1:] == ["kB"]}
 
 
 class Captioner(Processes):
@@ -174,9 +127,8 @@ class Captioner(Processes):
         """Of all its processes that live."""
         found = 0.0
         for process in self.members():
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                found += times.user + times.system
+            with contextlib.suppress(OSError):
+                found += time.clock_gettime((~process.pid << 3) | CPU_CLOCK)
         return found
 
     def pin(self, worker: int, others: int) -> None:
@@ -208,36 +160,35 @@ class Captioner(Processes):
             if setting.core is not None:
                 command = ["taskset", "-c", str(setting.core), *command]
             with Memory(pids) as server:
-                found = _run(command, Path(folder))
+                client = run(command, Path(folder), THREADS)
             server_s = self.cpu_s() - before_s
-            rows, sent_bytes = read()
+            rows, told = read()
         if rows != frames * setting.copies:
             raise Failed(f"{rows} captions of {frames * setting.copies} frames")
-        found |= {"server_s": server_s, "sent_bytes": sent_bytes}
-        return {**found, "server_rss_mb": server.rss_mb, "server_own_mb": server.own_mb}
+        memory = {"server_rss_mb": server.rss_mb, "server_own_mb": server.own_mb}
+        return {**told, **{f"client_{key}": value for key, value in client.items()}, "server_cpu_s": server_s, **memory}
 
     def _published_client(self, clip: Path, frames: int, setting: Setting, folder: Path) -> Any:
         command = [python_of("published"), str(HERE / "peers" / "published_client.py"), self.url, str(clip)]
         command += ["--mode", setting.mode, "--prebatch", str(setting.prebatch or 32), "--frames", str(frames)]
 
-        def read() -> tuple[int, int]:
+        def read() -> tuple[int, Sample]:
             said = json.loads((folder / "out").read_text())
-            return len(said["captions"]), int(said["sent_bytes"])
+            return len(said["captions"]), {key: said[key] for key in ("sent_bytes", "seconds")}
 
         return command, read
 
     def _penstock_client(self, clip: Path, frames: int, setting: Setting, folder: Path) -> Any:
         output = folder / "captions.jsonl"
-        clips = [clip]
-        for number in range(1, setting.copies):
-            clips.append(folder / f"{number}-{clip.name}")
-            shutil.copy(clip, clips[-1])
+        clips = [folder / f"{number}-{clip.name}" for number in range(setting.copies)]
+        for copy in clips:  # a file of the run's own: what the server has answered before it would answer from memory
+            shutil.copy(clip, copy)
         command = [sys.executable, "-m", "penstock.cli.main", "caption", *map(str, clips), "--server", self.url]
         command += ["-o", str(output), "--mode", setting.mode, "--max-frames", str(frames), "--progress", "json"]
         if setting.mode == "stream-prebatch" and setting.prebatch is not None:
             command += ["--prebatch-size", str(setting.prebatch)]
 
-        def read() -> tuple[int, int]:
+        def read() -> tuple[int, Sample]:
             rows = [json.loads(line) for line in output.read_text().splitlines()]
             if [row["frame"] for row in rows] != list(range(frames)) * setting.copies:
                 raise Failed("captions are not in the order of the frames")
@@ -245,7 +196,7 @@ class Captioner(Processes):
             if wrong > 0.01 * len(rows):
                 raise Failed(f"{wrong} of {len(rows)} captions name another frame")
             said = [json.loads(line) for line in (folder / "err").read_text().splitlines() if line.startswith("{")]
-            return len(rows), int(said[-1]["sent_bytes"])
+            return len(rows), {key: said[-1]["summary"][key] for key in ("sent_bytes", "seconds")}
 
         return command, read
 
@@ -260,49 +211,19 @@ def _right(model: Model, row: dict[str, Any]) -> bool:
     )
 
 
-class Failed(Exception):
-    """A client did not caption what it was given."""
-
-
-def _run(command: list[str], folder: Path) -> Sample:
-    """Processor and wall seconds of a program and of the children it waited for, and its memory."""
-    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        began = time.monotonic()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**os.environ, **THREADS}
-        )
-    watchdog = threading.Timer(RUN_S, process.kill)
-    watchdog.start()
-    try:
-        with Memory([process.pid]) as memory:
-            _, status, usage = os.wait4(process.pid, 0)
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        watchdog.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    wall_s = time.monotonic() - began
-    if process.returncode != 0:
-        raise Failed(f"status {process.returncode}: {(folder / 'err').read_text()[-2000:]}")
-    spent = {"client_s": usage.ru_utime + usage.ru_stime, "wall_s": wall_s}
-    return {**spent, "client_rss_mb": memory.rss_mb, "client_own_mb": memory.own_mb}
-
-
-def per_frame(whole: Sample, start: Sample, frames: int) -> Sample:
-    """What a row of the tables holds, of a run over `frames` frames and one over a single frame."""
-    more = frames - 1
-    client_ms = 1e3 * (whole["client_s"] - start["client_s"]) / more
-    server_ms = 1e3 * whole["server_s"] / frames
+def per_frame(whole: Sample, start_s: float, frames: int) -> Sample:
+    """What a row of the tables holds, of a run over `frames` frames; `start_s` is a client's over a single one."""
+    client_ms = 1e3 * (whole["client_cpu_s"] - start_s) / (frames - 1)
+    server_ms = 1e3 * whole["server_cpu_s"] / frames
     found = {
-        "rate": more / max(1e-3, whole["wall_s"] - start["wall_s"]),
+        "rate": frames / whole["seconds"],
         "total_ms": client_ms + server_ms,
         "client_ms": client_ms,
         "server_ms": server_ms,
         "frame_kb": whole["sent_bytes"] / frames / 1e3,
     }
     memory = ("client_rss_mb", "client_own_mb", "server_rss_mb", "server_own_mb")
-    return found | {key: whole[key] for key in memory} | {"start_s": start["client_s"]}
+    return found | {key: whole[key] for key in memory}
 
 
 @contextlib.contextmanager

@@ -127,8 +127,8 @@ def main() -> None:
     client = Client(options.url)
     began = time.monotonic()
     captions = asyncio.run(MODES[options.mode](client, read(options.video, options.frames), options.prebatch))
-    wall_s = time.monotonic() - began
-    print(json.dumps({"captions": captions, "sent_bytes": client.sent_bytes, "wall_s": wall_s}))
+    seconds = time.monotonic() - began
+    print(json.dumps({"captions": captions, "sent_bytes": client.sent_bytes, "seconds": seconds}))
 
 
 if __name__ == "__main__":
