@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import sys
 from typing import IO, Any, Literal, Protocol
@@ -184,31 +185,45 @@ class Silent(Plain):
 
 
 class Bar(Plain):
-    """A bar with a line below it."""
+    """A bar with all of it below."""
 
     every_s = 0.25
 
     def __init__(self, stream: IO[str]) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.live import Live
 
         super().__init__(stream)
-        console = Console(file=stream, stderr=stream is sys.stderr)
-        columns = BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[line]}")
-        self._progress = Progress(*columns, console=console, auto_refresh=False, expand=True)
-        self._task = self._progress.add_task("", total=None, line="")
-        self._progress.start()
+        self._live = Live(console=Console(file=stream), auto_refresh=False)
+        self._live.start()
 
     def show(self, now: Now) -> None:
-        self._progress.update(self._task, completed=now.frames, total=now.frames_total, line=sentence(now))
-        self._progress.refresh()
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        both = Table.grid()
+        both.add_row(ProgressBar(total=now.frames_total, completed=now.frames, width=min(80, self._live.console.width)))
+        both.add_row(Text(sentence(now)))
+        self._live.update(both, refresh=True)
 
     def say(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._stream.fileno(), SHOW_CURSOR)
+
+
+class Notes(logging.Handler):
+    """Warnings of the job's parts, said by its teller."""
+
+    def __init__(self, show: Teller) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show.say(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -16,7 +16,7 @@ import click
 from penstock.bulk.job import Job
 from penstock.bulk.options import Options
 from penstock.bulk.outputs import Wanted
-from penstock.bulk.progress import Teller, teller
+from penstock.bulk.progress import Notes, Teller, teller
 from penstock.bulk.report import INCOMPLETE, INTERRUPTED, USAGE
 from penstock.bulk.survey import dry_run
 from penstock.bulk.types import Sampling
@@ -179,7 +179,6 @@ def caption(**flags: Any) -> None:
 
     Exit status: 0 all captioned, 2 wrong usage, 3 some videos failed or the job had to stop, 130 interrupted.
     """
-    logging.basicConfig(level=logging.ERROR, format="%(name)s %(levelname)s %(message)s")
     try:
         options = make_options(flags)
         if flags["dry_run"]:
@@ -198,11 +197,14 @@ def caption(**flags: Any) -> None:
 
 def run(options: Options, show: Teller, *, quiet: bool) -> int:
     """The exit status of the job. Raises PenstockError for one that cannot begin."""
+    logger, notes = logging.getLogger("penstock"), Notes(show)
+    logger.addHandler(notes)
     job = Job(options, show)
     signals = Signals(job, show)
     try:
         summary = job.run()
     finally:
+        logger.removeHandler(notes)
         signals.close()
         show.close()
     show.end(summary.lines(), summary.fields())

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 
 import pytest
 
-from penstock.bulk.progress import WINDOW_S, Now, Rates, Server, Teller, duration, sentence, teller
+from penstock.bulk.progress import WINDOW_S, Notes, Now, Rates, Server, Teller, duration, sentence, teller
 from penstock.errors import ConfigError
 
 NOW = Now(
@@ -82,6 +83,16 @@ def test_the_bar_shows_and_leaves_the_terminal_with_its_cursor() -> None:
     assert "1,234/5,000 frames" in stream.getvalue().replace("\n", " ")
     assert "a [note]" in stream.getvalue()
     assert stream.getvalue().rstrip().endswith("sums")
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+def test_warnings_of_the_parts_are_said_between() -> None:
+    stream = io.StringIO()
+    logger = logging.Logger("penstock.bulk")
+    logger.addHandler(Notes(teller("plain", stream)))
+    logger.info("server=http://a waited_for=nothing")
+    logger.warning("server=%s gets no chunks", "http://a")
+    assert stream.getvalue() == "warning: server=http://a gets no chunks\n"
 
 
 def use(show: Teller) -> None:
