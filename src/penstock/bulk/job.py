@@ -90,7 +90,7 @@ class Job:
         servers = self.servers()
         run: _Run | None = None
         if servers:
-            how = plan(options, servers)
+            how = plan(options, servers, len(videos))
             check_libraries(how)
             print_of = fingerprint(servers[0].parameters, options.sampling, how.pixels)
             folder.agree(print_of, restart=options.restart)

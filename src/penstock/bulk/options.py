@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 
 Mode = Literal["stream-prebatch", "stream-single", "single"]
 
+MOST_DECODERS: Final = 8  # unless more are asked for: each holds some 30 MB of 1080p frames
 ROUND: Final = 50  # frames of a round of mode "single", as the published client has it
 MOST_ROWS: Final = 64
 CHUNK_BYTES: Final = 10_000_000
@@ -59,8 +60,11 @@ class Plan(Struct, frozen=True):
     threads: int  # of each decoder
 
 
-def plan(options: Options, servers: list[ServerInfo], cores: int | None = None) -> Plan:
-    """What the options and the servers, which agree, come to. Raises ConfigError for what cannot be."""
+def plan(options: Options, servers: list[ServerInfo], videos: int, cores: int | None = None) -> Plan:
+    """What the options and the servers, which agree, come to for so many videos.
+
+    Raises ConfigError for what cannot be.
+    """
     first = servers[0]
     need = "jpeg" if options.pixels == "jpeg" else "frames"
     if need not in first.inputs:
@@ -69,7 +73,8 @@ def plan(options: Options, servers: list[ServerInfo], cores: int | None = None) 
     size = (None, None) if source else (first.height, first.width)
     pixels = Pixels(options.pixels, options.kernel, *size)
     cores = cores or usable_cores()
-    decoders = 1 if options.mode == "single" else options.decoders or min(4, max(1, cores // 2))
+    decoders = options.decoders or min(MOST_DECODERS, max(1, cores // 2))
+    decoders = 1 if options.mode == "single" else min(decoders, videos)
     frame_bytes = 0 if source else first.height * first.width * 3
     most_bytes = _chunk_bytes(options, servers, decoders)
     rows = _rows(options, servers, frame_bytes, most_bytes)

@@ -16,7 +16,7 @@ def dry_run(options: Options, parts: Parts | None = None) -> list[str]:
     job = Job(options, teller("plain"), parts)
     videos = job.videos()
     servers = job.servers()
-    how = plan(options, servers)
+    how = plan(options, servers, len(videos))
     check_libraries(how)
     lines, frames, wire_bytes, broken = [], 0, 0, 0
     for video in videos:

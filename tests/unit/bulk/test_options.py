@@ -11,9 +11,11 @@ from penstock.errors import ConfigError
 from penstock.testing.bulk import job_options, server_info
 
 
-def planned(servers: int = 1, cores: int = 4, flags: dict[str, Any] | None = None, **server: Any) -> Plan:
+def planned(
+    servers: int = 1, cores: int = 4, videos: int = 1000, flags: dict[str, Any] | None = None, **server: Any
+) -> Plan:
     options = job_options(Path("x"), "a", **{"decoders": None, "memory_bytes": 64 << 20, **(flags or {})})
-    return plan(options, [server_info(**{"height": 224, "width": 224, **server})] * servers, cores)
+    return plan(options, [server_info(**{"height": 224, "width": 224, **server})] * servers, videos, cores)
 
 
 def test_a_chunk_is_a_batch_of_the_server_if_enough_of_them_fit_into_memory() -> None:
@@ -54,11 +56,13 @@ def test_the_other_modes_send_frames_one_by_one_and_single_decodes_alone() -> No
     assert single.pool_bytes >= 50 * single.block_bytes  # a round is decoded before it is sent
 
 
-@pytest.mark.parametrize(("cores", "decoders", "threads"), [(1, 1, 1), (2, 1, 2), (4, 2, 2), (16, 4, 4), (64, 4, 16)])
+@pytest.mark.parametrize(("cores", "decoders", "threads"), [(1, 1, 1), (2, 1, 2), (4, 2, 2), (16, 8, 2), (64, 8, 8)])
 def test_decoders_share_the_cores(cores: int, decoders: int, threads: int) -> None:
     found = planned(cores=cores)
     assert (found.decoders, found.threads) == (decoders, threads)
     assert planned(cores=cores, flags={"decoders": 7}).decoders == 7
+    one = planned(cores=cores, videos=1)
+    assert (one.decoders, one.threads) == (1, cores)
 
 
 def test_memory_that_is_too_small_still_moves() -> None:
