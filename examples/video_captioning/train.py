@@ -1,9 +1,9 @@
 """Trains the small captioner and writes `captioner/`: `python train.py` (about 12 minutes on one core).
 
-Every picture of the training is drawn for it and used once; a second process draws. The same seed and number of
-steps give the same weights, however slow the machine. `--evaluate` asks the shipped weights about pictures that
-took no part in the training: stills, and clips that went through H.264, both as `penstock caption` sends them by
-default (bicubic with antialias) and as it does with `--fast` (reduced by area while decoding).
+Every picture of the training is drawn for it and used once; a second process draws. Seed, number of steps and
+libraries decide the weights, however slow the machine. `--evaluate` asks the shipped weights about pictures that
+took no part in the training: stills, and clips that went through H.264, both with the kernel "fast" (reduced by
+area while decoding, the default of `penstock caption`) and with "exact" (bicubic with antialias).
 """
 
 from __future__ import annotations
