@@ -1,0 +1,246 @@
+"""Videos as chunks: their sizes, their memory, what is sampled, how they end."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.bulk.blocks import BlockPool
+from penstock.bulk.decode import read_chunks
+from penstock.bulk.pixels import Painter
+from penstock.bulk.types import Chunk, Ended, Pixels, Position, Sampling, Stopped, Video
+from penstock.bulk.video import VideoError
+from penstock.testing.videos import make_clip, number_of
+
+PIXELS = Pixels(height=48, width=80)
+FRAME_BYTES = 48 * 80 * 3
+COUNT = 50
+
+Result = tuple[list[Chunk], Ended]
+
+
+def video(path: Path) -> Video:
+    return Video(str(path), path.name, 0, 0)
+
+
+def chunks_of(path: Path, chunk_size: int = 8, pool: BlockPool | None = None, **options: Any) -> Result:
+    """Every chunk, its pixels copied and its block given back, and the end."""
+    pool = pool or BlockPool(16 * FRAME_BYTES, 8 * FRAME_BYTES)
+    options = {"sampling": Sampling(), "pixels": PIXELS, **options}
+    reading = read_chunks(video(path), chunk_size=chunk_size, pool=pool, **options)
+    chunks = []
+    while True:
+        try:
+            chunk = next(reading)
+        except StopIteration as stop:
+            assert pool.free_blocks == pool.blocks
+            return chunks, stop.value
+        if isinstance(chunk.pixels, np.ndarray):
+            chunk.pixels = chunk.pixels.copy()
+        chunk.block.release()
+        chunks.append(chunk)
+
+
+def rows(chunks: list[Chunk]) -> list[tuple[int, float, int | None, bytes]]:
+    return [
+        (frame, time_s, pts, chunk.pixels[place].tobytes())  # type: ignore[union-attr]
+        for chunk in chunks
+        for place, (frame, time_s, pts) in enumerate(zip(chunk.frames, chunk.times_s, chunk.pts, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_clip(tmp_path_factory.mktemp("clip") / "a.mp4", COUNT, options={"g": "12", "bf": "3"})
+
+
+def test_a_video_becomes_full_chunks_and_a_last_one(clip: Path) -> None:
+    chunks, ended = chunks_of(clip)
+    assert [len(chunk.frames) for chunk in chunks] == [8] * 6 + [2]
+    assert [chunk.number for chunk in chunks] == list(range(7))
+    assert ended == Ended(chunks=7, seen=COUNT)
+    for chunk in chunks:
+        assert isinstance(chunk.pixels, np.ndarray)
+        assert chunk.pixels.shape == (len(chunk.frames), 48, 80, 3)
+        assert chunk.pixels.flags.c_contiguous
+        assert [number_of(pixels) for pixels in chunk.pixels] == chunk.frames
+        assert chunk.times_s == pytest.approx([frame / 25 for frame in chunk.frames])
+
+
+def test_a_chunk_is_no_larger_than_a_block(clip: Path) -> None:
+    chunks, _ = chunks_of(clip, 64, BlockPool(30 * FRAME_BYTES, 5 * FRAME_BYTES + 100))
+    assert [len(chunk.frames) for chunk in chunks] == [5] * 10
+
+
+def test_chunks_of_one_frame(clip: Path) -> None:
+    chunks, _ = chunks_of(clip, 1)
+    assert [chunk.frames for chunk in chunks] == [[frame] for frame in range(COUNT)]
+
+
+samplings = st.builds(
+    Sampling,
+    every=st.integers(1, 5),
+    fps=st.none() | st.sampled_from([1.0, 7.0, 25.0]),
+    start_s=st.sampled_from([0.0, 0.5]),
+    end_s=st.none() | st.just(1.5),
+    max_frames=st.none() | st.integers(1, 20),
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sampling=samplings, size=st.integers(1, 9), again=st.integers(1, 9), data=st.data())
+def test_what_follows_a_resume_is_what_an_undisturbed_run_has_there(
+    clip: Path, sampling: Sampling, size: int, again: int, data: st.DataObject
+) -> None:
+    whole, ended = chunks_of(clip, size, sampling=sampling)
+    expected = rows(whole)
+    place = data.draw(st.integers(0, len(expected) - 1))
+    frame, _, pts, _ = expected[place]
+    rest, resumed = chunks_of(clip, again, sampling=sampling, resume=Position(frame, pts, place + 1))
+    assert rows(rest) == expected[place + 1 :]
+    assert resumed.seen == ended.seen
+    assert [chunk.number for chunk in rest] == list(range(resumed.chunks))
+
+
+def test_sampling_decides_what_is_painted(clip: Path) -> None:
+    chunks, ended = chunks_of(clip, sampling=Sampling(every=7, start_s=0.2, max_frames=4))
+    assert [frame for chunk in chunks for frame in chunk.frames] == [7, 14, 21, 28]
+    assert ended.seen == 29  # no frame behind the last sample is decoded
+
+
+def test_a_sample_of_nothing_is_no_error(clip: Path) -> None:
+    assert chunks_of(clip, sampling=Sampling(start_s=100.0)) == ([], Ended(0, COUNT))
+
+
+def test_a_resume_after_the_last_frame_finds_the_end(clip: Path) -> None:
+    (*_, last), _ = chunks_of(clip)
+    resumed = chunks_of(clip, resume=Position(last.frames[-1], last.pts[-1], COUNT))
+    assert resumed == ([], Ended(0, COUNT))
+
+
+def test_jpeg_chunks_are_files(clip: Path) -> None:
+    chunks, ended = chunks_of(clip, pixels=Pixels("jpeg", height=48, width=80))
+    assert ended.error is None
+    numbers = []
+    for chunk in chunks:
+        assert isinstance(chunk.pixels, list)
+        for file in chunk.pixels:
+            image = PIL.Image.open(io.BytesIO(file))
+            assert image.size == (80, 48)
+            numbers.append(number_of(np.asarray(image)))
+    assert numbers == list(range(COUNT))
+
+
+def test_source_chunks_hold_as_many_frames_as_fit_and_one_larger_than_a_block(clip: Path) -> None:
+    source = 160 * 96 * 3
+    chunks, _ = chunks_of(clip, 8, BlockPool(9 * source, 3 * source), pixels=Pixels("source"))
+    assert [len(chunk.frames) for chunk in chunks] == [3] * 16 + [2]
+    chunks, ended = chunks_of(clip, 8, BlockPool(2 * source, source // 4), pixels=Pixels("source"))
+    assert [len(chunk.frames) for chunk in chunks] == [1] * COUNT
+    assert ended.error is None
+
+
+def test_a_frame_that_is_larger_than_all_memory_is_an_error_of_its_video(clip: Path) -> None:
+    chunks, ended = chunks_of(clip, pool=BlockPool(1000, 1000), pixels=Pixels("source"))
+    assert chunks == []
+    assert isinstance(ended.error, VideoError)
+    assert "a frame of 160x96 takes 46080 bytes" in ended.error.message
+
+
+def test_a_size_that_changes_begins_another_chunk(tmp_path: Path) -> None:
+    parts = [make_clip(tmp_path / f"{w}.h264", 5, size=(w, 96)).read_bytes() for w in (160, 128)]
+    path = tmp_path / "both.h264"
+    path.write_bytes(b"".join(parts))
+    chunks, ended = chunks_of(path, 8, BlockPool(1 << 20, 1 << 19), pixels=Pixels("source"))
+    assert ended == Ended(2, 10)
+    assert [chunk.pixels.shape for chunk in chunks] == [(5, 96, 160, 3), (5, 96, 128, 3)]  # type: ignore[union-attr]
+    chunks, _ = chunks_of(path)
+    assert [len(chunk.frames) for chunk in chunks] == [8, 2]
+
+
+@pytest.mark.parametrize(("make", "stage", "text"), [
+    (lambda path: path, "open", "cannot be opened: No such file"),
+    (lambda path: path.write_bytes(b"nothing"), "open", "cannot be opened as a video"),
+    (lambda path: make_clip(path, 0), "open", "no video stream"),
+    (lambda path: make_clip(path.with_suffix(".avi"), 0, codec="mpeg4").rename(path), "decode", "holds no frames"),
+])  # fmt: skip
+def test_what_cannot_be_read_at_all_ends_before_the_first_chunk(
+    tmp_path: Path, make: Callable[[Path], object], stage: str, text: str
+) -> None:
+    path = tmp_path / "a.mp4"
+    make(path)
+    chunks, ended = chunks_of(path)
+    assert (chunks, ended.chunks, ended.seen) == ([], 0, 0)
+    assert isinstance(ended.error, VideoError)
+    assert ended.error.stage == stage
+    assert text in ended.error.message
+
+
+def test_the_frames_before_damage_are_chunks_the_last_one_short(tmp_path: Path) -> None:
+    path = make_clip(tmp_path / "a.mp4", COUNT, options={"g": "10"}, container_options={"movflags": "faststart"})
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    chunks, ended = chunks_of(path)
+    frames = [frame for chunk in chunks for frame in chunk.frames]
+    assert frames == list(range(ended.seen))
+    assert isinstance(ended.error, VideoError)
+    assert (ended.error.stage, ended.error.frame) == ("decode", ended.seen)
+    assert ended.chunks == len(chunks) > 1
+
+
+def test_a_decoder_that_waits_for_memory_is_stopped(clip: Path) -> None:
+    pool = BlockPool(2 * 8 * FRAME_BYTES, 8 * FRAME_BYTES)
+    held: list[Chunk] = []
+    met: list[type] = []
+
+    def decode() -> None:
+        try:
+            held.extend(read_chunks(video(clip), Sampling(), PIXELS, 8, pool))
+        except Stopped:
+            met.append(Stopped)
+
+    job = threading.Thread(target=decode)
+    job.start()
+    while pool.free_blocks or not pool._waiting:
+        assert job.is_alive()
+    assert not held or len(held) <= 2
+    pool.stop()
+    job.join(10)
+    assert met == [Stopped]
+
+
+def test_a_reading_that_is_closed_leaves_a_chunk_to_its_taker(clip: Path) -> None:
+    pool = BlockPool(2 * 8 * FRAME_BYTES, 8 * FRAME_BYTES)
+    reading = read_chunks(video(clip), Sampling(), PIXELS, 8, pool)
+    first = next(reading)
+    reading.close()
+    assert pool.free_blocks == 1
+    first.block.release()
+    assert pool.free_blocks == 2
+
+
+@pytest.mark.parametrize(("bad", "kept"), [(0, 0), (3, 3), (8, 8), (11, 11)])
+def test_a_frame_that_cannot_be_converted_is_damage(
+    clip: Path, monkeypatch: pytest.MonkeyPatch, bad: int, kept: int
+) -> None:
+    paint = Painter.paint
+
+    def sometimes(self: Painter, picture: Any, into: Any) -> None:
+        if picture.pts == bad * 512:
+            raise VideoError("its pixels cannot be converted")
+        paint(self, picture, into)
+
+    monkeypatch.setattr(Painter, "paint", sometimes)
+    chunks, ended = chunks_of(clip)
+    assert sum(len(chunk.frames) for chunk in chunks) == kept
+    assert isinstance(ended.error, VideoError)
+    assert ended.error.frame == bad
