@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.caption import caption
 from penstock.testing.captioner import FakeCaptioner
 from penstock.testing.videos import make_clip
 
@@ -200,3 +203,23 @@ def test_two_jobs_into_one_output_are_refused(tmp_path: Path) -> None:
     held.close()
     assert done.returncode == 2
     assert b"another job uses" in done.stderr
+
+
+def test_the_commands_of_the_page_run_and_it_names_every_flag(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bulk.md").read_text()
+    blocks = re.findall(r"^```\n(.*?)^```$", page, re.S | re.M)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("penstock caption ")]
+    (tmp_path / "videos").mkdir()
+    make_clip(tmp_path / "videos" / "a.mp4", 5)
+    with FakeCaptioner() as server:
+        for command in commands:
+            done = penstock(tmp_path, *shlex.split(command.replace("http://127.0.0.1:8080", server.url))[2:])
+            assert done.returncode == 0, (command, done.stderr)
+    assert len(commands) == 2
+    assert len(rows(tmp_path / "captions.jsonl")) == 5
+    assert (tmp_path / "captions.parquet").exists()
+    assert (tmp_path / "subtitles" / "a.vtt").exists()
+    flags = {option for parameter in caption.params for option in parameter.opts if option.startswith("--")}
+    missing = {flag for flag in flags if f"{flag}`" not in page and f"{flag} " not in page}
+    assert missing <= {"--output", "--quiet"}  # told by their short names
+    assert set(re.findall(r"`(--[a-z0-9-]+)", page)) <= flags
