@@ -14,6 +14,7 @@ RUNS = 3
 COLD_RUNS = 2  # the first ones pay for caches, allocators and lazy imports: not representative
 MAX_AUTO = 1024
 MIN_GAIN = 1.02
+POOR_SIZES = 2  # without gain, one after the other, end it: a single one may be that others wanted the processor
 # Of a batch whose size is chosen here, without a slo: a tenth of a second, or as long as so many rows in turn. Where
 # one row takes long anyway, as with a network that writes a text, much is gained by batches.
 MAX_RUN_S = 0.1
@@ -26,7 +27,7 @@ BUDGET_RUNS = 50
 def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[int, float]], int | None]:
     """((rows, seconds) of the runs, the best batch size). No samples without sample items; None: nothing was learned.
 
-    Sizes double up to `max_batch_size`; with "auto" until throughput gains less than 2 %, memory ends, or a batch
+    Sizes double up to `max_batch_size`; with "auto" until throughput gains less than 2 % twice, memory ends, or a batch
     takes longer than half the slo. Raises LoadFailed when the model fails on its own samples.
     """
     hook = runner.model.warmup
@@ -38,7 +39,7 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
     largest = MAX_AUTO if batching.max_batch_size == "auto" else batching.max_batch_size
     limit_s = batching.slo_s / 2 if batching.slo_s else 0.0
     profile: list[tuple[int, float]] = []
-    best, best_rate = None, 0.0
+    best, best_rate, without_gain = None, 0.0, 0
     size, started = 1, time.monotonic()
     budget_s = 0.0
     while True:
@@ -52,9 +53,14 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
         limit_s = limit_s or max(MAX_RUN_S, MAX_RUN_ROWS * seconds)
         budget_s = budget_s or max(BUDGET_S, BUDGET_RUNS * seconds)
         rate = size / seconds if seconds > 0 else float("inf")
-        if auto and best is not None and (seconds > limit_s or rate < MIN_GAIN * best_rate):
+        if auto and best is not None and seconds > limit_s:
             break
-        best, best_rate = size, rate
+        if not auto or rate >= MIN_GAIN ** (1 + without_gain) * best_rate:
+            best, best_rate, without_gain = size, rate, 0
+        else:
+            without_gain += 1
+            if without_gain == POOR_SIZES:
+                break
         if size >= largest or time.monotonic() > started + budget_s:
             break
         size = min(2 * size, largest)

@@ -67,7 +67,17 @@ def test_auto_stops_where_throughput_stops_to_grow(clock):
     assert profile(clock, lambda n: 0.0001 + 0.0001 * max(n, 16))[1] == 32
     _, best, sizes = profile(clock, lambda n: 0.001 if n <= 8 else 0.001 * n / 8)
     assert best == 8
-    assert sizes[-1] == 16
+    assert sizes[-1] == 32, "the second that gains nothing"
+
+
+def test_a_size_that_was_disturbed_does_not_end_the_profile(clock):
+    calls = []
+
+    def seconds_of(n):
+        calls.append(n)
+        return 0.010 + 0.001 * n + (0.030 if n == 2 else 0)
+
+    assert profile(clock, seconds_of)[1] == 64
 
 
 def test_auto_stays_within_half_the_slo(clock):
