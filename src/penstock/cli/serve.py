@@ -60,6 +60,8 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
     """The Config that TARGETs, flags, `--set` and the environment say together. Raises ConfigError."""
     toml, models = split_targets(targets)
     per_model = {k: v for k in ("instances", "devices") if (v := flags[k]) is not None}
+    if len(flags["devices"] or ()) > 1 and flags["instances"] is None:
+        per_model["instances"] = instances_for(flags["devices"])
     options = {**({} if flags["model"] is None else {"model": flags["model"]}), **read_options(flags["options"])}
     if options:
         per_model["options"] = options
@@ -84,6 +86,11 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
         )
     check_bind(config)
     return config
+
+
+def instances_for(devices: list[str]) -> int | str:
+    """One for each of the devices, if nothing else is said of them."""
+    return "auto" if any(device.startswith("cuda") for device in devices) else len(devices)
 
 
 def read_options(texts: tuple[str, ...]) -> dict[str, Any]:
@@ -115,7 +122,10 @@ def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> li
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
 @click.option("--instances", callback=number_or_auto, metavar="N|auto", help="Loaded copies of each model.")
 @click.option(
-    "--devices", callback=devices_list, metavar="D,D", help="Devices for the instances, such as cuda:0,cuda:1."
+    "--devices",
+    callback=devices_list,
+    metavar="D,D",
+    help="Devices, such as cuda:0,cuda:1; of several each has an instance.",
 )
 @click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Most rows in a batch.")
 @click.option("--model", metavar="ID", help="The same as --option model=ID.")

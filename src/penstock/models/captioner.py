@@ -81,8 +81,10 @@ class TransformersCaptioner:
         self._network: Network
         self._feed: Feed
 
-    def load(self, device: str, precision: str = "fp32", optimize: str = "none", trust: str = "none") -> None:
-        """Raises LoadFailed, ConfigError."""
+    def load(
+        self, device: str, precision: str = "fp32", optimize: str = "none", trust: str = "none", threads: int = 0
+    ) -> None:
+        """`threads`: of the network on a CPU; 0 leaves them as they are. Raises LoadFailed, ConfigError."""
         if precision not in PRECISIONS:
             raise ConfigError(f"precision: found '{precision}', expected one of {', '.join(PRECISIONS)}")
         if optimize not in _OPTIMIZATIONS:
@@ -104,6 +106,7 @@ class TransformersCaptioner:
             compiled=optimize == "compile",
             random_weights=self._random,
             trust=trust,
+            threads=threads,
         )
         self._feed = Feed(network.looks, device, network.dtype)
         least, most = self._tokens

@@ -64,6 +64,8 @@ class Feed:
         self._lock = threading.Lock()
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(self._device) if self._cuda else None
+        if self._stream is not None:  # which else may read these numbers before they are there
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._buffers: list[torch.Tensor] = [torch.empty((0, looks.height, looks.width, 3))] * (2 if self._cuda else 1)
         self._copied: list[Any] = [cuda.Event() if self._cuda else None for _ in self._buffers]
         self._turn = 0

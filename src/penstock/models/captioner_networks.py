@@ -159,12 +159,15 @@ def open_network(
     compiled: bool = False,
     random_weights: bool = False,
     trust: str = "none",
+    threads: int = 0,
 ) -> Network:
     """The network in a folder, on its device, with a caption of at least and at most `tokens`.
 
     `random_weights` makes it of its configuration alone; then it may have no tokenizer, and captions are numbers.
     Raises LoadFailed.
     """
+    if threads:
+        torch.set_num_threads(threads)
     logging: Any = transformers.logging
     logging.disable_progress_bar()  # of the weights that are read: a worker's output is no terminal
     try:

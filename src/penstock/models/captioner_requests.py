@@ -139,8 +139,10 @@ def _simple_jpeg() -> Callable[[Bytes, str], Array] | None:
         return None
 
     def decode(data: Bytes, where: str) -> Array:
-        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
         _check_size(width, height, where)
+        if space in ("CMYK", "YCCK"):  # of printers: it does not turn them into RGB
+            return _pillow(data, where)
         found: Array = simplejpeg.decode_jpeg(data, colorspace="RGB")
         return found
 

@@ -42,7 +42,7 @@ def options_of(target: object) -> dict[str, Any]:
 class PythonModel:
     """Makes a model of what a target names. `load` instantiates a class; a function is loaded already."""
 
-    def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: str | None) -> None:
+    def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: str | int | None) -> None:
         """`options` are arguments of a class; `extras` are for a `load` that has parameters of those names."""
         self._target = target
         self._options = options or {}
@@ -133,7 +133,7 @@ def _check_options(target: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def _accepted(function: Callable[..., Any], extras: dict[str, str | None]) -> dict[str, str]:
+def _accepted(function: Callable[..., Any], extras: dict[str, str | int | None]) -> dict[str, str | int]:
     """Those of the configured extras that the user's `load` has a parameter for."""
     parameters = inspect.signature(function).parameters
     return {k: v for k, v in extras.items() if v is not None and k in parameters}

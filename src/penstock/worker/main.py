@@ -34,9 +34,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     try:
         target = _model(_found(spec.target, spec), spec)
         config = spec.config
-        model = PythonModel(
-            target, config.options, precision=config.precision, optimize=config.optimize, trust=config.trust
-        )
+        extras = {"precision": config.precision, "optimize": config.optimize, "trust": config.trust}
+        model = PythonModel(target, config.options, **extras, threads=_threads(spec))
         model.load(device)
         options = options_of(target)
         batching = with_options(spec.config.batching, options)

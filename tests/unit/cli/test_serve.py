@@ -84,3 +84,21 @@ def test_what_is_said_of_no_model_is_refused(flag: dict[str, object], told: str,
     toml.write_text('[models.m]\ntarget = "pkg:A"\n')
     with pytest.raises(ConfigError, match=told):
         build_config((str(toml),), {**FLAGS, "options": (), **flag}, ())
+
+
+@pytest.mark.parametrize(
+    ("devices", "instances", "made"),
+    [
+        (["cuda:0", "cuda:1"], None, "auto"),
+        (["cpu", "cpu"], None, 2),
+        (["cuda:0", "cuda:1"], 1, 1),
+        (["cuda:0"], None, 1),
+        (None, None, 1),
+    ],
+)
+def test_several_devices_have_an_instance_each(
+    devices: list[str] | None, instances: int | None, made: int | str
+) -> None:
+    flags = {**FLAGS, "options": (), "devices": devices, "instances": instances}
+    assert build_config(("pkg:A",), flags, ()).models["a"].instances == made
+    assert build_config(("pkg:A",), flags, ("models.a.instances=3",)).models["a"].instances == 3

@@ -212,10 +212,11 @@ def test_forced_lengths_are_kept(kind: str, captioner_folder: Folder) -> None:
     assert lengths == {TOKENS}
 
 
-def test_random_weights_need_only_a_configuration(captioner_folder: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_random_weights_need_only_a_configuration(precision: str, captioner_folder: Folder, tmp_path: Path) -> None:
     text = (captioner_folder("blip-2") / "config.json").read_text()
     (tmp_path / "config.json").write_text(text)
-    captioner = loaded(tmp_path, random_weights=True, min_new_tokens=TOKENS)
+    captioner = loaded(tmp_path, precision, random_weights=True, min_new_tokens=TOKENS)
     found = captions(captioner, frames(2))
     assert all(len(caption.split()) == TOKENS and caption.replace(" ", "").isdigit() for caption in found)
     assert (captioner.parameters["height"], captioner.parameters["width"]) == (SIDE, SIDE)
