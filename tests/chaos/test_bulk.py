@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from penstock.testing.captioner import FakeCaptioner, with_status, with_wait
+from penstock.testing.captioner import caption as good
 from penstock.testing.videos import make_clip
 
 FRAMES = 150  # of each clip
@@ -279,6 +280,28 @@ def test_a_server_that_is_not_there_at_the_beginning_is_waited_for_and_then_said
         server.metadata.clear()
         server.metadata.append(with_status(503, "Retry-After: 1"))
         assert jobs.run(server.url, "captions.jsonl")[0] == 0
+
+
+def test_one_of_two_servers_may_come_later(jobs: Jobs) -> None:
+    came = threading.Event()
+
+    def first(request: Any, server: FakeCaptioner) -> None:
+        good(request, server)
+        came.set()
+
+    with FakeCaptioner() as late:
+        late.stop()
+        late.go_wrong(first)
+        with FakeCaptioner() as server:
+            server.go_wrong(*[good] * 15, *[with_wait(came)] * 100)  # from then on nothing goes on without the other
+            job = jobs.start(server.url, "captions.jsonl", "--server", late.url, "--wait", "0")
+            wait_for(lambda: jobs.spooled("captions.jsonl") >= 20, job)
+            late.start()
+            said, _ = job.communicate(timeout=60)
+            assert job.returncode == 0, said
+            assert "goes on without a server" in said
+            assert late.seen
+    assert len(jobs.rows("captions.jsonl")) == CLIPS * FRAMES
 
 
 def test_a_server_that_leaves_for_good_is_given_up_and_the_videos_stay_unfinished(jobs: Jobs) -> None:

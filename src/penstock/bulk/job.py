@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import msgspec
 from msgspec import Struct
 
 from penstock.bulk import outputs, pixels, report, spool
@@ -33,11 +34,13 @@ from penstock.bulk.spool import End
 from penstock.bulk.types import Answered, Chunk, Sending, Video
 from penstock.bulk.video import Probe, library, probe
 from penstock.bulk.writer import Writer
-from penstock.client.endpoint import tls_context
-from penstock.errors import ConfigError, PenstockError
+from penstock.client.endpoint import parse_url, tls_context
+from penstock.client.errors import ConnectionLost, Unreachable
+from penstock.errors import ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
 
 _logger = logging.getLogger("penstock.bulk")
 
+NOT_THERE = (Unreachable, ConnectionLost, DeadlineExceeded, ModelNotReady)  # a later run may find the server
 DRAIN_S = 60.0  # for what is in flight when the job is interrupted: longer than a batch of a slow model takes
 
 
@@ -116,13 +119,24 @@ class Job:
         return videos
 
     def servers(self) -> list[ServerInfo]:
-        """What the servers say of themselves, which must agree. Raises what `servers.ask` does, ServersDiffer."""
-        options = self.options
+        """What the servers say of themselves, which must agree. Raises what `servers.ask` does, ServersDiffer.
+
+        One that is not there is taken to be as the others are: the sender asks it before it gets a chunk again.
+        """
+        options, ask = self.options, self.parts.ask
         tls = tls_context(options.ca) if options.ca is not None else None
-        found = [
-            self.parts.ask(url, options.model, token=options.token, tls=tls, patience_s=options.wait_s)
-            for url in dict.fromkeys(options.servers)
-        ]
+        found: list[ServerInfo] = []
+        absent: dict[str, PenstockError] = {}
+        for url in dict.fromkeys(options.servers):
+            try:
+                found.append(ask(url, options.model, token=options.token, tls=tls, patience_s=options.wait_s))
+            except NOT_THERE as e:
+                absent[url] = e
+        if absent and not found:
+            raise next(iter(absent.values()))
+        for url, error in absent.items():
+            self._teller.say(f"goes on without a server until it is there: {error.message}")
+            found.append(msgspec.structs.replace(found[0], endpoint=parse_url(url, tls)))
         if found:
             agree(found)
         return found

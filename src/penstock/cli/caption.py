@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from penstock.bulk.job import Job
+from penstock.bulk.job import NOT_THERE, Job
 from penstock.bulk.options import Options
 from penstock.bulk.outputs import Wanted
 from penstock.bulk.progress import Notes, Teller, teller
@@ -21,11 +21,9 @@ from penstock.bulk.report import INCOMPLETE, INTERRUPTED, USAGE
 from penstock.bulk.survey import dry_run
 from penstock.bulk.types import Sampling
 from penstock.cli.serve import number_or_auto
-from penstock.client.errors import ConnectionLost, Unreachable
-from penstock.errors import ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-NOT_THERE = (Unreachable, ConnectionLost, DeadlineExceeded, ModelNotReady)  # servers that a later run may find
 
 
 def size_bytes(_: click.Context, parameter: click.Parameter, value: str) -> int:
