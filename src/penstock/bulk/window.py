@@ -97,7 +97,8 @@ class AimdWindow:
     """Grows by one while that gains rows a second or the server's queue is short, halves when it is refused.
 
     An epoch is as many answers as two windows. It is judged only if the window was full in it: a window that the
-    decoders do not fill teaches nothing. One step that gained nothing is taken back, and tried again later.
+    decoders do not fill teaches nothing. A step that gained nothing is taken back, one to a size that was refused is not
+    taken: both are tried again some epochs later.
     """
 
     def __init__(self, start: int, most: int = MOST) -> None:
@@ -109,6 +110,7 @@ class AimdWindow:
         self._halved_s = -math.inf
         self._before: float | None = None  # rows a second before the last step
         self._hold = 0
+        self._ceiling = math.inf  # the size that was refused last
         self._begin(-math.inf)
 
     def _begin(self, now: float) -> None:
@@ -146,9 +148,10 @@ class AimdWindow:
         self.in_flight -= 1
         if sent_s < self._halved_s:
             return
+        self._ceiling, self._hold = self.size, HOLD
         self.size = max(1, self.size // 2)
         self._halved_s = now
-        self._before, self._hold = None, 0
+        self._before = None
         self._begin(now)
 
     def lost(self) -> None:
@@ -169,9 +172,12 @@ class AimdWindow:
         if before is not None and not short and rate < before * (1 + 0.25 / self.size):
             self.size = max(1, self.size - 1)
             self._hold = HOLD
-        elif short or before is not None or self._hold == 0:
-            if self.size < self.most and wait_s < LONG * self._best_s:
-                self.size += 1
-                self._before = rate
-        else:
+            return
+        careful = self.size + 1 >= self._ceiling
+        if self._hold > 0 and (careful or not (short or before is not None)):
             self._hold -= 1
+        elif self.size < self.most and wait_s < LONG * self._best_s:
+            self.size += 1
+            self._before = rate
+            if careful:
+                self._ceiling = math.inf

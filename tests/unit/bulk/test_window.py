@@ -72,6 +72,22 @@ def test_what_was_refused_in_one_round_trip_halves_once():
     assert window.size == 4
 
 
+def test_a_size_that_was_refused_is_not_tried_again_at_once():
+    window, now, refusals = AimdWindow(16), 0.0, 0
+    for _ in range(300):  # a server that bears twelve, and answers each in a second
+        while window.room() > 0:
+            window.sent(now)
+        sent, now = window.in_flight, now + 1.0
+        for number in range(sent):
+            if number < 12:
+                window.answered(now - 1.0, now, 8)
+            else:
+                window.refused(now - 1.0, now)
+                refusals += 1
+    assert window.size >= 6
+    assert refusals <= 15
+
+
 def test_a_fixed_window_keeps_its_size_whatever_comes():
     window = FixedWindow(500)
     window.sent(0.0)
