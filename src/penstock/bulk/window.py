@@ -97,8 +97,8 @@ class AimdWindow:
     """Grows by one while that gains rows a second or the server's queue is short, halves when it is refused.
 
     An epoch is as many answers as two windows. It is judged only if the window was full in it: a window that the
-    decoders do not fill teaches nothing. A step that gained nothing is taken back, one to a size that was refused is not
-    taken: both are tried again some epochs later.
+    decoders do not fill teaches nothing. A step that gained nothing is taken back, one to a size that was refused is
+    not taken: both are tried again some epochs later.
     """
 
     def __init__(self, start: int, most: int = MOST) -> None:
