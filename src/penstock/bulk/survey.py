@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.bulk.job import Job, Parts, check_libraries
+from penstock.bulk.job import Job, check_libraries
 from penstock.bulk.options import JPEG_SHARE, Options, plan
+from penstock.bulk.parts import Parts
 from penstock.bulk.progress import duration, teller
 from penstock.bulk.sampling import estimate
 from penstock.bulk.video import Probe, VideoError

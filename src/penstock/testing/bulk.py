@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from penstock.bulk.blocks import BlockPool
-from penstock.bulk.job import Parts
 from penstock.bulk.options import Options
 from penstock.bulk.outputs import Wanted
+from penstock.bulk.parts import Parts
 from penstock.bulk.progress import Now, Plain
 from penstock.bulk.sending import NotSent, SendOptions, SendStats
 from penstock.bulk.servers import ServerInfo

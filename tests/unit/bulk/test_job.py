@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from penstock.bulk import job as job_module
 from penstock.bulk import spool
 from penstock.bulk.fingerprint import FingerprintDiffers
 from penstock.bulk.job import Job
 from penstock.bulk.outputs import Wanted
+from penstock.bulk.parts import Parts
 from penstock.bulk.report import Summary
 from penstock.bulk.sending import NoServer, Undelivered
 from penstock.bulk.servers import ServerInfo, ServersDiffer
@@ -286,7 +286,7 @@ def test_servers_that_differ_are_refused(tmp_path: Path) -> None:
         Job(
             job_options(tmp_path, source, servers=("http://a", "http://b")),
             Listener(),
-            job_module.Parts(ask, parts.read_chunks, parts.probe, parts.sender),
+            Parts(ask, parts.read_chunks, parts.probe, parts.sender),
         ).run()
 
 
