@@ -224,6 +224,9 @@ def _weights(cls: Any, source: Source, dtype: torch.dtype, trust: str) -> Any:
 def _random(cls: Any, config: Any, device: str, dtype: torch.dtype) -> Any:
     """Always the same weights on the same kind of device, made there: a processor would take minutes for billions."""
     torch.manual_seed(0)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype  # else of what the folder's weights are
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
