@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,9 @@ COLUMNS = {
     "client_ms": "client",
     "server_ms": "server",
     "frame_kb": "kB/frame",
+    "busy": "GPU busy %",
+    "roof": "roof, frames/s",
+    "of_roof": "% of it",
     "client_rss_mb": "client RSS MB",
     "client_own_mb": "own",
     "server_rss_mb": "server RSS MB",
@@ -186,7 +190,8 @@ def pinned(bench: Bench) -> None:
 
 
 def _alone(command: list[str]) -> Sample:
-    return {"rate": float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)}
+    found: Sample = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
 
 
 TABLES: dict[str, Callable[[Bench], None]] = {

@@ -40,17 +40,22 @@ THREADS = {
 class Model:
     """`app` is what penstock serves, `folder` what the published handler loads (None: it only prepares the frames).
 
-    `clip` is the file of a height.
+    `clip` is the file of a height, `right` whether a caption is that of the frame with a number.
     """
 
     name: str
     app: str
     folder: Path | None
     clip: Callable[[int], Path]
+    right: Callable[[int, str], bool]
 
 
-NONE = Model("none", f"{HERE}/captioning_models.py:Captioner", None, pan)
-TINY = Model("tiny", f"{EXAMPLE}/app.py", EXAMPLE / "captioner", scenes)
+def _says(frame: int, caption: str) -> bool:
+    return f"number {' '.join(f'{frame % 1000:03d}')} " in caption
+
+
+NONE = Model("none", f"{HERE}/captioning_models.py:Captioner", None, pan, lambda frame, caption: caption == str(frame))
+TINY = Model("tiny", f"{EXAMPLE}/app.py", EXAMPLE / "captioner", scenes, _says)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +79,13 @@ class Captioner(Processes):
         workers: int = 2,
         batch: int = 1,
         delay_ms: int = 100,
-        sets: Sequence[str] = (),
+        flags: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.kind, self.model = kind, model
         self._workers, self.batch, self._delay_ms = workers, batch, delay_ms
         try:
-            self.url = self._start_penstock(sets) if kind == PENSTOCK else self._start_published()
+            self.url = self._start_penstock(flags) if kind == PENSTOCK else self._start_published()
         except BaseException:
             self.close()
             raise
@@ -93,11 +98,10 @@ class Captioner(Processes):
         words = f"{self._workers} worker" + "s" * (self._workers > 1)
         return words if self.kind == PENSTOCK else f"{words}, batch {self.batch} in {self._delay_ms} ms"
 
-    def _start_penstock(self, sets: Sequence[str]) -> str:
+    def _start_penstock(self, flags: Sequence[str]) -> str:
         command = [sys.executable, "-m", "penstock.cli.main", "serve", self.model.app, "--port", "0"]
-        command += ["--instances", str(self._workers)]
-        keys = ("server.management_port=0", "server.metrics_port=0", *sets)
-        command += [word for key in keys for word in ("--set", key)]
+        command += ["--instances", str(self._workers), *flags]
+        command += ["--set", "server.management_port=0", "--set", "server.metrics_port=0"]
         read, write = os.pipe()
         with open(read) as pipe:
             try:
@@ -192,23 +196,13 @@ class Captioner(Processes):
             rows = [json.loads(line) for line in output.read_text().splitlines()]
             if [row["frame"] for row in rows] != list(range(frames)) * setting.copies:
                 raise Failed("captions are not in the order of the frames")
-            wrong = sum(not _right(self.model, row) for row in rows)
+            wrong = sum(not self.model.right(row["frame"], row["caption"]) for row in rows)
             if wrong > 0.01 * len(rows):
                 raise Failed(f"{wrong} of {len(rows)} captions name another frame")
             said = [json.loads(line) for line in (folder / "err").read_text().splitlines() if line.startswith("{")]
             return len(rows), {key: said[-1]["summary"][key] for key in ("sent_bytes", "seconds")}
 
         return command, read
-
-
-def _right(model: Model, row: dict[str, Any]) -> bool:
-    """Whether a caption names its own frame."""
-    number = row["frame"] % 1000
-    return (
-        row["caption"] == str(row["frame"])
-        if model is NONE
-        else "number " + " ".join(f"{number:03d}") in row["caption"]
-    )
 
 
 def per_frame(whole: Sample, start_s: float, frames: int) -> Sample:
