@@ -59,7 +59,7 @@ class SendOptions(Struct, frozen=True, kw_only=True):
     give_up_s: float = 600.0
     request_timeout_s: float = 300.0
     connect_timeout_s: float = 10.0
-    max_answer_bytes: int = 16 * 2**20
+    max_answer_bytes: int = 4 * 2**20  # 8 KiB for each of 512 captions
     backoff_s: float = 0.5
     longest_backoff_s: float = 30.0
 
