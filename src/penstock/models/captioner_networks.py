@@ -13,6 +13,7 @@ from msgspec import Struct
 from penstock.errors import LoadFailed, describe
 from penstock.models.captioner_feed import Looks
 from penstock.models.captioner_files import Source
+from penstock.models.captioner_greedy import is_plain, write
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _KERNELS: Final = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
@@ -52,6 +53,7 @@ class Prompt(Struct):
 
     arguments: dict[str, list[int]]
     written: int
+    greedy: list[int] = []  # where `captioner_greedy.write` can do it: the words behind the image
 
 
 class Kind(Struct, frozen=True):
@@ -69,7 +71,7 @@ def _blip2(config: Any, tokenizer: Any, prompt: str) -> Prompt:
     words = tokenizer(prompt).input_ids if prompt else [text.bos_token_id]
     ids = [config.image_token_index] * config.num_query_tokens + words
     if config.use_decoder_only_language_model:
-        return Prompt({"input_ids": ids}, len(ids))
+        return Prompt({"input_ids": ids}, len(ids), words if text.model_type == "opt" else [])
     return Prompt({"input_ids": ids} if prompt else {}, 1)
 
 
@@ -114,6 +116,7 @@ class Network:
         self._prompt = kind.prompt(model.config, tokenizer, prompt)
         writer = model.get_submodule(kind.writer) if kind.writer else model
         self._settings = _settings(writer.generation_config, *tokens, compiled)
+        self._greedy = bool(self._prompt.greedy) and is_plain(self._settings)
 
     def tokens(self, pixels: torch.Tensor) -> list[list[int]]:
         """What it writes for each row of floats `[rows, 3, height, width]`, behind the prompt."""
@@ -131,16 +134,21 @@ class Network:
             self.tokens(torch.zeros(rows, 3, self.looks.height, self.looks.width, dtype=self.dtype, device=self.device))
 
     def _written(self, pixels: torch.Tensor) -> list[list[int]]:
+        with torch.inference_mode():
+            if self._greedy:
+                ends = _listed(self._settings.eos_token_id)
+                return write(self._model, pixels, self._prompt.greedy, self._settings, ends).tolist()
+            return self._generated(pixels).tolist()
+
+    def _generated(self, pixels: torch.Tensor) -> torch.Tensor:
         arguments = {
             name: torch.tensor([ids], device=self.device).repeat(len(pixels), 1)
             for name, ids in self._prompt.arguments.items()
         }
         if "input_ids" in arguments:
             arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
-        with torch.inference_mode():
-            written = self._model.generate(pixel_values=pixels, generation_config=self._settings, **arguments)
-        found: list[list[int]] = written[:, self._prompt.written :].tolist()
-        return found
+        written: torch.Tensor = self._model.generate(pixel_values=pixels, generation_config=self._settings, **arguments)
+        return written[:, self._prompt.written :]
 
     def texts(self, tokens: list[list[int]]) -> list[str]:
         """The captions in words."""
