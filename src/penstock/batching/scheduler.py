@@ -282,8 +282,8 @@ class Scheduler:
 
     def _send_ahead(self, now: float) -> bool:
         """Sends a batch behind a running one: a full one, behind brief ones more of them; or any, when the running one
-        ends so soon that it would else not be ready. So does a full one of a lower class: until then a more urgent
-        request may take its place."""
+        ends so soon that it would else not be ready. So does a full one with rows of a lower class: until then a more
+        urgent request may take their place."""
         bucket = self._room.head()
         if bucket is None:
             return False
@@ -305,9 +305,10 @@ class Scheduler:
         return type(choice) is Drop
 
     def _keeps_place(self, bucket: Bucket, near: Running, now: float) -> bool:
-        """Whether nothing that may still come should run before a full batch, or the slot ends too soon for that."""
+        """Whether nothing that may still come should go before rows of a full batch, or the slot ends too soon."""
         brief = self._depth > 2 and near.end_s <= now + BRIEF_S
-        return brief or not self._cost.ready or not bucket.entries[0].priority
+        urgent = len(bucket.entries) - bucket.low
+        return brief or not self._cost.ready or not bucket.low or urgent >= self._view.max_rows
 
     def _dispatch(self, slot: int, entries: list[Entry], reason: str, now: float, exact: bool = False) -> None:
         self._batch_id += 1

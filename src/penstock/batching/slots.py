@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -36,6 +37,7 @@ class Slots:
         self.up = 0
         self.running: dict[int, Running] = {}
         self.handover_s: float | None = None  # learned: from dispatch to the run and back, without its preparation
+        self._prepare_s = 0.0  # learned: what is done with a batch before it runs
         self._overs: deque[float] = deque(maxlen=HANDOVERS)
         self._prepared: deque[float] = deque(maxlen=HANDOVERS)
         self._cost, self._depth = cost, depth
@@ -106,11 +108,12 @@ class Slots:
         slot.last_s = now
         if alive:
             self._prepared.append(prepare_s)
+            self._prepare_s = _middle(self._prepared)
             if slot.batches:
                 slot.batches[0].end_s = now + (self._cost.t(slot.batches[0].rows) if self._cost.ready else 0.0)
             if not batch.ahead and 0 < run_s + prepare_s <= seconds:
                 self._overs.append(seconds - run_s - prepare_s)
-                self.handover_s = sorted(self._overs)[(len(self._overs) - 1) // 2]
+                self.handover_s = _middle(self._overs)
         if slot.state == SlotState.RETIRING:
             if not slot.batches:
                 del self._slots[slot.number]
@@ -122,8 +125,8 @@ class Slots:
 
     @property
     def lead_s(self) -> float:
-        """How long before its turn a batch must be sent to be ready for it, by the slowest of the last ones."""
-        return (self.handover_s or 0.0) + max(self._prepared, default=0.0)
+        """How long before its turn a batch must be sent to be ready for it."""
+        return (self.handover_s or 0.0) + self._prepare_s
 
     def nearest(self, now: float, full: bool) -> Running | None:
         """The last batch of the slot that is predicted to be free first, of those that can take another one behind it.
@@ -147,3 +150,9 @@ class Slots:
             for s in self._slots.values()
             if s.batches and s.state != SlotState.RETIRING
         )
+
+
+def _middle(values: Iterable[float]) -> float:
+    """The median, the lower one of two."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]

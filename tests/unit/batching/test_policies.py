@@ -159,3 +159,64 @@ def test_the_delay_of_fixed_follows_the_target_unless_it_is_given() -> None:
 def test_an_unknown_policy_is_named_with_the_nearest_right_one() -> None:
     with pytest.raises(ConfigError, match=r"'adaptve'.*did you mean 'adaptive'"):
         make_policy("adaptve", max_hold_s=None, slo_s=None, timeout_s=30.0)
+
+
+# ---- classes
+
+
+@pytest.fixture
+def sixty(bench: Make) -> Any:
+    """A slot that takes 20 ms and 1 ms a row, 64 rows at most; class 1 may wait 10 s longer."""
+    b = bench(Adaptive(), max_batch_size=64, max_queue=10_000, priority=(0.0, 10.0), depth=2)
+    b.scheduler.prime([(n, 0.020 + 0.001 * n) for n in (1, 2, 4, 8, 16, 32, 64) for _ in range(3)])
+    return b
+
+
+def test_lower_classes_fill_a_batch_that_an_urgent_request_leads_only_as_throughput_needs_it(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    sixty.offer(1000)
+    assert sixty.poll() == [[1000, *range(1, 49)]]  # 49 rows take 69 ms: 93 % of the 64 rows in 84 ms
+    assert sixty.sent[0].reason == "urgent"
+    rate, full = 49 / 0.069, 64 / 0.084
+    assert 48 / 0.068 < 0.93 * full <= rate
+
+
+def test_a_batch_of_one_class_is_full_whatever_the_class(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    assert sixty.poll() == [[*range(1, 65)]]
+    sixty.complete(1)
+    sixty.offer(*range(101, 201), priority=0)
+    assert sixty.poll() == [[*range(101, 165)]]
+
+
+def test_urgent_requests_fill_a_batch_themselves(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    sixty.offer(*range(1001, 1061))
+    assert sixty.poll() == [[*range(1001, 1061)]]
+
+
+def test_what_waits_beside_an_urgent_request_goes_with_it_while_it_is_little(sixty: Any) -> None:
+    sixty.offer(1, 2, 3, priority=1)
+    sixty.offer(1000)
+    assert sixty.poll() == [[1000, 1, 2, 3]]
+
+
+def test_lower_classes_do_not_make_an_urgent_request_late(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    sixty.offer(1000, deadline_s=sixty.now + 0.050)
+    assert sixty.poll() == [[1000]]
+
+
+def test_a_request_that_has_waited_its_budget_leads_a_full_batch_itself(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    sixty.now += 10.5
+    sixty.offer(1000)
+    assert sixty.poll() == [[*range(1, 65)]]
+
+
+def test_a_cut_bulk_request_fills_the_room_beside_an_urgent_one(sixty: Any) -> None:
+    for id in (1, 2, 3):
+        sixty.offer(id, rows=32, priority=1, divisible=True)
+    sixty.offer(1000)
+    sixty.poll()
+    assert [(e.id, e.start, e.rows) for e in sixty.sent[0].entries] == [(1000, 0, 1), (1, 0, 32), (2, 0, 16)]

@@ -495,6 +495,48 @@ def test_the_time_of_a_batch_sent_ahead_counts_from_the_end_of_the_one_before_it
     assert b.scheduler.explain()["b_s"] == pytest.approx(1.5, rel=0.05)
 
 
+def test_a_full_batch_of_a_lower_class_leaves_only_so_early_that_it_is_ready_in_time(bench: Make) -> None:
+    b = bench(Fixed(0.0), depth=2, priority=(0.0, 10.0))
+    b.prime(1.0, 1.0)
+    b.offer(0)
+    b.poll()
+    b.complete(1, after_s=2.9, run_s=2.0, prepare_s=0.7)  # the rest, 0.2 s, is the hand-over
+    b.offer(*range(1, 10), priority=1)
+    assert b.poll() == [[1, 2, 3, 4]]
+    ends = b.now + 5.0
+    assert b.scheduler.wake_at == pytest.approx(ends - 0.9, abs=0.1)
+    assert b.poll(b.scheduler.wake_at - b.now) == [[5, 6, 7, 8]]
+    assert b.sent[0].ahead
+
+
+def test_until_then_an_urgent_request_takes_its_place(bench: Make) -> None:
+    b = bench(Fixed(0.0), depth=2, priority=(0.0, 10.0))
+    b.prime(1.0, 1.0)
+    b.offer(*range(1, 9), priority=1)
+    assert b.poll() == [[1, 2, 3, 4]]
+    b.offer(9)
+    assert b.poll() == []
+    b.complete(1, after_s=5.0)
+    assert b.poll() == [[9, 5, 6, 7]]
+
+
+def test_a_full_batch_of_the_most_urgent_class_is_sent_ahead_at_once(bench: Make) -> None:
+    b = bench(Fixed(0.0), depth=2, priority=(0.0, 10.0))
+    b.prime(1.0, 1.0)
+    b.offer(*range(1, 9), priority=1)
+    b.poll()
+    b.offer(*range(11, 15))
+    assert b.poll() == [[11, 12, 13, 14]]
+
+
+def test_behind_brief_batches_those_of_a_lower_class_are_sent_at_once_too(bench: Make) -> None:
+    b = bench(depth=8, priority=(0.0, 10.0))
+    b.prime(0.0, 0.00001)
+    b.offer(*range(1, 33), priority=1)
+    b.poll()
+    assert [d.ahead for d in b.sent] == [False] + [True] * 7
+
+
 # ---- turns
 
 

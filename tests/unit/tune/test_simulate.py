@@ -10,7 +10,7 @@ import pytest
 from penstock.batching.policies.adaptive import Adaptive
 from penstock.batching.policies.base import BatchPolicy
 from penstock.batching.policies.fixed import Fixed
-from penstock.tune.simulate import Service, best_closed, mmpp, poisson, simulate
+from penstock.tune.simulate import Bulk, Service, SimResult, best_closed, mmpp, poisson, simulate
 
 ACC = Service(0.005, 0.0002)
 CPU = Service(0.0005, 0.004)
@@ -149,3 +149,43 @@ def test_an_unclear_load_is_refused(kwargs: dict[str, object]) -> None:
 def test_sending_ahead_fills_the_gap_and_does_not_split_a_closed_loop(clients: int, share: float) -> None:
     r = simulate(ACC, Adaptive(), depth=2, handover_s=0.0005, clients=clients, horizon_s=3.0)
     assert r.throughput >= share * ACC.capacity(1, 64)
+
+
+@pytest.mark.parametrize(
+    ("service", "slots", "rows", "least"),
+    [
+        (Service(0.020, 0.001, 0.05, 0.0), 1, 64, 0.95),
+        (Service(0.020, 0.001, 0.05, 0.0), 2, 32, 0.96),
+        (Service(0.250, 0.0016, 0.02, 0.0), 1, 64, 0.92),  # nearly every batch has a lone request in it
+        (Service(0.250, 0.0016, 0.02, 0.0), 4, 64, 0.95),
+        (Service(0.002, 0.001, 0.05, 0.0), 1, 20, 0.95),
+    ],
+)
+def test_a_lone_request_beside_a_bulk_job_waits_less_than_two_batch_times(
+    service: Service, slots: int, rows: int, least: float
+) -> None:
+    def run(priority: int) -> SimResult:
+        return simulate(
+            service,
+            Adaptive(),
+            slots=slots,
+            depth=8,
+            handover_s=0.001,
+            prepare_s=0.00002,
+            arrivals=poisson(5.0, 800, random.Random(1)),
+            bulk=Bulk(in_flight=slots * -(-192 // rows), rows=rows, priority=priority),
+            priority=(0.0, 10.0),
+        )
+
+    ranked, equal = run(1), run(0)
+    batch_s, capacity = service.t(64), service.capacity(slots, 64)
+    assert ranked.p99_s < 2 * batch_s < equal.p99_s
+    assert ranked.bulk_throughput + 5 >= least * capacity
+
+
+def test_requests_that_are_cut_fill_batches_that_whole_ones_leave_empty() -> None:
+    def throughput(divisible: bool) -> float:
+        bulk = Bulk(in_flight=5, rows=20, divisible=divisible)
+        return simulate(ACC, Adaptive(), max_batch_size=32, arrivals=[20.0], bulk=bulk).bulk_throughput
+
+    assert throughput(True) >= 1.15 * throughput(False)

@@ -1,0 +1,150 @@
+"""What does an interactive request wait beside a bulk job that saturates the model?
+
+A model of 20 ms + 1 ms a row, and one of 250 ms + 1.6 ms a row, 64 rows at most, on 1, 2 and 4 instances. The bulk job
+keeps requests of `prebatch` rows (15 kB each, binary Open Inference, `x-priority: 1`) under way: so many that there
+are three full batches an instance. Beside it come lone requests, 5 a second, Poisson. Latency is in units of a full
+batch; percentiles are those of all rounds. "bulk" is what the job reaches, over what the instances can do in full
+batches; "bulk alone" that without the lone requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import harness
+import numpy as np
+from open_loop import OpenLoop, poisson
+
+from penstock.protocols.oip_binary import encode_arrays
+
+BODY = b"[12345]"  # a list, so that the model can tell it from Open Inference
+RATE = 5.0
+WARM_S = 2.0
+ROWS = 64
+FRAME_BYTES = 15_000
+MODELS = {"by_rows": (0.020, 0.001), "by_launches": (0.250, 0.0016)}
+
+
+class Beside(OpenLoop):
+    """Lone requests at their times, beside `in_flight` bulk requests; `bulk_s` is when each of these was answered."""
+
+    def __init__(self, url: str, times: Sequence[float], bulk: bytes, in_flight: int, seconds: float) -> None:
+        super().__init__(url, BODY, "application/json", times, connections=8)
+        self._bulk, self._in_flight, self._seconds = bulk, in_flight, seconds
+        self.bulk_s: list[float] = []
+
+    async def _run(self, patience_s: float) -> None:
+        started = time.perf_counter()
+        jobs = [asyncio.create_task(self._job(started)) for _ in range(self._in_flight)]
+        await super()._run(patience_s)
+        await asyncio.gather(*jobs)
+
+    async def _job(self, started: float) -> None:
+        """One connection: a request, its answer, the next one."""
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        while time.perf_counter() - started < self._seconds:
+            writer.write(self._bulk)
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b" 200 " not in head.split(b"\r\n")[0]:
+                raise SystemExit(f"bulk: {head!r}")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            await reader.readexactly(int(length.split(b":")[1]))
+            self.bulk_s.append(time.perf_counter() - started)
+        writer.close()
+
+
+def bulk_request(url: str, model: str, rows: int) -> bytes:
+    """One prebatch, with its head."""
+    frames = np.zeros((rows, FRAME_BYTES), np.uint8)
+    index = np.arange(rows, dtype=np.int64)
+    head, buffers = encode_arrays({"frames": frames, "frame_index": index})
+    body = b"".join([head, *(bytes(b) for b in buffers)])
+    lines = (
+        f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\nx-priority: 1\r\n"
+        f"content-type: application/octet-stream\r\ninference-header-content-length: {len(head)}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return lines.encode() + body
+
+
+def measured(server: harness.Server, prebatch: int, rate: float, seconds: int, seed: int) -> dict[str, Any]:
+    """One run: latencies of the lone requests in batch times, and the rows of the bulk job over the capacity."""
+    w = server.workload
+    a, b = MODELS[w.model]
+    batch_s = a + b * ROWS
+    in_flight = -(-3 * ROWS // prebatch) * w.instances
+    times = poisson(rate, WARM_S + seconds, seed) if rate else [WARM_S + seconds]
+    bulk = bulk_request(server.url, w.model, prebatch)
+    with server.awake():
+        run = Beside(server.url, times, bulk, in_flight, WARM_S + seconds).run()
+    if any(status != 200 for status in run.status):
+        raise SystemExit(f"lone requests: status {sorted(set(run.status))}")
+    rows = prebatch * sum(WARM_S <= t < WARM_S + seconds for t in run.bulk_s) / seconds
+    lone = [x / batch_s for t, x in zip(times, run.latency_s, strict=True) if t >= WARM_S]
+    late = [x / batch_s for x in run.late_s]
+    return {"bulk": (rows + rate) * batch_s / ROWS / w.instances, "lone": lone, "late": late}
+
+
+def percentile(values: Sequence[float], p: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * p // 100)]
+
+
+def cell(report: harness.Report, server: harness.Server, prebatch: int, options: argparse.Namespace) -> list[str]:
+    """One row of the table, and its targets."""
+    w = server.workload
+    lone: list[float] = []
+    late: list[float] = []
+    shares: list[float] = []
+    alone: list[float] = []
+    for seed in range(1, options.rounds + 1):
+        beside = measured(server, prebatch, RATE, options.seconds, seed)
+        lone += beside["lone"]
+        late += beside["late"]
+        shares.append(beside["bulk"])
+        alone.append(measured(server, prebatch, 0, max(3, options.seconds // 4), seed)["bulk"])
+    what = f"{w.model}, {w.instances} instances, prebatch {prebatch}"
+    report.target(f"{what}: p99 of a lone request, batch times", [percentile(lone, 99)], most=2)
+    report.target(f"{what}: bulk, over bulk alone", [x / y for x, y in zip(shares, alone, strict=True)], least=0.93)
+    middle = [sorted(values)[len(values) // 2] for values in (shares, alone)]
+    cells = [percentile(lone, 50), percentile(lone, 99), max(lone), percentile(late, 99), *middle]
+    return [w.model, str(w.instances), str(prebatch), str(len(lone)), *(f"{x:.2f}" for x in cells)]
+
+
+def main() -> None:
+    options = harness.options(__doc__, seconds=20)
+    method = f"{options.rounds} rounds of {options.seconds} s, those of the bulk job alone between them."
+    report = harness.Report(__file__, __doc__, options, {}, method=method)
+    header = [
+        "model",
+        "instances",
+        "prebatch",
+        "lone requests",
+        "p50",
+        "p99",
+        "most",
+        "sent late, p99",
+        "bulk",
+        "bulk alone",
+    ]
+    rows = []
+    for model in MODELS:
+        workload = harness.Workload(model, BODY, [12345], max_batch=ROWS)
+        for instances in (1, 2, 4):
+            contender = {"penstock": ("penstock", dataclasses.replace(workload, instances=instances))}
+            with harness.serving(contender) as servers:
+                for prebatch in (32, 64):
+                    rows.append(cell(report, servers["penstock"], prebatch, options))
+                    print(*rows[-1], flush=True)
+    report.table("Latency of lone requests in batch times; bulk rows over the capacity", header, rows)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
