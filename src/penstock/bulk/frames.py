@@ -109,7 +109,7 @@ class _Run:
         self._stream = self._opened.stream
         self.tick_s = self._opened.tick_s
         jumps = bool(self._container.format.flags & TIMES_MAY_JUMP)
-        self._decoder = Decoder(self._container, self._stream, alone=threads == 1, cut=jumps)
+        self._decoder = Decoder(self._container, self._stream, alone=self._opened.threads == 1, cut=jumps)
         self._clock = _Clock(self._stream, askable=not jumps)
 
     def whole(self) -> Iterator[Seen]:

@@ -19,6 +19,7 @@ Stage = Literal["open", "decode"]
 
 OPEN_OPTIONS = {"protocol_whitelist": "file", "threads": "1"}  # a playlist in a video's clothes reaches no network
 DECODE_OPTIONS = {"err_detect": "explode", "max_pixels": str(8192 * 8192)}  # damage is an error, not a guess at pixels
+AT_ONCE_BYTES = 64 << 20  # each thread of a decoder works on a frame of its own: 21 of 1920x1080, 5 of 3840x2160
 NO_VIDEOS = {"hls", "dash", "concat", "imf", "tty", "ffmetadata", "webvtt", "srt", "ass"}
 STILLS = ("image2", "_pipe", "gif_pipe")
 
@@ -113,8 +114,10 @@ class Opened:
 
     def _set_up(self, threads: int) -> None:
         context = self.stream.codec_context
-        context.thread_count = threads
-        context.thread_type = "AUTO" if threads > 1 else "SLICE"
+        frame_bytes = max(1, context.width * context.height * 3 // 2)
+        self.threads = max(1, min(threads, AT_ONCE_BYTES // frame_bytes))
+        context.thread_count = self.threads
+        context.thread_type = "AUTO" if self.threads > 1 else "SLICE"
         context.options = dict(DECODE_OPTIONS)
         if context.name == "h264":
             # the reordering that the standard allows, not one guessed and, on a wrong guess, paid for with a frame:

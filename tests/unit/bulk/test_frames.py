@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.bulk import frames as frames_module
 from penstock.bulk.frames import Reading
 from penstock.bulk.types import Position
-from penstock.bulk.video import VideoError, probe
+from penstock.bulk.video import Opened, VideoError, probe
 from penstock.testing.videos import make_clip, make_sound, number_of
 
 COUNT = 60
@@ -385,3 +385,13 @@ def test_a_probe_tells_what_the_header_says(tmp_path: Path) -> None:
     told = probe(str(make_clip(tmp_path / "a.mp4", 50)))
     assert (told.frames, told.duration_s, told.width, told.height, told.codec) == (50, 2.0, 160, 96, "h264")
     assert probe(str(make_clip(tmp_path / "a.mkv", 50))).frames == 50
+
+
+def test_large_frames_are_decoded_by_few_threads(tmp_path: Path) -> None:
+    counts = []
+    for size in ((1920, 1080), (3840, 2160), (8192, 4320)):
+        path = make_clip(tmp_path / "a.mp4", 1, size=size, options={"preset": "ultrafast"})
+        opened = Opened(str(path), threads=16)
+        counts.append(opened.stream.codec_context.thread_count)
+        opened.close()
+    assert counts == [16, 5, 1]
