@@ -143,7 +143,8 @@ class Plain:
         self.say(sentence(now))
 
     def say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more: no reason to end the job
+            print(line, file=self._stream, flush=True)
 
     def close(self) -> None: ...
 
@@ -151,7 +152,7 @@ class Plain:
 
     def end(self, lines: list[str], fields: dict[str, Any]) -> None:
         for line in lines:
-            print(line, file=self._stream, flush=True)
+            Plain.say(self, line)
 
 
 class Json(Plain):
@@ -169,7 +170,7 @@ class Json(Plain):
         self._line({"summary": fields})
 
     def _line(self, what: object) -> None:
-        print(msgspec.json.encode(what).decode(), file=self._stream, flush=True)
+        super().say(msgspec.json.encode(what).decode())
 
 
 class Silent(Plain):

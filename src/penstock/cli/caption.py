@@ -68,7 +68,7 @@ def make_options(flags: dict[str, Any]) -> Options:
     if flags["quiet"]:
         flags["progress"] = "none"
     if not flags["servers"] and (flags["retry_failed"] or flags["restart"] or flags["dry_run"] or flags["inputs"]):
-        raise ConfigError("name a server: --server http://HOST:PORT")
+        raise ConfigError("name a server: --server http://HOST:PORT (outputs alone are written again without INPUT)")
     if flags["dry_run"] and not flags["inputs"]:
         raise ConfigError("name the videos of the dry run")
     output: Path = flags["output"]

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from penstock.bulk import spool
 from penstock.bulk.fingerprint import FingerprintDiffers
@@ -165,6 +167,22 @@ def test_neither_the_size_of_chunks_nor_the_number_of_decoders_is_part_of_the_co
     run(tmp_path, fake, source, prebatch_size=3, decoders=1)
     assert run(tmp_path, FakeParts(), source, prebatch_size=7, decoders=2).exit_code == 0
     assert captions(tmp_path) == expected(source)
+
+
+@given(cuts=st.lists(st.floats(0, 1), min_size=3, max_size=3), garbage=st.binary(max_size=20))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+def test_spools_that_were_cut_at_any_byte_end_in_the_same_output(
+    tmp_path: Path, cuts: list[float], garbage: bytes
+) -> None:
+    source = videos(tmp_path, 13, 0, 22)
+    run(tmp_path, FakeParts(), source)
+    before = (tmp_path / "captions.jsonl").read_bytes()
+    spools = sorted((tmp_path / "captions.jsonl.work" / "spool").iterdir())
+    for path, cut in zip(spools, cuts, strict=True):
+        data = path.read_bytes()
+        path.write_bytes(data[: round(len(data) * cut)] + (garbage if cut < 1 else b""))
+    assert run(tmp_path, FakeParts(), source).exit_code == 0
+    assert (tmp_path / "captions.jsonl").read_bytes() == before
 
 
 def test_a_file_that_changed_begins_anew_and_is_named(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 
 import pytest
 
-from penstock.bulk.progress import WINDOW_S, Notes, Now, Rates, Server, Teller, duration, sentence, teller
+from penstock.bulk.progress import WINDOW_S, Notes, Now, Rates, Server, Style, Teller, duration, sentence, teller
 from penstock.errors import ConfigError
 
 NOW = Now(
@@ -66,6 +68,16 @@ def test_json_progress_is_an_object_a_line() -> None:
     assert shown["servers"][1] == {"url": "http://b", "state": "away", "in_flight": 0, "window": 3, "answered": 0}
     assert note == {"note": "a note\nof two lines"}
     assert summary == {"summary": {"frames": 5}}
+
+
+@pytest.mark.parametrize("style", ["plain", "json"])
+def test_progress_that_nobody_reads_any_more_ends_nothing(style: Style) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    stream = os.fdopen(write, "w", buffering=1)
+    use(teller(style, stream))
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 def test_no_progress_is_nothing() -> None:

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.bulk.options import Plan
+from penstock.bulk.reading import Decoders
+from penstock.bulk.spool import End
+from penstock.bulk.types import Chunk, Pixels, Sampling, Video
+from penstock.bulk.writer import Writer
+from penstock.errors import PenstockError
+from penstock.testing.bulk import FakeVideos
+
+BLOCK_BYTES = 4 * 48  # four frames
+
+
+class Kept:
+    """A sender that answers nobody by itself."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+
+    def send(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+
+    def until(self, count: int) -> None:
+        end = time.monotonic() + 10
+        while len(self.chunks) < count:
+            assert time.monotonic() < end
+            time.sleep(0.002)
+
+
+class Set:
+    """Decoders over fake videos, with a writer that runs, and what both told."""
+
+    def __init__(self, folder: Path, *frames: int, blocks: int = 100, chunk: int = 4, **more: Any) -> None:
+        self.fake, self.sender = FakeVideos(), Kept()
+        self.ends: dict[str, End] = {}
+        self.fatal: list[PenstockError] = []
+        self.writer = Writer(
+            committed=lambda video, rows: None,
+            closed=lambda video, end: self.ends.update({video.name: end}),
+            fatal=self.fatal.append,
+            stops=lambda error: False,
+        )
+        videos = []
+        for n, count in enumerate(frames):
+            path = FakeVideos.make(folder / f"{n}.mp4", count)
+            videos.append(Video(str(path), path.name, 1, 1))
+        plan = Plan(Pixels(height=4, width=4), chunk, 48, blocks * BLOCK_BYTES, BLOCK_BYTES, more.pop("decoders", 1), 1)
+        self.decoders = Decoders(
+            videos,
+            lambda video: folder / f"{video.name}.spool",
+            plan=plan,
+            sampling=Sampling(),
+            read_chunks=self.fake.read_chunks,
+            writer=self.writer,
+            began=lambda video, rows: None,
+            fatal=self.fatal.append,
+            **more,
+        )
+        self.writer.start()
+        self.decoders.start(self.sender)
+
+    def answer(self, chunk: Chunk, error: PenstockError | None = None) -> None:
+        answer = error or [str(n) for n in chunk.frames]
+        self.decoders.answered(chunk, answer)
+        self.writer.answered(chunk, answer)
+
+    def close(self) -> None:
+        self.decoders.close()
+        self.writer.close()
+
+
+def test_decoders_wait_for_memory_and_leave_at_once_when_the_job_ends(tmp_path: Path) -> None:
+    made = Set(tmp_path, 400, blocks=3)
+    made.sender.until(3)
+    time.sleep(0.02)
+    assert len(made.sender.chunks) == 3
+    made.answer(made.sender.chunks[0])
+    made.sender.until(4)
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 2
+    assert not made.ends
+
+
+def test_a_round_that_nobody_answers_holds_nobody_when_the_job_ends(tmp_path: Path) -> None:
+    made = Set(tmp_path, 120, chunk=1, rounds=True)
+    made.sender.until(50)
+    time.sleep(0.02)
+    assert len(made.sender.chunks) == 50
+    for chunk in made.sender.chunks[:49]:
+        made.answer(chunk)
+    time.sleep(0.02)
+    assert len(made.sender.chunks) == 50
+    made.answer(made.sender.chunks[49])
+    made.sender.until(100)
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 2
+
+
+def test_a_video_that_failed_is_read_no_further(tmp_path: Path) -> None:
+    made = Set(tmp_path, 4000, 8, blocks=2)
+    made.sender.until(1)
+    made.answer(made.sender.chunks[0], PenstockError("no"))
+    done = 1
+    end = time.monotonic() + 10
+    while "1.mp4" not in made.ends:
+        assert time.monotonic() < end
+        while done < len(made.sender.chunks):
+            made.answer(made.sender.chunks[done])
+            done += 1
+        time.sleep(0.001)
+    made.close()
+    assert made.ends["0.mp4"].end == "failed"
+    assert made.ends["1.mp4"].end == "complete"
+    assert len([c for c in made.sender.chunks if c.video.name == "0.mp4"]) < 500
+    assert made.decoders.pool.free_blocks == made.decoders.pool.blocks
+
+
+def test_several_decoders_read_as_many_videos_and_no_more(tmp_path: Path) -> None:
+    made = Set(tmp_path, *[8] * 6, decoders=3, blocks=3)
+    made.sender.until(3)
+    end = time.monotonic() + 10
+    while made.fake.open_at_once < 3:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    time.sleep(0.02)
+    assert {name for name, _ in made.fake.read} == {"0.mp4", "1.mp4", "2.mp4"}
+    made.close()
+
+
+def test_a_spool_that_cannot_be_read_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0.mp4.spool").mkdir()
+    made = Set(tmp_path, 8)
+    end = time.monotonic() + 10
+    while not made.fatal:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    made.close()
+    assert "cannot read" in made.fatal[0].message
