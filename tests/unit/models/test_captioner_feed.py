@@ -112,3 +112,15 @@ def test_threads_may_feed_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gets_the_same_pixels_also_when_batches_follow_each_other() -> None:
+    used = Feed(LOOKS, "cuda:0", torch.float32)
+    batches = [[request(frames(40, seed=i)), request(frames(3, 60, 44, seed=i))] for i in range(12)]
+    fed = [used(batch) for batch in batches]
+    for batch, found in zip(batches, fed, strict=True):
+        expected = feed()(batch).take()
+        assert torch.allclose(found.take()[:40].cpu(), expected[:40], atol=1e-5)
+        assert np.abs(levels(found.take().cpu()) - levels(expected)).max() <= 1
