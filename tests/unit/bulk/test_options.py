@@ -56,7 +56,7 @@ def test_the_other_modes_send_frames_one_by_one_and_single_decodes_alone() -> No
     assert single.pool_bytes >= 50 * single.block_bytes  # a round is decoded before it is sent
 
 
-@pytest.mark.parametrize(("cores", "decoders", "threads"), [(1, 1, 1), (2, 1, 2), (4, 2, 2), (16, 8, 2), (64, 8, 8)])
+@pytest.mark.parametrize(("cores", "decoders", "threads"), [(1, 1, 1), (2, 2, 1), (4, 4, 1), (16, 8, 2), (64, 8, 8)])
 def test_decoders_share_the_cores(cores: int, decoders: int, threads: int) -> None:
     found = planned(cores=cores)
     assert (found.decoders, found.threads) == (decoders, threads)
