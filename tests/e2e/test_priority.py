@@ -1,0 +1,94 @@
+"""Urgent requests beside bulk ones, and bulk requests that share batches, against real workers. Orders, no times."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.engine.engine import Engine
+from penstock.protocols.oip import HEADER_LENGTH
+from penstock.protocols.oip_binary import decode_answer, encode_arrays
+
+PATIENCE_S = 60.0
+
+
+async def test_an_urgent_request_goes_before_bulk_rows_that_came_earlier() -> None:
+    ran: list[list[str]] = []
+    gate, runs, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def model(items: list[str]) -> list[str]:
+        ran.append(list(items))
+        loop.call_soon_threadsafe(runs.set)
+        gate.wait(PATIENCE_S)
+        return items
+
+    config = ModelConfig(target="here", transport="thread", batching=BatchingConfig(max_batch_size=4))
+    async with Engine() as engine, asyncio.timeout(PATIENCE_S):
+        await engine.load("m", config, target=model)
+        handle = engine._registry.route("m", None)
+        assert handle._batcher is not None
+        handle._batcher.scheduler.prime([(n, 100.0 + n) for n in (1, 2, 4) for _ in range(3)])  # nothing ends soon
+        bulk = [asyncio.create_task(engine.infer("m", f"bulk {k}", priority=1)) for k in range(8)]
+        await runs.wait()
+        lone = asyncio.create_task(engine.infer("m", "lone"))
+        await asyncio.sleep(0)
+        assert handle.status().queue == 5
+        gate.set()
+        assert await lone == "lone"
+        assert await asyncio.gather(*bulk) == [f"bulk {k}" for k in range(8)]
+    assert ran == [[f"bulk {k}" for k in range(4)], ["lone", "bulk 4", "bulk 5", "bulk 6"], ["bulk 7"]]
+
+
+MODEL = """
+    import os
+    import time
+
+    def rows(items):
+        with open("ran", "a") as log:
+            print(*(len(item["x"]) for item in items), file=log, flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.001)
+        return [{"y": item["x"] * 2} for item in items]
+"""
+
+
+def test_prebatches_that_do_not_fit_are_cut_and_answered_whole(serve: Callable[..., Any], tmp_path: Path) -> None:
+    server = serve(MODEL, "rows", "--max-batch-size", "8")
+
+    def ask(first: int) -> list[int]:
+        x = np.arange(first, first + 5)
+        head, buffers = encode_arrays({"x": x})
+        body = b"".join([head, *(bytes(b) for b in buffers)])
+        length = {HEADER_LENGTH.replace("-", "_"): str(len(head)), "x_priority": "1"}
+        status, answer = server.post("/v2/models/rows/infer", body, "application/octet-stream", **length)
+        assert status == 200, answer
+        found: list[int] = decode_answer(answer, None).outputs["y"].tolist()
+        return found
+
+    with ThreadPoolExecutor(9) as pool:
+        answers = [pool.submit(ask, 100)]
+        _until(lambda: (tmp_path / "ran").exists())  # the first one alone holds the worker
+        answers += [pool.submit(ask, 100 * k) for k in range(2, 10)]
+        _until(lambda: server.metric("penstock_requests_in_flight") >= 9)
+        (tmp_path / "go").touch()
+        for k, answer in enumerate(answers):
+            assert answer.result(PATIENCE_S) == [2 * (100 * (k + 1) + j) for j in range(5)]
+    batches = [[int(n) for n in line.split()] for line in (tmp_path / "ran").read_text().splitlines()]
+    assert sum(map(sum, batches)) == 45
+    assert [5, 3] in batches
+    assert len(batches) <= 7, f"nine requests of 5 rows, cut: {batches}"
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
