@@ -124,7 +124,7 @@ def test_a_video_that_failed_is_read_no_further(tmp_path: Path) -> None:
 
 
 def test_several_decoders_read_as_many_videos_and_no_more(tmp_path: Path) -> None:
-    made = Set(tmp_path, *[8] * 6, decoders=3, blocks=3)
+    made = Set(tmp_path, *[80] * 6, decoders=3, blocks=3)
     made.sender.until(3)
     end = time.monotonic() + 10
     while made.fake.open_at_once < 3:
