@@ -97,13 +97,17 @@ def _chunk_bytes(options: Options, servers: list[ServerInfo], decoders: int) -> 
 
 
 def _rows(options: Options, servers: list[ServerInfo], frame_bytes: int, most_bytes: int) -> int:
-    """Frames a chunk: by default as many as the server's batch. Those of their own size are counted in bytes only."""
+    """Frames a chunk: by default those of the server's batch, in one chunk or in several that are alike.
+
+    Those of their own size are counted in bytes only.
+    """
     if options.mode != "stream-prebatch":
         return 1
     if options.prebatch_size is None:
         batch = min((s.max_batch_size for s in servers if s.max_batch_size), default=32)
         rows = min(MOST_ROWS, batch)
-        return max(1, min(rows, most_bytes // frame_bytes)) if frame_bytes else rows
+        fit = max(1, most_bytes // frame_bytes) if frame_bytes else rows
+        return max(1, rows // -(-rows // fit))
     wire_bytes = options.prebatch_size * frame_bytes // (JPEG_SHARE if options.pixels == "jpeg" else 1)
     for server in servers:
         if server.max_request_bytes is not None and wire_bytes + HEADER_BYTES > server.max_request_bytes:

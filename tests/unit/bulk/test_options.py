@@ -22,7 +22,8 @@ def test_a_chunk_is_a_batch_of_the_server_if_enough_of_them_fit_into_memory() ->
     small = planned(height=64, width=64, max_batch_size=64)
     assert (small.chunk_size, small.frame_bytes, small.block_bytes) == (64, 64 * 64 * 3, 64 * 64 * 64 * 3)
     assert planned(max_batch_size=16).chunk_size == 16
-    assert planned(max_batch_size=512).chunk_size == 64
+    assert planned(max_batch_size=512, cores=2).chunk_size == 64
+    assert planned(max_batch_size=512, cores=8).chunk_size == 32, "two make a batch; 40 would fit"
     assert planned(max_batch_size=None).chunk_size == 32
     many = planned(servers=2, max_batch_size=64, instances=4)
     under_way = many.pool_bytes // many.block_bytes
@@ -32,7 +33,8 @@ def test_a_chunk_is_a_batch_of_the_server_if_enough_of_them_fit_into_memory() ->
 
 def test_a_chunk_fits_into_a_request_of_every_server() -> None:
     limit = 10 * 224 * 224 * 3 + HEADER_BYTES + 5
-    assert planned(max_batch_size=64, max_request_bytes=limit).chunk_size == 10
+    assert planned(max_batch_size=64, max_request_bytes=limit).chunk_size == 9, "seven make a batch"
+    assert planned(max_batch_size=30, max_request_bytes=limit).chunk_size == 10
     assert planned(flags={"prebatch_size": 10}, max_request_bytes=limit).chunk_size == 10
     with pytest.raises(ConfigError, match="--prebatch-size 11"):
         planned(flags={"prebatch_size": 11}, max_request_bytes=limit)
