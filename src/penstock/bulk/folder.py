@@ -64,10 +64,10 @@ class WorkFolder:
         file = self.path / "job.json"
         if restart:
             file.unlink(missing_ok=True)
-            shutil.rmtree(self.path / "spool")
-            (self.path / "spool").mkdir()
         was = self.fingerprint()
         if was is None:
+            shutil.rmtree(self.path / "spool")  # captions of which nobody knows how they were made
+            (self.path / "spool").mkdir()
             replace(file, msgspec.json.format(msgspec.json.encode({"fingerprint": now})) + b"\n")
         elif found := differences(was, now):
             raise FingerprintDiffers(

@@ -33,6 +33,14 @@ def test_another_configuration_is_refused_with_the_difference_unless_the_caption
     folder.close()
 
 
+def test_captions_without_a_fingerprint_are_never_taken_for_ones_own(tmp_path: Path) -> None:
+    folder = WorkFolder(tmp_path / "work")
+    (folder.path / "spool" / "x.jsonl").write_text("of a job that was killed while it began anew")
+    folder.agree({"kernel": "fast"}, restart=False)
+    assert not list((folder.path / "spool").iterdir())
+    folder.close()
+
+
 def test_a_damaged_fingerprint_is_never_taken_for_none(tmp_path: Path) -> None:
     folder = WorkFolder(tmp_path / "work")
     (folder.path / "job.json").write_text('{"finger')
