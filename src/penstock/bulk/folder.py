@@ -59,15 +59,14 @@ class WorkFolder:
     def agree(self, now: Fingerprint, *, restart: bool) -> None:
         """Goes on if the folder's captions were made with the same fingerprint, or is emptied if `restart`.
 
-        Raises FingerprintDiffers.
+        Raises FingerprintDiffers, FolderError.
         """
         file = self.path / "job.json"
         if restart:
             file.unlink(missing_ok=True)
         was = self.fingerprint()
         if was is None:
-            shutil.rmtree(self.path / "spool")  # captions of which nobody knows how they were made
-            (self.path / "spool").mkdir()
+            self._clear()  # captions of which nobody knows how they were made
             replace(file, msgspec.json.format(msgspec.json.encode({"fingerprint": now})) + b"\n")
         elif found := differences(was, now):
             raise FingerprintDiffers(
@@ -75,6 +74,13 @@ class WorkFolder:
                 + "\n  ".join(found)
                 + "\nGive --restart to discard them, or another output"
             )
+
+    def _clear(self) -> None:
+        try:
+            shutil.rmtree(self.path / "spool")
+            (self.path / "spool").mkdir()
+        except OSError as e:
+            raise FolderError(f"cannot empty {self.path / 'spool'}: {e.strerror}") from e
 
     def fingerprint(self) -> Fingerprint | None:
         """That of the folder's captions; None if there are none yet. Raises FolderError."""
@@ -87,7 +93,7 @@ class WorkFolder:
             raise FolderError(f"cannot read {file}: {e}; --restart begins anew") from e
 
     def keep(self, videos: Iterable[Video]) -> None:
-        """Notes the list of videos, for a later run that names none."""
+        """Notes the list of videos, for a later run that names none. Raises FolderError."""
         encode = msgspec.json.Encoder().encode
         kept = (_Kept(os.fsencode(v.path), v.name, v.bytes, v.mtime_ns) for v in videos)
         replace(self.path / "videos.jsonl", b"".join(encode(k) + b"\n" for k in kept))
@@ -110,10 +116,13 @@ def key(video: Video) -> str:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all. Raises FolderError."""
     part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as e:
+        raise FolderError(f"cannot write {path}: {e.strerror}") from e

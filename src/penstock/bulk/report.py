@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.bulk import spool
-from penstock.bulk.outputs import whole
+from penstock.bulk.outputs import OutputError, whole
 from penstock.bulk.progress import duration
 from penstock.bulk.types import Video
 from penstock.errors import PenstockError
@@ -102,16 +102,22 @@ def count(summary: Summary, spools: Iterable[tuple[Video, Path]]) -> None:
 
 
 def write_failures(path: Path, spools: Iterable[tuple[Video, Path]]) -> bool:
-    """Writes the failed videos among these, in their order; whether there are any. Without any no file is left."""
+    """Writes the failed videos among these, in their order; whether there are any. Without any no file is left.
+
+    Raises OutputError, SpoolError.
+    """
     failures = []
     for video, file in spools:
         found = spool.glance(file)
         if found is not None and found.end is not None and found.end.end == "failed" and found.is_of(video):
             end = found.end
             failures.append(Failure(video.name, end.stage, end.frame, end.error, end.attempts, end.rows))
-    if not failures:
-        path.unlink(missing_ok=True)
-        return False
-    with whole(path) as out:
-        out.writelines(msgspec.json.encode(failure) + b"\n" for failure in failures)
+    try:
+        if not failures:
+            path.unlink(missing_ok=True)
+            return False
+        with whole(path) as out:
+            out.writelines(msgspec.json.encode(failure) + b"\n" for failure in failures)
+    except OSError as e:
+        raise OutputError(f"cannot write {path}: {e.strerror}") from e
     return True

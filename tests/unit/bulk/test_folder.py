@@ -65,3 +65,17 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FolderError, match="cannot make the work folder"):
         WorkFolder(tmp_path / "file" / "work")
+
+
+def test_a_disk_that_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = WorkFolder(tmp_path / "work")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FolderError, match="No space left"):
+        folder.agree({"kernel": "fast"}, restart=False)
+    with pytest.raises(FolderError, match="No space left"):
+        folder.keep([Video("a", "a", 0, 0)])
+    assert folder.fingerprint() is None
+    folder.close()

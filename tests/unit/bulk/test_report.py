@@ -3,7 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from penstock.bulk import spool
+from penstock.bulk.outputs import OutputError
 from penstock.bulk.report import Summary, write_failures
 from penstock.bulk.spool import End
 from penstock.bulk.types import Row, Video
@@ -44,3 +47,8 @@ def test_failures_are_listed_in_the_order_of_the_videos_and_an_old_list_goes(tmp
     assert told[0] == {"path": "b", "stage": "decode", "frame": 5, "error": "broken", "attempts": 2, "captions": 1}
     assert not write_failures(path, spools[3:])
     assert not path.exists()
+
+
+def test_a_list_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot write"):
+        write_failures(tmp_path, [])  # a folder
