@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 import numpy as np
@@ -32,40 +32,48 @@ def read_chunks(
     filler = _Filler(video, pixels, chunk_size, pool)
     reading = Reading(video.path, threads, resume)
     error: VideoError | None = None
-    seen_frames = 0
+    count = 0
     try:
         with closing(reading.frames()) as frames:
-            sampler: Sampler | None = None
             try:
-                for seen in frames:
-                    seen_frames = seen.number + 1
-                    if sampler is None:
-                        sampler = Sampler(sampling, reading.tick_s)
-                        if resume is not None:  # its own frame comes first, to tell where sampling stood
-                            sampler.resume(seen.time_s, resume.taken)
-                            if sampler.full:
-                                break
-                            continue
-                    verdict = sampler.tell(seen.number, seen.time_s)
-                    if verdict == "over":
-                        break
-                    if verdict == "take":
-                        if filler.differs(seen):
-                            yield filler.chunk()
-                        filler.add(seen)
-                        if filler.full:
-                            yield filler.chunk()
-                        if sampler.full:
-                            break
-                if seen_frames == 0:
+                for seen, wanted in _judged(reading, frames, sampling, resume):
+                    count = seen.number + 1
+                    if not wanted:
+                        continue
+                    if filler.differs(seen):
+                        yield filler.chunk()
+                    filler.add(seen)
+                    if filler.full:
+                        yield filler.chunk()
+                if count == 0:
                     raise VideoError("holds no frames", frame=0, detail=video.path)
             except VideoError as damage:
                 error = damage
         if filler.begun:
             yield filler.chunk()
-        return Ended(filler.chunks, seen_frames, error)
+        return Ended(filler.chunks, count, error)
     finally:
         filler.drop()
+
+
+def _judged(
+    reading: Reading, frames: Iterable[Seen], sampling: Sampling, resume: Position | None
+) -> Iterator[tuple[Seen, bool]]:
+    """Each frame with whether it is a sample, up to the last one that may be."""
+    sampler: Sampler | None = None
+    for seen in frames:
+        if sampler is None:
+            sampler = Sampler(sampling, reading.tick_s)
+            if resume is not None:  # its own frame comes first: it tells where sampling stood
+                sampler.resume(seen.time_s, resume.taken)
+                yield seen, False
+                if sampler.full:
+                    return
+                continue
+        verdict = sampler.tell(seen.number, seen.time_s)
+        yield seen, verdict == "take"
+        if verdict == "over" or sampler.full:
+            return
 
 
 class _Filler:
