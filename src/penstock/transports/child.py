@@ -19,7 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
 from typing import Any, NoReturn
 
 from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound, describe
@@ -27,6 +27,7 @@ from penstock.plugins import load_object
 from penstock.types import BatchPart, Ready
 from penstock.wire import frames
 from penstock.wire.messages import (
+    PREDICTED,
     Abandon,
     Failed,
     Free,
@@ -60,13 +61,17 @@ class Worker:
         self._pool = pool
         self._requests = map_read_only(*pool) if pool else None
         self._objects: mmap.mmap | None = None  # the same memory, writable; made by the first object that needs it
+        predicted = replies.allocate(PREDICTED.size)
+        assert predicted is not None
+        assert not predicted.offset, "the parent reads it at the start of the region"
+        self._predicted = predicted
         self._replies = replies
         self._sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
         self._leases: list[Lease] = []  # of the message that is being read
         self._held: list[Lease] = []  # slabs that the model kept beyond its answer
         self._batches: SimpleQueue[tuple[Run, Decoded, list[Lease]] | None] = SimpleQueue()
         self._frames = self._receive()
-        self._finishing: SimpleQueue[tuple[Run, list[Lease], Callable[[], BatchPart]] | None] = SimpleQueue()
+        self._finishing: Queue[tuple[Run, list[Lease], Callable[[], BatchPart]] | None] = Queue()
         self._runner: BatchRunner | None = None
         self._abandoned = 0  # the last batch that nobody waits for any more
 
@@ -103,6 +108,7 @@ class Worker:
             return False
         assert self._runner is not None
         if apart:
+            PREDICTED.pack_into(self._predicted.view, 0, work[0].id)
             box = [work]
             del work
             self._finishing.put(self._begun(box))  # nothing here looks at the payloads once the finisher does
@@ -110,7 +116,7 @@ class Worker:
         run, decoded, leases = work
         del work
         final: list[BatchPart] = []
-        self._runner.run(run.id, decoded, partial(self._emit, run, final=final))
+        self._runner.run(run.id, decoded, partial(self._emit, run, final))
         # Nothing of ours looks at the payloads any more: what is still alive, the model keeps.
         del decoded
         self._answer(run, leases, final[0])
@@ -120,11 +126,13 @@ class Worker:
         """What is left to do of the batch that is taken out of the box, once it is predicted."""
         run, decoded, leases = box.pop()
         assert self._runner is not None
-        return run, leases, self._runner.begin(run.id, decoded, partial(self._emit, run))
+        return run, leases, self._runner.begin(run.id, decoded, partial(self._emit, run, None))
 
-    def _emit(self, run: Run, part: BatchPart, final: list[BatchPart] | None = None) -> None:
-        """Sends a part of a stream; the final one is kept."""
-        if final is not None and part.final:
+    def _emit(self, run: Run, final: list[BatchPart] | None, part: BatchPart) -> None:
+        """Sends a part of a stream; the final one is kept in `final`, which is None where the finisher makes that."""
+        if final is None:
+            self._finishing.join()  # the parent takes answers in the order of batches, and the socket one at a time
+        elif part.final:
             final.append(part)
             return
         if self._abandoned == run.id:
@@ -158,7 +166,9 @@ class Worker:
                 part = finish()
                 del work, finish  # they look at the payloads
                 self._answer(run, leases, part)
+                self._finishing.task_done()
         except SystemExit as e:
+            PREDICTED.pack_into(self._predicted.view, 0, run.id)  # it is this one that ends the worker
             _end(e.code if isinstance(e.code, int) else int(e.code is not None))
         except BaseException:
             traceback.print_exc()

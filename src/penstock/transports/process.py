@@ -20,7 +20,21 @@ from penstock.transports.output import Output
 from penstock.transports.slot import Sent, Slot, SlotTransport, unpin, within
 from penstock.types import Batch, BatchPart, ItemResult
 from penstock.wire import frames
-from penstock.wire.messages import Abandon, Failed, Free, FromWorker, Inbox, Outbox, Part, Pickled, Run, Stop, Up, write
+from penstock.wire.messages import (
+    PREDICTED,
+    Abandon,
+    Failed,
+    Free,
+    FromWorker,
+    Inbox,
+    Outbox,
+    Part,
+    Pickled,
+    Run,
+    Stop,
+    Up,
+    write,
+)
 from penstock.wire.slabs import Slab, SlabPool
 from penstock.worker.spec import WorkerSpec
 
@@ -154,6 +168,8 @@ class _ProcessSlot(Slot):
         self._channel.close()
         self._child = None
         how = child.ended()
+        # Who was killed from here is at fault with the batch that was waited for, not with the one it predicted.
+        predicted = PREDICTED.unpack_from(child.replies)[0] if self._error is None else 0
         if child.pidfd is not None:
             self.loop.remove_reader(child.pidfd)
         child.close()
@@ -169,7 +185,7 @@ class _ProcessSlot(Slot):
         if self._error is None:
             dead = WorkerDied(f"the worker {how}")
             self._error = dead if self.up else LoadFailed(f"the worker {how} while it loaded the model")
-        self.down(self._error)
+        self.down(self._error, predicted)
 
     # ---- batches
 

@@ -104,15 +104,18 @@ class Slot:
         self._timeout_s = with_options(self.spec.config.batching, ready.options).run_timeout_s
         self.listener.slot_up(self.number, ready)
 
-    def down(self, error: PenstockError) -> None:
-        """The worker is gone: everybody who waited for it is told, then the listener; the next is on its way."""
+    def down(self, error: PenstockError, predicted: int = 0) -> None:
+        """The worker is gone: everybody who waited for it is told, then the listener; the next is on its way.
+
+        It ended on the batch `predicted`, or, where nobody waits for that, on the first one."""
         self.up = False
         self._stop_timer()
         lost, self.sent = self.sent, deque()
         died = error if isinstance(error, WorkerDied) else WorkerDied(error.message, detail=error.detail)
-        for place, sent in enumerate(lost):
+        guilty = next((sent for sent in lost if sent.batch.id == predicted), lost[0] if lost else None)
+        for sent in lost:
             unpin(sent.slabs)
-            started = place == 0
+            started = sent is guilty
             run_s = self.loop.time() - sent.started_s if started else 0.0
             self.tell(sent.on_part, BatchPart(sent.batch.id, error=died, started=started, run_s=run_s))
         self.idle.set()

@@ -25,6 +25,9 @@ from penstock.wire.tensors import dumps
 LARGE_BYTES = 64 * 2**10
 _SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR = 1, 2, 3, 4, 5
 _READ_HEADERS = frozenset({"oip_binary", "oip_npy"})  # codecs that find out from the headers how a body is meant
+# At the start of a reply region, which is never given to an answer: the batch that the worker predicts, 0 where it is
+# the first one without an answer. It stands there still when the worker has died.
+PREDICTED = struct.Struct("<Q")
 _PLACE = struct.Struct("<QQ")
 _INDEX = struct.Struct("<I")
 

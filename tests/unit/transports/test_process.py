@@ -125,6 +125,45 @@ async def test_a_model_that_ends_its_process_while_it_finishes_is_one_that_died(
         assert part.error.message == "the worker exited with code 3"
 
 
+async def test_a_worker_that_dies_is_lost_on_what_it_predicts_not_on_what_it_still_finishes(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        APART.replace("for item in items:", "for item in items:\n            if item == 'kill': os._exit(3)")
+    )
+    async with Desk(process, f"{file}:Model") as desk:
+        await desk.up()
+        finished, predicted = desk.post([Item(str(tmp_path / "before"))]), desk.post([Item("kill")])
+        behind = desk.post([Item(str(tmp_path / "behind"))])
+        parts = [await desk.final(number) for number in (finished, predicted, behind)]
+        assert [part.started for part in parts] == [False, True, False]
+
+
+async def test_parts_of_a_stream_wait_for_the_answers_before_them_that_are_finished_apart(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        """
+import time
+
+class Model:
+    __penstock_finishes_apart__ = True
+
+    def predict(self, items):
+        return [1] if items == [1] else iter([items, items])
+
+    def postprocess(self, result):
+        if result == 1:
+            time.sleep(0.1)
+        return result
+"""
+    )
+    async with Desk(process, f"{file}:Model") as desk:
+        await desk.up()
+        first, second = desk.post([Item(1)]), desk.post([Item(2)])
+        assert values(await desk.final(first)) == [1]
+        await desk.final(second)
+        assert [values(part) for part in desk.parts[second]] == [[2], [2], [None]]
+
+
 def unnamed(pid: int, folder: Path) -> set[str]:
     """The files of `folder` without a name that a process has open."""
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
