@@ -109,24 +109,21 @@ class TransformersCaptioner:
             threads=threads,
         )
         self._feed = Feed(network.looks, device, network.dtype)
-        least, most = self._tokens
-        settings = {
-            "precision": precision,
-            "prompt": self._prompt,
-            "max_new_tokens": most,
-            "min_new_tokens": least,
-            "random_weights": self._random,
-        }
-        self.parameters = {
+        settings = self._told(precision)
+        others = {"min_new_tokens": self._tokens[0], "random_weights": self._random}
+        self.parameters = {"model": source.name, "revision": revision(source, settings | others), **settings}
+
+    def _told(self, precision: str) -> dict[str, Any]:
+        """What clients may know of the way in which the network is used."""
+        looks = self._network.looks
+        return {
             "task": "image-to-text",
-            "model": source.name,
-            "revision": revision(source, settings),
-            "height": network.looks.height,
-            "width": network.looks.width,
+            "height": looks.height,
+            "width": looks.width,
             "layout": "NHWC",
-            "kernel": network.looks.kernel,
+            "kernel": looks.kernel,
             "prompt": self._prompt,
-            "max_new_tokens": most,
+            "max_new_tokens": self._tokens[1],
             "precision": precision,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.errors import BadRequest, ConfigError, LoadFailed
 from penstock.models.captioner import Prepared, TransformersCaptioner
 from penstock.models.python import PythonModel
 from penstock.types import BatchPart, Item
+from penstock.wire.messages import Unsent
 from penstock.worker.loop import BatchRunner
 
 SIDE = 32
@@ -252,7 +254,7 @@ def test_metadata_tells_clients_what_to_send(captioner: TransformersCaptioner) -
     }
 
 
-def test_a_revision_is_that_of_what_changes_captions(captioner_folder: Folder) -> None:
+def test_a_revision_is_that_of_what_changes_captions(captioner_folder: Folder, tmp_path: Path) -> None:
     folder = captioner_folder("blip-2")
     found = [
         loaded(folder, **settings).parameters["revision"]
@@ -260,6 +262,16 @@ def test_a_revision_is_that_of_what_changes_captions(captioner_folder: Folder) -
     ]
     assert found[0] == found[1]
     assert len(set(found)) == 5
+    shutil.copytree(folder, tmp_path / "other name")
+    assert loaded(tmp_path / "other name").parameters["revision"] == found[0], "servers may keep it where they like"
+
+
+def test_a_frame_that_could_not_be_sent_stays_what_it_is(captioner: TransformersCaptioner) -> None:
+    unsent = Unsent(BadRequest("it holds a lock"))
+    prepared = captioner.__penstock_prepare__([unsent, frames(1)[0]])
+    assert prepared[0] is unsent
+    (answer,) = answers(captioner, prepared[1:], prepared=False)
+    assert answer == answers(captioner, [frames(1)[0]])[0]
 
 
 @pytest.mark.parametrize(
