@@ -1,4 +1,4 @@
-"""Requests larger than the batch: cut into parts, ended once.
+"""Requests larger than the batch, or than the room in it: cut into parts, ended once.
 
 A part is an Entry with the request's id, `parent` the request and `start` its first row. A split request ends when all
 its rows are answered; or, once a part failed, expired or the caller left, as soon as no part of it runs any more (a

@@ -14,7 +14,7 @@ class EntryState(IntEnum):
     NEW = 0
     WAITING = 1
     RUNNING = 2
-    SPLIT = 3  # a request larger than the batch: its parts wait and run in its place
+    SPLIT = 3  # larger than the batch, or than the room in it: its parts wait and run in its place
     DONE = 4  # answered
     DROPPED = 5  # expired, shed, failed, cancelled
 
