@@ -279,7 +279,9 @@ def test_a_server_that_is_not_there_at_the_beginning_is_waited_for_and_then_said
         assert "not ready" in said
         server.metadata.clear()
         server.metadata.append(with_status(503, "Retry-After: 1"))
-        assert jobs.run(server.url, "captions.jsonl")[0] == 0
+        code, said = jobs.run(server.url, "captions.jsonl")
+        assert code == 0
+        assert "waits for it" in said
 
 
 def test_one_of_two_servers_may_come_later(jobs: Jobs) -> None:

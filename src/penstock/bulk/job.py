@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import ssl
 import sys
 
 import msgspec
@@ -95,13 +96,13 @@ class Job:
 
         One that is not there is taken to be as the others are: the sender asks it before it gets a chunk again.
         """
-        options, ask = self.options, self.parts.ask
+        options = self.options
         tls = tls_context(options.ca) if options.ca is not None else None
         found: list[ServerInfo] = []
         absent: dict[str, PenstockError] = {}
         for url in dict.fromkeys(options.servers):
             try:
-                found.append(ask(url, options.model, token=options.token, tls=tls, patience_s=options.wait_s))
+                found.append(self._ask(url, tls))
             except NOT_THERE as e:
                 absent[url] = e
         if absent and not found:
@@ -112,6 +113,17 @@ class Job:
         if found:
             agree(found)
         return found
+
+    def _ask(self, url: str, tls: ssl.SSLContext | None) -> ServerInfo:
+        """What one server says, which is waited for if it is not there."""
+        options, ask = self.options, self.parts.ask
+        try:
+            return ask(url, options.model, token=options.token, tls=tls)
+        except NOT_THERE as e:
+            if not options.wait_s:
+                raise
+            self._teller.say(f"{e.message}; waits for it, at most {options.wait_s:g} s")
+        return ask(url, options.model, token=options.token, tls=tls, patience_s=options.wait_s)
 
     def _finish(self, folder: WorkFolder, videos: list[Video], summary: Summary) -> None:
         """Sums up, and writes outputs if every video has ended, or if that is all that was asked."""

@@ -42,7 +42,7 @@ class Options(Struct, frozen=True, kw_only=True):
     decoders: int | None = None
     memory_bytes: int = 64 << 20
     give_up_s: float = 600.0
-    wait_s: float = 10.0
+    wait_s: float = 60.0
     from0: bool = False
     restart: bool = False
     retry_failed: bool = False

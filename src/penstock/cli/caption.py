@@ -153,7 +153,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--token-file", type=click.Path(), help="The server's token; or the variable PENSTOCK_TOKEN.")
 @click.option("--ca", type=click.Path(), help="PEM file of the authority that signed the server's certificate.")
 @click.option(
-    "--wait", "wait_s", type=click.FloatRange(0), default=10.0, show_default=True, metavar="S",
+    "--wait", "wait_s", type=click.FloatRange(0), default=60.0, show_default=True, metavar="S",
     help="Wait so long for a server at the beginning.",
 )  # fmt: skip
 @click.option(
