@@ -8,7 +8,7 @@ penstock's; where Java is missing, under Flask. It is given fewer frames where i
 hard to decode as footage, "tiny" clips with numbers that prove each caption. All costs are processor time without the
 client's start, see `captioning_runs.py`.
 
-`--quick` takes few frames and two resolutions; `--only none,tiny,sweep,flask,pinned` picks tables; `--gpu` takes
+`--quick` takes few frames and two resolutions; `--only none,tiny,sweep,pixels,flask,pinned` picks tables; `--gpu` takes
 BLIP-2 in full size with random weights on a GPU instead (`--dry` shrinks it, and needs no GPU).
 """
 
@@ -32,6 +32,12 @@ BEST = "stream-prebatch"
 SLOW = {270: 901, 360: 451, 720: 241, 1080: 161}  # frames that the published shape is given
 PREBATCH = {270: 32, 360: 32, 720: 16, 1080: 8}  # and how it gathers them
 SWEEP = (1, 8, 16, 32, 64)
+PIXELS = {
+    "fast": (),
+    "exact": ("--kernel", "exact"),
+    "fast, as JPEG": ("--pixels", "jpeg"),
+    "source": ("--pixels", "source"),
+}
 COLUMNS = {
     "rate": "frames/s",
     "total_ms": "CPU ms/frame",
@@ -140,6 +146,10 @@ def judge(bench: Bench, model: Model, height: int, found: dict[tuple[str, str], 
         pairs = {mode: samples for (kind, mode), samples in found.items() if kind == PENSTOCK}
         times = report.ratios(pairs, BEST, "single", "rate")
         report.target("tiny, 270p: stream-prebatch ÷ single", times, least=4)
+        runs = {PENSTOCK: pairs[BEST], PUBLISHED: found.get((PUBLISHED, "single"), [])}
+        if runs[PUBLISHED]:
+            times = report.ratios(runs, PENSTOCK, PUBLISHED, "rate")
+            report.target("tiny, 270p: stream-prebatch ÷ the published single", times, least=4)
 
 
 def sweep(bench: Bench) -> None:
@@ -151,6 +161,17 @@ def sweep(bench: Bench) -> None:
             sizes = {str(size): bench.once(server, 270, Setting(BEST, size), FRAMES) for size in SWEEP}
             runs = harness.interleave(bench.few, {**sizes, "auto": bench.once(server, 270, Setting(), FRAMES)})
             bench.report.add({"model": model.name, "clip": "480x270", "client": BEST}, runs, base="auto")
+
+
+def pixels(bench: Bench) -> None:
+    """Kernels, and how frames travel. This server does not open what is compressed."""
+    bench.report.section("How frames are scaled, and how they travel")
+    with captioners((PENSTOCK, {}), model=NONE) as (server,):
+        server.warm(NONE.clip(270))
+        for height in (270, 1080):
+            ways = {name: bench.once(server, height, Setting(flags=flags), FRAMES) for name, flags in PIXELS.items()}
+            runs = harness.interleave(bench.few, ways)
+            bench.report.add({"model": "none", "clip": f"{SIZES[height][0]}x{height}"}, runs, base="fast")
 
 
 def flask(bench: Bench) -> None:
@@ -198,6 +219,7 @@ TABLES: dict[str, Callable[[Bench], None]] = {
     "none": functools.partial(modes, model=NONE),
     "tiny": functools.partial(modes, model=TINY),
     "sweep": sweep,
+    "pixels": pixels,
     "flask": flask,
     "pinned": pinned,
 }

@@ -66,6 +66,7 @@ class Setting:
     prebatch: int | None = None
     copies: int = 1  # of the clip, one after the other (penstock's client alone)
     core: int | None = None  # where the client runs
+    flags: tuple[str, ...] = ()  # more of `penstock caption`
 
 
 class Captioner(Processes):
@@ -191,6 +192,7 @@ class Captioner(Processes):
         command += ["-o", str(output), "--mode", setting.mode, "--max-frames", str(frames), "--progress", "json"]
         if setting.mode == "stream-prebatch" and setting.prebatch is not None:
             command += ["--prebatch-size", str(setting.prebatch)]
+        command += setting.flags
 
         def read() -> tuple[int, Sample]:
             rows = [json.loads(line) for line in output.read_text().splitlines()]
