@@ -18,6 +18,8 @@ from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 CEILING_S = 600.0
 """How long an out-of-memory is remembered: other users of the device come and go."""
+KEPT = 8
+"""One part in so many of the queue is for the most urgent class: a bulk job that fills the rest refuses nobody else."""
 
 
 class Scheduler:
@@ -132,26 +134,26 @@ class Scheduler:
     def offer(self, entry: Entry, now: float) -> None:
         """Queues a request. Raises QueueFull at once; BadRequest, PayloadTooLarge if it could never be queued."""
         room = self._room
-        rows = entry.rows
-        if rows < 1 or room.rows + rows > self._max_queue or room.nbytes + entry.nbytes > self._max_queue_bytes:
-            self._refuse(entry)
-        budgets, priority = self._budgets, entry.priority
+        rows, priority, budgets = entry.rows, entry.priority, self._budgets
+        most, most_bytes = self._max_queue, self._max_queue_bytes
+        if priority:
+            most, most_bytes = most - most // KEPT, most_bytes - most_bytes // KEPT
+        if rows < 1 or room.rows + rows > most or room.nbytes + entry.nbytes > most_bytes:
+            self._refuse(entry, most, most_bytes)
         v = entry.arrival_s + budgets[priority if priority < len(budgets) else -1]
         entry.vdeadline_s = v if v < entry.deadline_s else entry.deadline_s
         room.add(entry)
         self._policy.on_arrival(entry, now)
 
-    def _refuse(self, entry: Entry) -> None:
-        rows, most, room = entry.rows, self._max_queue, self._room
+    def _refuse(self, entry: Entry, most: int, most_bytes: int) -> None:
+        rows, room = entry.rows, self._room
         if rows < 1:
             raise BadRequest(f"the request has {rows} rows, expected at least 1")
         if rows > most:
             raise BadRequest(f"the request has {rows} rows, more than the queue may hold ({most}): send it in pieces")
-        if entry.nbytes > self._max_queue_bytes:
-            raise PayloadTooLarge(
-                f"the request has {entry.nbytes} bytes, more than the queue may hold ({self._max_queue_bytes})"
-            )
-        full = f"{room.rows} of {most} rows, {room.nbytes} of {self._max_queue_bytes} bytes"
+        if entry.nbytes > most_bytes:
+            raise PayloadTooLarge(f"the request has {entry.nbytes} bytes, more than the queue may hold ({most_bytes})")
+        full = f"{room.rows} of {most} rows, {room.nbytes} of {most_bytes} bytes"
         raise QueueFull(f"the queue is full ({full} wait): try again later", retry_after_s=self.drain_s())
 
     def cancel(self, id: int, now: float) -> bool:

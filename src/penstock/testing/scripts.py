@@ -218,7 +218,7 @@ class Player:
         deadline_s = self.now + (step.deadline_ticks + 0.000731 * len(self.ids)) * self.tick_s
         entry = Entry(
             id=id,
-            rows=min(step.rows, self.setup.max_queue),
+            rows=min(step.rows, self.setup.max_queue * 7 // 8),  # the rest is kept for the most urgent class
             nbytes=10 * step.rows,
             arrival_s=self.now,
             deadline_s=deadline_s if step.deadline_ticks else INF,

@@ -48,6 +48,20 @@ def test_bytes_are_bounded_and_given_back_when_a_request_leaves(bench: Make) -> 
     b.offer(3, nbytes=50)
 
 
+def test_bulk_requests_leave_room_in_the_queue_for_urgent_ones(bench: Make) -> None:
+    b = bench(max_queue=16, max_queue_bytes=160, slots=0)
+    b.offer(1, rows=14, priority=1)
+    with pytest.raises(QueueFull, match="14 of 14 rows"):
+        b.offer(2, priority=1)
+    b.offer(3, rows=2)
+    with pytest.raises(BadRequest, match=r"15 rows.*\(14\)"):
+        bench(max_queue=16).offer(1, rows=15, priority=2)
+    b = bench(max_queue_bytes=160, slots=0)
+    b.offer(1, nbytes=130, priority=1)
+    with pytest.raises(QueueFull, match="of 140 bytes"):
+        b.offer(2, nbytes=11, priority=1)
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
