@@ -7,7 +7,7 @@ while the one before it is captioned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.base import PRECISIONS, not_installed
-from penstock.models.captioner_requests import Request, read_request
+from penstock.models.captioner_requests import MOST_ROWS, Request, read_request
 from penstock.types import TensorSpec
 from penstock.wire.messages import Unsent
 
@@ -142,7 +142,8 @@ class TransformersCaptioner:
         """The batch with its pixels under way; what cannot be read is an error in its place. Called in the thread that
         receives, so what befalls the whole batch is left for `predict` to meet again."""
         prepared = Prepared(value if type(value) is Unsent else _request(value) for value in values)
-        if all(isinstance(request, (Request, PenstockError)) for request in prepared):
+        fits = sum(_rows(request) for request in prepared) <= MOST_ROWS
+        if fits and all(isinstance(request, (Request, PenstockError)) for request in prepared):
             try:
                 prepared.fed = self._feed(prepared)
             except Exception:
@@ -152,7 +153,12 @@ class TransformersCaptioner:
     def predict(self, values: Sequence[Any]) -> list[Any]:
         """Captioned, or an error, for each; part of a batch comes as a list of its requests."""
         requests = values if isinstance(values, Prepared) else [_request(value) for value in values]
-        fed = getattr(requests, "fed", None) or self._feed(requests)
+        fed = getattr(requests, "fed", None)
+        if fed is not None:
+            return self._captioned(requests, fed)
+        return [found for group in _groups(requests) for found in self._captioned(group, self._feed(group))]
+
+    def _captioned(self, requests: list[Any], fed: Fed) -> list[Any]:
         tokens = self._network.tokens(fed.take()) if fed.rows else []
         found: list[Any] = []
         start = 0
@@ -174,6 +180,21 @@ class TransformersCaptioner:
         if request.frame_index is not None:
             answer["frame_index"] = request.frame_index
         return answer
+
+
+def _groups(requests: list[Any]) -> Iterator[list[Any]]:
+    """Neighbours of together no more rows than run at once: a body may hold more than its batch was made for."""
+    group: list[Any] = []
+    for request in requests:
+        if sum(map(_rows, group)) + _rows(request) > MOST_ROWS:
+            yield group
+            group = []
+        group.append(request)
+    yield group
+
+
+def _rows(request: Any) -> int:
+    return request.rows if isinstance(request, Request) else 0
 
 
 def _request(value: Any) -> Request | PenstockError:

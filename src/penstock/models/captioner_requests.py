@@ -19,6 +19,7 @@ Array = np.ndarray[Any, Any]
 Bytes = bytes | memoryview
 
 MOST_PIXELS: Final = 50_000_000  # of one image: 150 MB once it is decoded
+MOST_ROWS: Final = 1024  # that run at once: as many as the largest batch that a warm-up tries
 _NAMES: Final = ("frames", "jpeg", "frame_index")
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _JPEG: Final = b"\xff\xd8\xff"
@@ -49,6 +50,15 @@ def read_request(value: Any) -> Request:
 
     Raises BadRequest.
     """
+    request = _read(value)
+    if request.rows > MOST_ROWS:
+        raise BadRequest(
+            f"found {request.rows} frames at once; expected {MOST_ROWS} at most, or binary tensors, which are split"
+        )
+    return request
+
+
+def _read(value: Any) -> Request:
     if isinstance(value, dict):
         return _read_named(value)
     if isinstance(value, (bytes, bytearray, memoryview)):

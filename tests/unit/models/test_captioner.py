@@ -143,6 +143,21 @@ def test_halves_of_a_batch_are_captioned_from_their_requests(captioner: Transfor
     assert half == whole[1:]
 
 
+def test_more_rows_than_their_batch_was_made_for_run_in_parts(
+    captioner: TransformersCaptioner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a large JSON body are not known before it is decoded."""
+    values = [{"frames": frames(count, seed=count)} for count in (3, 4, 5, 2)] + [b"no image"]
+    expected = [plain(answer) for answer in answers(captioner, values)[:4]]
+    batches: list[int] = []
+    monkeypatch.setattr("penstock.models.captioner.MOST_ROWS", 7)
+    monkeypatch.setattr(captioner._network, "tokens", counted(captioner._network.tokens, batches))
+    found = answers(captioner, values)
+    assert batches == [7, 7]
+    assert [plain(answer) for answer in found[:4]] == expected
+    assert type(found[4]) is BadRequest
+
+
 def test_what_befalls_the_device_is_met_in_the_main_thread(
     captioner: TransformersCaptioner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

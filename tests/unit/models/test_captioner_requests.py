@@ -88,6 +88,7 @@ def test_arrays_of_callers_in_the_process_are_frames() -> None:
         ({"jpeg": jpegs()}, "expected BYTES of shape"),
         ({"frames": FRAMES, "frame_index": np.arange(3)}, r"'frame_index': found int64 of shape \[3\]; .* \[2\]"),
         ({"frames": FRAMES, "frame_index": np.arange(2, dtype=np.int32)}, "'frame_index': found int32"),
+        ({"frames": np.zeros((1025, 1, 1, 3), np.uint8)}, "found 1025 frames at once; expected 1024 at most"),
         (FRAMES[:, :0], "holds no pixels"),
         (np.uint8(3) + np.zeros((), np.uint8), "found a "),
         (b"", "the body is empty"),
