@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_DIMS: Final = 32
-MAX_ELEMENTS: Final = 2**48  # of a shape, an axis of 0 taken as 1: beyond it arithmetic on sizes may overflow
+MAX_EMPTY: Final = 2**20  # of a shape with an axis of 0, taken as 1: no bytes stand for its other axes, but answers may
 DTYPES: Final = {
     "BOOL": "bool",
     "UINT8": "uint8",
@@ -70,9 +70,9 @@ def check_form(what: str, datatype: str, shape: Sequence[int], least_rows: int, 
         raise error(f"{what}: shape {shown} has a negative axis")
 
 
-def _check_extent(what: str, shape: Sequence[int], error: Error) -> None:
+def _check_empty(what: str, shape: Sequence[int], error: Error) -> None:
     """After the elements were counted: only a shape with an axis of 0 can still be too large."""
-    if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
+    if 0 in shape and math.prod(max(n, 1) for n in shape) > MAX_EMPTY:
         raise error(f"{what}: shape {list(shape[:8])} is too large")
 
 
@@ -91,7 +91,7 @@ def from_json(
     found = _array(what, values, datatype, error)
     if found.size != (wanted := math.prod(shape)):
         raise error(f"{what}: shape {list(shape[:8])} needs {wanted} elements, found {found.size}")
-    _check_extent(what, shape, error)
+    _check_empty(what, shape, error)
     return found.reshape(shape)
 
 
@@ -165,7 +165,7 @@ def from_bytes(
     if count * SIZES[datatype] != len(data):
         wanted = f"{what}: shape {list(shape[:8])} of {datatype} needs {count * SIZES[datatype]} bytes"
         raise error(f"{wanted}, found {len(data)} (binary_data_size)")
-    _check_extent(what, shape, error)
+    _check_empty(what, shape, error)
     if not count:
         return np.empty(shape, DTYPES[datatype])
     if datatype == "BF16":
@@ -191,7 +191,7 @@ def _texts(what: str, shape: Sequence[int], count: int, data: memoryview, error:
     size = len(data)
     if count * _LENGTH.size > size:
         raise error(f"{what}: {count} elements of BYTES take {count * _LENGTH.size} bytes or more, found {size}")
-    _check_extent(what, shape, error)
+    _check_empty(what, shape, error)
     cells = []
     at = 0
     for n in range(count):

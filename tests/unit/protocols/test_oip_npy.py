@@ -84,6 +84,7 @@ GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }"
         (head(GOOD.replace("2,", "1 2")), "expected whole numbers"),
         (head(GOOD.replace("2,", "-2")), "not that of a plain one"),
         (head(GOOD.replace("2,", "1, 0, 999999999999999999")), "is too large"),
+        (head(GOOD.replace("2,", "9999999, 0")), "is too large"),
         (head(GOOD.replace("'shape'", "'shapes'")), "not that of a plain one"),
         (head("{'descr': '<f4', 'shape': (2,)}"), "not that of a plain one"),
         (head("[" * 5000), "not that of a plain one"),
