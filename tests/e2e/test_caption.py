@@ -75,6 +75,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
         ["--pixels", "jpeg"],
         ["--mode", "single"],
         ["--mode", "stream-single"],
+        ["--mode", "single", "--pixels", "source", "--memory", "200k"],
         ["--prebatch-size", "7", "--decoders", "3"],
         ["--memory", "50k"],
     ],

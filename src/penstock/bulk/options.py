@@ -19,6 +19,7 @@ MOST_DECODERS: Final = 8  # unless more are asked for: each holds some 30 MB of 
 ROUND: Final = 50  # frames of a round of mode "single", as the published client has it
 MOST_ROWS: Final = 64
 CHUNK_BYTES: Final = 10_000_000
+PIECE_BYTES: Final = 262_144  # blocks that a single frame of its own size takes some of
 JPEG_SHARE: Final = 8  # a JPEG of quality 90 has far less than an eighth of its pixels' bytes
 HEADER_BYTES: Final = 65_536  # of a request, beside its pixels
 
@@ -79,8 +80,9 @@ def plan(options: Options, servers: list[ServerInfo], videos: int, cores: int | 
     frame_bytes = 0 if source else first.height * first.width * 3
     most_bytes = _chunk_bytes(options, servers, decoders)
     rows = _rows(options, servers, frame_bytes, most_bytes)
-    block_bytes = rows * frame_bytes or most_bytes
-    pool_bytes = max(options.memory_bytes, block_bytes * (ROUND if options.mode == "single" else 2))
+    chunk_bytes = rows * frame_bytes or most_bytes
+    block_bytes = min(chunk_bytes, PIECE_BYTES) if source and rows == 1 else chunk_bytes
+    pool_bytes = max(options.memory_bytes, chunk_bytes * (ROUND if options.mode == "single" else 2))
     return Plan(pixels, rows, frame_bytes, pool_bytes, block_bytes, decoders, max(1, cores // decoders))
 
 

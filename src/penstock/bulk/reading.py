@@ -141,7 +141,8 @@ class Decoders:
         """The next chunk, or the next round of them, and how the video ended if it did."""
         ready: list[Chunk] = []
         try:
-            while len(ready) < (ROUND if self._rounds is not None else 1):
+            ready.append(next(chunks))
+            while self._rounds is not None and len(ready) < ROUND and self._fits(ready[-1]):
                 ready.append(next(chunks))
         except StopIteration as over:
             ended: Ended = over.value
@@ -152,6 +153,11 @@ class Decoders:
             _logger.exception("video=%s cannot be read", video.name)
             return ready, Ended(sent + len(ready), 0, ReadingFailed(f"cannot be read: {describe(e)}"))
         return ready, None
+
+    def _fits(self, chunk: Chunk) -> bool:
+        """Whether there is memory for another such chunk: in a round nobody gives any back."""
+        pixels = chunk.pixels
+        return isinstance(pixels, list) or self.pool.free_blocks * self.pool.block_bytes >= 2 * pixels.nbytes
 
 
 class Round:

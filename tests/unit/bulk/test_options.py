@@ -53,6 +53,8 @@ def test_pixels_are_what_the_server_asks_for_and_only_what_it_takes() -> None:
 
 def test_the_other_modes_send_frames_one_by_one_and_single_decodes_alone() -> None:
     assert planned(flags={"mode": "stream-single"}).chunk_size == 1
+    own = planned(flags={"mode": "stream-single", "pixels": "source"})
+    assert own.block_bytes < 480 * 270 * 3  # small frames of their own size take no more memory than they have
     single = planned(flags={"mode": "single", "decoders": 4}, height=1080, width=1920)
     assert (single.chunk_size, single.decoders) == (1, 1)
     assert single.pool_bytes >= 50 * single.block_bytes  # a round is decoded before it is sent

@@ -104,6 +104,23 @@ def test_a_round_that_nobody_answers_holds_nobody_when_the_job_ends(tmp_path: Pa
     assert time.monotonic() - began < 2
 
 
+def test_a_round_that_does_not_fit_into_memory_is_sent_before_it_is_full(tmp_path: Path) -> None:
+    made = Set(tmp_path, 120, chunk=1, blocks=20, rounds=True)
+    made.sender.until(19)
+    time.sleep(0.02)
+    assert len(made.sender.chunks) <= 20
+    done = 0
+    end = time.monotonic() + 10
+    while not made.ends:
+        assert time.monotonic() < end
+        while done < len(made.sender.chunks):
+            made.answer(made.sender.chunks[done])
+            done += 1
+        time.sleep(0.001)
+    made.close()
+    assert made.ends["0.mp4"].rows == 120
+
+
 def test_a_video_that_failed_is_read_no_further(tmp_path: Path) -> None:
     made = Set(tmp_path, 4000, 8, blocks=2)
     made.sender.until(1)
