@@ -13,13 +13,14 @@ from penstock.bulk.answers import ServerFault, WrongAnswer, changed
 from penstock.bulk.lane import Lane
 from penstock.bulk.sending import ENDS_THE_JOB, NoServer, SendOptions
 from penstock.bulk.servers import fetch
-from penstock.client.errors import ConnectionLost, MalformedAnswer, Unreachable
+from penstock.client.errors import ConnectionLost, MalformedAnswer, NoAnswer, Unreachable
 from penstock.client.http import Connection
 from penstock.errors import DeadlineExceeded, ModelNotFound, ModelNotReady, PenstockError, QueueFull
 
 log = logging.getLogger("penstock.bulk")
 
-AWAY: Final = (Unreachable, ConnectionLost, ModelNotFound)  # the server is asked for its metadata before it gets more
+# the server is asked for its metadata before it gets more: one that hangs is no better than one that is not there
+AWAY: Final = (Unreachable, ConnectionLost, NoAnswer, ModelNotFound)
 LATER: Final = (Unreachable, ModelNotFound, QueueFull, ModelNotReady)  # the server's state: no try of the chunk's
 AGAIN: Final = (ConnectionLost, DeadlineExceeded, ServerFault, WrongAnswer, MalformedAnswer)
 FAULTS: Final = 3  # in a row, before a server that fails is rested: one bad chunk is no bad server

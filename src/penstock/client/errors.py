@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import PenstockError
+from penstock.errors import DeadlineExceeded, PenstockError
 
 
 class Unreachable(PenstockError):
@@ -22,6 +22,13 @@ class ConnectionLost(PenstockError):
     """The connection ended before the whole answer was there. The request may have been run."""
 
     code = "connection_lost"
+    retryable = True
+
+
+class NoAnswer(DeadlineExceeded):
+    """The server said nothing within the time: it may hang, and the request may have been run."""
+
+    code = "no_answer"
     retryable = True
 
 

@@ -11,9 +11,9 @@ import ssl
 from collections.abc import Sequence
 
 from penstock.client.endpoint import Endpoint
-from penstock.client.errors import ConnectionLost, NotTrusted, Unreachable
+from penstock.client.errors import ConnectionLost, NoAnswer, NotTrusted, Unreachable
 from penstock.client.link import Answer, Buffer, Link
-from penstock.errors import BadRequest, DeadlineExceeded
+from penstock.errors import BadRequest
 
 
 class Connection:
@@ -39,7 +39,7 @@ class Connection:
 
         `body` must not change before this returns or raises; after that no byte of it is read any more. A kept
         connection that turns out to be closed, before a byte of the answer came, is opened anew once.
-        Raises Unreachable, NotTrusted, ConnectionLost, DeadlineExceeded (connecting counts), MalformedAnswer,
+        Raises Unreachable, NotTrusted, ConnectionLost, NoAnswer (connecting counts), MalformedAnswer,
         AnswerTooLarge, BadRequest for a header that cannot be sent.
         """
         head = self._head(method, path, headers, sum([memoryview(part).nbytes for part in body]))
@@ -48,7 +48,7 @@ class Connection:
                 return await self._ask(head, body, max_answer_bytes)
         except TimeoutError:
             self.close()
-            raise DeadlineExceeded(f"{self.endpoint.url} has not answered within {timeout_s:g} s") from None
+            raise NoAnswer(f"{self.endpoint.url} has not answered within {timeout_s:g} s") from None
         except BaseException:
             self.close()
             raise

@@ -32,6 +32,7 @@ from penstock.testing.captioner import (
     hang_up,
     reset,
     shuffled,
+    tell,
     too_few,
     with_body,
     with_raw,
@@ -454,6 +455,30 @@ def test_a_server_that_stays_away_ends_the_job_after_the_time_to_give_up(server:
     assert "refused" in str(job.answers[0])
     job.send(1)
     assert isinstance(job.wait()[5], NoServer)
+    job.close()
+
+
+def test_a_server_that_hangs_fails_no_chunk_but_ends_the_job_after_the_time_to_give_up(server: FakeCaptioner):
+    release = threading.Event()
+    job = Job(server, request_timeout_s=0.05, connect_timeout_s=0.05, give_up_s=0.5)
+    server.go_wrong(*[with_wait(release)] * 1000)
+    server.metadata.extend([with_wait(release, tell)] * 1000)
+    job.send(3)
+    assert all(isinstance(outcome, NoServer) for outcome in job.wait().values())
+    assert len(server.seen) == 3, "it gets no chunks before it answers again"
+    release.set()
+    job.close()
+
+
+def test_a_server_that_hung_for_a_while_is_sent_the_chunks_again(server: FakeCaptioner):
+    release = threading.Event()
+    job = Job(server, request_timeout_s=0.05, connect_timeout_s=0.05, attempts=2)
+    server.go_wrong(*[with_wait(release)] * 2)
+    server.metadata.extend([with_wait(release, tell)] * 5)
+    job.send(2)
+    wait_for(lambda: not server.metadata)
+    release.set()
+    assert job.all_captioned()
     job.close()
 
 
