@@ -102,6 +102,10 @@ class Decoders:
             except PenstockError as e:  # of the spool: the disk refuses
                 self._fatal(e)
                 return
+            except Exception as e:  # whatever it is, the job must hear of it rather than wait for ever
+                _logger.exception("a decoder failed")
+                self._fatal(ReadingFailed(f"a decoder failed: {describe(e)}"))
+                return
 
     def _video(self, video: Video) -> None:
         path = self._place(video)

@@ -29,6 +29,7 @@ from penstock.errors import PenstockError
 _logger = logging.getLogger("penstock.bulk")
 
 DRAIN_S = 60.0  # for what is in flight when the job is interrupted: longer than a batch of a slow model takes
+PROBE_S = 5.0  # for the header that is being looked at when all is done
 
 Told = queue.SimpleQueue[str | PenstockError]
 """What ends the waiting: "done", "interrupt", or an error of the whole job. Its `put` is safe in signal handlers."""
@@ -124,6 +125,7 @@ class Run:
                 self._wait(summary, start_s)
             finally:
                 self._end(summary)
+                prober.join(PROBE_S)
         stats = self._sender.stats()
         summary.seconds = self._parts.clock() - start_s
         summary.new_frames, summary.retries, summary.sent_bytes = self._new, stats.retries, stats.sent_bytes

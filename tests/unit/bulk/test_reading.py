@@ -152,7 +152,23 @@ def test_several_decoders_read_as_many_videos_and_no_more(tmp_path: Path) -> Non
     made.close()
 
 
-def test_a_spool_that_cannot_be_read_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_expected_in_a_decoder_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path) -> None:
+        raise RuntimeError("of no kind that is known")
+
+    monkeypatch.setattr("penstock.bulk.reading.spool.scan", fail)
+    made = Set(tmp_path, 8)
+    end = time.monotonic() + 10
+    while not made.fatal:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    made.close()
+    assert "RuntimeError" in made.fatal[0].message
+
+
+def test_a_spool_that_cannot_be_read_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "0.mp4.spool").mkdir()
     made = Set(tmp_path, 8)
     end = time.monotonic() + 10
