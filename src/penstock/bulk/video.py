@@ -17,7 +17,7 @@ log = logging.getLogger("penstock.bulk")
 
 Stage = Literal["open", "decode"]
 
-OPEN_OPTIONS = {"protocol_whitelist": "file", "threads": "1"}  # a playlist in a video's clothes reaches no network
+OPEN_OPTIONS = {"protocol_whitelist": "file"}  # a playlist in a video's clothes reaches no network
 DECODE_OPTIONS = {"err_detect": "explode", "max_pixels": str(8192 * 8192)}  # damage is an error, not a guess at pixels
 AT_ONCE_BYTES = 64 << 20  # each thread of a decoder works on a frame of its own: 21 of 1920x1080, 5 of 3840x2160
 NO_VIDEOS = {"hls", "dash", "concat", "imf", "tty", "ffmetadata", "webvtt", "srt", "ass"}
@@ -78,7 +78,7 @@ class Opened:
         _check(path)
         try:
             # "file:" because a name may look like a protocol's, or begin with "-"
-            self.container = av.open("file:" + path, options=dict(OPEN_OPTIONS), metadata_errors="replace")
+            self.container = av.open("file:" + path, container_options=dict(OPEN_OPTIONS), metadata_errors="replace")
         except (OSError, ValueError, av.error.FFmpegError) as error:
             raise VideoError(f"cannot be opened as a video: {reason(error)}", stage="open", detail=path) from error
         try:
