@@ -111,6 +111,7 @@ class Decoders:
         path = self._place(video)
         found = spool.scan(path)
         if found is not None and not found.is_of(video):
+            _logger.warning("video=%s changed since a part of it was captioned: it begins anew", video.name)
             found = None
         task = Task(video, path, found)
         self._began(video, task.rows)

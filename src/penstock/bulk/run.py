@@ -57,7 +57,7 @@ class Totals:
 
 
 class Run:
-    """The captioning of one run. Counters are written by one thread each, and read by the caller's."""
+    """The captioning of one run. Counters change under a lock; who shows them may read them a moment apart."""
 
     def __init__(
         self,

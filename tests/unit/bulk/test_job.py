@@ -196,6 +196,19 @@ def test_a_file_that_changed_begins_anew_and_is_named(tmp_path: Path) -> None:
     assert any("changed" in line and "a.mp4" in line for line in listener.said)
 
 
+def test_a_file_that_changed_while_it_was_half_captioned_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = videos(tmp_path, 40)
+    run(tmp_path, FakeParts(lambda chunk: NoServer("gone") if 20 in chunk.frames else None), source)
+    FakeVideos.make(source / "a.mp4", 41, damaged=True)
+    fake = FakeParts()
+    assert run(tmp_path, fake, source).failed == 1
+    assert [at for _, at in fake.videos.read] == [None]
+    assert [row["frame"] for row in captions(tmp_path)] == [*range(41)]
+    assert "changed" in caplog.text
+
+
 def test_more_inputs_may_be_named_later_and_the_order_is_that_of_the_inputs(tmp_path: Path) -> None:
     source = videos(tmp_path, 3, 4)
     run(tmp_path, FakeParts(), source / "b.mp4")
