@@ -11,6 +11,7 @@ from penstock.bulk.video import library, reason
 
 UNREAD_BYTES = 1024  # between two packets of Matroska: headers take tens of bytes
 UNSHOWN_S = 0.5  # that the header of Matroska promises, behind the last packet that could be read
+MOST_HELD = 32  # pictures: no codec shows more of them before one that was decoded earlier
 SEGMENT = b"\x18\x53\x80\x67"
 
 
@@ -157,6 +158,9 @@ class _Held:
             if pts is not None and first > pts:
                 break
             del self._numbers[first]  # a packet that gave no picture: its time is past
+        if len(self._pictures) > MOST_HELD:  # what they wait for gives no picture, and its time never comes
+            held = self._pictures[0][0]
+            self._numbers = {pts: place for pts, place in self._numbers.items() if place > held}
         oldest = next(iter(self._numbers.values()), None)
         while self._pictures and (oldest is None or self._pictures[0][0] < oldest) and self._within():
             yield self._pictures.popleft()[1]

@@ -238,7 +238,7 @@ def test_a_packet_whose_time_never_comes_and_that_shows_nothing_keeps_no_picture
                 out.mux(odd)
     found, error = read(path)
     assert ([s.number for s in found], error) == (list(range(150)), None)
-    assert max(held) <= pictures_module.MOST_HELD
+    assert max(held) <= 40
 
 
 def packets(path: Path) -> list[tuple[int, int, int]]:
