@@ -16,6 +16,7 @@ from penstock.types import Item, ItemResult, Sink
 KEPT_S: Final = 60.0  # who sends again does so within its back-off, which rarely is more than half a minute
 MAX_KEPT: Final = 8192  # answers: a minute of 130 requests a second, more than a server of prebatches gets
 MAX_KEPT_BYTES: Final = 32 * 2**20  # of bodies: 4 kB for each, more than a prebatch of captions
+_LOOKED_BYTES: Final = 4096  # at the head of a body, at its end, and spread over what is between
 _KEY: Final = re.compile(rb"[!-~]{1,255}")
 
 _Key = tuple[bytes, str, str, str | None]
@@ -28,10 +29,21 @@ def parse_key(value: bytes, token: bytes) -> bytes:
     return b"%b %b" % (value, token)
 
 
-class _Kept(Struct):
-    """A final answer, and the size of the request that it belongs to."""
+def _look(body: bytes | memoryview) -> tuple[int, int]:
+    """Size and hash of a body. A large one is only looked at in places, some microseconds long: it tells those who use
+    a key for two requests, whose frames have one size, from those who send again."""
+    size = len(body)
+    if size <= 4 * _LOOKED_BYTES:
+        return size, hash(bytes(body))
+    end = size - _LOOKED_BYTES
+    spread = bytes(body[_LOOKED_BYTES : end : size // _LOOKED_BYTES | 1])
+    return size, hash((bytes(body[:_LOOKED_BYTES]), spread, bytes(body[end:])))
 
-    nbytes: int
+
+class _Kept(Struct):
+    """A final answer, and what the request that it belongs to looks like."""
+
+    look: tuple[int, int]
     result: ItemResult
     until: float
 
@@ -58,8 +70,8 @@ class _Answered:
 class _Shared:
     """A request that is under way, and those who wait for it."""
 
-    def __init__(self, repeats: Repeats, key: _Key, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, repeats: Repeats, key: _Key, look: tuple[int, int]) -> None:
+        self.look = look
         self.ticket: Ticket | None = None
         self.streamed = False
         self._repeats = repeats
@@ -90,7 +102,7 @@ class _Shared:
         if not result.final:
             self.streamed = True
         elif result.error is None and result.status < 400 and not self.streamed:
-            self._repeats.keep(self._key, self.nbytes, result)
+            self._repeats.keep(self._key, self.look, result)
         for caller in callers:
             caller.sink(result)
 
@@ -118,29 +130,31 @@ class Repeats:
     ) -> Ticket:
         """`Backend.submit`, unless a request with this key is under way, or was answered a short while ago.
 
-        Raises KeyReused for a body of another length: that is another request.
+        Raises KeyReused for another body: that is another request.
         """
         full = (key, item.codec, model, version)
         payload = item.payload
-        nbytes = len(payload if isinstance(payload, bytes) else payload.view)
+        look = _look(payload if isinstance(payload, bytes) else payload.view)
         self._expire()
         found = self._shared.get(full) or self._kept.get(full)
         if found is None:
-            return self._run(full, nbytes, item, sink, budget_s, priority)
+            return self._run(full, look, item, sink, budget_s, priority)
         if not isinstance(payload, bytes):
             payload.release()
-        if found.nbytes != nbytes:
+        if found.look != look:
             raise KeyReused(
-                f"the Idempotency-Key belongs to a request of {found.nbytes} bytes, found one of {nbytes}; a key is for"
-                " the same request sent again"
+                f"the Idempotency-Key belongs to another request, of {found.look[0]} bytes, found one of {look[0]}; a"
+                " key is for the same request sent again"
             )
         if isinstance(found, _Shared):
             return found.join(sink)
         sink(found.result)
         return _Answered()
 
-    def _run(self, key: _Key, nbytes: int, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
-        shared = self._shared[key] = _Shared(self, key, nbytes)
+    def _run(
+        self, key: _Key, look: tuple[int, int], item: Item, sink: Sink, budget_s: float | None, priority: int
+    ) -> Ticket:
+        shared = self._shared[key] = _Shared(self, key, look)
         caller = shared.join(sink)
         try:
             shared.ticket = self._backend.submit(
@@ -156,9 +170,11 @@ class Repeats:
         if self._shared.get(key) is shared:
             del self._shared[key]
 
-    def keep(self, key: _Key, nbytes: int, result: ItemResult) -> None:
-        """A final answer for those who ask again."""
-        self._kept[key] = _Kept(nbytes, result, self._now() + KEPT_S)
+    def keep(self, key: _Key, look: tuple[int, int], result: ItemResult) -> None:
+        """A final answer for those who ask again; one that is too large would push out all others, and itself."""
+        if len(result.body) > MAX_KEPT_BYTES:
+            return
+        self._kept[key] = _Kept(look, result, self._now() + KEPT_S)
         self.kept_bytes += len(result.body)
         self._expire()
 
