@@ -29,7 +29,7 @@ from closed_loop import Sample
 
 MODES = ("single", "stream-single", "stream-prebatch")
 BEST = "stream-prebatch"
-SLOW = {270: 901, 360: 451, 720: 241, 1080: 161}  # frames that the published shape is given
+SLOW = {270: 901, 360: 301, 720: 161, 1080: 161}  # frames that the published shape is given
 PREBATCH = {270: 32, 360: 32, 720: 16, 1080: 8}  # and how it gathers them
 SWEEP = (1, 8, 16, 32, 64)
 PIXELS = {
@@ -105,7 +105,7 @@ def modes(bench: Bench, model: Model) -> None:
         for server in servers:
             server.warm(model.clip(270))
         for height in bench.heights:
-            compared = MODES if (model, height) == (TINY, 270) else (BEST,)
+            compared = (BEST,) if model is NONE else MODES if height == 270 else ()
             found = _rounds(bench, servers, height, compared, bench.options.rounds)
             found |= _rounds(bench, servers, height, [m for m in MODES if m not in compared], bench.few)
             for mode in MODES:
