@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol, cast
 
 import msgspec
 from msgspec import Struct
@@ -185,6 +185,25 @@ class Silent(Plain):
     def end(self, lines: list[str], fields: dict[str, Any]) -> None: ...
 
 
+class _Lasting:
+    """A stream that may lose its reader, as when the terminal is closed: what is written then is lost."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 class Bar(Plain):
     """A bar with all of it below."""
 
@@ -195,7 +214,7 @@ class Bar(Plain):
         from rich.live import Live
 
         super().__init__(stream)
-        self._live = Live(console=Console(file=stream), auto_refresh=False)
+        self._live = Live(console=Console(file=cast(IO[str], _Lasting(stream))), auto_refresh=False)
         self._live.start()
 
     def show(self, now: Now) -> None:

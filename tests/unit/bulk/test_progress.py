@@ -70,7 +70,7 @@ def test_json_progress_is_an_object_a_line() -> None:
     assert summary == {"summary": {"frames": 5}}
 
 
-@pytest.mark.parametrize("style", ["plain", "json"])
+@pytest.mark.parametrize("style", ["plain", "json", "bar"])
 def test_progress_that_nobody_reads_any_more_ends_nothing(style: Style) -> None:
     read, write = os.pipe()
     os.close(read)
