@@ -117,6 +117,7 @@ async def test_tensors_come_in_three_forms_and_never_as_a_pickle(face_of):
             assert backend.calls[-1].item.codec == codec
         for headers, status in (
             ({"content-type": "application/x-python-pickle"}, 415),
+            ({"content-encoding": "gzip", "inference-header-content-length": "2"}, 415),
             ({"content-type": "application/vnd.pickle", "inference-header-content-length": "2"}, 415),
             ({"inference-header-content-length": "0"}, 400),
             ({"inference-header-content-length": "-1"}, 400),
@@ -139,6 +140,13 @@ async def test_open_inference_routes(face_of):
         assert (await client.get("/v2/models/echo/versions/1/ready")).json() == {"name": "echo", "ready": True}
         assert (await client.get("/v2/models/echo/versions/2/ready")).status_code == 404
         assert (await client.post("/v2/models/bad/infer")).json() == {"error": "it raised"}
+
+
+@pytest.mark.parametrize(("path", "told"), [("/v2/models/echo/config", str), ("/v1/models/echo", dict)])
+async def test_where_there_is_no_route_the_error_is_told_as_its_neighbours_tell_theirs(face_of, path, told):
+    async with face_of() as client:
+        answer = await client.get(path)
+        assert (answer.status_code, type(answer.json()["error"])) == (404, told)
 
 
 async def test_health_follows_the_backend(face_of):

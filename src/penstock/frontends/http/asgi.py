@@ -17,8 +17,7 @@ from penstock.frontends.http.answers import error_result, sse_event, stream_part
 from penstock.frontends.http.intake import BIG_BYTES, Intake
 from penstock.frontends.http.repeats import Repeats
 from penstock.frontends.http.routes import SPECIAL_NAMES, Router, check_method, is_telling, read_special
-from penstock.frontends.http.template import Route
-from penstock.protocols import native
+from penstock.frontends.http.template import Route, error_body_of
 from penstock.types import Item, ItemResult
 
 Message = MutableMapping[str, Any]
@@ -35,6 +34,7 @@ class _Call:
 
     def __init__(self, most_unread: int) -> None:
         self.route: Route | None = None
+        self.target = b""
         self.request_id = ""
         self.sse = False
         self.plain = True
@@ -94,8 +94,7 @@ class InferenceApp:
             try:
                 await self._http(call, scope, receive, send)
             except PenstockError as error:
-                error_body = call.route.template.error_body if call.route is not None else native.error_body
-                await self._whole(call, error_result(error, error_body), send)
+                await self._whole(call, error_result(error, error_body_of(call.route, call.target)), send)
             except _Gone:
                 pass
         else:
@@ -121,6 +120,7 @@ class InferenceApp:
                 call.length = int(value)
             elif name in SPECIAL_NAMES and name not in (b"expect", b"transfer-encoding"):  # these are the server's
                 special[name] = value
+        call.target = raw
         call.route = route = self.router.resolve(raw)
         check_method(route, scope["method"].encode("ascii"))
         read_special(call, route, special, self.tokens)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.errors import PenstockError
 from penstock.frontends.base import Ticket
 from penstock.frontends.http.answers import REASONS, error_result, sse_event, stream_part, stream_type
-from penstock.protocols import native
+from penstock.frontends.http.template import error_body_of
 from penstock.types import Headers, ItemResult
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Exchange:
 
     @property
     def _error_body(self) -> Callable[[PenstockError], bytes]:
-        return self.route.template.error_body if self.route is not None else native.error_body
+        return error_body_of(self.route, self.target)
 
     def _general(self, connection: Answering, result: ItemResult) -> None:
         """Errors, streams, own headers, HTTP/1.0, HEAD: whatever is not the plain case."""

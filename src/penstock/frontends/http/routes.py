@@ -36,6 +36,7 @@ SPECIAL_NAMES: Final = frozenset(
         b"accept",
         b"authorization",
         b"connection",
+        b"content-encoding",
         b"expect",
         b"idempotency-key",
         b"inference-header-content-length",
@@ -202,6 +203,9 @@ def tensor_codec(special: dict[bytes, bytes]) -> str:
     kind = special.get(b"content-type", b"").lower()
     if b"pickle" in kind:
         raise UnsupportedType("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
+    coding = special.get(b"content-encoding", b"identity")
+    if coding.lower() != b"identity":
+        raise UnsupportedType(f"the body is coded by {coding[:40].decode('latin-1')}; send it as it is")
     length = special.get(b"inference-header-content-length")
     if length is not None:
         parse_length(length)

@@ -9,7 +9,7 @@ from msgspec.structs import force_setattr
 
 from penstock.errors import PenstockError
 from penstock.frontends.base import Backend
-from penstock.protocols import native
+from penstock.protocols import native, oip_json
 from penstock.types import Headers, ItemResult
 
 
@@ -63,3 +63,10 @@ class Route(Struct, frozen=True):
     def __post_init__(self) -> None:
         """`takes_body` follows from the template; it is kept because every request asks for it."""
         force_setattr(self, "takes_body", bool(self.template.codec) or self.template.serve is not None)
+
+
+def error_body_of(route: Route | None, target: bytes) -> Callable[[PenstockError], bytes]:
+    """How the answer tells an error; where there is no route, as its neighbours do, whose clients read it alike."""
+    if route is not None:
+        return route.template.error_body
+    return oip_json.error_body if target.startswith(b"/v2/") else native.error_body
