@@ -51,13 +51,13 @@ class Decoder:
         context = self._stream.codec_context
         owed = 0
         lead = _Lead(self._cut)
-        packets = self._packets()
+        packets = _marked(self._packets(), joined=self._cut)
         while True:
             counts = True
             try:
-                packet = next(packets, None)
+                packet, cut_short = next(packets, (None, False))
                 counts = packet is None or lead.over(packet) or not self._alone
-                if packet is not None and packet.is_corrupt:
+                if cut_short:
                     raise Damage("a packet is cut short")
                 pictures = context.decode(packet)
             except (Damage, OSError, ValueError, self._av.error.FFmpegError) as error:
@@ -179,6 +179,23 @@ class _Held:
     def _within(self) -> bool:
         pts = self._pictures[0][1].pts
         return self._limit == float("inf") or (pts is not None and pts <= self._limit)
+
+
+def _marked(packets: Iterator[Any], *, joined: bool) -> Iterator[tuple[Any, bool]]:
+    """Each packet with whether it is cut short.
+
+    Where transport streams were `joined` end to end the counters in them do not go on, as where something was lost,
+    and the demuxer marks the last packet but one before the joint. There a recording begins, with a keyframe: whether
+    anything is missing is left to the decoder.
+    """
+    ahead: deque[Any] = deque()
+    while (packet := ahead.popleft() if ahead else next(packets, None)) is not None:
+        if packet.is_corrupt and joined:
+            ahead.extend(itertools.islice(packets, 2 - len(ahead)))
+            keys = [after.is_keyframe and not after.is_corrupt for after in ahead]
+            yield packet, keys != [False, True]
+        else:
+            yield packet, packet.is_corrupt
 
 
 def _whole(packets: Iterator[Any], container: Any) -> Iterator[Any]:

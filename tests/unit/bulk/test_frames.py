@@ -361,6 +361,22 @@ def test_transport_streams_with_lost_packets_are_damaged(clips: Any) -> None:
     assert 15 < len(before) < 40
 
 
+@pytest.mark.parametrize("codec", ["libx264", "mpeg2video"])
+def test_transport_streams_that_were_joined_are_not_damaged(tmp_path: Path, codec: str) -> None:
+    lengths = (40, 31, 25)
+    parts = [
+        make_clip(tmp_path / f"{n}.ts", length, codec=codec, options={"g": "12", "bf": "2"}, first_pts=sum(lengths[:n]))
+        for n, length in enumerate(lengths)
+    ]
+    joined = tmp_path / "joined.ts"
+    joined.write_bytes(b"".join(part.read_bytes() for part in parts))
+    assert any(packet.is_corrupt for packet in av.open(str(joined)).demux(video=0))
+    shown, error = read(joined)
+    assert error is None
+    assert [s.number for s in shown] == [number for length in lengths for number in range(length)]
+    assert read(joined, threads=3) == (shown, None)
+
+
 def test_a_file_without_a_picture_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(VideoError, match="has no video stream; its streams: audio") as caught:
         probe(str(make_sound(tmp_path / "a.m4a")))
