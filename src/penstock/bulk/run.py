@@ -29,10 +29,17 @@ from penstock.errors import PenstockError
 _logger = logging.getLogger("penstock.bulk")
 
 DRAIN_S = 60.0  # for what is in flight when the job is interrupted: longer than a batch of a slow model takes
+IN_A_ROW = 10  # videos that fail at the servers and no caption between them: the job would fail all the others, too
 PROBE_S = 5.0  # for the header that is being looked at when all is done
 
 Told = queue.SimpleQueue[str | PenstockError]
 """What ends the waiting: "done", "interrupt", or an error of the whole job. Its `put` is safe in signal handlers."""
+
+
+class AllRefused(PenstockError):
+    """The servers answer, but caption nothing."""
+
+    code = "all_refused"
 
 
 class Totals:
@@ -74,7 +81,7 @@ class Run:
     ) -> None:
         self._options, self._parts, self._told, self._show = options, parts, told, show
         self._totals = Totals(len(videos))
-        self._frames = self._new = self._videos_done = self._failed = 0
+        self._frames = self._new = self._videos_done = self._failed = self._refused = 0
         self._videos = len(videos)
         self._lock = threading.Lock()
         self._todo = self._survey(videos, folder)
@@ -203,6 +210,7 @@ class Run:
         with self._lock:
             self._frames += rows
             self._new += rows
+            self._refused = 0 if rows else self._refused
 
     def _closed(self, video: Video, end: End) -> None:
         if end.end == "failed":
@@ -211,12 +219,16 @@ class Run:
             self._videos_done += 1
             self._failed += end.end == "failed"
             self._totals.set(video, end.rows, known=True)
+            self._refused += end.stage == "send"
             self._left -= 1
             if self._left == 0:
                 self._told.put("done")
+            elif self._refused == IN_A_ROW:
+                self._fatal(AllRefused(f"{IN_A_ROW} videos in a row failed at the servers, the last: {end.error}"))
 
     def _fatal(self, error: PenstockError) -> None:
         if not isinstance(error, NotSent):
+            self._decoders.stop.set()  # at once: who waits hears of it a moment later
             self._told.put(error)
 
 

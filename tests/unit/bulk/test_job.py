@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,51 @@ def test_an_error_of_all_servers_stops_the_job_and_blames_no_video(tmp_path: Pat
     assert captions(tmp_path) == expected(source)
 
 
+def test_servers_that_caption_nothing_stop_the_job_before_they_fail_every_video(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(chunk: Chunk) -> PenstockError:
+        time.sleep(0.005)  # a server is slower than a disk, else all have failed before one is written
+        return Undelivered("it is a 500", attempts=8)
+
+    monkeypatch.setattr(spool.os, "fsync", lambda file: None)
+    source = tmp_path / "videos"
+    source.mkdir()
+    for n in range(200):
+        FakeVideos.make(source / f"{n:03}.mp4", 5)
+    summary = run(tmp_path, FakeParts(refuse), source)
+    assert summary.exit_code == 3
+    assert summary.stopped is not None
+    assert "10 videos in a row failed at the servers, the last: it is a 500" in summary.stopped.message
+    assert summary.failed >= 10
+    assert summary.unfinished > 0
+    assert run(tmp_path, FakeParts(), source, retry_failed=True).exit_code == 0
+    assert captions(tmp_path) == expected(source)
+
+
+def test_some_videos_that_fail_at_the_server_do_not_stop_the_others(tmp_path: Path) -> None:
+    source = tmp_path / "videos"
+    source.mkdir()
+    for n in range(60):
+        FakeVideos.make(source / f"{n:03}.mp4", 3)
+    bad = FakeParts(lambda chunk: Undelivered("no") if int(Path(chunk.video.name).stem) % 3 else None)
+    summary = run(tmp_path, bad, source, decoders=1)
+    assert (summary.failed, summary.complete, summary.stopped) == (40, 20, None)
+
+
 def test_an_interrupted_job_keeps_what_was_answered_and_the_next_goes_on_behind_it(tmp_path: Path) -> None:
     source = videos(tmp_path, 400)
     jobs: list[Job] = []
-    fake = FakeParts(lambda chunk: jobs[0].interrupt() if 41 in chunk.frames else None)
+    told = threading.Event()
+
+    def answer(chunk: Chunk) -> None:
+        if 41 in chunk.frames:
+            jobs[0].interrupt()
+            told.set()
+        if told.is_set():
+            time.sleep(0.02)  # long enough for the job to hear of it before all is answered
+
+    fake = FakeParts(answer)
     jobs.append(Job(job_options(tmp_path, source), Listener(), fake.parts()))
     summary = jobs[0].run()
     assert (summary.exit_code, summary.unfinished, summary.interrupted) == (130, 1, True)
