@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast, overload
 
+import msgspec
+
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.errors import LoadFailed, nearest
 from penstock.types import ModelMetadata, TensorSpec
@@ -96,15 +98,32 @@ class PythonModel:
         """What the model declares of itself in `inputs`, `outputs` and `parameters`. Raises LoadFailed."""
         platform = getattr(self._model, "platform", None)
         platform = platform if isinstance(platform, str) else "python"
-        parameters = getattr(self._model, "parameters", None)
-        parameters = parameters if isinstance(parameters, dict) else {}  # that of a torch module is a method
-        return ModelMetadata(name, version, platform, self._declared("inputs"), self._declared("outputs"), parameters)
+        return ModelMetadata(
+            name, version, platform, self._declared("inputs"), self._declared("outputs"), self._parameters()
+        )
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:
         specs = tuple(getattr(self._model, side, None) or ())
         if not all(isinstance(spec, TensorSpec) for spec in specs):
             raise LoadFailed(f"'{side}' of the model must hold penstock.TensorSpec, found {specs!r}")
         return specs
+
+    def _parameters(self) -> dict[str, Any]:
+        parameters = getattr(self._model, "parameters", None)
+        if not isinstance(parameters, dict):  # that of a torch module is a method
+            return {}
+        for name, value in parameters.items():
+            try:
+                msgspec.json.encode(value)
+                plain = isinstance(name, str)
+            except Exception:
+                plain = False
+            if not plain:
+                raise LoadFailed(
+                    f"'parameters' of the model, which clients may read, must hold values that JSON can, by names;"
+                    f" found {name!r}: {type(value).__name__}"
+                )
+        return parameters
 
 
 def _check_options(target: Any, options: Mapping[str, Any]) -> None:

@@ -124,3 +124,21 @@ def test_options_are_arguments_of_the_class():
 def test_options_that_the_class_has_not_are_refused(target, options, told):
     with pytest.raises(LoadFailed, match=told):
         PythonModel(target, options).load("cpu")
+
+
+def loaded(parameters):
+    wrapped = PythonModel(type("M", (), {"predict": lambda self, items: items, "parameters": parameters}))
+    wrapped.load("cpu")
+    return wrapped
+
+
+@pytest.mark.parametrize("given", [{}, {"revision": "1", "sizes": [1, {"x": None}], "path": (1.5, True)}])
+def test_parameters_are_what_a_client_may_read(given):
+    assert loaded(given).metadata("m", "1").parameters == given
+    assert loaded(lambda self: given).metadata("m", "1").parameters == {}
+
+
+@pytest.mark.parametrize("given", [{"w": object()}, {"w": {"deep": [{1, object()}]}}, {3: "x"}])
+def test_parameters_that_no_client_could_read_are_refused_by_name(given):
+    with pytest.raises(LoadFailed, match=r"'parameters' of the model.* found ('w'|3): (object|dict|str)"):
+        loaded(given).metadata("m", "1")
