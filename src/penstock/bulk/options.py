@@ -19,6 +19,8 @@ MOST_DECODERS: Final = 8  # unless more are asked for: each holds some 30 MB of 
 ROUND: Final = 50  # frames of a round of mode "single", as the published client has it
 MOST_ROWS: Final = 64
 CHUNK_BYTES: Final = 10_000_000
+LEAST_MEMORY: Final = 64 << 20  # of pixels, unless it is said how much,
+MOST_MEMORY: Final = 512 << 20  # that many servers may need
 PIECE_BYTES: Final = 262_144  # blocks that a single frame of its own size takes some of
 JPEG_SHARE: Final = 8  # a JPEG of quality 90 has far less than an eighth of its pixels' bytes
 HEADER_BYTES: Final = 65_536  # of a request, beside its pixels
@@ -41,7 +43,7 @@ class Options(Struct, frozen=True, kw_only=True):
     mode: Mode = "stream-prebatch"
     prebatch_size: int | None = None
     decoders: int | None = None
-    memory_bytes: int = 64 << 20
+    memory_bytes: int | None = None
     give_up_s: float = 600.0
     wait_s: float = 60.0
     from0: bool = False
@@ -82,7 +84,12 @@ def plan(options: Options, servers: list[ServerInfo], videos: int, cores: int | 
     rows = _rows(options, servers, frame_bytes, most_bytes)
     chunk_bytes = rows * frame_bytes or most_bytes
     block_bytes = min(chunk_bytes, PIECE_BYTES) if source and rows == 1 else chunk_bytes
-    pool_bytes = max(options.memory_bytes, chunk_bytes * (ROUND if options.mode == "single" else 2))
+    memory_bytes = options.memory_bytes
+    if memory_bytes is None:  # a chunk for each decoder, and two batches for each instance: one runs, one is on its way
+        batches = sum(2 * s.instances * (s.max_batch_size or rows) for s in servers)
+        needed = decoders * chunk_bytes + batches * (frame_bytes or chunk_bytes // rows)
+        memory_bytes = min(max(LEAST_MEMORY, needed), MOST_MEMORY)
+    pool_bytes = max(memory_bytes, chunk_bytes * (ROUND if options.mode == "single" else 2))
     return Plan(pixels, rows, frame_bytes, pool_bytes, block_bytes, decoders, max(1, cores // decoders))
 
 
@@ -93,9 +100,10 @@ def usable_cores() -> int:
 
 def _chunk_bytes(options: Options, servers: list[ServerInfo], decoders: int) -> int:
     """The most bytes of a chunk, so that enough of them fit into memory to keep every instance busy."""
+    memory_bytes = MOST_MEMORY if options.memory_bytes is None else options.memory_bytes
     under_way = decoders + sum(2 * s.instances + 1 for s in servers)
     limit = min((s.max_request_bytes - HEADER_BYTES for s in servers if s.max_request_bytes), default=CHUNK_BYTES)
-    return max(1, min(CHUNK_BYTES, options.memory_bytes // under_way, limit))
+    return max(1, min(CHUNK_BYTES, memory_bytes // under_way, limit))
 
 
 def _rows(options: Options, servers: list[ServerInfo], frame_bytes: int, most_bytes: int) -> int:

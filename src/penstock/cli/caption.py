@@ -26,8 +26,10 @@ from penstock.errors import ConfigError, PenstockError
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-def size_bytes(_: click.Context, parameter: click.Parameter, value: str) -> int:
+def size_bytes(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """What a flag of a size says: `64Mi`, `500M`, `1000000`."""
+    if value is None:
+        return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.lower())
     if found is None or (size := int(float(found[1]) * UNITS[found[2] or ""])) < 1:
         raise click.BadParameter(f"expected a size such as 64Mi, 500M or 1000000, found '{value}'", param=parameter)
@@ -147,8 +149,8 @@ PATH = click.Path(path_type=Path)
 @click.option("--prebatch-size", callback=number_or_auto, metavar="N|auto", help="Frames a request.")
 @click.option("--decoders", type=click.IntRange(1, 256), metavar="N", help="Videos read at the same time.")
 @click.option(
-    "--memory", "memory_bytes", callback=size_bytes, default="64Mi", show_default=True, metavar="SIZE",
-    help="Most bytes of pixels that wait.",
+    "--memory", "memory_bytes", callback=size_bytes, metavar="SIZE",
+    help="Most bytes of pixels that wait [64Mi to 512Mi, as the servers need].",
 )  # fmt: skip
 @click.option("--token-file", type=click.Path(), help="The server's token; or the variable PENSTOCK_TOKEN.")
 @click.option("--ca", type=click.Path(), help="PEM file of the authority that signed the server's certificate.")

@@ -69,6 +69,17 @@ def test_decoders_share_the_cores(cores: int, decoders: int, threads: int) -> No
     assert (one.decoders, one.threads) == (1, cores)
 
 
+def test_memory_grows_with_what_the_servers_have_under_way() -> None:
+    unsaid = {"memory_bytes": None}
+    assert planned(flags=unsaid, cores=2, max_batch_size=64, instances=2).pool_bytes == 64 << 20
+    frame = 224 * 224 * 3
+    gpus = planned(flags=unsaid, cores=8, servers=2, max_batch_size=256, instances=2)
+    assert gpus.chunk_size == 64
+    assert gpus.pool_bytes >= 8 * gpus.block_bytes + 2 * 2 * 2 * 256 * frame
+    assert planned(flags=unsaid, servers=9, max_batch_size=1024, instances=8).pool_bytes == 512 << 20
+    assert planned(flags={"pixels": "source", **unsaid}).pool_bytes >= 64 << 20
+
+
 def test_memory_that_is_too_small_still_moves() -> None:
     tiny = planned(flags={"memory_bytes": 1})
     assert tiny.chunk_size == 1

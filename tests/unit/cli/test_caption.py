@@ -59,7 +59,7 @@ def test_without_flags_there_are_defaults(options: list[Options]) -> None:
         "stream-prebatch",
         None,
     )
-    assert (found.memory_bytes, found.token, found.sampling.every) == (64 << 20, None, 1)
+    assert (found.memory_bytes, found.token, found.sampling.every) == (None, None, 1)
 
 
 def test_a_name_that_begins_with_a_dash_stands_behind_two(options: list[Options]) -> None:
