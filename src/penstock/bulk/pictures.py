@@ -185,17 +185,25 @@ def _marked(packets: Iterator[Any], *, joined: bool) -> Iterator[tuple[Any, bool
     """Each packet with whether it is cut short.
 
     Where transport streams were `joined` end to end the counters in them do not go on, as where something was lost,
-    and the demuxer marks the last packet but one before the joint. There a recording begins, with a keyframe: whether
-    anything is missing is left to the decoder.
+    and the demuxer marks the last packet but one before the joint. There a recording begins, with a keyframe and with
+    times that go on or back: whether anything is missing is left to the decoder. Where times leap ahead, pictures are.
     """
     ahead: deque[Any] = deque()
     while (packet := ahead.popleft() if ahead else next(packets, None)) is not None:
         if packet.is_corrupt and joined:
             ahead.extend(itertools.islice(packets, 2 - len(ahead)))
             keys = [after.is_keyframe and not after.is_corrupt for after in ahead]
-            yield packet, keys != [False, True]
+            yield packet, keys != [False, True] or _leap(*ahead)
         else:
             yield packet, packet.is_corrupt
+
+
+def _leap(before: Any, after: Any) -> bool:
+    """Whether there is room for a picture between the times of two packets."""
+    if before.dts is None or after.dts is None or not before.duration:
+        return False
+    leap: bool = after.dts - before.dts > 2 * before.duration
+    return leap
 
 
 def _whole(packets: Iterator[Any], container: Any) -> Iterator[Any]:

@@ -377,6 +377,17 @@ def test_transport_streams_that_were_joined_are_not_damaged(tmp_path: Path, code
     assert read(joined, threads=3) == (shown, None)
 
 
+def test_a_hole_in_a_transport_stream_that_ends_before_a_keyframe_is_damage(tmp_path: Path) -> None:
+    data = bytearray(make_clip(tmp_path / "a.ts", 80, options={"g": "10", "bf": "0"}).read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 4000] = bytes(4000)
+    (tmp_path / "hole.ts").write_bytes(data)
+    shown, error = read(tmp_path / "hole.ts")
+    assert error is not None
+    assert [s.number for s in shown] == [*range(len(shown))]
+    assert 20 < len(shown) < 50
+
+
 def test_a_file_without_a_picture_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(VideoError, match="has no video stream; its streams: audio") as caught:
         probe(str(make_sound(tmp_path / "a.m4a")))
