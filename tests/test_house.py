@@ -50,6 +50,9 @@ SERVER_SIDE = {
     "asyncio", "click", "grpc", "httptools", "prometheus_client", "psutil", "redis", "rich", "starlette", "uvicorn",
 }  # fmt: skip
 RUNTIMES = {"captum", "numpy", "onnx", "onnxruntime", "PIL", "torch", "transformers", "yaml"}
+FILES_OF_OTHERS = {"av", "cv2", "PIL", "pyarrow", "simplejpeg"}  # what reads and writes them
+OTHER_CLIENTS = {"aiohttp", "http", "httpx", "requests", "urllib3"}
+JOB = {"penstock.bulk", "penstock.client"}
 
 
 @cache
@@ -158,14 +161,16 @@ def test_nobody_imports_the_library_of_handlers_by_name() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    code = f"{statement}; import sys; print(' '.join({{m.split('.')[0] for m in sys.modules}}))"
+    """What the statement makes Python load: packages, and rooms of ours as `penstock.bulk`."""
+    code = f"{statement}; import sys; print(*{{'.'.join(m.split('.')[:k]) for m in sys.modules for k in (1, 2)}})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(out.stdout.split())
+    return set(out.stdout.splitlines()[-1].split())
 
 
 def test_import_penstock_loads_no_front_end_and_no_runtime() -> None:
     heavy = {"torch", "onnxruntime", "uvicorn", "starlette", "httptools", "redis", "grpc", "ray", "prometheus_client"}
-    assert not loaded_by("import penstock") & {*heavy, "asyncio", "numpy", "click", "rich"}
+    loaded = loaded_by("import penstock")
+    assert not loaded & {*heavy, "asyncio", "numpy", "click", "rich", *JOB, *FILES_OF_OTHERS, *OTHER_CLIENTS}
 
 
 def test_a_worker_child_loads_no_front_end() -> None:
@@ -180,7 +185,40 @@ def test_a_worker_child_loads_no_front_end() -> None:
         "torch",
         "redis",
         "grpc",
+        "transformers",
+        "penstock.frontends",
+        "penstock.engine",
+        *JOB,
+        *FILES_OF_OTHERS,
     }
+
+
+def test_a_workers_captioner_loads_nothing_of_the_job_that_asks_it() -> None:
+    """Nor a runtime, before it is loaded: a wrong configuration is told at once."""
+    loaded = loaded_by("import penstock.transports.child, penstock.models.captioner, penstock.protocols.oip_binary")
+    assert not loaded & {*SERVER_SIDE, *(RUNTIMES - {"numpy"}), *JOB, *FILES_OF_OTHERS}
+
+
+def test_the_help_of_a_bulk_job_loads_no_runtime_and_no_server() -> None:
+    help_ = (
+        "from click.testing import CliRunner; from penstock.cli.main import main;"
+        " assert 'INPUT' in CliRunner().invoke(main, ['caption', '--help'], catch_exceptions=False).output"
+    )
+    loaded = loaded_by(help_)
+    assert loaded > JOB
+    assert not loaded & {*(RUNTIMES - {"numpy"}), *FILES_OF_OTHERS, *(SERVER_SIDE - {"asyncio", "click", "httptools"})}
+    assert not loaded & {"penstock.engine", "penstock.frontends", "penstock.models", "penstock.transports"}
+
+
+def test_a_server_loads_nothing_of_bulk_jobs() -> None:
+    assert not loaded_by("import penstock.cli.server") & JOB
+
+
+@pytest.mark.parametrize(
+    "path", [f for f in FILES if file_room(f) in ("bulk", "client")], ids=lambda p: str(p.relative_to(SRC))
+)
+def test_a_bulk_job_has_one_way_to_a_server(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(path)} & OTHER_CLIENTS
 
 
 def test_the_command_torchserve_loads_no_server() -> None:
