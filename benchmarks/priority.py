@@ -26,6 +26,7 @@ from penstock.protocols.oip_binary import encode_arrays
 BODY = b"[12345]"  # a list, so that the model can tell it from Open Inference
 RATE = 5.0
 WARM_S = 2.0
+LEARN_S = 4  # of the bulk job, before: the server knows what a batch takes after eight of them
 ROWS = 64
 FRAME_BYTES = 15_000
 MODELS = {"by_rows": (0.020, 0.001), "by_launches": (0.250, 0.0016)}
@@ -139,6 +140,7 @@ def main() -> None:
         for instances in (1, 2, 4):
             contender = {"penstock": ("penstock", dataclasses.replace(workload, instances=instances))}
             with harness.serving(contender) as servers:
+                measured(servers["penstock"], ROWS, 0, LEARN_S, 0)
                 for prebatch in (32, 64):
                     rows.append(cell(report, servers["penstock"], prebatch, options))
                     print(*rows[-1], flush=True)
