@@ -63,7 +63,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, report: harness.Report) -> None:
         self.options, self.report = options, report
-        self._starts: dict[str, float] = {}
+        self._starts: dict[tuple[str, ...], float] = {}
 
     @property
     def heights(self) -> Sequence[int]:
@@ -74,12 +74,13 @@ class Bench:
         """Rounds of what is shown, but not compared."""
         return min(2, self.options.rounds)
 
-    def start_s(self, server: Captioner) -> float:
+    def start_s(self, server: Captioner, flags: tuple[str, ...]) -> float:
         """The processor time of a client over one frame: the median of three runs."""
-        if server.kind not in self._starts:
-            runs = [server.run(server.model.clip(270), 1, Setting()) for _ in range(3)]
-            self._starts[server.kind] = statistics.median(run["client_cpu_s"] for run in runs)
-        return self._starts[server.kind]
+        key = (server.kind, *flags)
+        if key not in self._starts:
+            runs = [server.run(server.model.clip(270), 1, Setting(flags=flags)) for _ in range(3)]
+            self._starts[key] = statistics.median(run["client_cpu_s"] for run in runs)
+        return self._starts[key]
 
     def once(self, server: Captioner, height: int, setting: Setting, frames: int) -> Callable[[], Sample]:
         """A run of the client whose result is a row's."""
@@ -89,7 +90,7 @@ class Bench:
         words = {"config": server.config, "parameters": PARAMETERS[setting.mode].format(size), "frames": frames}
 
         def run() -> Sample:
-            start_s = self.start_s(server)
+            start_s = self.start_s(server, setting.flags)
             total = frames * setting.copies
             return {**per_frame(server.run(clip, frames, setting), start_s, total), **words}
 
