@@ -242,7 +242,7 @@ def test_pain_9_queues_are_bounded_and_calls_have_deadlines(
     with face.RedisStreamer(broker, "nobody", max_queue=4) as streamer:
         with pytest.raises(TimeoutError):  # first: the others' time does not run while this connects
             streamer.predict([1, 2], deadline=0.05)
-        futures = [streamer.submit([i], deadline=2) for i in range(10)]
+        futures = [streamer.submit([i], deadline=1) for i in range(10)]
         refused = [isinstance(f.exception(20), QueueFull) for f in futures]
         assert refused == [False] * 4 + [True] * 6
         assert all(isinstance(f.exception(20), DeadlineExceeded) for f in futures[:4])
