@@ -41,11 +41,12 @@ class Painter:
     def _turns(self, picture: Any) -> tuple[int, bool]:
         """`_turns` of a frame, which looks at the matrix only when it is another one.
 
-        A frame whose side data were looked at stands in a cycle with them: it would be held, 3 MB at 1920x1080, until
-        the garbage collector comes by.
+        A frame whose side data were looked at stands in a cycle with them: it, and the decoder's memory with it, would
+        be held until the garbage collector comes by, which takes hours. So a tiny copy is looked at.
         """
         if picture.rotation != self._rotation:
-            self._rotation, self._turned = picture.rotation, _turns(picture)
+            tiny = _converted(library().video.reformatter.VideoReformatter(), picture, width=16, height=16)
+            self._rotation, self._turned = picture.rotation, _turns(tiny)
         return self._turned
 
     def paint(self, picture: Any, into: Array) -> None:
@@ -55,17 +56,13 @@ class Painter:
         if turns % 2:
             height, width = width, height
         scaled = self._exact is None
-        try:
-            rgb = self._reformatter.reformat(
-                picture,
-                width=width if scaled else None,
-                height=height if scaled else None,
-                format="rgb24",
-                interpolation=self._area if scaled else None,
-                threads=1,
-            )
-        except (OSError, ValueError) as error:
-            raise VideoError(f"its pixels ({picture.format.name}) cannot be converted: {error}") from error
+        rgb = _converted(
+            self._reformatter,
+            picture,
+            width=width if scaled else None,
+            height=height if scaled else None,
+            interpolation=self._area if scaled else None,
+        )
         upright = view(rgb)
         if self._exact is not None:
             upright = self._exact(upright, height, width)
@@ -74,6 +71,14 @@ class Painter:
         if turns:
             upright = np.rot90(upright, turns)
         np.copyto(into, upright)
+
+
+def _converted(reformatter: Any, picture: Any, **how: Any) -> Any:
+    """The frame as rgb24. Raises VideoError."""
+    try:
+        return reformatter.reformat(picture, format="rgb24", threads=1, **how)
+    except (OSError, ValueError) as error:
+        raise VideoError(f"its pixels ({picture.format.name}) cannot be converted: {error}") from error
 
 
 def view(rgb: Any) -> Array:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import PIL.Image
 import pytest
@@ -244,3 +246,16 @@ def test_a_frame_that_cannot_be_converted_is_damage(
     assert sum(len(chunk.frames) for chunk in chunks) == kept
     assert isinstance(ended.error, VideoError)
     assert ended.error.frame == bad
+
+
+def test_no_picture_outlives_its_video_until_the_garbage_collector_comes_by(tmp_path: Path) -> None:
+    clip = make_clip(tmp_path / "turned.mp4", 5, rotate=90)
+    gc.collect()
+    gc.disable()
+    try:
+        for chunk in read_chunks(video(clip), Sampling(), PIXELS, 8, BlockPool(1 << 20, 1 << 18)):
+            chunk.block.release()
+        left = [one for one in gc.get_objects() if isinstance(one, av.VideoFrame) and one.width > 16]
+    finally:
+        gc.enable()
+    assert not left
