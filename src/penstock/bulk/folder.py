@@ -106,8 +106,10 @@ class WorkFolder:
             with file.open("rb") as lines:
                 found = [decode(line) for line in lines]
             return [Video(os.fsdecode(k.path), k.name, k.size_bytes, k.mtime_ns) for k in found]
+        except FileNotFoundError:
+            raise FolderError(f"no videos are named, and there was no run before with {self.path}; name some") from None
         except (OSError, msgspec.DecodeError) as e:
-            raise FolderError(f"no videos are named, and {file} has none: {e}") from e
+            raise FolderError(f"no videos are named, and {file} cannot be read: {e}; name them again") from e
 
 
 def key(video: Video) -> str:

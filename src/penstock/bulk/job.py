@@ -43,7 +43,7 @@ class Job:
 
     def run(self) -> Summary:
         """Raises what is wrong before anything was captioned; later errors are in the summary."""
-        outputs.check(self.options.wanted)
+        outputs.check(self.options.wanted, self.options.failures)
         videos = self.videos() if self.options.inputs else None
         folder = WorkFolder(self.options.work)
         try:

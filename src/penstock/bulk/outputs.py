@@ -57,8 +57,8 @@ class Output(Protocol):
     def end(self, seen: int) -> None: ...
 
 
-def check(wanted: Wanted) -> None:
-    """Raises OutputError for what could not be written when all captions are there."""
+def check(wanted: Wanted, failures: Path) -> None:
+    """Raises OutputError for what could not be written when all captions are there, beside the list of failures."""
     for file in wanted.files:
         if file.suffix.lower() not in SUFFIXES:
             raise OutputError(
@@ -66,8 +66,13 @@ def check(wanted: Wanted) -> None:
             )
         if file.is_dir():
             raise OutputError(f"'{file}' is a folder; name a file")
-    if len({os.path.abspath(file) for file in wanted.files}) < len(wanted.files):
-        raise OutputError("two outputs have the same name")
+    files = (*wanted.files, failures)
+    if len({os.path.realpath(file) for file in files}) < len(files):
+        raise OutputError(f"two outputs have the same name, or that of the list of failures, '{failures}'; name others")
+    for folder in (*(file.parent for file in files), *wanted.paths()[len(wanted.files) :]):
+        there = next(one for one in (folder, *folder.parents) if os.path.exists(one))
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise OutputError(f"nothing can be written into '{folder}': '{there}' allows no new files")
     if any(file.suffix.lower() == ".parquet" for file in wanted.files):
         _pyarrow()
 

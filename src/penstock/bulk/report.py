@@ -69,10 +69,10 @@ class Summary(Struct):
 
     def lines(self) -> list[str]:
         """For people."""
-        rate = f"{self.new_frames / self.seconds:,.1f} frames/s" if self.seconds > 0 else ""
+        rate = f"{self.new_frames / self.seconds:,.1f} frames/s, " if self.seconds > 0 else ""
         said = [
             f"{self.complete:,} of {self.videos:,} videos complete, {self.frames:,} captions; this run: "
-            f"{self.new_frames:,} in {duration(self.seconds)}, {rate}, {self.sent_bytes / 1e6:,.1f} MB sent, "
+            f"{self.new_frames:,} in {duration(self.seconds)}, {rate}{self.sent_bytes / 1e6:,.1f} MB sent, "
             f"{self.retries} retries"
         ]
         if self.failed:

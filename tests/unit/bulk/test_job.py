@@ -287,8 +287,11 @@ def test_a_disk_that_is_full_stops_the_job_with_the_reason_and_a_later_run_finis
 def test_a_full_disk_at_the_end_keeps_the_captions(tmp_path: Path) -> None:
     source = videos(tmp_path, 5)
     blocked = tmp_path / "blocked"
-    blocked.write_text("a file where a folder should be")
-    summary = run(tmp_path, FakeParts(), source, wanted=Wanted((blocked / "captions.jsonl",)))
+
+    def block(chunk: Chunk) -> None:
+        blocked.write_text("a file where a folder should be, since the job began")
+
+    summary = run(tmp_path, FakeParts(block), source, wanted=Wanted((blocked / "captions.jsonl",)))
     assert summary.exit_code == 3
     assert summary.stopped is not None
     assert "the captions are kept" in summary.stopped.message

@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import csv
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,9 @@ def test_a_file_appears_when_it_is_whole_and_an_older_one_stays_until_then(tmp_p
         (["c.vtt"], "--vtt"),
         (["c.jsonl", "./c.jsonl"], "same name"),
         (["folder.jsonl"], "is a folder"),
+        (["failures.jsonl"], "list of failures"),
+        (["file.csv/below/c.csv"], "allows no new files"),
+        (["closed/below/c.csv"], "'closed' allows no new files"),
     ],
 )
 def test_outputs_that_cannot_be_are_refused_before_anything_is_captioned(
@@ -158,8 +162,17 @@ def test_outputs_that_cannot_be_are_refused_before_anything_is_captioned(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "file.csv").touch()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed" and real(path, mode))
     with pytest.raises(OutputError, match=words):
-        outputs.check(Wanted(tuple(map(Path, files))))
+        outputs.check(Wanted(tuple(map(Path, files))), Path("failures.jsonl"))
+
+
+def test_outputs_may_go_into_folders_that_are_not_there_yet(tmp_path: Path) -> None:
+    outputs.check(Wanted((tmp_path / "a" / "b" / "c.csv",), vtt=tmp_path / "vtt"), tmp_path / "a" / "failures.jsonl")
+    assert not list(tmp_path.iterdir())
 
 
 def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +185,7 @@ def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(OutputError, match=r"pip install 'penstock\[parquet\]'"):
-        outputs.check(Wanted((Path("c.parquet"),)))
+        outputs.check(Wanted((Path("c.parquet"),)), Path("failures.jsonl"))
 
 
 def test_videos_that_have_not_ended_are_in_no_output(tmp_path: Path) -> None:
