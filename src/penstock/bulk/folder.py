@@ -44,9 +44,11 @@ class WorkFolder:
             raise FolderError(f"cannot make the work folder {path}: {e.strerror}") from e
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as e:
             os.close(self._lock)
-            raise FolderError(f"another job uses {path}; wait for it, or choose another output") from None
+            if isinstance(e, BlockingIOError):
+                raise FolderError(f"another job uses {path}; wait for it, or choose another output") from None
+            raise FolderError(f"cannot lock {path}: {e.strerror}; put the output on a disk that has locks") from e
 
     def close(self) -> None:
         """Lets another job in."""

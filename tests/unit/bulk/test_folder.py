@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -16,6 +17,15 @@ def test_two_jobs_never_share_a_folder(tmp_path: Path) -> None:
         WorkFolder(tmp_path / "work")
     first.close()
     WorkFolder(tmp_path / "work").close()
+
+
+def test_a_disk_without_locks_is_not_taken_for_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("penstock.bulk.folder.fcntl.flock", flock)
+    with pytest.raises(FolderError, match=r"cannot lock .*: No locks available; put the output"):
+        WorkFolder(tmp_path / "work")
 
 
 def test_another_configuration_is_refused_with_the_difference_unless_the_captions_are_discarded(tmp_path: Path) -> None:
