@@ -51,8 +51,10 @@ class Reading:
                 return
             except Damage as damage:
                 if threads == 1:
-                    shown = "its first frame" if done < 0 else f"frame {done + 1}"
-                    message = f"is damaged at {shown}: {damage}; what comes before is kept"
+                    place, kept = f"frame {done + 1}", "; what comes before is kept"
+                    if done < 0:
+                        place, kept = "its first frame", ""
+                    message = f"is damaged at {place}: {damage}{kept}"
                     raise VideoError(message, frame=done + 1, detail=self._path) from damage
             threads = 1  # several tell of damage late, and not of all: one alone finds where it is
 

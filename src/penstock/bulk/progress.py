@@ -131,6 +131,11 @@ def duration(seconds: float | None) -> str:
     return f"{hours}{whole % 3600 // 60:{'02' if hours else ''}}:{whole % 60:02}"
 
 
+def printable(line: str) -> str:
+    """The same with its control characters spelled out: the name of a file commands no terminal."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
 class Plain:
     """A line every few seconds."""
 
@@ -144,7 +149,7 @@ class Plain:
 
     def say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more: no reason to end the job
-            print(line, file=self._stream, flush=True)
+            print(printable(line), file=self._stream, flush=True)
 
     def close(self) -> None: ...
 
@@ -228,7 +233,7 @@ class Bar(Plain):
         self._live.update(both, refresh=True)
 
     def say(self, line: str) -> None:
-        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._live.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

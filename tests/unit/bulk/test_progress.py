@@ -114,6 +114,15 @@ def use(show: Teller) -> None:
     show.end(["sums"], {})
 
 
+@pytest.mark.parametrize("style", ["plain", "bar"])
+def test_names_of_files_command_no_terminal(style: Style) -> None:
+    stream = io.StringIO()
+    show = teller(style, stream)
+    show.say("named twice: \x1b[31mred\n.mp4 \x9b2J ü 漢")
+    show.close()
+    assert "named twice: \\x1b[31mred\\n.mp4 \\x9b2J ü 漢\n" in stream.getvalue()
+
+
 def test_an_unknown_style_is_refused() -> None:
     with pytest.raises(ConfigError, match="plain"):
         teller("fancy")  # type: ignore[arg-type]
