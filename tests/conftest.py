@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("ci", derandomize=True)  # a gate gives the same answer twice; searching is for developers
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# How long an example takes is the machine's load, not the code's fault.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A gate gives the same answer twice; searching is for developers.
+settings.register_profile("ci", settings.get_profile("tests"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "tests")
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # no test tells anybody
 

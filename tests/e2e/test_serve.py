@@ -293,7 +293,7 @@ def test_wrong_starts_are_told_clearly(tmp_path: Path) -> None:
     assert "predict_one" in refused("app.py:predict", "--port", "0", cwd=tmp_path)
     assert "nowhere.py" in refused("nowhere.py:f", "--port", "0", cwd=tmp_path)
     assert "token" in refused("app.py:predict_one", "--host", "0.0.0.0", "--port", "0", cwd=tmp_path)
-    assert "app.py:obj" in refused("app.py", cwd=tmp_path)
+    assert "app.py:Model" in refused("app.py", cwd=tmp_path)
     (tmp_path / "p.toml").write_text('[server]\nprot = 1\n[models.m]\ntarget = "app.py:predict_one"\n')
     message = refused("p.toml", cwd=tmp_path)
     assert "prot" in message

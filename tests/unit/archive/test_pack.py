@@ -237,7 +237,9 @@ FILES = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(files=FILES, archive_format=st.sampled_from(FORMATS))
 def test_whatever_files_are_packed_are_read_back(
     work: Path, files_below: Any, files: dict[str, bytes], archive_format: Format, tmp_path_factory: Any

@@ -98,7 +98,9 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(sampling=samplings, size=st.integers(1, 9), again=st.integers(1, 9), data=st.data())
 def test_what_follows_a_resume_is_what_an_undisturbed_run_has_there(
     clip: Path, sampling: Sampling, size: int, again: int, data: st.DataObject

@@ -96,7 +96,9 @@ def test_many_threads_see_what_one_sees(clips: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(place=st.integers(0, COUNT - 1))
 def test_a_resumed_reading_sees_what_an_undisturbed_one_sees(clips: Any, name: str, place: int) -> None:
     path, shown = clips(name)
@@ -272,7 +274,9 @@ def test_a_corrupt_group_in_the_middle_ends_the_video_after_the_frames_before_it
 
 
 @pytest.mark.parametrize("name", ["b-frames.mp4", "b-frames.mkv", "open-gop.mp4", "mpeg4.avi"])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(which=st.integers(5, COUNT - 1), seed=st.integers(0, 99), data=st.data())
 def test_where_damage_lies_depends_on_neither_threads_nor_a_resume(
     clips: Any, name: str, which: int, seed: int, data: st.DataObject

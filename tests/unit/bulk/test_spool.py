@@ -41,7 +41,7 @@ def test_rows_are_read_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 @given(size=st.integers(0, len(lines(6, End("complete", 6, 18)))), garbage=st.binary(max_size=40))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
 def test_a_spool_that_was_cut_anywhere_is_continued_to_the_same_bytes(
     tmp_path: Path, size: int, garbage: bytes
 ) -> None:

@@ -74,7 +74,9 @@ def captions(frames: list[int]) -> list[str]:
     failing=st.none() | st.integers(0, 7),
     ends_early=st.booleans(),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60, deadline=None
+)
 def test_rows_are_on_disk_in_order_up_to_the_first_failure_whatever_came_when(
     tmp_path: Path, sizes: list[int], seed: int, failing: int | None, ends_early: bool
 ) -> None:
