@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.bulk.fingerprint import Fingerprint, FingerprintDiffers, differences
+from penstock.bulk.outputs import whole
 from penstock.bulk.types import Video
 from penstock.errors import PenstockError
 
@@ -121,12 +122,8 @@ def key(video: Video) -> str:
 
 def replace(path: Path, data: bytes) -> None:
     """Writes a file whole or not at all. Raises FolderError."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with whole(path) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
     except OSError as e:
         raise FolderError(f"cannot write {path}: {e.strerror}") from e
