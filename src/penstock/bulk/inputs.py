@@ -51,20 +51,23 @@ def expand(inputs: Iterable[str], *, stdin: BinaryIO | None = None, from0: bool 
     opening it fails, and tells why. Raises InputError for an input or a pattern that leads to nothing.
     """
     notes = Notes()
-    files: dict[tuple[int, int] | str, Video] = {}
+    files: dict[tuple[int, ...] | str, Video] = {}  # on some network disks device and inode alone are no file's own
+    names: set[str] = set()
     folders: set[tuple[int, int]] = set()
     for path, named in _files(inputs, stdin, from0, folders):
         status = _status(path)
         if not named and not _is_video(path, status):
             notes.skipped += 1
             continue
-        key = path if status is None else (status.st_dev, status.st_ino)
-        if key in files and (named or files[key].path != path):
-            notes.duplicates.append(valid_text(path))
-        if key in files:
-            continue
-        size, mtime_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
-        files[key] = Video(path, valid_text(path), size, mtime_ns)
+        name = valid_text(path)
+        key = path if status is None else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        known = files.get(key)
+        if known is None and name not in names:
+            size, mtime_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
+            files[key] = Video(path, name, size, mtime_ns)
+            names.add(name)
+        elif named or known is None or known.path != path:
+            notes.duplicates.append(name)
     return list(files.values()), notes
 
 

@@ -62,6 +62,38 @@ def test_the_same_file_is_taken_once_with_a_note(here: Path) -> None:
     assert notes.duplicates == ["a.mp4", "b.mp4", "./a.mp4", "./b.mp4"]
 
 
+def test_files_that_a_network_disk_gives_one_inode_are_not_taken_for_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch("clips/a.mp4", "clips/b.mp4")
+    Path("clips/b.mp4").write_bytes(b"another")
+    real = os.stat
+
+    def one_inode(path: str) -> os.stat_result:
+        found = list(real(path))
+        if path.endswith(".mp4"):
+            found[1] = 7
+        return os.stat_result(found)
+
+    monkeypatch.setattr("penstock.bulk.inputs.os.stat", one_inode)
+    assert paths("clips") == ["clips/a.mp4", "clips/b.mp4"]
+
+
+def test_a_file_that_grows_while_it_is_named_twice_is_captioned_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch("a.mp4")
+    real = os.stat
+
+    def growing(path: str) -> os.stat_result:
+        with open("a.mp4", "ab") as file:
+            file.write(b"x")
+        return real(path)
+
+    monkeypatch.setattr("penstock.bulk.inputs.os.stat", growing)
+    assert paths("a.mp4", "a.mp4") == ["a.mp4"]
+
+
 def test_a_loop_of_links_ends(here: Path) -> None:
     touch("clips/a/1.mp4")
     os.symlink("..", "clips/a/up")
