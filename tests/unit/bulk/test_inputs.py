@@ -75,7 +75,7 @@ def test_files_that_a_network_disk_gives_one_inode_are_not_taken_for_one(
             found[1] = 7
         return os.stat_result(found)
 
-    monkeypatch.setattr("penstock.bulk.inputs.os.stat", one_inode)
+    monkeypatch.setattr("penstock.bulk.inputs._status", one_inode)
     assert paths("clips") == ["clips/a.mp4", "clips/b.mp4"]
 
 
@@ -90,7 +90,7 @@ def test_a_file_that_grows_while_it_is_named_twice_is_captioned_once(
             file.write(b"x")
         return real(path)
 
-    monkeypatch.setattr("penstock.bulk.inputs.os.stat", growing)
+    monkeypatch.setattr("penstock.bulk.inputs._status", growing)
     assert paths("a.mp4", "a.mp4") == ["a.mp4"]
 
 
