@@ -12,6 +12,7 @@ from penstock.bulk.types import Position
 from penstock.bulk.video import Opened, VideoError, library
 
 TIMES_MAY_JUMP = 0x0200  # AVFMT_TS_DISCONT: a time does not say where in the file its frame is
+ASKED_IN_VAIN = {("mxf", "ffv1")}  # a seek leads to frames that cannot be decoded alone, and nothing tells
 BACK_S = (0.0, 10.0)  # some containers seek by decoding time and land behind the frame: one more try, further back
 
 
@@ -112,7 +113,8 @@ class _Run:
         self.tick_s = self._opened.tick_s
         jumps = bool(self._container.format.flags & TIMES_MAY_JUMP)
         self._decoder = Decoder(self._container, self._stream, alone=self._opened.threads == 1, cut=jumps)
-        self._clock = _Clock(self._stream, askable=not jumps)
+        kind = self._container.format.name, self._stream.codec_context.name
+        self._clock = _Clock(self._stream, askable=not jumps and kind not in ASKED_IN_VAIN)
 
     def whole(self) -> Iterator[Seen]:
         """Every frame. Raises Damage."""

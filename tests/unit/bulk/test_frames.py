@@ -119,6 +119,13 @@ def test_a_position_that_no_seek_finds_is_reached_from_the_start(clips: Any, pts
     assert read(path, Position(30, pts, 0)) == (shown[30:], None)
 
 
+def test_a_container_whose_seeks_lead_to_wrong_frames_is_read_from_its_start(tmp_path: Path) -> None:
+    shown, error = read(make_clip(tmp_path / "a.mxf", 30, codec="ffv1"))
+    assert (error, len(shown)) == (None, 30)
+    for place in (9, 18):
+        assert read(tmp_path / "a.mxf", at(shown[place])) == (shown[place:], None)
+
+
 def test_one_frame_is_a_video(tmp_path: Path) -> None:
     shown, error = read(make_clip(tmp_path / "one.mp4", 1))
     assert ([one[:2] for one in shown], error) == ([(0, 0.0)], None)
