@@ -157,7 +157,7 @@ RETURNED = {
     "[context.get_request_header(0, 'x-foo')]": (200, b"bar"),
     "[sorted(context.get_all_request_header(0))]": (200, json.dumps(["X-Foo", "do", "explain"], indent=2).encode()),
     "[context.get_request_id()]": (200, b"id-0"),
-    "[os.environ['PYTHONPATH'] == sys.path[0] == context.system_properties['model_dir']]": (200, b"true"),
+    "[os.environ['PYTHONPATH'].split(':')[0] == sys.path[0] == context.system_properties['model_dir']]": (200, b"true"),
 }
 
 
