@@ -41,11 +41,15 @@ def options_of(target: object) -> dict[str, Any]:
     return dict(getattr(target, _OPTIONS, {}))
 
 
+Extra = str | int | Callable[[], int] | None
+
+
 class PythonModel:
     """Makes a model of what a target names. `load` instantiates a class; a function is loaded already."""
 
-    def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: str | int | None) -> None:
-        """`options` are arguments of a class; `extras` are for a `load` that has parameters of those names."""
+    def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
+        """`options` are arguments of a class; `extras` are for a `load` that has parameters of those names, and found
+        out only then if they are functions."""
         self._target = target
         self._options = options or {}
         self._extras = extras
@@ -152,10 +156,11 @@ def _check_options(target: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def _accepted(function: Callable[..., Any], extras: dict[str, str | int | None]) -> dict[str, str | int]:
+def _accepted(function: Callable[..., Any], extras: dict[str, Extra]) -> dict[str, str | int]:
     """Those of the configured extras that the user's `load` has a parameter for."""
     parameters = inspect.signature(function).parameters
-    return {k: v for k, v in extras.items() if v is not None and k in parameters}
+    asked = {k: v() if callable(v) else v for k, v in extras.items() if k in parameters}
+    return {k: v for k, v in asked.items() if v is not None}
 
 
 def _name(target: object) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from penstock.config.schema import with_options
@@ -35,7 +36,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         target = _model(_found(spec.target, spec), spec)
         config = spec.config
         extras = {"precision": config.precision, "optimize": config.optimize, "trust": config.trust}
-        model = PythonModel(target, config.options, **extras, threads=_threads(spec))
+        model = PythonModel(target, config.options, **extras, threads=partial(_threads, spec))
         model.load(device)
         options = options_of(target)
         batching = with_options(spec.config.batching, options)

@@ -142,3 +142,30 @@ def test_parameters_are_what_a_client_may_read(given):
 def test_parameters_that_no_client_could_read_are_refused_by_name(given):
     with pytest.raises(LoadFailed, match=r"'parameters' of the model.* found ('w'|3): (object|dict|str)"):
         loaded(given).metadata("m", "1")
+
+
+def test_what_takes_time_to_find_out_is_asked_only_by_a_load_that_has_a_parameter_for_it() -> None:
+    class Plain:
+        def load(self, device: str) -> None: ...
+
+        def predict(self, items: list[int]) -> list[int]:
+            return items
+
+    class Threaded(Plain):
+        def load(self, device: str, threads: int = 0) -> None:
+            self.threads = threads
+
+        def predict(self, items: list[int]) -> list[int]:
+            return [self.threads for _ in items]
+
+    asked: list[int] = []
+
+    def threads() -> int:
+        asked.append(3)
+        return 3
+
+    PythonModel(Plain, threads=threads).load("cpu")
+    assert not asked
+    model = PythonModel(Threaded, threads=threads)
+    model.load("cpu")
+    assert model.predict([0]) == asked == [3]
