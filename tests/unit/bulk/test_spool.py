@@ -123,6 +123,15 @@ def test_what_cannot_be_written_is_an_error_with_the_path_and_the_reason(tmp_pat
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_lines_are_on_the_disk_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "spool"
+    synced: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_bytes()))
+    spool.append(path, b"head\n", anew=True)
+    spool.append(path, b"row\n")
+    assert synced == [b"head\n", b"head\nrow\n"]
+
+
 def test_a_full_disk_is_said() -> None:
     with pytest.raises(SpoolError, match="No space left"):
         spool.append(Path("/dev/full"), b"x" * 10)
