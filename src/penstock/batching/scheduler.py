@@ -79,6 +79,11 @@ class Scheduler:
         return len(self._slots.running)
 
     @property
+    def running_rows(self) -> int:
+        """Rows of the batches on slots."""
+        return self._running_rows
+
+    @property
     def wake_at(self) -> float | None:
         """When poll could change its mind unasked; None: only after an event."""
         wake = min(self._wake_s, self._room.ends.next())

@@ -59,6 +59,7 @@ class Batcher:
         self._closed = False
         self._emptied: asyncio.Event | None = None  # made by drain()
         self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: nothing is taken any more
+        self.on_dispatch: Callable[[Dispatch], None] | None = None  # a batch is about to be sent
 
     # ---- requests
 
@@ -158,6 +159,8 @@ class Batcher:
                     )
                 )
         self._running[dispatch.batch_id] = Running(dispatch, calls, now)
+        if self.on_dispatch is not None:
+            self.on_dispatch(dispatch)
         try:
             self._transport.send(Batch(dispatch.batch_id, dispatch.slot, items, more), self._on_part)
         except Exception:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from penstock.batching.policies.base import BatchPolicy
 from penstock.batching.scheduler import Scheduler
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.engine.batcher import Batcher
@@ -28,7 +29,10 @@ _PATIENCE_S = 1.0  # a worker that is back so soon is waited for
 
 
 class ModelHandle:
-    """Owns instances, scheduler and batcher of one model version: who may be answered, and what it says of itself."""
+    """Owns instances, scheduler and batcher of one model version: who may be answered, and what it says of itself.
+
+    `policy` makes the one that is used in place of what the configuration names.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class ModelHandle:
         devices: Sequence[str],
         max_queue_bytes: int,
         observers: Sequence[Observer],
+        policy: Callable[[], BatchPolicy] | None = None,
     ) -> None:
         self.name, self.version = spec.name, spec.version
         self.config = spec.config
@@ -44,6 +49,7 @@ class ModelHandle:
         self.state = "LOADING"
         self.batching: BatchingConfig = spec.config.batching  # with the model's own options, once it is loaded
         check_rules(spec.config.batching)
+        self._policy = policy
         self._transport = transport
         self._max_queue_bytes = max_queue_bytes
         self._observers = observers
@@ -104,7 +110,7 @@ class ModelHandle:
         self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
         size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
         scheduler = Scheduler(
-            policy_of(b),
+            policy_of(b) if self._policy is None else self._policy(),
             max_batch_size=size,
             max_queue=queue_bound(b, self._instances.count, size),
             max_queue_bytes=self._max_queue_bytes,
@@ -171,6 +177,11 @@ class ModelHandle:
         raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
 
     # ---- what it says of itself
+
+    @property
+    def batcher(self) -> Batcher | None:
+        """What its requests wait in; None before the first worker is up."""
+        return self._batcher
 
     @property
     def ready(self) -> bool:

@@ -56,6 +56,17 @@ async def test_a_batch_grows_while_the_slot_is_busy(make_batcher, transport, cal
     assert len(transport.sent[0][0].items) == 3
 
 
+async def test_whoever_asks_hears_of_a_batch_before_it_is_sent(make_batcher, transport, caller) -> None:
+    batcher, heard = make_batcher(), []
+    batcher.on_dispatch = lambda dispatch: heard.append((dispatch.rows, len(transport.sent)))
+    submit(batcher, caller(), rows=3)
+    await turns()
+    assert heard == [(3, 0)]
+    assert (batcher.scheduler.running_rows, batcher.scheduler.queued_rows, batcher.scheduler.queued_bytes) == (3, 0, 0)
+    transport.answer()
+    assert batcher.scheduler.running_rows == 0
+
+
 async def test_one_bad_item_fails_only_itself(make_batcher, transport, caller) -> None:
     batcher = make_batcher()
     good, bad = caller(), caller()

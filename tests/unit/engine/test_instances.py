@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.batching.policies.fixed import Fixed
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.handle import ModelHandle
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady, PenstockError, WorkerDied
@@ -25,6 +26,7 @@ class Stage:
 
     def __init__(self, instances: int = 1, **keys: Any) -> None:
         batching = BatchingConfig(max_batch_size=1, **keys.pop("batching", {}))
+        policy = keys.pop("policy", None)
         config = ModelConfig(target="a:b", instances=instances, batching=batching, **keys)
         self.spec = WorkerSpec("m", "1", config, "a:b", instances=instances)
         self.shares: list[int] = []  # how many share the machine, for each worker that starts
@@ -46,7 +48,7 @@ class Stage:
                 stage.loads.append((slot, seconds))
 
         devices = ["cpu"] * instances
-        self.handle = ModelHandle(self.spec, self, devices, 2**20, [Ear()])
+        self.handle = ModelHandle(self.spec, self, devices, 2**20, [Ear()], policy)
 
     # ---- the transport
 
@@ -391,3 +393,13 @@ async def test_a_worker_s_load_is_timed_from_its_own_start() -> None:
     (_, first_s), (_, second_s) = stage.loads
     assert 7.0 <= first_s < 8.0
     assert 2.0 <= second_s < 3.0
+
+
+async def test_a_policy_that_is_handed_over_stands_in_place_of_the_configured_one() -> None:
+    stage = Stage(policy=lambda: Fixed(0.25))
+    assert stage.handle.batcher is None
+    await stage.load(0)
+    assert stage.handle.statistics()["policy"] == "fixed"
+    assert stage.handle.batcher is not None
+    assert stage.handle.batcher.scheduler.queued == 0
+    await stage.handle.close(0.0)
