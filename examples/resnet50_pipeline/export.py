@@ -1,0 +1,59 @@
+"""Writes resnet50.onnx and mobilenet.onnx beside this file: `python export.py [FOLDER]`.
+
+Input "input" float32 `[N, 3, 224, 224]`, RGB, normalised by the mean and standard deviation that the TOML files name;
+output "output" float32 `[N, 1000]`, logits. N is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import networks
+import torch
+from torch import nn
+
+
+def export_resnet50(path: str | Path) -> None:
+    """Writes ResNet-50 (98 MiB)."""
+    export(networks.resnet50(), path)
+
+
+def export_mobilenet(path: str | Path) -> None:
+    """Writes MobileNetV2 (14 MiB)."""
+    export(networks.mobilenet(), path)
+
+
+def export(network: nn.Module, path: str | Path) -> None:
+    """Writes a network of images to `path`, as a whole or not at all."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{id(network)}")
+    example = torch.zeros(2, 3, networks.SIDE, networks.SIDE)
+    with warnings.catch_warnings():
+        # the exporter that needs no further package is the older one, which says so
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        torch.onnx.export(
+            network,
+            (example,),
+            partial,
+            input_names=["input"],
+            output_names=["output"],
+            dynamic_axes={"input": {0: "N"}, "output": {0: "N"}},
+            opset_version=17,
+            dynamo=False,
+        )
+    partial.replace(path)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    for name, write in (("resnet50.onnx", export_resnet50), ("mobilenet.onnx", export_mobilenet)):
+        write(folder / name)
+        print(f"{folder / name}  {(folder / name).stat().st_size / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
