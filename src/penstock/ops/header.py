@@ -1,0 +1,73 @@
+"""What an encoded image says of itself in its first bytes: its size is judged before anything is allocated for it."""
+
+from __future__ import annotations
+
+import struct
+
+from msgspec import Struct
+
+JPEG = b"\xff\xd8"
+_NO_LENGTH = {0x01, *range(0xD0, 0xD9)}  # markers that stand alone
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, but not DHT, JPG, DAC
+_ORIENTATION, _SHORT = 0x0112, 3
+
+
+class JpegHeader(Struct, frozen=True):
+    """The frame header of a JPEG (ITU T.81, B.2.2), and what its application segments say.
+
+    `orientation` 1 to 8, of EXIF. `scan` is where the first scan begins: an end marker behind it ends the image.
+    """
+
+    width: int
+    height: int
+    components: int
+    orientation: int
+    scan: int
+
+    def ended(self, data: bytes) -> bool:
+        """Whether the image has its end marker; inside a scan, 0xFF 0xD9 is nothing else."""
+        return data.find(b"\xff\xd9", self.scan) >= 0
+
+
+def jpeg_header(data: bytes) -> JpegHeader:
+    """The header of a JPEG. Raises ValueError where it is broken or cut short."""
+    width = height = components = 0
+    orientation, at, size = 1, 2, len(data)
+    while at + 4 <= size:
+        if data[at] != 0xFF:
+            raise ValueError(f"byte {at} is no marker")
+        marker = data[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+            continue
+        if marker in _NO_LENGTH:
+            at += 2
+            continue
+        length = data[at + 2] << 8 | data[at + 3]
+        if marker == 0xDA:
+            if not width or not height:
+                raise ValueError("it has a scan before its frame, or a frame without a size")
+            return JpegHeader(width, height, components, orientation, at + 2)
+        if marker == 0xD9 or length < 2:
+            break
+        if marker in _FRAMES and at + 10 <= size:
+            height, width, components = struct.unpack_from(">HHB", data, at + 5)
+        elif marker == 0xE1 and data.startswith(b"Exif\0\0", at + 4):
+            orientation = _exif_orientation(data[at + 10 : at + 2 + length])
+        at += 2 + length
+    raise ValueError("it ends inside its header")
+
+
+def _exif_orientation(tiff: bytes) -> int:
+    """The orientation tag of the first directory of a TIFF header, 1 where there is none or it makes no sense."""
+    try:
+        order = {b"II": "<", b"MM": ">"}[tiff[:2]]
+        (start,) = struct.unpack_from(order + "I", tiff, 4)
+        (entries,) = struct.unpack_from(order + "H", tiff, start)
+        for i in range(entries):
+            tag, kind, _, value = struct.unpack_from(order + "HHIH", tiff, start + 2 + 12 * i)
+            if tag == _ORIENTATION:
+                return value if kind == _SHORT and 1 <= value <= 8 else 1
+    except (KeyError, struct.error):
+        pass
+    return 1
