@@ -1,4 +1,4 @@
-"""Makes the library that TorchServe's handlers import, `ts`, importable in this process."""
+"""Makes packages of ours importable under the names of others: `ts`, which TorchServe's handlers import."""
 
 from __future__ import annotations
 
@@ -30,28 +30,36 @@ class _Alias(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds `ts` and what is in it among our own modules: one object under both names.
+    """Finds `name` and what is in it among the modules of `ours`: one object under both names.
 
-    It stands first, since others would find the files of the package's modules and load each a second time. `ts`
+    It stands first, since others would find the files of the package's modules and load each a second time. `name`
     itself is ours only when no other is installed.
     """
+
+    def __init__(self, name: str, ours: str) -> None:
+        self.name, self._ours = name, ours
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == NAME:
-            installed = PathFinder.find_spec(NAME)
-            if installed is not None and installed.loader is not None:  # without a loader it is but a folder
+        if fullname == self.name:
+            if installed(self.name):
                 return None
-        elif not fullname.startswith(NAME + ".") or sys.modules.get(NAME) is not sys.modules.get(OURS):
+        elif not fullname.startswith(self.name + ".") or sys.modules.get(self.name) is not sys.modules.get(self._ours):
             return None
-        name = OURS + fullname.removeprefix(NAME)
+        name = self._ours + fullname.removeprefix(self.name)
         if importlib.util.find_spec(name) is None:
             return None
         return ModuleSpec(fullname, _Alias(name))
 
 
-def make_importable() -> None:
-    """Lets `import ts` find our library, unless one is installed. Called in workers only."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+def installed(name: str) -> bool:
+    """Whether a package of this name is on the path of this process; without a loader it is but a folder."""
+    found = PathFinder.find_spec(name)
+    return found is not None and found.loader is not None
+
+
+def make_importable(name: str = NAME, ours: str = OURS) -> None:
+    """Lets `import ts` find our library, unless one is installed; or another name another package of ours."""
+    if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, ours))
