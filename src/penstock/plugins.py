@@ -25,6 +25,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "oip_binary": "penstock.protocols.oip_binary:OipBinaryCodec",
         "oip_json": "penstock.protocols.oip_json:OipJsonCodec",
         "oip_npy": "penstock.protocols.oip_npy:OipNpyCodec",
+        "thrift": "penstock.protocols.thrift:ThriftCodec",
         "torchserve": "penstock.protocols.torchserve.codec:TorchServeCodec",
         "torchserve_inputs": "penstock.protocols.torchserve.codec:InputsCodec",
         "torchserve_raw": "penstock.protocols.torchserve.codec:RawCodec",
@@ -64,6 +65,16 @@ MODEL_FILES = (".onnx", ".pt", ".pt2", ".pth", ".ts")
 def is_model_file(target: str) -> bool:
     """Whether a target is a file that is a model as it is, such as `model.onnx`; with a colon it names an object."""
     return target.lower().endswith(MODEL_FILES) and ":" not in target.rpartition("/")[2]
+
+
+def is_pipeline_file(target: str) -> bool:
+    """Whether a target is a file that tells a pipeline, such as `resnet50.toml`."""
+    return target.lower().endswith(".toml") and ":" not in target.rpartition("/")[2]
+
+
+def is_whole_file(target: str) -> bool:
+    """Whether a target is a file as it stands, in which no object is named."""
+    return is_model_file(target) or is_pipeline_file(target)
 
 
 def load_object(spec: str, module: str = "") -> object:

@@ -12,6 +12,7 @@ from penstock.protocols.native import NativeCodec
 from penstock.protocols.oip_binary import OipBinaryCodec, encode_request
 from penstock.protocols.oip_json import OipJsonCodec
 from penstock.protocols.oip_npy import OipNpyCodec, write_head
+from penstock.protocols.thrift import ThriftCodec
 from penstock.protocols.torchserve.codec import InputsCodec, RawCodec, TorchServeCodec
 from penstock.protocols.torchserve.requests import HandlerAnswer
 from penstock.testing.protocols import check_protocol
@@ -66,6 +67,11 @@ CODECS = {
         lambda: OipNpyCodec("m", "1", KNOWN),
         [Item(write_head("FP32", (2, 2)) + bytes(16), "oip_npy", "application/x-npy")],
         VALUES,
+    ),
+    "thrift": (
+        lambda: ThriftCodec("m", "1"),
+        [Item(b"\xff\xd8\xff", "thrift")],
+        [np.zeros((1, 3), np.float32), {"label": "cat", "score": 0.5}],
     ),
     "torchserve": (lambda: TorchServeCodec("m", "1"), HANDLED, ANSWERS),
     "torchserve_raw": (lambda: RawCodec("m", "1"), HANDLED, ANSWERS),

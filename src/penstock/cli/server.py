@@ -10,13 +10,13 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock import __version__
 from penstock.cli.running import Stop, runner, settle
-from penstock.config.checks import tokens_for
+from penstock.config.checks import thrift_model, tokens_for
 from penstock.config.schema import Config
 from penstock.engine.engine import Engine
 from penstock.engine.management import Management
@@ -27,6 +27,9 @@ from penstock.observe.base import HttpReading, Reading
 from penstock.observe.prometheus import PrometheusObserver
 from penstock.observe.records import BatchRecords
 from penstock.types import ModelStatus, TensorSpec
+
+if TYPE_CHECKING:
+    from penstock.frontends.thrift.server import ThriftServer
 
 READY_FD = "PENSTOCK_READY_FD"
 _MOST_ROWS = 5  # of the banner's table of models
@@ -47,6 +50,7 @@ class Server:
         self._records = BatchRecords()
         self._stop = Stop(self._tell_draining)
         self._admin: list[Any] = []
+        self._thrift: ThriftServer | None = None
         self.urls: dict[str, str] = {}
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
@@ -57,6 +61,7 @@ class Server:
         self._metrics.read = lambda: _reading(engine, http)
         try:
             await self._bind_inference(http)
+            await self._bind_thrift(engine)
             loads = asyncio.ensure_future(self._load_models(engine))
             try:
                 await self._bind_admin(engine, management)
@@ -74,7 +79,8 @@ class Server:
         finally:
             engine.drain()
             end = time.monotonic() + self._config.server.drain_s
-            await http.close(self._config.server.drain_s)
+            thrift = () if self._thrift is None else (self._thrift.close(self._config.server.drain_s),)
+            await asyncio.gather(http.close(self._config.server.drain_s), *thrift)
             await engine.close(max(0.0, end - time.monotonic()))
             for server in self._admin:
                 await server.close()
@@ -96,6 +102,16 @@ class Server:
 
     async def _bind_inference(self, http: HttpServer) -> None:
         self._note("inference", *await http.start(self._config.server.host, self._config.server.port))
+
+    async def _bind_thrift(self, engine: Engine) -> None:
+        s = self._config.server
+        if s.thrift_port is None:
+            return
+        from penstock.frontends.thrift.server import ThriftServer
+
+        context = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+        self._thrift = ThriftServer(engine, thrift_model(self._config), self._config.limits, ssl=context)
+        self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
         """The management and metrics listeners. Imported here: the workers load meanwhile."""
@@ -120,8 +136,8 @@ class Server:
             self._note(name, *await server.start(host, port, f"server.{name}_port"))
             self._admin.append(server)
 
-    def _note(self, name: str, host: str, port: int) -> None:
-        scheme = "https" if self._config.server.tls_cert else "http"
+    def _note(self, name: str, host: str, port: int, scheme: str = "http") -> None:
+        scheme += "s" if self._config.server.tls_cert else ""
         self.urls[name] = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     # ---- what it says

@@ -13,7 +13,7 @@ from typing import Final
 
 from penstock.config.schema import Config, ModelConfig
 from penstock.config.tensors import specs_of
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, nearest
 
 log = logging.getLogger("penstock.config")
 
@@ -27,6 +27,7 @@ def check_config(config: Config) -> None:
     """Raises ConfigError if two keys contradict each other or a named file cannot serve."""
     limits, server = config.limits, config.server
     _check_models(config)
+    thrift_model(config)
     if limits.max_body_bytes > limits.pool_bytes:
         raise ConfigError(
             f"limits.max_body_bytes: found {limits.max_body_bytes}, which is more than limits.pool_bytes"
@@ -47,6 +48,24 @@ def check_config(config: Config) -> None:
             read_tokens(path, f"auth.{key}")
             if os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
                 log.warning("key=auth.%s file=%s mode=readable_by_others consequence=tokens_are_known", key, path)
+
+
+def thrift_model(config: Config) -> str:
+    """The model that Thrift's callers ask, "" without a Thrift listener. Raises ConfigError if it is not known."""
+    if config.server.thrift_port is None:
+        return ""
+    names = list(dict.fromkeys(model.name or section for section, model in config.models.items()))
+    wanted = config.server.thrift_model
+    if wanted is None:
+        if len(names) > 1:
+            raise ConfigError(
+                f"server.thrift_model: not set, while there are the models {', '.join(names)}; a call over Thrift names"
+                " none, so name the one that answers"
+            )
+        return names[0] if names else ""
+    if wanted not in names:
+        raise ConfigError(f"server.thrift_model: there is no model '{wanted}'{nearest(wanted, names)}")
+    return wanted
 
 
 def _check_models(config: Config) -> None:
@@ -152,6 +171,14 @@ def check_bind(config: Config, insecure: bool = False) -> None:
                 f" listener; set auth.token_file (--token-file) or auth.{listener}_token_file, or server.tls_client_ca,"
                 " or say --insecure if a guard stands elsewhere"
             )
+    if server.thrift_port is not None and (not is_loopback(server.thrift_host) or tokens_for(config, "inference")):
+        where = f"server.thrift_host: found {server.thrift_host!r}, which other machines can reach, while"
+        if is_loopback(server.thrift_host):
+            where = "server.thrift_port: found with tokens that guard the inference listener, while"
+        raise ConfigError(
+            f"{where} a call over Thrift carries no token; set server.tls_client_ca, or say --insecure if a guard"
+            " stands elsewhere"
+        )
 
 
 def is_loopback(host: str) -> bool:

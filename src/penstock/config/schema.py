@@ -32,6 +32,13 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     management_port: Annotated[Port, doc("port of the management listener; 0 takes a free one")] = 8081
     metrics_host: Annotated[str, doc("address of the metrics listener")] = "127.0.0.1"
     metrics_port: Annotated[Port, doc("port of the metrics listener; 0 takes a free one")] = 8082
+    thrift_host: Annotated[str, doc("address of the Thrift listener")] = "127.0.0.1"
+    thrift_port: Annotated[
+        Port | None, doc("port of the Thrift listener; without it there is none; 0 takes a free one")
+    ] = None
+    thrift_model: Annotated[
+        str | None, doc("model that Thrift's callers ask; without it the only one that there is")
+    ] = None
     tls_cert: Annotated[str | None, doc("PEM file of the certificate chain, for every listener")] = None
     tls_key: Annotated[str | None, doc("PEM file of the private key")] = None
     tls_client_ca: Annotated[str | None, doc("PEM file of the authority that client certificates must come from")] = (
@@ -57,6 +64,9 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0
     body_timeout_s: Annotated[Seconds, doc("longest time for a request's body to arrive")] = 30.0
     idle_timeout_s: Annotated[Seconds, doc("longest silence of a kept-alive connection")] = 75.0
+    thrift_idle_timeout_s: Annotated[
+        Seconds, doc("longest silence of a Thrift connection, whose clients do not connect again by themselves")
+    ] = 3600.0
     write_timeout_s: Annotated[Seconds, doc("longest time that a client may take no byte of its answer")] = 60.0
     write_buffer_bytes: Annotated[Positive, doc("unsent bytes of one connection above which it is not read")] = 2**20
     pool_bytes: Annotated[Positive, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.checks import check_bind, check_config, is_loopback, read_tokens, tokens_for
+from penstock.config.checks import check_bind, check_config, is_loopback, read_tokens, thrift_model, tokens_for
 from penstock.config.schema import AuthConfig, Config, LimitsConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError
 
@@ -102,6 +102,32 @@ def test_an_open_listener_is_allowed_with_its_token_client_certificates_or_a_wor
     check_bind(Config(server=server, auth=AuthConfig(metrics_token_file=tokens)))
     with pytest.raises(ConfigError, match="metrics_host"):
         check_bind(Config(server=server, auth=AuthConfig(inference_token_file=tokens)))
+
+
+def test_a_thrift_listener_without_a_guard_is_refused(tokens: str) -> None:
+    check_bind(Config(server=ServerConfig(thrift_host="0.0.0.0")))  # there is none
+    check_bind(Config(server=ServerConfig(thrift_port=0)))
+    with pytest.raises(ConfigError, match=r"server.thrift_host: found '0.0.0.0'.*no token; set server.tls_client_ca"):
+        check_bind(Config(server=ServerConfig(thrift_host="0.0.0.0", thrift_port=0)))
+    guarded = Config(server=ServerConfig(thrift_port=0), auth=AuthConfig(inference_token_file=tokens))
+    with pytest.raises(ConfigError, match=r"server.thrift_port: found with tokens that guard the inference listener"):
+        check_bind(guarded)
+    check_bind(guarded, insecure=True)
+    check_bind(Config(server=ServerConfig(thrift_host="0.0.0.0", thrift_port=0, tls_client_ca="ca.pem")))
+
+
+def test_a_call_over_thrift_is_answered_by_the_model_that_is_meant() -> None:
+    one = {"a": ModelConfig(target="x:A"), "b": ModelConfig(target="x:B", name="a", version="2")}
+    two = {**one, "c": ModelConfig(target="x:C")}
+    port = ServerConfig(thrift_port=0)
+    assert thrift_model(Config(models=two)) == ""
+    assert thrift_model(Config(server=port, models=one)) == "a"
+    assert thrift_model(Config(server=ServerConfig(thrift_port=0, thrift_model="c"), models=two)) == "c"
+    with pytest.raises(ConfigError, match=r"server.thrift_model: not set, while there are the models a, c"):
+        check_config(Config(server=port, models=two))
+    wrong = ServerConfig(thrift_port=0, thrift_model="resnt")
+    with pytest.raises(ConfigError, match=r"server.thrift_model: there is no model 'resnt'; did you mean 'resnet'\?"):
+        check_config(Config(server=wrong, models={"resnet": ModelConfig(target="x:A")}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""A listener for Thrift's callers of one service: `ping` and `infer_batch`."""
