@@ -74,13 +74,29 @@ class _Registry:
         return [MetricDelta(kind, name, value, dict(labels)) for (kind, name, labels), value in taken] + records
 
 
+class _ForAll(_Registry):
+    """Of threads that count for the whole process, and tell nothing by themselves."""
+
+    def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
+        _shared.add(kind, name, value, labels)
+
+    def record(self, delta: MetricDelta) -> None:
+        _shared.record(delta)
+
+
 _shared = _Registry()
+_for_all = _ForAll()
 _own = threading.local()
 
 
 def own_registry() -> None:
     """Gives the calling thread a registry of its own: one model among several in this process."""
     _own.registry = _Registry()
+
+
+def count_for_all() -> None:
+    """Lets the calling thread count for the whole process: what it counts is told with the answers of others."""
+    _own.registry = _for_all
 
 
 def _current() -> _Registry:
@@ -125,6 +141,6 @@ def drain() -> list[MetricDelta] | None:
     """What changed since the last call, of this thread's model and of threads that belong to none."""
     registry = _current()
     changes = registry.drain()
-    if registry is not _shared:
+    if registry not in (_shared, _for_all):
         changes += _shared.drain()
     return changes or None

@@ -109,6 +109,7 @@ class ModelHandle:
         b = self.batching = with_options(self.config.batching, ready.options)
         self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
         size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
+        size = size if ready.width == 1 else min(size, ready.width)
         scheduler = Scheduler(
             policy_of(b) if self._policy is None else self._policy(),
             max_batch_size=size,
@@ -210,6 +211,10 @@ class ModelHandle:
     def up(self) -> int:
         """Workers that are up."""
         return self._instances.up
+
+    def why_down(self) -> str:
+        """What an instance that is not up said last."""
+        return self._instances.why_down()
 
     def workers(self) -> list[WorkerReading]:
         """The places for workers, those that are leaving left out."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from penstock import native
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.engine.engine import Engine
-from penstock.engine.inbox import PortalBackend
+from penstock.engine.inbox import Caller, PortalBackend
 from penstock.engine.life import Life
 from penstock.engine.waiters import Convert, Future, Waiter, all_items, every_item, the_item
 from penstock.errors import DeadlineExceeded, ModelNotReady
@@ -137,6 +137,15 @@ class Portal:
     ) -> Future:
         """A future of what `convert` makes of the answer: the results of `items`, in order."""
         return self._put(model, _many(items), convert, budget_s, priority)
+
+    def hand(self, model: str, item: Item, caller: Caller, *, budget_s: float | None = None, priority: int = 0) -> None:
+        """Queues one item whose `caller` hears of it on the portal's own thread."""
+        self._alive().inbox.put(model, item, caller, budget_s, priority)
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Has something called on the portal's own thread; not at all if it is closed, or not started."""
+        if self._life is not None and self._pid == os.getpid():
+            self._life.post_if_open(callback)
 
     def _put(self, model: str, item: Item, convert: Convert, budget_s: float | None, priority: int) -> Future:
         life = self._alive()

@@ -1,0 +1,138 @@
+"""Journey: one item on its way through a graph, from `submit` to its one outcome. Everything runs on the event loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.call import Call
+from penstock.errors import PenstockError
+from penstock.ops.base import Fields
+from penstock.pipeline.node import Stamp, Visit
+from penstock.pipeline.outcome import Hop, Outcome
+from penstock.pipeline.routes import Route
+from penstock.types import ItemResult
+
+if TYPE_CHECKING:
+    from penstock.pipeline.host import Host
+
+log = logging.getLogger("penstock.pipeline")
+
+Done = Callable[[Outcome], None]
+
+
+class Journey:
+    """One accepted item. `cancel` is what its caller may do with it.
+
+    `waits`: how many of what a join needs have not ended yet. `kept`: the fields of nodes that joins ahead take some
+    of. `outputs`: the fields that reached an output. The first two are of graphs with branches, and empty in others.
+    """
+
+    __slots__ = (
+        "deadline_s",
+        "done",
+        "hops",
+        "kept",
+        "on_end",
+        "outputs",
+        "priority",
+        "route",
+        "visits",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        route: Route,
+        done: Done,
+        on_end: Callable[[Journey], None],
+        deadline_s: float | None,
+        priority: int,
+        trace: bool,
+    ) -> None:
+        self.route = route
+        self.done: Done | None = done
+        self.on_end = on_end
+        self.deadline_s = deadline_s
+        self.priority = priority
+        self.hops: list[Hop] | None = [] if trace else None
+        self.visits: set[Stop] = set()
+        self.waits: dict[str, int] = dict(route.waits) if route.waits else {}
+        self.kept: dict[str, Fields] = {}
+        self.outputs: dict[str, Fields] = {}
+
+    def end(self, fields: Fields, error: PenstockError | None, node: str) -> None:
+        """Hands over the outcome, once; what of the item is still under way elsewhere is taken back."""
+        done, self.done = self.done, None
+        if done is None:
+            return
+        self._leave()
+        try:
+            done(Outcome(fields, error, node, tuple(self.hops) if self.hops else ()))
+        except Exception:
+            log.exception("done_failed node=%s", node)
+
+    def cancel(self) -> None:
+        """The caller is gone: what waits is not run, what runs is not answered, and `done` is not called."""
+        if self.done is not None:
+            self.done = None
+            self._leave()
+
+    def _leave(self) -> None:
+        visits, self.visits = self.visits, set()
+        for visit in visits:
+            call, visit.call = visit.call, None
+            if call is not None:
+                call.cancel()
+        self.on_end(self)
+
+
+class Stop(Visit):
+    """A Visit as the loop knows it: whose it is, where, and the call that runs it. It is the sink of its answer."""
+
+    __slots__ = ("call", "host", "journey")
+
+    def __init__(self, host: Host, journey: Journey, fields: Fields, swap: bool) -> None:
+        self.fields = fields
+        self.swap = swap
+        self.place = -1
+        self.host = host
+        self.journey = journey
+        self.call: Call | None = None
+
+    def __call__(self, result: ItemResult) -> None:
+        call, self.call = self.call, None  # they hold each other
+        journey = self.journey
+        journey.visits.discard(self)
+        host = self.host
+        if result.error is not None:
+            host.failed(self, result.error)
+            return
+        found: tuple[Fields, Stamp] = result.body
+        fields, stamp = found
+        if journey.hops is not None and call is not None:
+            arrival_s = call.entry.arrival_s
+            journey.hops.append(
+                Hop(host.name, stamp.batch_id, stamp.size, max(0.0, stamp.start_s - arrival_s), stamp.run_s)
+            )
+        host.passed(journey, fields)
+
+
+def budget_of(journey: Journey, limit_s: float | None) -> float | None:
+    """Seconds that an item has at a node: until its deadline, and no more than the node gives."""
+    if journey.deadline_s is None:
+        return limit_s
+    left = journey.deadline_s - time.monotonic()
+    return left if limit_s is None else min(left, limit_s)
+
+
+def nbytes_of(value: Any) -> int:
+    """Bytes that a field's value holds, as far as it tells: an array, bytes, a list of those."""
+    found = getattr(value, "nbytes", None)
+    if isinstance(found, int):
+        return found
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    return sum(map(nbytes_of, value)) if isinstance(value, (list, tuple)) else 0
