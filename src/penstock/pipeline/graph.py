@@ -13,7 +13,8 @@ class Step(Struct, frozen=True, omit_defaults=True):
     """One op of a node: its name as `ops.catalog` knows it, its parameters, and the filter that guards it.
 
     `filter`: "swap" - the result of the step before becomes the data (without one the item ends there); "or" - runs
-    only if there is no result yet; "run" - runs always, as the first step of a node does.
+    only if there is no result yet; "run" - runs always, as the first step of a node does; "then" - as "swap", if the
+    step before ran, else it is passed over as that was: what follows in the brackets of `(or)S[A, B]`.
     """
 
     op: str
@@ -82,6 +83,7 @@ class Graph(Struct, frozen=True, omit_defaults=True):
 
     `in_flight`: most items inside at once, None: what fits its nodes and edges. `trace`: answers tell their way.
     `compat`: in TorchPipe's dialect, whose unknown keys are warned of. `folder`: what relative paths start from.
+    `takes`: the fields that callers give; `answers`: those that they get.
     """
 
     name: str
@@ -91,6 +93,8 @@ class Graph(Struct, frozen=True, omit_defaults=True):
     trace: bool = False
     compat: bool = False
     folder: str = "."
+    takes: tuple[str, ...] = ("data",)
+    answers: tuple[str, ...] = ("result",)
 
     def producers(self, name: str) -> tuple[str, ...]:
         """The nodes whose `next` names this one, in the order of their definition."""

@@ -1,0 +1,57 @@
+"""Whether a graph can run: its shape, its ops and their parameters, the fields of its edges, what is only held."""
+
+from __future__ import annotations
+
+from penstock.errors import ConfigError
+from penstock.ops.catalog import find
+from penstock.ops.parameters import check_params
+from penstock.pipeline.fields import fields_of
+from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.source import Source
+from penstock.pipeline.structure import check_structure, entry_of, linked
+
+FILTERS = ("swap", "or")
+STEP_FILTERS = ("run", "swap", "or", "then")
+
+
+def check(graph: Graph) -> None:
+    """Returns if the graph can run. Raises ConfigError: node, what was found, what was expected."""
+    source = Source(graph.name)
+    linked(graph.nodes, source)
+    entry_of(graph.nodes, graph.entry, source, compat=graph.compat)
+    check_structure(graph, source)
+    for node in graph.nodes.values():
+        _check_steps(node, source)
+    try:
+        fields_of(graph)
+    except ConfigError as e:
+        raise ConfigError(f"{graph.name}: {e.message}") from None
+    if held := cannot_run(graph):
+        raise ConfigError(f"{graph.name}: {'; '.join(held)}")
+
+
+def cannot_run(graph: Graph) -> tuple[str, ...]:
+    """What a graph holds that no runner runs yet, in words; empty for most."""
+    return tuple(f"[{n.name}] {text} cannot be run yet" for n in graph.nodes.values() for text in _held(n))
+
+
+def _held(node: Node) -> list[str]:
+    steps = [s.filter for s in node.steps if s.filter not in STEP_FILTERS]
+    return [
+        *([f"an alias (of [{node.alias_of}])"] if node.alias_of is not None else ()),
+        *(["a fan-out (each, MapReduce)"] if node.each is not None else ()),
+        *([f"the filter '{node.filter}'"] if node.filter not in FILTERS else ()),
+        *(f"the filter '{name}'" for name in steps),
+        *(["when"] if node.when is not None else ()),
+        *(["require = 'any'"] if node.require == "any" else ()),
+    ]
+
+
+def _check_steps(node: Node, source: Source) -> None:
+    if not node.steps and node.alias_of is None and node.each is None:
+        raise source.error(node.name, "ops", "found no step; expected one or more, such as Identity")
+    for step in node.steps:
+        try:
+            check_params(find(step.op), step.params)
+        except ConfigError as e:
+            raise source.error(node.name, "", e.message) from None

@@ -1,0 +1,139 @@
+"""Steps of a node: from an expression or a list of ops, with the node's keys handed to the ops that have them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from penstock.config.words import found
+from penstock.errors import ConfigError
+from penstock.ops.base import BatchOp
+from penstock.ops.catalog import canonical, find
+from penstock.ops.parameters import check_params, parameters_of, takes_any
+from penstock.pipeline.expression import Expression, parse
+from penstock.pipeline.graph import Step
+
+SEQUENCES = {"sequential", "s"}
+SCOPES = {"synctensor", "torch", "streamguard"}
+"""Scopes of a stream: each op that has streams keeps its own."""
+
+FAN_OUT = "MapReduce"
+PATHS = ("model", "model_cache", "save_dir")
+"""Parameters that are paths."""
+
+
+class Draft(Struct):
+    """One op before its parameters are known: those that it was given itself, and the filter before it."""
+
+    op: str
+    params: dict[str, Any]
+    filter: str = ""
+
+
+def drafts_of(table: Mapping[str, Any]) -> list[Draft]:
+    """The ops that a node's table names; none at all is `Identity`. Raises ConfigError."""
+    if "ops" in table and "backend" in table:
+        raise ConfigError("found both ops and backend, which say the same; leave one of them out")
+    if "ops" in table:
+        return _from_list(table["ops"])
+    backend = table.get("backend", "Identity")
+    if not isinstance(backend, str):
+        raise ConfigError(f"found {found(backend)}, expected an expression such as Sequential[DecodeMat,ResizeMat]")
+    return flatten(parse(backend)) or [Draft("Identity", {})]
+
+
+def flatten(expression: Expression) -> list[Draft]:
+    """The ops of an expression in their order: sequences and scopes vanish. Raises ConfigError with the position."""
+    name, where = expression.name, f"at character {expression.position}"
+    kind = name.lower()
+    if kind in SEQUENCES | SCOPES:
+        if expression.params:
+            raise ConfigError(f"{where}: {name} takes no parameters; write them as keys of the node")
+        inner = [draft for arg in expression.args for draft in flatten(arg)]
+        return _guarded(inner, expression.filter, where)
+    if kind == "python":
+        if len(expression.args) != 1 or expression.args[0].args or expression.args[0].params:
+            raise ConfigError(f"{where}: found no one class, expected for instance Python[pkg.mod:Class]")
+        return [Draft("Python", {"target": expression.args[0].name, **expression.params}, expression.filter)]
+    if expression.args:
+        known = ", ".join(("Sequential", "S", "SyncTensor", "Torch", "StreamGuard", "Python"))
+        raise ConfigError(f"{where}: {name} takes nothing in brackets; these do: {known}")
+    return [Draft(name, dict(expression.params), expression.filter)]
+
+
+def _guarded(inner: list[Draft], guard: str, where: str) -> list[Draft]:
+    if not inner or guard in ("", "swap"):
+        return inner
+    if any(draft.filter for draft in inner):
+        raise ConfigError(f"{where}: a filter before brackets that hold filters cannot be run; write one node for each")
+    inner[0].filter = guard
+    for draft in inner[1:]:
+        draft.filter = "then"
+    return inner
+
+
+def _from_list(ops: Any) -> list[Draft]:
+    if not isinstance(ops, list | tuple) or not ops:
+        raise ConfigError(f'found {found(ops)}, expected a list such as ["DecodeMat", {{op = "ResizeMat", ...}}]')
+    return [draft for op in ops for draft in _from_item(op)]
+
+
+def _from_item(op: Any) -> list[Draft]:
+    if isinstance(op, str):
+        return flatten(parse(op))
+    if not isinstance(op, dict) or not isinstance(op.get("op"), str):
+        raise ConfigError(f'found {found(op)} among the ops, expected a name or a table such as {{op = "ResizeMat"}}')
+    params = {key: value for key, value in op.items() if key not in ("op", "filter")}
+    inner = flatten(parse(op["op"]))
+    if len(inner) != 1:
+        raise ConfigError(f"op = '{op['op']}' is not one op; write each of them in a table of its own")
+    return [Draft(inner[0].op, inner[0].params | params, str(op.get("filter", inner[0].filter)))]
+
+
+def has_model(drafts: Iterable[Draft]) -> bool:
+    """Whether one of the ops looks at many items at once. Raises ConfigError: there is none of that name."""
+    return any(issubclass(find(draft.op), BatchOp) for draft in drafts)
+
+
+def parameter_name(key: str) -> str:
+    """The parameter that a key is for: TorchPipe's `model::cache` is `model_cache`."""
+    return key.replace("::", "_")
+
+
+def steps_of(
+    drafts: list[Draft], keys: Mapping[str, Any], free: Iterable[str], folder: str
+) -> tuple[tuple[Step, ...], set[str]]:
+    """The steps, and those of the node's `keys` that they took: an op takes a key that it has a parameter for.
+
+    Those that are `free` go to ops that take any, if no other op takes them. Raises ConfigError: an op that is not
+    known, a parameter that does not fit.
+    """
+    classes = [find(draft.op) for draft in drafts]
+    known = {parameter for cls in classes for parameter in parameters_of(cls)}
+    taken = {key for key in keys if parameter_name(key) in known}
+    left = {key: keys[key] for key in free if key not in taken}
+    steps: list[Step] = []
+    for draft, cls in zip(drafts, classes, strict=True):
+        names = parameters_of(cls)
+        params = {name: value for key, value in keys.items() if (name := parameter_name(key)) in names}
+        if takes_any(cls):
+            params |= left
+            taken |= set(left)
+        params |= {parameter_name(k) if parameter_name(k) in names else k: v for k, v in draft.params.items()}
+        values = _rooted(check_params(cls, params), folder)
+        steps.append(Step(canonical(draft.op), values, draft.filter or ("swap" if steps else "run")))
+    return tuple(steps), taken
+
+
+def _rooted(values: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The parameters with paths that start where they are meant to."""
+    for name in PATHS:
+        if isinstance(values.get(name), str) and values[name]:
+            values[name] = os.path.join(folder, os.path.expanduser(values[name]))
+    target = values.get("target")
+    if isinstance(target, str) and target.partition(":")[0].endswith(".py"):
+        values["target"] = os.path.join(folder, os.path.expanduser(target))
+    return values

@@ -1,0 +1,137 @@
+"""One table of native keys as a Node: keys read and bounded, ops made steps, what is left over refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from penstock.config.words import found
+from penstock.errors import ConfigError, nearest
+from penstock.ops.catalog import find
+from penstock.ops.parameters import parameters_of
+from penstock.pipeline.graph import Each, Input, Node
+from penstock.pipeline.keys import NODE, ONLY_WITH_A_MODEL, torchpipe_keys
+from penstock.pipeline.lower import FAN_OUT, Draft, drafts_of, has_model, parameter_name, steps_of
+from penstock.pipeline.source import Source
+
+MAX_BATCH, MAX_BATCH_COMPAT = 8, 1
+
+_STEPS = {"ops", "backend"}
+_AS_THEY_ARE = {
+    "instances", "max_batch", "min_batch", "sizes", "bucket", "pad_to", "device", "queue", "queue_bytes",
+    "run_timeout_s", "retry_split", "idempotent", "on_error", "filter", "when", "require", "next",
+}  # fmt: skip
+_RENAMED = {"else": "otherwise"}
+_IN_SECONDS = {"wait_ms": "wait_s", "deadline_ms": "deadline_s"}
+_OF_EACH = {"each": "split", "body": "body", "gather": "gather"}
+_OF_EACH_TOO = {"max_fanout", "on_item_error"}
+
+
+class Reading(Struct):
+    """What all nodes of a file are read with. `used` gathers the defaults that some node took."""
+
+    source: Source
+    defaults: Mapping[str, Any]
+    folder: str
+    compat: bool
+    used: set[str]
+
+
+def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
+    """The node of a table with native keys. Raises ConfigError, which names the key."""
+    keys = _with_defaults(table, reading)
+    values = {key: _value(name, key, keys[key], reading.source) for key in NODE if key in keys}
+    try:
+        drafts = drafts_of(keys)
+        if FAN_OUT.lower() in (draft.op.lower() for draft in drafts):
+            values.setdefault("each", "data")
+            drafts = []
+        if has_model(drafts):
+            _settle_batch(values, reading)
+        else:
+            for key in ONLY_WITH_A_MODEL - table.keys():
+                values.pop(key, None)
+        free = (keys if reading.compat else table).keys() - NODE.keys()
+        steps, taken = steps_of(drafts, keys, sorted(free), reading.folder)
+    except ConfigError as e:
+        raise reading.source.error(name, _blamed(e, keys, table), e.message) from None
+    reading.used |= taken
+    for key in [key for key in table if key not in NODE and key not in taken]:
+        _unknown(name, key, drafts, reading)
+    _check_sizes(name, values, reading.source)
+    fields = {_RENAMED.get(key, key): values[key] for key in (*_AS_THEY_ARE, *_RENAMED) if key in values}
+    fields |= {_IN_SECONDS[key]: values[key] / 1000 for key in _IN_SECONDS if key in values}
+    inputs = tuple(_input(name, k, v, reading.source) for k, v in values.get("inputs", {}).items())
+    return Node(name=name, steps=steps, inputs=inputs, each=_each(name, values, reading.source), **fields)
+
+
+def _with_defaults(table: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+    said = _STEPS & table.keys()
+    return {k: v for k, v in reading.defaults.items() if not (said and k in _STEPS)} | dict(table)
+
+
+def _value(node: str, key: str, value: Any, source: Source) -> Any:
+    try:
+        return NODE[key].read(value)
+    except ConfigError as e:
+        raise source.error(node, key, e.message) from None
+
+
+def _blamed(error: ConfigError, keys: Mapping[str, Any], table: Mapping[str, Any]) -> str:
+    """The key that an error is about: a parameter that it names, else where the ops stand."""
+    named = (key for key in keys if f": {parameter_name(key)} is" in error.message)
+    return next(named, next((key for key in _STEPS if key in table), ""))
+
+
+def _settle_batch(values: dict[str, Any], reading: Reading) -> None:
+    """A model's node has a `max_batch`, whatever the dialect leaves unsaid."""
+    if "max_batch" not in values:
+        usual = MAX_BATCH_COMPAT if reading.compat else MAX_BATCH
+        values["max_batch"] = max(values.get("sizes") or (usual,)) if "sizes" in values else usual
+        values["max_batch"] = max(values["max_batch"], values.get("min_batch", 1))
+
+
+def _check_sizes(node: str, values: Mapping[str, Any], source: Source) -> None:
+    least, most = values.get("min_batch", 1), values.get("max_batch")
+    if most is not None and least > most:
+        raise source.error(node, "min_batch", f"found {least}, expected at most max_batch, which is {most}")
+    for key in ("sizes", "pad_to"):
+        sizes = values.get(key, ())
+        if list(sizes) != sorted(set(sizes)):
+            raise source.error(node, key, f"found {', '.join(map(str, sizes))}, expected sizes from small to large")
+    sizes = values.get("sizes", ())
+    if sizes and most is not None and sizes[-1] < most:
+        raise source.error(node, "sizes", f"the largest is {sizes[-1]}, expected at least max_batch, which is {most}")
+
+
+def _input(node: str, name: str, value: Any, source: Source) -> Input:
+    """`"prep.image"`: the field image of prep; `"prep"`: its result. Nodes with dots are told apart by `link`."""
+    if not isinstance(value, str) or not value.strip("."):
+        raise source.error(node, "inputs", f'{name}: found {found(value)}, expected a field such as "prep.result"')
+    producer, dot, field = value.rpartition(".")
+    return Input(producer, field, name) if dot else Input(value, "result", name)
+
+
+def _each(node: str, values: Mapping[str, Any], source: Source) -> Each | None:
+    if "each" not in values:
+        for key in (*_OF_EACH, *_OF_EACH_TOO):
+            if key in values:
+                raise source.error(node, key, "is part of a fan-out, but found no 'each': the field to split")
+        return None
+    if "body" not in values:
+        raise source.error(node, "each", "is a fan-out, but found no 'body' (TorchPipe's jump): where its items begin")
+    given = {_OF_EACH[key]: values[key] for key in _OF_EACH if key in values}
+    return Each(**{"gather": ("result",), **given, **{key: values[key] for key in _OF_EACH_TOO if key in values}})
+
+
+def _unknown(node: str, key: str, drafts: list[Draft], reading: Reading) -> None:
+    """Raises ConfigError for a key that nobody takes, or warns of it in TorchPipe's dialect."""
+    of_ops = [name for draft in drafts for name in parameters_of(find(draft.op))]
+    known = [*NODE, *of_ops, *(k.name for k in torchpipe_keys() if k.state in ("used", "held"))]
+    ops = ", ".join(dict.fromkeys(draft.op for draft in drafts)) or "none"
+    hint = nearest(key, known) or f" (ops of this node: {ops})"
+    if not reading.compat:
+        raise reading.source.error(node, key, f"unknown key: neither the node nor its ops have it{hint}")
+    reading.source.warn(node, key, f"unknown key, passed over{hint}")
