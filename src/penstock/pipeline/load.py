@@ -32,12 +32,14 @@ def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
     """
     file = Path(path).expanduser()
     text = _read(file)
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{path}: not valid TOML: {e}") from None  # the message ends in line and column
+    tables = _parsed(text, str(path))
     folder = str(file.resolve().parent)
     return _graph(tables, Source(str(path), text), name=file.stem, folder=folder, compat=compat)
+
+
+def read_tables(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError: it is not there, or no TOML."""
+    return _parsed(_read(Path(path).expanduser()), str(path))
 
 
 def parse_graph(tables: Mapping[str, Any], *, name: str, folder: str, compat: bool = False) -> Graph:
@@ -49,6 +51,13 @@ def is_pipeline(tables: Mapping[str, Any]) -> bool:
     """Whether tables tell a pipeline, and not a configuration of `penstock serve`."""
     nodes = any(isinstance(value, dict) and name not in RESERVED for name, value in tables.items())
     return "models" not in tables and (nodes or "pipeline" in tables or bool(_ALONE & tables.keys()))
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{name}: not valid TOML: {e}") from None  # the message ends in line and column
 
 
 def _read(file: Path) -> str:

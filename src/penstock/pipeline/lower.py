@@ -48,20 +48,28 @@ def drafts_of(table: Mapping[str, Any]) -> list[Draft]:
 def flatten(expression: Expression) -> list[Draft]:
     """The ops of an expression in their order: sequences and scopes vanish. Raises ConfigError with the position."""
     name, where = expression.name, f"at character {expression.position}"
-    kind = name.lower()
-    if kind in SEQUENCES | SCOPES:
+    if name.lower() in SEQUENCES | SCOPES:
         if expression.params:
             raise ConfigError(f"{where}: {name} takes no parameters; write them as keys of the node")
         inner = [draft for arg in expression.args for draft in flatten(arg)]
         return _guarded(inner, expression.filter, where)
-    if kind == "python":
-        if len(expression.args) != 1 or expression.args[0].args or expression.args[0].params:
-            raise ConfigError(f"{where}: found no one class, expected for instance Python[pkg.mod:Class]")
-        return [Draft("Python", {"target": expression.args[0].name, **expression.params}, expression.filter)]
-    if expression.args:
-        known = ", ".join(("Sequential", "S", "SyncTensor", "Torch", "StreamGuard", "Python"))
-        raise ConfigError(f"{where}: {name} takes nothing in brackets; these do: {known}")
-    return [Draft(name, dict(expression.params), expression.filter)]
+    draft = Draft(name, dict(expression.params), expression.filter)
+    if not expression.args:
+        return [draft]
+    try:
+        op = find(name)
+    except ConfigError as e:
+        raise ConfigError(f"{where}: {e.message}") from None
+    if op.brackets:
+        if any(arg.args or arg.params or arg.filter for arg in expression.args):
+            raise ConfigError(f"{where}: {name} takes no ops in its brackets, but the value of '{op.brackets}'")
+        draft.params[op.brackets] = ",".join(arg.name for arg in expression.args)
+        return [draft]
+    if op.wraps:
+        draft.filter = ""
+        inner = [each for arg in expression.args for each in flatten(arg)]
+        return _guarded([*inner, draft], expression.filter, where)
+    raise ConfigError(f"{where}: {name} takes nothing in brackets, as Sequential, S, SyncTensor and Torch do")
 
 
 def _guarded(inner: list[Draft], guard: str, where: str) -> list[Draft]:

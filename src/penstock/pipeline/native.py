@@ -50,6 +50,7 @@ def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
             drafts = []
         if has_model(drafts):
             _settle_batch(values, reading)
+            keys["max_batch"] = values["max_batch"]
         else:
             for key in ONLY_WITH_A_MODEL - table.keys():
                 values.pop(key, None)
