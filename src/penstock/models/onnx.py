@@ -6,6 +6,7 @@ Nothing here imports onnxruntime until it is called.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any, Final
@@ -46,11 +47,16 @@ def import_onnxruntime() -> Any:
 
 
 def open_session(
-    path: str, device: str = "cpu", *, threads: int = 1, providers: Sequence[Provider] | None = None
+    path: str,
+    device: str = "cpu",
+    *,
+    threads: int = 1,
+    providers: Sequence[Provider] | None = None,
+    graph: bytes | None = None,
 ) -> Any:
     """An InferenceSession on `device` ("cpu", "cuda:0") with `threads` threads inside an operator, which do not spin.
 
-    `providers` take the place of those that the device says. Raises LoadFailed.
+    `providers` take the place of those that the device says, `graph` that of what is in the file. Raises LoadFailed.
     """
     ort = import_onnxruntime()
     if not os.path.isfile(path):
@@ -71,7 +77,7 @@ def open_session(
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     try:
-        session = ort.InferenceSession(path, options, providers=wanted)
+        session = ort.InferenceSession(graph or path, options, providers=wanted)
     except Exception as e:  # its errors have no class of their own
         raise LoadFailed(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {describe(e)[:500]}") from e
     if session.get_providers()[0] != first:  # it would run on the CPU, and only a line of a log would tell
@@ -90,10 +96,19 @@ def providers_of(device: str) -> list[Provider]:
 
 
 def open_tensorrt(
-    path: str, device: str, *, threads: int = 1, precision: str = "fp32", most_rows: int = PROFILE_ROWS
+    path: str,
+    device: str,
+    *,
+    threads: int = 1,
+    precision: str = "fp32",
+    most_rows: int = PROFILE_ROWS,
+    least_rows: int = 1,
+    graph: bytes | None = None,
+    cache: str | None = None,
 ) -> Any:
     """A session that TensorRT compiles for the device; its engine is kept, and taken again by the next one.
 
+    It is kept beside the file `cache`, or where the user's caches are. `graph` takes the place of what is in the file.
     Raises LoadFailed, ConfigError.
     """
     ort = import_onnxruntime()
@@ -105,23 +120,26 @@ def open_tensorrt(
     index = int(device.partition(":")[2] or 0)
     options: dict[str, Any] = {"device_id": index}
     options |= {"trt_fp16_enable": precision == "fp16", "trt_bf16_enable": precision == "bf16"}
-    profile = _profile(open_session(path, "cpu", threads=threads).get_inputs(), most_rows)
+    inputs = open_session(path, "cpu", threads=threads, graph=graph).get_inputs()
+    profile = _profile(inputs, least_rows, most_rows)
     if profile is None:  # engines are made for the shapes that come, while it serves: there is none to be kept
-        return open_session(path, device, threads=threads, providers=[(TENSORRT, options), *providers_of(device)])
+        wanted = [(TENSORRT, options), *providers_of(device)]
+        return open_session(path, device, threads=threads, providers=wanted, graph=graph)
     key = {
-        "model": file_digest(path),
+        "model": file_digest(path) if graph is None else hashlib.sha256(graph).hexdigest(),
         "shapes": profile,
         "precision": precision,
         "device": gpu_name(device),
         "onnxruntime": ort.__version__,
         "tensorrt": tensorrt_version(),
     }
-    with EngineCache.of_user(key).open() as folder:
+    with (EngineCache.beside(cache, key) if cache else EngineCache.of_user(key)).open() as folder:
         options |= {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(folder), **profile}
-        return open_session(path, device, threads=threads, providers=[(TENSORRT, options), *providers_of(device)])
+        wanted = [(TENSORRT, options), *providers_of(device)]
+        return open_session(path, device, threads=threads, providers=wanted, graph=graph)
 
 
-def _profile(inputs: Sequence[Any], most_rows: int) -> dict[str, str] | None:
+def _profile(inputs: Sequence[Any], least_rows: int, most_rows: int) -> dict[str, str] | None:
     """The shapes that an engine is made for: {} when all stand in the graph, None when one besides the rows is open."""
     shapes = {i.name: list(i.shape) for i in inputs}
     if any(not isinstance(n, int) for shape in shapes.values() for n in shape[1:]):
@@ -133,7 +151,7 @@ def _profile(inputs: Sequence[Any], most_rows: int) -> dict[str, str] | None:
         return ",".join(f"{name}:{'x'.join(map(str, [rows, *shape[1:]]))}" for name, shape in shapes.items())
 
     return {
-        "trt_profile_min_shapes": with_rows(1),
+        "trt_profile_min_shapes": with_rows(least_rows),
         "trt_profile_opt_shapes": with_rows(most_rows),
         "trt_profile_max_shapes": with_rows(most_rows),
     }

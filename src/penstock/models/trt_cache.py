@@ -9,10 +9,13 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from penstock.errors import describe
 
 log = logging.getLogger("penstock.models")
 
@@ -37,6 +40,26 @@ class EngineCache:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return cls(Path(home) / "penstock" / "engines", key)
 
+    @classmethod
+    def beside(cls, path: str, key: dict[str, Any]) -> EngineCache:
+        """In the folder `PATH.penstock`; what others wrote to `PATH` itself is left alone.
+
+        Where that folder cannot be made it is that of the user, and a warning tells so.
+        """
+        cache = cls.of_user(key)
+        folder = Path(path + ".penstock")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder.parent):
+                wrong = "" if folder.stat().st_uid == os.getuid() else "it is another user's"
+        except OSError as e:
+            wrong = describe(e)
+        if wrong:
+            log.warning("engine_cache folder=%s unusable=%r consequence=kept_in_%s", folder, wrong, cache.folder)
+        else:
+            cache.folder = folder
+        return cache
+
     @contextmanager
     def open(self) -> Iterator[Path]:
         """The folder, with engines that fit or with none; a warning says that some were thrown away.
@@ -58,13 +81,19 @@ class EngineCache:
         """Why the engines in the folder are not taken, "" if they are."""
         if self.folder.stat().st_uid != os.getuid():
             return "the folder is another user's"
+        if not any(self.folder.iterdir()):
+            return ""
         try:
             sidecar = json.loads((self.folder / SIDECAR).read_text())
         except (OSError, ValueError):
             return f"there is no {SIDECAR} that can be read"
-        if not isinstance(sidecar, dict) or sidecar.get("key") != self._key:
-            return f"{SIDECAR} is that of other engines"
-        return "" if sidecar.get("files") == self._files() else "files are not those that were written"
+        told = sidecar if isinstance(sidecar, dict) else {}
+        key: dict[str, Any] = told["key"] if isinstance(told.get("key"), dict) else {}
+        if key != self._key:
+            names = sorted(name for name in self._key | key if key.get(name) != self._key.get(name))
+            found = [f"{n} {str(key.get(n))[:60]!r}, expected {str(self._key.get(n))[:60]!r}" for n in names]
+            return f"{SIDECAR} is that of other engines: found {'; '.join(found)}"
+        return "" if told.get("files") == self._files() else "files are not those that were written"
 
     def _files(self) -> dict[str, str]:
         return {path.name: file_digest(str(path)) for path in sorted(self.folder.iterdir()) if path.name != SIDECAR}
