@@ -29,12 +29,18 @@ class Op:
     writes: ClassVar[tuple[str, ...] | None] = ()
     takes: ClassVar[str] = "any"
     gives: ClassVar[str] = "any"
+    brackets: ClassVar[str] = ""  # the parameter that text in brackets sets, as in Python[pkg.mod:Class]
+    wraps: ClassVar[bool] = False  # whether ops may stand in its brackets, which are run before it: Result2Key[X]
 
     def load(self, device: str) -> None:
         """Called once, in the instance's thread, before the first item. `device` is "cpu", "cuda:0" ..."""
 
     def unload(self) -> None:
         """Called once, when the instance ends in order."""
+
+    def note(self) -> str:
+        """What a user should know of the op as it is configured, in one line for `penstock pipeline check`; or ""."""
+        return ""
 
 
 class ItemOp(Op):

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from penstock.ops.arrays import Array, as_mat
+import numpy as np
+
+from penstock.errors import BadRequest
+from penstock.ops.arrays import Array, as_mat, as_tensor, found
 from penstock.ops.base import Fields, ItemOp
 
 DataFormat = Literal["nchw", "hwc", "nhwc"]
+
+
+def tensor_of(mat: Array, data_format: str) -> Array:
+    """A view of an image as a tensor."""
+    if mat.ndim == 2:
+        mat = mat[:, :, None]
+    if data_format == "nchw":
+        return mat.transpose(2, 0, 1)[None]
+    return mat if data_format == "hwc" else mat[None]
 
 
 class Mat2Tensor(ItemOp):
     """The image as a tensor: `[height, width, channels]` -> `[1, channels, height, width]`, of the same type; a view.
 
     A list of images gives a list of tensors. The device is the model's affair: the tensor stays on the CPU until the
-    model takes a whole batch of them.
+    model takes a whole batch of them, which is also when its numbers are put in a row.
 
     - `data_format`: "nchw"; "nhwc" gives `[1, height, width, channels]`, "hwc" (TorchPipe's) the same without rows.
     - `device`: taken as TorchPipe's files have it, and of no effect.
@@ -28,17 +40,11 @@ class Mat2Tensor(ItemOp):
         self.data_format = data_format
 
     def __call__(self, data: Any, fields: Fields) -> Any:
-        result = [self.tensor(mat) for mat in data] if isinstance(data, list | tuple) else self.tensor(data)
+        name = type(self).__name__
         fields["data_format"] = self.data_format
-        return result
-
-    def tensor(self, data: Any) -> Array:
-        mat = as_mat(data, type(self).__name__)
-        if mat.ndim == 2:
-            mat = mat[:, :, None]
-        if self.data_format == "nchw":
-            return mat.transpose(2, 0, 1)[None]
-        return mat if self.data_format == "hwc" else mat[None]
+        if isinstance(data, list | tuple):
+            return [tensor_of(as_mat(mat, name), self.data_format) for mat in data]
+        return tensor_of(as_mat(data, name), self.data_format)
 
 
 class Mat2CpuTensor(Mat2Tensor):
@@ -47,3 +53,47 @@ class Mat2CpuTensor(Mat2Tensor):
 
 class Mat2GpuTensor(Mat2Tensor):
     """Mat2Tensor, as TorchPipe names it for the GPU: the model moves its batch there."""
+
+
+class Any2Mat(ItemOp):
+    """The list of images that the data is, each of them checked."""
+
+    def __call__(self, data: Any, fields: Fields) -> list[Array]:
+        if not isinstance(data, list | tuple):
+            raise BadRequest(f"Any2Mat found {found(data)}, expected a list of images")
+        return [as_mat(mat, "Any2Mat") for mat in data]
+
+
+def image_of(data: Any, op: str) -> Array:
+    """A view `[height, width, channels]` of an image tensor, `[1, channels, height, width]` or already like that.
+
+    1, 3 or 4 channels. Raises BadRequest.
+    """
+    tensor = as_tensor(data, op)
+    if tensor.ndim == 4 and tensor.shape[0] == 1 and tensor.shape[1] in (1, 3, 4):
+        mat: Array = tensor[0]
+        return mat.transpose(1, 2, 0)
+    if tensor.ndim == 3 and tensor.shape[2] in (1, 3, 4):
+        return tensor
+    raise BadRequest(f"{op} found {found(tensor)}, expected [1, 1|3|4, height, width] or [height, width, 1|3|4]")
+
+
+class Tensor2Mat(ItemOp):
+    """The image that a tensor holds: `[1, channels, height, width]` or `[height, width, channels]`, uint8 or float32,
+    -> `[height, width, channels]`, of the same type."""
+
+    takes = "tensor"
+    gives = "mat"
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        return np.ascontiguousarray(as_mat(image_of(data, "Tensor2Mat"), "Tensor2Mat"))
+
+
+class Tensor2Vector(ItemOp):
+    """All numbers of a tensor, one after the other, as a list of floats."""
+
+    takes = "tensor"
+
+    def __call__(self, data: Any, fields: Fields) -> list[float]:
+        numbers: list[float] = as_tensor(data, "Tensor2Vector").astype(np.float64).ravel().tolist()
+        return numbers

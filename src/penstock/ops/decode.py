@@ -15,6 +15,7 @@ import numpy as np
 from penstock.errors import ConfigError
 from penstock.ops.arrays import Array, found
 from penstock.ops.base import Fields, ItemOp
+from penstock.ops.bridge import DataFormat, tensor_of
 from penstock.ops.cv import cv2
 from penstock.ops.errors import DecodeError
 from penstock.ops.header import JPEG, JpegHeader, jpeg_header
@@ -64,17 +65,18 @@ class DecodeMat(ItemOp):
             raise ConfigError(f"scale_h = {scale_h} and scale_w = {scale_w}: set both above 0, or neither")
         if max_pixels < 1:
             raise ConfigError(f"max_pixels = {max_pixels}, expected at least 1")
+        self.color = "bgr"
         self.max_pixels = max_pixels
         self.scale = (scale_h, scale_w) if scale_h > 0 else None
         self.turbo: Any = None if decoder == "opencv" else _simplejpeg()
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         mat = self.decode(data)
-        fields["color"] = "bgr"
+        fields["color"] = self.color
         return mat
 
     def decode(self, data: Any) -> Array:
-        """The image in BGR. Raises DecodeError."""
+        """The image in `self.color`. Raises DecodeError."""
         if not isinstance(data, bytes):
             if not isinstance(data, bytearray | memoryview):
                 raise DecodeError(f"{type(self).__name__} found {found(data)}, expected the bytes of an encoded image")
@@ -100,7 +102,7 @@ class DecodeMat(ItemOp):
         try:
             mat: Array = self.turbo.decode_jpeg(
                 data,
-                "BGR",
+                self.color.upper(),
                 min_height=-(-header.height // reduction) if reduction > 1 else 0,
                 min_width=-(-header.width // reduction) if reduction > 1 else 0,
             )
@@ -149,7 +151,7 @@ class DecodeMat(ItemOp):
             raise DecodeError(f"found a {kind} that cannot be decoded ({len(data)} bytes)") from e
         if mat is None:
             raise DecodeError(f"found a {kind} that cannot be decoded ({len(data)} bytes): broken, or cut short")
-        return mat  # turned by OpenCV
+        return mat if self.color == "bgr" else cv2.cvtColor(mat, cv2.COLOR_BGR2RGB)  # turned by OpenCV
 
 
 def turned(mat: Array, orientation: int) -> Array:
@@ -173,15 +175,34 @@ def turned(mat: Array, orientation: int) -> Array:
 
 
 class DecodeTensor(DecodeMat):
-    """The pixels of an encoded image as a tensor: bytes -> uint8 `[1, 3, height, width]`, BGR; `color` = "bgr".
+    """The pixels of an encoded image as a tensor: bytes -> uint8 `[1, 3, height, width]`; `color` says their order.
 
     The same decoders, on the CPU: what TorchPipe has the GPU decode. See DecodeMat.
+
+    - `color`: "rgb" or "bgr".
+    - `data_format`: "nchw"; "nhwc" gives `[1, height, width, 3]`, "hwc" (TorchPipe's) the same without rows.
+    - `decoder`: see DecodeMat.
+    - `scale_h`: see DecodeMat.
+    - `scale_w`: see DecodeMat.
+    - `max_pixels`: see DecodeMat.
     """
 
     gives = "tensor"
     writes = ("color", "data_format")
 
+    def __init__(
+        self,
+        color: Literal["rgb", "bgr"] = "rgb",
+        data_format: DataFormat = "nchw",
+        decoder: Decoder = "auto",
+        scale_h: int = 0,
+        scale_w: int = 0,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        super().__init__(decoder, scale_h, scale_w, max_pixels)
+        self.color, self.data_format = color, data_format
+
     def __call__(self, data: Any, fields: Fields) -> Array:
         mat = super().__call__(data, fields)
-        fields["data_format"] = "nchw"
-        return np.ascontiguousarray(mat.transpose(2, 0, 1))[None]
+        fields["data_format"] = self.data_format
+        return tensor_of(mat, self.data_format)

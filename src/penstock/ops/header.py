@@ -26,7 +26,7 @@ class JpegHeader(Struct, frozen=True):
 
     def ended(self, data: bytes) -> bool:
         """Whether the image has its end marker; inside a scan, 0xFF 0xD9 is nothing else."""
-        return data.find(b"\xff\xd9", self.scan) >= 0
+        return data.rfind(b"\xff\xd9", self.scan) >= 0
 
 
 def jpeg_header(data: bytes) -> JpegHeader:
