@@ -131,7 +131,10 @@ def steps_of(
             params |= left
             taken |= set(left)
         params |= {parameter_name(k) if parameter_name(k) in names else k: v for k, v in draft.params.items()}
-        values = _rooted(check_params(cls, params), folder)
+        try:
+            values = _rooted(check_params(cls, params), folder)
+        except ConfigError as e:  # it is told by the name that was written
+            raise ConfigError(e.message.replace(cls.__name__, draft.op)) from None
         steps.append(Step(canonical(draft.op), values, draft.filter or ("swap" if steps else "run")))
     return tuple(steps), taken
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from penstock.config.words import found
 from penstock.errors import ConfigError, nearest
 from penstock.ops.catalog import find
 from penstock.ops.parameters import parameters_of
+from penstock.pipeline.dialect import gpu_of
 from penstock.pipeline.graph import Each, Input, Node
 from penstock.pipeline.keys import NODE, ONLY_WITH_A_MODEL, torchpipe_keys
 from penstock.pipeline.lower import FAN_OUT, Draft, drafts_of, has_model, parameter_name, steps_of
@@ -18,6 +20,7 @@ from penstock.pipeline.source import Source
 
 MAX_BATCH, MAX_BATCH_COMPAT = 8, 1
 
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,2})?")
 _STEPS = {"ops", "backend"}
 _AS_THEY_ARE = {
     "instances", "max_batch", "min_batch", "sizes", "bucket", "pad_to", "device", "queue", "queue_bytes",
@@ -51,6 +54,7 @@ def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
         if has_model(drafts):
             _settle_batch(values, reading)
             keys["max_batch"] = values["max_batch"]
+            values.setdefault("device", gpu_of(draft.op for draft in drafts) or "cpu")
         else:
             for key in ONLY_WITH_A_MODEL - table.keys():
                 values.pop(key, None)
@@ -62,6 +66,7 @@ def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
     for key in [key for key in table if key not in NODE and key not in taken]:
         _unknown(name, key, drafts, reading)
     _check_sizes(name, values, reading.source)
+    _check_device(name, values, reading.source)
     fields = {_RENAMED.get(key, key): values[key] for key in (*_AS_THEY_ARE, *_RENAMED) if key in values}
     fields |= {_IN_SECONDS[key]: values[key] / 1000 for key in _IN_SECONDS if key in values}
     inputs = tuple(_input(name, k, v, reading.source) for k, v in values.get("inputs", {}).items())
@@ -105,6 +110,13 @@ def _check_sizes(node: str, values: Mapping[str, Any], source: Source) -> None:
     sizes = values.get("sizes", ())
     if sizes and most is not None and sizes[-1] < most:
         raise source.error(node, "sizes", f"the largest is {sizes[-1]}, expected at least max_batch, which is {most}")
+
+
+def _check_device(node: str, values: dict[str, Any], source: Source) -> None:
+    device = values.get("device", "cpu")
+    if not _DEVICE.fullmatch(device):
+        raise source.error(node, "device", f"found {found(device)}, expected cpu, cuda, or one such as cuda:0")
+    values["device"] = "cuda:0" if device == "cuda" else device
 
 
 def _input(node: str, name: str, value: Any, source: Source) -> Input:

@@ -1,0 +1,433 @@
+"""Graphs from TOML: what keys become, and what is told of those that are wrong."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.pipeline import dialect
+from penstock.pipeline.graph import Each, Graph, Input, Step
+from penstock.pipeline.load import is_pipeline, load_graph, parse_graph, read_tables
+
+PUBLISHED = """\
+batching_timeout = 5
+instance_num = 8
+precision = "fp16"
+[cpu_decoder]
+backend = "DecodeMat"
+next = "cpu_posdecoder"
+[cpu_posdecoder]
+backend = "Sequential[ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]"
+resize_h = 224
+resize_w = 224
+color = "rgb"
+next = "resnet50"
+[resnet50]
+backend = "SyncTensor[TensorrtTensor]"
+min = 1
+max = 4
+instance_num = 4
+model = "/you/model/path/resnet50.onnx"
+mean="123.675, 116.28, 103.53"
+std="58.395, 57.120, 57.375"
+"model::cache"="/you/model/path/resnet50.trt"
+"""
+NET = '[net]\nbackend = "OnnxTensor"\nmodel = "net.onnx"\n'
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialect, "visible_gpus", lambda: 0)
+
+
+def load(tmp_path: Path, text: str, *, compat: bool = False) -> Graph:
+    (tmp_path / "p.toml").write_text(text)
+    return load_graph(tmp_path / "p.toml", compat=compat)
+
+
+def refused(tmp_path: Path, text: str, *, compat: bool = False) -> str:
+    """What is told of a file that is refused, without its folder."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, compat=compat)
+    assert caught.value.message.startswith(str(tmp_path / "p.toml"))
+    return caught.value.message.removeprefix(str(tmp_path / "p.toml"))
+
+
+# ---- TorchPipe's dialect
+
+
+def test_the_published_file_is_three_nodes(tmp_path: Path) -> None:
+    graph = load(tmp_path, PUBLISHED)
+    assert (graph.name, graph.entry, graph.outputs) == ("p", "cpu_decoder", ("resnet50",))
+    assert graph.order() == ("cpu_decoder", "cpu_posdecoder", "resnet50")
+    decode, prepare, net = graph.nodes.values()
+    assert (decode.steps, decode.instances, decode.max_batch) == ((Step("DecodeMat"),), 8, None)
+    assert prepare.steps == (
+        Step("ResizeMat", {"resize_h": 224, "resize_w": 224}),
+        Step("CvtColorMat", {"color": "rgb"}, "swap"),
+        Step("Mat2Tensor", {}, "swap"),
+    )
+    (step,) = net.steps
+    assert step.op == "TensorrtTensor"
+    assert step.params["model"] == "/you/model/path/resnet50.onnx"
+    assert step.params["model_cache"] == "/you/model/path/resnet50.trt"
+    assert step.params["mean"] == (123.675, 116.28, 103.53)
+    assert step.params["precision"] == "fp16"
+    assert (net.instances, net.min_batch, net.max_batch, net.wait_s) == (4, 1, 4, 0.005)
+
+
+def test_waits_and_batches_for_all_nodes_are_for_those_with_a_model(tmp_path: Path) -> None:
+    graph = load(tmp_path, "max = 4\n" + PUBLISHED)
+    assert graph.nodes["cpu_decoder"].wait_s is None
+    assert graph.nodes["cpu_decoder"].max_batch is None
+    assert graph.nodes["resnet50"].max_batch == 4
+
+
+def test_texts_are_numbers_where_numbers_belong() -> None:
+    tables = {
+        "batching_timeout": "2.5",
+        "a": {
+            "backend": "S[DecodeMat,ResizeMat]",
+            "resize_h": "8",
+            "resize_w": "9",
+            "instance_num": "3",
+            "next": "net",
+        },
+        "net": {"backend": "OnnxTensor", "model": "/m.onnx", "max": "4", "retry_split": "0"},
+    }
+    graph = parse_graph(tables, name="t", folder="/", compat=True)
+    assert graph.nodes["a"].instances == 3
+    assert graph.nodes["a"].steps[1].params == {"resize_h": 8, "resize_w": 9}
+    assert (graph.nodes["net"].wait_s, graph.nodes["net"].max_batch) == (0.0025, 4)
+    assert graph.nodes["net"].retry_split is False
+
+
+def test_a_model_has_a_batch_of_one_in_the_dialect_and_eight_natively(tmp_path: Path) -> None:
+    assert load(tmp_path, NET).nodes["net"].max_batch == 8
+    assert load(tmp_path, NET, compat=True).nodes["net"].max_batch == 1
+    assert load(tmp_path, NET + "sizes = [1, 4, 16]").nodes["net"].max_batch == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "most", "sizes"),
+    [
+        ('max = "4x3x224x224"\nmin = "1x3x224x224"', 1, 4, ()),
+        ('max = "4x3x8x8,4x10"', 1, 4, ()),
+        ('max = "1;4"\nmin = "1;2"', 1, 4, (1, 4)),
+        ('max = "8;1;8"', 1, 8, (1, 8)),
+        ("min = 2\nmax = 4", 2, 4, ()),
+    ],
+)
+def test_max_and_min_may_be_shapes_and_lists(
+    tmp_path: Path, text: str, least: int, most: int, sizes: tuple[int, ...]
+) -> None:
+    node = load(tmp_path, NET + text).nodes["net"]
+    assert (node.min_batch, node.max_batch, node.sizes) == (least, most, sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('max = "4&8"', "groups of a node ('&') are not run here"),
+        ('instance_num = "2&1"', "groups of a node ('&') are not run here"),
+        ('max = "4x3,8x3"', "expected the same batch for each input"),
+        ('max = "many"', "expected a whole number, 1 or more, or a shape"),
+        ("max = 0", "expected a whole number, 1 or more, or a shape"),
+        ("min = 5\nmax = 4", "min_batch: found 5, expected at most max_batch, which is 4"),
+        ("max = 4\nmax_batch = 4", "is 'max_batch' in other words, which is set, too"),
+        ("instance_num = 0", "instances: found 0, expected whole number from 1 to 1024"),
+        ('instance_num = "many"', "expected whole number from 1 to 1024"),
+        ("instance_num = 2000", "expected whole number from 1 to 1024"),
+        ("instance_num = [2]", "found a list of 1, expected whole number"),
+        ("batching_timeout = -1", "wait_ms: found -1, expected number from 0"),
+        ("batching_timeout = nan", "wait_ms: found nan, expected number from 0"),
+        ('request_size = "4"', "request_size: is not supported: an item counts one"),
+        ('borrow_from = "a"', "borrow_from: is not supported"),
+        ('device_id = "first"', "device_id: found the text 'first', expected the number of a GPU"),
+        ('device = "gpu"', "device: found the text 'gpu', expected cpu, cuda"),
+        ('map = "prep"', "map: found the text 'prep', expected for instance prep[result:data,box:box]"),
+        ('map = "prep[result]"', "map: found 'result', expected a pair"),
+        ('map = "a[result:data],b[result:data]"', "map: found the field 'data' twice"),
+        ('map = "a[TASK_DATTA_KEY:data]"', "found TASK_DATTA_KEY, expected one of TASK_BOX_KEY"),
+        ('mean = "1, two"', "mean: OnnxTensor: mean is '1, two'"),
+        ("retry_split = 2", "retry_split: found 2, expected true or false"),
+        ('on_error = "stop"', "on_error: found the text 'stop', expected one of 'fail', 'skip'"),
+        ("sizes = [4, 1]", "sizes: found 4, 1, expected sizes from small to large"),
+        ("sizes = [1, 2]\nmax_batch = 4", "sizes: the largest is 2, expected at least max_batch, which is 4"),
+        ("ops = []", "found both ops and backend"),
+        ('jump = "a"', "body: is part of a fan-out, but found no 'each'"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    message = refused(tmp_path, NET + text)
+    assert "[net]" in message
+    assert told in message
+
+
+def test_an_error_names_the_line(tmp_path: Path) -> None:
+    assert refused(tmp_path, "\n# a comment\n" + NET + "retry_split = 7\n").startswith(", line 6: [net] retry_split: ")
+
+
+def test_keys_without_meaning_are_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="penstock.pipeline"):
+        load(tmp_path, '"Interpreter::backend" = "PipelineV3"\n' + NET + "max_workspace_size = 1024")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "line 1: Interpreter::backend: has no meaning here" in told[0]
+    assert "[net] max_workspace_size: has no meaning here" in told[1]
+
+
+def test_a_gpu_is_used_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(tmp_path, NET + "device_id = 1").nodes["net"].device == "cpu"
+    assert "there is no GPU: the node runs on the CPU" in caplog.text
+    monkeypatch.setattr(dialect, "visible_gpus", lambda: 2)
+    assert load(tmp_path, NET + "device_id = 1").nodes["net"].device == "cuda:1"
+    assert load(tmp_path, NET + 'device = "cuda"').nodes["net"].device == "cuda:0"
+
+
+def test_names_of_task_keys_are_fields(tmp_path: Path) -> None:
+    graph = load(
+        tmp_path,
+        '[a]\nnext = "b"\n[b]\nmap = "a[TASK_RESULT_KEY:TASK_DATA_KEY, data : TASK_BOX_KEY]"\n',
+    )
+    assert graph.nodes["b"].inputs == (Input("a", "result", "data"), Input("a", "data", "_box"))
+
+
+def test_a_fan_out_is_held(tmp_path: Path) -> None:
+    text = (
+        '[boxes]\nnext = "objects"\n'
+        '[objects]\nbackend = "MapReduce"\nsplit = "TASK_BOX_KEY"\njump = "crop"\nmerge = "score,result"\n[crop]\n'
+    )
+    graph = load(tmp_path, text)
+    assert graph.nodes["objects"].each == Each("_box", "crop", ("score", "result"))
+    assert graph.entry == "boxes"
+
+
+def test_an_alias_is_held(tmp_path: Path) -> None:
+    text = (
+        '[in]\nnext = "rec,rec.2"\n[rec]\nnext = "final"\n[rec.2]\nnext = "final"\nbackend = "C10Exception"\n'
+        '[final]\nmap = "rec[result:data],rec.2[result:data.2]"\n'
+    )
+    graph = load(tmp_path, text, compat=True)
+    assert graph.nodes["rec.2"].alias_of == "rec"
+    assert graph.nodes["final"].inputs == (Input("rec", "result", "data"), Input("rec.2", "result", "data.2"))
+
+
+def test_a_file_without_tables_is_one_node(tmp_path: Path) -> None:
+    graph = load(tmp_path, 'backend = "DecodeMat"\ninstance_num = 2\n')
+    assert graph.order() == ("p",)
+    assert (graph.nodes["p"].instances, graph.nodes["p"].steps) == (2, (Step("DecodeMat"),))
+
+
+def test_defaults_may_stand_in_a_table_of_their_own() -> None:
+    tables = {"global": {"instance_num": "2"}, "a": {"node_name": "a", "backend": "Identity"}}
+    assert parse_graph(tables, name="t", folder="/", compat=True).nodes["a"].instances == 2
+
+
+# ---- expressions and ops
+
+
+def test_filters_before_brackets_guard_all_that_is_in_them(tmp_path: Path) -> None:
+    text = '[a]\nbackend = "S[S[DecodeTensor,CvtColorMat],(or)S[DecodeMat,CvtColorMat],Mat2Tensor]"\ncolor = "rgb"'
+    steps = load(tmp_path, text).nodes["a"].steps
+    assert [s.filter for s in steps] == ["run", "swap", "or", "then", "swap"]
+
+
+def test_parameters_of_one_op_are_stronger_than_the_nodes(tmp_path: Path) -> None:
+    text = '[a]\nbackend = "S[ResizeMat(resize_h=8),ResizeMat]"\nresize_h = 4\nresize_w = 4'
+    first, second = load(tmp_path, text).nodes["a"].steps
+    assert (first.params, second.params) == ({"resize_h": 8, "resize_w": 4}, {"resize_h": 4, "resize_w": 4})
+
+
+def test_ops_may_be_a_list(tmp_path: Path) -> None:
+    text = (
+        '[a]\nops = ["DecodeMat", {op = "ResizeMat", resize_h = 8, resize_w = 9}, {op = "Mat2Tensor", filter = "or"}]'
+    )
+    assert load(tmp_path, text).nodes["a"].steps == (
+        Step("DecodeMat"),
+        Step("ResizeMat", {"resize_h": 8, "resize_w": 9}, "swap"),
+        Step("Mat2Tensor", {}, "or"),
+    )
+
+
+def test_what_stands_in_brackets_may_be_a_parameter(tmp_path: Path) -> None:
+    assert load(tmp_path, '[a]\nbackend = "Copy[a:b, c:d]"').nodes["a"].steps == (Step("Copy", {"pairs": "a:b,c:d"}),)
+
+
+def test_what_wraps_an_op_runs_behind_it(tmp_path: Path) -> None:
+    steps = load(tmp_path, '[a]\nbackend = "Result2Key(key=image)[DecodeMat]"').nodes["a"].steps
+    assert steps == (Step("DecodeMat"), Step("Result2Key", {"key": "image"}, "swap"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        ("DecodMat", "unknown op 'DecodMat'; did you mean 'DecodeMat'?"),
+        ("S[DecodeMat,Mat2Tensr]", "unknown op 'Mat2Tensr'; did you mean 'Mat2Tensor'?"),
+        ("Decode Mat[", "at character 12 of 'Decode Mat[': found the end, expected a name"),
+        ("DecodeMat[ResizeMat]", "at character 1: DecodeMat takes nothing in brackets"),
+        ("Torch(device_id=1)[DecodeMat]", "at character 1: Torch takes no parameters"),
+        ("S[DecodeMat,ResizeMat]", "ResizeMat needs resize_h and resize_w, not found"),
+        ("ResizeMat(resize_h=8,resize_w=wide)", "resize_w is 'wide'"),
+        ("DecodeMat(colour=rgb)", "has no parameter 'colour'"),
+        ("Copy[S[DecodeMat]]", "at character 1: Copy takes no ops in its brackets"),
+        ("(or)S[DecodeMat,(or)DecodeTensor]", "a filter before brackets that hold filters cannot be run"),
+    ],
+)
+def test_an_op_that_does_not_fit_is_refused(tmp_path: Path, backend: str, told: str) -> None:
+    message = refused(tmp_path, f'[a]\nbackend = "{backend}"')
+    assert message.startswith(", line 2: [a] backend: ")
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    ("ops", "told"),
+    [
+        ("3", "found 3, expected array"),
+        ("[]", "found a list of 0, expected a list such as"),
+        ("[3]", "found 3 among the ops"),
+        ('[{name = "DecodeMat"}]', "found a table among the ops"),
+        ('[{op = "S[DecodeMat,Mat2Tensor]"}]', "is not one op"),
+    ],
+)
+def test_a_list_of_ops_that_does_not_fit_is_refused(tmp_path: Path, ops: str, told: str) -> None:
+    assert told in refused(tmp_path, f"[a]\nops = {ops}")
+
+
+# ---- native keys
+
+
+def test_native_keys_are_fields_of_the_node(tmp_path: Path) -> None:
+    text = NET + (
+        'instances = 2\nmax_batch = 16\nsizes = [1, 16]\nwait_ms = 1.5\nbucket = ["image.shape"]\npad_to = [32, 64]\n'
+        "queue = 9\nqueue_bytes = 1000\ndeadline_ms = 250\nrun_timeout_s = 5\nretry_split = false\nidempotent = false\n"
+        'on_error = "skip"\nwhen = "score >= 0.4"\nelse = "stop"\nrequire = "any"\n'
+    )
+    node = load(tmp_path, text).nodes["net"]
+    assert (node.instances, node.max_batch, node.sizes, node.wait_s) == (2, 16, (1, 16), 0.0015)
+    assert (node.bucket, node.pad_to, node.queue, node.queue_bytes) == (("image.shape",), (32, 64), 9, 1000)
+    assert (node.deadline_s, node.run_timeout_s, node.retry_split, node.idempotent) == (0.25, 5.0, False, False)
+    assert (node.on_error, node.when, node.otherwise, node.require) == ("skip", "score >= 0.4", "stop", "any")
+
+
+def test_settings_of_the_pipeline_are_its_own(tmp_path: Path) -> None:
+    text = '[pipeline]\nname = "nets"\nentry = "b"\ntrace = true\nin_flight = 5\ninputs = ["data", "box"]\n'
+    graph = load(tmp_path, text + 'outputs = ["label"]\n[server]\nport = 1\n[a]\n[b]\n')
+    assert (graph.name, graph.entry, graph.trace, graph.in_flight) == ("nets", "b", True, 5)
+    assert (graph.takes, graph.answers, list(graph.nodes)) == (("data", "box"), ("label",), ["a", "b"])
+
+
+def test_relative_paths_start_at_the_folder_of_the_file(tmp_path: Path) -> None:
+    (step,) = load(tmp_path, NET).nodes["net"].steps
+    assert step.params["model"] == str(tmp_path / "net.onnx")
+
+
+def test_inputs_that_name_a_node_are_an_edge(tmp_path: Path) -> None:
+    graph = load(tmp_path, '[a]\n[b]\ninputs = {data = "a"}\n[c]\ninputs = {data = "b.result", image = "a.data"}\n')
+    assert graph.nodes["a"].next == ("b", "c")
+    assert graph.nodes["b"].inputs == (Input("a", "result", "data"),)
+    assert graph.nodes["c"].inputs == (Input("b", "result", "data"), Input("a", "data", "image"))
+
+
+def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> None:
+    graph = load(tmp_path, '[a]\nnext = "b"\n[b]\nmap = "[result:data,data:image]"\n')
+    assert graph.nodes["b"].inputs == (Input("a", "result", "data"), Input("a", "data", "image"))
+
+
+# ---- graphs that are none
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[a\n", ": not valid TOML: "),
+        ('[a]\nnext = "b"\n[b]\nnxt = "c"\n', ", line 4: [b] nxt: unknown key: neither the node nor its ops have it;"),
+        ('[a]\nbackend="DecodeMat"\nresize_w=3', "[a] resize_w: unknown key"),
+        ("resize_hh = 3\n[a]\n", ", line 1: resize_hh: unknown key: no op of this file has it"),
+        ('next = "a"\n[a]\n', ", line 1: next: is a key of one node"),
+        ("instance_num = 0\n[a]\n", "instances: found 0"),
+        ('[a]\nnext = "b"\n[b]\nnext = "c"\n[c]\nnext = "a"\n', "the nodes a -> b -> c -> a are in a cycle"),
+        ('[in]\nnext = "a"\n[a]\nnext = "b"\n[b]\nnext = "a"\n', "the nodes a -> b -> a are in a cycle"),
+        (
+            '[in]\nnext="a"\n[a]\nnext="b"\nmap="in[data:data],b[result:x]"\n[b]\n',
+            "the nodes a -> b -> a are in a cycle",
+        ),
+        ('[a]\nnext = "a"\n', "the nodes a -> a are in a cycle"),
+        ("[a]\n[b]\n", "found 2 entries, [a], [b]: no next names them; name one with entry in [pipeline]"),
+        ('[pipeline]\nentry = "bb"\n[b1]\n[b]\n', "entry: there is no node 'bb'; did you mean 'b"),
+        (
+            '[decode]\nnext = "resnet"\n[resnet50]\n',
+            "[decode] next: there is no node 'resnet'; did you mean 'resnet50'?",
+        ),
+        ('[a]\nnext = ["b", "b"]\n[b]\n', "[a] next: found b, b, expected each node once"),
+        ("[a]\nnext = 3\n[b]\n", "[a] next: there is no node '3'"),
+        ("[a]\nnext = {b = 1}\n[b]\n", "[a] next: found a table, expected"),
+        (
+            '[a]\nnext = "b,c"\n[b]\nnext = "d"\n[c]\nnext = "d"\n[d]\n',
+            "[d]: takes items of b, c, but does not say which",
+        ),
+        ('[a]\nnext="b"\n[b]\ninputs = {image = "a.result"}', "[b] inputs: found image, expected 'data' among them"),
+        ('[a]\nnext="b"\n[b]\ninputs = {data = "x.result"}', "[b] inputs: there is no node 'x'"),
+        ('[a]\nnext="b"\n[b]\ninputs = {data = 3}', "[b] inputs: data: found 3, expected a field such as"),
+        ('[a]\nnext="b"\n[b]\ninputs = "a"', "[b] inputs: found the text 'a', expected table"),
+        ('[a]\nnext="b"\n[b]\n[b.input]\ndata = "a.result"', "[b] input: unknown key"),
+        (
+            '[pipeline]\nentry="a"\n[a]\nnext="c"\n[b]\nnext="c"\n[c]\nmap="a[result:data],b[result:x]"',
+            "[c]: takes items of b, where none comes that began at [a]: it would wait",
+        ),
+        ('[a]\nbackend="Identity"\nops=["Identity"]', "found both ops and backend, which say the same"),
+        ('[pipeline]\nnam = "x"\n[a]\n', ", line 2: [pipeline] nam: unknown key; did you mean 'name'?"),
+        ("[pipeline]\nin_flight = 0\n[a]\n", "[pipeline] in_flight: found 0, expected whole number from 1"),
+        ("pipeline = 3\n[a]\n", "pipeline: found 3, expected a table"),
+        ('["a b"]\n', "[a b]: cannot be a node's name"),
+        ("", ": found no node; expected a table such as [decode]"),
+        ("x = 1\n", ": found no node; expected a table such as [decode]"),
+        ('[models.digits]\ntarget = "app.py:Digits"\n', "this is a configuration of `penstock serve`"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    assert told in refused(tmp_path, text)
+
+
+def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
+    assert "line 3" in refused(tmp_path, "[a]\nbackend = 'Identity'\nnext = \n")
+
+
+def test_an_unknown_key_is_warned_of_in_the_dialect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(tmp_path, "resize_hh = 3\n[a]\nnxt = 3\n", compat=True)
+    assert [r.getMessage().partition("p.toml, ")[2][:25] for r in caplog.records] == [
+        "line 3: [a] nxt: unknown ",
+        "line 1: resize_hh: unknow",
+    ]
+    caplog.clear()
+    load(tmp_path, "[pipeline]\ncompat = 'torchpipe'\n[a]\nnxt = 3\n")
+    assert "[a] nxt: unknown key, passed over; did you mean 'next'?" in caplog.text
+
+
+def test_two_entries_are_warned_of_in_the_dialect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(tmp_path, "[a]\n[b]\n", compat=True).entry == "a"
+    assert "items that name no node begin at [a]" in caplog.text
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_graph(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_graph(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'[a]\nbackend = "D\xe9code"')
+    with pytest.raises(ConfigError, match="not UTF-8 at byte 16"):
+        read_tables(tmp_path / "latin.toml")
+
+
+def test_a_pipeline_is_told_from_a_configuration() -> None:
+    assert is_pipeline({"decode": {"backend": "DecodeMat"}})
+    assert is_pipeline({"backend": "DecodeMat"})
+    assert is_pipeline({"pipeline": {}, "server": {}})
+    assert not is_pipeline({"models": {"digits": {"target": "app.py:Digits"}}, "server": {"port": 1}})
+    assert not is_pipeline({"server": {"port": 1}})
+    assert not is_pipeline({})
