@@ -21,7 +21,8 @@ class Item(Struct, omit_defaults=True):
     `payload` is what `codec` says: "object" - any Python value (in-process callers); other codecs - the request body
     as `bytes`, a read-only `memoryview`, or a `wire.slabs.Slab` when it is large. `rows` is how many rows of the
     batch it fills. `many` (codec "object" only): the payload is a list of `rows` separate items, which the model sees
-    one by one, and the result is the list of their results.
+    one by one, and the result is the list of their results. `budget_s`: seconds left of its deadline when it was sent;
+    told only to models that work on batches side by side.
     """
 
     payload: Any
@@ -33,6 +34,7 @@ class Item(Struct, omit_defaults=True):
     headers: Headers | None = None
     start: int = 0  # a part of a split item: rows [start, stop) of it; stop < 0 means all
     stop: int = -1
+    budget_s: float | None = None
 
 
 class ItemResult(Struct, omit_defaults=True):
@@ -140,7 +142,8 @@ class Ready(Struct):
     """What a worker tells when its model is loaded.
 
     `options` are those of `@penstock.model`. `profile` holds (rows, seconds) of the warm-up runs, `max_batch_size`
-    the size that the warm-up found best, None without a warm-up.
+    the size that the warm-up found best, None without a warm-up. `width`: with more than 1, the worker takes batches
+    side by side, as long as so many rows are in flight on it.
     """
 
     metadata: ModelMetadata
@@ -149,13 +152,15 @@ class Ready(Struct):
     options: dict[str, Any] = field(default_factory=dict)
     profile: list[tuple[int, float]] = field(default_factory=list)
     max_batch_size: int | None = None
+    width: int = 1
 
 
 class BatchPart(Struct, omit_defaults=True):
     """One message of a Transport about a batch: any number with `final=False`, then exactly one with `final=True`.
 
     `results` is aligned with the batch's items; None where this part has nothing for an item. In the final part None
-    means that the item had its final result in an earlier part. `run_s` is the worker's own time on the batch,
+    means that the item had its final result in an earlier part. With `at` (of a batch beside others) `results` are
+    final, and of the items at those places, each of which comes once. `run_s` is the worker's own time on the batch,
     `prepare_s` what decoding it took before, where that is done while another batch runs.
     `oom` is (fewest rows that ran out of memory, most rows that ran) when the device ran out. With `error` the whole
     batch failed and `results` is empty; `started` False then says that it still waited behind another batch.
@@ -170,6 +175,7 @@ class BatchPart(Struct, omit_defaults=True):
     error: PenstockError | None = None
     started: bool = True
     metrics: list[MetricDelta] | None = None
+    at: list[int] | None = None
 
 
 class MetricDelta(Struct, array_like=True):

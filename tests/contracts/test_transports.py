@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from penstock.testing.transports import TRANSPORT_CHECKS, check_transport
+from penstock.testing.beside import BESIDE_CHECKS, TARGET
+from penstock.testing.transports import TRANSPORT_CHECKS, Desk, check_transport
 from penstock.transports.make import make_transport
 from penstock.worker.spec import Wrapped
 
@@ -27,6 +28,22 @@ def apart(spec, pool):
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 async def test_the_process_transport_whose_answers_are_finished_apart(check):
     await check(apart)
+
+
+@pytest.mark.parametrize("check", BESIDE_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+async def test_the_process_transport_with_batches_side_by_side(check):
+    await check(
+        lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
+    )
+
+
+@pytest.mark.parametrize("name", ["inline", "thread"])
+async def test_a_model_that_could_work_side_by_side_is_any_model_elsewhere(name):
+    async with Desk(
+        lambda spec, pool: make_transport(name, spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=0), TARGET
+    ) as desk:
+        assert await desk.values(1, ("open", "a"), 3) == [1, "opened", 3]
+        assert desk.ready.width == 1
 
 
 def test_the_process_transport_keeps_the_contract_on_uvloop():

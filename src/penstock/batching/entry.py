@@ -39,7 +39,10 @@ class Entry(Struct, eq=False):
 
 
 class Dispatch(Struct, frozen=True):
-    """Send these entries (or parts of split ones) to this slot, now. `reason` says why this size, for people."""
+    """Send these entries (or parts of split ones) to this slot, now. `reason` says why this size, for people.
+
+    `wide`: the slot works on batches side by side.
+    """
 
     batch_id: int
     slot: int
@@ -47,6 +50,7 @@ class Dispatch(Struct, frozen=True):
     rows: int
     reason: str
     ahead: bool = False
+    wide: bool = False
 
 
 class Expire(Struct, frozen=True):

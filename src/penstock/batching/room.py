@@ -193,6 +193,17 @@ class Room:
             self.reruns.remove(rerun)
         return self._run(entries)
 
+    def take_reruns(self, rows: int, pieces: int) -> list[Entry]:
+        """As `take_rerun`, and more of the same bucket, up to so many rows and one of `pieces` of all re-runs."""
+        most = min(rows, self.max_rows, sum([e.rows for rerun in self.reruns for e in rerun.entries]) // pieces)
+        taken = self.take_rerun(self.reruns[0])
+        left = most - sum([e.rows for e in taken])
+        while left > 0 and self.reruns and self.reruns[0].entries[0].bucket == taken[0].bucket:
+            left -= sum([e.rows for e in self.reruns[0].entries])
+            if left >= 0:
+                taken += self.take_rerun(self.reruns[0])
+        return taken
+
     def _run(self, entries: list[Entry]) -> list[Entry]:
         waiting, rows, nbytes = self.waiting, 0, 0
         for e in entries:

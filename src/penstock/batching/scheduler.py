@@ -18,6 +18,9 @@ from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 CEILING_S = 600.0
 """How long an out-of-memory is remembered: other users of the device come and go."""
+RERUNS = 8
+"""What was on a wide slot that died is run again in about so many pieces: each has a slot for itself, and fails as a
+whole if that dies again."""
 KEPT = 8
 """One part in so many of the queue is for the most urgent class: a bulk job that fills the rest refuses nobody else."""
 
@@ -166,9 +169,9 @@ class Scheduler:
         gone) and ends later, or it is unknown."""
         return self._room.cancel(id)
 
-    def slot_up(self, slot: int, now: float) -> None:
-        """The slot can take batches."""
-        self._slots.raise_up(slot)
+    def slot_up(self, slot: int, now: float, width: int = 1) -> None:
+        """The slot can take batches: one after the other, or, with a `width` > 1, so many rows side by side."""
+        self._slots.raise_up(slot, width)
 
     def slot_down(self, slot: int, now: float) -> None:
         """The slot is gone. What was on it has been completed before, as died or lost."""
@@ -179,23 +182,33 @@ class Scheduler:
         its number may come up again."""
         self._slots.retire(slot)
 
+    def answered(self, batch_id: int, entries: list[Entry], failed: frozenset[int]) -> list[int]:
+        """Some entries of a batch on a wide slot are answered, and not yet all. Returns the ids of the split requests
+        that ended with them."""
+        rows = sum([e.rows for e in entries])
+        self._slots.answered(batch_id, rows)
+        self._running_rows -= rows
+        return self._room.answered(entries, failed)
+
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
         """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
         the caller gone; a request is told only when nothing of it runs any more. What a death ends is told by poll."""
         answered = outcome.kind == "ok"
         batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, outcome.prepare_s, now)
+        entries = [e for e in batch.entries if e.state == EntryState.RUNNING] if batch.wide else batch.entries
         if outcome.oom is not None:
             self._shrink(outcome.oom, now)
         if answered:
-            if outcome.oom is None:  # else it was run in pieces: not what a batch of this size takes
-                self._cost.add(batch.rows, seconds)
-            self._see()
-            self._policy.on_complete(batch, seconds, self._view, now)
+            if not batch.wide:
+                if outcome.oom is None:  # else it was run in pieces: not what a batch of this size takes
+                    self._cost.add(batch.rows, seconds)
+                self._see()
+                self._policy.on_complete(batch, seconds, self._view, now)
             self._running_rows -= batch.rows
-            return self._room.answered(batch.entries, outcome.failed)
+            return self._room.answered(entries, outcome.failed)
         self._running_rows -= batch.rows
         died = outcome.kind == "died"
-        again = self._room.lose(batch.entries, died, self._idempotent)
+        again = self._room.lose(entries, died, self._idempotent)
         if again:
             self._room.put_back(again, 2 if died else int(batch.exact), batch.slot)
         return []
@@ -257,11 +270,11 @@ class Scheduler:
         self._wake_s = INF
         if not idle:
             return self._depth > 1 and not room.reruns and self._send_ahead(now)
+        beside = 0
         if room.reruns:
-            rerun = room.reruns[0]
-            slot = next((n for n in idle if n != rerun.avoid), idle[0])
-            self._dispatch(slot, room.take_rerun(rerun), "rerun", now, exact=True)
-            return True
+            if self._rerun(now):
+                return True
+            beside = int(not any(running.exact for running in self._slots.running.values()))
         bucket = room.head()
         if bucket is None:
             return False
@@ -269,10 +282,30 @@ class Scheduler:
         if type(choice) is WaitUntil:
             choice = self._hold(choice.t, bucket, now)
             bucket = self._view.bucket
-        if type(choice) is Take:
-            entries = room.take(bucket, choice.rows, choice.until_s, choice.fill)
-            self._dispatch(idle[0], entries, choice.reason, now)
-        return type(choice) in (Take, Drop)
+        if type(choice) is not Take:
+            return type(choice) is Drop
+        slot = self._slots.roomiest(beside)
+        rows = choice.rows
+        if slot is not None and slot.width > 1:
+            first = bucket.first(choice.until_s)
+            rows = min(rows, slot.room)
+            if slot.batches and first is not None and first.rows > rows:
+                slot = None  # it gets the next room: nobody may overtake it for ever
+        if slot is None:
+            return False
+        self._dispatch(slot.number, room.take(bucket, rows, choice.until_s, choice.fill), choice.reason, now)
+        return True
+
+    def _rerun(self, now: float) -> bool:
+        """Sends some of what was in a death to a slot with nothing else on it: so it is known what ends that. False:
+        there is none; where no other one runs some, that with the most room is given nothing until it is empty."""
+        room = self._room
+        slot = self._slots.empty(room.reruns[0].avoid)
+        if slot is None:
+            return False
+        entries = room.take_rerun(room.reruns[0]) if slot.width == 1 else room.take_reruns(slot.width, RERUNS)
+        self._dispatch(slot.number, entries, "rerun", now, exact=True)
+        return True
 
     def _hold(self, until_s: float, held: Bucket, now: float) -> Choice:
         """Notes a hold. A full batch of another bucket does not wait for it: the choice for that bucket."""
@@ -322,7 +355,7 @@ class Scheduler:
         rows = sum([e.rows for e in entries])
         batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
         self._running_rows += rows
-        self._room.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead))
+        self._room.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.wide))
 
     # ---- the ceiling
 

@@ -17,12 +17,24 @@ HANDOVERS = 9  # of which the middle one counts: the first call of a cold worker
 
 
 class Slot(Struct, eq=False):
-    """One instance. `batches` run in order; `last_s` is when the last one ended."""
+    """One instance. `batches` run in order; `last_s` is when the last one ended.
+
+    A *wide* one, of `width` > 1, has up to so many `rows` on it at once, in batches side by side: it has no order, and
+    nothing is learned of its times. It is idle as long as there is room. An `exact` batch has it alone.
+    """
 
     number: int
     state: SlotState = SlotState.DOWN
     batches: list[Running] = []
     last_s: float = -INF
+    width: int = 1
+    rows: int = 0  # counted of wide ones
+
+    @property
+    def room(self) -> int:
+        """Rows that may still be put on a wide slot."""
+        alone = bool(self.batches) and self.batches[0].exact
+        return 0 if alone else self.width - self.rows
 
     def move(self, to: SlotState) -> None:
         assert to in SLOT_MOVES[self.state], f"slot {self.number} cannot go from {self.state.name} to {to.name}"
@@ -43,10 +55,11 @@ class Slots:
         self._cost, self._depth = cost, depth
         self._slots: dict[int, Slot] = {}
 
-    def raise_up(self, number: int) -> None:
+    def raise_up(self, number: int, width: int) -> None:
         slot = self._slots.setdefault(number, Slot(number, batches=[]))
         if slot.batches:
             raise ValueError(f"slot {number} came up with {len(slot.batches)} batches on it: complete them first")
+        slot.width, slot.rows = width, 0
         if slot.state != SlotState.IDLE:
             self.up += 1
         self._set(slot, SlotState.IDLE)
@@ -88,14 +101,46 @@ class Slots:
     def start(self, id: int, number: int, entries: list[Entry], rows: int, now: float, exact: bool) -> Running:
         """Puts a batch on a slot, and returns it."""
         slot = self._slots[number]
-        ahead = bool(slot.batches)
+        wide = slot.width > 1
+        ahead = bool(slot.batches) and not wide
         begin = max(now, slot.batches[-1].end_s) if ahead else now
         end = begin + (self._cost.t(rows) if self._cost.ready else 0.0)
-        batch = Running(id, number, entries, rows, now, end, ahead, exact)
+        batch = Running(id, number, entries, rows, now, end, ahead, exact, wide)
         slot.batches.append(batch)
         self.running[id] = batch
-        self._set(slot, SlotState.BUSY)
+        if wide:
+            slot.rows += rows
+        self._rest(slot)
         return batch
+
+    def answered(self, id: int, rows: int) -> None:
+        """So many rows of a batch on a wide slot are answered, and not yet all."""
+        batch = self.running[id]
+        slot = self._slots[batch.slot]
+        batch.rows -= rows
+        slot.rows -= rows
+        self._rest(slot)
+
+    def roomiest(self, but: int = 0) -> Slot | None:
+        """The idle slot for the next batch: the first, or of wide ones that with the most room `but` for so many."""
+        first = self._slots[self.idle[0]]
+        if first.width == 1:
+            return first
+        slots = sorted((self._slots[n] for n in self.idle), key=lambda s: -s.room)
+        return slots[but] if but < len(slots) else None
+
+    def empty(self, avoid: int) -> Slot | None:
+        """An idle slot with nothing on it, another one than `avoid` if there is one."""
+        empty = [s for n in self.idle if not (s := self._slots[n]).batches]
+        return next((s for s in empty if s.number != avoid), empty[0] if empty else None)
+
+    def _rest(self, slot: Slot) -> None:
+        """A slot that lives, and stays, is idle or busy, by what is on it."""
+        if slot.state in (SlotState.IDLE, SlotState.BUSY):
+            idle = slot.room > 0 if slot.width > 1 else not slot.batches
+            state = SlotState.IDLE if idle else SlotState.BUSY
+            if state != slot.state:
+                self._set(slot, state)
 
     def finish(self, id: int, alive: bool, run_s: float, prepare_s: float, now: float) -> tuple[Running, float]:
         """Takes a batch off its slot. Returns it and its seconds, from its turn on the slot to `now`."""
@@ -106,7 +151,9 @@ class Slots:
         seconds = now - max(batch.start_s, slot.last_s)
         slot.batches.remove(batch)
         slot.last_s = now
-        if alive:
+        if batch.wide:
+            slot.rows -= batch.rows
+        elif alive:
             self._prepared.append(prepare_s)
             self._prepare_s = _middle(self._prepared)
             if slot.batches:
@@ -118,9 +165,11 @@ class Slots:
             if not slot.batches:
                 del self._slots[slot.number]
         elif slot.state != SlotState.DYING:
-            if not alive:
+            if alive:
+                self._rest(slot)
+            else:
                 self.up -= 1
-            self._set(slot, SlotState.BUSY if alive and slot.batches else SlotState.IDLE if alive else SlotState.DYING)
+                self._set(slot, SlotState.DYING)
         return batch, seconds
 
     @property
@@ -136,7 +185,7 @@ class Slots:
         """
         best: Running | None = None
         for slot in self._slots.values():
-            if slot.state == SlotState.BUSY:
+            if slot.state == SlotState.BUSY and slot.width == 1:
                 batches, last = slot.batches, slot.batches[-1]
                 brief = full and batches[0].end_s >= now - BRIEF_S and last.end_s <= now + BRIEF_S
                 if len(batches) < (self._depth if brief else 2) and (best is None or last.end_s < best.end_s):
@@ -148,7 +197,7 @@ class Slots:
         return sum(
             max(0.0, s.batches[-1].end_s - now)
             for s in self._slots.values()
-            if s.batches and s.state != SlotState.RETIRING
+            if s.batches and s.width == 1 and s.state != SlotState.RETIRING
         )
 
 

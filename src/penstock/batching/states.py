@@ -23,7 +23,7 @@ class SlotState(IntEnum):
     """What a slot can take."""
 
     DOWN = 0
-    IDLE = 1
+    IDLE = 1  # of a wide slot: it has room for more rows
     BUSY = 2
     DYING = 3  # a batch on it came back dead or lost: nothing is sent until it is down and up again
     RETIRING = 4  # taken away: it answers what it has, gets nothing more, and is then forgotten
@@ -40,7 +40,9 @@ ENTRY_MOVES: dict[EntryState, frozenset[EntryState]] = {
 
 SLOT_MOVES: dict[SlotState, frozenset[SlotState]] = {
     SlotState.DOWN: frozenset({SlotState.DOWN, SlotState.IDLE}),
-    SlotState.IDLE: frozenset({SlotState.IDLE, SlotState.BUSY, SlotState.DOWN}),
+    SlotState.IDLE: frozenset(
+        {SlotState.IDLE, SlotState.BUSY, SlotState.DOWN, SlotState.DYING, SlotState.RETIRING}  # the last two: if wide
+    ),
     SlotState.BUSY: frozenset({SlotState.BUSY, SlotState.IDLE, SlotState.DYING, SlotState.RETIRING}),
     SlotState.DYING: frozenset({SlotState.DYING, SlotState.DOWN, SlotState.IDLE, SlotState.RETIRING}),
     SlotState.RETIRING: frozenset(),

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.batching.entry import INF, Dispatch, Entry, Expire, Fail, Outcome, Shed
 from penstock.batching.scheduler import Scheduler
+from penstock.batching.states import EntryState
 from penstock.config.schema import BatchingConfig
 from penstock.engine.call import Call, Running, release
 from penstock.engine.joining import Joiner
@@ -103,6 +104,11 @@ class Batcher:
         if self.scheduler.cancel(call.entry.id, now):
             self._left([call.entry.id], now)
             self.wake()
+            return
+        running = self._running.get(call.batch_id)
+        if running is not None and running.dispatch.wide:
+            running.unwanted = True
+            self._abandon_unwanted(running)
 
     def _left(self, requests: Iterable[int], now: float) -> None:
         """Lets go of requests that have ended, and tells how: the only way out, once for each."""
@@ -148,16 +154,15 @@ class Batcher:
         items: list[Item] = []
         for entry in dispatch.entries:
             call = self._waiting[entry.id]  # parts have the id of their request
-            call.sent_s = now
+            call.sent_s, call.batch_id = now, dispatch.batch_id
             calls.append(call)
-            if entry.parent is None:
-                items.append(call.item)
-            else:
-                items.append(
-                    msgspec.structs.replace(
-                        call.item, rows=entry.rows, start=entry.start, stop=entry.start + entry.rows
-                    )
-                )
+            item = call.item
+            if entry.parent is not None:
+                stop = entry.start + entry.rows
+                item = msgspec.structs.replace(item, rows=entry.rows, start=entry.start, stop=stop)
+            if dispatch.wide and entry.deadline_s != INF:
+                item.budget_s = entry.deadline_s - now
+            items.append(item)
         self._running[dispatch.batch_id] = Running(dispatch, calls, now)
         if self.on_dispatch is not None:
             self.on_dispatch(dispatch)
@@ -184,13 +189,16 @@ class Batcher:
         running = self._running.get(part.batch_id)
         if running is None:
             return
-        if part.final:
-            del self._running[part.batch_id]
+        if part.final or part.at is not None:
+            if part.final:
+                del self._running[part.batch_id]
             try:
                 if part.error is not None:
                     self._lost(running, part, part.error)
                 else:
                     self._completed(running, part)
+                if not part.final and running.unwanted:
+                    self._abandon_unwanted(running)
             except Exception:
                 self._break()
             self.wake()
@@ -208,13 +216,20 @@ class Batcher:
                 call.settle(result)
             else:
                 call.keep(entry.start, result)
+        self._abandon_unwanted(running)
+
+    def _abandon_unwanted(self, running: Running) -> None:
         if all(call.sink is None for call in running.calls):
-            self._transport.abandon(running.dispatch.slot, part.batch_id)
+            self._transport.abandon(running.dispatch.slot, running.dispatch.batch_id)
 
     def _completed(self, running: Running, part: BatchPart) -> None:
+        """A batch is answered, or some of it, of one beside others."""
         now = time.monotonic()
         whole: list[int] = []
-        for call, entry, result in zip(running.calls, running.dispatch.entries, part.results, strict=True):
+        calls, entries = running.calls, running.dispatch.entries
+        if part.at is not None:
+            calls, entries = [calls[i] for i in part.at], [entries[i] for i in part.at]
+        for call, entry, result in zip(calls, entries, part.results, strict=True):
             if result is not None and (result.error is not None or call.item.many):
                 self._note_failures(running, entry, call, result)
             if entry.parent is None:
@@ -223,14 +238,18 @@ class Batcher:
             elif result is not None:
                 call.keep(entry.start, result)
         self._left(whole, now)
-        outcome = Outcome("ok", part.run_s, frozenset(running.failed), part.oom, part.prepare_s)
-        split = self.scheduler.complete(running.dispatch.batch_id, outcome, now)
+        batch_id, failed = running.dispatch.batch_id, frozenset(running.failed)
+        if part.final:
+            split = self.scheduler.complete(batch_id, Outcome("ok", part.run_s, failed, part.oom, part.prepare_s), now)
+        else:
+            split = self.scheduler.answered(batch_id, entries, failed)
         if split:
             for request in split:
                 call = self._waiting[request]
                 call.settle(self._joiner.join(call))
             self._left(split, now)
-        self._teller.batch(running, part, now, "ok", self.scheduler.max_batch_size)
+        if part.final:
+            self._teller.batch(running, part, now, "ok", self.scheduler.max_batch_size)
 
     def _note_failures(self, running: Running, entry: Entry, call: Call, result: ItemResult) -> None:
         running.failures += self._teller.failures(call, result)
@@ -243,7 +262,7 @@ class Batcher:
         outcome = Outcome("died" if part.started else "lost", part.run_s)
         self.scheduler.complete(running.dispatch.batch_id, outcome, now)
         for call, entry in zip(running.calls, running.dispatch.entries, strict=True):
-            if call.sink is not None and not call.streamed:
+            if entry.state == EntryState.DONE or (call.sink is not None and not call.streamed):
                 continue
             call.settle(ItemResult(error=error), "worker_died")
             gone = self.scheduler.cancel(entry.id, now)

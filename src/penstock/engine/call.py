@@ -15,12 +15,13 @@ log = logging.getLogger("penstock.engine")
 class Call:
     """One accepted request: who waits for it, and how far its answer has come.
 
-    `label` is what its front-end calls its version, for observers; `sent_s` is when it was last sent to a worker.
+    `label` is what its front-end calls its version, for observers; `sent_s` is when it was last sent to a worker, and
+    `batch_id` in which batch.
 
     `end` is how it ended, as far as its caller knows: "" - not yet; "ok" or "failed" - answered; else why not.
     """
 
-    __slots__ = ("_on_cancel", "end", "entry", "item", "label", "parts", "sent_s", "sink", "streamed")
+    __slots__ = ("_on_cancel", "batch_id", "end", "entry", "item", "label", "parts", "sent_s", "sink", "streamed")
 
     def __init__(self, item: Item, sink: Sink, entry: Entry, on_cancel: Callable[[Call], None]) -> None:
         self._on_cancel = on_cancel
@@ -28,7 +29,7 @@ class Call:
         self.sink: Sink | None = sink
         self.entry = entry
         self.end = self.label = ""
-        self.sent_s = 0.0
+        self.sent_s, self.batch_id = 0.0, 0
         self.streamed = False  # a part of the answer is out: it must not be run again
         self.parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
 
@@ -65,9 +66,12 @@ class Call:
 
 
 class Running:
-    """A batch that is out on a slot. `failed` are the requests of which an item failed, `failures` counts items."""
+    """A batch that is out on a slot. `failed` are the requests of which an item failed, `failures` counts items.
 
-    __slots__ = ("calls", "dispatch", "failed", "failures", "sent_s")
+    `unwanted`: on a wide slot, a caller has left.
+    """
+
+    __slots__ = ("calls", "dispatch", "failed", "failures", "sent_s", "unwanted")
 
     def __init__(self, dispatch: Dispatch, calls: list[Call], sent_s: float) -> None:
         self.dispatch = dispatch
@@ -75,6 +79,7 @@ class Running:
         self.sent_s = sent_s
         self.failed: set[int] = set()
         self.failures = 0
+        self.unwanted = False
 
 
 def release(item: Item) -> None:

@@ -18,7 +18,7 @@ from penstock.engine.rules import next_device
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady, PenstockError, describe
 from penstock.observe.base import Observer, tell
 from penstock.transports.base import Transport
-from penstock.types import Ready
+from penstock.types import MetricDelta, Ready
 from penstock.worker.spec import WorkerSpec
 
 log = logging.getLogger("penstock.engine")
@@ -260,7 +260,7 @@ class Instances:
         seconds = time.time() - instance.since_s if instance.retry_at is None else time.monotonic() - instance.retry_at
         instance.failures, instance.retry_at, instance.error = 0, None, None
         if (scheduler := self._scheduler()) is not None:
-            scheduler.slot_up(slot, time.monotonic())
+            scheduler.slot_up(slot, time.monotonic(), ready.width)
         tell(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
         self._tell(slot, "ready")
         self._report(instance)
@@ -282,6 +282,9 @@ class Instances:
             log.warning(
                 "slot_down model=%s slot=%d retry_in_s=%s error=%s%s", self._spec.name, slot, retry_in_s, error, detail
             )
+
+    def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
+        tell(self._observers, "on_model_metrics", self._spec.name, self._spec.version, slot, deltas)
 
     def _report(self, instance: Instance) -> None:
         instance.reported = True

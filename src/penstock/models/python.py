@@ -41,6 +41,8 @@ def options_of(target: object) -> dict[str, Any]:
     return dict(getattr(target, _OPTIONS, {}))
 
 
+Answer = Callable[[list[tuple[int, Any]]], None]
+Submit = Callable[[list[Any], list[float | None], Answer], Callable[[], None]]
 Extra = str | int | Callable[[], int] | None
 
 
@@ -63,6 +65,11 @@ class PythonModel:
         self.prepare: Callable[[list[Any]], list[Any]] | None = None
         self.send_parts_to: Callable[[Callable[[list[Any]], None]], None] | None = None
         self.finishes_apart = False  # `postprocess` may run in a thread of its own, while the next batch is predicted
+        # Works on batches side by side in threads of its own, `width` rows at most: gets values, the seconds that each
+        # has left, and what takes (place, value or exception) pairs from any thread, each place once; gives back what
+        # ends the work.
+        self.submit: Submit | None = None
+        self.width = 1
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -91,6 +98,8 @@ class PythonModel:
         self.prepare = getattr(found, "__penstock_prepare__", None)
         self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
         self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
+        self.submit = getattr(found, "__penstock_submit__", None)
+        self.width = 1 if self.submit is None else int(getattr(found, "__penstock_width__", 1))
 
     def unload(self) -> None:
         """Calls the model's own `unload`, when it has one."""

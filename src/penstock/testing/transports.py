@@ -10,7 +10,7 @@ from typing import Any
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied
 from penstock.transports.base import Transport
-from penstock.types import Batch, BatchPart, Item, Ready
+from penstock.types import Batch, BatchPart, Item, MetricDelta, Ready
 from penstock.wire.slabs import SlabPool
 from penstock.worker.spec import WorkerSpec
 
@@ -34,6 +34,7 @@ class Desk:
         self.ready: Ready | None = None
         self.downs: list[tuple[PenstockError, float | None]] = []
         self.parts: dict[int, list[BatchPart]] = {}
+        self.metrics: list[MetricDelta] = []
         self._changed = asyncio.Event()
         self._ids = 0
 
@@ -56,6 +57,10 @@ class Desk:
         self.downs.append((error, retry_in_s))
         self._changed.set()
 
+    def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
+        assert slot == 0
+        self.metrics += deltas
+
     async def until(self, condition: Callable[[], object]) -> None:
         """Waits for what the listener or a caller hears."""
         async with asyncio.timeout(WAIT_S):
@@ -65,6 +70,15 @@ class Desk:
 
     async def up(self) -> None:
         await self.until(lambda: self.ready is not None)
+
+    async def until_free(self) -> None:
+        """Waits until no worker looks at the pool any more, and nobody else does."""
+        self.pool.when_free(self._changed.set)
+        while self.pool.in_use_bytes:
+            async with asyncio.timeout(WAIT_S):
+                await self._changed.wait()
+            self._changed.clear()
+            self.pool.when_free(self._changed.set)
 
     def post(self, items: Sequence[Item], more: bool = False) -> int:
         """Sends a batch, with `more` as one behind which another follows at once; its number."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock.errors import PenstockError
-from penstock.types import Batch, BatchPart, Ready
+from penstock.types import Batch, BatchPart, MetricDelta, Ready
 
 OnPart = Callable[[BatchPart], None]
 
@@ -23,6 +23,10 @@ class TransportListener(Protocol):
 
         Every batch that was on it has had its final part before this call.
         """
+        ...
+
+    def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
+        """What the model counted, of a worker whose batches run side by side: else it comes with a batch."""
         ...
 
 

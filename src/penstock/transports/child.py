@@ -1,7 +1,8 @@
 """The worker's end of the process transport: `python -m penstock.transports.child`, started by `launch.py` alone.
 
 The main thread runs the model and sends the answers; a reader thread receives and decodes the batch that was sent
-ahead. The child ends when its socket closes, and with its parent.
+ahead. What is different for a model that works on batches side by side is in `wide.py`. The child ends when its socket
+closes, and with its parent.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import socket
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import Queue, SimpleQueue
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound, describe
 from penstock.plugins import load_object
+from penstock.transports.leases import Held, Lease
+from penstock.transports.wide import Wide
 from penstock.types import BatchPart, Ready
 from penstock.wire import frames
 from penstock.wire.messages import (
@@ -49,8 +51,6 @@ from penstock.worker.main import open_model
 ORPHAN_GRACE_S = 1.0
 RECEIVE_BYTES = 256 * 2**10
 
-Lease = tuple[int, "weakref.ref[Any]"]  # offset of a request slab, and whether somebody looks at it
-
 
 class Worker:
     """One loaded model at the end of a socket."""
@@ -68,11 +68,12 @@ class Worker:
         self._replies = replies
         self._sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
         self._leases: list[Lease] = []  # of the message that is being read
-        self._held: list[Lease] = []  # slabs that the model kept beyond its answer
+        self._held = Held()
         self._batches: SimpleQueue[tuple[Run, Decoded, list[Lease]] | None] = SimpleQueue()
         self._frames = self._receive()
         self._finishing: Queue[tuple[Run, list[Lease], Callable[[], BatchPart]] | None] = Queue()
         self._runner: BatchRunner | None = None
+        self._wide: Wide | None = None
         self._abandoned = 0  # the last batch that nobody waits for any more
 
     def main(self) -> None:
@@ -87,7 +88,21 @@ class Worker:
             _end(1)
         gc.collect()
         gc.freeze()  # what is loaded stays: later collections need not look at it
-        self._send(write(Up(ready)))
+        if self._runner.model.width > 1:
+            ready.width = self._runner.model.width
+            self._wide = Wide(self._runner, self._replies, self._send_packed, lambda news: self._send(write(news)))
+            self._send(write(Up(ready)))
+            self._wide.attend()
+        else:
+            self._send(write(Up(ready)))
+            self._run_all()
+        self._runner.close()
+
+    # ---- main thread
+
+    def _run_all(self) -> None:
+        """Runs one batch after the other."""
+        assert self._runner is not None
         finisher = None
         if self._runner.model.finishes_apart:
             finisher = threading.Thread(target=self._finish, name="penstock-finisher", daemon=True)
@@ -97,9 +112,6 @@ class Worker:
         if finisher is not None:
             self._finishing.put(None)
             finisher.join()
-        self._runner.close()
-
-    # ---- main thread
 
     def _run_one(self, apart: bool) -> bool:
         """Runs the next batch; False when there is none to come. `apart`: the finisher makes its final part."""
@@ -147,14 +159,7 @@ class Worker:
         if leases or self._held:
             for item in run.items:
                 item.payload = None
-            held = _alive(leases)
-            if held:
-                gc.collect(1)
-                held = _alive(held)
-            kept = _alive(self._held)
-            let_go = [o for o in {offset for offset, _ in self._held} - {offset for offset, _ in kept}]
-            self._held = kept + held
-            self._send_packed(Part(part, [offset for offset, _ in held], let_go), outbox)
+            self._send_packed(Part(part, *self._held.after(leases)), outbox)
         else:
             self._send_packed(Part(part, [], []), outbox)
 
@@ -215,7 +220,7 @@ class Worker:
             traceback.print_exc()
             _end(1)
         # The parent is gone. An idle model is unloaded in order; one that is busy, or still loading, has a moment.
-        self._batches.put(None)
+        self._stop()
         threading.Event().wait(ORPHAN_GRACE_S)
         _end(0)
 
@@ -226,11 +231,24 @@ class Worker:
         if isinstance(message, Run):
             assert self._runner is not None
             leases, self._leases = self._leases, []
-            self._batches.put((message, self._runner.decode(message.items), leases))
+            decoded = self._runner.decode(message.items)
+            if self._wide is None:
+                self._batches.put((message, decoded, leases))
+            else:
+                self._wide.run(message, decoded, leases)
         elif isinstance(message, Abandon):
-            self._abandoned = message.id
+            if self._wide is None:
+                self._abandoned = message.id
+            else:
+                self._wide.abandon(message.id)
         elif isinstance(message, Stop):
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._wide is None:
             self._batches.put(None)
+        else:
+            self._wide.stop()
 
     def _lease(self, offset: int, length: int, writable: bool) -> memoryview:
         """A view of the parent's pool. What an object lies in was made for this message alone: the model may write."""
@@ -258,10 +276,6 @@ def _open(hello: frames.Frame) -> tuple[BatchRunner, Ready]:
         text = "".join(traceback.format_exception(e))
         raise LoadFailed(f"the target cannot be unpickled in the worker: {describe(e)}", detail=text) from e
     return open_model(spec, device, shown_device)
-
-
-def _alive(leases: list[Lease]) -> list[Lease]:
-    return [(offset, ref) for offset, ref in leases if ref() is not None]
 
 
 def _end(code: int) -> NoReturn:

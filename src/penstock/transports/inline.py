@@ -68,7 +68,7 @@ class _InlineSlot(Slot):
         return [slab for slab, _ in leases]
 
     def _run(self, batch_id: int, items: list[Item], leases: list[Lease]) -> None:
-        if self._runner is None or not self.sent or self.sent[0].batch.id != batch_id:
+        if self._runner is None or batch_id not in self.sent:
             return  # the model ended in between, and the caller was told
         final: list[BatchPart] = []
 

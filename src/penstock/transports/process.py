@@ -27,6 +27,7 @@ from penstock.wire.messages import (
     Free,
     FromWorker,
     Inbox,
+    News,
     Outbox,
     Part,
     Pickled,
@@ -43,6 +44,7 @@ log = logging.getLogger("penstock.transports")
 END_GRACE_S = 0.03  # from the end of the socket to that of the process; then it is killed
 DUMP_S = 1.0  # for the stack dump of a worker that hangs
 STOP_S = 5.0  # for `unload`
+MAX_FREE = 16  # places of answers that were read and wait for the next batch to tell so
 
 
 class ProcessTransport(SlotTransport):
@@ -215,6 +217,11 @@ class _ProcessSlot(Slot):
             message = self._inbox.read(frame)
             if isinstance(message, Part):
                 self._on_part(message)
+            elif isinstance(message, News):
+                for offset in message.let_go:
+                    self._held.pop(offset).unpin()
+                if message.metrics:
+                    self.listener.slot_metrics(self.number, message.metrics)
             elif isinstance(message, Up):
                 self.is_up(message.ready)
             elif isinstance(message, Failed):
@@ -232,7 +239,7 @@ class _ProcessSlot(Slot):
                 _unpickle(part.results, i, result.body)
         if part.final:
             self._let_go(sent, message)
-        if self._free and not self.sent:
+        if self._free and (not self.sent or len(self._free) > MAX_FREE):
             self._channel.send(write(Free(self._free)))
             self._free = []
         self.tell(sent.on_part, part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -29,6 +28,7 @@ class Sent(Struct):
     on_part: OnPart
     slabs: list[Slab]  # pinned
     started_s: float
+    open: set[int] | None = None  # places of the items without an answer, where batches run side by side
 
 
 class Slot:
@@ -40,7 +40,9 @@ class Slot:
         self.device = device
         self.up = False
         self.closing = False
-        self.sent: deque[Sent] = deque()
+        self.sent: dict[int, Sent] = {}  # by batch, in the order of sending
+        self.wide = False  # the worker takes batches side by side
+        self._heard_s = 0.0  # of a wide one: when it last answered, or was sent a batch while it had none
         self.idle = asyncio.Event()  # nothing is sent
         self.idle.set()
         self._retry_s = FIRST_RETRY_S
@@ -99,7 +101,7 @@ class Slot:
 
     def is_up(self, ready: Ready) -> None:
         """The worker has loaded its model."""
-        self.up = True
+        self.up, self.wide = True, ready.width > 1
         self._stop_timer()
         self._timeout_s = with_options(self.spec.config.batching, ready.options).run_timeout_s
         self.listener.slot_up(self.number, ready)
@@ -107,15 +109,16 @@ class Slot:
     def down(self, error: PenstockError, predicted: int = 0) -> None:
         """The worker is gone: everybody who waited for it is told, then the listener; the next is on its way.
 
-        It ended on the batch `predicted`, or, where nobody waits for that, on the first one."""
+        It ended on the batch `predicted`, or, where nobody waits for that, on the first one; of batches side by side
+        on any."""
         self.up = False
         self._stop_timer()
-        lost, self.sent = self.sent, deque()
+        lost, self.sent = list(self.sent.values()), {}
         died = error if isinstance(error, WorkerDied) else WorkerDied(error.message, detail=error.detail)
         guilty = next((sent for sent in lost if sent.batch.id == predicted), lost[0] if lost else None)
         for sent in lost:
             unpin(sent.slabs)
-            started = sent is guilty
+            started = self.wide or sent is guilty
             run_s = self.loop.time() - sent.started_s if started else 0.0
             self.tell(sent.on_part, BatchPart(sent.batch.id, error=died, started=started, run_s=run_s))
         self.idle.set()
@@ -147,24 +150,34 @@ class Slot:
             self.loop.call_soon(self.tell, on_part, found)
             return
         now = self.loop.time()
-        self.sent.append(Sent(batch, on_part, found, now))
+        if self.wide and not self.sent:
+            self._heard_s = now
+        self.sent[batch.id] = Sent(batch, on_part, found, now, set(range(len(batch.items))) if self.wide else None)
         self.idle.clear()
         if self._timer is None:
             self._timer = self.loop.call_at(now + self._timeout_s, self._check_time)
 
     def answered(self, part: BatchPart) -> Sent:
         """Takes note of a part, before its caller hears of it: the batch it belongs to. Raises ValueError."""
-        sent = self.sent[0] if self.sent else None
-        if sent is None or part.batch_id != sent.batch.id or len(part.results) != len(sent.batch.items):
+        sent = self.sent.get(part.batch_id)
+        if sent is None or not (self._fits_first(sent, part) if sent.open is None else _fits(sent.open, part)):
             raise ValueError(f"{len(part.results)} answers to batch {part.batch_id} do not fit what was sent")
+        if self.wide:
+            self._heard_s = self.loop.time()
         if part.final:
-            self.sent.popleft()
+            del self.sent[part.batch_id]
             self._retry_s = FIRST_RETRY_S
-            if self.sent:
-                self.sent[0].started_s = self.loop.time()
-            else:
+            if not self.sent:
                 self.idle.set()
+            elif not self.wide:
+                self._first().started_s = self.loop.time()
         return sent
+
+    def _first(self) -> Sent:
+        return next(iter(self.sent.values()))
+
+    def _fits_first(self, sent: Sent, part: BatchPart) -> bool:
+        return sent is self._first() and len(part.results) == len(sent.batch.items)
 
     def tell(self, on_part: OnPart, part: BatchPart) -> None:
         try:
@@ -178,11 +191,17 @@ class Slot:
             self._timer = None
 
     def _check_time(self) -> None:
-        """The one timer of the slot: often the batch that it was set for has long been answered."""
+        """The one timer of the slot: often the batch that it was set for has long been answered.
+
+        A worker with batches side by side is given up when nothing was heard of it for `run_timeout_s`, or after
+        twice that when a batch is not answered while others are: its model, which has times of its own for what it
+        does, has forgotten one."""
         self._timer = None
         if not self.sent:
             return
-        due = self.sent[0].started_s + self._timeout_s
+        due = self._first().started_s + self._timeout_s
+        if self.wide:
+            due = min(due + self._timeout_s, self._heard_s + self._timeout_s)
         if self.loop.time() < due:
             self._timer = self.loop.call_at(due, self._check_time)
             return
@@ -259,6 +278,15 @@ async def within(event: asyncio.Event, seconds: float) -> bool:
         except TimeoutError:
             pass
     return event.is_set()
+
+
+def _fits(open: set[int], part: BatchPart) -> bool:
+    """Takes the places that a part answers out of those that are open; false if that cannot be."""
+    places = part.at or []
+    if len(places) != len(part.results) or not open.issuperset(places) or len(set(places)) != len(places):
+        return False
+    open.difference_update(places)
+    return part.final == (not open)
 
 
 def unpin(slabs: Sequence[Slab]) -> None:

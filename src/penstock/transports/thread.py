@@ -69,7 +69,7 @@ class _ThreadSlot(Slot):
             return
         self._life.abandoned = True
         self._life = None
-        for sent in list(self.sent)[:1]:
+        for sent in list(self.sent.values())[:1]:
             for slab in sent.slabs:
                 slab.retire()
         self._buried(why)

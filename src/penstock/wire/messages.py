@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.msgpack import Ext
 
 from penstock.errors import BadOutput, BadRequest, PenstockError, from_code, plain
-from penstock.types import BatchPart, Item, ItemResult, Ready
+from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready
 from penstock.wire import frames
 from penstock.wire.slabs import Slab, SlabPool
 from penstock.wire.tensors import dumps
@@ -79,8 +79,15 @@ class Part(Struct, array_like=True, tag="part"):
     let_go: list[int]
 
 
+class News(Struct, array_like=True, tag="news"):
+    """From a worker with batches side by side: what belongs to none of them. `let_go` as in Part."""
+
+    let_go: list[int]
+    metrics: list[MetricDelta]
+
+
 ToWorker = Run | Free | Abandon | Stop
-FromWorker = Up | Failed | Part
+FromWorker = Up | Failed | Part | News
 
 
 class Pickled:
@@ -185,12 +192,14 @@ class Outbox:
                     headers,
                     start,
                     stop,
+                    item.budget_s,
                 )
             packed.append(item)
         return packed
 
     def results(self, items: list[Item], results: list[ItemResult | None]) -> list[ItemResult | None]:
-        """The results as they stand in the head. They may be the ones given, changed: nobody else has them."""
+        """The results of these items as they stand in the head. They may be the ones given, changed: nobody else has
+        them."""
         for i, result in enumerate(results):
             if result is None or result.error is not None:
                 continue

@@ -166,7 +166,7 @@ class BatchRun:
                 part = parts[i] = parts[i] or ItemResult([None] * self.d.owners.count(i), final=False)
                 part.body[position[u]] = result
             else:
-                encoded = self._encoded(i, result)
+                encoded = self.encoded(i, result)
                 if encoded.error is None and is_binary(encoded):
                     encoded.error = BadRequest("the model streams its answer, which is so in JSON only")
                 if encoded.error is not None:
@@ -191,7 +191,7 @@ class BatchRun:
                 results[i] = ItemResult([])
         for u, i in enumerate(d.owners):
             item = d.items[i]
-            outcome = self._finished(self.outcomes[u])
+            outcome = self.finished(self.outcomes[u])
             if item.many:
                 results[i].body.append(outcome)  # type: ignore[union-attr]
             elif isinstance(outcome, PenstockError):
@@ -199,14 +199,14 @@ class BatchRun:
             elif outcome is _STREAMED:
                 results[i] = ItemResult(None if item.codec == "object" else b"")
             else:
-                results[i] = self._encoded(i, outcome)
+                results[i] = self.encoded(i, outcome)
         for item, result in zip(d.items, results, strict=True):
             if item.many and result is not None and result.error is None:
                 result.body = [None if value is _STREAMED else value for value in result.body]
         oom = None if self.failed_rows is None else (self.failed_rows, self.ran_rows)
         return BatchPart(self.batch_id, results, oom=oom)
 
-    def _finished(self, outcome: Any) -> Any:
+    def finished(self, outcome: Any) -> Any:
         """The outcome after `postprocess`; exceptions as the errors that callers get."""
         if outcome is _STREAMED:
             return outcome
@@ -227,7 +227,7 @@ class BatchRun:
         except BaseException as e:
             return self.runner.error_of(e, "postprocess raised")
 
-    def _encoded(self, i: int, value: Any) -> ItemResult:
+    def encoded(self, i: int, value: Any) -> ItemResult:
         item = self.d.items[i]
         if item.codec == "object":
             return ItemResult(value)

@@ -43,7 +43,8 @@ Choice = Take | Drop | WaitUntil | None
 
 
 class Running(Struct, eq=False):
-    """A batch on a slot. `end_s` is when it is predicted to end."""
+    """A batch on a slot. `end_s` is when it is predicted to end; of one on a `wide` slot nobody can tell, and `rows`
+    are those not answered yet."""
 
     id: int
     slot: int
@@ -52,7 +53,8 @@ class Running(Struct, eq=False):
     start_s: float
     end_s: float
     ahead: bool
-    exact: bool  # a half of a batch that killed a worker: it is never merged with others
+    exact: bool  # of a batch that killed a worker: it is never merged with others
+    wide: bool = False
 
 
 class View(Struct, eq=False):

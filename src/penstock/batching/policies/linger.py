@@ -1,0 +1,84 @@
+"""Linger: for a node of a pipeline, which knows what is on its way to it and what there is room for behind it.
+
+An idle slot takes what waits when it is full, when its head has lingered `wait_s`, or when nothing is on its way here;
+never more than there is credit for. Deadlines, drops and classes are those of the policy that it stands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+from penstock.batching.entry import Entry
+from penstock.batching.policies.base import BatchPolicy, Choice, Running, Take, View, WaitUntil
+
+
+class Linger:
+    """See the module. All three are asked when a batch could start, and must answer for that moment.
+
+    `coming()`: whether more may come. `credit()`: most rows that may start; whoever says 0 asks for a turn once that
+    has changed, as does `coming` when it becomes false. `slice_s`: a batch is to take no longer than about this, and
+    what waits is shared out to all idle slots: for work that gains nothing by batches.
+    """
+
+    def __init__(
+        self,
+        base: BatchPolicy,
+        *,
+        wait_s: float,
+        coming: Callable[[], bool],
+        credit: Callable[[], int],
+        slice_s: float | None = None,
+    ) -> None:
+        self._base = base
+        self._wait_s = wait_s
+        self._coming, self._credit = coming, credit
+        self._slice_s = slice_s
+        self._lingered = 0
+
+    def on_arrival(self, entry: Entry, now: float) -> None:
+        self._base.on_arrival(entry, now)
+
+    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
+        self._base.on_complete(batch, seconds, view, now)
+
+    def select(self, view: View, now: float) -> Choice:
+        choice = self._base.select(view, now)
+        if type(choice) is not Take:
+            return choice
+        most = view.max_rows if self._slice_s is None else self._slice(view)
+        if self._wait_s > 0 and choice.rows < most:
+            due = self._due(view, choice.rows)
+            if now + view.ahead_s < due and self._coming():
+                if view.ahead:
+                    return None
+                self._lingered += view.held_s >= now
+                return WaitUntil(due)
+        rows = min(choice.rows, most, self._credit())
+        if rows < 1:
+            return None
+        if rows == choice.rows:
+            return choice
+        full = choice.full and rows == most
+        return Take(rows, choice.until_s, full, choice.fill, reason="slice" if rows == most else "credit")
+
+    def _slice(self, view: View) -> int:
+        """Rows of a slice of time, or of a share of what waits where other slots are idle, too."""
+        cost, waiting = view.cost, view.bucket.rows
+        rows = view.max_rows
+        parts = view.idle
+        if cost.ready:
+            assert self._slice_s is not None
+            rows = max(1, min(rows, int(self._slice_s / cost.b)))
+            parts = min(parts, max(1, int(waiting / max(1.0, cost.knee))))
+        return min(rows, ceil(waiting / parts)) if parts > 1 else rows
+
+    def _due(self, view: View, rows: int) -> float:
+        """When the head has lingered enough, or its time would run out."""
+        head = view.bucket.entries[0]
+        last = min(head.deadline_s, head.expires_s) - (view.cost.high(rows) if view.cost.ready else 0.0)
+        return min(head.arrival_s + self._wait_s, last)
+
+    def explain(self) -> dict[str, object]:
+        """Keys: those of the policy it stands on, and wait_s, lingered (how often a batch was held for more)."""
+        return {**self._base.explain(), "policy": "linger", "wait_s": self._wait_s, "lingered": self._lingered}

@@ -1,0 +1,283 @@
+"""The contract of workers that work on batches side by side, and a model that does: `await check_beside(make)`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from queue import SimpleQueue
+from typing import Any
+
+from penstock import metrics
+from penstock.errors import BadRequest, Cancelled, ItemFailed, QueueFull, WorkerDied
+from penstock.testing.transports import LARGE, WAIT_S, Desk, MakeTransport, values
+from penstock.types import Item
+
+WIDTH = 64
+TARGET = "penstock.testing.beside:SideBySide"
+
+Answer = Callable[[list[tuple[int, Any]]], None]
+
+
+class SideBySide:
+    """Items are `(verb, argument)`; the result is the argument, unless the verb says otherwise. Others are echoed.
+
+    All answers are given by one thread, each as a part of its own; `predict` waits for those of its batch.
+    """
+
+    __penstock_width__ = WIDTH
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[int, Any, float | None, Answer]] = SimpleQueue()
+        self._gates: dict[Any, list[tuple[int, Any, Answer]]] = {}
+        self._kept: list[Any] = []
+        self.cancelled = 0
+
+    def load(self, device: str) -> None:
+        threading.Thread(target=self._answer, name="penstock-testing", daemon=True).start()
+
+    def predict(self, items: list[Any]) -> list[Any]:
+        found: dict[int, Any] = {}
+        done = threading.Event()
+
+        def answer(pairs: list[tuple[int, Any]]) -> None:
+            found.update(pairs)
+            if len(found) == len(items):
+                done.set()
+
+        self.__penstock_submit__(items, [None] * len(items), answer)
+        done.wait(WAIT_S)
+        return [found[i] for i in range(len(items))]
+
+    def __penstock_submit__(
+        self, values: list[Any], budgets_s: list[float | None], answer: Answer
+    ) -> Callable[[], None]:
+        if values[0] == ("refuse", None):
+            raise QueueFull("no room")
+        for place, (value, budget) in enumerate(zip(values, budgets_s, strict=True)):
+            self._work.put((place, value, budget, answer))
+        return self._cancel
+
+    def _cancel(self) -> None:
+        self.cancelled += 1
+
+    def _answer(self) -> None:
+        while True:
+            place, value, budget, answer = self._work.get()
+            verb, argument = value if isinstance(value, tuple) else ("echo", value)
+            if verb == "gate":  # answered when a later item opens it
+                self._gates.setdefault(argument, []).append((place, argument, answer))
+                continue
+            found = self._do(verb, argument, budget)
+            del value, verb, argument
+            answer([(place, found)])
+            if isinstance(found, Opened):
+                for waiting, name, tell in self._gates.pop(found.gate, []):
+                    tell([(waiting, name)])
+            del found, answer
+
+    def _do(self, verb: str, argument: Any, budget: float | None) -> Any:
+        if verb == "exit":
+            os._exit(argument)
+        if verb == "raise":
+            return ValueError(argument)
+        if verb == "open":
+            return Opened(argument)
+        if verb == "budget":
+            return budget
+        if verb == "count":
+            metrics.counter("counted", argument)
+        if verb == "cancelled":
+            return self.cancelled
+        if verb == "keep":
+            self._kept.append(argument)
+            return len(argument)
+        if verb == "let_go":
+            self._kept.clear()
+        return argument
+
+
+class Opened(str):
+    """What the opener of a gate gets, before those who wait at it."""
+
+    gate: Any
+
+    def __new__(cls, gate: Any) -> Opened:
+        made = super().__new__(cls, "opened")
+        made.gate = gate
+        return made
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
+
+
+class Twice(SideBySide):
+    """Answers every item twice, and differently."""
+
+    def _do(self, verb: str, argument: Any, budget: float | None) -> Any:
+        return argument
+
+    def __penstock_submit__(
+        self, values: list[Any], budgets_s: list[float | None], answer: Answer
+    ) -> Callable[[], None]:
+        answer([(place, value) for place, value in enumerate(values)] * 2)
+        answer([(0, "again")])
+        return self._cancel
+
+
+async def check_a_later_batch_is_answered_while_an_earlier_one_waits(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        assert desk.ready is not None
+        assert desk.ready.width == WIDTH
+        first, second = desk.post([Item(("gate", "a"))]), desk.post([Item(2)])
+        assert values(await desk.final(second)) == [2]
+        assert not desk.parts[first]
+        third = desk.post([Item(("open", "a"))])
+        assert values(await desk.final(first)) == ["a"]
+        assert values(await desk.final(third)) == ["opened"]
+
+
+async def check_an_answer_leaves_before_the_others_of_its_batch(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        number = desk.post([Item(("gate", "a")), Item(2), Item(("raise", "no"))])
+        await desk.until(lambda: len(desk.parts[number]) == 2)
+        second, third = desk.parts[number]
+        assert (second.at, values(second), second.final) == ([1], [2], False)
+        assert (third.at, third.final) == ([2], False)
+        assert [type(e) for e in values(third)] == [ItemFailed]
+        await desk.final(desk.post([Item(("open", "a"))]))
+        last = await desk.final(number)
+        assert (last.at, values(last)) == ([0], ["a"])
+        assert last.run_s > 0
+
+
+async def check_each_place_is_answered_once_also_by_a_model_that_answers_twice(make: MakeTransport) -> None:
+    async with Desk(make, "penstock.testing.beside:Twice") as desk:
+        for n in range(3):
+            part = await desk.run(n, n + 1)
+            assert (part.at, values(part)) == ([0, 1], [n, n + 1])
+
+
+async def check_a_submit_that_raises_is_an_answer(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        part = await desk.run(("refuse", None), 2)
+        assert [type(e) for e in values(part)] == [QueueFull, QueueFull]
+        assert (await desk.values(1)) == [1]
+
+
+async def check_items_that_the_model_never_sees(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        number = desk.post([Item(b"{", "native", "application/json"), Item(b"2", "native", "application/json")])
+        await desk.final(number)
+        bad, good = desk.parts[number]
+        assert (bad.at, [type(e) for e in values(bad)], bad.final) == ([0], [BadRequest], False)
+        assert (good.at, values(good), good.final) == ([1], [b"2"], True)
+        assert values(await desk.final(desk.post([Item([], many=True)]))) == [[]]
+
+
+async def check_many_items_in_one_are_answered_together(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        first = desk.post([Item([1, ("gate", "a"), ("raise", "no")], many=True, rows=3), Item([4], many=True)])
+        await desk.until(lambda: desk.parts[first])
+        assert [part.at for part in desk.parts[first]] == [[1]]
+        await desk.final(desk.post([Item([("open", "a")], many=True)]))
+        (found,) = values(await desk.final(first))
+        assert found[:2] == [1, "a"]
+        assert type(found[2]) is ItemFailed
+
+
+async def check_the_model_hears_how_much_time_is_left(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        number = desk.post([Item(("budget", None), budget_s=0.25), Item(("budget", None))])
+        await desk.final(number)
+        assert [values(part) for part in desk.parts[number]] == [[0.25], [None]]
+
+
+async def check_an_abandoned_batch_is_cancelled_and_ends(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        number, other = desk.post([Item(("gate", "a")), Item(("gate", "b"))]), desk.post([Item(("gate", "a"))])
+        desk.transport.abandon(0, number)
+        assert [type(e) for e in values(await desk.final(number))] == [Cancelled, Cancelled]
+        assert await desk.values(("cancelled", None)) == [1]
+        assert await desk.values(("open", "a")) == ["opened"]  # and what the model answers late is not sent
+        assert values(await desk.final(other)) == ["a"]
+        desk.transport.abandon(0, number)
+        assert await desk.values(1) == [1]
+
+
+async def check_a_slab_is_let_go_with_its_own_batch(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        slab = desk.pool.allocate(LARGE)
+        assert slab is not None
+        slab.view[:] = b"s" * LARGE
+        gate, large = desk.post([Item(("gate", "a"))]), desk.post([Item(slab, "native")])
+        (found,) = values(await desk.final(large))
+        assert bytes(found) == b"s" * LARGE
+        del found
+        slab.release()
+        await desk.until_free()
+        assert not desk.parts[gate]
+        await desk.values(("open", "a"))
+
+
+async def check_a_slab_that_the_model_keeps_is_not_reused_before_it_lets_go(make: MakeTransport) -> None:
+    import numpy as np
+
+    async with Desk(make, TARGET) as desk:
+        assert await desk.values(("keep", np.zeros(LARGE, np.uint8))) == [LARGE]
+        for n in range(3):
+            assert await desk.values(n) == [n]
+        assert desk.pool.in_use_bytes > 0
+        await desk.values(("let_go", None))
+        await desk.until_free()
+
+
+async def check_what_is_counted_is_told_and_at_the_end_too(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        for _ in range(5):
+            part = await desk.run(("count", 2), ("count", 3))
+            assert part.metrics is None
+        await desk.transport.close(WAIT_S)
+        assert {(d.kind, d.name) for d in desk.metrics} == {("counter", "counted")}
+        assert sum(d.value for d in desk.metrics) == 25
+
+
+async def check_what_is_in_flight_is_answered_before_the_end(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        numbers = [desk.post([Item(("gate", "a"))]) for _ in range(10)]
+        numbers.append(desk.post([Item(("open", "a"))]))
+        await desk.transport.close(WAIT_S)
+        assert [values(desk.parts[number][-1]) for number in numbers] == [["a"]] * 10 + [["opened"]]
+
+
+async def check_a_death_ends_all_that_was_in_flight(make: MakeTransport) -> None:
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        numbers = [desk.post([Item(("gate", "a")), Item(n)]) for n in range(5)]
+        await desk.until(lambda: all(desk.parts[number] for number in numbers))
+        desk.post([Item(("exit", 3))])
+        parts = [await desk.final(number) for number in numbers]
+        assert all(type(part.error) is WorkerDied and part.started for part in parts)
+        await desk.until(lambda: desk.downs)
+        await desk.until(lambda: desk.ready is not None)
+        assert await desk.values(5) == [5]
+
+
+BESIDE_CHECKS: list[Callable[[MakeTransport], Awaitable[None]]] = [
+    check for name, check in list(globals().items()) if name.startswith("check_") and inspect.iscoroutinefunction(check)
+]
+
+
+async def check_beside(make: MakeTransport) -> None:
+    """Runs every check over transports that `make` gives. Raises AssertionError."""
+    for check in BESIDE_CHECKS:
+        await check(make)
