@@ -120,6 +120,7 @@ def open_tensorrt(
     index = int(device.partition(":")[2] or 0)
     options: dict[str, Any] = {"device_id": index}
     options |= {"trt_fp16_enable": precision == "fp16", "trt_bf16_enable": precision == "bf16"}
+    options |= {"trt_int8_enable": True} if precision == "int8" else {}
     inputs = open_session(path, "cpu", threads=threads, graph=graph).get_inputs()
     profile = _profile(inputs, least_rows, most_rows)
     if profile is None:  # engines are made for the shapes that come, while it serves: there is none to be kept

@@ -11,18 +11,20 @@ from msgspec import Struct
 
 from penstock import metrics
 from penstock.errors import BadOutput, BadRequest, ConfigError
+from penstock.models.onnx import PROFILE_ROWS
 from penstock.models.onnx_fuse import RAW, plain_input
 from penstock.models.tensors import ANY_ROWS, Input, Program
 from penstock.ops.arrays import found
 from penstock.ops.base import BatchOp, Fields
 from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations
+from penstock.pipeline.fitting import PIXELS, array_of, check, dtype_of
 from penstock.pipeline.runtimes import Precision, Runtime, Wanted, cores, open_program, warn_once
 from penstock.protocols.oip_tensors import DTYPES
 from penstock.types import TensorSpec
 
 Array = np.ndarray[Any, Any]
 
-PIXELS = np.dtype(np.uint8)
+WARMED = 16  # sizes of batches that are run before the first request, on a GPU
 MOST_VIEWED = 2**20  # bytes of an output that the slices of a batch may keep alive; larger ones are copied apart
 
 
@@ -49,7 +51,7 @@ class ModelOp(BatchOp):
     - `max_batch`: most rows of one call.
     - `min_batch`: fewest rows of one call; what lacks is filled up.
     - `sizes`: the only numbers of rows that are run.
-    - `input_reorder`: for each input of the model, which place of the data it has: "1, 0" swaps two.
+    - `input_reorder`: for each place of the data, which input of the model it is for: "1, 0" swaps two.
     - `output_reorder`: for each place of the result, which output of the model it has.
     """
 
@@ -75,30 +77,27 @@ class ModelOp(BatchOp):
         if 0 in std or not all(np.isfinite([*mean, *std])):
             raise ConfigError(f"std and mean: found {std} and {mean}, expected numbers, and no std of 0")
         self._sizes = tuple(sorted(set(sizes)))
-        self._least = min_batch
-        self._most = self._sizes[-1] if self._sizes else max_batch
-        if min(self._sizes, default=min_batch) < 1 or (self._most is not None and self._most < min_batch):
+        self._asked = self._sizes[-1] if self._sizes else max_batch
+        self._least, self._most = min_batch, self._asked or ANY_ROWS[1]
+        if not 1 <= self._least <= self._most or min(self._sizes, default=1) < 1:
             told = f"min_batch {min_batch}, max_batch {max_batch}, sizes {list(sizes)}"
             raise ConfigError(f"found {told}, expected 1 <= min_batch <= max_batch")
-        self._wanted = Wanted(
-            model, runtime, precision, model_cache, threads or max(1, cores() // instances), self._profile()
-        )
+        threads = threads or max(1, cores() // instances)
+        rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
+        self._wanted = Wanted(model, runtime, precision, model_cache, threads, rows)
         self._mean, self._std = mean, std
         self._orders = (input_reorder, output_reorder)
         self._programs: dict[bool, Program] = {}  # whether it normalises pixels itself -> program
         self._device = "cpu"
         self._label = Path(model).stem
 
-    def _profile(self) -> tuple[int, int]:
-        least, most = Wanted("").rows
-        return self._sizes[0] if self._sizes else self._least, self._most or max(most, self._least) or least
-
     # ---- life
 
     def load(self, device: str) -> None:
         """Opens the file. Raises LoadFailed, ConfigError."""
         self._device = device
-        program, raw = open_program(self._wanted, device, self._normalizations_of)
+        opened = open_program(self._wanted, device, self._normalizations_of)
+        program, self._takes_raw = opened.program, opened.raw
         specs = [plain_input(i) for i in program.inputs]
         self._inputs = _ordered(specs, self._orders[0], "input_reorder")
         self.outputs = _ordered(program.outputs, self._orders[1], "output_reorder")
@@ -109,9 +108,10 @@ class ModelOp(BatchOp):
         )
         self._normalizations = self._normalizations_of(specs)
         self._collators = [Collator() for _ in self._inputs]
-        self._programs = {raw: program}
-        self._takes_raw = raw
+        self._programs = {opened.raw: program}
         self._check_rows(program)
+        if opened.gpu:
+            self._warm_up()
 
     def _normalizations_of(self, inputs: Sequence[Input]) -> dict[str, Normalization]:
         return normalizations(inputs, self._mean, self._std)
@@ -121,19 +121,35 @@ class ModelOp(BatchOp):
         if raw not in self._programs:
             told = "items that are no uint8 came to a graph of pixels"
             warn_once("mean", self._wanted.model, told, "another session is opened for them")
-            self._programs[raw], _ = open_program(self._wanted, self._device)
+            self._programs[raw] = open_program(self._wanted, self._device).program
         return self._programs[raw]
 
     def _check_rows(self, program: Program) -> None:
+        """What the graph says of rows bounds what the node does."""
         least, most = program.rows
         if most < ANY_ROWS[1]:
             self.max_rows = most
-            if (self._most or most) > most:
-                told = f"the graph takes {most} rows at once, the node has max_batch {self._most}"
+            if (self._asked or 0) > most:
+                told = f"the graph takes {most} rows at once, the node has max_batch {self._asked}"
                 warn_once("max_batch", self._wanted.model, told, f"{most} at a time are run: export it with free rows")
         self._sizes = tuple(size for size in self._sizes if least <= size <= most)
-        self._least, self._most = max(self._least, least), min(self._most or most, most)
-        self._least = min(self._least, self._most)
+        self._most = min(self._most, most)
+        self._least = min(max(self._least, least), self._most)
+
+    def _warm_up(self) -> None:
+        """Runs batches of zeros: on a GPU the first one of each size is slow, while kernels are chosen for it."""
+        if any(i.datatype in (None, "BYTES") or i.shape is None or -1 in i.shape[1:] for i in self._inputs):
+            return
+        most = self._most if self._most < ANY_ROWS[1] else self._least
+        for rows in self._sizes or {*range(self._least, min(most, WARMED) + 1), most}:
+            arrays = [
+                np.zeros(
+                    (rows, *cast(Any, i.shape)[1:]),
+                    PIXELS if i.name in self._normalizations else DTYPES[cast(str, i.datatype)],
+                )
+                for i in self._inputs
+            ]
+            self([arrays if len(arrays) > 1 else arrays[0]], [{}])
 
     def unload(self) -> None:
         """Lets the program go."""
@@ -160,21 +176,19 @@ class ModelOp(BatchOp):
 
     def _given(self, item: Any) -> _Given:
         """Raises BadRequest: what was found and what was expected."""
-        several = len(self._inputs) > 1
-        values = list(item) if several and isinstance(item, list | tuple) else [item]
+        values = list(item) if isinstance(item, list | tuple) else [item]
         if len(values) != len(self._inputs):
             names = ", ".join(i.name for i in self._inputs)
-            raise BadRequest(
-                f"the model has the inputs {names}; found {found(item)}, expected a list of {len(self._inputs)} tensors"
-            )
-        arrays = [_array(spec, value) for spec, value in zip(self._inputs, values, strict=True)]
+            expected = f"a list of {len(self._inputs)} tensors" if len(self._inputs) > 1 else "one tensor"
+            raise BadRequest(f"the model has the inputs {names}; found {found(item)}, expected {expected}")
+        arrays = [array_of(spec, value) for spec, value in zip(self._inputs, values, strict=True)]
         for spec, array in zip(self._inputs, arrays, strict=True):
-            _check(spec, array, self._normalizations.get(spec.name))
+            check(spec, array, self._normalizations.get(spec.name))
         rows = {len(array) for array in arrays}
         if len(rows) != 1 or 0 in rows:
             raise BadRequest(f"found tensors of {sorted(rows)} rows (axis 0), expected the same in all, 1 or more")
         raw = self._takes_raw and all(
-            a.dtype == np.uint8 for s, a in zip(self._inputs, arrays, strict=True) if s.name in self._normalizations
+            a.dtype == PIXELS for s, a in zip(self._inputs, arrays, strict=True) if s.name in self._normalizations
         )
         dtypes = tuple(a.dtype for s, a in zip(self._inputs, arrays, strict=True) if s.datatype is None)
         return _Given(arrays, rows.pop(), (raw, dtypes, *(a.shape[1:] for a in arrays)))
@@ -183,7 +197,7 @@ class ModelOp(BatchOp):
         """The results of items of one shape; `raw` where their pixels are normalised by the program."""
         program = self._program(raw)
         rows = sum(given.rows for given in group)
-        plan = calls(rows, self._sizes) if self._sizes else chunks(rows, self._least, cast(int, self._most))
+        plan = calls(rows, self._sizes) if self._sizes else chunks(rows, self._least, self._most)
         room = sum(plan)
         if room > rows:
             metrics.counter("pipeline_padded_rows_total", room - rows, model=self._label)
@@ -194,7 +208,7 @@ class ModelOp(BatchOp):
             if raw and normalization is not None:
                 feeds[spec.name + RAW] = collator.batch(arrays, room, PIXELS)
             else:
-                feeds[spec.name] = collator.batch(arrays, room, _dtype(spec, arrays[0], normalization), normalization)
+                feeds[spec.name] = collator.batch(arrays, room, dtype_of(spec, arrays[0], normalization), normalization)
         parts = []
         start = 0
         for size in plan:
@@ -236,60 +250,3 @@ def _ordered(specs: Sequence[Any], order: tuple[int, ...], key: str) -> tuple[An
         names = ", ".join(s.name for s in specs)
         raise ConfigError(f"{key}: found {order}, expected each place once, 0 to {len(specs) - 1}, of {names}")
     return tuple(specs[place] for place in order)
-
-
-# ---- one item
-
-
-def _array(spec: Input, value: Any) -> Array:
-    """The value as an array; a tensor of PyTorch on the CPU is one without a copy. Raises BadRequest."""
-    if isinstance(value, np.ndarray):
-        return value
-    try:
-        array = np.asarray(value if hasattr(value, "__array__") else None)
-    except Exception:  # of a tensor on a GPU, or one that has a gradient
-        array = np.empty(0, object)
-    if array.dtype.hasobject:
-        raise BadRequest(f"input '{spec.name}' of the model is {_expected(spec)}, found {found(value)}")
-    return array
-
-
-def _check(spec: Input, array: Array, normalization: Normalization | None) -> None:
-    """Raises BadRequest for an array that the input does not take."""
-    shape = spec.shape
-    if shape is not None and (
-        array.ndim != len(shape) or any(n not in (-1, m) for n, m in zip(shape[1:], array.shape[1:], strict=True))
-    ):
-        wrong = True
-    elif normalization is not None:
-        channels = normalization.scale.shape
-        wrong = array.ndim != 4 or any(n not in (1, m) for n, m in zip(channels, array.shape, strict=True))
-    else:
-        wrong = array.ndim == 0
-    if wrong or not _fits(spec, array.dtype, normalization):
-        hint = "; Mat2Tensor makes [1, channels, height, width] of an image" if _is_image(array) else ""
-        raise BadRequest(f"input '{spec.name}' of the model is {_expected(spec)}, found {found(array)}{hint}")
-
-
-def _is_image(array: Array) -> bool:
-    return array.ndim in (2, 3) or (array.ndim == 4 and array.shape[3] in (1, 3))
-
-
-def _fits(spec: Input, dtype: np.dtype[Any], normalization: Normalization | None) -> bool:
-    """Whether numbers may be cast: any real ones to floats, else only without loss."""
-    if normalization is not None or spec.datatype in ("FP16", "FP32", "FP64"):
-        return dtype.kind in "biuf"
-    return spec.datatype is None or np.can_cast(dtype, DTYPES[spec.datatype], "safe")
-
-
-def _dtype(spec: Input, array: Array, normalization: Normalization | None) -> np.dtype[Any]:
-    """What a batch is cast to; pixels become floats where the program does not tell, as networks of images want."""
-    if spec.datatype is not None:
-        return np.dtype(DTYPES[spec.datatype])
-    return np.dtype(np.float32) if normalization is not None or array.dtype == PIXELS else array.dtype
-
-
-def _expected(spec: Input) -> str:
-    name = "a tensor" if spec.datatype is None else str(np.dtype(DTYPES[spec.datatype]))
-    sides = ["rows", *("any" if n == -1 else str(n) for n in (spec.shape or ())[1:])]
-    return f"{name} [{', '.join(sides)}]" if spec.shape is not None else name

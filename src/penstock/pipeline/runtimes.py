@@ -29,7 +29,7 @@ OPENVINO: Final = "OpenVINOExecutionProvider"
 _TORCH_FILES: Final = (".pt", ".pth", ".pt2", ".ts")
 _ENGINES: Final = (".trt", ".engine", ".plan")
 _CAN: Final = {  # precisions besides fp32
-    "tensorrt": ("fp16", "bf16"),
+    "tensorrt": ("fp16", "bf16", "int8"),  # int8 of a graph that was quantised
     "torch on cuda": ("fp16", "bf16"),
     "torch": ("bf16",),
 }
@@ -37,6 +37,24 @@ _CAN: Final = {  # precisions besides fp32
 _lock = threading.Lock()
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 _told: set[str] = set()
+
+
+def _forget() -> None:
+    """In a forked child: sessions have lost their threads, and the lock may be one that nobody gives back."""
+    global _lock, _shared
+    _lock, _shared = threading.Lock(), weakref.WeakValueDictionary()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+class Opened(Struct, frozen=True):
+    """A program over arrays. `raw`: it takes images as uint8, and normalises them. `gpu`: it runs on one."""
+
+    program: Program
+    raw: bool = False
+    gpu: bool = False
 
 
 class Wanted(Struct, frozen=True):
@@ -101,8 +119,8 @@ def _check_file(wanted: Wanted) -> None:
 
 def open_program(
     wanted: Wanted, device: str, normalize: Callable[[Sequence[Input]], Mapping[str, Normalization]] | None = None
-) -> tuple[Program, bool]:
-    """(a program over arrays, whether it takes the inputs that `normalize` names as uint8 and normalises them).
+) -> Opened:
+    """The program of a file; on a GPU it may take the inputs that `normalize` names as they are.
 
     On the CPU the instances of a process share one: ONNX Runtime runs calls side by side. Raises ConfigError,
     LoadFailed.
@@ -112,22 +130,21 @@ def open_program(
         warn_once("model::cache", wanted.cache, "found a file that others wrote", "it is not used")
     precision = _precision(wanted, runtime, device)
     if runtime in ("cpu", "openvino"):
-        return _share(wanted, runtime), False
+        return Opened(_share(wanted, runtime))
     if runtime == "torch":
-        return _open_torch(wanted, device, precision), False
+        return Opened(_open_torch(wanted, device, precision), gpu=device != "cpu")
     graph = None
     if normalize is not None:
         graph = onnx_fuse.normalised(
             wanted.model, lambda inputs: {name: (n.mean, n.scale) for name, n in normalize(inputs).items()}
         )
-    return _open_on_gpu(wanted, runtime, device, precision, graph), graph is not None
+    return Opened(_open_on_gpu(wanted, runtime, device, precision, graph), raw=graph is not None, gpu=True)
 
 
 def _share(wanted: Wanted, runtime: str) -> Program:
-    """The program of this file in this process, opened if there is none: not one of before a fork, whose threads are
-    gone, nor of a file that was written anew."""
+    """The program of this file in this process, opened if there is none, or the file was written anew."""
     stat = os.stat(wanted.model)
-    key = (os.getpid(), os.path.realpath(wanted.model), stat.st_mtime_ns, stat.st_size, wanted.threads, runtime)
+    key = (os.path.realpath(wanted.model), stat.st_mtime_ns, stat.st_size, wanted.threads, runtime)
     with _lock:
         found: Program | None = _shared.get(key)
         if found is None:
@@ -178,8 +195,8 @@ def _precision(wanted: Wanted, runtime: str, device: str) -> str:
         return "fp16" if "fp16" in can else "fp32"
     if wanted.precision in ("fp32", *can):
         return wanted.precision
-    where = f"{wanted.precision} is nothing that {runtime} on {device} computes in"
-    warn_once("precision", wanted.model, where, "it runs in the datatypes of the file")
+    told = f"{wanted.precision}, which {'the CPU' if runtime == 'cpu' else f'{runtime} on {device}'} has not"
+    warn_once("precision", wanted.model, told, "it runs in fp32, or in what stands in the file")
     return "fp32"
 
 
