@@ -21,6 +21,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Batch, OnPart]] = []
+        self.abandoned: tuple[int, int] | None = None
 
     async def start(self, listener: TransportListener) -> None: ...
 
@@ -40,6 +41,12 @@ class FakeTransport:
         results = [ItemResult(body=item.payload) for item in batch.items]
         on_part(part or BatchPart(batch.id, **{"results": results, **fields}))  # type: ignore[arg-type]
         return batch
+
+    def some(self, batch: int, *places: int, final: bool = False, **fields: object) -> None:
+        """Answers items of a batch, which works beside others: every payload with itself."""
+        sent, on_part = next(pair for pair in self.sent if pair[0].id == batch)
+        results = [ItemResult(body=sent.items[place].payload) for place in places]
+        on_part(BatchPart(batch, **{"results": results, "at": list(places), "final": final, **fields}))  # type: ignore[arg-type]
 
     def part(self, results: list[ItemResult | None]) -> None:
         """A non-final part of the oldest batch."""
@@ -80,6 +87,7 @@ def make_batcher(transport: FakeTransport) -> Callable[..., Batcher]:
         max_batch_size: int = 4,
         max_queue: int = 8,
         depth: int = 1,
+        width: int = 1,
         observers: Sequence[Observer] = (),
         **keys: object,
     ) -> Batcher:
@@ -94,7 +102,7 @@ def make_batcher(transport: FakeTransport) -> Callable[..., Batcher]:
             idempotent=config.idempotent,
         )
         batcher = Batcher("m", "1", transport, scheduler, config, observers)
-        batcher.scheduler.slot_up(0, 0.0)
+        batcher.scheduler.slot_up(0, 0.0, width)
         return batcher
 
     return make

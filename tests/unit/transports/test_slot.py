@@ -156,3 +156,113 @@ def test_a_worker_that_cannot_be_started_for_any_reason_is_tried_anew(place):
     place.fails = False
     place.loop.clock.advance(0.2)
     assert place.up
+
+
+# ---- batches side by side
+
+
+@pytest.fixture
+def wide(place):
+    place.fails, place.hangs = False, True
+    place._launch()
+    place.is_up(Ready(ModelMetadata("m", "1"), width=8))
+    return place
+
+
+def send(place, number, items=1):
+    heard = []
+    place.send(Batch(number, 0, [Item(1)] * items), heard.append)
+    return heard
+
+
+def part(number, *places, final=True):
+    return BatchPart(number, [ItemResult()] * len(places), at=list(places), final=final)
+
+
+def test_batches_side_by_side_are_answered_in_any_order_and_in_parts(wide):
+    for number in (1, 2, 3):
+        send(wide, number, items=2)
+    assert wide.answered(part(2, 1, 0)).batch.id == 2
+    assert wide.answered(part(1, 1, final=False)).batch.id == 1
+    wide.answered(part(3, 0, 1))
+    wide.answered(part(1, 0))
+    assert not wide.sent
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        part(2, 0),
+        part(1, 0),
+        part(1, 0, 2, final=False),
+        part(1, 0, 0, 1),
+        part(1, 0, 1, final=False),
+        part(1, -1, final=False),
+        BatchPart(1, [ItemResult()] * 2, at=[0]),
+        BatchPart(1, [ItemResult()] * 2),
+    ],
+    ids=["no such batch", "too few", "no such place", "twice", "not final", "negative", "not aligned", "no places"],
+)
+def test_answers_that_do_not_fit_are_nonsense(wide, nonsense):
+    send(wide, 1, items=2)
+    with pytest.raises(ValueError, match="do not fit"):
+        wide.answered(nonsense)
+
+
+def test_a_place_is_answered_once(wide):
+    send(wide, 1, items=2)
+    wide.answered(part(1, 0, final=False))
+    with pytest.raises(ValueError, match="do not fit"):
+        wide.answered(part(1, 0, 1))
+
+
+def test_a_death_is_that_of_all_batches_side_by_side(wide):
+    heard = [send(wide, number) for number in (1, 2, 3)]
+    wide.answered(part(2, 0))
+    wide.down(WorkerDied("signal 9"))
+    assert [[(p.started, type(p.error)) for p in parts] for parts in heard] == [
+        [(True, WorkerDied)],
+        [],
+        [(True, WorkerDied)],
+    ]
+
+
+def test_a_worker_of_which_nothing_is_heard_for_run_timeout_s_is_given_up_with_all_it_has(wide):
+    first = send(wide, 1)
+    wide.loop.clock.advance(50)
+    second = send(wide, 2)
+    wide.loop.clock.advance(9.9)
+    assert not first
+    wide.loop.clock.advance(0.2)
+    assert [type(parts[0].error) for parts in (first, second)] == [WorkerDied, WorkerDied]
+
+
+def test_a_batch_that_hangs_beside_others_costs_its_worker_only_after_twice_run_timeout_s(wide):
+    hung = send(wide, 1)
+    for number in range(2, 13):
+        send(wide, number)
+        wide.loop.clock.advance(10)
+        wide.answered(part(number, 0))
+    assert not hung
+    wide.loop.clock.advance(10.1)
+    assert "run_timeout_s=60" in hung[0].error.message
+
+
+def test_an_idle_time_between_batches_is_no_silence(wide):
+    for number in (1, 2, 3):
+        send(wide, number)
+        wide.loop.clock.advance(59)
+        wide.answered(part(number, 0))
+        wide.loop.clock.advance(100)
+    assert wide.up
+    assert not wide.errors
+
+
+def test_a_worker_that_comes_up_narrow_is_narrow(wide):
+    wide.fails = wide.hangs = False
+    wide.down(WorkerDied("signal 9"))
+    wide.loop.clock.advance(1)
+    send(wide, 1)
+    send(wide, 2)
+    with pytest.raises(ValueError, match="do not fit"):
+        wide.answered(BatchPart(2, [ItemResult()]))
