@@ -84,14 +84,19 @@ NOT_HERE = {
 _registered: dict[str, type[Op]] = {}
 
 
+def _known() -> dict[str, str]:
+    """The names of all ops, by their lower case; those that are registered come before others."""
+    return {name.lower(): name for name in (*BUILTIN, *ALIASES, *_registered)}
+
+
 def names() -> list[str]:
     """The names of all ops, sorted."""
-    return sorted({*BUILTIN, *ALIASES, *_registered}, key=str.lower)
+    return sorted(_known().values(), key=str.lower)
 
 
 def canonical(name: str) -> str:
     """The name as it is listed; upper and lower case are one. Raises ConfigError: what to write instead."""
-    known = {n.lower(): n for n in names()}
+    known = _known()
     if (found := known.get(name.lower())) is not None:
         return found
     if (why := {n.lower(): text for n, text in NOT_HERE.items()}.get(name.lower())) is not None:

@@ -38,11 +38,15 @@ class Parameter(Struct, frozen=True):
 
 
 def parameters_of(cls: type[Op]) -> dict[str, Parameter]:
-    """The keys that may be set for an op, by name. Lines "- `name`: text" of its docstring tell what they are."""
+    """The keys that may be set for an op, by name. Lines "- `name`: text" of docstrings tell what they are."""
     if cls.__init__ is object.__init__:
         return {}
     hints = get_type_hints(cls.__init__)
-    docs = {name: " ".join(text.split()) for name, text in _DOC.findall(inspect.getdoc(cls) or "")}
+    docs = {
+        name: " ".join(text.split())
+        for base in reversed(cls.__mro__)
+        for name, text in _DOC.findall(inspect.cleandoc(base.__doc__ or ""))
+    }
     return {
         p.name: Parameter(p.name, hints.get(p.name, Any), p.default, docs.get(p.name, ""))
         for p in list(inspect.signature(cls.__init__).parameters.values())[1:]

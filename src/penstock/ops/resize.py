@@ -93,9 +93,6 @@ class PillowResizeMat(ResizeMat):
     """The image at another size, bit for bit as Pillow's bilinear filter makes it: uint8 `[height, width, 3]` or gray.
 
     Pillow smooths what it shrinks, as torchvision does; networks trained that way see what they were trained on.
-
-    - `resize_h`: the new height.
-    - `resize_w`: the new width.
     """
 
     def __call__(self, data: Any, fields: Fields) -> Array:
@@ -184,10 +181,6 @@ class ResizeCenterPadMat(ResizePadMat):
     """The image as large as fits, in the middle of a frame: `[height, width, ...]` -> `[max_h, max_w, ...]`.
 
     float32 where `pad_value` has a fraction. `inverse_trans` leads points back, and into the image.
-
-    - `max_h`: the height of the frame.
-    - `max_w`: the width of the frame.
-    - `pad_value`: the colour of what is left over: a number, or one for each channel.
     """
 
     def __call__(self, data: Any, fields: Fields) -> Array:

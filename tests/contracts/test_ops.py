@@ -1,0 +1,178 @@
+"""Every op of the catalog keeps the contract of ops, and the check notices one that does not."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock.ops import catalog
+from penstock.ops.base import BatchOp, ItemOp
+from penstock.ops.scaled import picture
+from penstock.testing.ops import check_op
+
+MAT = picture(40, 60, 1)
+GRAY = MAT[:, :, 0]
+FLOATS = MAT.astype(np.float32)
+TENSOR = np.ascontiguousarray(MAT.transpose(2, 0, 1))[None]
+LOGITS = np.array([[0.5, 3.0, -1.0]], np.float32)
+BOX = [5, 3, 35, 23]
+CORNERS = [[2, 3], [40, 5], [38, 30], [1, 28]]
+
+
+def encoded(kind: str) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(MAT).save(out, kind)
+    return out.getvalue()
+
+
+SIZE = {"resize_h": "24", "resize_w": 32}
+FRAME = {"max_h": 32, "max_w": "32", "pad_value": "114, 114, 114"}
+IMAGES = [{"data": encoded("JPEG")}, {"data": encoded("PNG")}, {"data": memoryview(encoded("JPEG"))}]
+MATS = [{"data": MAT}, {"data": GRAY}, {"data": FLOATS}, {"data": MAT[::-1, 3:]}]
+TENSORS = [{"data": TENSOR}, {"data": TENSOR.astype(np.float32)}, {"data": MAT}]
+ANY = [{"data": 1, "box": [1, 2]}, {"data": MAT, "box": None, "other": 3}]
+MODELS = {name for name, where in catalog.BUILTIN.items() if ".model_op:" in where}
+
+CASES = {
+    "Add": (ANY, {"pairs": "stage:first"}),
+    "AddInt": (ANY, {"pairs": "resize_h:224"}),
+    "Any2Mat": ([{"data": [MAT, GRAY]}, {"data": []}], {}),
+    "ArgMax": ([{"data": LOGITS}, {"data": LOGITS[0]}], {}),
+    "ArgMaxTensor": ([{"data": LOGITS}, {"data": TENSOR}], {}),
+    "Copy": (ANY, {"pairs": "box:first_box"}),
+    "CpuTensor": ([{"data": TENSOR}, {"data": [LOGITS, TENSOR]}], {}),
+    "CropMat": ([{"data": MAT, "_box": BOX}, {"data": GRAY, "_box": np.array(BOX)}], {}),
+    "CropResizeMat": ([{"data": MAT, "_box": [0.1, 0.2, 0.5, 0.9]}], {**SIZE, "enlarge_ratio": "0.1"}),
+    "CropTensor": ([{"data": TENSOR, "_box": BOX}, {"data": MAT, "_box": (*BOX, 0.9)}], {}),
+    "CvtColorMat": ([*MATS, {"data": MAT, "color": "rgb"}], {"color": "RGB"}),
+    "CvtColorTensor": ([{**t, "color": "bgr"} for t in TENSORS], {"color": "rgb"}),
+    "DecodeMat": (IMAGES, {}),
+    "DecodeTensor": (IMAGES, {"color": "bgr"}),
+    "DynamicFixHResizePadMat": ([{**m, "resize_h": 32, "max_w": 20} for m in MATS], {"pad_value": 3}),
+    "DynamicResizeMat": ([{**m, "resize_h": 8, "resize_w": "9"} for m in MATS], {}),
+    "FixHResizePadMat": (MATS, {"resize_h": 20, "max_w": 64}),
+    "FixRatioResizeMat": (MATS, {"max_h": 30, "max_w": 30}),
+    "FloatMat": ([*MATS, {"data": MAT}], {}),
+    "FloatNCHWTensor": (TENSORS, {}),
+    "FloatTensor": (TENSORS, {}),
+    "GpuTensor": (TENSORS, {}),
+    "Identity": (ANY, {}),
+    "Keep": (ANY, {"keep": "box"}),
+    "KeyA2KeyB": (ANY, {"key_a": "box", "key_b": "other"}),
+    "Mat2CpuTensor": (MATS, {}),
+    "Mat2GpuTensor": (MATS, {}),
+    "Mat2Tensor": ([*MATS, {"data": [MAT, GRAY]}], {"device": "gpu"}),
+    "Move": (ANY, {"pairs": "box:moved"}),
+    "NCHWTensor": (TENSORS, {}),
+    "PerspectiveTransformMat": ([{**m, "_box": CORNERS} for m in MATS], {}),
+    "PerspectiveTransformMats": ([{"data": MAT, "_box": [CORNERS, CORNERS]}, {"data": MAT, "_box": []}], {}),
+    "PillowResizeMat": ([MATS[0], MATS[1], MATS[3]], SIZE),
+    "PillowResizeTensor": ([TENSORS[0], TENSORS[2]], SIZE),
+    "Python": (ANY, {"target": "json:dumps"}),
+    "Remove": (ANY, {"keys": "box,other"}),
+    "ResizeCenterPadMat": (MATS, FRAME),
+    "ResizeMat": (MATS, SIZE),
+    "ResizePadMat": (MATS, FRAME),
+    "ResizePadTensor": (TENSORS, FRAME),
+    "ResizeTensor": (TENSORS, SIZE),
+    "Result2Key": (ANY, {"key": "kept"}),
+    "Result2Other": (ANY, {}),
+    "SaveMat": (MATS, {}),
+    "Sleep": (ANY, {"time": 0}),
+    "SoftmaxArgMax": ([{"data": LOGITS}], {}),
+    "SoftmaxArgMaxTensor": ([{"data": LOGITS}], {}),
+    "SoftmaxCpu": ([{"data": LOGITS}, {"data": [LOGITS, TENSOR]}], {}),
+    "SoftmaxMax": ([{"data": LOGITS}], {}),
+    "Tensor2Mat": ([{"data": TENSOR}, {"data": FLOATS}], {}),
+    "Tensor2Vector": (TENSORS, {}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_op(name: str, tmp_path: Path) -> None:
+    items, params = CASES[name]
+    if name == "SaveMat":
+        params = {"save_dir": str(tmp_path)}
+    if name == "Python":
+        items = [{"data": [1, 2]}, {"data": "text"}]
+    check_op(catalog.class_of(name, params.get("target")), items, params=without_target(params))
+
+
+def without_target(params):
+    return {key: value for key, value in params.items() if key != "target"}
+
+
+def test_every_op_of_the_catalog_is_checked() -> None:
+    raising = {"C10Exception", "RuntimeError"}
+    assert set(catalog.BUILTIN) - MODELS - raising == set(CASES)
+
+
+class Op(ItemOp):
+    """It gives what it takes."""
+
+    def __call__(self, data, fields):
+        return data
+
+
+def broken(**attributes) -> type[ItemOp]:
+    return type("Broken", (Op,), {"__doc__": "It does not keep the contract.", **attributes})
+
+
+def writing(self, data, fields):
+    fields["color"] = "rgb"
+    return data
+
+
+def changing(self, data, fields):
+    data += 1
+    return data
+
+
+class Counting(Op):
+    """It counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, data, fields):
+        self.calls += 1
+        return self.calls
+
+
+class Short(BatchOp):
+    """It loses one."""
+
+    def __call__(self, data, fields):
+        return data[1:]
+
+
+class Told(Op):
+    """It has a parameter of which nothing is said."""
+
+    def __init__(self, size: int = 1) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "found"),
+    [
+        (broken(__doc__=None), "has no docstring"),
+        (broken(gives="tensors"), "kinds are"),
+        (broken(takes="bytes"), "takes 'bytes'"),
+        (broken(gives="bytes"), "gives 'bytes', and gave"),
+        (broken(reads=("box",)), "reads"),
+        (broken(writes=("color",)), "says that it writes"),
+        (broken(__call__=writing), "wrote color, which it does not declare"),
+        (broken(__call__=changing), "changed what it was given"),
+        (Counting, "alone gave 1, among others"),
+        (Short, "gave 0 results for 1 items"),
+        (Told, "tells of size"),
+    ],
+)
+def test_an_op_that_breaks_it_is_noticed(cls, found) -> None:
+    with pytest.raises(AssertionError, match=found):
+        check_op(cls, [{"data": np.zeros((2, 2), np.uint8)}])
