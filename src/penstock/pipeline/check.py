@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from penstock.errors import ConfigError
-from penstock.ops.catalog import find
-from penstock.ops.parameters import check_params
 from penstock.pipeline.fields import fields_of
 from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.lower import checked
 from penstock.pipeline.source import Source
 from penstock.pipeline.structure import check_structure, entry_of, linked
 
@@ -52,6 +51,6 @@ def _check_steps(node: Node, source: Source) -> None:
         raise source.error(node.name, "ops", "found no step; expected one or more, such as Identity")
     for step in node.steps:
         try:
-            check_params(find(step.op), step.params)
+            checked(step.op, step.params)
         except ConfigError as e:
             raise source.error(node.name, "", e.message) from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.errors import ConfigError
 from penstock.ops.base import DATA, RESULT
-from penstock.ops.catalog import find
 from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.lower import op_class
 
 Kinds = dict[str, str]
 """Kinds by field: those of `ops.base.Op`. The field OPEN says that there may be others, too."""
@@ -83,7 +83,7 @@ def _through(node: Node, fields: Kinds) -> Kinds:
 
 def _step(node: Node, step: Step, left: Kinds, other: str) -> str:
     """The kind that a step gives, or the `other` that is there already. Adds what it writes."""
-    op = find(step.op)
+    op = op_class(step.op, step.params)
     if "any" not in (op.takes, left[DATA]) and op.takes != left[DATA]:
         hint = _BETWEEN.get((left[DATA], op.takes), "another op belongs before it")
         raise ConfigError(f"[{node.name}] {step.op} takes '{op.takes}' as data, but gets '{left[DATA]}': {hint}")

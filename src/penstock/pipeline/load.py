@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -76,6 +77,7 @@ def _read(file: Path) -> str:
 def _graph(tables: Mapping[str, Any], source: Source, *, name: str, folder: str, compat: bool) -> Graph:
     settings = _settings(tables.get("pipeline", {}), source)
     compat = compat or bool(settings.get("compat"))
+    folder = os.path.abspath(folder)
     name = settings.get("name", name)
     nodes = _tables_of_nodes(tables, name, source)
     plain = {k: v for k, v in tables.items() if not isinstance(v, dict)} | dict(tables.get(_GLOBAL, {}))

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from penstock.config.words import found
 from penstock.errors import ConfigError
-from penstock.ops.base import BatchOp
-from penstock.ops.catalog import canonical, find
+from penstock.ops.base import BatchOp, Op
+from penstock.ops.catalog import canonical, class_of, find
 from penstock.ops.parameters import check_params, parameters_of, takes_any
 from penstock.pipeline.expression import Expression, parse
 from penstock.pipeline.graph import Step
@@ -21,6 +21,9 @@ SCOPES = {"synctensor", "torch", "streamguard"}
 """Scopes of a stream: each op that has streams keeps its own."""
 
 FAN_OUT = "MapReduce"
+TARGET = "target"
+"""The parameter that names a user's class."""
+
 PATHS = ("model", "model_cache", "save_dir")
 """Parameters that are paths."""
 
@@ -103,7 +106,23 @@ def _from_item(op: Any) -> list[Draft]:
 
 def has_model(drafts: Iterable[Draft]) -> bool:
     """Whether one of the ops looks at many items at once. Raises ConfigError: there is none of that name."""
-    return any(issubclass(find(draft.op), BatchOp) for draft in drafts)
+    return any(issubclass(op_class(draft.op, draft.params), BatchOp) for draft in drafts)
+
+
+def op_class(op: str, params: Mapping[str, Any]) -> type[Op]:
+    """The class that an op is in the end, also where it is a user's. Raises ConfigError, LoadFailed."""
+    return class_of(op, params.get(TARGET))
+
+
+def checked(op: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as values of the op's types. Raises ConfigError: unknown, missing or of a wrong type."""
+    cls = op_class(op, params)
+    of_a_user = TARGET in params and TARGET not in parameters_of(cls)
+    own = {key: value for key, value in params.items() if key != TARGET or not of_a_user}
+    try:
+        return ({TARGET: params[TARGET]} if of_a_user else {}) | check_params(cls, own)
+    except ConfigError as e:  # it is told by the name that was written
+        raise ConfigError(e.message.replace(cls.__name__, op)) from None
 
 
 def parameter_name(key: str) -> str:
@@ -119,7 +138,7 @@ def steps_of(
     Those that are `free` go to ops that take any, if no other op takes them. Raises ConfigError: an op that is not
     known, a parameter that does not fit.
     """
-    classes = [find(draft.op) for draft in drafts]
+    classes = [op_class(draft.op, draft.params) for draft in drafts]
     known = {parameter for cls in classes for parameter in parameters_of(cls)}
     taken = {key for key in keys if parameter_name(key) in known}
     left = {key: keys[key] for key in free if key not in taken}
@@ -131,20 +150,18 @@ def steps_of(
             params |= left
             taken |= set(left)
         params |= {parameter_name(k) if parameter_name(k) in names else k: v for k, v in draft.params.items()}
-        try:
-            values = _rooted(check_params(cls, params), folder)
-        except ConfigError as e:  # it is told by the name that was written
-            raise ConfigError(e.message.replace(cls.__name__, draft.op)) from None
+        values = rooted(checked(draft.op, params), folder)
         steps.append(Step(canonical(draft.op), values, draft.filter or ("swap" if steps else "run")))
     return tuple(steps), taken
 
 
-def _rooted(values: dict[str, Any], folder: str) -> dict[str, Any]:
+def rooted(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """The parameters with paths that start where they are meant to."""
+    found = dict(values)
     for name in PATHS:
-        if isinstance(values.get(name), str) and values[name]:
-            values[name] = os.path.join(folder, os.path.expanduser(values[name]))
-    target = values.get("target")
+        if isinstance(found.get(name), str) and found[name]:
+            found[name] = os.path.join(folder, os.path.expanduser(found[name]))
+    target = found.get(TARGET)
     if isinstance(target, str) and target.partition(":")[0].endswith(".py"):
-        values["target"] = os.path.join(folder, os.path.expanduser(target))
-    return values
+        found[TARGET] = os.path.join(folder, os.path.expanduser(target))
+    return found

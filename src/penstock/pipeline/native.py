@@ -10,12 +10,11 @@ from msgspec import Struct
 
 from penstock.config.words import found
 from penstock.errors import ConfigError, nearest
-from penstock.ops.catalog import find
 from penstock.ops.parameters import parameters_of
 from penstock.pipeline.dialect import gpu_of
 from penstock.pipeline.graph import Each, Input, Node
 from penstock.pipeline.keys import NODE, ONLY_WITH_A_MODEL, torchpipe_keys
-from penstock.pipeline.lower import FAN_OUT, Draft, drafts_of, has_model, parameter_name, steps_of
+from penstock.pipeline.lower import FAN_OUT, Draft, drafts_of, has_model, op_class, parameter_name, rooted, steps_of
 from penstock.pipeline.source import Source
 
 MAX_BATCH, MAX_BATCH_COMPAT = 8, 1
@@ -48,6 +47,8 @@ def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
     values = {key: _value(name, key, keys[key], reading.source) for key in NODE if key in keys}
     try:
         drafts = drafts_of(keys)
+        for draft in drafts:
+            draft.params = rooted(draft.params, reading.folder)
         if FAN_OUT.lower() in (draft.op.lower() for draft in drafts):
             values.setdefault("each", "data")
             drafts = []
@@ -141,7 +142,7 @@ def _each(node: str, values: Mapping[str, Any], source: Source) -> Each | None:
 
 def _unknown(node: str, key: str, drafts: list[Draft], reading: Reading) -> None:
     """Raises ConfigError for a key that nobody takes, or warns of it in TorchPipe's dialect."""
-    of_ops = [name for draft in drafts for name in parameters_of(find(draft.op))]
+    of_ops = [name for draft in drafts for name in parameters_of(op_class(draft.op, draft.params))]
     known = [*NODE, *of_ops, *(k.name for k in torchpipe_keys() if k.state in ("used", "held"))]
     ops = ", ".join(dict.fromkeys(draft.op for draft in drafts)) or "none"
     hint = nearest(key, known) or f" (ops of this node: {ops})"

@@ -264,6 +264,27 @@ def test_what_wraps_an_op_runs_behind_it(tmp_path: Path) -> None:
     assert steps == (Step("DecodeMat"), Step("Result2Key", {"key": "image"}, "swap"))
 
 
+def test_a_class_of_a_user_takes_the_keys_it_has(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Scale:\n"
+        "    def __init__(self, factor: float) -> None:\n"
+        "        self.factor = factor\n"
+        "    def __call__(self, data):\n"
+        "        return data * self.factor\n"
+    )
+    text = '[a]\nbackend = "S[ResizeMat,Python[own.py:Scale]]"\nfactor = "0.5"\nresize_h = 1\nresize_w = 1\n'
+    step = load(tmp_path, text).nodes["a"].steps[1]
+    assert step == Step("Python", {"target": f"{tmp_path}/own.py:Scale", "factor": 0.5}, "swap")
+    assert "[a] factr: unknown key" in refused(tmp_path, text.replace("factor", "factor = 1\nfactr", 1))
+    assert "factor is 'half'" in refused(tmp_path, text.replace("0.5", "half"))
+
+
+def test_a_class_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert "there is no file" in refused(tmp_path, '[a]\nbackend = "Python[none.py:Scale]"')
+    assert "there is no module 'no_such'" in refused(tmp_path, '[a]\nbackend = "Python[no_such.mod:Scale]"')
+    assert "Python needs target, not found" in refused(tmp_path, '[a]\nbackend = "Python"')
+
+
 @pytest.mark.parametrize(
     ("backend", "told"),
     [
