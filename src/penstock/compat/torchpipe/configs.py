@@ -45,7 +45,8 @@ def graph_of(config: str | os.PathLike[str] | dict[str, Any]) -> Graph:
     if isinstance(config, str | os.PathLike):
         name, tables = Path(config).stem, read_tables(Path(config))
     elif isinstance(config, dict) and config:
-        name, tables = ONLY, config
+        alone = not any(isinstance(value, dict) for value in config.values())
+        name, tables = ONLY, {ONLY: config} if alone else config
     else:
         raise ConfigError(f"pipe was given {config!r}, expected a path to a TOML file, or a dict of its tables or keys")
     graph = parse_graph(tables, name=name, folder=os.getcwd(), compat=True)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from penstock import native
 from penstock.engine.waiters import Waiter
 
 log = logging.getLogger("penstock.compat")
+
+_answering: set[int] = set()  # threads that give answers just now
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """What this thread does within is giving an answer: it must not wait for another."""
+    _answering.add(native.thread_id())
+    try:
+        yield
+    finally:
+        _answering.discard(native.thread_id())
 
 
 class Event:
@@ -75,6 +88,8 @@ class Event:
         with self._lock:
             if self._over:
                 return
+            if native.thread_id() in _answering:
+                raise RuntimeError("a callback must not wait for an event: it stands on the thread of the answers")
             waiter = _waiter()
             self._waiters.append(waiter)
         if not waiter.wait(timeout_s):

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock import native
 from penstock.compat.torchpipe.configs import graph_of
-from penstock.compat.torchpipe.events import Event
+from penstock.compat.torchpipe.events import Event, answering
 from penstock.compat.torchpipe.failures import NoData, NoSuchNode, as_runtime_error
 from penstock.compat.torchpipe.values import is_rows, to_array, to_tensor
 from penstock.errors import PenstockError, describe, nearest
@@ -51,12 +51,15 @@ class pipe:
         self._finalizer = weakref.finalize(self, _close_aside, self._pipeline)
         self._finalizer.atexit = False  # it closes itself then
 
-    def __call__(self, data: Given | list[Given] | None = None, **fields: Any) -> Any:
+    def __call__(self, data: Given | list[Given] | None = None, /, **fields: Any) -> Any:
         """Fills each dict: `result` and other fields that the nodes wrote; without a dict, returns the result.
 
-        A dict with an Event as `event` is not waited for. One whose bytes cannot be decoded gets no `result`, but its
-        error as `exception`, and so does each that fails in a list; any other failure of a single dict raises.
+        A dict with an Event as `event` is not waited for, and its failure is the event's to tell. One whose bytes
+        cannot be decoded gets no `result`, but its error as `exception`, and so does each that fails in a list; any
+        other failure of a single dict raises.
         """
+        if data is None and isinstance(fields.get(DATA), dict | list):
+            data = fields.pop(DATA)
         if data is None:
             self._one(fields)
             return fields.get(RESULT)
@@ -93,11 +96,11 @@ class pipe:
     # ---- calls
 
     def _one(self, given: Given) -> None:
+        if (event := _event_of(given)) is not None:
+            self._begin(given, event)
+            return
         try:
-            fields, node, event = self._taken(given)
-            if event is not None:
-                self._begin(given, fields, node, event)
-                return
+            fields, node = self._taken(given)
             outcome = self._pipeline.infer(fields, node)
         except PenstockError as e:
             raise as_runtime_error(e) from None
@@ -107,48 +110,55 @@ class pipe:
 
     def _many(self, data: list[Given]) -> None:
         """Begins all before it waits for any."""
-        begun = []
-        for given in data:
+        events = [_event_of(given) for given in data]
+        waited = []
+        for given, event in zip(data, events, strict=True):
+            if event is not None:
+                self._begin(given, event)
+                continue
             try:
-                fields, node, event = self._taken(given)
-                if event is not None:
-                    self._begin(given, fields, node, event)
-                else:
-                    begun.append((given, fields, node))
+                waited.append((given, *self._taken(given)))
             except PenstockError as e:
                 self._fail(given, e)
-        outcomes = self._pipeline.infer_many([(fields, node) for _, fields, node in begun])
-        for (given, fields, _), outcome in zip(begun, outcomes, strict=True):
+        outcomes = self._pipeline.infer_many([(fields, node) for _, fields, node in waited])
+        for (given, fields, _), outcome in zip(waited, outcomes, strict=True):
             self._fill(given, fields, outcome)
 
-    def _begin(self, given: Given, fields: Fields, node: str | None, event: Event) -> None:
-        """Begins an item that nobody waits for; its event is told when the dict is filled."""
-        event.begin()
+    def _begin(self, given: Given, event: Event) -> None:
+        """Begins an item that nobody waits for. Its event is told when its dict is filled."""
 
-        def done(outcome: Outcome) -> None:
-            try:
+        def end(outcome: Outcome) -> None:
+            with answering():
                 self._fill(given, fields, outcome)
-            finally:
-                event.settle(given.get(EXCEPTION))
+                error = None if isinstance(outcome.error, DecodeError) else given.get(EXCEPTION)
+                event.settle(error)
 
-        self._pipeline.start(fields, done, node)
+        fields: Fields = {}
+        try:
+            fields, node = self._taken(given)
+            self._pipeline.start(fields, end, node)
+        except PenstockError as e:
+            self._fail(given, e)
+            event.settle(given[EXCEPTION])
 
-    def _taken(self, given: Given) -> tuple[Fields, str | None, Event | None]:
-        """An item's fields, the node it begins at (None: the entry), its event. Removes what a call before left."""
+    def _taken(self, given: Given) -> tuple[Fields, str | None]:
+        """The fields of an item, and the node it begins at (None: the entry). Removes what a call before left.
+
+        Raises NoData, NoSuchNode.
+        """
         given.pop(RESULT, None)
         given.pop(EXCEPTION, None)
         if DATA not in given:
             names = ", ".join(map(repr, given)) or "nothing"
             raise NoData(f"found {names}, expected '{DATA}' among the fields of an item")
-        fields = {name: to_array(value) for name, value in given.items()}
-        event, node = fields.pop(EVENT, None), fields.get(NODE_NAME)
-        nodes = self._graph.nodes
+        fields = {name: to_array(value) for name, value in given.items() if name != EVENT}
+        node, nodes = fields.get(NODE_NAME), self._graph.nodes
         if len(nodes) == 1:
-            node = None  # whatever it is called
-        elif node is not None and node not in nodes:
+            return fields, None  # whatever it is called
+        if node is not None and node not in nodes:
             known = ", ".join(nodes)
-            raise NoSuchNode(f"there is no node {node!r}{nearest(str(node), nodes)}: {NODE_NAME} is one of {known}")
-        return fields, node, event
+            raise NoSuchNode(f"{NODE_NAME} is {node!r}, expected one of {known}{nearest(str(node), nodes)}")
+        return fields, node
 
     def _fill(self, given: Given, fields: Fields, outcome: Outcome) -> None:
         """Writes into the caller's dict what the nodes wrote; or, of an item that failed, its error and no more."""
@@ -169,6 +179,17 @@ class pipe:
         if level == logging.WARNING:
             self._warned_s = now
         log.log(level, "item_failed error=%s: it has no result, but its error as %r", describe(error), EXCEPTION)
+
+
+def _event_of(given: Given) -> Event | None:
+    """The event of an item, of which it is one. Raises TypeError, ValueError."""
+    event = given.get(EVENT)
+    if event is None:
+        return None
+    if not isinstance(event, Event):
+        raise TypeError(f"found a {type(event).__name__} as '{EVENT}', expected an Event")
+    event.begin()
+    return event
 
 
 def _gives_mat(graph: Graph, name: str) -> bool:

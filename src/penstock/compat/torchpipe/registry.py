@@ -52,11 +52,15 @@ def _with_tensors(cls: Any) -> type[Any]:
             return self._inner.init(config) if hasattr(self._inner, "init") else None
 
         def forward(self, items: list[dict[str, Any]]) -> None:
-            for fields in items:
-                fields.update({name: to_tensor(value) for name, value in fields.items() if is_rows(value)})
+            arrays = [{name: value for name, value in fields.items() if is_rows(value)} for fields in items]
+            tensors = [{name: to_tensor(value) for name, value in found.items()} for found in arrays]
+            for fields, found in zip(items, tensors, strict=True):
+                fields.update(found)
             self._inner.forward(items)
-            for fields in items:
-                fields.update({name: to_array(value) for name, value in fields.items()})
+            for fields, given, found in zip(items, arrays, tensors, strict=True):
+                for name, value in fields.items():
+                    unchanged = name in found and found[name] is value
+                    fields[name] = given[name] if unchanged else to_array(value)
 
     WithTensors.__name__ = WithTensors.__qualname__ = cls.__name__
     WithTensors.__doc__ = cls.__doc__
