@@ -81,6 +81,13 @@ class Response:
         self.headers = headers or {}
 
 
+class Headed(Struct):
+    """What a model of ours may return for an item: a value as it is otherwise, and headers beside the answer."""
+
+    value: Any
+    headers: list[tuple[str, str]]
+
+
 class TensorSpec(Struct, frozen=True, omit_defaults=True):
     """Name, Open Inference datatype ("FP32", "INT64", "BYTES" ...) and shape; -1 is any size, axis 0 is rows.
 

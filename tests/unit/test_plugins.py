@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from penstock.errors import ConfigError, LoadFailed, TargetNotFound
-from penstock.plugins import candidates, load_object, resolve
+from penstock.plugins import candidates, is_model_file, is_pipeline_file, is_whole_file, load_object, resolve
 
 
 @pytest.fixture
@@ -108,3 +108,15 @@ def test_plugins_are_built_in_or_named_by_module():
     assert resolve("transport", "penstock.transports.inline:InlineTransport") is InlineTransport
     with pytest.raises(ConfigError, match="unknown transport 'proces'; did you mean 'process'"):
         resolve("transport", "proces")
+
+
+@pytest.mark.parametrize("target", ["net.toml", "deep/Net.TOML", "C:/net.toml"])
+def test_a_pipeline_is_a_toml_file(target):
+    assert is_pipeline_file(target)
+    assert is_whole_file(target)
+    assert not is_model_file(target)
+
+
+@pytest.mark.parametrize("target", ["app.py:toml", "app.py:net.toml", "net.onnx", "toml"])
+def test_what_names_an_object_is_no_pipeline(target):
+    assert not is_pipeline_file(target)

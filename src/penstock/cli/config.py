@@ -18,8 +18,9 @@ def config() -> None:
 def check(file: str) -> None:
     """Check FILE, together with the PENSTOCK_* variables that are set now.
 
-    Prints "ok" and the models found, or what is wrong and exits with 1.
+    Prints "ok" and the models found, or what is wrong and exits with 1. The files of pipelines are checked, too.
     """
+    from penstock.cli.pipelines import check_pipelines, pipelines_of
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
     from penstock.engine.rules import check_rules
@@ -35,6 +36,7 @@ def check(file: str) -> None:
                 resolve("transport", model.transport)
             except PenstockError as error:
                 raise ConfigError(f"models.{name}: {error.message}") from None
+        check_pipelines(pipelines_of(found))
     except ConfigError as error:
         click.echo(f"penstock: {error.message}", err=True)
         sys.exit(1)

@@ -11,44 +11,45 @@ from typing import Any
 import click
 
 from penstock.cli.only_model import only_model
+from penstock.cli.pipelines import Checking, pipelines_of, tells_pipeline, warn_of_sections
 from penstock.config.load import check_bind, load_config, toml_value
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError
-from penstock.plugins import MODEL_FILES, is_model_file
+from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # what says a key, where it is not its name
 
 
 def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[str, Any]]]:
-    """The TOML among TARGETs, and the models that the others name. Raises ConfigError.
+    """The TOML of the configuration among TARGETs, and the models that the others name. Raises ConfigError.
 
     `app.py:Digits` is served as `digits`, also if `app.py` says it and has no other model; `resnet.onnx` as `resnet`,
-    `name=app.py:Digits` as `name`.
+    and so is `resnet.toml` if it tells a pipeline; `name=app.py:Digits` as `name`.
     """
     toml: str | None = None
     models: dict[str, dict[str, Any]] = {}
     for target in targets:
-        if target.endswith(".toml"):
+        given, equals, rest = target.partition("=")
+        spec = rest if equals else target
+        if is_pipeline_file(target) and not equals and not tells_pipeline(target):
             if toml is not None:
                 raise ConfigError(f"one TOML file at most, found '{toml}' and '{target}'; merge them")
             toml = target
             continue
-        given, equals, rest = target.partition("=")
-        spec = rest if equals else target
         if spec.endswith(".py"):
             spec = f"{spec}:{only_model(spec)}"
         module, colon, attribute = spec.rpartition(":")
-        if is_model_file(spec):
+        if is_whole_file(spec):
             attribute = Path(spec).stem
         elif not colon or not module or not attribute:
             raise ConfigError(
                 f"TARGET '{target}' must be app.py, app.py:obj, pkg.mod:obj, a model ({', '.join(MODEL_FILES)})"
-                " or a .toml file"
+                " or a .toml file, of a configuration or a pipeline"
             )
         name = given if equals else re.sub(r"[^a-z0-9_-]+", "-", attribute.lower())
         if name in models:
             raise ConfigError(f"two models are named '{name}'; name one with NAME={spec}")
-        if is_model_file(spec):
+        if is_whole_file(spec):
             spec = str(Path(spec).resolve())
         elif module.endswith(".py"):
             spec = f"{Path(module).resolve()}:{attribute}"
@@ -79,13 +80,29 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
     base["server"] = server
     if flags["token_file"] is not None:
         base["auth"] = {"token_file": flags["token_file"]}
-    config = load_config(toml, env=os.environ, sets=sets, base=base)
+    pipelines = [model for model in base["models"].values() if is_pipeline_file(model["target"])]
+    if flags["compat"]:
+        _set_compat(pipelines)
+    files = [model["target"] for model in pipelines]
+    config = load_config(toml, env=os.environ, sets=sets, base=base, pipelines=files)
+    warn_of_sections(config, frozenset(files))
     if not config.models:
         raise ConfigError(
             "nothing to serve: name a TARGET such as app.py:Model, or a TOML with a [models.NAME] section"
         )
     check_bind(config)
     return config
+
+
+def _set_compat(pipelines: list[dict[str, Any]]) -> None:
+    """Lets pipelines be read in TorchPipe's dialect. Raises ConfigError when there are none."""
+    if not pipelines:
+        raise ConfigError(
+            "--compat is for files of pipelines that are named on the command line; in a configuration set"
+            " models.NAME.options.compat"
+        )
+    for model in pipelines:
+        model["options"] = {**model.get("options", {}), "compat": True}
 
 
 def instances_for(devices: list[str]) -> int | str:
@@ -120,12 +137,22 @@ def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> li
 
 @click.command()
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
-@click.option("--instances", callback=number_or_auto, metavar="N|auto", help="Loaded copies of each model.")
+@click.option(
+    "--instances",
+    "--workers",
+    "instances",
+    callback=number_or_auto,
+    metavar="N|auto",
+    help="Loaded copies of each model, a process each; of a pipeline each is the whole.",
+)
 @click.option(
     "--devices",
     callback=devices_list,
     metavar="D,D",
     help="Devices, such as cuda:0,cuda:1; of several each has an instance.",
+)
+@click.option(
+    "--compat", type=click.Choice(["torchpipe"]), help="Dialect of pipelines: unknown keys are warned of, not refused."
 )
 @click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Most rows in a batch.")
 @click.option("--model", metavar="ID", help="The same as --option model=ID.")
@@ -142,13 +169,19 @@ def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> li
 def serve(targets: tuple[str, ...], sets: tuple[str, ...], **flags: Any) -> None:
     """Serve models over HTTP.
 
-    TARGET is app.py:obj, app.py alone if it has one model, pkg.mod:obj, a model such as model.onnx or model.pt
-    (NAME=TARGET to choose its name), or a TOML file.
+    TARGET is app.py:obj, app.py alone if it has one model, pkg.mod:obj, a model such as model.onnx or model.pt, the
+    TOML file of a pipeline (NAME=TARGET to choose its name), or that of a configuration.
     """
     try:
         config = build_config(targets, flags, sets)
-        from penstock.cli.server import run
+        checking = Checking(pipelines_of(config))
+        from penstock.cli.server import run  # meanwhile
 
+        try:
+            checking.result()
+        except ConfigError as e:
+            click.echo(f"penstock: {e}", err=True)
+            sys.exit(2)
         code = run(config)
     except PenstockError as e:
         click.echo(f"penstock: {e}", err=True)

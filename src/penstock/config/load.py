@@ -23,7 +23,7 @@ from penstock.config.checks import check_config
 from penstock.config.schema import Config, ModelConfig
 from penstock.config.words import bare, expected, found, is_table
 from penstock.errors import ConfigError, nearest
-from penstock.plugins import is_model_file
+from penstock.plugins import is_whole_file
 
 log = logging.getLogger("penstock.config")
 
@@ -35,6 +35,9 @@ RESERVED = {
     "PENSTOCK_READY_FD": "file descriptor to which `penstock serve` writes one JSON line of addresses when it is ready",
 }
 """Variables that are not keys, with their meaning."""
+
+SERVER_SECTIONS = ("server", "limits", "auth")
+"""What the file of a pipeline may say of the server that serves it."""
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH_KEYS = {
@@ -50,17 +53,24 @@ _PATH_KEYS = {
 
 
 def load_config(
-    path: str | None, *, env: Mapping[str, str], sets: Sequence[str] = (), base: Tree | None = None
+    path: str | None,
+    *,
+    env: Mapping[str, str],
+    sets: Sequence[str] = (),
+    base: Tree | None = None,
+    pipelines: Sequence[str] = (),
 ) -> Config:
     """The whole configuration. Strength: defaults < TOML file < `env` < `base`, the command line < `sets`.
 
-    `base` is a tree such as `{"server": {"port": 0}}`; values None in it are absent. Relative paths in the file are
-    taken from the file's folder, all others from the working directory. Raises ConfigError with the source, the key,
-    what was found and what was expected.
+    `base` is a tree such as `{"server": {"port": 0}}`; values None in it are absent. `pipelines` are TOML files of
+    which only the tables of the server count, behind those of the TOML file. Relative paths in a file are taken from
+    the file's folder, all others from the working directory. Raises ConfigError with the source, the key, what was
+    found and what was expected.
     """
     layers: list[tuple[str, Tree]] = []
     if path is not None:
-        layers.append((path, _read_toml(path)))
+        layers.append((path, read_toml(path)))
+    layers += [(file, _of_server(read_toml(file))) for file in pipelines]
     layers += _from_env(env)
     if base:
         layers.append(("command line", _without_none(base)))
@@ -82,7 +92,8 @@ def model_config(tree: Tree, name: str) -> ModelConfig:
     return msgspec.convert(tree, ModelConfig)
 
 
-def _read_toml(path: str) -> Tree:
+def read_toml(path: str) -> Tree:
+    """The tables of a file, in which the paths of our own keys start at the file's folder. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             tree = tomllib.load(file)
@@ -98,6 +109,10 @@ def _read_toml(path: str) -> Tree:
     return tree
 
 
+def _of_server(tree: Tree) -> Tree:
+    return {section: tree[section] for section in SERVER_SECTIONS if section in tree}
+
+
 def _root_paths(tree: Tree, folder: str) -> None:
     """Makes relative paths in a file's tree start at the file's folder. Wrong types are left for `_check`."""
     for section, key in _PATH_KEYS:
@@ -108,7 +123,7 @@ def _root_paths(tree: Tree, folder: str) -> None:
     for model in models.values() if isinstance(models, dict) else ():
         if isinstance(model, dict) and isinstance(model.get("target"), str):
             file = model["target"].partition(":")[0]
-            if file.endswith(".py") or "/" in file or is_model_file(file):  # else it is the name of a module
+            if file.endswith(".py") or "/" in file or is_whole_file(file):  # else it is the name of a module
                 model["target"] = os.path.join(folder, os.path.expanduser(model["target"]))
         if isinstance(model, dict) and isinstance(model.get("weights"), str):
             model["weights"] = os.path.join(folder, os.path.expanduser(model["weights"]))

@@ -6,7 +6,7 @@ import os
 
 from penstock.config.schema import Config, ModelConfig
 from penstock.errors import BadRequest, Forbidden
-from penstock.plugins import is_model_file
+from penstock.plugins import is_whole_file
 
 
 class Targets:
@@ -24,22 +24,22 @@ class Targets:
         machine.
         """
         where, colon, attribute = target.rpartition(":")
-        named = bool(colon and where and attribute) or is_model_file(target)
+        named = bool(colon and where and attribute) or is_whole_file(target)
         if not named or not target.isprintable():
-            raise BadRequest("target: expected for instance app.py:Model or model.onnx")
+            raise BadRequest("target: expected for instance app.py:Model, model.onnx or pipeline.toml")
         if "://" in target:
             raise Forbidden("target: models are not loaded from URLs; put the file into server.model_store")
         known = [(name, section) for name, section in self._known if _names(section.target, target)]
         if known:
             _, section = max(known, key=lambda k: (k[0] == model) + (k[0] == model and k[1].version == version))
             return section.target, section
-        if self._store is not None and (is_model_file(target) or _is_file(where)):
-            model_file = is_model_file(target)
-            file = os.path.realpath(os.path.join(self._store, target if model_file else where))
+        if self._store is not None and (is_whole_file(target) or _is_file(where)):
+            whole = is_whole_file(target)
+            file = os.path.realpath(os.path.join(self._store, target if whole else where))
             if file.startswith(self._store + os.sep):
-                if not (is_model_file(file) if model_file else file.endswith(".py")) or not os.path.isfile(file):
+                if not (is_whole_file(file) if whole else file.endswith(".py")) or not os.path.isfile(file):
                     raise BadRequest("target: the model store has no such file")
-                if model_file:
+                if whole:
                     return file, None
                 if not attribute.isidentifier():  # "model.py:os.system" is not what the owner of the file offers
                     raise BadRequest(
@@ -56,8 +56,8 @@ def _is_file(where: str) -> bool:
 
 
 def _names(known: str, target: str) -> bool:
-    if is_model_file(known):
-        return is_model_file(target) and _same_file(known, target)
+    if is_whole_file(known):
+        return is_whole_file(target) and _same_file(known, target)
     known_where, _, known_attribute = known.rpartition(":")
     where, _, attribute = target.rpartition(":")
     return target == known or (attribute == known_attribute and _same(known_where, where))

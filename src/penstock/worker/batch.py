@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from penstock.errors import BadOutput, BadRequest, Cancelled, OutOfMemory, PenstockError, describe
 from penstock.protocols.oip import is_binary
-from penstock.types import BatchPart, Item, ItemResult
+from penstock.types import BatchPart, Headed, Item, ItemResult
 from penstock.wire.messages import Unsent
 from penstock.worker.early import Early
 
@@ -193,7 +193,7 @@ class BatchRun:
             item = d.items[i]
             outcome = self.finished(self.outcomes[u])
             if item.many:
-                results[i].body.append(outcome)  # type: ignore[union-attr]
+                results[i].body.append(bare(outcome))  # type: ignore[union-attr]
             elif isinstance(outcome, PenstockError):
                 results[i] = ItemResult(error=outcome)
             elif outcome is _STREAMED:
@@ -229,6 +229,11 @@ class BatchRun:
 
     def encoded(self, i: int, value: Any) -> ItemResult:
         item = self.d.items[i]
+        if type(value) is Headed:
+            result = self.encoded(i, value.value)
+            if result.error is None:
+                result.headers = [*(result.headers or ()), *value.headers]
+            return result
         if item.codec == "object":
             return ItemResult(value)
         try:
@@ -254,6 +259,11 @@ class BatchRun:
     def _rows(self, units: list[int]) -> int:
         items, owners = self.d.items, self.d.owners
         return sum(1 if items[owners[u]].many else items[owners[u]].rows for u in units)
+
+
+def bare(value: Any) -> Any:
+    """The value without headers beside it, for callers that take none."""
+    return value.value if type(value) is Headed else value
 
 
 def out_of_memory(error: BaseException) -> bool:

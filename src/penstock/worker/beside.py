@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import Cancelled, PenstockError
 from penstock.types import BatchPart, ItemResult
-from penstock.worker.batch import ENDS, BatchRun, Decoded, Emit
+from penstock.worker.batch import ENDS, BatchRun, Decoded, Emit, bare
 from penstock.worker.loop import BatchRunner
 
 
@@ -109,6 +109,6 @@ class Beside:
             return ItemResult(error=error)
         outcomes = [run.finished(run.outcomes[u]) for u in self._units[i]]
         if run.d.items[i].many:
-            return ItemResult(outcomes)
+            return ItemResult([bare(outcome) for outcome in outcomes])
         outcome = outcomes[0]
         return ItemResult(error=outcome) if isinstance(outcome, PenstockError) else run.encoded(i, outcome)

@@ -14,13 +14,15 @@ from penstock.config.schema import with_options
 from penstock.errors import LoadFailed, PenstockError, describe
 from penstock.models.base import is_module
 from penstock.models.python import PythonModel, options_of
-from penstock.plugins import is_model_file, load_object, raised_at
+from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at
 from penstock.types import Ready
 from penstock.wire.messages import Pickled
 from penstock.worker.loop import BatchRunner
 from penstock.worker.profile import warm_up
 from penstock.worker.spec import WorkerSpec, Wrapped
 from penstock.worker.threads import threads_of
+
+PIPELINE = "penstock.pipeline.model:PipelineModel"  # the model of a pipeline's file, a floor that stands above this one
 
 
 def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
@@ -36,10 +38,13 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         target = _model(_found(spec.target, spec), spec)
         config = spec.config
         extras = {"precision": config.precision, "optimize": config.optimize, "trust": config.trust}
-        model = PythonModel(target, config.options, **extras, threads=partial(_threads, spec))
+        options = config.options
+        if isinstance(spec.target, str) and is_pipeline_file(spec.target):
+            options = {**options, "file": spec.target}
+        model = PythonModel(target, options, **extras, threads=partial(_threads, spec))
         model.load(device)
-        options = options_of(target)
-        batching = with_options(spec.config.batching, options)
+        said = options_of(target)
+        batching = with_options(spec.config.batching, said)
         metadata = model.metadata(spec.name, spec.version)
         runner = BatchRunner(model, metadata, batching)
         profile, best = warm_up(runner, batching)
@@ -50,7 +55,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     except Exception as e:
         text = "".join(traceback.format_exception(e))
         raise LoadFailed(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
-    return runner, Ready(metadata, shown_device or device, os.getpid(), options, profile, best)
+    return runner, Ready(metadata, shown_device or device, os.getpid(), said, profile, best)
 
 
 def _found(target: Any, spec: WorkerSpec) -> Any:
@@ -66,6 +71,8 @@ def _found(target: Any, spec: WorkerSpec) -> Any:
         from penstock.models.files import file_model  # NumPy, and soon a runtime: only such models load them
 
         return file_model(target, spec.config, _threads(spec))
+    if is_pipeline_file(target):
+        return load_object(PIPELINE)
     return load_object(target)
 
 

@@ -58,7 +58,10 @@ def test_a_file_with_one_model_needs_no_attribute(tmp_path: Path, monkeypatch: p
 
 
 FLAGS: dict[str, object] = dict.fromkeys(
-    ("instances", "devices", "max_batch_size", "model", "host", "port", "tls_cert", "tls_key", "token_file", "insecure")
+    (
+        *("instances", "devices", "max_batch_size", "model", "compat", "host", "port"),
+        *("tls_cert", "tls_key", "token_file", "insecure"),
+    )
 )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,26 @@ def test_each_layer_is_stronger_than_the_one_before_it(toml: Write) -> None:
     assert (config.server.port, config.server.metrics_port, config.server.management_port) == (5, 4, 3)
     assert config.limits.max_pipelined == 2
     assert config.server.host == "127.0.0.1", "a flag that was not given is absent"
+
+
+def test_the_file_of_a_pipeline_says_what_it_says_of_the_server(toml: Write, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("one\n")
+    file = toml(
+        'batching_timeout = 5\n[server]\nport = 1\nmetrics_port = 1\n[auth]\ntoken_file = "tokens"\n'
+        '[limits]\nmax_pipelined = 3\n[decode]\nbackend = "DecodeMat"\n'
+    )
+    config = load_config(None, env={"PENSTOCK_SERVER__METRICS_PORT": "2"}, pipelines=[file])
+    assert (config.server.port, config.server.metrics_port, config.limits.max_pipelined) == (1, 2, 3)
+    assert config.auth.token_file == str(tmp_path / "tokens")
+    assert not config.models
+    file = toml("[server]\nprt = 1\n")
+    with pytest.raises(ConfigError, match=f"{re.escape(file)}: server: unknown key 'prt'; did you mean 'port'"):
+        load_config(None, env={}, pipelines=[file])
+
+
+def test_the_path_of_a_pipeline_starts_at_the_folder_of_the_file(toml: Write, tmp_path: Path) -> None:
+    config = load_config(toml('[models.net]\ntarget = "deep/net.toml"\n'), env={})
+    assert config.models["net"].target == str(tmp_path / "deep" / "net.toml")
 
 
 def test_layers_meet_in_one_model_and_do_not_change_their_sources(toml: Write) -> None:

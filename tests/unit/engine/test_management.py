@@ -455,6 +455,16 @@ async def test_of_two_sections_with_one_target_the_own_one_counts(manage: Manage
         assert targets.resolve("app.py:Model", model, version) == (target, sections_of(sections, env))
 
 
+def test_files_of_pipelines_are_found_as_model_files_are(config: Config, folder: Path) -> None:
+    (folder / "store" / "resnet.toml").write_text("")
+    section = ModelConfig(target=str(folder / "net.toml"))
+    targets = Targets(structs.replace(config, models={"n": section}))
+    assert targets.resolve("resnet.toml", "m", "1") == (str(folder / "store" / "resnet.toml"), None)
+    assert targets.resolve("net.toml", "m", "1") == (section.target, section)
+    with pytest.raises(Forbidden):
+        targets.resolve(str(folder / "other.toml"), "m", "1")
+
+
 def test_model_files_are_those_that_are_configured_or_in_the_store(config: Config, folder: Path) -> None:
     (folder / "net.pt").write_text("")
     section = ModelConfig(target=f"{folder}/net.pt")

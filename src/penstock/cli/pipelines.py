@@ -1,0 +1,102 @@
+"""Pipelines among what is served: which files tell one, and whether they are right, asked before a worker starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+from penstock.config.load import SERVER_SECTIONS, read_toml
+from penstock.config.schema import Config
+from penstock.errors import ConfigError, PenstockError, describe
+from penstock.plugins import is_pipeline_file
+
+log = logging.getLogger("penstock.cli")
+
+
+def tells_pipeline(file: str) -> bool:
+    """Whether a TOML file tells a pipeline. False where it cannot be read: as a configuration it is told why."""
+    try:
+        tables = read_toml(file)
+    except ConfigError:
+        return False
+    from penstock.pipeline.load import is_pipeline
+
+    return is_pipeline(tables)
+
+
+def pipelines_of(config: Config) -> dict[str, bool]:
+    """The files of the pipelines that are to be served, and whether each is in TorchPipe's dialect."""
+    targets = (model for model in config.models.values() if is_pipeline_file(model.target))
+    return {model.target: bool(model.options.get("compat", False)) for model in targets}
+
+
+def warn_of_sections(config: Config, merged: frozenset[str]) -> None:
+    """Tells of tables for a server in files of pipelines that count for nothing: those of others than `merged`."""
+    for file in pipelines_of(config).keys() - merged:
+        for section in SERVER_SECTIONS:
+            if section in read_toml(file):
+                log.warning(
+                    "file=%s table=%s ignored=true hint=the configuration that names the file has it", file, section
+                )
+
+
+class Checking:
+    """A check of pipelines that goes on in a process of its own, so that this one loads none of their libraries.
+
+    To be made before this process has threads.
+    """
+
+    def __init__(self, pipelines: dict[str, bool]) -> None:
+        self._pid = 0
+        if not pipelines:
+            return
+        self._read, write = os.pipe()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(write)
+            return
+        try:
+            os.write(write, _wrong(pipelines).encode(errors="replace"))
+        finally:
+            os._exit(0)
+
+    def result(self) -> None:
+        """Waits for the end of it. Raises ConfigError for the first pipeline that is wrong.
+
+        A check that dies has no result: a worker will tell what it dies of.
+        """
+        if not self._pid:
+            return
+        with os.fdopen(self._read, "rb") as pipe:
+            told = pipe.read().decode()
+        os.waitpid(self._pid, 0)
+        self._pid = 0
+        if told:
+            raise ConfigError(told)
+
+
+def _wrong(pipelines: dict[str, bool]) -> str:
+    """What is wrong with the first pipeline that is not right; empty if all are."""
+    logging.disable()  # the workers warn of the same
+    warnings.simplefilter("ignore")
+    try:
+        check_pipelines(pipelines)
+    except PenstockError as e:
+        return e.message
+    except BaseException as e:
+        return describe(e)
+    return ""
+
+
+def check_pipelines(pipelines: dict[str, bool]) -> None:
+    """Raises ConfigError for what a worker would refuse in one of the files before it loads any model."""
+    if not pipelines:
+        return
+    from penstock.pipeline.check import check
+    from penstock.pipeline.load import load_graph
+
+    sys.path[:0] = [os.getcwd()]  # as in the workers
+    for file, compat in pipelines.items():
+        check(load_graph(file, compat=compat))
