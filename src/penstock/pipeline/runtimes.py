@@ -127,7 +127,7 @@ def open_program(
     """
     runtime, device = resolve(wanted, device)
     if wanted.cache and os.path.isfile(wanted.cache):
-        warn_once("model::cache", wanted.cache, "found a file that others wrote", "it is not used")
+        warn_once("model::cache", wanted.cache, "a file that others wrote", "it is not used, nor changed")
     precision = _precision(wanted, runtime, device)
     if runtime in ("cpu", "openvino"):
         return Opened(_share(wanted, runtime))
@@ -148,12 +148,20 @@ def _share(wanted: Wanted, runtime: str) -> Program:
     with _lock:
         found: Program | None = _shared.get(key)
         if found is None:
-            providers: list[onnx.Provider] = [(OPENVINO, {"device_type": "CPU"}), onnx.CPU]
-            session = onnx.open_session(
-                wanted.model, threads=wanted.threads, providers=providers if runtime == "openvino" else None
-            )
+            providers = _openvino() if runtime == "openvino" else None
+            session = onnx.open_session(wanted.model, threads=wanted.threads, providers=providers)
             found = _shared[key] = onnx.OnnxProgram(session)
         return found
+
+
+def _openvino() -> list[onnx.Provider]:
+    available = onnx.import_onnxruntime().get_available_providers()
+    if OPENVINO not in available:
+        raise LoadFailed(
+            f"runtime: openvino needs the {OPENVINO} of ONNX Runtime, and this one has {', '.join(available)}:"
+            " pip install onnxruntime-openvino in place of onnxruntime"
+        )
+    return [(OPENVINO, {"device_type": "CPU"}), onnx.CPU]
 
 
 def _open_on_gpu(wanted: Wanted, runtime: str, device: str, precision: str, graph: bytes | None) -> Program:

@@ -105,3 +105,66 @@ def test_of_two_that_build_the_same_the_second_waits(tmp_path):
 def test_a_digest_is_that_of_the_content(tmp_path):
     (tmp_path / "a").write_bytes(b"")
     assert file_digest(str(tmp_path / "a")).startswith("e3b0c44298fc1c14")
+
+
+# ---- where a user names it
+
+
+def kept(path, key=KEY):
+    """The engines that are found beside a path; one is written if there is none."""
+    with EngineCache.beside(path, key).open() as folder:
+        found = sorted(file.name for file in folder.iterdir() if file.suffix == ".engine")
+        (folder / "a.engine").write_bytes(b"engine")
+    return found
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    return str(tmp_path / "engines" / "net.trt")
+
+
+def test_engines_lie_beside_the_path_and_are_found_again(named, caplog):
+    assert [kept(named), kept(named)] == [[], ["a.engine"]]
+    assert caplog.records == []
+
+
+def test_a_file_at_the_path_is_left_alone(named, tmp_path):
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "net.trt").write_bytes(b"of others")
+    assert kept(named) == []
+    assert (tmp_path / "engines" / "net.trt").read_bytes() == b"of others"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": "other"}, "found model 'abc', expected 'other'"),
+        ({"precision": "fp32"}, "found precision 'fp16', expected 'fp32'"),
+        ({"tensorrt": "11.0"}, "found tensorrt 'None', expected '11.0'"),
+        ({"model": "other", "precision": "int8"}, "model 'abc', expected 'other'; precision 'fp16', expected 'int8'"),
+    ],
+)
+def test_engines_of_something_else_are_not_taken_and_the_difference_is_told(named, caplog, changed, told):
+    kept(named)
+    assert kept(named, KEY | changed) == []
+    (record,) = caplog.records
+    assert told in record.getMessage()
+    assert kept(named, KEY | changed) == ["a.engine"]
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_engines_kept_elsewhere(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    (tmp_path / "file").touch()
+    path = str(tmp_path / "file" / "net.trt")
+    assert [kept(path), kept(path)] == [[], ["a.engine"]]
+    assert list((tmp_path / "user").glob("penstock/engines/*/a.engine"))
+    assert "unusable" in caplog.records[0].getMessage()
+    assert "consequence=kept_in_" in caplog.records[0].getMessage()
+
+
+def test_a_folder_of_another_user_is_not_used(named, tmp_path, monkeypatch, caplog):
+    kept(named)
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    assert kept(named) == []
+    assert "it is another user's" in caplog.records[0].getMessage()

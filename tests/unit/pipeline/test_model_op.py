@@ -1,0 +1,466 @@
+"""The op that runs a model file: items in, their results out, whatever the batch."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from penstock import metrics
+from penstock.errors import BadOutput, BadRequest, ConfigError, LoadFailed
+from penstock.models import onnx as loaders
+from penstock.ops import catalog
+from penstock.ops.parameters import make_op
+from penstock.pipeline.model_op import MOST_VIEWED, ModelOp
+from penstock.testing.files import scores, write_onnx
+
+ort = pytest.importorskip("onnxruntime")
+onnx = pytest.importorskip("onnx")
+
+KINDS = onnx.TensorProto
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+IMAGES = ["N", 3, 8, 6]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a graph: inputs and outputs are (name, kind, shape), nodes (op, inputs, outputs)."""
+
+    def made(inputs, outputs, nodes, name="graph.onnx"):
+        h = onnx.helper
+        graph = h.make_graph(
+            [h.make_node(op, i, o) for op, i, o in nodes],
+            "g",
+            [h.make_tensor_value_info(*i) for i in inputs],
+            [h.make_tensor_value_info(*o) for o in outputs],
+        )
+        onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8), tmp_path / name)
+        return str(tmp_path / name)
+
+    return made
+
+
+@pytest.fixture
+def means(write):
+    """A file of a graph that gives the mean of each channel of an image, float32 `[N, 3, 8, 6]` -> `[N, 3]`."""
+
+    def made(shape=IMAGES, **keys):
+        steps = [("GlobalAveragePool", ["x"], ["p"]), ("Flatten", ["p"], ["y"])]
+        return write([("x", KINDS.FLOAT, shape)], [("y", KINDS.FLOAT, [shape[0], 3])], steps, **keys)
+
+    return made
+
+
+@pytest.fixture
+def same(write):
+    """A file of a graph that gives what it is given, of a shape."""
+
+    def made(shape, kind=KINDS.FLOAT):
+        return write([("x", kind, shape)], [("y", kind, shape)], [("Identity", ["x"], ["y"])])
+
+    return made
+
+
+def loaded(path, device="cpu", **keys):
+    op = ModelOp(path, **keys)
+    op.load(device)
+    return op
+
+
+def run(op, *data):
+    return list(op(list(data), [{} for _ in data]))
+
+
+def image(seed, rows=1, dtype=np.uint8):
+    return np.random.default_rng(seed).integers(0, 256, (rows, 3, 8, 6)).astype(dtype)
+
+
+def by_hand(pixels):
+    """The means of channels of normalised pixels, in float64."""
+    mean, std = (np.array(v).reshape(1, 3, 1, 1) for v in (MEAN, STD))
+    return ((pixels.astype(np.float64) - mean) / std).mean((2, 3))
+
+
+class Seen:
+    """The program of an op, and what it was fed."""
+
+    def __init__(self, op, raw=False):
+        self._program = op._programs[raw]
+        self.feeds = []
+        op._programs[raw] = self
+
+    def run(self, arrays):
+        self.feeds.append({name: a.copy() for name, a in arrays.items()})
+        return self._program.run(arrays)
+
+    @property
+    def rows(self):
+        return [len(next(iter(feed.values()))) for feed in self.feeds]
+
+
+# ---- rows
+
+
+def test_each_item_gets_its_own_rows(means):
+    items = [image(0), image(1, 3), image(2), image(3, 2)]
+    results = run(loaded(means()), *items)
+    assert [r.shape for r in results] == [(1, 3), (3, 3), (1, 3), (2, 3)]
+    for item, result in zip(items, results, strict=True):
+        assert np.allclose(result, item.mean((2, 3)), atol=1e-4)
+
+
+def test_a_batch_is_one_call(means):
+    op = loaded(means(), max_batch=4)
+    seen = Seen(op)
+    run(op, *[image(i) for i in range(4)])
+    assert seen.rows == [4]
+
+
+def test_items_of_other_shapes_are_run_apart(means):
+    op = loaded(means(["N", 3, "h", "w"]))
+    seen = Seen(op)
+    wide = np.full((1, 3, 2, 9), 7, np.uint8)
+    results = run(op, image(0), wide, image(1))
+    assert seen.rows == [2, 1]
+    assert np.allclose(results[1], 7)
+    assert np.allclose(results[2], image(1).mean((2, 3)), atol=1e-4)
+
+
+def test_what_lacks_to_a_size_is_filled_up_and_counted(means):
+    op = loaded(means(name="sized.onnx"), sizes=(4, 8))
+    seen = Seen(op)
+    metrics.own_registry()
+    try:
+        results = run(op, *[image(i) for i in range(6)])
+        counted = {d.name: (d.value, d.labels) for d in metrics.drain() or ()}
+    finally:
+        metrics._own.__dict__.clear()
+    assert seen.rows == [8]
+    assert not seen.feeds[0]["x"][6:].any()
+    assert len(results) == 6
+    assert np.allclose(results[5], image(5).mean((2, 3)), atol=1e-4)
+    assert counted == {"pipeline_padded_rows_total": (2.0, {"model": "sized"})}
+
+
+def test_a_smaller_batch_is_filled_up_to_the_smallest(means):
+    op = loaded(means(), min_batch=3, max_batch=4)
+    seen = Seen(op)
+    assert len(run(op, *[image(i) for i in range(5)])) == 5
+    assert seen.rows == [4, 3]
+
+
+def test_an_item_of_more_rows_than_a_call_is_run_in_several(means):
+    op = loaded(means(), max_batch=2)
+    seen = Seen(op)
+    (result,) = run(op, image(0, 5))
+    assert seen.rows == [2, 2, 1]
+    assert np.allclose(result, image(0, 5).mean((2, 3)), atol=1e-4)
+
+
+def test_a_graph_of_one_row_runs_them_one_by_one_and_says_so(means, caplog):
+    path = means([1, *IMAGES[1:]])
+    ops = [loaded(path, max_batch=4) for _ in range(2)]
+    assert ops[0].max_rows == 1
+    results = run(ops[0], image(0), image(1, 2))
+    assert np.allclose(results[1], image(1, 2).mean((2, 3)), atol=1e-4)
+    (record,) = caplog.records
+    assert "takes 1 rows at once, the node has max_batch 4" in record.getMessage()
+
+
+def test_a_graph_of_four_rows_is_filled_up_to_them(means):
+    op = loaded(means([4, *IMAGES[1:]]), max_batch=4)
+    seen = Seen(op)
+    results = run(op, image(0), image(1))
+    assert (op.max_rows, seen.rows) == (4, [4])
+    assert np.allclose(results[1], image(1).mean((2, 3)), atol=1e-4)
+
+
+# ---- mean and std
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, np.int32])
+def test_pixels_are_normalised(means, dtype):
+    op = loaded(means(), mean=MEAN, std=STD)
+    items = [image(i, dtype=dtype) for i in range(3)]
+    for item, result in zip(items, run(op, *items), strict=True):
+        assert np.allclose(result, by_hand(item), atol=1e-5)
+
+
+def test_items_of_different_dtypes_share_a_batch(means):
+    op = loaded(means(), mean=MEAN, std=STD)
+    seen = Seen(op)
+    results = run(op, image(0), image(1, dtype=np.float32))
+    assert seen.rows == [2]
+    assert np.allclose(results[1], by_hand(image(1)), atol=1e-5)
+
+
+def test_channels_may_be_the_last_axis(same):
+    item = np.random.default_rng(0).integers(0, 256, (1, 4, 5, 3)).astype(np.uint8)
+    (result,) = run(loaded(same(["N", 4, 5, 3]), mean=MEAN, std=STD), item)
+    assert np.allclose(result, (item - np.array(MEAN)) / np.array(STD), atol=1e-5)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose sessions run on the CPU, with a list of what was opened."""
+    real, opened = loaders.open_session, []
+
+    def session(path, device="cpu", **keys):
+        opened.append((device, keys.get("graph") is not None))
+        return real(path, threads=1, graph=keys.get("graph"))
+
+    monkeypatch.setattr(loaders, "open_session", session)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [loaders.CUDA, loaders.CPU])
+    return opened
+
+
+def test_on_a_gpu_the_graph_normalises_and_takes_pixels_as_they_are(means, gpu):
+    path = means()
+    op = loaded(path, "cuda:0", mean=MEAN, std=STD, max_batch=4)
+    seen = Seen(op, raw=True)
+    items = [image(i) for i in range(3)]
+    results = run(op, *items)
+    assert gpu == [("cuda:0", True)]
+    assert seen.feeds[0]["x__uint8"].dtype == np.uint8
+    assert np.allclose(
+        np.concatenate(results), np.concatenate(run(loaded(path, mean=MEAN, std=STD), *items)), atol=1e-6
+    )
+    assert [(i.name, i.datatype, i.shape) for i in op.inputs] == [("x", "FP32", (-1, 3, 8, 6))]
+
+
+def test_floats_that_come_to_a_graph_of_pixels_get_a_session_of_their_own(means, gpu, caplog):
+    op = loaded(means(), "cuda:0", mean=MEAN, std=STD)
+    results = run(op, image(0), image(1, dtype=np.float32), image(2))
+    run(op, image(3, dtype=np.float32))
+    for seed, result in enumerate(results):
+        assert np.allclose(result, by_hand(image(seed)), atol=1e-5)
+    assert gpu == [("cuda:0", True), ("cuda:0", False)]
+    (record,) = caplog.records
+    assert "another session is opened for them" in record.getMessage()
+
+
+def test_a_gpu_is_warmed_up_with_every_size(means, gpu, monkeypatch):
+    sizes = []
+    real = loaders.OnnxProgram.run
+    monkeypatch.setattr(
+        loaders.OnnxProgram,
+        "run",
+        lambda self, arrays: sizes.append(len(next(iter(arrays.values())))) or real(self, arrays),
+    )
+    loaded(means(), "cuda:0", mean=MEAN, std=STD, min_batch=2, max_batch=4)
+    loaded(means(), "cuda:0", sizes=(1, 8))
+    assert sizes == [2, 3, 4, 1, 8]
+
+
+# ---- items that do not fit
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        (
+            np.zeros((1, 8, 6, 3), np.uint8),
+            r"float32 \[rows, 3, 8, 6\], found uint8 array \[1, 8, 6, 3\]; Mat2Tensor makes",
+        ),
+        (np.zeros((8, 6, 3), np.uint8), r"found uint8 array \[8, 6, 3\]; Mat2Tensor makes"),
+        (np.zeros((1, 3, 8, 7), np.float32), r"found float32 array \[1, 3, 8, 7\]$"),
+        (np.zeros((0, 3, 8, 6), np.float32), r"tensors of \[0\] rows"),
+        (np.zeros((1, 3, 8, 6), np.complex64), "found complex64 array"),
+        (np.zeros((1, 3, 8, 6), object), "found object array"),
+        (np.float32(3), "found float32 array|found float32"),
+        (b"bytes", "found bytes"),
+        ("text", "found str"),
+        ([image(0), image(1)], "has the inputs x; found list of uint8 array .*, expected one tensor"),
+        ({"x": 1}, "found dict"),
+    ],
+)
+def test_an_item_that_does_not_fit_fails_alone(means, item, told):
+    op = loaded(means(), mean=MEAN, std=STD)
+    first, wrong, last = run(op, image(0), item, image(1))
+    assert isinstance(wrong, BadRequest)
+    with pytest.raises(BadRequest, match=told):
+        raise wrong
+    assert np.allclose(first, by_hand(image(0)), atol=1e-5)
+    assert np.allclose(last, by_hand(image(1)), atol=1e-5)
+
+
+def test_channels_that_mean_has_not_are_refused(means):
+    op = loaded(means(["N", "c", 8, 6]), mean=MEAN, std=STD)
+    assert isinstance(run(op, np.zeros((1, 1, 8, 6), np.uint8))[0], BadRequest)
+
+
+def test_whole_numbers_are_not_made_of_others(same):
+    op = loaded(same(["N", 2], KINDS.INT64))
+    good, floats, bad = run(op, np.ones((1, 2), np.int32), np.ones((1, 2), np.float32), np.ones((1, 2), np.uint64))
+    assert good.dtype == np.int64
+    assert "is int64 [rows, 2], found float32 array [1, 2]" in str(floats)
+    assert isinstance(bad, BadRequest)
+
+
+def test_an_output_without_rows_is_told(write):
+    path = write(
+        [("x", KINDS.FLOAT, ["N", 2])],
+        [("y", KINDS.FLOAT, [])],
+        [("ReduceMean", ["x"], ["m"]), ("Squeeze", ["m"], ["y"])],
+    )
+    with pytest.raises(BadOutput, match=r"output 'y' has the shape \[\] for 2 rows"):
+        run(loaded(path), np.ones((1, 2)), np.ones((1, 2)))
+
+
+def test_want_of_memory_is_that_of_the_whole_batch(means, monkeypatch):
+    def raises(self, arrays):
+        raise MemoryError("no")
+
+    monkeypatch.setattr(loaders.OnnxProgram, "run", raises)
+    with pytest.raises(MemoryError):
+        run(loaded(means()), image(0), image(1))
+
+
+# ---- several inputs and outputs
+
+
+@pytest.fixture
+def two(write):
+    """a [N, 2] and b [N, 2] -> their difference and their product."""
+    return write(
+        [("a", KINDS.FLOAT, ["N", 2]), ("b", KINDS.FLOAT, ["N", 2])],
+        [("minus", KINDS.FLOAT, ["N", 2]), ("times", KINDS.FLOAT, ["N", 2])],
+        [("Sub", ["a", "b"], ["minus"]), ("Mul", ["a", "b"], ["times"])],
+    )
+
+
+def test_several_inputs_are_a_list_and_so_are_outputs(two):
+    op = loaded(two)
+    five, two_, three = (np.full((1, 2), n, np.float32) for n in (5, 2, 3))
+    first, second = run(op, [five, two_], (three, three))
+    assert [a.tolist() for a in first] == [[[3, 3]], [[10, 10]]]
+    assert [a.tolist() for a in second] == [[[0, 0]], [[9, 9]]]
+
+
+def test_inputs_and_outputs_may_be_given_another_order(two):
+    op = loaded(two, input_reorder=(1, 0), output_reorder=(1, 0))
+    ((times, minus),) = run(op, [np.full((1, 2), 2.0), np.full((1, 2), 5.0)])
+    assert (times.tolist(), minus.tolist()) == ([[10, 10]], [[3, 3]])
+    assert ([i.name for i in op.inputs], [o.name for o in op.outputs]) == (["b", "a"], ["times", "minus"])
+
+
+def test_an_order_that_is_none_is_refused(two):
+    for key in ("input_reorder", "output_reorder"):
+        with pytest.raises(ConfigError, match=rf"{key}: found \(0, 2\), expected each place once, 0 to 1"):
+            loaded(two, **{key: (0, 2)})
+
+
+def test_too_few_tensors_and_different_rows_fail_alone(two):
+    one = np.ones((1, 2), np.float32)
+    single, uneven, good = run(loaded(two), one, [one, np.ones((2, 2))], [one, one])
+    assert "has the inputs a, b; found float32 array [1, 2], expected a list of 2 tensors" in str(single)
+    assert "found tensors of [1, 2] rows" in str(uneven)
+    assert good[0].tolist() == [[0, 0]]
+
+
+# ---- results are the item's own
+
+
+def test_a_later_batch_does_not_change_results(same, tmp_path):
+    torch = pytest.importorskip("torch")
+    script = tmp_path / "same.pt2"
+    torch.export.save(
+        torch.export.export(torch.nn.Identity(), (torch.zeros(2, 3),), dynamic_shapes=({0: torch.export.Dim("n")},)),
+        script,
+    )
+    for path in (same(["N", 3]), str(script)):
+        op = loaded(path)
+        before = run(op, np.full((1, 3), 1.0), np.full((1, 3), 2.0))
+        run(op, np.full((1, 3), 8.0), np.full((1, 3), 9.0))
+        assert [r.tolist() for r in before] == [[[1, 1, 1]], [[2, 2, 2]]]
+
+
+def test_large_results_do_not_keep_their_neighbours(same):
+    op = loaded(same(["N", "n"]))
+    wide = np.ones((1, MOST_VIEWED // 4), np.float32)
+    small, large = run(op, wide[:, :5], wide[:, :5]), run(op, wide, wide)
+    assert small[0].base is not None
+    assert [result.base for result in large] == [None, None]
+
+
+# ---- files and keys
+
+
+def test_a_torchscript_file_is_run_by_pytorch(tmp_path):
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    path = str(tmp_path / "net.pt")
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        torch.jit.save(torch.jit.trace(net, torch.zeros(2, 3, 8, 6)), path)
+    threads = torch.get_num_threads()
+    try:
+        op = loaded(path, mean=MEAN, std=STD, runtime="torch")
+        plain = loaded(path)
+    finally:
+        torch.set_num_threads(threads)
+    results = run(op, image(0), torch.from_numpy(image(1)))
+    assert np.allclose(results[0], by_hand(image(0)), atol=1e-5)
+    assert np.allclose(results[1], by_hand(image(1)), atol=1e-5)
+    assert np.allclose(run(plain, image(0))[0], image(0).mean((2, 3)), atol=1e-4)
+    gradient = run(op, torch.zeros(1, 3, 8, 6, requires_grad=True))[0]
+    assert "found Tensor" in str(gradient)
+
+
+def test_its_names_are_those_of_every_runtime():
+    for name in ("OnnxTensor", "TensorrtTensor", "TorchScriptTensor", "OpenvinoTensor", "OpenvinoMat"):
+        assert catalog.find(name) is ModelOp
+
+
+def test_keys_are_texts_as_in_a_file(means):
+    op = make_op(
+        ModelOp,
+        {"model": means(), "mean": "123.675, 116.28, 103.53", "std": "58.395, 57.120, 57.375", "max_batch": "4"},
+    )
+    op.load("cpu")
+    assert np.allclose(run(op, image(0))[0], by_hand(image(0)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"runtime": "tensort"}, "runtime is 'tensort'.*'tensorrt'"),
+        ({"precision": "fp8"}, "precision is 'fp8'.*'fp16'"),
+        ({"std": "1, 0, 1"}, "no std of 0"),
+        ({"mean": "nan"}, "expected numbers"),
+        ({"min_batch": 5, "max_batch": 4}, "min_batch 5, max_batch 4"),
+        ({"sizes": [0, 4]}, "sizes"),
+        ({"modle": "x"}, "has no parameter 'modle'"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(means, keys, told):
+    with pytest.raises(ConfigError, match=told):
+        make_op(ModelOp, {"model": means(), **keys})
+
+
+def test_a_mean_of_a_wrong_length_is_refused_when_it_is_loaded(means):
+    with pytest.raises(ConfigError, match=r"mean: found 2 values, expected one, or one for each of the channels"):
+        loaded(means(), mean=(1.0, 2.0))
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(LoadFailed, match=r"there is no file .*nowhere\.onnx"):
+        loaded(str(tmp_path / "nowhere.onnx"))
+
+
+def test_a_graph_without_images_takes_its_rows(tmp_path):
+    write_onnx(
+        tmp_path / "net.onnx",
+        ["rows", 4],
+        np.arange(12, dtype=np.float32).reshape(3, 4) / 10,
+        np.float32([0.3, 0.2, 0.1]),
+    )
+    x = np.array([[1, 2, 3, 4], [0, 0, 1, 0]], np.float32)
+    op = loaded(str(tmp_path / "net.onnx"))
+    assert np.allclose(np.concatenate(run(op, x[:1], x[1:])), scores(x), atol=1e-6)
+
+
+def test_nothing_is_warned_of_when_all_is_well(means, caplog):
+    with caplog.at_level(logging.WARNING):
+        run(loaded(means(), mean=MEAN, std=STD, max_batch=4, precision="best"), image(0))
+    assert caplog.records == []

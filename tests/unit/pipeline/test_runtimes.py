@@ -1,0 +1,280 @@
+"""What runs a model file: found out by file, key and device, opened once, refused with a reason."""
+
+from __future__ import annotations
+
+import logging
+import os
+import types
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from penstock.errors import ConfigError, LoadFailed
+from penstock.models import onnx as loaders
+from penstock.models.tensors import Input
+from penstock.pipeline import runtimes
+from penstock.pipeline.collate import normalizations
+from penstock.pipeline.runtimes import OPENVINO, Wanted, cores, open_program, resolve
+from penstock.testing.files import write_onnx
+
+ort = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+
+
+def write(path, weight=1.0):
+    write_onnx(path, ["rows", 4], np.full((3, 4), weight, np.float32), np.zeros(3, np.float32))
+    return str(path)
+
+
+@pytest.fixture
+def net(tmp_path):
+    return write(tmp_path / "net.onnx")
+
+
+@pytest.fixture
+def has(monkeypatch):
+    """`has(loaders.CUDA)` says which providers ONNX Runtime has besides that of the CPU."""
+
+    def set_providers(*providers):
+        monkeypatch.setattr(ort, "get_available_providers", lambda: [*providers, loaders.CPU])
+
+    return set_providers
+
+
+# ---- which
+
+
+@pytest.mark.parametrize(
+    ("runtime", "device", "providers", "expected"),
+    [
+        ("auto", "cpu", [loaders.TENSORRT, loaders.CUDA], ("cpu", "cpu")),
+        ("auto", "cuda:1", [loaders.TENSORRT, loaders.CUDA], ("tensorrt", "cuda:1")),
+        ("auto", "cuda:1", [loaders.CUDA], ("cuda", "cuda:1")),
+        ("cpu", "cuda:1", [loaders.TENSORRT, loaders.CUDA], ("cpu", "cpu")),
+        ("cuda", "cuda:1", [loaders.TENSORRT, loaders.CUDA], ("cuda", "cuda:1")),
+        ("tensorrt", "cpu", [loaders.TENSORRT, loaders.CUDA], ("tensorrt", "cuda:0")),
+        ("openvino", "cpu", [OPENVINO], ("openvino", "cpu")),
+    ],
+)
+def test_the_runtime_follows_key_and_device(net, has, runtime, device, providers, expected):
+    has(*providers)
+    assert resolve(Wanted(net, runtime=runtime), device) == expected
+
+
+@pytest.mark.parametrize("name", ["net.pt", "net.PTH", "net.pt2", "net.ts"])
+def test_files_of_pytorch_are_run_by_it(tmp_path, name):
+    (tmp_path / name).touch()
+    assert resolve(Wanted(str(tmp_path / name)), "cuda:1") == ("torch", "cuda:1")
+    with pytest.raises(ConfigError, match=r"runtime: found cpu for .*, which is a file of PyTorch; expected auto"):
+        resolve(Wanted(str(tmp_path / name), runtime="cpu"), "cpu")
+
+
+def test_pytorch_runs_no_onnx_file(net):
+    with pytest.raises(ConfigError, match=r"runtime: found torch for .*, which is an ONNX file; expected auto"):
+        resolve(Wanted(net, runtime="torch"), "cpu")
+
+
+# ---- files
+
+
+def test_what_is_no_model_file_is_told(tmp_path):
+    (tmp_path / "net.trt").write_bytes(b"engine")
+    (tmp_path / "net.bin").touch()
+    with pytest.raises(ConfigError, match=r"found .*net\.trt, expected a file \.onnx.*an engine is bound to"):
+        resolve(Wanted(str(tmp_path / "net.trt")), "cpu")
+    with pytest.raises(ConfigError, match=r"found .*net\.bin, expected a file \.onnx, \.pt, \.pth, \.pt2 or \.ts$"):
+        resolve(Wanted(str(tmp_path / "net.bin")), "cpu")
+    with pytest.raises(LoadFailed, match=r"is a folder, expected a file such as .*model\.onnx"):
+        resolve(Wanted(str(tmp_path)), "cpu")
+
+
+def test_an_engine_without_its_model_is_told(tmp_path):
+    (tmp_path / "net.trt").write_bytes(b"engine")
+    wanted = Wanted(str(tmp_path / "net.onnx"), cache=str(tmp_path / "net.trt"))
+    with pytest.raises(LoadFailed, match=r"no file .*net\.onnx; model::cache .*net\.trt alone is not enough"):
+        resolve(wanted, "cpu")
+    with pytest.raises(LoadFailed, match=r"no file .*net\.onnx$"):
+        resolve(structs.replace(wanted, cache=str(tmp_path / "other.trt")), "cpu")
+
+
+def test_content_that_is_no_model_is_told(tmp_path, net):
+    with open(net, "rb") as file:
+        whole = file.read()
+    for content in (b"", b"no model", whole[: len(whole) // 2]):
+        (tmp_path / "bad.onnx").write_bytes(content)
+        with pytest.raises(LoadFailed, match=r"bad\.onnx cannot be loaded"):
+            open_program(Wanted(str(tmp_path / "bad.onnx")), "cpu")
+
+
+def test_a_file_that_others_wrote_where_engines_shall_be_kept_is_told_once(tmp_path, net, caplog):
+    (tmp_path / "net.trt").write_bytes(b"engine")
+    for _ in range(2):
+        open_program(Wanted(net, cache=str(tmp_path / "net.trt")), "cpu")
+    (record,) = caplog.records
+    assert "model=net.trt key=model::cache found='a file that others wrote'" in record.getMessage()
+    assert (tmp_path / "net.trt").read_bytes() == b"engine"
+
+
+# ---- one program for the instances of a process
+
+
+def test_instances_on_the_cpu_share_a_session(net, tmp_path):
+    first, second = (open_program(Wanted(net), "cpu").program for _ in range(2))
+    assert first is second
+    assert open_program(Wanted(net, threads=2), "cpu").program is not first
+    assert open_program(Wanted(write(tmp_path / "b.onnx")), "cpu").program is not first
+
+
+def test_a_file_that_is_written_anew_is_opened_anew(net, tmp_path):
+    first = open_program(Wanted(net), "cpu").program
+    write(tmp_path / "new.onnx", 2.0)
+    os.utime(tmp_path / "new.onnx", ns=(1, 1))
+    os.replace(tmp_path / "new.onnx", net)
+    assert open_program(Wanted(net), "cpu").program is not first
+
+
+def test_a_session_goes_with_its_last_instance(net):
+    program = open_program(Wanted(net), "cpu").program
+    assert [key for key in runtimes._shared if key[0] == net]
+    del program
+    assert not [key for key in runtimes._shared if key[0] == net]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_opens_its_own(net):
+    first = open_program(Wanted(net), "cpu").program
+    read, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(write_end, b"own" if not len(runtimes._shared) and first is not None else b"shared")
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read() == b"own"
+    os.waitpid(child, 0)
+
+
+def test_cores_are_those_that_the_process_is_given(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
+    assert cores() == 3
+    for nonsense in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
+        assert cores() == len(os.sched_getaffinity(0))
+
+
+# ---- precision
+
+
+def test_a_precision_that_the_cpu_has_not_is_warned_of_once(net, caplog):
+    for _ in range(2):
+        open_program(Wanted(net, precision="fp16"), "cpu")
+    (record,) = caplog.records
+    assert "found='fp16, which the CPU has not' consequence='it runs in fp32" in record.getMessage()
+
+
+def test_the_best_precision_is_what_there_is(net, caplog):
+    with caplog.at_level(logging.WARNING):
+        open_program(Wanted(net, precision="best"), "cpu")
+    assert caplog.records == []
+
+
+# ---- GPUs, with sessions that stand for theirs
+
+
+@pytest.fixture
+def gpu(monkeypatch, has):
+    """ONNX Runtime with CUDA and TensorRT, whose sessions run on the CPU; gives (provider, keys) of what was opened."""
+    has(loaders.TENSORRT, loaders.CUDA)
+    opened, real = [], loaders.open_session
+
+    def session(path, device="cpu", *, threads=1, providers=None, graph=None):
+        opened.append(("CUDA" if device.startswith("cuda") else "CPU", {"device": device, "graph": graph}))
+        return real(path, graph=graph)
+
+    def tensorrt(path, device, *, graph=None, **keys):
+        opened.append(("TensorRT", keys | {"device": device, "graph": graph}))
+        return real(path, graph=graph)
+
+    monkeypatch.setattr(loaders, "open_session", session)
+    monkeypatch.setattr(loaders, "open_tensorrt", tensorrt)
+    return opened
+
+
+def test_tensorrt_gets_what_the_node_says(net, gpu):
+    wanted = Wanted(net, precision="fp16", cache="net.trt", rows=(2, 8))
+    found = open_program(wanted, "cuda:1")
+    assert (found.gpu, found.raw) == (True, False)
+    ((name, keys),) = gpu
+    assert name == "TensorRT"
+    assert keys == {
+        "precision": "fp16",
+        "least_rows": 2,
+        "most_rows": 8,
+        "cache": "net.trt",
+        "device": "cuda:1",
+        "graph": None,
+    }
+
+
+def test_each_instance_on_a_gpu_has_a_session(net, gpu):
+    assert open_program(Wanted(net), "cuda:0").program is not open_program(Wanted(net), "cuda:0").program
+
+
+def test_where_tensorrt_does_not_run_cuda_does(net, gpu, monkeypatch, caplog):
+    def refuse(*args, **keys):
+        raise LoadFailed("there is no libnvinfer")
+
+    monkeypatch.setattr(loaders, "open_tensorrt", refuse)
+    for _ in range(2):
+        assert open_program(Wanted(net, precision="fp16"), "cuda:0").gpu
+    assert [name for name, _ in gpu] == ["CUDA", "CUDA"]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "TensorRT does not run it (there is no libnvinfer)" in told[0]
+    assert "fp16, which cuda on cuda:0 has not" in told[1]
+    with pytest.raises(LoadFailed, match="no libnvinfer"):
+        open_program(Wanted(net, runtime="tensorrt"), "cuda:0")
+
+
+def test_best_is_fp16_by_tensorrt(net, gpu, caplog):
+    open_program(Wanted(net, precision="best"), "cuda:0")
+    assert gpu[0][1]["precision"] == "fp16"
+    assert caplog.records == []
+
+
+def test_a_graph_of_pixels_is_asked_for_with_its_inputs(tmp_path, gpu, monkeypatch):
+    path = write(tmp_path / "net.onnx")
+    asked = []
+
+    def normalize(inputs):
+        asked.extend(inputs)
+        return {}
+
+    assert not open_program(Wanted(path), "cuda:0", normalize).raw
+    assert asked == [Input("x", "FP32", (-1, 4))]
+    with pytest.raises(ConfigError, match="the model has none"):
+        open_program(Wanted(path), "cuda:0", lambda inputs: normalizations(inputs, (1.0,), ()))
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="needs ONNX Runtime without CUDA")
+@pytest.mark.parametrize("runtime", ["cuda", "tensorrt", "openvino"])
+def test_a_runtime_that_is_not_there_is_told(net, runtime):
+    package = "onnxruntime-openvino" if runtime == "openvino" else "onnxruntime-gpu|TensorRT provider"
+    with pytest.raises(LoadFailed, match=package):
+        open_program(Wanted(net, runtime=runtime), "cpu")
+
+
+def test_openvino_is_a_provider_of_its_own(net, has, monkeypatch):
+    got = []
+
+    def session(path, options, providers):
+        got.append(providers)
+        return types.SimpleNamespace(get_providers=lambda: [OPENVINO], get_inputs=list, get_outputs=list)
+
+    has(OPENVINO)
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    open_program(Wanted(net, runtime="openvino"), "cpu")
+    assert got == [[(OPENVINO, {"device_type": "CPU"}), loaders.CPU]]
