@@ -1,7 +1,7 @@
-"""Writes resnet50.onnx and mobilenet.onnx beside this file: `python export.py [FOLDER]`.
+"""Writes resnet50.onnx, mobilenet.onnx and small.onnx beside this file: `python export.py [FOLDER]`.
 
-Input "input" float32 `[N, 3, 224, 224]`, RGB, normalised by the mean and standard deviation that the TOML files name;
-output "output" float32 `[N, 1000]`, logits. N is free.
+Input "input" float32 `[N, 3, 224, 224]` (128 of the small one), RGB, normalised by the mean and standard deviation
+that the TOML files name; output "output" float32 `[N, 1000]`, logits. N is free.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ def export_mobilenet(path: str | Path) -> None:
     export(networks.mobilenet(), path)
 
 
-def export(network: nn.Module, path: str | Path) -> None:
-    """Writes a network of images to `path`, as a whole or not at all."""
+def export_small(path: str | Path) -> None:
+    """Writes the small MobileNetV1 (2 MiB)."""
+    export(networks.small(), path, networks.SMALL_SIDE)
+
+
+def export(network: nn.Module, path: str | Path, side: int = networks.SIDE) -> None:
+    """Writes a network of images of `side` pixels to `path`, as a whole or not at all."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{id(network)}")
-    example = torch.zeros(2, 3, networks.SIDE, networks.SIDE)
+    example = torch.zeros(2, 3, side, side)
     with warnings.catch_warnings():
         # the exporter that needs no further package is the older one, which says so
         warnings.simplefilter("ignore")
@@ -50,7 +55,8 @@ def export(network: nn.Module, path: str | Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    for name, write in (("resnet50.onnx", export_resnet50), ("mobilenet.onnx", export_mobilenet)):
+    for write in (export_resnet50, export_mobilenet, export_small):
+        name = write.__name__.removeprefix("export_") + ".onnx"
         write(folder / name)
         print(f"{folder / name}  {(folder / name).stat().st_size / 2**20:.0f} MiB")
 

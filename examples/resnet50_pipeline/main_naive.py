@@ -1,0 +1,91 @@
+"""The service as it is usually written: `python main_naive.py`, and clients call it at port 8888.
+
+Every client has a thread. It decodes and prepares its image in Python, and waits for the lock of the one model. This
+is how TorchPipe's published baseline does it, with its ways kept: the bytes are copied into a bytearray, the pixels
+become float32 in torch on its own pool of threads, the model takes one image at a time. `--parallel` is without lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+from pathlib import Path
+
+import cv2
+import numpy as np
+import onnxruntime
+import torch
+from service import HERE, MODELS, PORT, InferenceResult, InferenceService, exported
+from thriftpy2.protocol import TCyBinaryProtocolFactory
+from thriftpy2.server import TThreadedServer
+from thriftpy2.thrift import TProcessor
+from thriftpy2.transport import TCyBufferedTransportFactory, TServerSocket
+
+
+class Naive:
+    """The handler of the service."""
+
+    def __init__(self, model: Path, device: str, parallel: bool) -> None:
+        options = onnxruntime.SessionOptions()
+        # By default the threads of a session spin while they have nothing to do, on the cores that others decode on.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        provider = "CUDAExecutionProvider" if device == "cuda" else "CPUExecutionProvider"
+        self._session = onnxruntime.InferenceSession(str(model), options, providers=[provider])
+        (given,) = self._session.get_inputs()
+        self._input, self._side = given.name, given.shape[2]
+        self._lock = contextlib.nullcontext() if parallel else threading.Lock()
+        # as torchvision's ToTensor and Normalize
+        self._mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+        self._std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+    def preprocess(self, image: np.ndarray) -> torch.Tensor:
+        """BGR uint8 `[height, width, 3]` -> float32 `[1, 3, side, side]`."""
+        resized = torch.from_numpy(cv2.resize(image[:, :, (2, 1, 0)], (self._side, self._side)))
+        tensor = resized.permute(2, 0, 1).contiguous().to(torch.float32).div(255)
+        return torch.stack([tensor.clone().sub_(self._mean).div_(self._std)])
+
+    def infer(self, data: bytes) -> tuple[int, float]:
+        """The class of an encoded image and its probability."""
+        image = cv2.imdecode(np.asarray(bytearray(data), dtype="uint8"), flags=cv2.IMREAD_COLOR)
+        tensor = self.preprocess(image)
+        with self._lock:
+            (result,) = self._session.run(None, {self._input: tensor.numpy()})
+        score, label = torch.max(torch.softmax(torch.from_numpy(result), dim=-1), 1)
+        return label.item(), score.item()
+
+    def infer_batch(self, params: object) -> InferenceResult:
+        try:
+            label, score = self.infer(params.data)
+        except Exception as error:
+            print(f"uuid={params.uuid}: {error}")
+            return InferenceResult()
+        return InferenceResult(label=str(label), score=score)
+
+    def ping(self) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--port", type=int, default=PORT)
+    parser.add_argument("--model", choices=MODELS, default="resnet50")
+    parser.add_argument("--models", type=Path, default=HERE, help="folder of the ONNX file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--parallel", action="store_true", help="no lock: calls of the model side by side")
+    given = parser.parse_args()
+    handler = Naive(exported(given.model, given.models), given.device, given.parallel)
+    socket = TServerSocket("127.0.0.1", given.port, client_timeout=None)
+    server = TThreadedServer(
+        TProcessor(InferenceService, handler), socket, TCyBufferedTransportFactory(), TCyBinaryProtocolFactory()
+    )
+    server.daemon = True
+    print(
+        f"naive{', parallel' if given.parallel else ''}: {given.model} at thrift://127.0.0.1:{given.port}", flush=True
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve()
+
+
+if __name__ == "__main__":
+    main()
