@@ -20,7 +20,7 @@ from penstock.pipeline.native import Reading, read_node
 from penstock.pipeline.source import Source
 from penstock.pipeline.structure import check_structure, entry_of, linked
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
 _ALONE = {"backend", "ops", "model"}  # one of these above all tables, and no node: the file is one node
 _OF_THE_GRAPH = {"in_flight": "in_flight", "trace": "trace", "inputs": "takes", "outputs": "answers"}
 _GLOBAL = "global"  # where TorchPipe's parse_toml puts what stands above all tables
@@ -79,9 +79,10 @@ def _graph(tables: Mapping[str, Any], source: Source, *, name: str, folder: str,
     compat = compat or bool(settings.get("compat"))
     folder = os.path.abspath(folder)
     name = settings.get("name", name)
-    nodes = _tables_of_nodes(tables, name, source)
+    nodes = _tables_of_nodes(tables, re.sub(r"[^A-Za-z0-9_-]", "_", name), source)
     plain = {k: v for k, v in tables.items() if not isinstance(v, dict)} | dict(tables.get(_GLOBAL, {}))
-    defaults = {} if nodes.keys() == {name} and name not in tables else native_table(plain, "", source)
+    alone = not nodes.keys() & tables.keys()
+    defaults = {} if alone else native_table(plain, "", source)
     reading = Reading(source, defaults, folder, compat, set())
     _check_defaults(reading)
     read = {
@@ -132,8 +133,9 @@ def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: Source) -> di
     if not nodes:
         raise source.error("", "", 'found no node; expected a table such as [decode] with backend = "DecodeMat"')
     for node in nodes:
-        if not _NAME.fullmatch(node):
-            raise source.error(node, "", "cannot be a node's name; expected letters, digits, '_', '-' and '.'")
+        plain = node in tables or node == name  # an alias has a dot
+        if not all(_NAME.fullmatch(part) for part in ([node] if plain else node.split(".", 1))):
+            raise source.error(node, "", "cannot be a node's name; expected letters, digits, '_' and '-'")
     return nodes
 
 

@@ -51,14 +51,16 @@ def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
             draft.params = rooted(draft.params, reading.folder)
         if FAN_OUT.lower() in (draft.op.lower() for draft in drafts):
             values.setdefault("each", "data")
-            drafts = []
+        if "each" in values:
+            drafts = [draft for draft in drafts if draft.op.lower() not in (FAN_OUT.lower(), "identity")]
         if has_model(drafts):
             _settle_batch(values, reading)
             keys["max_batch"] = values["max_batch"]
-            values.setdefault("device", gpu_of(draft.op for draft in drafts) or "cpu")
+            if "device" not in keys and (device := gpu_of(draft.op for draft in drafts)):
+                keys["device"] = values["device"] = device
         else:
             for key in ONLY_WITH_A_MODEL - table.keys():
-                values.pop(key, None)
+                values.pop(key, None), keys.pop(key, None)
         free = (keys if reading.compat else table).keys() - NODE.keys()
         steps, taken = steps_of(drafts, keys, sorted(free), reading.folder)
     except ConfigError as e:

@@ -1,0 +1,122 @@
+"""A Graph as TOML with native keys, in a settled order: loaded again it is the same graph, without `compat`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.keys import NODE
+from penstock.pipeline.lower import PATHS, TARGET
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_WIDTH = 100
+_UNIT = {"wait_ms": "wait_s", "deadline_ms": "deadline_s"}
+_FIELDS = {"else": "otherwise"} | _UNIT
+_EACH = {"each": "split", "body": "body", "gather": "gather", "max_fanout": "max_fanout", "on_item_error": None}
+_OWN = {"ops", "backend", "inputs", *_EACH}  # keys that are no field of a node
+_DEFAULTS = Node("")
+
+
+def to_toml(graph: Graph, *, folder: str | None = None, tables: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    """The text of a file in `folder` (by default the graph's), from which paths in it start. `tables` are written
+    before it as they are: those for the server."""
+    folder = os.path.abspath(graph.folder if folder is None else folder)
+    parts = [_table(name, table.items()) for name, table in (tables or {}).items()]
+    parts.append(_table("pipeline", _settings(graph)))
+    parts += [_table(node.name, _keys(node, folder)) for node in graph.nodes.values()]
+    return "\n".join(parts)
+
+
+def _table(name: str, keys: Any) -> str:
+    head = ".".join(map(_key, name.split(".")))
+    return f"[{head}]\n" + "".join(f"{_key(key)} = {_top(value)}\n" for key, value in keys)
+
+
+def _settings(graph: Graph) -> Iterator[tuple[str, Any]]:
+    yield "name", graph.name
+    yield "entry", graph.entry
+    if graph.trace:
+        yield "trace", True
+    if graph.in_flight is not None:
+        yield "in_flight", graph.in_flight
+    if graph.takes != ("data",):
+        yield "inputs", graph.takes
+    if graph.answers != ("result",):
+        yield "outputs", graph.answers
+
+
+def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
+    """The keys of a node's table: those that are not as they would be, and those that its ops were given."""
+    fields = {key: getattr(node, _FIELDS.get(key, key)) for key in NODE if key not in _OWN}
+    given = {name for step in node.steps for name, value in step.params.items() if fields.get(name) == value}
+    if node.steps:
+        known = {key: fields[key] for key in given}
+        yield "ops", [_op(step, known, folder, first=not i) for i, step in enumerate(node.steps)]
+    if node.inputs:
+        yield "inputs", {each.name: f"{each.producer}.{each.source}" for each in node.inputs}
+    for key, value in fields.items():
+        if value != getattr(_DEFAULTS, _FIELDS.get(key, key)) or key in given:
+            yield key, _milliseconds(value) if key in _UNIT else value
+    if node.each is not None:
+        for key, name in _EACH.items():
+            if (value := getattr(node.each, name or key)) is not None:
+                yield key, value
+
+
+def _op(step: Step, given: Mapping[str, Any], folder: str, *, first: bool) -> Any:
+    """A step without the parameters that it has of its node."""
+    own = {key: value for key, value in step.params.items() if key not in given or given[key] != value}
+    params = {key: _relative(key, value, folder) for key, value in own.items()}
+    usual = "run" if first else "swap"
+    guard = {} if step.filter == usual else {"filter": step.filter}
+    return {"op": step.op, **guard, **params} if params or guard else step.op
+
+
+def _relative(key: str, value: Any, folder: str) -> Any:
+    """A path below the folder as it is seen from there."""
+    is_path = key in PATHS or (key == TARGET and ".py:" in str(value))
+    if is_path and isinstance(value, str) and value.startswith(os.path.join(folder, "")):
+        return os.path.relpath(value, folder)
+    return value
+
+
+def _milliseconds(seconds: float) -> float:
+    """The number that gives just these seconds when it is divided by 1000, the shortest there is."""
+    exact = seconds * 1000
+    shorter = [round(exact, digits) for digits in range(16)]
+    around = [exact, math.nextafter(exact, math.inf), math.nextafter(exact, 0.0)]
+    return next((ms for ms in (*shorter, *around) if ms / 1000 == seconds), exact)
+
+
+def _top(value: Any) -> str:
+    """A value behind its key; a long list takes a line for each of its entries."""
+    text = _value(value)
+    if isinstance(value, list | tuple) and len(text) > _WIDTH:
+        return "[\n" + "".join(f"    {_value(each)},\n" for each in value) + "]"
+    return text
+
+
+def _value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case float():
+            return "nan" if math.isnan(value) else repr(value)
+        case int():
+            return str(value)
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case Mapping():
+            return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(_value, value)) + "]"
+    return str(value)  # a date: TOML has them, and Python writes them alike
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _value(name)

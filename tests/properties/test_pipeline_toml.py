@@ -1,0 +1,113 @@
+"""A graph that is written as TOML and loaded again is the same graph, whatever it holds."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.pipeline.convert import to_toml
+from penstock.pipeline.expression import parse
+from penstock.pipeline.load import parse_graph
+
+FOLDER = "/srv/nets"
+MILLISECONDS = st.floats(0.001, 1e6) | st.integers(1, 10_000)
+FIELDS = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=8)
+
+RESIZE = st.fixed_dictionaries({"op": st.just("ResizeMat"), "resize_h": st.integers(1, 9), "resize_w": st.just("7")})
+MODEL = st.fixed_dictionaries(
+    {"op": st.just("OnnxTensor"), "model": st.sampled_from(["net.onnx", "/elsewhere/net.onnx", 'sub/ä "net".onnx'])},
+    optional={
+        "mean": st.lists(st.floats(-300, 300), min_size=1, max_size=3),
+        "model_cache": st.just("net.trt"),
+        "threads": st.integers(1, 4),
+        "max_batch": st.just(64),
+        "filter": st.just("or"),
+    },
+)
+COPY = st.builds(lambda a: {"op": "Copy", "pairs": f"a:{a}"}, st.sampled_from(["b", "x y", "é"]))
+OPS = st.lists(st.sampled_from(["Identity", "DecodeMat", "Mat2Tensor"]) | RESIZE | MODEL | COPY, min_size=1, max_size=4)
+KEYS = st.fixed_dictionaries(
+    {},
+    optional={
+        "instances": st.integers(1, 16),
+        "max_batch": st.integers(8, 64),
+        "min_batch": st.integers(1, 8),
+        "pad_to": st.sets(st.integers(1, 999), max_size=3).map(sorted),
+        "bucket": st.lists(FIELDS.map(lambda f: f.replace(",", "").strip() or "a"), max_size=2),
+        "wait_ms": MILLISECONDS,
+        "deadline_ms": MILLISECONDS,
+        "device": st.sampled_from(["cpu", "cuda", "cuda:3"]),
+        "queue": st.integers(1, 10**9),
+        "queue_bytes": st.integers(1, 10**12),
+        "run_timeout_s": st.floats(0.01, 1000),
+        "retry_split": st.booleans(),
+        "idempotent": st.booleans(),
+        "on_error": st.sampled_from(["fail", "skip"]),
+        "filter": st.sampled_from(["swap", "or", "odd"]),
+        "when": st.text(max_size=20),
+        "else": st.sampled_from(["skip", "stop"]),
+        "require": st.sampled_from(["all", "any"]),
+    },
+)
+EACH = st.fixed_dictionaries(
+    {"each": FIELDS, "body": st.just("n0")},
+    optional={"gather": st.just(["a", "b"]), "max_fanout": st.integers(1, 9), "on_item_error": st.just("null")},
+)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> dict[str, Any]:
+    """Tables of a graph: each node but the first follows one or more of those before it."""
+    count = draw(st.integers(1, 5))
+    tables: dict[str, Any] = {f"n{i}": {**draw(KEYS), "ops": draw(OPS), "next": []} for i in range(count)}
+    for i in range(1, count):
+        before = draw(st.sets(st.integers(0, i - 1), min_size=1, max_size=3))
+        for producer in before:
+            tables[f"n{producer}"]["next"].append(f"n{i}")
+        if len(before) > 1 or draw(st.booleans()):
+            names = ["data", *draw(st.lists(FIELDS.filter(lambda f: f != "data"), unique=True, max_size=2))]
+            tables[f"n{i}"]["inputs"] = {name: f"n{min(before)}.{draw(FIELDS)}" for name in names}
+    if draw(st.booleans()):
+        tables["n0"]["2"] = {"next": []}
+    if draw(st.integers(0, 9)) == 0:
+        tables["fan"] = draw(EACH)
+    settings = {
+        "entry": "n0",
+        "trace": draw(st.booleans()),
+        "inputs": ["data", draw(FIELDS).replace(",", "").strip() or "b"],
+    }
+    return {
+        "pipeline": settings,
+        **draw(KEYS.map(lambda k: {x: k[x] for x in ("instances", "wait_ms") if x in k})),
+        **tables,
+    }
+
+
+@settings(deadline=None, max_examples=200)
+@given(tables=graphs())
+def test_a_converted_graph_is_the_same_graph(tables: dict[str, Any]) -> None:
+    graph = parse_graph(tables, name="nets", folder=FOLDER)
+    text = to_toml(graph)
+    again = parse_graph(tomllib.loads(text), name="other", folder=FOLDER)
+    assert again == graph
+    assert to_toml(again) == text
+
+
+def refusal(text: str) -> str | None:
+    """What is told of an expression that is none."""
+    try:
+        parse(text)
+    except ConfigError as e:
+        return e.message
+    return None
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=st.text(alphabet="AS[](),= k:1\t", max_size=30))
+def test_any_expression_is_a_tree_or_an_error_with_a_position(text: str) -> None:
+    told = refusal(text)
+    assert told is None or "at character " in told

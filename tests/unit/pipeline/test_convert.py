@@ -1,0 +1,80 @@
+"""Graphs as TOML with native keys."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from penstock.pipeline.convert import to_toml
+from penstock.pipeline.load import load_graph, parse_graph
+
+CLASSIFY = """\
+[pipeline]
+name = "classify"
+entry = "decode"
+
+[decode]
+ops = ["DecodeMat"]
+next = ["prep"]
+instances = 6
+
+[prep]
+ops = [
+    {op = "ResizeMat", resize_h = 224, resize_w = 224},
+    {op = "CvtColorMat", color = "rgb"},
+    {op = "Mat2Tensor", filter = "or"},
+]
+next = ["net"]
+
+[net]
+ops = [{op = "OnnxTensor", model = "net.onnx"}]
+inputs = {data = "prep.result", "the image" = "prep.data"}
+max_batch = 8
+wait_ms = 2.3
+deadline_ms = 150.0
+"""
+
+
+def test_native_text_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(CLASSIFY)
+    assert to_toml(load_graph(tmp_path / "p.toml")) == CLASSIFY
+
+
+def test_the_dialect_becomes_native(tmp_path: Path) -> None:
+    tables = {
+        "batching_timeout": "5",
+        "instance_num": "2",
+        "decode": {"backend": "DecodeMat", "next": "net"},
+        "net": {"backend": "S[Mat2Tensor,SyncTensor[OnnxTensor]]", "model": "n.onnx", "max": "4", "odd": "1"},
+    }
+    graph = parse_graph(tables, name="c", folder=str(tmp_path), compat=True)
+    native = tomllib.loads(to_toml(graph))
+    assert native["net"] == {
+        "ops": ["Mat2Tensor", {"op": "OnnxTensor", "model": "n.onnx"}],
+        "instances": 2,
+        "max_batch": 4,
+        "wait_ms": 5.0,
+    }
+    assert parse_graph(native, name="c", folder=str(tmp_path)) == replace(graph, compat=False)
+
+
+def test_paths_start_at_the_folder_of_the_new_file(tmp_path: Path) -> None:
+    tables = {"net": {"ops": [{"op": "OnnxTensor", "model": "sub/n.onnx"}]}}
+    graph = parse_graph(tables, name="c", folder=str(tmp_path))
+    assert 'model = "sub/n.onnx"' in to_toml(graph)
+    assert 'model = "n.onnx"' in to_toml(graph, folder=str(tmp_path / "sub"))
+    assert f'model = "{tmp_path}/sub/n.onnx"' in to_toml(graph, folder=str(tmp_path / "other"))
+
+
+def test_tables_for_the_server_are_kept() -> None:
+    graph = parse_graph({"a": {}}, name="c", folder="/")
+    server = {"server": {"port": 0, "host": "::1"}, "limits": {"max_body_bytes": 5}}
+    assert {k: v for k, v in tomllib.loads(to_toml(graph, tables=server)).items() if k in server} == server
+
+
+def test_text_of_any_kind_is_written_as_toml() -> None:
+    odd = 'a "quote", a \\, a\ttab, a \x7f, ä\nline'
+    graph = parse_graph({"a": {"when": odd}}, name="c", folder="/")
+    assert tomllib.loads(to_toml(graph))["a"]["when"] == odd
