@@ -25,6 +25,8 @@ log = logging.getLogger("penstock.ops")
 
 MAX_PIXELS = 50_000_000  # 150 MB of pixels; a camera's 8000 x 6000 passes
 
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # Pillow's others may start programs
+
 Decoder = Literal["auto", "opencv", "simplejpeg"]
 
 
@@ -142,7 +144,7 @@ class DecodeMat(ItemOp):
         from PIL import Image, UnidentifiedImageError
 
         try:
-            with Image.open(io.BytesIO(data)) as image:  # reads the header only
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:  # reads the header only
                 kind, (width, height) = image.format or "image", image.size
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
             raise DecodeError(f"found an image that is too large: {e}") from e
@@ -171,8 +173,19 @@ class DecodeMat(ItemOp):
         except cv2.error as e:
             raise DecodeError(f"found a {kind} that cannot be decoded ({len(data)} bytes)") from e
         if mat is None:
-            raise DecodeError(f"found a {kind} that cannot be decoded ({len(data)} bytes): broken, or cut short")
+            mat = _pillow(data, kind)
         return mat if self.color == "bgr" else cv2.cvtColor(mat, cv2.COLOR_BGR2RGB)  # turned by OpenCV
+
+
+def _pillow(data: bytes, kind: str) -> Array:
+    """The image in BGR, of a format that OpenCV was not built with. Raises DecodeError."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))[:, :, ::-1]
+    except Exception as e:  # as above
+        raise DecodeError(f"found a {kind} that cannot be decoded ({len(data)} bytes): broken, or cut short") from e
 
 
 def turned(mat: Array, orientation: int) -> Array:
