@@ -49,7 +49,9 @@ def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
     if not producers:
         return dict.fromkeys(graph.takes, "any")
     if not node.inputs:
-        return _swapped(left[producers[0]])
+        before = left[producers[0]]
+        # what an item without a result has as data, nobody knows: it depends on the op that gave none
+        return {**before, DATA: "any"} if node.filter == "or" else _swapped(before)
     arriving: Kinds = {}
     for each in node.inputs:
         there = left[each.producer]
@@ -74,10 +76,13 @@ def _through(node: Node, fields: Kinds) -> Kinds:
     given = ""
     for step in node.steps:
         guarded = step.filter == "or"
-        if given and not guarded:
+        if guarded:
+            left[DATA] = "any"
+        elif given:
             left[DATA] = given
         given = _step(node, step, left, given if guarded else "")
-    left[RESULT] = given or left[DATA]
+    given = given or left[DATA]
+    left[RESULT] = given if fields.get(RESULT, given) == given else "any"
     return left
 
 

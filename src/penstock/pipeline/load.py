@@ -23,6 +23,7 @@ from penstock.pipeline.structure import check_structure, entry_of, linked
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
 _ALONE = {"backend", "ops", "model"}  # one of these above all tables, and no node: the file is one node
 _OF_THE_GRAPH = {"in_flight": "in_flight", "trace": "trace", "inputs": "takes", "outputs": "answers"}
+_RUN = ("run", "continue")  # what TorchPipe calls a filter that lets all items run
 _GLOBAL = "global"  # where TorchPipe's parse_toml puts what stands above all tables
 
 
@@ -90,12 +91,21 @@ def _graph(tables: Mapping[str, Any], source: Source, *, name: str, folder: str,
         for node, table in nodes.items()
     }
     _check_unused(reading)
-    made = linked(read, source)
+    made = _beginnings(linked(read, source))
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
     kept = {field: settings[key] for key, field in _OF_THE_GRAPH.items() if key in settings}
     graph = Graph(name, made, entry, compat=compat, folder=folder, **kept)
     check_structure(graph, source)
     return graph
+
+
+def _beginnings(nodes: dict[str, Node]) -> dict[str, Node]:
+    """The nodes; at one that no `next` names, a filter that lets all items run says nothing, and is left out."""
+    named = {target for node in nodes.values() for target in node.next}
+    return {
+        name: replace(node, filter="swap") if name not in named and node.filter.lower() in _RUN else node
+        for name, node in nodes.items()
+    }
 
 
 def _settings(table: Any, source: Source) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from penstock.pipeline.expression import Expression, parse
 from penstock.pipeline.graph import Step
 
 SEQUENCES = {"sequential", "s"}
-SCOPES = {"synctensor", "torch", "streamguard"}
+SCOPES = {"synctensor", "tensorsync", "torch", "streamguard"}
 """Scopes of a stream: each op that has streams keeps its own."""
 
 FAN_OUT = "MapReduce"
