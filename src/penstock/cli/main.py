@@ -13,6 +13,7 @@ _VERBS = {
     "caption": "penstock.cli.caption:caption",
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo:demo",
+    "pipeline": "penstock.cli.pipeline:pipeline",
     "serve": "penstock.cli.serve:serve",
     "torchserve": "penstock.cli.torchserve:torchserve",
     "worker": "penstock.cli.worker:worker",

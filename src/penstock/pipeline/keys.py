@@ -14,6 +14,11 @@ from penstock.config.words import found
 from penstock.errors import ConfigError
 from penstock.ops.parameters import convert, describe_type
 
+Names = tuple[str, ...]
+Numbers = tuple[int, ...]
+
+_NO_BOUND = 1e6  # bounds from here are for slips, and not told
+
 
 class Key(Struct, frozen=True):
     """One key: its type, what it means, its default in words, and bounds of its number (or of each in its list)."""
@@ -39,14 +44,15 @@ class Key(Struct, frozen=True):
     @property
     def expected(self) -> str:
         """What it takes, in words."""
+        if self.type == Numbers:
+            return f"whole numbers from {self.least:g} to {self.most:g}, in a list"
         words = describe_type(self.type)
-        if self.least is not None and self.most is not None:
-            return f"{words} from {self.least:g} to {self.most:g}"
-        return words if self.least is None else f"{words}, {self.least:g} or more"
+        if self.least is None or self.most is None:
+            return words
+        if self.most >= _NO_BOUND:
+            return f"{words}, {self.least:g} or more"
+        return f"{words} from {self.least:g} to {self.most:g}"
 
-
-Names = tuple[str, ...]
-Numbers = tuple[int, ...]
 
 NODE: Final = {
     "ops": Key(list, 'the steps, in order: names, or tables such as `{op = "ResizeMat", resize_h = 224}`', "Identity"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -70,7 +71,7 @@ def test_paths_start_at_the_folder_of_the_new_file(tmp_path: Path) -> None:
 
 def test_tables_for_the_server_are_kept() -> None:
     graph = parse_graph({"a": {}}, name="c", folder="/")
-    server = {"server": {"port": 0, "host": "::1"}, "limits": {"max_body_bytes": 5}}
+    server: dict[str, dict[str, Any]] = {"server": {"port": 0, "host": "::1"}, "limits": {"max_body_bytes": 5}}
     assert {k: v for k, v in tomllib.loads(to_toml(graph, tables=server)).items() if k in server} == server
 
 

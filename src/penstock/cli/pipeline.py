@@ -1,0 +1,166 @@
+"""`penstock pipeline check|convert|run|ops`: looks at a pipeline's TOML, rewrites it, runs files through it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+from msgspec.structs import replace
+
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.pipeline.graph import Graph
+    from penstock.pipeline.outcome import Outcome
+
+_Found = TypeVar("_Found")
+_WHOLE = 16  # most numbers of an array that are printed one by one
+
+_compat = click.option(
+    "--compat", type=click.Choice(["torchpipe"]), help="Warn of unknown keys, as TorchPipe's files need."
+)
+_file = click.argument("file", type=click.Path())
+
+
+@click.group()
+def pipeline() -> None:
+    """Looks at pipelines: TOML files that tell nodes."""
+
+
+@pipeline.command()
+@_file
+@_compat
+def check(file: str, compat: str | None) -> None:
+    """Check FILE, and print its nodes and what travels over each edge.
+
+    Exits with 2, and says what is wrong, if the file could not be served.
+    """
+    from penstock.pipeline.check import check as check_graph
+    from penstock.pipeline.show import shown
+
+    graph = _or_exit(lambda: _load(file, compat))
+    click.echo(_or_exit(lambda: shown(graph)), nl=False)
+    _or_exit(lambda: check_graph(graph))
+
+
+@pipeline.command()
+@_file
+@click.option("-o", "--output", type=click.Path(), help="Where to write it; without it, to standard output.")
+@_compat
+def convert(file: str, output: str | None, compat: str | None) -> None:
+    """Rewrite FILE with native keys, for instance one of TorchPipe's."""
+    from penstock.pipeline.convert import to_toml
+    from penstock.pipeline.keys import RESERVED
+    from penstock.pipeline.load import read_tables
+
+    graph = _or_exit(lambda: _load(file, compat))
+    kept = {name: table for name, table in read_tables(file).items() if name in RESERVED and name != "pipeline"}
+    folder = os.path.dirname(os.path.abspath(output if output is not None else file))
+    text = to_toml(graph, folder=folder, tables=kept)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        Path(output).write_text(text, encoding="utf-8")
+    except OSError as e:
+        _exit(f"{output}: cannot be written: {e.strerror}")
+
+
+@pipeline.command()
+@_file
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--node", help="The node where the items begin, if it is not the pipeline's entry.")
+@click.option("--trace", is_flag=True, help="Tell the way of each: node, batch, milliseconds.")
+@_compat
+def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compat: str | None) -> None:
+    """Run files, such as images, through FILE in this process.
+
+    Prints one JSON object a file; exits with 1 if one of them failed. Large arrays are told by their shape.
+    """
+    from penstock.pipeline.check import check as check_graph
+    from penstock.pipeline.local import LocalPipeline
+
+    graph = _or_exit(lambda: _load(file, compat))
+    _or_exit(lambda: check_graph(graph))
+    traced = replace(graph, trace=trace)
+    with _or_exit(lambda: LocalPipeline(traced)) as running:
+        outcomes = running.infer_many([({"data": Path(name).read_bytes()}, node) for name in inputs])
+    for name, outcome in zip(inputs, outcomes, strict=True):
+        click.echo(json.dumps({"file": name} | _answer(graph, outcome, trace=trace)))
+    sys.exit(any(outcome.error is not None for outcome in outcomes))
+
+
+@pipeline.command()
+@click.argument("names", nargs=-1)
+def ops(names: tuple[str, ...]) -> None:
+    """List the ops, or tell the parameters of those that are named."""
+    from penstock.pipeline.manual import described, listed
+
+    click.echo(_or_exit(lambda: "\n".join(map(described, names))) if names else listed())
+
+
+def _load(file: str, compat: str | None) -> Graph:
+    from penstock.pipeline.load import load_graph
+
+    if os.getcwd() not in sys.path:  # as in a worker: ops may be modules of the working directory
+        sys.path.insert(0, os.getcwd())
+    return load_graph(file, compat=compat is not None)
+
+
+def _or_exit(make: Callable[[], _Found]) -> _Found:
+    try:
+        return make()
+    except PenstockError as error:
+        _exit(error.message)
+
+
+def _exit(message: str) -> NoReturn:
+    click.echo(f"penstock: {message}", err=True)
+    sys.exit(2)
+
+
+def _answer(graph: Graph, outcome: Outcome, *, trace: bool) -> dict[str, Any]:
+    if outcome.error is not None:
+        told: dict[str, Any] = {"error": {"code": outcome.error.code, "message": outcome.error.message}}
+    else:
+        told = {name: _plain(outcome.fields[name]) for name in graph.answers if name in outcome.fields}
+    told["node"] = outcome.node
+    if trace:
+        told["trace"] = [
+            {
+                "node": hop.node,
+                "batch": hop.batch_id,
+                "size": hop.size,
+                "wait_ms": round(hop.wait_s * 1000, 3),
+                "run_ms": round(hop.run_s * 1000, 3),
+            }
+            for hop in outcome.hops
+        ]
+    return told
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; of a large array its shape and type, and where its greatest number is."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        if value.size <= _WHOLE:
+            return value.tolist()
+        return {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype),
+            "argmax": int(value.argmax()),
+            "max": float(value.max()),
+        }
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"bytes": len(value)}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)

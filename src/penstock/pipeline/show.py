@@ -1,0 +1,100 @@
+"""A Graph in plain text, as `penstock pipeline check` prints it: its nodes, and what travels over each edge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import wrap
+from typing import Any
+
+from penstock.config.words import found
+from penstock.ops.catalog import BUILTIN
+from penstock.ops.parameters import make_op
+from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
+from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.host import GPU_WAIT_S
+from penstock.pipeline.keys import NODE
+from penstock.pipeline.lower import op_class
+
+_HEAD = ("node", "ops", "instances", "batch", "wait", "device")
+_LONGEST, _WIDTH = 60, 76
+
+
+def shown(graph: Graph) -> str:
+    """The graph as text; lines end in "\\n". Raises ConfigError: its edges do not fit."""
+    nodes = [graph.nodes[name] for name in graph.order()]
+    count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    head = f"pipeline {graph.name}: {count}, from {graph.entry} to {', '.join(graph.outputs)}"
+    notes = [f"[{node.name}] {note}" for node in nodes for note in _notes(node)]
+    parts = [head, *_table([_HEAD, *(row for node in nodes for row in _rows(node))]), "", *_edges(graph)]
+    return "\n".join([*parts, *(["", *notes] if notes else [])]) + "\n"
+
+
+def told(step: Step) -> str:
+    """One step with its parameters: `ResizeMat(resize_h=224, resize_w=224)`."""
+    guard = "" if step.filter in ("run", "swap") else f"({step.filter})"
+    params = ", ".join(f"{key}={_short(value)}" for key, value in step.params.items() if key not in NODE)
+    return f"{guard}{step.op}{f'({params})' if params else ''}"
+
+
+def _rows(node: Node) -> Iterator[tuple[str, ...]]:
+    """A line for each step, the first with what is the node's own."""
+    ops = [line for step in node.steps for line in wrap(told(step), _WIDTH, subsequent_indent="    ")] or [_held(node)]
+    wait_s = node.wait_s if node.wait_s is not None else 0.0 if node.device == "cpu" else GPU_WAIT_S
+    wait = f"{wait_s * 1000:g} ms"
+    yield node.name, ops[0], str(node.instances), _batch(node), wait, node.device
+    yield from (("", op, "", "", "", "") for op in ops[1:])
+
+
+def _held(node: Node) -> str:
+    if node.each is not None:
+        return f"each of {node.each.split} through {node.each.body}"
+    return f"alias of {node.alias_of}"
+
+
+def _batch(node: Node) -> str:
+    if node.max_batch is None:
+        return "any"
+    if node.sizes:
+        return f"{', '.join(map(str, node.sizes))} (at most {node.max_batch})"
+    return f"{node.min_batch}-{node.max_batch}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines in columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["", lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def _edges(graph: Graph) -> Iterator[str]:
+    takes = op_class(step.op, step.params).takes if (step := _first(graph.nodes[graph.entry])) else "any"
+    given: Kinds = {name: takes if name == "data" else "any" for name in graph.takes}
+    yield f"caller -> {graph.entry}: {_fields(given)}"
+    for producer, consumer, fields in edges_of(graph):
+        yield f"{producer} -> {consumer}: {_fields(fields)}"
+    left = fields_of(graph)
+    for name in graph.outputs:
+        answered = {field: left[name].get(field, "any") for field in graph.answers}
+        missing = [field for field in answered if field not in left[name] and OPEN not in left[name]]
+        yield f"{name} -> caller: {_fields(answered)}" + (f" (never there: {', '.join(missing)})" if missing else "")
+
+
+def _first(node: Node) -> Step | None:
+    return node.steps[0] if node.steps else None
+
+
+def _fields(fields: Kinds) -> str:
+    ordered = sorted(fields, key=lambda name: (name != "data", name == OPEN))
+    return ", ".join(name if fields[name] == "any" else f"{name} ({fields[name]})" for name in ordered)
+
+
+def _notes(node: Node) -> Iterator[str]:
+    for step in node.steps:
+        if step.op in BUILTIN and (note := make_op(op_class(step.op, step.params), step.params).note()):
+            yield note
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(_short, value)) if isinstance(value, list | tuple) else str(value)
+    text = f"[{text}]" if isinstance(value, list | tuple) else text
+    return text if len(text) <= _LONGEST else found(value) if not isinstance(value, str) else f"...{text[-_LONGEST:]}"
