@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+from penstock.batching.policies.adaptive import Adaptive
+from penstock.batching.policies.base import BatchPolicy
+from penstock.batching.policies.linger import Linger
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.engine.batcher import Batcher
 from penstock.engine.handle import ModelHandle
-from penstock.errors import BadRequest, LoadFailed, PenstockError
+from penstock.errors import ItemFailed, LoadFailed, PenstockError
 from penstock.observe.base import Observer
-from penstock.ops.base import CONTEXT, RESULT, Fields
+from penstock.ops.base import CONTEXT, DATA, RESULT, Fields
+from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph, Node
-from penstock.pipeline.journey import Journey, Stop, budget_of, nbytes_of
-from penstock.pipeline.node import NodeModel
+from penstock.pipeline.journey import Journey, Stop, budget_of, nbytes_of, shape_of
+from penstock.pipeline.node import NodeModel, Shared
 from penstock.pipeline.routes import needs
 from penstock.transports.thread import ThreadTransport
 from penstock.types import Item
 from penstock.worker.spec import WorkerSpec, Wrapped
 
 QUEUED_BATCHES = 2  # that may wait for each instance, without `queue`
-QUEUE_BYTES = 64 * 2**20
 WAITS_S = 30.0  # the least that an item may wait for a node; a node whose runs may take long, for four of them
 ANY = 2**31  # rows or bytes of a batcher's own bound: credits are what bounds a node
+SLICE_S = 0.001  # of a batch without a model: longer ones gain nothing, and let others wait
+GPU_WAIT_S = 0.002  # without `wait_s`
 
 WRAPPER = f"{NodeModel.__module__}:{NodeModel.__qualname__}"
 
@@ -30,17 +36,24 @@ WRAPPER = f"{NodeModel.__module__}:{NodeModel.__qualname__}"
 class Host:
     """Runs a node's batches, and hands each item on. `after` and `joins` are set once all hosts are there."""
 
-    def __init__(self, graph: Graph, node: Node, observers: Sequence[Observer]) -> None:
+    def __init__(self, graph: Graph, node: Node, flow: Flow, observers: Sequence[Observer]) -> None:
         self.name, self.node = node.name, node
         self.after: list[Host] = []  # that follow, and are no joins
         self.joins: list[Host] = []  # that wait for this node, among others
         self.needs = needs(graph, node.name)  # those that must have ended before, of a join
         self.kept = any(i.producer == node.name for n in graph.nodes.values() for i in n.inputs)
         self.output = not node.next
+        self.row_bytes = 0.0  # of the `data` of the items that came lately, on average
+        self._flow = flow
+        self._names = [name.removesuffix(".shape") for name in node.bucket or ()]
+        self._entry = not graph.producers(node.name)
+        self._shared = Shared(compat=graph.compat)
         devices = [node.device] * node.instances
-        spec = WorkerSpec(node.name, "1", _config(node), _target(graph, node), instances=node.instances)
+        spec = WorkerSpec(
+            node.name, "1", _config(node), Wrapped(node, WRAPPER, {"shared": self._shared}), instances=node.instances
+        )
         transport = ThreadTransport(spec, node.instances, devices)
-        self.handle = ModelHandle(spec, transport, devices, ANY, observers)
+        self.handle = ModelHandle(spec, transport, devices, ANY, observers, self._policy)
         self.batcher: Batcher | None = None
 
     async def load(self) -> None:
@@ -53,6 +66,26 @@ class Host:
             found = f"{self.handle.up} of {self.node.instances} instances loaded"
             raise LoadFailed(f"node '{self.name}': only {found}", detail=self.handle.why_down())
         self.batcher = self.handle.batcher
+        assert self.batcher is not None
+        self.batcher.on_dispatch = self._flow.dispatched
+
+    def _policy(self) -> BatchPolicy:
+        """Called once the ops are known."""
+        wait_s = self.node.wait_s
+        if wait_s is None:
+            wait_s = 0.0 if self.node.device == "cpu" else GPU_WAIT_S
+        return Linger(
+            Adaptive(wait_s if self._entry else 0.0),  # where items come from outside, arrivals tell what is coming
+            wait_s=0.0 if self._entry else wait_s,
+            coming=partial(self._flow.coming, self),
+            credit=partial(self._flow.credit, self),
+            slice_s=None if self._shared.model else SLICE_S,
+        )
+
+    @property
+    def running_rows(self) -> int:
+        """Items that run here."""
+        return 0 if self.batcher is None else self.batcher.scheduler.running_rows
 
     @property
     def join(self) -> bool:
@@ -93,10 +126,23 @@ class Host:
         if batcher is None or self.handle.state != "READY":  # it refuses, or a new instance will be there soon
             call = self.handle.submit(item, stop, budget_s, journey.priority)
         else:
-            nbytes = nbytes_of(fields.get(RESULT if swap else "data"))
-            call = batcher.submit(item, stop, budget_s, journey.priority, "", nbytes)
+            data = fields.get(RESULT if swap else DATA)
+            nbytes = nbytes_of(data)
+            self.row_bytes += (nbytes - self.row_bytes) * (0.1 if self.row_bytes else 1.0)
+            call = batcher.submit(item, stop, budget_s, journey.priority, self._bucket(fields, data), nbytes)
         stop.call = call
         journey.visits.add(stop)
+
+    def left(self) -> None:
+        """An item has left, or is about to: there may be room, or nothing on its way any more."""
+        if self._flow.blocked:
+            self._flow.stir()
+
+    def _bucket(self, fields: Fields, data: Any) -> str:
+        """Only items with the same may share a batch."""
+        if self.node.bucket is None:
+            return shape_of(data) if self._shared.given else ""
+        return " ".join(shape_of(data if name == DATA else fields.get(name)) for name in self._names)
 
     def passed(self, journey: Journey, fields: Fields) -> None:
         """An item has been here: it goes on, to all that follow, or ends."""
@@ -107,6 +153,8 @@ class Host:
             return
         if self.kept:
             journey.kept[self.name] = fields
+        if len(self.after) + len(self.joins) > 1:
+            fields = _read_only(fields)
         for host in self.after:
             host.follow(journey, fields)
         for host in self.joins:
@@ -141,9 +189,12 @@ class Host:
             if CONTEXT in found:
                 fields.setdefault(CONTEXT, found[CONTEXT])
             if i.source not in found:
+                if i.source == RESULT:  # a filter has ended the item on that branch: so it ends
+                    journey.end(dict(found), None, self.name)
+                    return
                 names = ", ".join(map(str, found)) or "none"
                 text = f"node '{self.name}' takes field '{i.source}' of node '{i.producer}', which has only: {names}"
-                journey.end(dict(found), BadRequest(text), self.name)
+                journey.end(dict(found), ItemFailed(text), self.name)
                 return
             fields[i.name] = found[i.source]
         self._try(journey, fields, swap=False)
@@ -170,8 +221,14 @@ class Host:
         )
 
 
-def _target(graph: Graph, node: Node) -> Wrapped:
-    return Wrapped(node, WRAPPER, {"ids": itertools.count(1), "compat": graph.compat})
+def _read_only(fields: Fields) -> Fields:
+    """The fields with arrays that cannot be written: others see them too."""
+    out = dict(fields)
+    for name, value in fields.items():
+        if hasattr(value, "setflags"):  # an array of NumPy; the one that was handed in stays as it is
+            out[name] = value.view()
+            out[name].setflags(write=False)
+    return out
 
 
 def _config(node: Node) -> ModelConfig:

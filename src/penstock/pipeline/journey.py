@@ -107,6 +107,7 @@ class Stop(Visit):
         journey = self.journey
         journey.visits.discard(self)
         host = self.host
+        host.left()
         if result.error is not None:
             host.failed(self, result.error)
             return
@@ -126,6 +127,16 @@ def budget_of(journey: Journey, limit_s: float | None) -> float | None:
         return limit_s
     left = journey.deadline_s - time.monotonic()
     return left if limit_s is None else min(left, limit_s)
+
+
+def shape_of(value: Any) -> str:
+    """What an array must have in common with others of its batch, axis 0 left out; the text of a plain value."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"{value.dtype}{tuple(shape[1:])}"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(shape_of, value))
+    return str(value) if isinstance(value, (str, int, float, bool)) else type(value).__name__
 
 
 def nbytes_of(value: Any) -> int:

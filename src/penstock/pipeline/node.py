@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from penstock import metrics
 from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory, PenstockError, describe
@@ -58,6 +58,19 @@ class Visit:
         self.place = -1  # not in a batch yet
 
 
+class Shared(Struct, eq=False):
+    """What the instances of a node have in common. `ids` numbers their batches.
+
+    Known once one is loaded: `model`, it has an op that takes batches; `given`, that is the first one and takes
+    arrays, so that only those of one shape fit together.
+    """
+
+    compat: bool = False
+    ids: Iterator[int] = field(default_factory=itertools.count)
+    model: bool = False
+    given: bool = False
+
+
 class _Step(Struct, frozen=True):
     name: str
     op: Op
@@ -65,15 +78,11 @@ class _Step(Struct, frozen=True):
 
 
 class NodeModel:
-    """One instance of a node. `predict` gives for each visit (fields, Stamp), or the error that it failed with.
+    """One instance of a node. `predict` gives for each visit (fields, Stamp), or the error that it failed with."""
 
-    `ids` numbers the batches of all instances of the node.
-    """
-
-    def __init__(self, node: Node, ids: Iterator[int] | None = None, compat: bool = False) -> None:
+    def __init__(self, node: Node, shared: Shared | None = None) -> None:
         self._node = node
-        self._ids = ids or itertools.count(1)
-        self._compat = compat
+        self._shared = shared or Shared()
         self._parts: list[list[_Step]] = []  # steps that are one call: those of items in a row, or one of batches
         self._logged: dict[str, float] = {}
         self.inputs: tuple[TensorSpec, ...] = ()
@@ -100,6 +109,9 @@ class NodeModel:
             else:
                 raise ConfigError(f"op '{step.op}' is a {type(op).__name__}, expected an ItemOp or a BatchOp")
         one_thread()
+        self._shared.model = bool(models)
+        first = self._parts[0][0].op if self._parts else None
+        self._shared.given = isinstance(first, BatchOp) and first.takes == "tensor"
         self.__penstock_options__ = {"max_batch_size": self._size(models)}
         for op in models:
             self.inputs = self.inputs or tuple(getattr(op, "inputs", None) or ())
@@ -109,7 +121,7 @@ class NodeModel:
         """The most items of a batch."""
         size = self._node.max_batch
         if size is None:
-            size = SLICE_ROWS if not models else 1 if self._compat else MODEL_ROWS
+            size = SLICE_ROWS if not models else 1 if self._shared.compat else MODEL_ROWS
         return min([size, *(op.max_rows for op in models if op.max_rows is not None)])
 
     def unload(self) -> None:
@@ -122,7 +134,7 @@ class NodeModel:
 
     def predict(self, visits: list[Visit]) -> list[Any]:
         """For each visit (fields, Stamp) or a PenstockError. Raises what a batch op did, if halves may do better."""
-        stamp = Stamp(next(self._ids), len(visits), time.monotonic())
+        stamp = Stamp(next(self._shared.ids), len(visits), time.monotonic())
         out: list[Any] = [None] * len(visits)
         live: _Live = []
         for i, visit in enumerate(visits):

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import BadRequest, DeadlineExceeded, ModelNotReady, QueueFull, nearest
 from penstock.observe.base import Observer
 from penstock.ops.base import NODE_NAME, Fields
+from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.host import Host
 from penstock.pipeline.journey import Done, Journey
@@ -25,7 +26,9 @@ class Runner:
         self.graph = graph
         self.in_flight = 0  # items
         self._routes: dict[str, Route] = {graph.entry: route(graph, graph.entry)}
-        self._hosts = {name: Host(graph, node, observers) for name, node in graph.nodes.items()}
+        self._flow = Flow(graph)
+        self._hosts = {name: Host(graph, node, self._flow, observers) for name, node in graph.nodes.items()}
+        self._flow.connect(self._hosts)
         for name, host in self._hosts.items():
             for next_name in graph.nodes[name].next:
                 follower = self._hosts[next_name]
@@ -126,6 +129,8 @@ class Runner:
 
     def _ended(self, journey: Journey) -> None:
         self.in_flight -= 1
+        if self._flow.blocked:
+            self._flow.stir()
         if not self.in_flight:
             self._emptied.set()
 

@@ -57,10 +57,10 @@ class Linger:
         rows = min(choice.rows, most, self._credit())
         if rows < 1:
             return None
-        if rows == choice.rows:
-            return choice
-        full = choice.full and rows == most
-        return Take(rows, choice.until_s, full, choice.fill, reason="slice" if rows == most else "credit")
+        reason = choice.reason if rows == choice.rows else "slice" if rows == most else "credit"
+        # behind a running batch only just before that ends: another slot may be idle sooner, time may run out
+        full = choice.full and rows >= min(most, choice.rows) and not view.ahead
+        return Take(rows, choice.until_s, full, choice.fill, reason)
 
     def _slice(self, view: View) -> int:
         """Rows of a slice of time, or of a share of what waits where other slots are idle, too."""

@@ -1,0 +1,106 @@
+"""Flow: what is between the nodes. How much each may start, and who is to look again when that changes.
+
+Credits are read off the queues at the moment when a batch could start. Nothing is handed out, so nothing can leak: not
+by an item that fails, expires, is cancelled or dies with its worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from penstock.batching.entry import Dispatch
+from penstock.pipeline.graph import Graph
+
+if TYPE_CHECKING:
+    from penstock.pipeline.host import Host
+
+QUEUE_BYTES = 64 * 2**20
+"""Bytes of `data` that may wait before a node that does not say `queue_bytes`."""
+
+
+class Flow:
+    """The edges of one running graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._ahead: dict[str, list[Host]] = {}  # nodes that an item may come to from one, without another queue
+        self._feeders: dict[str, list[Host]] = {}  # the same, the other way round
+        self._before: dict[str, list[Host]] = {}  # all nodes from which an item may come
+        self._blocked: set[Host] = set()
+
+    def connect(self, hosts: Mapping[str, Host]) -> None:
+        """Takes note of the nodes."""
+        for name in hosts:
+            self._ahead[name] = [hosts[n] for n in hosts if n in self._reached(name)]
+            self._before[name] = [hosts[n] for n in hosts if n in self._graph.upstream(name)]
+        for name in hosts:
+            self._feeders[name] = [hosts[n] for n in hosts if hosts[name] in self._ahead[n]]
+
+    def _reached(self, name: str) -> set[str]:
+        """The nodes in whose queue an item may be next; one that has a result passes by a node of the filter "or"."""
+        found: set[str] = set()
+        stack = list(self._graph.nodes[name].next)
+        while stack:
+            if (after := stack.pop()) not in found:
+                found.add(after)
+                if self._graph.nodes[after].filter == "or":
+                    stack += self._graph.nodes[after].next
+        return found
+
+    # ---- asked by policies
+
+    def credit(self, host: Host) -> int:
+        """Most items that a node may start now, for all that follow it to have room for what comes out."""
+        ahead = self._ahead[host.name]
+        if not ahead:
+            return 2**31
+        rows = min(map(self._room, ahead))
+        if rows < 1:
+            self._blocked.add(host)
+        return rows
+
+    def _room(self, host: Host) -> int:
+        """Items that may be sent to a node, beside those that run before it. What a join holds is not its queue: else
+        two branches would wait for each other's room."""
+        batcher = host.batcher
+        if batcher is None:
+            return 0
+        scheduler = batcher.scheduler
+        coming = sum(f.running_rows for f in self._feeders[host.name])
+        rows = host.capacity - scheduler.queued_rows - coming
+        if host.row_bytes > 0:
+            left = (host.node.queue_bytes or QUEUE_BYTES) - scheduler.queued_bytes
+            by_bytes = int(left / host.row_bytes) - coming
+            if by_bytes < 1 and not coming and not scheduler.queued_rows:
+                by_bytes = 1  # larger than all the room there is: alone
+            rows = min(rows, by_bytes)
+        return rows
+
+    def coming(self, host: Host) -> bool:
+        """Whether something is on its way to a node, that has not been given up."""
+        for other in self._before[host.name]:
+            if other.batcher is not None and other.batcher.pending:
+                self._blocked.add(host)
+                return True
+        return False
+
+    # ---- told by hosts
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """A queue has become shorter."""
+        if self._blocked:
+            self.stir()
+
+    def stir(self) -> None:
+        """Something has left a node: those who waited for that look again, in this pass of the loop."""
+        blocked: Iterable[Host] = self._blocked
+        self._blocked = set()
+        for host in blocked:
+            if host.batcher is not None:
+                host.batcher.wake()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether anybody waits to be stirred."""
+        return bool(self._blocked)

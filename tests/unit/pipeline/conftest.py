@@ -1,0 +1,195 @@
+"""Ops for tests, graphs of them, and a stage that runs one: every outcome of an item is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from penstock.ops import catalog
+from penstock.ops.base import BatchOp, ItemOp
+from penstock.pipeline.graph import Graph, Input, Node, Step
+from penstock.pipeline.outcome import Outcome
+from penstock.pipeline.runner import Runner
+
+
+class Gates:
+    """Doors by name: an op waits at its own until the test opens it. `met` are the batches that came, in order."""
+
+    def __init__(self) -> None:
+        self._doors: dict[str, threading.Event] = {}
+        self.met: dict[str, list[list[Any]]] = {}
+        self.came = threading.Condition()
+        self._opened = False
+
+    def door(self, name: str) -> threading.Event:
+        with self.came:
+            door = self._doors.setdefault(name, threading.Event())
+            if self._opened:
+                door.set()
+            return door
+
+    def meet(self, name: str, batch: list[Any]) -> None:
+        with self.came:
+            self.met.setdefault(name, []).append(batch)
+            self.came.notify_all()
+
+    async def until(self, name: str, batches: int) -> list[list[Any]]:
+        """The batches at a door, once there are so many."""
+
+        def wait() -> bool:
+            with self.came:
+                return self.came.wait_for(lambda: len(self.met.get(name, ())) >= batches, 20.0)
+
+        assert await asyncio.to_thread(wait), f"only {self.met.get(name)} came to '{name}'"
+        return self.met[name]
+
+    def open_all(self) -> None:
+        """Those that nobody has come to yet, too."""
+        with self.came:
+            self._opened = True
+            for door in self._doors.values():
+                door.set()
+
+
+class Words(ItemOp):
+    """Adds a word to the data: shows the way of an item."""
+
+    def __init__(self, word: str = "") -> None:
+        self.word = word
+
+    def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+        return f"{data}{self.word}"
+
+
+class Picky(ItemOp):
+    """Raises on data that has an "x", gives nothing for data that has a "-"."""
+
+    def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+        if "x" in data:
+            raise ValueError("this has an x")
+        return None if "-" in data else data
+
+
+class BatchWords(BatchOp):
+    """Adds a word to all data of a batch; raises for the whole batch if one of them has an "x"."""
+
+    def __init__(self, word: str = "", gate: str = "", rows: int = 0) -> None:
+        self.word, self.gate = word, gate
+        self.max_rows = rows or None
+
+    def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> Sequence[Any]:
+        if self.gate:
+            gates.meet(self.gate, list(data))
+            gates.door(self.gate).wait(30.0)
+        if any("x" in d for d in data):
+            raise ValueError("one has an x")
+        return [f"{d}{self.word}" for d in data]
+
+
+class Door(ItemOp):
+    """Waits until the test opens it."""
+
+    def __init__(self, gate: str) -> None:
+        self.gate = gate
+
+    def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+        gates.meet(self.gate, [data])
+        gates.door(self.gate).wait(30.0)
+        return data
+
+
+class TooFew(BatchOp):
+    """Loses the last row."""
+
+    def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> Sequence[Any]:
+        return data[:-1]
+
+
+class Own(ItemOp):
+    """Sets a field of its own beside the result."""
+
+    def __init__(self, key: str, value: str) -> None:
+        self.key, self.value = key, value
+
+    def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+        fields[self.key] = self.value
+        return data
+
+
+OPS = (Words, Picky, BatchWords, Door, TooFew, Own)
+gates = Gates()
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops of this file are in the catalog."""
+    for op in OPS:
+        monkeypatch.setitem(catalog._registered, op.__name__, op)
+
+
+@pytest.fixture
+def doors(known: None) -> Iterator[Gates]:
+    gates.__init__()  # type: ignore[misc]
+    yield gates
+    gates.open_all()
+
+
+Steps = str | tuple[str | Step, ...]
+
+
+def _step(given: str | Step) -> Step:
+    return given if isinstance(given, Step) else Step(given)
+
+
+@pytest.fixture
+def make_graph() -> Callable[..., Graph]:
+    def make(nodes: dict[str, Any], **keys: Any) -> Graph:
+        """`nodes`: name -> (steps, next, keys of Node); all steps but a node's first swap."""
+        made = {}
+        for name, (steps, after, more) in nodes.items():
+            first, *rest = [_step(s) for s in ((steps,) if isinstance(steps, (str, Step)) else steps)]
+            chain = (first, *(Step(s.op, s.params, "swap" if s.filter == "run" else s.filter) for s in rest))
+            inputs = tuple(Input(*i) for i in more.pop("inputs", ()))
+            made[name] = Node(name, chain, tuple(after.split()), inputs, **more)
+        return Graph("test", made, keys.pop("entry", next(iter(made))), **keys)
+
+    return make
+
+
+class Stage:
+    """A runner with what came of its items."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def put(self, data: Any, **keys: Any) -> asyncio.Future[Outcome]:
+        """A future of one item's outcome; a second outcome would raise."""
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.last = self.runner.submit({"data": data}, future.set_result, **keys)
+        return future
+
+    async def results(self, *data: Any, **keys: Any) -> list[Any]:
+        """The results of items that are there at once; the code of the error of those that failed."""
+        outcomes = await asyncio.wait_for(asyncio.gather(*[self.put(d, **keys) for d in data]), 20.0)
+        return [o.error.code if o.error else o.fields.get("result") for o in outcomes]
+
+
+@pytest.fixture
+async def stage(known: None) -> AsyncIterator[Callable[[Graph], Awaitable[Stage]]]:
+    made: list[Runner] = []
+
+    async def begin(graph: Graph, **keys: Any) -> Stage:
+        runner = Runner(graph, **keys)
+        made.append(runner)
+        await runner.start()
+        return Stage(runner)
+
+    yield begin
+    gates.open_all()
+    for runner in made:
+        await runner.close(5.0)
+        assert runner.in_flight == 0
