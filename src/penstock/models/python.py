@@ -69,6 +69,7 @@ class PythonModel:
         # has left, and what takes (place, value or exception) pairs from any thread, each place once; gives back what
         # ends the work.
         self.submit: Submit | None = None
+        self.soon: Callable[[Callable[[], None]], None] | None = None  # calls something at the next turn of its loop
         self.width = 1
 
     def _not_loaded(self, items: list[Any]) -> Any:
@@ -99,6 +100,7 @@ class PythonModel:
         self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
         self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
         self.submit = getattr(found, "__penstock_submit__", None)
+        self.soon = getattr(found, "__penstock_soon__", None)
         self.width = 1 if self.submit is None else int(getattr(found, "__penstock_width__", 1))
 
     def unload(self) -> None:

@@ -98,6 +98,41 @@ class SideBySide:
         return argument
 
 
+class OnLoop(SideBySide):
+    """Answers from a thread that has a loop: a queue of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def load(self, device: str) -> None:
+        threading.Thread(target=self._loop, name="penstock-testing", daemon=True).start()
+
+    def _loop(self) -> None:
+        while True:
+            self._calls.get()()
+
+    def __penstock_submit__(
+        self, values: list[Any], budgets_s: list[float | None], answer: Answer
+    ) -> Callable[[], None]:
+        def each() -> None:
+            for pair in enumerate(values):
+                answer([pair])
+
+        self._calls.put(each)
+        return self._cancel
+
+    def __penstock_soon__(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+
+class LoopEnded(OnLoop):
+    """Its loop takes no calls of others any more."""
+
+    def __penstock_soon__(self, call: Callable[[], None]) -> None:
+        raise RuntimeError("the loop is closed")
+
+
 class Opened(str):
     """What the opener of a gate gets, before those who wait at it."""
 
@@ -159,6 +194,17 @@ async def check_each_place_is_answered_once_also_by_a_model_that_answers_twice(m
         for n in range(3):
             part = await desk.run(n, n + 1)
             assert (part.at, values(part)) == ([0, 1], [n, n + 1])
+
+
+async def check_answers_of_one_turn_of_the_models_loop_leave_together(make: MakeTransport) -> None:
+    async with Desk(make, "penstock.testing.beside:OnLoop") as desk:
+        await desk.up()
+        number = desk.post([Item(n) for n in range(5)])
+        part = await desk.final(number)
+        assert (part.at, values(part)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+        assert len(desk.parts[number]) == 1
+    async with Desk(make, "penstock.testing.beside:LoopEnded") as desk:
+        assert await desk.values(7) == [7]
 
 
 async def check_a_submit_that_raises_is_an_answer(make: MakeTransport) -> None:

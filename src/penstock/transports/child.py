@@ -90,7 +90,7 @@ class Worker:
         gc.freeze()  # what is loaded stays: later collections need not look at it
         if self._runner.model.width > 1:
             ready.width = self._runner.model.width
-            self._wide = Wide(self._runner, self._replies, self._send_packed, lambda news: self._send(write(news)))
+            self._wide = Wide(self._runner, self._replies, self._pack, self._send)
             self._send(write(Up(ready)))
             self._wide.attend()
         else:
@@ -180,14 +180,16 @@ class Worker:
             _end(1)
 
     def _send_packed(self, message: Part, outbox: Outbox) -> None:
+        self._send(self._pack(message, outbox))
+
+    def _pack(self, message: Part, outbox: Outbox) -> list[frames.Buffer]:
         for slab in outbox.slabs:
             self._sent[slab.offset] = slab
         try:
-            pieces = write(message, outbox.buffers)
+            return write(message, outbox.buffers)
         except Exception as e:  # a codec, or a model, made what no message can hold
             sendable(message.part, e)
-            pieces = write(message, outbox.buffers)
-        self._send(pieces)
+            return write(message, outbox.buffers)
 
     def _send(self, pieces: list[frames.Buffer]) -> None:
         try:

@@ -19,6 +19,11 @@ class Held:
     def __bool__(self) -> bool:
         return bool(self._held)
 
+    @property
+    def offsets(self) -> set[int]:
+        """Those that were held when it was looked at last."""
+        return {offset for offset, _ in self._held}
+
     def after(self, leases: list[Lease], collect: bool = True) -> tuple[list[int], list[int]]:
         """An answer was made, of a batch with these leases: the offsets that are held of them, and those that were held
         and are no more. `collect`: what only the garbage collector can free is not held."""

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from penstock.errors import Cancelled, PenstockError
 from penstock.types import BatchPart, ItemResult
-from penstock.worker.batch import ENDS, BatchRun, Decoded, Emit, bare
+from penstock.worker.batch import ENDS, BatchRun, Decoded, bare
 from penstock.worker.loop import BatchRunner
 
 
 class Beside:
     """Hands a batch to the model and makes parts of what that answers: of each item once, however often it does.
 
-    `emit` is called with one part at a time, in the thread that answered; the last one is final.
+    `done` is called with the places of items that are complete, in the thread that answered. Whoever is told makes a
+    `part` of them, one at a time; the one with the last of the batch is final.
     """
 
-    def __init__(self, runner: BatchRunner, batch_id: int, decoded: Decoded, emit: Emit) -> None:
+    def __init__(
+        self, runner: BatchRunner, batch_id: int, decoded: Decoded, done: Callable[[Beside, list[int]], None]
+    ) -> None:
         self._runner = runner
-        self._run = BatchRun(runner, batch_id, decoded, emit)
-        self._emit = emit
+        self._run = BatchRun(runner, batch_id, decoded, lambda part: None)
+        self._done = done
         self._since_s = time.perf_counter()
         self._lock = threading.Lock()
         self._units: list[list[int]] = [[] for _ in decoded.items]  # of each item
@@ -40,7 +44,9 @@ class Beside:
         self._asked = list(run.live)
         self._open = set(run.live)
         self._missing = [sum(u in self._open for u in units) for units in self._units]
-        self._tell([i for i, missing in enumerate(self._missing) if not missing])
+        never = [i for i, missing in enumerate(self._missing) if not missing]
+        if never:
+            self._done(self, never)
         if not self._asked:
             return
         values, budgets = [run.d.values[u] for u in self._asked], [self._budget(u) for u in self._asked]
@@ -89,18 +95,17 @@ class Beside:
                     self._missing[i] -= 1
                     if not self._missing[i]:
                         done.append(i)
-            self._tell(done)
+        if done:
+            self._done(self, done)
 
-    def _tell(self, places: list[int]) -> None:
-        """Sends the answers of these items, of which nothing is missing."""
-        if not places:
-            return
+    def part(self, places: list[int]) -> BatchPart:
+        """The answers of these items, which are complete. Each place is asked for once."""
         self._left -= len(places)
         part = BatchPart(self._run.batch_id, [self._result(i) for i in places], final=not self._left, at=places)
         if part.final:
             part.run_s, part.prepare_s = time.perf_counter() - self._since_s, self._run.d.seconds
             self._end = None
-        self._emit(part)
+        return part
 
     def _result(self, i: int) -> ItemResult:
         run = self._run

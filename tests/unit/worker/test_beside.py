@@ -38,8 +38,13 @@ class Stage:
         wrapped.load("cpu")
         self.runner = BatchRunner(wrapped, wrapped.metadata("m", "1"), BatchingConfig())
         self.parts: list[BatchPart] = []
-        self.batch = Beside(self.runner, 7, self.runner.decode(items), self.parts.append)
+        self.lock = threading.Lock()
+        self.batch = Beside(self.runner, 7, self.runner.decode(items), self.note)
         self.batch.start()
+
+    def note(self, batch: Beside, places: list[int]) -> None:
+        with self.lock:
+            self.parts.append(batch.part(places))
 
     @property
     def told(self) -> list[tuple[list[int], list[Any], bool]]:
