@@ -26,9 +26,9 @@ CHANNELS = {"rgb": 3, "bgr": 3, "gray": 1}
 def color_of(fields: Fields, channels: int) -> str:
     """What the item's `color` says its data is; OpenCV's order where it says nothing. Raises BadRequest."""
     color = fields.get("color", "gray" if channels == 1 else "bgr")
-    if color not in CHANNELS:
+    if not isinstance(color, str) or color not in CHANNELS:
         raise BadRequest(f"the field color is {color!r}, expected one of {', '.join(CHANNELS)}")
-    return str(color)
+    return color
 
 
 class CvtColorMat(ItemOp):

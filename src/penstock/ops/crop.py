@@ -127,7 +127,7 @@ class PerspectiveTransformMats(ItemOp):
     def __call__(self, data: Any, fields: Fields) -> list[Array]:
         op = "PerspectiveTransformMats"
         mat, boxes = as_mat(data, op), field(fields, BOX, op)
-        if len(boxes) == 0:
+        if isinstance(boxes, list | tuple) and not boxes:
             return []
         corners = numbers(boxes, op, (1, 4, 2), "a list of four points [x, y] each")
         return [straightened(mat, one[:4, :2], op, cv2.INTER_LINEAR) for one in corners]

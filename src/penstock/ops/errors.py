@@ -1,11 +1,5 @@
-"""Errors of ops that other floors tell apart."""
+"""Errors of ops that other floors tell apart. They stand in the tree of errors: they cross processes by their codes."""
 
 from __future__ import annotations
 
-from penstock.errors import BadRequest
-
-
-class DecodeError(BadRequest):
-    """An item's bytes are no image that can be decoded: empty, of no known format, broken, cut short, or too large."""
-
-    code = "undecodable"
+from penstock.errors import DecodeError as DecodeError

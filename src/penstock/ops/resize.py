@@ -148,7 +148,7 @@ def four(pad_value: tuple[float, ...], op: str) -> tuple[float, ...]:
     """A colour of four channels, the last of the given ones repeated, as OpenCV takes it. Raises ConfigError."""
     if not 1 <= len(pad_value) <= 4 or not all(map(math.isfinite, pad_value)):
         raise ConfigError(f"{op}: pad_value = {pad_value}, expected 1 to 4 numbers")
-    return (pad_value + pad_value[-1:] * 4)[:4]
+    return tuple(map(float, (pad_value + pad_value[-1:] * 4)[:4]))
 
 
 class ResizePadMat(ItemOp):
