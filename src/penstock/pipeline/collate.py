@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -111,7 +112,7 @@ class Collator:
         return batch
 
     def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        size = dtype.itemsize * int(np.prod(shape))
+        size = dtype.itemsize * math.prod(shape)
         if self._memory.nbytes < size:
             self._memory = np.empty(size, np.uint8)
         return self._memory[:size].view(dtype).reshape(shape)

@@ -25,6 +25,7 @@ from penstock.types import TensorSpec
 Array = np.ndarray[Any, Any]
 
 WARMED = 16  # sizes of batches that are run before the first request, on a GPU
+MOST_KNOWN = 1024  # dtypes and shapes that are checked once
 MOST_VIEWED = 2**20  # bytes of an output that the slices of a batch may keep alive; larger ones are copied apart
 
 
@@ -107,6 +108,7 @@ class ModelOp(BatchOp):
             if i.datatype is not None and i.shape is not None
         )
         self._normalizations = self._normalizations_of(specs)
+        self._known: dict[tuple[Any, ...], tuple[int, tuple[Any, ...]]] = {}  # dtypes and shapes -> rows, key
         self._collators = [Collator() for _ in self._inputs]
         self._programs = {opened.raw: program}
         self._check_rows(program)
@@ -182,16 +184,26 @@ class ModelOp(BatchOp):
             expected = f"a list of {len(self._inputs)} tensors" if len(self._inputs) > 1 else "one tensor"
             raise BadRequest(f"the model has the inputs {names}; found {found(item)}, expected {expected}")
         arrays = [array_of(spec, value) for spec, value in zip(self._inputs, values, strict=True)]
-        for spec, array in zip(self._inputs, arrays, strict=True):
+        signature = tuple([(array.dtype, array.shape) for array in arrays])
+        known = self._known.get(signature)
+        if known is None:
+            known = self._checked(arrays)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[signature] = known
+        return _Given(arrays, *known)
+
+    def _checked(self, arrays: list[Array]) -> tuple[int, tuple[Any, ...]]:
+        """(rows, key) of arrays, of which only dtypes and shapes are looked at. Raises BadRequest."""
+        pairs = list(zip(self._inputs, arrays, strict=True))
+        for spec, array in pairs:
             check(spec, array, self._normalizations.get(spec.name))
         rows = {len(array) for array in arrays}
         if len(rows) != 1 or 0 in rows:
             raise BadRequest(f"found tensors of {sorted(rows)} rows (axis 0), expected the same in all, 1 or more")
-        raw = self._takes_raw and all(
-            a.dtype == PIXELS for s, a in zip(self._inputs, arrays, strict=True) if s.name in self._normalizations
-        )
-        dtypes = tuple(a.dtype for s, a in zip(self._inputs, arrays, strict=True) if s.datatype is None)
-        return _Given(arrays, rows.pop(), (raw, dtypes, *(a.shape[1:] for a in arrays)))
+        raw = self._takes_raw and all(a.dtype == PIXELS for s, a in pairs if s.name in self._normalizations)
+        dtypes = tuple(a.dtype for s, a in pairs if s.datatype is None)
+        return rows.pop(), (raw, dtypes, *(a.shape[1:] for a in arrays))
 
     def _together(self, group: list[_Given], raw: bool) -> list[Any]:
         """The results of items of one shape; `raw` where their pixels are normalised by the program."""

@@ -12,6 +12,7 @@ from penstock.errors import BadOutput, BadRequest, ConfigError, LoadFailed
 from penstock.models import onnx as loaders
 from penstock.ops import catalog
 from penstock.ops.parameters import make_op
+from penstock.pipeline import model_op
 from penstock.pipeline.model_op import MOST_VIEWED, ModelOp
 from penstock.testing.files import scores, write_onnx
 
@@ -464,3 +465,28 @@ def test_nothing_is_warned_of_when_all_is_well(means, caplog):
     with caplog.at_level(logging.WARNING):
         run(loaded(means(), mean=MEAN, std=STD, max_batch=4, precision="best"), image(0))
     assert caplog.records == []
+
+
+def test_weights_in_files_of_their_own_are_found(tmp_path, gpu):
+    write_onnx(tmp_path / "net.onnx", ["rows", 4], np.eye(3, 4, dtype=np.float32), np.zeros(3, np.float32))
+    path = str(tmp_path / "apart.onnx")
+    onnx.save(
+        onnx.load(tmp_path / "net.onnx"), path, save_as_external_data=True, location="apart.bin", size_threshold=0
+    )
+    for device in ("cpu", "cuda:0"):
+        assert np.allclose(run(loaded(path, device), np.eye(1, 4))[0], scores_of_eye(), atol=1e-6)
+
+
+def scores_of_eye():
+    e = np.exp([1.0, 0.0, 0.0])
+    return e / e.sum()
+
+
+def test_shapes_that_were_checked_are_not_gathered_for_ever(means, monkeypatch):
+    monkeypatch.setattr(model_op, "MOST_KNOWN", 2)
+    op = loaded(means(["N", 3, "h", "w"]))
+    for width in (1, 2, 3, 1, 2, 3):
+        assert np.allclose(run(op, np.full((1, 3, 2, width), width, np.float32))[0], width)
+    assert len(op._known) <= 2
+    for _ in range(2):
+        assert isinstance(run(op, np.zeros((1, 4, 2, 2), np.float32))[0], BadRequest)
