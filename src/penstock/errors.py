@@ -44,6 +44,12 @@ class PayloadTooLarge(BadRequest):
     code = "payload_too_large"
 
 
+class DecodeError(BadRequest):
+    """An item's bytes are no image that can be decoded: empty, of no known format, broken, cut short, or too large."""
+
+    code = "undecodable"
+
+
 class Unauthorized(PenstockError):
     """No token, or a wrong one."""
 

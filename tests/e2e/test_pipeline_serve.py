@@ -1,0 +1,403 @@
+"""`penstock serve resnet50.toml`: pipelines behind the same routes as any model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import psutil
+import pytest
+
+from penstock.pipeline.load import load_graph
+from penstock.pipeline.local import LocalPipeline
+from penstock.testing.files import write_onnx
+
+SIDE, LABELS = 8, 5
+FREE_PORTS = ("--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0")
+
+LABELLER = """
+instance_num = 2
+
+[server]
+drain_s = 7.0
+
+[pipeline]
+trace = true
+
+[decode]
+backend = "DecodeMat"
+next = "prepare"
+
+[prepare]
+backend = "Sequential[ResizeMat,cvtColorMat,FloatMat,Mat2Tensor,SyncTensor]"
+resize_h = 8
+resize_w = 8
+color = "rgb"
+next = "net"
+
+[net]
+backend = "SyncTensor[TensorrtTensor]"
+min = 1
+max = 4
+model = "net.onnx"
+mean = "123.675, 116.28, 103.53"
+std = "58.395, 57.120, 57.375"
+"""
+
+STEPS = """
+import os
+import threading
+import time
+
+from penstock.errors import BadRequest
+
+
+def shout(data):
+    return (data if isinstance(data, str) else bytes(data).decode()).upper()
+
+
+class Count:
+    def __init__(self, word="x"):
+        self.word = word
+
+    def __call__(self, data, fields):
+        if "BAD" in data:
+            raise ValueError("secret path /etc/passwd")
+        if "WRONG" in data:
+            raise BadRequest("found 'WRONG', expected another word")
+        fields["count"] = data.count(self.word)
+        fields["given"] = fields.get("given")
+        return data
+
+
+def nap(data):
+    time.sleep(float(bytes(data)))
+    return bytes(data)
+
+
+def none(data):
+    return None
+"""
+
+WORDS = """
+[pipeline]
+outputs = ["result", "count", "given"]
+inputs = ["data", "given"]
+
+[shout]
+backend = "Python[steps.py:shout]"
+next = "count"
+
+[count]
+ops = [{ op = "Python", target = "steps.py:Count", word = "L" }]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pipelines")
+    rng = np.random.default_rng(7)
+    weight = rng.normal(0, 0.1, (LABELS, 3 * SIDE * SIDE)).astype(np.float32)
+    write_flat_onnx(made / "net.onnx", weight)
+    (made / "labeller.toml").write_text(LABELLER)
+    (made / "words.toml").write_text(WORDS)
+    (made / "steps.py").write_text(STEPS)
+    (made / "nap.toml").write_text(
+        '[nap]\nbackend = "Python[steps.py:nap]"\ninstance_num = 2\n[pipeline]\nin_flight = 4\n'
+    )
+    (made / "none.toml").write_text('[none]\nbackend = "Python[steps.py:none]"\n')
+    (made / "plain.toml").write_text('[plain]\nbackend = "Identity"\n')
+    return made
+
+
+def write_flat_onnx(path: Path, weight: Any) -> None:
+    """`net.onnx` of `write_onnx` behind a Flatten: input x `[rows, 3, 8, 8]`."""
+    import onnx
+
+    write_onnx(path, ["rows", weight.shape[1]], weight, np.zeros(len(weight), np.float32))
+    net = onnx.load(str(path))
+    net.graph.node.insert(0, onnx.helper.make_node("Flatten", ["image"], ["x"]))
+    net.graph.input[0].CopyFrom(
+        onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, ["rows", 3, SIDE, SIDE])
+    )
+    onnx.save(net, str(path))
+
+
+def jpeg(seed: int) -> bytes:
+    """A photo of soft spots, 60 x 80."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 255, (6, 8, 3), np.uint8)
+    return cv2.imencode(".jpg", cv2.resize(small, (80, 60), interpolation=cv2.INTER_CUBIC))[1].tobytes()
+
+
+@pytest.fixture(scope="module")
+def server(serve_all: Callable[..., Any], folder: Path) -> Any:
+    return serve_all(None, "labeller.toml", "--workers", "2", "words.toml", "nap.toml", "none.toml", cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def local(folder: Path) -> Iterator[LocalPipeline]:
+    with LocalPipeline(load_graph(folder / "labeller.toml")) as pipeline:
+        yield pipeline
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def scores_of(local: LocalPipeline, image: bytes) -> Any:
+    outcome = local.infer({"data": image})
+    assert outcome.error is None
+    return outcome.fields["result"]
+
+
+def test_an_image_over_http_has_the_scores_that_it_has_in_process(server: Any, local: LocalPipeline) -> None:
+    images = [jpeg(seed) for seed in range(40)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda image: server.post("/predictions/labeller", image, "image/jpeg"), images))
+    labels = set()
+    for image, (status, body) in zip(images, answers, strict=True):
+        wanted = scores_of(local, image)
+        assert status == 200, body
+        assert np.shape(json.loads(body)) == (1, LABELS)
+        assert np.allclose(json.loads(body), wanted, atol=1e-5)
+        labels.add(int(np.argmax(wanted)))
+    assert len(labels) > 1, "the images are told apart"
+    assert server.metric("penstock_workers_up", model="labeller") == 2
+    assert len(psutil.Process(server.process.pid).children()) == 8
+
+
+def test_a_form_is_fields_and_octets_are_data(server: Any, local: LocalPipeline) -> None:
+    image = jpeg(3)
+    wanted = scores_of(local, image)
+    head = b'--B\r\ncontent-disposition: form-data; name="data"; filename="a.jpg"\r\ncontent-type: image/jpeg\r\n\r\n'
+    form = head + image + b"\r\n--B--\r\n"
+    for body, kind in ((form, "multipart/form-data; boundary=B"), (image, "application/octet-stream")):
+        status, answer = server.post("/predictions/labeller", body, kind)
+        assert (status, np.allclose(json.loads(answer), wanted, atol=1e-5)) == (200, True), answer
+
+
+def test_a_large_image_is_decoded_where_it_lies(server: Any, local: LocalPipeline) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (600, 800, 3), np.uint8)
+    image = cv2.imencode(".png", noise)[1].tobytes()
+    assert len(image) > 2**20
+    with ThreadPoolExecutor(4) as pool:
+        for status, body in pool.map(lambda _: server.post("/predictions/labeller", image, "image/png"), range(12)):
+            assert (status, np.allclose(json.loads(body), scores_of(local, image), atol=1e-5)) == (200, True), body
+    assert server.metric("penstock_pool_used_bytes") == 0
+
+
+def test_an_undecodable_image_fails_alone_and_tells_what_was_found(server: Any) -> None:
+    bodies = [b"no image" if i == 7 else jpeg(i)[:300] if i == 9 else jpeg(i) for i in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda body: server.post("/predictions/labeller", body, "image/jpeg"), bodies))
+    assert [status for status, _ in answers] == [400 if i in (7, 9) else 200 for i in range(16)]
+    told = json.loads(answers[7][1])["error"]
+    assert told["code"] == "undecodable"
+    assert told["message"] == "found 8 bytes beginning with b'no image': no known image format"
+
+
+def test_open_inference_gives_each_row_to_an_item(server: Any, local: LocalPipeline) -> None:
+    images = [jpeg(seed) for seed in (1, 2, 3)]
+    data = b"".join(len(image).to_bytes(4, "little") + image for image in images)
+    tensor = {"name": "data", "datatype": "BYTES", "shape": [3], "parameters": {"binary_data_size": len(data)}}
+    head = json.dumps({"id": "9", "inputs": [tensor]}).encode()
+    request = urllib.request.Request(
+        server.url + "/v2/models/labeller/infer",
+        head + data,
+        {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"},
+    )
+    status, body = server.fetch(request)
+    answer = json.loads(body)
+    assert (status, answer["id"]) == (200, "9")
+    (output,) = answer["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("result", "FP32", [3, LABELS])
+    wanted = np.concatenate([scores_of(local, image) for image in images])
+    assert np.allclose(np.reshape(output["data"], (3, LABELS)), wanted, atol=1e-5)
+    status, body = server.post("/v2/models/labeller/infer", json.dumps({"inputs": [
+        {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["no image"]}
+    ]}).encode())  # fmt: skip
+    assert status == 400
+
+
+def test_the_metadata_tell_the_nodes_and_no_paths(server: Any, folder: Path) -> None:
+    status, body = server.get("/v2/models/labeller")
+    told = json.loads(body)
+    assert (status, told["platform"]) == (200, "penstock_pipeline")
+    assert told["inputs"] == [{"name": "data", "datatype": "BYTES", "shape": [-1]}]
+    nodes = told["parameters"]["pipeline"]["nodes"]
+    assert [node["name"] for node in nodes] == ["decode", "prepare", "net"]
+    assert (nodes[2]["instances"], nodes[2]["max_batch"]) == (2, 4)
+    assert str(folder).encode() not in body
+    assert server.get("/v2/models/labeller/ready")[0] == 200
+    assert server.get("/readyz")[0] == 200
+
+
+def test_the_way_of_an_item_is_told_to_who_asked_for_it_in_the_file(server: Any) -> None:
+    request = urllib.request.Request(server.url + "/predictions/labeller", jpeg(1), {"content-type": "image/jpeg"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        timing = response.headers["server-timing"]
+    assert [part.partition(";")[0] for part in timing.split(", ") if ";dur=" in part] == ["decode", "prepare", "net"]
+    request = urllib.request.Request(
+        server.url + "/predictions/words", b'{"data": "hello"}', {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.headers["server-timing"] is None
+
+
+def test_several_outputs_are_an_object_and_fields_may_be_given(server: Any) -> None:
+    assert server.post("/predictions/words", b"hello", "text/plain") == (
+        200,
+        b'{"result":"HELLO","count":2,"given":null}',
+    )
+    status, body = server.post("/predictions/words", b'{"data": "all", "given": [1, {"a": 2}]}')
+    assert (status, json.loads(body)) == (200, {"result": "ALL", "count": 2, "given": [1, {"a": 2}]})
+    status, body = server.post("/predictions/words", b'{"data": "lull", "node_name": "count"}')
+    assert (status, json.loads(body)["count"]) == (200, 0), "it began behind the node that shouts"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (b'{"text": "x"}', 400, "found no 'data' among the fields of the request ('text')"),
+        (b'{"data": "x", "node_name": "cuont"}', 400, "did you mean 'count'?"),
+        (b'{"data": "x", "node_name": 3}', 400, "expected the name of a node"),
+        (b'{"data": "bad"}', 500, "ValueError"),
+        (b'{"data": "wrong"}', 400, "found 'WRONG', expected another word"),
+        (b'{"data": ', 400, "not valid JSON"),
+    ],
+)
+def test_what_cannot_be_answered_is_told_tersely(server: Any, body: bytes, status: int, told: str) -> None:
+    found, answer = server.post("/predictions/words", body)
+    assert (found, told in json.loads(answer)["error"]["message"]) == (status, True), answer
+    assert b"passwd" not in answer
+    assert b"steps.py" not in answer
+
+
+def test_an_item_that_ends_without_a_result_is_an_error(server: Any) -> None:
+    status, body = server.post("/predictions/none", b"x", "text/plain")
+    assert (status, json.loads(body)["error"]["message"]) == (500, "the item ended at node 'none' without result")
+
+
+def test_a_deadline_is_kept_and_a_full_pipeline_refuses(serve: Callable[..., Any], folder: Path) -> None:
+    server = serve(None, "nap.toml", "--set=models.nap.batching.max_queue=4", cwd=folder)
+
+    def nap(headers: dict[str, str]) -> int:
+        headers = {"content-type": "application/octet-stream", **headers}
+        request = urllib.request.Request(server.url + "/predictions/nap", b"0.3", headers)
+        return int(server.fetch(request)[0])
+
+    with ThreadPoolExecutor(40) as pool:
+        busy = [pool.submit(nap, {}) for _ in range(4)]
+        wait_for(lambda: server.metric("penstock_requests_total", model="nap") == 4)
+        late = pool.submit(nap, {"x-deadline-ms": "100"})
+        assert late.result() == 504, "it waited in the pipeline, behind two that ran and two that waited"
+        assert [one.result() for one in busy] == [200] * 4
+        found = list(pool.map(nap, [{}] * 40))
+    assert set(found) == {200, 429}, found
+    assert found.count(200) >= 4 + 4, "what is inside and what waits is answered"
+
+
+def test_a_configuration_names_pipelines_beside_models(serve: Callable[..., Any], folder: Path) -> None:
+    (folder / "penstock.toml").write_text(
+        '[server]\nmanagement = true\nmodel_store = "."\n[models.a]\ntarget = "words.toml"\n'
+        '[models.b]\ntarget = "nap.toml"\ntransport = "thread"\n[models.c]\ntarget = "steps.py:one"\n'
+    )
+    (folder / "steps.py").write_text(STEPS + "\n\ndef one(items):\n    return items\n")
+    server = serve(None, "penstock.toml", cwd=folder)
+    assert server.post("/predictions/a", b"x", "text/plain")[0] == 200
+    assert server.post("/predictions/b", b"0", "application/octet-stream") == (200, b"0")
+    assert server.post("/predictions/c", b"x", "text/plain") == (200, b"x")
+
+    def change(method: str, body: bytes | None) -> tuple[int, bytes]:
+        return server.fetch(urllib.request.Request(server.urls["management"] + "/models/d", body, method=method))  # type: ignore[no-any-return]
+
+    assert change("PUT", json.dumps({"target": "plain.toml"}).encode())[0] == 200
+    assert server.post("/predictions/d", b"x", "text/plain") == (200, b"x")
+    assert change("DELETE", None)[0] == 200
+    assert server.post("/predictions/d", b"x", "text/plain")[0] == 404
+    (folder / "broken.toml").write_text('[a]\nbackend = "Nothing"\n')
+    status, body = change("PUT", json.dumps({"target": "broken.toml"}).encode())
+    assert status == 500, body
+    assert server.post("/predictions/a", b"x", "text/plain")[0] == 200
+
+
+def ended(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a server that does not start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "serve", *arguments, *FREE_PORTS],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_model_that_is_not_there_is_told_in_one_line(folder: Path) -> None:
+    (folder / "wrong.toml").write_text('[a]\nbackend = "OnnxTensor"\nmodel = "gone.onnx"\n')
+    status, _, err = ended(folder, "wrong.toml")
+    assert (status, len(err.splitlines())) == (1, 1), err
+    assert "gone.onnx" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[a]\nbackend = "DecodeMatt"\n', "did you mean 'DecodeMat'"),
+        ('[a]\nbackend = "Identity"\nnext = "b"\n', "'b'"),
+        ('[a]\nbackend = "ResizeMat"\nresize_h = 3\nresize_w = 3\nresize_hh = 3\n', "resize_hh"),
+        ('[a]\nbackend = "Python[steps.py:gone]"\n', "gone"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line_before_anything_starts(folder: Path, text: str, told: str) -> None:
+    (folder / "wrong.toml").write_text(text)
+    status, out, err = ended(folder, "wrong.toml")
+    assert (status, out) == (2, ""), err
+    assert len(err.splitlines()) == 1, err
+    assert told in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("gone.toml",), "no such file"),
+        (("words.toml", "--workers", "0"), "from 1"),
+        (("steps.py:one", "--compat", "torchpipe"), "--compat is for files of pipelines"),
+        (("words.toml", "--compat", "triton"), "torchpipe"),
+        (("words.toml", "--option", "x=1"), "no option 'x'"),
+        (("words.toml", "other=words.toml", "words=plain.toml"), "two models are named 'words'"),
+    ],
+)
+def test_wrong_words_of_the_command_line_are_told(folder: Path, arguments: tuple[str, ...], told: str) -> None:
+    status, _, err = ended(folder, *arguments)
+    assert status in (1, 2)
+    assert told in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_answers_what_runs_and_leaves_no_process(serve: Callable[..., Any], folder: Path) -> None:
+    server = serve(None, "nap.toml", "--workers", "2", cwd=folder)
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(processes) == 2
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(server.post, "/predictions/nap", b"0.5", "application/octet-stream") for _ in range(4)]
+        wait_for(lambda: server.metric("penstock_requests_total", model="nap") == 4)
+        status, _, said = server.stop(signal.SIGINT)
+        assert [a.result() for a in answers] == [(200, b"0.5")] * 4
+    assert status == 0, said
+    assert "Traceback" not in said
+    assert not psutil.wait_procs(processes, timeout=10)[1]
