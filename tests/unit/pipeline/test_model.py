@@ -1,0 +1,194 @@
+"""A pipeline as the model of a worker: in batches that wait, and side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from penstock.config.schema import ModelConfig
+from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed
+from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.model import PipelineModel, described, placed
+from penstock.types import Headed, Item, TensorSpec
+from penstock.worker.main import open_model
+from penstock.worker.spec import WorkerSpec
+
+TWO_NODES = """
+[pipeline]
+trace = {trace}
+[first]
+backend = "Words"
+word = "1"
+next = "second"
+[second]
+backend = "Picky"
+"""
+
+
+class Answers:
+    """What a model answers to one `__penstock_submit__`, by place; a second answer of a place fails."""
+
+    def __init__(self, count: int) -> None:
+        self.values: dict[int, Any] = {}
+        self.calls = 0
+        self._count = count
+        self._all = threading.Event()
+
+    def __call__(self, pairs: list[tuple[int, Any]]) -> None:
+        self.calls += 1
+        for place, value in pairs:
+            assert place not in self.values
+            self.values[place] = value
+        if len(self.values) == self._count:
+            self._all.set()
+
+    def wait(self) -> list[Any]:
+        assert self._all.wait(20), self.values
+        return [self.values[place] for place in range(self._count)]
+
+
+@pytest.fixture
+def load(tmp_path: Path, known: None) -> Iterator[Callable[..., PipelineModel]]:
+    models: list[PipelineModel] = []
+
+    def make(text: str, **options: Any) -> PipelineModel:
+        (tmp_path / "net.toml").write_text(text)
+        model = PipelineModel(str(tmp_path / "net.toml"), **options)
+        model.load("cpu")
+        models.append(model)
+        return model
+
+    yield make
+    for model in models:
+        model.unload()
+
+
+def test_a_batch_has_an_answer_or_an_error_for_each_request(load: Callable[..., PipelineModel]) -> None:
+    model = load(TWO_NODES.format(trace="false"))
+    one, bad, none, second = model.predict(["a", "x", {"x": 1}, {"data": "b", "node_name": "second"}])
+    assert (one, second) == ("a1", "b")
+    assert isinstance(bad, Exception)
+    assert isinstance(none, BadRequest)
+
+
+def test_requests_side_by_side_are_answered_as_they_end(doors: Any, load: Callable[..., PipelineModel]) -> None:
+    model = load('[door]\nbackend = "Door"\ngate = "g"\n')
+    slow, wrong = Answers(1), Answers(2)
+    model.__penstock_submit__(["a"], [None], slow)
+    model.__penstock_submit__([{"x": 1}, "late"], [None, 0.0], wrong)
+    refused, late = wrong.wait()
+    assert isinstance(refused, BadRequest)
+    assert isinstance(late, DeadlineExceeded)
+    assert not slow.values
+    doors.open_all()
+    assert slow.wait() == ["a"]
+    assert model.__penstock_width__ > 1
+
+
+def test_answers_that_come_together_are_one(load: Callable[..., PipelineModel]) -> None:
+    model = load('[all]\nbackend = "BatchWords"\nword = "!"\nmax_batch = 8\n')
+    answers = Answers(64)
+    model.__penstock_submit__([str(i) for i in range(64)], [None] * 64, answers)
+    assert answers.wait() == [f"{i}!" for i in range(64)]
+    assert answers.calls < 40
+
+
+def test_rows_are_one_answer_also_side_by_side(load: Callable[..., PipelineModel]) -> None:
+    import numpy as np
+
+    model = load(TWO_NODES.format(trace="false"))
+    arrays = {"data": np.array(["a", "b"], object)}
+    answers = Answers(1)
+    model.__penstock_submit__([arrays], [None], answers)
+    (answer,) = answers.wait()
+    assert answer["result"].tolist() == ["a1", "b1"]
+    assert model.predict([arrays])[0]["result"].tolist() == ["a1", "b1"]
+
+
+def test_who_leaves_is_not_answered(doors: Any, load: Callable[..., PipelineModel]) -> None:
+    model = load('[door]\nbackend = "Door"\ngate = "g"\n')
+    left, stayed = Answers(2), Answers(1)
+    model.__penstock_submit__(["a", "b"], [None, None], left)()
+    model.__penstock_submit__(["c"], [None], stayed)
+    doors.open_all()
+    assert stayed.wait() == ["c"]
+    assert not left.values
+
+
+def test_the_way_of_an_item_stands_beside_its_answer(load: Callable[..., PipelineModel]) -> None:
+    (answer,) = load(TWO_NODES.format(trace="true")).predict(["a"])
+    assert isinstance(answer, Headed)
+    assert answer.value == "a1"
+    ((name, value),) = answer.headers
+    assert name == "server-timing"
+    assert [part.partition(";")[0] for part in value.split(", ") if "dur=" in part] == ["first", "second"]
+
+
+def test_headers_reach_every_protocol_and_no_caller_of_the_process(tmp_path: Path, known: None) -> None:
+    (tmp_path / "net.toml").write_text(TWO_NODES.format(trace="true"))
+    config = ModelConfig(target=str(tmp_path / "net.toml"))
+    runner, ready = open_model(WorkerSpec("net", "1", config, config.target), "cpu")
+    try:
+        parts: list[Any] = []
+        items = [Item(b"a", "native", "text/plain"), Item("b"), Item(["c", "d"], rows=2, many=True)]
+        runner.run(0, runner.decode(items), parts.append)
+        native, plain, many = parts[-1].results
+    finally:
+        runner.close()
+    assert native.body == b"a1"
+    assert [name for name, _ in native.headers] == ["server-timing"]
+    assert (plain.body, many.body) == ("b1", ["c1", "d1"])
+    assert ready.options["max_batch_size"] == 32
+    assert ready.metadata.platform == "penstock_pipeline"
+
+
+def test_options_are_those_of_pipelines(tmp_path: Path) -> None:
+    (tmp_path / "net.toml").write_text('[a]\nbackend = "Identity"\n')
+    config = ModelConfig(target=str(tmp_path / "net.toml"), options={"compact": True})
+    with pytest.raises(LoadFailed, match="no option 'compact'; did you mean 'compat'"):
+        open_model(WorkerSpec("net", "1", config, config.target), "cpu")
+
+
+def test_a_wrong_file_is_an_error_of_its_configuration(load: Callable[..., PipelineModel]) -> None:
+    with pytest.raises(ConfigError, match="Identitty"):
+        load('[a]\nbackend = "Identitty"\n')
+    with pytest.raises(ConfigError, match="wrod"):
+        load('[a]\nbackend = "Words"\nwrod = "x"\n')
+    load('[a]\nbackend = "Words"\nwrod = "x"\n', compat=True)
+
+
+def test_images_are_told_as_the_input_of_what_decodes_them(load: Callable[..., PipelineModel]) -> None:
+    assert load('[a]\nbackend = "DecodeMat"\n').inputs == (TensorSpec("data", "BYTES", (-1,)),)
+    assert load('[a]\nbackend = "Words"\n').inputs == ()
+
+
+def graph(**nodes: Node) -> Graph:
+    return Graph("net", nodes, next(iter(nodes)))
+
+
+def node(name: str, op: str = "Identity", device: str = "cpu", **params: Any) -> Node:
+    return Node(name, (Step(op, params),), device=device)
+
+
+def test_models_are_placed_on_the_gpu_of_their_worker() -> None:
+    given = graph(a=node("a"), b=node("b", "OnnxTensor"), c=node("c", "OnnxTensor", runtime="cpu"))
+    found = placed(given, "cuda:0")
+    assert {name: n.device for name, n in found.nodes.items()} == {"a": "cpu", "b": "cuda:0", "c": "cpu"}
+    assert placed(given, "cpu") is given
+    elsewhere = graph(a=node("a", "OnnxTensor", "cuda:1"))
+    assert placed(elsewhere, "cpu") is elsewhere
+    with pytest.raises(ConfigError, match=r"node 'a': device cuda:1, but this worker has cuda:0 alone"):
+        placed(elsewhere, "cuda:0")
+
+
+def test_clients_read_the_nodes_and_no_parameters() -> None:
+    given = graph(a=structs.replace(node("a", "OnnxTensor", model="/secret/net.onnx"), next=("b",)), b=node("b"))
+    told = described(given)
+    assert [n["name"] for n in told["nodes"]] == ["a", "b"]
+    assert told["nodes"][0]["next"] == ["b"]
+    assert "secret" not in str(told)
