@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.engine.portal import Portal as Portal
     from penstock.engine.waiters import Future as Future
     from penstock.models.python import model as model
+    from penstock.pipeline.builder import Pipeline as Pipeline
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
     from penstock.streamer.model import ManagedModel as ManagedModel
@@ -43,6 +44,7 @@ __all__ = [
     "ModelNotFound",
     "ModelNotReady",
     "PenstockError",
+    "Pipeline",
     "Portal",
     "QueueFull",
     "RedisStreamer",
@@ -61,6 +63,7 @@ _LAZY = {
     "Engine": "penstock.engine.engine",
     "Future": "penstock.engine.waiters",
     "ManagedModel": "penstock.streamer.model",
+    "Pipeline": "penstock.pipeline.builder",
     "Portal": "penstock.engine.portal",
     "RedisStreamer": "penstock.streamer.redis",
     "RedisWorker": "penstock.streamer.redis_workers",

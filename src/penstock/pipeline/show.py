@@ -7,8 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from penstock.config.words import found
-from penstock.ops.catalog import BUILTIN
-from penstock.ops.parameters import make_op
+from penstock.pipeline.check import made_of
 from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.host import GPU_WAIT_S
@@ -90,7 +89,7 @@ def _fields(fields: Kinds) -> str:
 
 def _notes(node: Node) -> Iterator[str]:
     for step in node.steps:
-        if step.op in BUILTIN and (note := make_op(op_class(step.op, step.params), step.params).note()):
+        if (op := made_of(step)) is not None and (note := op.note()):
             yield note
 
 

@@ -1,0 +1,173 @@
+"""Pipeline: a graph that is built in Python, node by node, and is the same as one from TOML."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
+
+from msgspec import Struct
+
+from penstock.errors import ConfigError, nearest
+from penstock.pipeline.check import check
+from penstock.pipeline.convert import to_toml
+from penstock.pipeline.graph import Graph
+from penstock.pipeline.load import load_graph, parse_graph
+from penstock.pipeline.local import LocalPipeline
+from penstock.pipeline.steps import Steps, Target, importable, steps_of
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+class NodeKeys(TypedDict, total=False):
+    """The keys of a node in Python. See docs/pipelines.md for what they mean."""
+
+    instances: int
+    max_batch: int
+    min_batch: int
+    sizes: list[int]
+    wait_ms: float
+    bucket: list[str]
+    pad_to: list[int]
+    device: str
+    queue: int
+    queue_bytes: int
+    deadline_ms: float
+    run_timeout_s: float
+    retry_split: bool
+    idempotent: bool
+    on_error: Literal["fail", "skip"]
+    filter: Literal["swap", "or"]
+
+
+class Field(Struct, frozen=True):
+    """A field of the items that leave a node."""
+
+    node: str
+    name: str
+
+
+class NodeRef:
+    """A node of a pipeline. Called with what it follows; its attributes are its fields: `decode.result`."""
+
+    def __init__(self, pipeline: Pipeline, name: str) -> None:
+        self._pipeline = pipeline
+        self._name = name
+
+    def __call__(self, source: NodeRef | Field | None = None, /, **inputs: NodeRef | Field) -> NodeRef:
+        """Lets the node follow `source`, of which it has all fields, or only those of `inputs`: `data=prep.result`.
+        A node as an input is its result. Raises ConfigError."""
+        if isinstance(source, Field):
+            inputs = {"data": source, **inputs}
+        self._pipeline._follow(self._name, source if isinstance(source, NodeRef) else None, inputs)
+        return self
+
+    def __getattr__(self, name: str) -> Field:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Field(self._name, name)
+
+    def __repr__(self) -> str:
+        return f"<node {self._name}>"
+
+
+class Pipeline:
+    """A pipeline that is built in Python. `folder` is where relative paths start, by default the working directory.
+
+    `entry` is the node where items begin that name none, `inputs` are the fields that callers give, `trace` lets each
+    answer tell its way, `in_flight` is the most items that are inside at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        folder: str | os.PathLike[str] = ".",
+        entry: str | None = None,
+        inputs: tuple[str, ...] = ("data",),
+        trace: bool = False,
+        in_flight: int | None = None,
+    ) -> None:
+        self._name = name
+        self._folder = os.path.abspath(folder)
+        self._settings: dict[str, Any] = {"inputs": list(inputs), "trace": trace}
+        told = {"entry": entry, "in_flight": in_flight}
+        self._settings |= {key: value for key, value in told.items() if value is not None}
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._ends: set[str] = set()
+
+    @classmethod
+    def from_toml(cls, path: str | Path, *, compat: bool = False) -> Pipeline:
+        """The pipeline of a TOML file in either dialect, to be changed or run. Raises ConfigError."""
+        graph = load_graph(path, compat=compat)
+        made = cls(graph.name, folder=graph.folder)
+        tables = tomllib.loads(to_toml(graph))
+        made._settings |= tables.pop("pipeline")
+        made._nodes = tables
+        return made
+
+    def node(self, name: str, steps: Steps | Target, **keys: Unpack[NodeKeys]) -> NodeRef:
+        """A new node. It begins the pipeline, until it is called with what it follows. Raises ConfigError."""
+        if name in self._nodes:
+            raise ConfigError(f"there is a node '{name}' already; each needs a name of its own")
+        self._nodes[name] = {**keys, "ops": list(steps_of(steps).tables)}
+        return NodeRef(self, name)
+
+    def __getitem__(self, name: str) -> NodeRef:
+        """The node of that name. Raises ConfigError."""
+        if name not in self._nodes:
+            raise ConfigError(f"there is no node '{name}'{nearest(name, self._nodes)}")
+        return NodeRef(self, name)
+
+    def output(self, *ends: NodeRef | Field) -> None:
+        """Says where items end, and by fields what callers get: `p.output(net.label, net.score)`."""
+        fields = [end.name for end in ends if isinstance(end, Field)]
+        if fields:
+            self._settings["outputs"] = list(dict.fromkeys([*self._settings.get("outputs", ()), *fields]))
+        self._ends |= {end.node if isinstance(end, Field) else end._name for end in ends}
+
+    def each(self, *_: object, **__: object) -> NoReturn:
+        """Raises ConfigError: fan-outs cannot be run yet."""
+        raise ConfigError("a fan-out (each) cannot be run yet; write a step that takes the whole list")
+
+    @property
+    def graph(self) -> Graph:
+        """The graph as it is now. Raises ConfigError."""
+        graph = parse_graph({"pipeline": self._settings, **self._nodes}, name=self._name, folder=self._folder)
+        if self._ends and (other := self._ends ^ set(graph.outputs)):
+            name = min(other)
+            told = (
+                "is an output, but others follow it" if name in self._ends else "is no output, but nothing follows it"
+            )
+            raise ConfigError(f"{self._name}: [{name}] {told}")
+        return graph
+
+    def check(self) -> None:
+        """Returns if the pipeline can run. Raises ConfigError: node, what was found, what was expected."""
+        check(self.graph)
+
+    def to_toml(self, folder: str | os.PathLike[str] | None = None) -> str:
+        """The text of a TOML file in `folder` that tells the same pipeline. Raises ConfigError."""
+        nodes = {name: {**table, "ops": importable(table["ops"])} for name, table in self._nodes.items()}
+        graph = parse_graph({"pipeline": self._settings, **nodes}, name=self._name, folder=self._folder)
+        return to_toml(graph, folder=None if folder is None else os.fspath(folder))
+
+    def local(self) -> LocalPipeline:
+        """The pipeline, running in threads of this process. To be closed. Raises ConfigError, LoadFailed."""
+        self.check()
+        return LocalPipeline(self.graph)
+
+    def _follow(self, name: str, source: NodeRef | None, inputs: dict[str, NodeRef | Field]) -> None:
+        table = self._nodes[name]
+        if source is None and not inputs:
+            raise ConfigError(f"[{name}] follows nothing: call it with a node, or with fields such as data=prep.result")
+        named = {k: v if isinstance(v, Field) else Field(v._name, "result") for k, v in inputs.items()}
+        if source is not None:
+            if named:
+                raise ConfigError(f"[{name}] takes all fields of {source}, or those that are named, but not both")
+            before = self._nodes[source._name]
+            before["next"] = [*before.get("next", []), name]
+        if named:
+            table["inputs"] = {k: f"{v.node}.{v.name}" for k, v in named.items()}
