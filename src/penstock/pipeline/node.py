@@ -84,6 +84,7 @@ class NodeModel:
         self._node = node
         self._shared = shared or Shared()
         self._parts: list[list[_Step]] = []  # steps that are one call: those of items in a row, or one of batches
+        self._passed: set[int] = set()  # items that the last "or" passed over, and so each "then" behind it
         self._logged: dict[str, float] = {}
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
@@ -136,6 +137,7 @@ class NodeModel:
         """For each visit (fields, Stamp) or a PenstockError. Raises what a batch op did, if halves may do better."""
         stamp = Stamp(next(self._shared.ids), len(visits), time.monotonic())
         out: list[Any] = [None] * len(visits)
+        self._passed.clear()
         live: _Live = []
         for i, visit in enumerate(visits):
             fields = dict(visit.fields)
@@ -163,11 +165,15 @@ class NodeModel:
             done = 0
             try:
                 for op, guard in chain:
-                    if guard == "swap":
+                    if guard == "then" and i in self._passed:
+                        done += 1
+                        continue
+                    if guard in ("swap", "then"):
                         if fields.get(RESULT) is None:
                             break
                         fields[DATA] = fields.pop(RESULT)
                     elif guard == "or" and fields.get(RESULT) is not None:
+                        self._passed.add(i)
                         done += 1
                         continue
                     result = op(fields[DATA], fields)
@@ -190,11 +196,15 @@ class NodeModel:
         given: _Live = []
         for i, fields in live:
             has = fields.get(RESULT) is not None
-            if step.filter == "swap":
+            if step.filter == "then" and i in self._passed:
+                left.append((i, fields))
+                continue
+            if step.filter in ("swap", "then"):
                 if not has:
                     continue
                 fields[DATA] = fields.pop(RESULT)
             elif step.filter == "or" and has:
+                self._passed.add(i)
                 left.append((i, fields))
                 continue
             if DATA in fields:

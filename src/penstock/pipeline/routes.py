@@ -9,7 +9,7 @@ from msgspec import Struct
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.graph import Graph, Node
 
-FILTERS = ("run", "swap", "or")
+FILTERS = ("run", "swap", "or", "then")
 
 
 class Route(Struct, frozen=True):
