@@ -86,6 +86,14 @@ class Scheduler:
         """Rows of the batches on slots."""
         return self._running_rows
 
+    def next_end(self) -> tuple[float, int]:
+        """(when the first of the batches on slots is predicted to end, its rows); (INF, 0) while nothing runs."""
+        return min(((batch.end_s, batch.rows) for batch in self._slots.running.values()), default=(INF, 0))
+
+    def seconds(self, rows: int) -> float:
+        """Predicted seconds of a batch; 0 while nothing was learned."""
+        return self._cost.t(rows) if self._cost.ready else 0.0
+
     @property
     def wake_at(self) -> float | None:
         """When poll could change its mind unasked; None: only after an event."""

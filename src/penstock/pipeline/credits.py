@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from penstock.batching.entry import Dispatch
+from penstock.batching.entry import INF, Dispatch
 from penstock.pipeline.graph import Graph
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Flow:
         """Takes note of the nodes."""
         for name in hosts:
             self._ahead[name] = [hosts[n] for n in hosts if n in self._reached(name)]
-            self._before[name] = [hosts[n] for n in hosts if n in self._graph.upstream(name)]
+            self._before[name] = [hosts[n] for n in self._graph.order() if n in self._graph.upstream(name)]
         for name in hosts:
             self._feeders[name] = [hosts[n] for n in hosts if hosts[name] in self._ahead[n]]
 
@@ -77,13 +77,25 @@ class Flow:
             rows = min(rows, by_bytes)
         return rows
 
-    def coming(self, host: Host) -> bool:
-        """Whether something is on its way to a node, that has not been given up."""
+    def coming(self, host: Host, now: float) -> tuple[float, int]:
+        """(when the next items are expected at a node, how many), by what the nodes before it run and have learned.
+        (INF, 0): nothing is on its way."""
+        out: dict[str, tuple[float, int]] = {}  # of each node before: when it hands on, and how many
         for other in self._before[host.name]:
-            if other.batcher is not None and other.batcher.pending:
-                self._blocked.add(host)
-                return True
-        return False
+            if other.batcher is None or (not other.batcher.pending and other.name not in out):
+                continue
+            scheduler = other.batcher.scheduler
+            end_s, rows = scheduler.next_end()
+            if not rows:
+                begin_s, rows = out.get(other.name, (now, 1)) if not scheduler.queued_rows else (now, 1)
+                end_s = begin_s + scheduler.seconds(rows)
+            for after in self._ahead[other.name]:
+                found = (max(end_s, now), rows)
+                out[after.name] = min(found, out.get(after.name, found))
+        if host.name not in out:
+            return INF, 0
+        self._blocked.add(host)
+        return out[host.name]
 
     # ---- told by hosts
 

@@ -1,7 +1,8 @@
 """Linger: for a node of a pipeline, which knows what is on its way to it and what there is room for behind it.
 
-An idle slot takes what waits when it is full, when its head has lingered `wait_s`, or when nothing is on its way here;
-never more than there is credit for. Deadlines, drops and classes are those of the policy that it stands on.
+An idle slot takes what waits when it is full, when its head has lingered `wait_s`, when nothing is on its way here, or
+when what is would come too late to be worth it; never more than there is credit for. Deadlines, drops and classes are
+those of the policy that it stands on.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from penstock.batching.policies.base import BatchPolicy, Choice, Running, Take, 
 class Linger:
     """See the module. All three are asked when a batch could start, and must answer for that moment.
 
-    `coming()`: whether more may come. `credit()`: most rows that may start; whoever says 0 asks for a turn once that
-    has changed, as does `coming` when it becomes false. `slice_s`: a batch is to take no longer than about this, and
-    what waits is shared out to all idle slots: for work that gains nothing by batches.
+    `coming(now)`: (when the next rows are expected, how many), (INF, 0) if nothing is on its way. `credit()`: most rows
+    that may start. Whoever answers these asks for a turn once less is coming, or there is credit again. `slice_s`: a
+    batch is to take no longer than about this, and what waits is shared out to all idle slots: for work that gains
+    nothing by batches.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class Linger:
         base: BatchPolicy,
         *,
         wait_s: float,
-        coming: Callable[[], bool],
+        coming: Callable[[float], tuple[float, int]],
         credit: Callable[[], int],
         slice_s: float | None = None,
     ) -> None:
@@ -49,7 +51,7 @@ class Linger:
         most = view.max_rows if self._slice_s is None else self._slice(view)
         if self._wait_s > 0 and choice.rows < most:
             due = self._due(view, choice.rows)
-            if now + view.ahead_s < due and self._coming():
+            if now + view.ahead_s < due and self._worth(view, choice.rows, most, due, now):
                 if view.ahead:
                     return None
                 self._lingered += view.held_s >= now
@@ -61,6 +63,15 @@ class Linger:
         # behind a running batch only just before that ends: another slot may be idle sooner, time may run out
         full = choice.full and rows >= min(most, choice.rows) and not view.ahead
         return Take(rows, choice.until_s, full, choice.fill, reason)
+
+    def _worth(self, view: View, rows: int, most: int, due: float, now: float) -> bool:
+        """Whether what is expected before `due` saves more than the `rows` lose that would wait for it: the set-up of
+        a batch of their own for each. Without a learned cost the wait is as it was asked for."""
+        at_s, more = self._coming(now)
+        wait_s = max(0.0, at_s - now - view.ahead_s)
+        if at_s >= due:
+            return False
+        return not view.cost.ready or min(more, most - rows) * view.cost.a > rows * wait_s
 
     def _slice(self, view: View) -> int:
         """Rows of a slice of time, or of a share of what waits where other slots are idle, too."""

@@ -1,0 +1,217 @@
+"""What does a pipeline cost by itself, does a wait for full batches stall few clients, and does its memory stay flat?
+
+Three empty nodes with 64 items in flight, by callbacks, by threads that call and in calls of 1,000 items: items/s and
+processor time of the whole process for each. Then decode - prepare - model, which sleep as such nodes compute, with
+2 clients and batches of up to 4: waits of 0 and of 10 ms. Then images of 100 kB, made by the first of three nodes as
+fast as it is let, before a last node that takes 5 ms: the most memory that was held above what there was before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+
+from penstock.ops import catalog
+from penstock.ops.base import BatchOp, ItemOp
+from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.local import LocalPipeline
+
+IN_FLIGHT = 64
+IMAGE_BYTES = 100_000
+FLOOD = 2_000
+MIB = 2**20
+
+
+class Nap(ItemOp):
+    """Sleeps as long as an item takes."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+        time.sleep(self._seconds)
+        return data
+
+
+class BatchNap(BatchOp):
+    """Sleeps as a model computes: 4 ms, and 0.5 ms a row."""
+
+    def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> Sequence[Any]:
+        time.sleep(0.004 + 0.0005 * len(data))
+        return data
+
+
+class Image(ItemOp):
+    """Makes an image."""
+
+    def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+        return np.full(IMAGE_BYTES, data % 256, np.uint8)
+
+
+for op in (Nap, BatchNap, Image):
+    catalog.register(op.__name__, op)
+
+
+def chain(*nodes: tuple[Step, dict[str, Any]]) -> Graph:
+    names = [f"n{i}" for i in range(len(nodes))]
+    made = {
+        name: Node(name, (step,), next=tuple(names[i + 1 : i + 2]), **keys)
+        for i, (name, (step, keys)) in enumerate(zip(names, nodes, strict=True))
+    }
+    return Graph("measured", made, names[0])
+
+
+EMPTY = chain(*[(Step("Identity"), {})] * 3)
+
+
+# ---- what an empty one costs
+
+
+def by_callbacks(pipeline: LocalPipeline, seconds: float) -> list[float]:
+    """Latencies of items that are each followed by the next when they are done."""
+    latencies: list[float] = []
+    end = time.perf_counter() + seconds
+    over = threading.Semaphore(0)
+
+    def begin() -> None:
+        start = time.perf_counter()
+
+        def done(outcome: Any) -> None:
+            now = time.perf_counter()
+            latencies.append(now - start)
+            if now < end:
+                begin()
+            else:
+                over.release()
+
+        pipeline.start({"data": 1}, done)
+
+    for _ in range(IN_FLIGHT):
+        begin()
+    for _ in range(IN_FLIGHT):
+        over.acquire()
+    return latencies
+
+
+def by_threads(pipeline: LocalPipeline, seconds: float, threads: int = IN_FLIGHT) -> list[float]:
+    """Latencies of so many threads that call one after the other."""
+    latencies: list[float] = []
+    end = time.perf_counter() + seconds
+
+    def loop() -> None:
+        last = time.perf_counter()
+        while last < end:
+            assert pipeline.infer({"data": 1}).error is None
+            now = time.perf_counter()
+            latencies.append(now - last)
+            last = now
+
+    crew = [threading.Thread(target=loop) for _ in range(threads)]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join()
+    return latencies
+
+
+def by_lists(pipeline: LocalPipeline, seconds: float) -> list[float]:
+    """For each item the latency of its call."""
+    latencies: list[float] = []
+    end = last = time.perf_counter()
+    end += seconds
+    while last < end:
+        pipeline.infer_many([{"data": i} for i in range(1000)])
+        now = time.perf_counter()
+        latencies += [now - last] * 1000
+        last = now
+    return latencies
+
+
+def measured(graph: Graph, load: Callable[[LocalPipeline, float], list[float]], seconds: float) -> harness.Sample:
+    with LocalPipeline(graph) as pipeline:
+        load(pipeline, 0.3)
+        wall, cpu = time.perf_counter(), time.process_time()
+        latencies = load(pipeline, seconds)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    n = len(latencies)
+    mean_ms = 1e3 * sum(latencies) / n
+    return {"rate": n / wall, "cpu_us": cpu / n * 1e6, "mean_ms": mean_ms, **harness.percentiles(latencies)}
+
+
+# ---- few clients and a wait
+
+
+def decode_and_run(wait_s: float) -> Graph:
+    decode, prepare = Step("Nap", {"seconds": 0.003}), Step("Nap", {"seconds": 0.001})
+    last = {"max_batch": 4, "wait_s": wait_s}
+    return chain((decode, {"instances": 2}), (prepare, {"instances": 2}), (Step("BatchNap"), last))
+
+
+# ---- a slow last node
+
+
+def flood(seconds: float) -> harness.Sample:
+    """The most memory held meanwhile above that before; 1 s more or less changes nothing, so the time is not used."""
+    graph = chain((Step("Image"), {}), (Step("Identity"), {}), (Step("Nap", {"seconds": 0.005}), {"max_batch": 1}))
+    with LocalPipeline(graph) as pipeline:
+        pipeline.infer_many([{"data": i} for i in range(50)])
+        before, most = resident(), 0.0
+        over = threading.Event()
+        left = threading.Semaphore(0)
+        for i in range(FLOOD):
+            pipeline.start({"data": i}, lambda outcome: left.release())
+        while not over.is_set():
+            most = max(most, resident() - before)
+            if left.acquire(timeout=0.02):
+                for _ in range(FLOOD - 1):
+                    left.acquire()
+                    most = max(most, resident() - before)
+                over.set()
+    return {"mib": most}
+
+
+def resident() -> float:
+    """MiB of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / MIB
+
+
+def main() -> None:
+    options = harness.options(__doc__, seconds=2)
+    columns = {"rate": "items/s", "cpu_us": "processor us an item", "mean_ms": "mean ms", "p50_ms": "p50 ms"}
+    columns |= {"p99_ms": "p99 ms", "mib": "MiB more than before"}
+    report = harness.Report(__file__, __doc__, options, columns)
+    s = options.seconds
+    loads = {"callbacks": by_callbacks, "lists of 1,000": by_lists, "64 threads": by_threads}
+    runs = harness.interleave(
+        options.rounds, {name: lambda load=load: measured(EMPTY, load, s) for name, load in loads.items()}
+    )
+    report.add({"pipeline": "three empty nodes"}, runs, base="callbacks")
+    report.target("callbacks: processor us an item", [x["cpu_us"] for x in runs["callbacks"]], most=60)
+    report.target("callbacks: items/s", [x["rate"] for x in runs["callbacks"]], least=15_000)
+
+    def two(pipeline: LocalPipeline, seconds: float) -> list[float]:
+        return by_threads(pipeline, seconds, threads=2)
+
+    waits = {"wait 0": 0.0, "wait 10 ms": 0.010}
+    runs = harness.interleave(
+        options.rounds, {name: lambda w=wait: measured(decode_and_run(w), two, s) for name, wait in waits.items()}
+    )
+    report.add({"pipeline": "decode - prepare - model, 2 clients"}, runs, base="wait 0")
+    more = [b["mean_ms"] - a["mean_ms"] for a, b in zip(runs["wait 0"], runs["wait 10 ms"], strict=True)]
+    report.target("2 clients: mean ms more with the wait", more, most=1.0)
+
+    runs = harness.interleave(options.rounds, {"slow last node": lambda: flood(s)})
+    report.add({"pipeline": "a slow last node"}, runs, base="slow last node")
+    held = 3 * (2 * 32 + 32) * IMAGE_BYTES / MIB  # what three nodes and their queues may hold, were they all full
+    report.target("slow last node: MiB", [x["mib"] for x in runs["slow last node"]], most=held)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
