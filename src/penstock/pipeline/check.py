@@ -12,7 +12,7 @@ from penstock.pipeline.lower import checked, op_class
 from penstock.pipeline.source import Source
 from penstock.pipeline.structure import check_structure, entry_of, linked
 
-FILTERS = ("swap", "or")
+FILTERS = ("run", "swap", "or")
 STEP_FILTERS = ("run", "swap", "or", "then")
 
 

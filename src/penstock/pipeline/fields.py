@@ -51,7 +51,7 @@ def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
     if not node.inputs:
         before = left[producers[0]]
         # what an item without a result has as data, nobody knows: it depends on the op that gave none
-        return {**before, DATA: "any"} if node.filter == "or" else _swapped(before)
+        return _swapped(before) if node.filter == "swap" else {**before, DATA: "any"}
     arriving: Kinds = {}
     for each in node.inputs:
         there = left[each.producer]
@@ -76,7 +76,7 @@ def _through(node: Node, fields: Kinds) -> Kinds:
     given = ""
     for step in node.steps:
         guarded = step.filter == "or"
-        if guarded:
+        if guarded or (given and step.filter == "run"):
             left[DATA] = "any"
         elif given:
             left[DATA] = given

@@ -23,7 +23,6 @@ from penstock.pipeline.structure import check_structure, entry_of, linked
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
 _ALONE = {"backend", "ops", "model"}  # one of these above all tables, and no node: the file is one node
 _OF_THE_GRAPH = {"in_flight": "in_flight", "trace": "trace", "inputs": "takes", "outputs": "answers"}
-_RUN = ("run", "continue")  # what TorchPipe calls a filter that lets all items run
 _GLOBAL = "global"  # where TorchPipe's parse_toml puts what stands above all tables
 
 
@@ -103,7 +102,7 @@ def _beginnings(nodes: dict[str, Node]) -> dict[str, Node]:
     """The nodes; at one that no `next` names, a filter that lets all items run says nothing, and is left out."""
     named = {target for node in nodes.values() for target in node.next}
     return {
-        name: replace(node, filter="swap") if name not in named and node.filter.lower() in _RUN else node
+        name: replace(node, filter="swap") if name not in named and node.filter == "run" else node
         for name, node in nodes.items()
     }
 

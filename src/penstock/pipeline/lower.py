@@ -36,6 +36,11 @@ class Draft(Struct):
     filter: str = ""
 
 
+def filter_name(name: str) -> str:
+    """A filter as the graph names it; those that are not known here stay as they are."""
+    return {"run": "run", "continue": "run", "swap": "swap", "or": "or"}.get(name.lower(), name)
+
+
 def drafts_of(table: Mapping[str, Any]) -> list[Draft]:
     """The ops that a node's table names; none at all is `Identity`. Raises ConfigError."""
     if "ops" in table and "backend" in table:
@@ -51,12 +56,13 @@ def drafts_of(table: Mapping[str, Any]) -> list[Draft]:
 def flatten(expression: Expression) -> list[Draft]:
     """The ops of an expression in their order: sequences and scopes vanish. Raises ConfigError with the position."""
     name, where = expression.name, f"at character {expression.position}"
+    guard = filter_name(expression.filter)
     if name.lower() in SEQUENCES | SCOPES:
         if expression.params:
             raise ConfigError(f"{where}: {name} takes no parameters; write them as keys of the node")
         inner = [draft for arg in expression.args for draft in flatten(arg)]
-        return _guarded(inner, expression.filter, where)
-    draft = Draft(name, dict(expression.params), expression.filter)
+        return _guarded(inner, guard, where)
+    draft = Draft(name, dict(expression.params), guard)
     if not expression.args:
         return [draft]
     try:
@@ -71,7 +77,7 @@ def flatten(expression: Expression) -> list[Draft]:
     if op.wraps:
         draft.filter = ""
         inner = [each for arg in expression.args for each in flatten(arg)]
-        return _guarded([*inner, draft], expression.filter, where)
+        return _guarded([*inner, draft], guard, where)
     raise ConfigError(f"{where}: {name} takes nothing in brackets, as Sequential, S, SyncTensor and Torch do")
 
 
@@ -101,7 +107,7 @@ def _from_item(op: Any) -> list[Draft]:
     inner = flatten(parse(op["op"]))
     if len(inner) != 1:
         raise ConfigError(f"op = '{op['op']}' is not one op; write each of them in a table of its own")
-    return [Draft(inner[0].op, inner[0].params | params, str(op.get("filter", inner[0].filter)))]
+    return [Draft(inner[0].op, inner[0].params | params, filter_name(str(op.get("filter", inner[0].filter))))]
 
 
 def has_model(drafts: Iterable[Draft]) -> bool:

@@ -14,7 +14,17 @@ from penstock.ops.parameters import parameters_of
 from penstock.pipeline.dialect import gpu_of
 from penstock.pipeline.graph import Each, Input, Node
 from penstock.pipeline.keys import NODE, ONLY_WITH_A_MODEL, torchpipe_keys
-from penstock.pipeline.lower import FAN_OUT, Draft, drafts_of, has_model, op_class, parameter_name, rooted, steps_of
+from penstock.pipeline.lower import (
+    FAN_OUT,
+    Draft,
+    drafts_of,
+    filter_name,
+    has_model,
+    op_class,
+    parameter_name,
+    rooted,
+    steps_of,
+)
 from penstock.pipeline.source import Source
 
 MAX_BATCH, MAX_BATCH_COMPAT = 8, 1
@@ -70,6 +80,7 @@ def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
         _unknown(name, key, drafts, reading)
     _check_sizes(name, values, reading.source)
     _check_device(name, values, reading.source)
+    values["filter"] = filter_name(values.get("filter", "swap"))
     fields = {_RENAMED.get(key, key): values[key] for key in (*_AS_THEY_ARE, *_RENAMED) if key in values}
     fields |= {_IN_SECONDS[key]: values[key] / 1000 for key in _IN_SECONDS if key in values}
     inputs = tuple(_input(name, k, v, reading.source) for k, v in values.get("inputs", {}).items())

@@ -1,0 +1,113 @@
+"""Whether graphs can run, and what is told of those that cannot."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.errors import ConfigError
+from penstock.pipeline.check import cannot_run, check
+from penstock.pipeline.fields import edges_of
+from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.load import parse_graph
+
+DIAMOND = """
+[decode]
+backend = "DecodeMat"
+next = "small,large"
+[small]
+backend = "S[ResizeMat,Mat2Tensor]"
+resize_h = 4
+resize_w = 4
+next = "net"
+[large]
+backend = "S[Result2Key(key=image),ResizeMat]"
+resize_h = 8
+resize_w = 8
+[net]
+backend = "Identity"
+map = "small[result:data,color:color],large[result:large]"
+"""
+
+
+def read(text: str) -> Graph:
+    return parse_graph(tomllib.loads(text), name="g", folder="/")
+
+
+def told(graph: Graph) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(graph)
+    return caught.value.message
+
+
+def test_edges_have_the_fields_that_ops_declare() -> None:
+    graph = read(DIAMOND)
+    check(graph)
+    edges = {(producer, consumer): fields for producer, consumer, fields in edges_of(graph)}
+    assert edges["decode", "small"] == {"color": "any", "data": "mat"}
+    assert edges["small", "net"] == {"data": "tensor", "color": "any"}
+    assert edges["large", "net"] == {"large": "mat"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            DIAMOND.replace("color:color", "colour:color"),
+            "g: [net] inputs: [small] has no field 'colour' for 'color'; it has data, color, data_format, result",
+        ),
+        (DIAMOND.replace("S[ResizeMat,Mat2Tensor]", "S[Mat2Tensor,ResizeMat]"), "ResizeMat takes 'mat' as data, but"),
+        ('[a]\nbackend="DecodeMat"\nnext="b"\n[b]\nbackend="SoftmaxCpu"', "but gets 'mat': Mat2T"),
+        ('[a]\nbackend="S[Mat2Tensor,ResizeMat]"\nresize_h=1\nresize_w=1', "but gets 'tensor': Tensor2Mat makes one"),
+        ('[a]\nnext="a.b"\n[a.b]', "[a.b] an alias (of [a]) cannot be run yet"),
+        ('[a]\nnext="b"\n[b]\nbackend="MapReduce"\njump="c"\n[c]', "[b] a fan-out (each, MapReduce) cannot be run yet"),
+        ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] the filter 'filter_score' cannot be run yet"),
+        ('[a]\nbackend="S[Identity,(half_chance)Identity]"', "[a] the filter 'half_chance' cannot be run yet"),
+        ('[a]\nwhen="score > 0.5"', "[a] when cannot be run yet"),
+        ('[a]\nrequire="any"', "[a] require = 'any' cannot be run yet"),
+        ('[a]\nbackend="ResizeMat"\nresize_h=0\nresize_w=4', "[a]: ResizeMat: resize_h = 0, expected 1"),
+        ('[a]\nbackend="OnnxTensor"\nmodel="m.onnx"\nstd=[1, 0]', "[a]: std and mean: found"),
+    ],
+)
+def test_what_cannot_run_is_refused(text: str, message: str) -> None:
+    assert message in told(read(text))
+
+
+@pytest.mark.parametrize("name", ["swap", "or", "Run", "run", "Continue"])
+def test_filters_that_run_are_not_refused(name: str) -> None:
+    graph = read(f'[a]\nnext="b"\n[b]\nfilter="{name}"')
+    check(graph)
+    assert graph.nodes["b"].filter in ("swap", "or", "run")
+
+
+def test_a_field_that_callers_give_may_be_mapped() -> None:
+    text = '[a]\nnext="b"\n[b]\nmap="a[result:data,box:box]"'
+    assert "[a] has no field 'box' for 'box'" in told(read(text))
+    check(read('[pipeline]\ninputs = ["data", "box"]\n' + text))
+
+
+def test_a_field_of_an_op_that_may_write_any_is_not_refused() -> None:
+    check(read('[a]\nbackend="Copy[data2:other]"\nnext="b"\n[b]\nmap="a[result:data,other:x]"'))
+
+
+def test_all_that_is_only_held_is_told_at_once() -> None:
+    graph = read('[a]\nwhen="x"\nnext="b"\n[b]\nrequire="any"')
+    assert cannot_run(graph) == ("[a] when cannot be run yet", "[b] require = 'any' cannot be run yet")
+
+
+def test_graphs_made_by_hand_are_checked_alike() -> None:
+    graph = read('[a]\nnext="b"\n[b]')
+    node = graph.nodes["b"]
+    wrong = {
+        "[b] next: there is no node 'c'": replace(node, next=("c",)),
+        "the nodes a -> b -> a are in a cycle": replace(node, next=("a",)),
+        "unknown op 'DecodMat'": replace(node, steps=(Step("DecodMat"),)),
+        "[b]: ResizeMat has no parameter 'height'": replace(node, steps=(Step("ResizeMat", {"height": 3}),)),
+        "[b] ops: found no step": replace(node, steps=()),
+    }
+    for message, changed in wrong.items():
+        assert message in told(replace(graph, nodes={**graph.nodes, "b": changed}))
+    assert "entry: there is no node 'c'" in told(replace(graph, entry="c"))
+    assert "entry: there is no node 'c'" in told(Graph("g", {"a": Node("a", (Step("Identity"),))}, "c"))
