@@ -7,26 +7,44 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.errors import BadRequest
-from penstock.ops.arrays import Array, as_mat, as_tensor, found
+from penstock.ops.arrays import MAT_TYPES, Array, as_mat, as_tensor, found
 from penstock.ops.base import Fields, ItemOp
+from penstock.ops.cv import cv2
 
 DataFormat = Literal["nchw", "hwc", "nhwc"]
 
 
+def planes(mat: Array) -> Array:
+    """An image as `[1, channels, height, width]`, C-contiguous: one channel after the other."""
+    if mat.ndim == 2 or mat.shape[2] == 1:
+        return np.ascontiguousarray(mat).reshape(1, 1, *mat.shape[:2])
+    tensor: Array = np.empty((1, mat.shape[2], *mat.shape[:2]), mat.dtype)
+    cv2.split(mat, list(tensor[0]))  # a quarter of the time that NumPy takes for it
+    return tensor
+
+
+def interleaved(mat: Array) -> Array:
+    """An image `[height, width, channels]`, C-contiguous: one pixel after the other."""
+    if mat.flags.c_contiguous or mat.dtype.name not in MAT_TYPES:
+        return np.ascontiguousarray(mat)
+    merged: Array = cv2.merge([mat[:, :, i] for i in range(mat.shape[2])])
+    return merged.reshape(mat.shape)
+
+
 def tensor_of(mat: Array, data_format: str) -> Array:
-    """A view of an image as a tensor."""
+    """An image as a tensor; a view, where its channels stay the last axis."""
+    if data_format == "nchw":
+        return planes(mat)
     if mat.ndim == 2:
         mat = mat[:, :, None]
-    if data_format == "nchw":
-        return mat.transpose(2, 0, 1)[None]
     return mat if data_format == "hwc" else mat[None]
 
 
 class Mat2Tensor(ItemOp):
-    """The image as a tensor: `[height, width, channels]` -> `[1, channels, height, width]`, of the same type; a view.
+    """The image as a tensor: `[height, width, channels]` -> `[1, channels, height, width]`, of the same type.
 
     A list of images gives a list of tensors. The device is the model's affair: the tensor stays on the CPU until the
-    model takes a whole batch of them, which is also when its numbers are put in a row.
+    model takes a whole batch of them.
 
     - `data_format`: "nchw"; "nhwc" gives `[1, height, width, channels]`, "hwc" (TorchPipe's) the same without rows.
     - `device`: taken as TorchPipe's files have it, and of no effect.
@@ -86,7 +104,7 @@ class Tensor2Mat(ItemOp):
     gives = "mat"
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        return np.ascontiguousarray(as_mat(image_of(data, "Tensor2Mat"), "Tensor2Mat"))
+        return interleaved(as_mat(image_of(data, "Tensor2Mat"), "Tensor2Mat"))
 
 
 class Tensor2Vector(ItemOp):

@@ -12,17 +12,32 @@ MAT = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
 @pytest.mark.parametrize(
     ("data_format", "want"), [("nchw", MAT.transpose(2, 0, 1)[None]), ("nhwc", MAT[None]), ("hwc", MAT)]
 )
-def test_an_image_becomes_a_tensor_without_a_copy(data_format, want):
+def test_an_image_becomes_a_tensor(data_format, want):
     fields = {}
     tensor = Mat2Tensor(data_format)(MAT, fields)
     assert np.array_equal(tensor, want)
     assert tensor.dtype == np.uint8
-    assert np.shares_memory(tensor, MAT)
+    assert tensor.flags.c_contiguous
+    assert np.shares_memory(tensor, MAT) == (data_format != "nchw")
     assert fields == {"data_format": data_format}
 
 
 def test_a_gray_image_has_one_channel():
-    assert Mat2Tensor()(MAT[:, :, 0], {}).shape == (1, 1, 2, 4)
+    for mat in (MAT[:, :, 0], MAT[:, :, :1]):
+        tensor = Mat2Tensor()(mat, {})
+        assert np.array_equal(tensor, MAT[:, :, 0].reshape(1, 1, 2, 4))
+        assert tensor.flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize("channels", [2, 3, 4])
+@pytest.mark.parametrize("view", [np.s_[:], np.s_[::-1], np.s_[:, ::-1], np.s_[:, :, ::-1], np.s_[1:, ::2]])
+def test_views_of_images_of_any_kind_become_tensors(dtype, channels, view):
+    mat = np.random.default_rng(1).integers(0, 255, (6, 8, channels)).astype(dtype)[view]
+    tensor = Mat2Tensor()(mat, {})
+    assert np.array_equal(tensor[0].transpose(1, 2, 0), mat)
+    assert tensor.dtype == dtype
+    assert tensor.flags.c_contiguous
 
 
 def test_images_in_a_list_become_tensors_in_a_list():
