@@ -39,6 +39,7 @@ class Room:
         self.rows = 0
         self.nbytes = 0
         self.reruns: deque[Rerun] = deque()
+        self._rerun_rows = self._most_rows = 0  # of all re-runs: now, and at most since there were none
         self.ends = Ends(_WAITING)
         self.events: list[Event] = []
         self.dirty: dict[str, None] = {}
@@ -132,10 +133,13 @@ class Room:
             self.ends.add(e)
         if halves:
             size = -(-len(fitting) // halves)
+            self._most_rows = self._most_rows if self._rerun_rows else 0
             for i in range(0, len(fitting), size):
                 rerun = Rerun(fitting[i : i + size], avoid)
                 self.reruns.append(rerun)
+                self._rerun_rows += sum([e.rows for e in rerun.entries])
                 self._rerun_of.update((id(e), rerun) for e in rerun.entries)
+            self._most_rows = max(self._most_rows, self._rerun_rows)
         else:
             for e in reversed(fitting):
                 bucket = self.buckets.setdefault(e.bucket, Bucket(e.bucket))
@@ -187,6 +191,7 @@ class Room:
                 break
             count += 1
         entries, rerun.entries = rerun.entries[:count], rerun.entries[count:]
+        self._rerun_rows -= sum([e.rows for e in entries])
         for e in entries:
             del self._rerun_of[id(e)]
         if not rerun.entries:
@@ -194,8 +199,8 @@ class Room:
         return self._run(entries)
 
     def take_reruns(self, rows: int, pieces: int) -> list[Entry]:
-        """As `take_rerun`, and more of the same bucket, up to so many rows and one of `pieces` of all re-runs."""
-        most = min(rows, self.max_rows, sum([e.rows for rerun in self.reruns for e in rerun.entries]) // pieces)
+        """As `take_rerun`, and more of the same bucket, up to so many rows and one of `pieces` of all there were."""
+        most = min(rows, self.max_rows, -(-self._most_rows // pieces))
         taken = self.take_rerun(self.reruns[0])
         left = most - sum([e.rows for e in taken])
         while left > 0 and self.reruns and self.reruns[0].entries[0].bucket == taken[0].bucket:
@@ -308,6 +313,7 @@ class Room:
         rerun = self._rerun_of.pop(id(entry), None)
         if rerun is not None:
             rerun.entries.remove(entry)
+            self._rerun_rows -= entry.rows
             if not rerun.entries:
                 self.reruns.remove(rerun)
         else:

@@ -19,8 +19,8 @@ from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 CEILING_S = 600.0
 """How long an out-of-memory is remembered: other users of the device come and go."""
 RERUNS = 8
-"""What was on a wide slot that died is run again in about so many pieces: each has a slot for itself, and fails as a
-whole if that dies again."""
+"""What was on a wide slot that died is run again in about so many pieces: each has a slot for itself, one after the
+other, and fails as a whole if that dies again."""
 KEPT = 8
 """One part in so many of the queue is for the most urgent class: a bulk job that fills the rest refuses nobody else."""
 

@@ -171,8 +171,7 @@ def test_many_that_were_in_a_death_are_run_again_in_about_eight_pieces(bench: Ma
         b.complete(batch)
         batch += 1
     assert sorted(ids) == list(range(64))
-    assert sizes[0] == 8
-    assert max(sizes) == 8
+    assert sizes == [8] * 8
 
 
 def test_who_is_in_a_second_death_fails_and_the_others_do_not(bench: Make) -> None:
