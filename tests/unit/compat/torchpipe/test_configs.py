@@ -66,6 +66,7 @@ def test_unknown_keys_are_warned_of_and_run_all_the_same(toml: Path, caplog: pyt
 def test_relative_paths_start_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
+    (tmp_path / "out").mkdir()
     (tmp_path / "sub" / "net.toml").write_text('[net]\nbackend = "SaveMat"\nsave_dir = "out"\n')
     for config in ("sub/net.toml", parse_toml("sub/net.toml")):
         assert Path(graph_of(config).nodes["net"].steps[0].params["save_dir"]) == tmp_path / "out"
