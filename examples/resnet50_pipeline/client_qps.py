@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import make_images
 import psutil
-from service import PORT, InferenceParams, InferenceService
+from service import HERE, PORT, InferenceParams, InferenceService
 from thriftpy2.protocol import TCyBinaryProtocolFactory
 from thriftpy2.rpc import make_client
 from thriftpy2.thrift import TApplicationException
@@ -236,7 +235,7 @@ def lines(figures: dict[str, float], errors: dict[str, int]) -> Iterator[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--img_dir", type=Path, default=make_images.FOLDER, help="JPEGs; made if there is no folder")
+    parser.add_argument("--img_dir", type=Path, default=HERE / "images", help="JPEGs; made if there is no folder")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--request_client", type=int, default=10, help="clients at a time")
@@ -252,6 +251,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     if not given.img_dir.is_dir():
+        import make_images  # OpenCV, which the client has no other use for
+
         make_images.make(given.img_dir, 300)
     images = [(file.name, file.read_bytes()) for file in sorted(given.img_dir.glob("*.jp*g"))]
     if not images:

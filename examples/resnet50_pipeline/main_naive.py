@@ -1,8 +1,8 @@
 """The service as it is usually written: `python main_naive.py`, and clients call it at port 8888.
 
 Every client has a thread. It decodes and prepares its image in Python, and waits for the lock of the one model. This
-is how TorchPipe's published baseline does it, with its ways kept: the bytes are copied into a bytearray, the pixels
-become float32 in torch on its own pool of threads, the model takes one image at a time. `--parallel` is without lock.
+is how TorchPipe's published baseline does it, with its ways kept: Thrift in Python, bytes copied into a bytearray,
+pixels that become float32 in torch on its own pool of threads, one image at a time. `--parallel` is without lock.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import numpy as np
 import onnxruntime
 import torch
 from service import HERE, MODELS, PORT, InferenceResult, InferenceService, exported
-from thriftpy2.protocol import TCyBinaryProtocolFactory
+from thriftpy2.protocol import TBinaryProtocolFactory
 from thriftpy2.server import TThreadedServer
 from thriftpy2.thrift import TProcessor
-from thriftpy2.transport import TCyBufferedTransportFactory, TServerSocket
+from thriftpy2.transport import TBufferedTransportFactory, TServerSocket
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 class Naive:
@@ -35,15 +37,15 @@ class Naive:
         (given,) = self._session.get_inputs()
         self._input, self._side = given.name, given.shape[2]
         self._lock = contextlib.nullcontext() if parallel else threading.Lock()
-        # as torchvision's ToTensor and Normalize
-        self._mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
-        self._std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
     def preprocess(self, image: np.ndarray) -> torch.Tensor:
-        """BGR uint8 `[height, width, 3]` -> float32 `[1, 3, side, side]`."""
+        """BGR uint8 `[height, width, 3]` -> float32 `[1, 3, side, side]`, as torchvision's ToTensor and Normalize."""
         resized = torch.from_numpy(cv2.resize(image[:, :, (2, 1, 0)], (self._side, self._side)))
         tensor = resized.permute(2, 0, 1).contiguous().to(torch.float32).div(255)
-        return torch.stack([tensor.clone().sub_(self._mean).div_(self._std)])
+        mean, std = torch.as_tensor(MEAN), torch.as_tensor(STD)
+        if (std == 0).any():
+            raise ValueError("std is 0")
+        return torch.stack([tensor.clone().sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))])
 
     def infer(self, data: bytes) -> tuple[int, float]:
         """The class of an encoded image and its probability."""
@@ -77,7 +79,7 @@ def main() -> None:
     handler = Naive(exported(given.model, given.models), given.device, given.parallel)
     socket = TServerSocket("127.0.0.1", given.port, client_timeout=None)
     server = TThreadedServer(
-        TProcessor(InferenceService, handler), socket, TCyBufferedTransportFactory(), TCyBinaryProtocolFactory()
+        TProcessor(InferenceService, handler), socket, TBufferedTransportFactory(), TBinaryProtocolFactory()
     )
     server.daemon = True
     print(

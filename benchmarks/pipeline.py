@@ -1,0 +1,134 @@
+"""What does a service of images gain when decoding, preparing and the model are nodes of a pipeline?
+
+`examples/resnet50_pipeline`: the service as it is usually written (TorchPipe's published baseline: a thread for each
+client, one model behind a lock), the same without the lock, and the published TOML under `penstock serve`. All speak
+Thrift; the client is that of the example and has the same cores. `bare loop` is no server: it decodes, and runs the
+model on tensors that it has, in as many threads as there are cores; of a net's rows it is what the machine could do.
+
+`--only small,resnet50` takes some of the nets: small (a MobileNetV1 at 128 pixels: mostly decoding), mobilenet
+(MobileNetV2 at 224), resnet50. `--gpu` puts the model on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import harness
+import pipeline_servers as servers
+from closed_loop import Sample
+
+NETS = ("small", "mobilenet", "resnet50")
+CLIENTS = (1, 2, 10, 20, 40)
+PARALLEL_AT = (10, 20)  # clients with which the naive service without lock is measured, too
+SLOW_S = 3.0  # times as long runs of a net that does few images a second
+COLUMNS = {
+    "qps": "QPS",
+    "tp50_ms": "TP50 ms",
+    "tp99_ms": "TP99 ms",
+    "cpu_ms_a_request": "CPU ms/request",
+    "memory_mb": "MB",
+    "client_cpu": "client's CPU %",
+    "gpu": "GPU %",
+}
+Contenders = dict[str, Callable[[], Sample]]
+
+
+def compare(net: str, options: argparse.Namespace, report: harness.Report) -> None:
+    """The tables of one net, and what is wanted of it."""
+    seconds = options.seconds * (SLOW_S if net == "resnet50" and not options.gpu else 1)
+    with contextlib.ExitStack() as stack:
+        toml = functools.partial(servers.variant, net, gpu=options.gpu)
+        published = stack.enter_context(servers.written(toml()))
+        scaled = stack.enter_context(servers.written(toml(scaled=True)))
+        naive = stack.enter_context(servers.naive(net, options))
+        parallel = stack.enter_context(servers.naive(net, options, "--parallel"))
+        pipeline = stack.enter_context(servers.pipeline(published))
+        reduced = stack.enter_context(servers.pipeline(scaled))
+        for clients in options.clients:
+            contenders: Contenders = {
+                "pipeline": functools.partial(pipeline.run, clients, seconds),
+                "naive": functools.partial(naive.run, clients, seconds),
+            }
+            if clients in PARALLEL_AT:
+                contenders["naive, parallel"] = functools.partial(parallel.run, clients, seconds)
+                contenders["pipeline, scaled decode"] = functools.partial(reduced.run, clients, seconds)
+                if not options.gpu:
+                    contenders["bare loop"] = bare(net, seconds)
+            runs = harness.interleave(options.rounds, contenders)
+            report.add({"net": net, "clients": clients}, runs, "pipeline")
+            wanted(net, clients, runs, report)
+
+
+def bare(net: str, seconds: float) -> Callable[[], Sample]:
+    """The bare loop with the batch that is best for it."""
+    cores = len(os.sched_getaffinity(0))
+    tried = {batch: servers.bare(net, batch, cores, 1)["qps"] for batch in (1, 4)}
+    return functools.partial(servers.bare, net, max(tried, key=lambda batch: tried[batch]), cores, seconds)
+
+
+def wanted(net: str, clients: int, runs: harness.Runs, report: harness.Report) -> None:
+    """Keeps what the pipeline is to reach."""
+    ratios = functools.partial(report.ratios, runs)
+    errors = [sample["errors"] for samples in runs.values() for sample in samples if "errors" in sample]
+    report.target(f"{net}, {clients} clients: failed requests", [sum(errors)], most=0)
+    if net == "small" and clients in (10, 20):
+        where = f"{net}, {clients} clients: pipeline / naive,"
+        report.target(f"{where} QPS", ratios("pipeline", "naive"), least=2.9)
+        report.target(f"{where} TP99", ratios("pipeline", "naive", "tp99_ms"), most=1 / 2.5)
+        report.target(f"{where} CPU a request", ratios("pipeline", "naive", "cpu_ms_a_request"), most=0.5)
+    if net == "resnet50" and clients in (10, 20):
+        report.target(f"{net}, {clients} clients: pipeline / bare loop", ratios("pipeline", "bare loop"), least=0.95)
+
+
+def accuracy(nets: Sequence[str], report: harness.Report) -> None:
+    """What a scaled decode changes: it has other pixels."""
+    from pipeline_accuracy import HEADER, agreement
+
+    title = "What scaled decoding changes, over the client's images (the weights are random, and tell more apart than"
+    report.table(f"{title} trained ones)", HEADER, [agreement(net) for net in nets])
+
+
+def arguments() -> argparse.Namespace:
+    """Those of every benchmark, and `only`, `clients`, `gpu`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", default=",".join(NETS))
+    parser.add_argument("--clients", default=",".join(map(str, CLIENTS)))
+    parser.add_argument("--gpu", action="store_true")
+    ours, sys.argv[1:] = parser.parse_known_args()
+    options = harness.options(__doc__, seconds=2)
+    options.only = ours.only.split(",")
+    options.clients = [int(n) for n in ours.clients.split(",")]
+    options.gpu = ours.gpu
+    if unknown := set(options.only) - set(NETS):
+        raise SystemExit(f"no such net: {', '.join(sorted(unknown))}; there are {', '.join(NETS)}")
+    return options
+
+
+def prepare(nets: Sequence[str]) -> None:
+    """Makes what the example makes at its first start."""
+    if not servers.IMAGES.is_dir():
+        subprocess.run([sys.executable, str(servers.EXAMPLE / "make_images.py")], check=True)
+    if not all((servers.EXAMPLE / f"{net}.onnx").exists() for net in nets):
+        subprocess.run([sys.executable, str(servers.EXAMPLE / "export.py")], check=True)
+
+
+def main() -> None:
+    options = arguments()
+    prepare(options.only)
+    libraries = ("numpy", "onnxruntime", "opencv-python-headless", "simplejpeg", "thriftpy2", "torch")
+    report = harness.Report(__file__, __doc__, options, COLUMNS, libraries, part="gpu" if options.gpu else "")
+    for net in options.only:
+        compare(net, options, report)
+    accuracy(options.only, report)
+    whole = options.only == list(NETS) and options.clients == list(CLIENTS)
+    report.save(None if whole else False)
+
+
+if __name__ == "__main__":
+    main()
