@@ -102,8 +102,8 @@ def canonical(name: str) -> str:
     if (why := {n.lower(): text for n, text in NOT_HERE.items()}.get(name.lower())) is not None:
         raise ConfigError(f"the op '{name}' is TorchPipe's, and not here: {why}")
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    told = f"; did you mean '{known[close[0]]}'?" if close else ""
-    raise ConfigError(f"unknown op '{name}'{told} There are {len(known)}: see docs/pipelines.md")
+    told = f"; did you mean '{known[close[0]]}'? There" if close else "; there"
+    raise ConfigError(f"unknown op '{name}'{told} are {len(known)}: see docs/pipelines.md")
 
 
 def find(name: str) -> type[Op]:

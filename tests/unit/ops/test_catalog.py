@@ -38,7 +38,7 @@ def test_a_name_is_found_in_any_case(name, found):
 def test_an_unknown_name_is_told_with_the_nearest():
     with pytest.raises(ConfigError, match=r"unknown op 'ResizMat'; did you mean 'ResizeMat'\?"):
         catalog.find("ResizMat")
-    with pytest.raises(ConfigError, match="unknown op 'qqqqqq' There are"):
+    with pytest.raises(ConfigError, match="unknown op 'qqqqqq'; there are"):
         catalog.find("qqqqqq")
 
 
