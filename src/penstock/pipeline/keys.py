@@ -65,11 +65,15 @@ NODE: Final = {
     "sizes": Key(Numbers, "batch sizes of the model's engine; others are padded up", "any", 1, 65536),
     "wait_ms": Key(float, "longest wait of the oldest item for a fuller batch", "0 on the CPU, 2 on a GPU", 0, 3.6e6),
     "bucket": Key(Names, "what must be equal within a batch: fields, with `.shape` or `.dtype`", "shape and dtype"),
-    "pad_to": Key(Numbers, "sizes that sides of images are padded up to", "no padding", 1, 65536),
+    "pad_to": Key(
+        Numbers, "sizes that sides of what a model is given are filled up to, with zeros", "no padding", 1, 65536
+    ),
     "device": Key(str, "`cpu`, `cuda` or `cuda:1`", "cpu"),
     "queue": Key(int, "most items that wait for it", "2 x instances x max_batch", 1, 2**31),
     "queue_bytes": Key(int, "most bytes that wait for it", "64 MiB", 1, 2**50),
-    "deadline_ms": Key(float, "an item that waited longer since it came in is dropped", "none", 0.001, 8.64e7),
+    "deadline_ms": Key(
+        float, "an item that the node has not answered so long after it came to it fails", "none", 0.001, 8.64e7
+    ),
     "run_timeout_s": Key(float, "a batch that runs longer fails, and its instance is made anew", "60", 0.001, 86400),
     "retry_split": Key(bool, "a batch whose call raised is run again in halves", "true"),
     "idempotent": Key(bool, "items may be run again at all", "true"),
@@ -93,7 +97,7 @@ NODE: Final = {
 ONLY_IN_NODES: Final = {"next", "inputs", "filter", "when", "else", "require", "each", "body", "gather"}
 """Keys that are no default of all nodes."""
 
-ONLY_WITH_A_MODEL: Final = {"max_batch", "min_batch", "sizes", "wait_ms"}
+ONLY_WITH_A_MODEL: Final = {"max_batch", "min_batch", "sizes", "wait_ms", "pad_to"}
 """Keys that, as defaults of all nodes, are for those with a model: nothing is gained by batches elsewhere."""
 
 OF_AN_ALIAS: Final = {"next", "inputs", "filter", "when", "else"}

@@ -56,25 +56,18 @@ def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
     keys = _with_defaults(table, reading)
     values = {key: _value(name, key, keys[key], reading.source) for key in NODE if key in keys}
     try:
-        drafts = drafts_of(keys)
-        for draft in drafts:
-            draft.params = rooted(draft.params, reading.folder)
-        if FAN_OUT.lower() in (draft.op.lower() for draft in drafts):
-            values.setdefault("each", "data")
-        if "each" in values:
-            drafts = [draft for draft in drafts if draft.op.lower() not in (FAN_OUT.lower(), "identity")]
-        if has_model(drafts):
-            _settle_batch(values, reading)
-            keys["max_batch"] = values["max_batch"]
-            if "device" not in keys and (device := gpu_of(draft.op for draft in drafts)):
-                keys["device"] = values["device"] = device
-        else:
-            for key in ONLY_WITH_A_MODEL - table.keys():
-                values.pop(key, None), keys.pop(key, None)
+        drafts = _drafts(keys, values, reading.folder)
+        model = has_model(drafts)
+        if model:
+            _settle_model(keys, values, drafts, reading)
+        for key in () if model else ONLY_WITH_A_MODEL - table.keys():
+            values.pop(key, None), keys.pop(key, None)
         free = (keys if reading.compat else table).keys() - NODE.keys()
         steps, taken = steps_of(drafts, keys, sorted(free), reading.folder)
     except ConfigError as e:
         raise reading.source.error(name, _blamed(e, keys, table), e.message) from None
+    if values.get("pad_to") and not model:
+        raise reading.source.error(name, "pad_to", "is for what a model is given, but the node has none")
     reading.used |= taken
     for key in [key for key in table if key not in NODE and key not in taken]:
         _unknown(name, key, drafts, reading)
@@ -105,12 +98,26 @@ def _blamed(error: ConfigError, keys: Mapping[str, Any], table: Mapping[str, Any
     return next(named, next((key for key in _STEPS if key in table), ""))
 
 
-def _settle_batch(values: dict[str, Any], reading: Reading) -> None:
-    """A model's node has a `max_batch`, whatever the dialect leaves unsaid."""
+def _drafts(keys: Mapping[str, Any], values: dict[str, Any], folder: str) -> list[Draft]:
+    """The node's ops; a fan-out has none of its own."""
+    drafts = drafts_of(keys)
+    for draft in drafts:
+        draft.params = rooted(draft.params, folder)
+    if FAN_OUT.lower() in (draft.op.lower() for draft in drafts):
+        values.setdefault("each", "data")
+    if "each" in values:
+        return [draft for draft in drafts if draft.op.lower() not in (FAN_OUT.lower(), "identity")]
+    return drafts
+
+
+def _settle_model(keys: dict[str, Any], values: dict[str, Any], drafts: list[Draft], reading: Reading) -> None:
+    """A model's node has a `max_batch`, whatever the dialect leaves unsaid, and the GPU that its ops mean."""
     if "max_batch" not in values:
         usual = MAX_BATCH_COMPAT if reading.compat else MAX_BATCH
-        values["max_batch"] = max(values.get("sizes") or (usual,)) if "sizes" in values else usual
-        values["max_batch"] = max(values["max_batch"], values.get("min_batch", 1))
+        most = max(values["sizes"]) if values.get("sizes") else usual
+        keys["max_batch"] = values["max_batch"] = max(most, values.get("min_batch", 1))
+    if "device" not in keys and (device := gpu_of(draft.op for draft in drafts)):
+        keys["device"] = values["device"] = device
 
 
 def _check_sizes(node: str, values: Mapping[str, Any], source: Source) -> None:

@@ -22,6 +22,7 @@ from penstock.ops import catalog
 from penstock.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op
 from penstock.ops.parameters import make_op
 from penstock.pipeline.graph import Node
+from penstock.pipeline.padding import PadTo
 from penstock.types import TensorSpec
 from penstock.worker.batch import ENDS, out_of_memory
 
@@ -101,6 +102,9 @@ class NodeModel:
             op.load(device)
             made = _Step(step.op, op, step.filter)
             if isinstance(op, BatchOp):
+                if self._node.pad_to and not models:
+                    self._parts.append([_Step("pad_to", PadTo(self._node.pad_to), step.filter)])
+                    made = _Step(step.op, op, "swap" if step.filter in ("run", "swap") else "then")
                 models.append(op)
                 self._parts.append([made])
             elif self._parts and isinstance(self._parts[-1][-1].op, ItemOp):
