@@ -141,8 +141,9 @@ class Host:
     def _bucket(self, fields: Fields, data: Any) -> str:
         """Only items with the same may share a batch."""
         if self.node.bucket is None:
-            return shape_of(data) if self._shared.given else ""
-        return " ".join(shape_of(data if name == DATA else fields.get(name)) for name in self._names)
+            return shape_of(data, self.node.pad_to) if self._shared.given else ""
+        pad_to = self.node.pad_to
+        return " ".join(shape_of(data if name == DATA else fields.get(name), pad_to) for name in self._names)
 
     def passed(self, journey: Journey, fields: Fields) -> None:
         """An item has been here: it goes on, to all that follow, or ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from msgspec import Struct
@@ -16,7 +16,7 @@ from penstock.models.onnx_fuse import RAW, plain_input
 from penstock.models.tensors import ANY_ROWS, Input, Program
 from penstock.ops.arrays import found
 from penstock.ops.base import BatchOp, Fields
-from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations
+from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations, padded
 from penstock.pipeline.fitting import PIXELS, array_of, check, dtype_of
 from penstock.pipeline.runtimes import Precision, Runtime, Wanted, cores, open_program, warn_once
 from penstock.protocols.oip_tensors import DTYPES
@@ -29,12 +29,21 @@ MOST_KNOWN = 1024  # dtypes and shapes that are checked once
 MOST_VIEWED = 2**20  # bytes of an output that the slices of a batch may keep alive; larger ones are copied apart
 
 
+class _Key(NamedTuple):
+    """What the items of one call are alike in: whether the program normalises their pixels, the shape of one row for
+    each input, and dtypes where the program does not tell its own."""
+
+    raw: bool
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype[Any], ...]
+
+
 class _Given(Struct):
-    """One item that fits the model: an array for each input, its rows, and what a call needs to be alike in."""
+    """One item that fits the model: an array for each input, and their rows."""
 
     arrays: list[Array]
     rows: int
-    key: tuple[Any, ...]
+    key: _Key
 
 
 class ModelOp(BatchOp):
@@ -52,6 +61,7 @@ class ModelOp(BatchOp):
     - `max_batch`: most rows of one call.
     - `min_batch`: fewest rows of one call; what lacks is filled up.
     - `sizes`: the only numbers of rows that are run.
+    - `pad_to`: sizes that sides of images, or lengths of rows, are padded up to with zeros.
     - `input_reorder`: for each place of the data, which input of the model it is for: "1, 0" swaps two.
     - `output_reorder`: for each place of the result, which output of the model it has.
     """
@@ -72,6 +82,7 @@ class ModelOp(BatchOp):
         max_batch: int | None = None,
         min_batch: int = 1,
         sizes: tuple[int, ...] = (),
+        pad_to: tuple[int, ...] = (),
         input_reorder: tuple[int, ...] = (),
         output_reorder: tuple[int, ...] = (),
     ) -> None:
@@ -87,6 +98,7 @@ class ModelOp(BatchOp):
         rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
         self._wanted = Wanted(model, runtime, precision, model_cache, threads, rows)
         self._mean, self._std = mean, std
+        self._pad_to = tuple(sorted(pad_to))
         self._orders = (input_reorder, output_reorder)
         self._programs: dict[bool, Program] = {}  # whether it normalises pixels itself -> program
         self._device = "cpu"
@@ -108,7 +120,7 @@ class ModelOp(BatchOp):
             if i.datatype is not None and i.shape is not None
         )
         self._normalizations = self._normalizations_of(specs)
-        self._known: dict[tuple[Any, ...], tuple[int, tuple[Any, ...]]] = {}  # dtypes and shapes -> rows, key
+        self._known: dict[tuple[Any, ...], tuple[int, _Key]] = {}  # dtypes and shapes -> rows, key
         self._collators = [Collator() for _ in self._inputs]
         self._programs = {opened.raw: program}
         self._check_rows(program)
@@ -162,7 +174,7 @@ class ModelOp(BatchOp):
     def __call__(self, data: list[Any], fields: list[Fields]) -> Sequence[Any]:
         """A result for each item; BadRequest for one that does not fit the model. One call a shape and dtype."""
         results: list[Any] = [None] * len(data)
-        groups: dict[tuple[Any, ...], list[tuple[int, _Given]]] = {}
+        groups: dict[_Key, list[tuple[int, _Given]]] = {}
         for i, item in enumerate(data):
             try:
                 given = self._given(item)
@@ -170,8 +182,8 @@ class ModelOp(BatchOp):
                 results[i] = e
             else:
                 groups.setdefault(given.key, []).append((i, given))
-        for (raw, *_), group in groups.items():
-            answers = self._together([given for _, given in group], raw)
+        for group in groups.values():
+            answers = self._together([given for _, given in group])
             for (i, _), result in zip(group, answers, strict=True):
                 results[i] = result
         return results
@@ -193,20 +205,22 @@ class ModelOp(BatchOp):
             self._known[signature] = known
         return _Given(arrays, *known)
 
-    def _checked(self, arrays: list[Array]) -> tuple[int, tuple[Any, ...]]:
+    def _checked(self, arrays: list[Array]) -> tuple[int, _Key]:
         """(rows, key) of arrays, of which only dtypes and shapes are looked at. Raises BadRequest."""
         pairs = list(zip(self._inputs, arrays, strict=True))
-        for spec, array in pairs:
-            check(spec, array, self._normalizations.get(spec.name))
+        shapes = [padded(array.shape, self._pad_to) for array in arrays]
+        for (spec, array), shape in zip(pairs, shapes, strict=True):
+            check(spec, array, shape, self._normalizations.get(spec.name))
         rows = {len(array) for array in arrays}
         if len(rows) != 1 or 0 in rows:
             raise BadRequest(f"found tensors of {sorted(rows)} rows (axis 0), expected the same in all, 1 or more")
         raw = self._takes_raw and all(a.dtype == PIXELS for s, a in pairs if s.name in self._normalizations)
         dtypes = tuple(a.dtype for s, a in pairs if s.datatype is None)
-        return rows.pop(), (raw, dtypes, *(a.shape[1:] for a in arrays))
+        return rows.pop(), _Key(raw, tuple(shape[1:] for shape in shapes), dtypes)
 
-    def _together(self, group: list[_Given], raw: bool) -> list[Any]:
-        """The results of items of one shape; `raw` where their pixels are normalised by the program."""
+    def _together(self, group: list[_Given]) -> list[Any]:
+        """The results of items that are alike."""
+        raw, shapes, _ = group[0].key
         program = self._program(raw)
         rows = sum(given.rows for given in group)
         plan = calls(rows, self._sizes) if self._sizes else chunks(rows, self._least, self._most)
@@ -216,11 +230,12 @@ class ModelOp(BatchOp):
         feeds = {}
         for i, (spec, collator) in enumerate(zip(self._inputs, self._collators, strict=True)):
             arrays = [given.arrays[i] for given in group]
-            normalization = self._normalizations.get(spec.name)
+            normalization, shape = self._normalizations.get(spec.name), (room, *shapes[i])
             if raw and normalization is not None:
-                feeds[spec.name + RAW] = collator.batch(arrays, room, PIXELS)
+                feeds[spec.name + RAW] = collator.batch(arrays, shape, PIXELS)
             else:
-                feeds[spec.name] = collator.batch(arrays, room, dtype_of(spec, arrays[0], normalization), normalization)
+                dtype = dtype_of(spec, arrays[0], normalization)
+                feeds[spec.name] = collator.batch(arrays, shape, dtype, normalization)
         parts = []
         start = 0
         for size in plan:
