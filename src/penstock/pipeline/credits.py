@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from penstock.batching.entry import INF, Dispatch
+from penstock.batching.entry import INF
 from penstock.pipeline.graph import Graph
 
 if TYPE_CHECKING:
@@ -75,11 +75,16 @@ class Flow:
             if by_bytes < 1 and not coming and not scheduler.queued_rows:
                 by_bytes = 1  # larger than all the room there is: alone
             rows = min(rows, by_bytes)
+        if rows < 1 and not host.pressed:
+            host.pressed = True
+            batcher.wake()
         return rows
 
     def coming(self, host: Host, now: float) -> tuple[float, int]:
         """(when the next items are expected at a node, how many), by what the nodes before it run and have learned.
-        (INF, 0): nothing is on its way."""
+        (INF, 0): nothing is on its way, or it has no room here."""
+        if host.pressed:
+            return INF, 0
         out: dict[str, tuple[float, int]] = {}  # of each node before: when it hands on, and how many
         for other in self._before[host.name]:
             if other.batcher is None or (not other.batcher.pending and other.name not in out):
@@ -99,8 +104,9 @@ class Flow:
 
     # ---- told by hosts
 
-    def dispatched(self, dispatch: Dispatch) -> None:
+    def dispatched(self, host: Host) -> None:
         """A queue has become shorter."""
+        host.pressed = False
         if self._blocked:
             self.stir()
 

@@ -44,6 +44,7 @@ class Host:
         self.kept = any(i.producer == node.name for n in graph.nodes.values() for i in n.inputs)
         self.output = not node.next
         self.row_bytes = 0.0  # of the `data` of the items that came lately, on average
+        self.pressed = False  # one that is before it waits for room in its queue
         self._flow = flow
         self._names = [name.removesuffix(".shape") for name in node.bucket or ()]
         self._entry = not graph.producers(node.name)
@@ -67,7 +68,7 @@ class Host:
             raise LoadFailed(f"node '{self.name}': only {found}", detail=self.handle.why_down())
         self.batcher = self.handle.batcher
         assert self.batcher is not None
-        self.batcher.on_dispatch = self._flow.dispatched
+        self.batcher.on_dispatch = lambda dispatch: self._flow.dispatched(self)
 
     def _policy(self) -> BatchPolicy:
         """Called once the ops are known."""

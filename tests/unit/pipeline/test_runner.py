@@ -525,3 +525,14 @@ async def test_closing_without_patience_tells_who_still_waits(stage, make_graph,
     await s.runner.close(0.0)
     errors = [(await asyncio.wait_for(f, 5.0)).error for f in inside]
     assert all(e is not None for e in errors)
+
+
+async def test_a_node_does_not_linger_for_items_that_wait_for_room_before_it(stage, make_graph) -> None:
+    graph = make_graph(
+        {
+            "a": ("Identity", "b", {"max_batch": 1}),
+            "b": ("BatchWords", "", {"max_batch": 8, "queue": 2, "wait_s": 60.0}),
+        }
+    )
+    s = await stage(graph)
+    assert await s.results(*"123456") == list("123456")

@@ -1,0 +1,161 @@
+"""Any graph, batches, failures and cancellations: each item has one outcome, its own; queues keep their bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.ops import catalog
+from penstock.ops.base import BatchOp, ItemOp
+from penstock.pipeline.graph import Graph, Input, Node, Step
+from penstock.pipeline.host import Host
+from penstock.pipeline.outcome import Outcome
+from penstock.pipeline.runner import Runner
+
+
+class Marks(ItemOp):
+    """What an item says: fails at this node, ends at it, or goes on marked with its name. Data: id,fails,ends:way"""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+        _, fails, ends = data.partition(":")[0].split(",")
+        if fails == self.name:
+            raise ValueError(self.name)
+        return None if ends == self.name else f"{data}{self.name}"
+
+
+class BatchMarks(BatchOp):
+    """The same for a batch, which fails as a whole if one item does."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> Sequence[Any]:
+        one = Marks(self.name)
+        return [one(d, f) for d, f in zip(data, fields, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(catalog._registered, "Marks", Marks)
+    monkeypatch.setitem(catalog._registered, "BatchMarks", BatchMarks)
+    monkeypatch.setattr("penstock.pipeline.node.log.disabled", True)
+
+
+NAMES = "abcdef"
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """One entry, any number of outputs, joins that take the result of each producer."""
+    names = NAMES[: draw(st.integers(1, len(NAMES)))]
+    after: dict[str, set[str]] = {name: set() for name in names}
+    for i, name in enumerate(names[1:], 1):
+        for producer in draw(st.sets(st.sampled_from(names[:i]), min_size=1, max_size=2)):
+            after[producer].add(name)
+    nodes = {}
+    for name in names:
+        before = [p for p in names if name in after[p]]
+        inputs = tuple(Input(p, "result", p if k else "data") for k, p in enumerate(before)) if len(before) > 1 else ()
+        nodes[name] = Node(
+            name,
+            (Step(draw(st.sampled_from(("Marks", "BatchMarks"))), {"name": name}),),
+            next=tuple(sorted(after[name])),
+            inputs=inputs,
+            instances=draw(st.integers(1, 2)),
+            max_batch=draw(st.integers(1, 4)),
+            queue=draw(st.one_of(st.none(), st.integers(1, 3))),
+            wait_s=draw(st.sampled_from((0.0, 0.001, 5.0))),
+        )
+    return Graph("any", nodes, names[0], in_flight=draw(st.one_of(st.none(), st.integers(1, 40))))
+
+
+@st.composite
+def items(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Each is marked, fails at a node, or ends there; some are cancelled after so many turns of the loop."""
+    node = st.one_of(st.none(), st.none(), st.none(), st.sampled_from(NAMES))
+    count = draw(st.integers(1, 40))
+    return [
+        {
+            "data": f"{i},{draw(node)},{draw(node)}:",
+            "leaves": draw(st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12))),
+        }
+        for i in range(count)
+    ]
+
+
+def expected(graph: Graph, item: dict[str, Any]) -> tuple[set[str], dict[str, Any]]:
+    """(how an item may end: "ok", "failed" or "ended", the result of each output when it is ok)."""
+    found: dict[str, Any] = {}
+    for name in graph.order():
+        before = graph.producers(name)
+        node = graph.nodes[name]
+        data = item["data"] if not before else found[node.inputs[0].producer if node.inputs else before[0]]
+        found[name] = f"{data}{name}"
+    ways = set()
+    _, fails, ends = item["data"][:-1].split(",")
+    if fails in graph.nodes:
+        ways.add("failed")
+    if ends in graph.nodes and ends != fails:
+        ways.add("ended")  # one of a failure and an end on two branches may be first, or hide the other
+    return ways or {"ok"}, {name: found[name] for name in graph.outputs}
+
+
+def way(outcome: Outcome) -> str:
+    return "failed" if outcome.error else "ok" if outcome.fields.get("result") is not None else "ended"
+
+
+async def run(graph: Graph, given: list[dict[str, Any]]) -> tuple[dict[int, list[Outcome]], set[int]]:
+    """(the outcomes of each item, the items that were cancelled before they had one)."""
+    runner = Runner(graph)
+    await runner.start()
+    outcomes: dict[int, list[Outcome]] = {i: [] for i in range(len(given))}
+    journeys: dict[int, Any] = {}
+    cancelled: set[int] = set()
+    waiting, turn = list(range(len(given))), 0
+    while waiting or len(cancelled) + sum(map(bool, outcomes.values())) < len(given):
+        while waiting and runner.in_flight < runner.width:
+            i = waiting.pop(0)
+            journeys[i] = runner.submit(given[i], outcomes[i].append)
+        for i, journey in list(journeys.items()):
+            if given[i]["leaves"] == turn and not outcomes[i]:
+                journey.cancel()
+                cancelled.add(i)
+        turn += 1
+        await asyncio.sleep(0 if turn < 20 else 0.001)
+    assert runner.in_flight == 0
+    await runner.close(5.0)
+    return outcomes, cancelled
+
+
+@settings(max_examples=80)
+@given(graphs(), items())
+def test_each_item_has_one_outcome_and_its_own(graph: Graph, given: list[dict[str, Any]]) -> None:
+    most: dict[str, int] = {}
+    enter = Host.enter
+
+    def watched(self: Host, *arguments: Any, **keys: Any) -> None:
+        enter(self, *arguments, **keys)
+        assert self.batcher is not None
+        if self.name != graph.entry:
+            queued = self.batcher.scheduler.queued_rows
+            most[self.name] = max(most.get(self.name, 0), queued - self.capacity)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "enter", watched)
+        outcomes, cancelled = asyncio.run(asyncio.wait_for(run(graph, given), 60.0))
+    for i, item in enumerate(given):
+        assert len(outcomes[i]) == (0 if i in cancelled else 1)
+        for outcome in outcomes[i]:
+            ways, results = expected(graph, item)
+            assert way(outcome) in ways or (way(outcome) == "ok" and "ended" in ways)  # it ended at one of two outputs
+            if ways == {"ok"}:
+                assert outcome.fields["result"] == results[graph.outputs[-1]]
+    assert all(over <= 0 for over in most.values()), most
