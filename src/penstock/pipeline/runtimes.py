@@ -148,20 +148,20 @@ def _share(wanted: Wanted, runtime: str) -> Program:
     with _lock:
         found: Program | None = _shared.get(key)
         if found is None:
-            providers = _openvino() if runtime == "openvino" else None
+            providers = _openvino(wanted.threads) if runtime == "openvino" else None
             session = onnx.open_session(wanted.model, threads=wanted.threads, providers=providers)
             found = _shared[key] = onnx.OnnxProgram(session)
         return found
 
 
-def _openvino() -> list[onnx.Provider]:
+def _openvino(threads: int) -> list[onnx.Provider]:
     available = onnx.import_onnxruntime().get_available_providers()
     if OPENVINO not in available:
         raise LoadFailed(
             f"runtime: openvino needs the {OPENVINO} of ONNX Runtime, and this one has {', '.join(available)}:"
             " pip install onnxruntime-openvino in place of onnxruntime"
         )
-    return [(OPENVINO, {"device_type": "CPU"}), onnx.CPU]
+    return [(OPENVINO, {"device_type": "CPU", "num_of_threads": threads}), onnx.CPU]
 
 
 def _open_on_gpu(wanted: Wanted, runtime: str, device: str, precision: str, graph: bytes | None) -> Program:

@@ -276,5 +276,5 @@ def test_openvino_is_a_provider_of_its_own(net, has, monkeypatch):
 
     has(OPENVINO)
     monkeypatch.setattr(ort, "InferenceSession", session)
-    open_program(Wanted(net, runtime="openvino"), "cpu")
-    assert got == [[(OPENVINO, {"device_type": "CPU"}), loaders.CPU]]
+    open_program(Wanted(net, runtime="openvino", threads=3), "cpu")
+    assert got == [[(OPENVINO, {"device_type": "CPU", "num_of_threads": 3}), loaders.CPU]]
