@@ -16,13 +16,14 @@ class NoSuchNode(BadRequest, IndexError):
 
 
 def as_runtime_error(error: PenstockError) -> PenstockError:
-    """The error, of a class that is its own and RuntimeError; pickled, it is of its own again."""
+    """The error, of a class that is its own and RuntimeError, with its detail as a note. Pickled, it is of its own."""
     if isinstance(error, RuntimeError):
         return error
     cls = type(error)
     both = _BOTH.get(cls) or _BOTH.setdefault(cls, _made(cls))
     made = both(error.message, retry_after_s=error.retry_after_s, detail=error.detail)
-    made.__cause__ = error.__cause__
+    if error.detail:  # where it happened: shown where nobody catches it
+        made.add_note(error.detail)
     return made
 
 

@@ -105,6 +105,7 @@ def test_an_error_is_its_own_and_a_runtime_error_and_can_be_pickled(cls: type[Ba
     assert isinstance(error, cls)
     assert isinstance(error, RuntimeError)
     assert (type(error).__name__, str(error), error.detail) == (cls.__name__, "what", "where")
+    assert error.__notes__ == ["where"], "a traceback shows it"
     assert as_runtime_error(error) is error
     copied = pickle.loads(pickle.dumps(error))
     assert (type(copied), copied.message, copied.retry_after_s) == (cls, "what", 2.0)
