@@ -1,0 +1,251 @@
+"""LocalPipeline: a pipeline for the threads of a program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady
+from penstock.ops import catalog
+from penstock.ops.base import ItemOp
+from penstock.pipeline.graph import Graph, Step
+from penstock.pipeline.local import LocalPipeline
+from penstock.pipeline.outcome import Outcome
+
+A, B = Step("Words", {"word": "a"}), Step("Words", {"word": "b"})
+Make = Callable[..., LocalPipeline]
+
+
+@pytest.fixture
+def make(known: None, make_graph: Callable[..., Graph]) -> Iterator[Make]:
+    made: list[LocalPipeline] = []
+
+    def begin(nodes: dict[str, Any] | None = None, *, lazy: bool = False, **keys: Any) -> LocalPipeline:
+        graph = make_graph(nodes or {"a": (A, "b", {}), "b": (B, "", {})}, **keys)
+        made.append(LocalPipeline(graph, lazy=lazy))
+        return made[-1]
+
+    yield begin
+    for pipeline in made:
+        pipeline.close()
+
+
+def gate(name: str, **keys: Any) -> tuple[Step, str, dict[str, Any]]:
+    return Step("Door", {"gate": name}), "", {"max_batch": 1, **keys}
+
+
+def test_one_item_and_many(make: Make) -> None:
+    pipeline = make()
+    assert pipeline.infer({"data": "1"}).fields["result"] == "1ab"
+    assert pipeline.infer({"data": "1"}, "b").fields["result"] == "1b"
+    found = pipeline.infer_many([{"data": "1"}, ({"data": "2"}, "b"), ({"data": "3"}, None)])
+    assert [o.fields["result"] for o in found] == ["1ab", "2b", "3ab"]
+    assert pipeline.infer_many([]) == []
+
+
+def test_a_bad_item_of_a_call_fails_alone(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL")
+    pipeline = make({"a": ("Picky", "b", {}), "b": (B, "", {})})
+    found = pipeline.infer_many([{"data": "1"}, {"data": "x"}, ({"data": "2"}, "nod"), {"data": "3"}])
+    assert [o.error.code if o.error else o.fields["result"] for o in found] == [
+        "1b",
+        "item_failed",
+        "bad_request",
+        "3b",
+    ]
+    assert isinstance(found[2].error, BadRequest)
+
+
+def test_a_call_may_have_more_items_than_fit_inside(make: Make) -> None:
+    pipeline = make(in_flight=3)
+    assert pipeline.width == 3
+    found = pipeline.infer_many([{"data": str(i)} for i in range(500)])
+    assert [o.fields["result"] for o in found] == [f"{i}ab" for i in range(500)]
+
+
+def test_many_threads_call_at_once(make: Make) -> None:
+    pipeline = make(in_flight=8)
+    wrong: list[Any] = []
+
+    def call(me: int) -> None:
+        for i in range(20):
+            outcome = pipeline.infer({"data": f"{me}.{i}"})
+            if outcome.fields.get("result") != f"{me}.{i}ab":
+                wrong.append(outcome)
+
+    crew = [threading.Thread(target=call, args=(n,)) for n in range(16)]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join()
+    assert not wrong
+
+
+def test_a_future_and_who_is_told_beside_it(make: Make) -> None:
+    pipeline = make()
+    told: list[Outcome] = []
+    future = pipeline.submit({"data": "1"}, told.append)
+    outcome = future.result(20.0)
+    assert outcome.fields["result"] == "1ab"
+    assert told == [outcome]
+
+    async def wait() -> Any:
+        return await pipeline.submit({"data": "2"})
+
+    assert asyncio.run(wait()).fields["result"] == "2ab"
+
+
+def test_a_callback_is_called_once_on_the_pipeline_s_thread(make: Make) -> None:
+    pipeline = make()
+    heard: list[tuple[Any, str]] = []
+    over = threading.Event()
+
+    def done(outcome: Outcome) -> None:
+        heard.append((outcome.fields.get("result"), threading.current_thread().name))
+        over.set()
+
+    pipeline.start({"data": "1"}, done)
+    assert over.wait(20.0)
+    assert heard == [("1ab", "penstock-portal")]
+    over.clear()
+    pipeline.start({"data": "1"}, lambda o: (heard.append((o.error, "")), over.set()), "nowhere")
+    assert over.wait(20.0)
+    assert isinstance(heard[1][0], BadRequest)
+
+
+def test_a_call_that_blocks_is_refused_in_a_callback(make: Make) -> None:
+    pipeline = make()
+    heard: list[Any] = []
+    over = threading.Event()
+
+    def done(outcome: Outcome) -> None:
+        try:
+            pipeline.infer({"data": "2"})
+        except RuntimeError as e:
+            heard.append(e)
+        over.set()
+
+    pipeline.start({"data": "1"}, done)
+    assert over.wait(20.0)
+    assert "would wait for itself" in str(heard[0])
+
+
+async def test_what_is_taken_back_is_not_run(make: Make, doors: Any) -> None:
+    pipeline = make({"a": ("Identity", "b", {}), "b": gate("b")}, in_flight=2)
+    first = pipeline.submit({"data": "1"})
+    await doors.until("b", 1)
+    told: list[Outcome] = []
+    inside = pipeline.start({"data": "inside"}, told.append)
+    in_line = pipeline.start({"data": "in line"}, told.append)
+    future = pipeline.submit({"data": "future"})
+    for gone in (inside, in_line, future):
+        gone.cancel()
+    last = pipeline.submit({"data": "2"})
+    await asyncio.to_thread(pipeline.statistics)
+    doors.open_all()
+    assert (await first).error is None
+    assert (await last).error is None
+    assert doors.met["b"] == [["1"], ["2"]]
+    assert told == []
+
+
+async def test_a_budget_counts_the_time_in_line(make: Make, doors: Any) -> None:
+    pipeline = make({"a": gate("a")}, in_flight=1)
+    first = pipeline.submit({"data": "1"})
+    await doors.until("a", 1)
+    late = pipeline.submit({"data": "late"}, budget_s=0.02)
+    await asyncio.sleep(0.05)
+    doors.open_all()
+    assert (await first).error is None
+    assert isinstance((await late).error, DeadlineExceeded)
+
+
+def test_a_pipeline_that_does_not_load_says_why(known, make_graph, monkeypatch) -> None:
+    class Broken(ItemOp):
+        def load(self, device: str) -> None:
+            raise OSError("no such device")
+
+    monkeypatch.setitem(catalog._registered, "Broken", Broken)
+    graph = make_graph({"net": ("Broken", "", {})})
+    with pytest.raises(LoadFailed, match=r"node 'net': .*no such device"):
+        LocalPipeline(graph)
+    with pytest.raises(ConfigError, match="not supported yet"):
+        LocalPipeline(make_graph({"a": (A, "", {"when": "x"})}), lazy=True)
+    with LocalPipeline(graph, lazy=True) as lazy:
+        found = lazy.infer_many([{"data": 1}, {"data": 2}])
+        assert [type(o.error) for o in found] == [LoadFailed] * 2
+        with pytest.raises(LoadFailed):
+            lazy.wait_until_loaded()
+
+
+def test_a_lazy_pipeline_begins_with_the_first_call(make: Make) -> None:
+    before = threading.active_count()
+    pipeline = make(lazy=True)
+    assert threading.active_count() == before
+    assert pipeline.infer({"data": "1"}).fields["result"] == "1ab"
+
+
+def test_after_its_end_calls_are_refused(make: Make) -> None:
+    pipeline = make()
+    pipeline.close()
+    pipeline.close()
+    with pytest.raises(ModelNotReady, match="the pipeline is closed"):
+        pipeline.infer({"data": "1"})
+
+
+async def test_closing_answers_those_in_line(make: Make, doors: Any) -> None:
+    pipeline = make({"a": gate("a")}, in_flight=1)
+    futures = [pipeline.submit({"data": str(i)}) for i in range(4)]
+    await doors.until("a", 1)
+    closing = asyncio.create_task(asyncio.to_thread(pipeline.close, 20.0))
+    await asyncio.sleep(0.02)
+    doors.open_all()
+    await closing
+    assert [f.result(0).fields["result"] for f in futures] == list("0123")
+
+
+async def test_closing_without_patience_tells_those_in_line(make: Make, doors: Any) -> None:
+    pipeline = make({"a": gate("a")}, in_flight=1)
+    futures = [pipeline.submit({"data": str(i)}) for i in range(3)]
+    await doors.until("a", 1)
+    await asyncio.to_thread(pipeline.close, 0.0)
+    assert all(f.result(0).error is not None for f in futures)
+
+
+def test_threads_end_with_it(make: Make) -> None:
+    before = set(threading.enumerate())
+    pipeline = make()
+    assert {t.name for t in threading.enumerate()} - {t.name for t in before}
+    pipeline.close()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_loads_a_pipeline_of_its_own(make: Make) -> None:
+    pipeline = make()
+    assert pipeline.infer({"data": "1"}).error is None
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                code = 0 if pipeline.infer({"data": "2"}).fields["result"] == "2ab" else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert pipeline.infer({"data": "3"}).fields["result"] == "3ab"
+
+
+def test_statistics_tell_of_each_node(make: Make) -> None:
+    pipeline = make()
+    pipeline.infer({"data": "1"})
+    told: Any = pipeline.statistics()
+    assert (told["in_flight"], told["waiting"], list(told["nodes"])) == (0, 0, ["a", "b"])
+    assert told["nodes"]["a"]["policy"] == "linger"
