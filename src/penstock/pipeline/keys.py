@@ -56,7 +56,7 @@ class Key(Struct, frozen=True):
 
 NODE: Final = {
     "ops": Key(list, 'the steps, in order: names, or tables such as `{op = "ResizeMat", resize_h = 224}`', "Identity"),
-    "backend": Key(str, "the steps as an expression, in place of `ops`"),
+    "backend": Key(str, "the steps as an expression, in place of `ops`", "Identity"),
     "next": Key(Names, "the nodes that items go on to", "none: an output"),
     "inputs": Key(dict, 'fields taken of other nodes: `{data = "prep.result"}`', "all fields of the node before"),
     "instances": Key(int, "how many of it run at the same time, each in a thread", "1", 1, 1024),
@@ -68,7 +68,9 @@ NODE: Final = {
     "pad_to": Key(
         Numbers, "sizes that sides of what a model is given are filled up to, with zeros", "no padding", 1, 65536
     ),
-    "device": Key(str, "`cpu`, `cuda` or `cuda:1`", "cpu"),
+    "device": Key(
+        str, "`cpu`, `cuda` or `cuda:1`", "cpu; of TensorrtTensor and TorchScriptTensor a GPU, if there is one"
+    ),
     "queue": Key(int, "most items that wait for it", "2 x instances x max_batch", 1, 2**31),
     "queue_bytes": Key(int, "most bytes that wait for it", "64 MiB", 1, 2**50),
     "deadline_ms": Key(
@@ -83,14 +85,18 @@ NODE: Final = {
         "`swap`: the result before becomes the data; `or`: only items without a result; `run`: all as they are",
         "swap",
     ),
-    "when": Key(str, "a condition on fields (held, not run yet)"),
-    "else": Key(Literal["skip", "skip_branch", "stop", "fail"], "what becomes of other items (held, not run yet)"),
+    "when": Key(str, "a condition on fields (held, not run yet)", "none"),
+    "else": Key(
+        Literal["skip", "skip_branch", "stop", "fail"], "what becomes of other items (held, not run yet)", "skip"
+    ),
     "require": Key(Literal["all", "any"], "which producers a join waits for (`any`: held, not run yet)", "all"),
-    "each": Key(str, "the field whose elements become items (held, not run yet)"),
-    "body": Key(str, "the node where these begin (held, not run yet)"),
-    "gather": Key(Names, "their fields that are gathered (held, not run yet)"),
-    "max_fanout": Key(int, "most elements of one item (held, not run yet)", "", 1, 2**31),
-    "on_item_error": Key(Literal["null", "drop", "fail_parent"], "an element that failed (held, not run yet)"),
+    "each": Key(str, "the field whose elements become items (held, not run yet)", "none"),
+    "body": Key(str, "the node where these begin (held, not run yet)", "none"),
+    "gather": Key(Names, "their fields that are gathered (held, not run yet)", "result"),
+    "max_fanout": Key(int, "most elements of one item (held, not run yet)", "any", 1, 2**31),
+    "on_item_error": Key(
+        Literal["null", "drop", "fail_parent"], "an element that failed (held, not run yet)", "fail_parent"
+    ),
 }
 """Keys of a node's table. All others are parameters of its ops."""
 
@@ -105,7 +111,7 @@ OF_AN_ALIAS: Final = {"next", "inputs", "filter", "when", "else"}
 PIPELINE: Final = {
     "name": Key(str, "the pipeline's name", "the file's, without .toml"),
     "entry": Key(str, "the node where items begin that name none", "the only one that no `next` names"),
-    "compat": Key(bool | Literal["torchpipe"], "unknown keys are warned of, and not refused"),
+    "compat": Key(bool | Literal["torchpipe"], "unknown keys are warned of, and not refused", "false"),
     "trace": Key(bool, "each answer tells its way", "false"),
     "in_flight": Key(int, "most items inside at once", "what its nodes and edges hold", 1, 2**31),
     "inputs": Key(Names, "the fields that callers give", "data"),

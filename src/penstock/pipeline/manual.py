@@ -34,7 +34,7 @@ def filled(page: str) -> str:
         if begin not in page or end not in page:
             continue
         head, _, rest = page.partition(begin)
-        page = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+        page = f"{head}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
     return page
 
 
