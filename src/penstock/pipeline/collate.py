@@ -37,19 +37,6 @@ def chunks(rows: int, least: int, most: int) -> tuple[int, ...]:
     return (most,) * full + ((max(rest, least),) if rest else ())
 
 
-def padded(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with its sides made the next of the `sizes` that holds them; those that none holds stay.
-
-    Sides are height and width of images `[rows, channels, height, width]`, or with the channels last, and else all
-    axes behind the second, or the second of two.
-    """
-    start, end = (2 if len(shape) > 2 else 1), len(shape)
-    if end == 4 and shape[3] <= 4 < shape[1]:
-        start, end = 1, 3
-    sides = (next((size for size in sizes if size >= side), side) for side in shape[start:end])
-    return (*shape[:start], *sides, *shape[end:])
-
-
 class Normalization(Struct, frozen=True):
     """`(x - mean) * scale` in float32; both have a shape that broadcasts to the input's."""
 
@@ -104,30 +91,19 @@ class Collator:
         self._memory = np.empty(0, np.uint8)
 
     def batch(
-        self,
-        arrays: Sequence[Array],
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        normalization: Normalization | None = None,
+        self, arrays: Sequence[Array], rows: int, dtype: np.dtype[Any], normalization: Normalization | None = None
     ) -> Array:
-        """An array of `shape` and `dtype`: those given, one behind the other on axis 0, cast, normalised; then zeros.
-
-        Where `shape` has larger sides, there are zeros before normalising, which is black.
-        """
+        """`[rows, ...]` of `dtype`: the arrays, one behind the other on axis 0, cast and normalised; then zeros."""
         first = arrays[0]
         if dtype.hasobject:
             return np.concatenate(arrays).astype(dtype)  # texts: there is no memory of a known size
-        if len(arrays) == 1 and first.shape == shape and first.dtype == dtype and normalization is None:
+        if len(arrays) == 1 and len(first) == rows and first.dtype == dtype and normalization is None:
             return np.ascontiguousarray(first)
-        batch = self._room(shape, dtype)
+        batch = self._room((rows, *first.shape[1:]), dtype)
         start = 0
         for array in arrays:
             part = batch[start : start + len(array)]
-            corner = part
-            if array.shape[1:] != shape[1:]:
-                part[...] = 0
-                corner = part[(slice(None), *map(slice, array.shape[1:]))]
-            np.copyto(corner, array, casting="unsafe")
+            np.copyto(part, array, casting="unsafe")
             if normalization is not None:  # image by image, while it is in the cache
                 part -= normalization.mean
                 part *= normalization.scale

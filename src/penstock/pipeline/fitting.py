@@ -29,16 +29,16 @@ def array_of(spec: Input, value: Any) -> Array:
     return array
 
 
-def check(spec: Input, array: Array, shape: tuple[int, ...], normalization: Normalization | None) -> None:
-    """Raises BadRequest for an array that the input does not take, when its sides are padded to those of `shape`."""
-    sides = spec.shape
-    if sides is not None and (
-        array.ndim != len(sides) or any(n not in (-1, m) for n, m in zip(sides[1:], shape[1:], strict=True))
+def check(spec: Input, array: Array, normalization: Normalization | None) -> None:
+    """Raises BadRequest for an array that the input does not take."""
+    shape = spec.shape
+    if shape is not None and (
+        array.ndim != len(shape) or any(n not in (-1, m) for n, m in zip(shape[1:], array.shape[1:], strict=True))
     ):
         wrong = True
     elif normalization is not None:
         channels = normalization.scale.shape
-        wrong = array.ndim != 4 or any(n not in (1, m) for n, m in zip(channels, shape, strict=True))
+        wrong = array.ndim != 4 or any(n not in (1, m) for n, m in zip(channels, array.shape, strict=True))
     else:
         wrong = array.ndim == 0
     if wrong or not _fits(spec, array.dtype, normalization):

@@ -19,6 +19,7 @@ from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.journey import Journey, Stop, budget_of, nbytes_of, shape_of
 from penstock.pipeline.node import NodeModel, Shared
+from penstock.pipeline.padding import PadTo
 from penstock.pipeline.routes import needs
 from penstock.transports.thread import ThreadTransport
 from penstock.types import Item
@@ -46,6 +47,7 @@ class Host:
         self.row_bytes = 0.0  # of the `data` of the items that came lately, on average
         self.pressed = False  # one that is before it waits for room in its queue
         self._flow = flow
+        self._pad = PadTo(node.pad_to) if node.pad_to else None
         self._names = [name.removesuffix(".shape") for name in node.bucket or ()]
         self._entry = not graph.producers(node.name)
         self._shared = Shared(compat=graph.compat)
@@ -141,10 +143,10 @@ class Host:
 
     def _bucket(self, fields: Fields, data: Any) -> str:
         """Only items with the same may share a batch."""
+        fill = None if self._pad is None else partial(self._pad.shape, fields=fields)
         if self.node.bucket is None:
-            return shape_of(data, self.node.pad_to) if self._shared.given else ""
-        pad_to = self.node.pad_to
-        return " ".join(shape_of(data if name == DATA else fields.get(name), pad_to) for name in self._names)
+            return shape_of(data, fill) if self._shared.given else ""
+        return " ".join(shape_of(data if name == DATA else fields.get(name), fill) for name in self._names)
 
     def passed(self, journey: Journey, fields: Fields) -> None:
         """An item has been here: it goes on, to all that follow, or ends."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from penstock.engine.call import Call
 from penstock.errors import PenstockError
 from penstock.ops.base import Fields
-from penstock.pipeline.collate import padded
 from penstock.pipeline.node import Stamp, Visit
 from penstock.pipeline.outcome import Hop, Outcome
 from penstock.pipeline.routes import Route
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.pipeline")
 
 Done = Callable[[Outcome], None]
+Fill = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
 class Journey:
@@ -130,14 +130,14 @@ def budget_of(journey: Journey, limit_s: float | None) -> float | None:
     return left if limit_s is None else min(left, limit_s)
 
 
-def shape_of(value: Any, pad_to: tuple[int, ...] = ()) -> str:
-    """What an array must have in common with others of its batch, axis 0 left out, once its sides are padded; the text
-    of a plain value."""
+def shape_of(value: Any, fill: Fill | None = None) -> str:
+    """What an array must have in common with others of its batch, axis 0 left out, once it is filled up; the text of a
+    plain value."""
     shape = getattr(value, "shape", None)
     if shape is not None:
-        return f"{value.dtype}{(padded(tuple(shape), pad_to) if pad_to else tuple(shape))[1:]}"
+        return f"{value.dtype}{(tuple(shape) if fill is None else fill(tuple(shape)))[1:]}"
     if isinstance(value, (list, tuple)):
-        return " ".join(shape_of(each, pad_to) for each in value)
+        return " ".join(shape_of(each, fill) for each in value)
     return str(value) if isinstance(value, (str, int, float, bool)) else type(value).__name__
 
 

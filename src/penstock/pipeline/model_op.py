@@ -16,7 +16,7 @@ from penstock.models.onnx_fuse import RAW, plain_input
 from penstock.models.tensors import ANY_ROWS, Input, Program
 from penstock.ops.arrays import found
 from penstock.ops.base import BatchOp, Fields
-from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations, padded
+from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations
 from penstock.pipeline.fitting import PIXELS, array_of, check, dtype_of
 from penstock.pipeline.runtimes import Precision, Runtime, Wanted, cores, open_program, warn_once
 from penstock.protocols.oip_tensors import DTYPES
@@ -61,7 +61,6 @@ class ModelOp(BatchOp):
     - `max_batch`: most rows of one call.
     - `min_batch`: fewest rows of one call; what lacks is filled up.
     - `sizes`: the only numbers of rows that are run.
-    - `pad_to`: sizes that sides of images, or lengths of rows, are padded up to with zeros.
     - `input_reorder`: for each place of the data, which input of the model it is for: "1, 0" swaps two.
     - `output_reorder`: for each place of the result, which output of the model it has.
     """
@@ -82,7 +81,6 @@ class ModelOp(BatchOp):
         max_batch: int | None = None,
         min_batch: int = 1,
         sizes: tuple[int, ...] = (),
-        pad_to: tuple[int, ...] = (),
         input_reorder: tuple[int, ...] = (),
         output_reorder: tuple[int, ...] = (),
     ) -> None:
@@ -98,7 +96,6 @@ class ModelOp(BatchOp):
         rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
         self._wanted = Wanted(model, runtime, precision, model_cache, threads, rows)
         self._mean, self._std = mean, std
-        self._pad_to = tuple(sorted(pad_to))
         self._orders = (input_reorder, output_reorder)
         self._programs: dict[bool, Program] = {}  # whether it normalises pixels itself -> program
         self._device = "cpu"
@@ -208,19 +205,18 @@ class ModelOp(BatchOp):
     def _checked(self, arrays: list[Array]) -> tuple[int, _Key]:
         """(rows, key) of arrays, of which only dtypes and shapes are looked at. Raises BadRequest."""
         pairs = list(zip(self._inputs, arrays, strict=True))
-        shapes = [padded(array.shape, self._pad_to) for array in arrays]
-        for (spec, array), shape in zip(pairs, shapes, strict=True):
-            check(spec, array, shape, self._normalizations.get(spec.name))
+        for spec, array in pairs:
+            check(spec, array, self._normalizations.get(spec.name))
         rows = {len(array) for array in arrays}
         if len(rows) != 1 or 0 in rows:
             raise BadRequest(f"found tensors of {sorted(rows)} rows (axis 0), expected the same in all, 1 or more")
         raw = self._takes_raw and all(a.dtype == PIXELS for s, a in pairs if s.name in self._normalizations)
         dtypes = tuple(a.dtype for s, a in pairs if s.datatype is None)
-        return rows.pop(), _Key(raw, tuple(shape[1:] for shape in shapes), dtypes)
+        return rows.pop(), _Key(raw, tuple(array.shape[1:] for array in arrays), dtypes)
 
     def _together(self, group: list[_Given]) -> list[Any]:
         """The results of items that are alike."""
-        raw, shapes, _ = group[0].key
+        raw = group[0].key.raw
         program = self._program(raw)
         rows = sum(given.rows for given in group)
         plan = calls(rows, self._sizes) if self._sizes else chunks(rows, self._least, self._most)
@@ -230,12 +226,12 @@ class ModelOp(BatchOp):
         feeds = {}
         for i, (spec, collator) in enumerate(zip(self._inputs, self._collators, strict=True)):
             arrays = [given.arrays[i] for given in group]
-            normalization, shape = self._normalizations.get(spec.name), (room, *shapes[i])
+            normalization = self._normalizations.get(spec.name)
             if raw and normalization is not None:
-                feeds[spec.name + RAW] = collator.batch(arrays, shape, PIXELS)
+                feeds[spec.name + RAW] = collator.batch(arrays, room, PIXELS)
             else:
                 dtype = dtype_of(spec, arrays[0], normalization)
-                feeds[spec.name] = collator.batch(arrays, shape, dtype, normalization)
+                feeds[spec.name] = collator.batch(arrays, room, dtype, normalization)
         parts = []
         start = 0
         for size in plan:

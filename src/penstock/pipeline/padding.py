@@ -26,16 +26,22 @@ class PadTo(ItemOp):
     def __call__(self, data: Any, fields: Fields) -> Any:
         if isinstance(data, list | tuple):
             return [self(each, fields) for each in data]
-        if not isinstance(data, np.ndarray) or not 2 <= data.ndim <= 4:
+        if not isinstance(data, np.ndarray):
             return data
-        channels_last = fields.get("data_format") in ("nhwc", "hwc")
-        axes = (1,) if data.ndim < 4 else (1, 2) if channels_last else (2, 3)
-        shape = tuple(self._side(side) if axis in axes else side for axis, side in enumerate(data.shape))
+        shape = self.shape(data.shape, fields)
         if shape == data.shape:
             return data
         padded = np.zeros(shape, data.dtype)
         padded[tuple(map(slice, data.shape))] = data
         return padded
+
+    def shape(self, shape: tuple[int, ...], fields: Fields) -> tuple[int, ...]:
+        """The shape that a tensor of `shape` is given."""
+        if not 2 <= len(shape) <= 4:
+            return shape
+        channels_last = fields.get("data_format") in ("nhwc", "hwc")
+        axes = (1,) if len(shape) < 4 else (1, 2) if channels_last else (2, 3)
+        return tuple(self._side(side) if axis in axes else side for axis, side in enumerate(shape))
 
     def _side(self, side: int) -> int:
         place = bisect_left(self._sizes, side)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.models.tensors import Input
-from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations, padded
-from penstock.pipeline.journey import shape_of
+from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations
 
 FLOAT = np.dtype(np.float32)
 
@@ -47,16 +46,16 @@ def test_without_sizes_the_last_call_is_as_small_as_it_may_be():
 
 
 def test_a_batch_is_the_arrays_and_then_zeros():
-    made = Collator().batch([np.ones((1, 2)), np.full((2, 2), 5, np.uint8)], (4, 2), FLOAT)
+    made = Collator().batch([np.ones((1, 2)), np.full((2, 2), 5, np.uint8)], 4, FLOAT)
     assert made.dtype == FLOAT
     assert made.tolist() == [[1, 1], [5, 5], [5, 5], [0, 0]]
 
 
 def test_memory_is_taken_again_and_grows():
     collator = Collator()
-    small = collator.batch([np.ones((1, 2))], (1, 2), FLOAT)
-    large = collator.batch([np.ones((1, 2))] * 3, (3, 2), FLOAT)
-    again = collator.batch([np.full((1, 3), 7.0)], (1, 3), FLOAT)
+    small = collator.batch([np.ones((1, 2))], 1, FLOAT)
+    large = collator.batch([np.ones((1, 2))] * 3, 3, FLOAT)
+    again = collator.batch([np.full((1, 3), 7.0)], 1, FLOAT)
     assert not np.may_share_memory(small, large)
     assert np.may_share_memory(large, again)
     assert again.tolist() == [[7, 7, 7]]
@@ -64,51 +63,20 @@ def test_memory_is_taken_again_and_grows():
 
 def test_one_array_that_fits_is_not_copied():
     array = np.ones((2, 3), np.float32)
-    assert np.may_share_memory(Collator().batch([array], (2, 3), FLOAT), array)
-    assert Collator().batch([array[:, ::2]], (2, 2), FLOAT).flags.c_contiguous
+    assert np.may_share_memory(Collator().batch([array], 2, FLOAT), array)
+    assert Collator().batch([array[:, ::2]], 2, FLOAT).flags.c_contiguous
 
 
 def test_normalising_leaves_what_was_given_as_it_is():
     array = np.full((1, 2), 3, np.float32)
     one = Normalization(np.float32([[1.0]]), np.float32([[2.0]]))
-    assert Collator().batch([array], (1, 2), FLOAT, one).tolist() == [[4, 4]]
+    assert Collator().batch([array], 1, FLOAT, one).tolist() == [[4, 4]]
     assert array.tolist() == [[3, 3]]
 
 
 def test_texts_are_put_together_as_they_are():
-    made = Collator().batch([np.array(["a"], object), np.array(["b", "c"])], (3,), np.dtype(object))
+    made = Collator().batch([np.array(["a"], object), np.array(["b", "c"])], 3, np.dtype(object))
     assert made.tolist() == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((1, 3, 33, 64), (1, 3, 64, 64)),
-        ((2, 3, 200, 10), (2, 3, 200, 32)),
-        ((1, 40, 50, 3), (1, 64, 64, 3)),
-        ((1, 7), (1, 32)),
-        ((1, 7, 40), (1, 7, 64)),
-        ((5,), (5,)),
-    ],
-)
-def test_sides_are_padded_up_and_those_that_no_size_holds_stay(shape, expected):
-    assert padded(shape, (32, 64)) == expected
-    assert padded(shape, ()) == shape
-
-
-def test_what_is_padded_to_one_shape_may_share_a_batch():
-    small, large = np.zeros((1, 3, 20, 30), np.uint8), np.zeros((1, 3, 32, 32), np.uint8)
-    assert shape_of(small) != shape_of(large)
-    assert shape_of(small, (32, 64)) == shape_of(large, (32, 64)) != shape_of(large.astype(np.float32), (32, 64))
-    assert shape_of([small, large], (64,)) == "uint8(3, 64, 64) uint8(3, 64, 64)"
-
-
-def test_padding_is_black():
-    one = Normalization(np.full((1, 1, 1, 1), 1, np.float32), np.full((1, 1, 1, 1), 2, np.float32))
-    array = np.full((1, 1, 1, 2), 3, np.uint8)
-    collator = Collator()
-    collator.batch([np.full((1, 1, 2, 3), 9.0)], (1, 1, 2, 3), FLOAT, one)
-    assert collator.batch([array], (1, 1, 2, 3), FLOAT, one).tolist() == [[[[4, 4, -2], [-2, -2, -2]]]]
 
 
 IMAGES = Input("x", "FP32", (-1, 3, 8, 8))

@@ -128,17 +128,6 @@ def test_items_of_other_shapes_are_run_apart(means):
     assert np.allclose(results[2], image(1).mean((2, 3)), atol=1e-4)
 
 
-def test_items_that_are_padded_to_one_shape_share_a_call(means):
-    op = loaded(means(["N", 3, 4, "w"]), pad_to=(4, 8))
-    seen = Seen(op)
-    small, wide, large = (np.full((1, 3, 3, width), 6, np.uint8) for width in (1, 4, 5))
-    results = run(op, small, wide, large)
-    assert [feed["x"].shape for feed in seen.feeds] == [(2, 3, 4, 4), (1, 3, 4, 8)]
-    for item, result, area in zip((small, wide, large), results, (16, 16, 32), strict=True):
-        assert np.allclose(result, item.sum((2, 3)) / area)
-    assert "found uint8 array [1, 3, 5, 4]" in str(run(op, np.zeros((1, 3, 5, 4), np.uint8))[0])
-
-
 def test_what_lacks_to_a_size_is_filled_up_and_counted(means):
     op = loaded(means(name="sized.onnx"), sizes=(4, 8))
     seen = Seen(op)

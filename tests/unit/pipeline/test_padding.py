@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.ops.base import BatchOp, Fields
+from penstock.pipeline.journey import shape_of
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.node import NodeModel, Visit
 from penstock.pipeline.padding import PadTo
@@ -60,3 +62,11 @@ def test_a_model_is_given_what_was_filled_up(backend: str) -> None:
         assert fields["result"].shape == (1, 3)
     else:
         assert fields["result"] == (1, 4)
+
+
+def test_what_is_filled_up_to_one_shape_may_share_a_batch() -> None:
+    small, large = np.zeros((1, 3, 20, 30), np.uint8), np.zeros((1, 3, 32, 32), np.uint8)
+    fill = partial(PadTo((32, 64)).shape, fields={})
+    assert shape_of(small) != shape_of(large)
+    assert shape_of(small, fill) == shape_of(large, fill) != shape_of(large.astype(np.float32), fill)
+    assert shape_of([small, small], fill) == "uint8(3, 32, 32) uint8(3, 32, 32)"
