@@ -1,4 +1,4 @@
-"""What a scaled decode changes of the client's images, and of a net's answers: the pipeline's own ops, with and without."""
+"""What a scaled decode changes of the client's images, and of a net's answers, by the ops of the pipeline."""
 
 from __future__ import annotations
 
