@@ -86,6 +86,15 @@ class PipelineModel:
             answer(wrong)
         return asked.cancel
 
+    def __penstock_soon__(self, call: Callable[[], None]) -> None:
+        """Answers that come in one turn of the pipeline's loop leave together; those of other threads at once."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            call()
+        else:
+            loop.call_soon(call)
+
     def unload(self) -> None:
         self._pipeline.close()
 
@@ -107,12 +116,11 @@ class PipelineModel:
 
 
 class Asked:
-    """The requests of one batch that are in the pipeline. Answers that come together are handed on together."""
+    """The requests of one batch that are in the pipeline."""
 
     def __init__(self, make: Callable[[Question, list[Outcome]], Any], answer: Answer) -> None:
         self._make, self._answer = make, answer
         self._started: list[Started] = []
-        self._made: list[tuple[int, Any]] = []
 
     def begin(self, pipeline: LocalPipeline, place: int, question: Question, budget_s: float | None) -> None:
         """Hands in the items of one request."""
@@ -140,13 +148,7 @@ class Asked:
         self._all_ended(place, question, [outcome])
 
     def _all_ended(self, place: int, question: Question, outcomes: list[Outcome]) -> None:
-        if not self._made:
-            asyncio.get_running_loop().call_soon(self._tell)
-        self._made.append((place, self._make(question, outcomes)))
-
-    def _tell(self) -> None:
-        made, self._made = self._made, []
-        self._answer(made)
+        self._answer([(place, self._make(question, outcomes))])
 
 
 class _Rows:

@@ -35,12 +35,10 @@ class Answers:
 
     def __init__(self, count: int) -> None:
         self.values: dict[int, Any] = {}
-        self.calls = 0
         self._count = count
         self._all = threading.Event()
 
     def __call__(self, pairs: list[tuple[int, Any]]) -> None:
-        self.calls += 1
         for place, value in pairs:
             assert place not in self.values
             self.values[place] = value
@@ -90,12 +88,27 @@ def test_requests_side_by_side_are_answered_as_they_end(doors: Any, load: Callab
     assert model.__penstock_width__ > 1
 
 
-def test_answers_that_come_together_are_one(load: Callable[..., PipelineModel]) -> None:
+def test_answers_of_one_turn_can_leave_together(load: Callable[..., PipelineModel]) -> None:
     model = load('[all]\nbackend = "BatchWords"\nword = "!"\nmax_batch = 8\n')
-    answers = Answers(64)
-    model.__penstock_submit__([str(i) for i in range(64)], [None] * 64, answers)
+    answers, left = Answers(64), list[int]()
+
+    def answer(pairs: list[tuple[int, Any]]) -> None:
+        if not left or left[-1] >= 0:
+            left.append(-1)
+            model.__penstock_soon__(lambda: left.__setitem__(-1, len(answers.values)))
+        answers(pairs)
+
+    model.__penstock_submit__([str(i) for i in range(64)], [None] * 64, answer)
     assert answers.wait() == [f"{i}!" for i in range(64)]
-    assert answers.calls < 40
+    model.unload()
+    assert left[-1] == 64
+    assert len(left) < 40
+
+
+def test_what_is_answered_outside_of_the_loop_leaves_at_once(load: Callable[..., PipelineModel]) -> None:
+    called: list[int] = []
+    load(TWO_NODES.format(trace="false")).__penstock_soon__(lambda: called.append(1))
+    assert called == [1]
 
 
 def test_rows_are_one_answer_also_side_by_side(load: Callable[..., PipelineModel]) -> None:
