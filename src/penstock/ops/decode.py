@@ -19,13 +19,15 @@ from penstock.ops.base import Fields, ItemOp
 from penstock.ops.bridge import DataFormat, tensor_of
 from penstock.ops.cv import cv2
 from penstock.ops.errors import DecodeError
-from penstock.ops.header import JPEG, JpegHeader, jpeg_header
+from penstock.ops.header import JPEG, PNG, JpegHeader, jpeg_header, png_size
 
 log = logging.getLogger("penstock.ops")
 
 MAX_PIXELS = 50_000_000  # 150 MB of pixels; a camera's 8000 x 6000 passes
 
-_FORMATS = ("AVIF", "BMP", "GIF", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # Pillow's others may start programs
+_FORMATS = ("AVIF", "BMP", "GIF", "TIFF", "WEBP")
+"""Beside JPEG and PNG. Not what starts programs in Pillow (EPS), nor what tells its size twice (JPEG 2000): a small one
+to Pillow, who is asked, a huge one to OpenCV, who decodes."""
 
 Decoder = Literal["auto", "opencv", "simplejpeg"]
 
@@ -43,10 +45,10 @@ def _simplejpeg() -> Any:
 class DecodeMat(ItemOp):
     """The pixels of an encoded image: bytes -> uint8 `[height, width, 3]`, BGR; `color` = "bgr".
 
-    JPEG, PNG, WebP, BMP, GIF, TIFF ... as their bytes say, whatever they are named. Always three channels of 8 bits:
-    grey is tripled, alpha dropped, 16 bits cut to the upper 8, CMYK converted without a colour profile; of an animation
-    the first picture. Turned as EXIF says (as TorchPipe does). Raises DecodeError; a picture that is cut short is one,
-    not a picture that is half grey.
+    JPEG, PNG, WebP, AVIF, BMP, GIF or TIFF, as their bytes say, whatever they are named. Always three channels of 8
+    bits: grey is tripled, alpha dropped, 16 bits cut to the upper 8, CMYK converted without a colour profile; of an
+    animation the first picture. Turned as EXIF says (as TorchPipe does). Raises DecodeError; a picture that is cut short
+    is one, not a picture that is half grey.
 
     - `decoder`: "auto", "opencv" or "simplejpeg" (for JPEG; "auto" takes simplejpeg where it is installed).
     - `scale_h`: lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, while it stays at least this high and `scale_w`
@@ -106,7 +108,9 @@ class DecodeMat(ItemOp):
             data = bytes(data)
         if not data:
             raise DecodeError(f"{type(self).__name__} found no bytes, expected an encoded image")
-        return self._jpeg(data) if data.startswith(JPEG) else self._other(data)
+        if data.startswith(JPEG):
+            return self._jpeg(data)
+        return self._png(data) if data.startswith(PNG) else self._other(data)
 
     def _jpeg(self, data: bytes) -> Array:
         try:
@@ -139,6 +143,13 @@ class DecodeMat(ItemOp):
             return 1
         h, w = self.scale if header.orientation < 5 else self.scale[::-1]  # 5 to 8 lie on their side
         return next((n for n in (8, 4, 2) if -(-header.height // n) >= h and -(-header.width // n) >= w), 1)
+
+    def _png(self, data: bytes) -> Array:
+        try:
+            self._judge(*png_size(data))
+        except ValueError as e:
+            raise DecodeError(f"found a PNG that is broken: {e} ({len(data)} bytes)") from e
+        return self._opencv(data, "PNG")
 
     def _other(self, data: bytes) -> Array:
         from PIL import Image, UnidentifiedImageError

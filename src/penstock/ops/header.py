@@ -7,8 +7,10 @@ import struct
 from msgspec import Struct
 
 JPEG = b"\xff\xd8"
+PNG = b"\x89PNG\r\n\x1a\n"
 _NO_LENGTH = {0x01, *range(0xD0, 0xD9)}  # markers that stand alone
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, but not DHT, JPG, DAC
+_CHUNK = struct.Struct(">I")
 _ORIENTATION, _SHORT = 0x0112, 3
 
 
@@ -56,6 +58,25 @@ def jpeg_header(data: bytes) -> JpegHeader:
             orientation = _exif_orientation(data[at + 10 : at + 2 + length])
         at += 2 + length
     raise ValueError("it ends inside its header")
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    """Width and height of a PNG, all of whose chunks are there. Raises ValueError.
+
+    A chunk may say that it is 4 GB long, and OpenCV takes that much memory before it looks for the bytes.
+    """
+    if len(data) < 24 or data[8:16] != b"\0\0\0\rIHDR":
+        raise ValueError("it ends inside its header, or has none")
+    at, size = 8, len(data)
+    while at + 12 <= size:
+        length: int = _CHUNK.unpack_from(data, at)[0]
+        if data.startswith(b"IEND", at + 4) and length == 0:
+            width, height = struct.unpack_from(">II", data, 16)
+            if not width or not height:
+                raise ValueError("its width or its height is 0")
+            return width, height
+        at += 12 + length
+    raise ValueError(f"it is cut short: a chunk goes on behind its {size} bytes")
 
 
 def _exif_orientation(tiff: bytes) -> int:
