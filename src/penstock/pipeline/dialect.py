@@ -56,10 +56,13 @@ def native_table(table: dict[str, Any], node: str, source: Source) -> dict[str, 
         given[key] = _spelled(value, node, key, source)
     native: dict[str, Any] = {}
     for key, value in given.items():
+        known_before = set(native)
         try:
             _add(native, key, value, given)
         except ConfigError as e:
             raise source.error(node, key, e.message) from None
+        for name in native.keys() - known_before - {key}:
+            source.spelled(node, name, key)
         if key == "device_id" and native["device"] == "cpu":
             source.warn(node, key, "there is no GPU: the node runs on the CPU")
     return native

@@ -20,6 +20,11 @@ class Source:
     def __init__(self, name: str, text: str = "") -> None:
         self.name = name
         self._text = text
+        self._spelled: dict[tuple[str, str], str] = {}
+
+    def spelled(self, node: str, key: str, given: str) -> None:
+        """A key of a node was given in another spelling, by which messages call it."""
+        self._spelled[node, key] = given
 
     def error(self, node: str, key: str, message: str) -> ConfigError:
         """That something is wrong at a key of a node; `node` is empty for keys above all tables."""
@@ -30,6 +35,7 @@ class Source:
         log.warning("%s: %s", self._where(node, key), message)
 
     def _where(self, node: str, key: str) -> str:
+        key = self._spelled.get((node, key), key)
         line = next((n for n, table, name in self._keys() if (table, name) == (node, key)), None)
         table = f"[{node}]" if node else ""
         parts = f"{table} {key}".strip()

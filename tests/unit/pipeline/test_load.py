@@ -111,6 +111,15 @@ def test_a_model_has_a_batch_of_one_in_the_dialect_and_eight_natively(tmp_path: 
     assert load(tmp_path, NET + "sizes = [1, 4, 16]").nodes["net"].max_batch == 16
 
 
+def test_a_batch_op_of_a_user_says_its_size_itself_in_the_dialect(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Whole:\n    def forward(self, items):\n        pass\n    def max(self):\n        return 32\n"
+    )
+    text = '[a]\nbackend = "Python[own.py:Whole]"\n'
+    assert load(tmp_path, text, compat=True).nodes["a"].max_batch == 64
+    assert load(tmp_path, text).nodes["a"].max_batch == 8
+
+
 @pytest.mark.parametrize(
     ("text", "least", "most", "sizes"),
     [
@@ -136,14 +145,14 @@ def test_max_and_min_may_be_shapes_and_lists(
         ('max = "4x3,8x3"', "expected the same batch for each input"),
         ('max = "many"', "expected a whole number, 1 or more, or a shape"),
         ("max = 0", "expected a whole number, 1 or more, or a shape"),
-        ("min = 5\nmax = 4", "min_batch: found 5, expected at most max_batch, which is 4"),
+        ("min = 5\nmax = 4", "min: found 5, expected at most max_batch, which is 4"),
         ("max = 4\nmax_batch = 4", "is 'max_batch' in other words, which is set, too"),
-        ("instance_num = 0", "instances: found 0, expected whole number from 1 to 1024"),
+        ("instance_num = 0", "instance_num: found 0, expected whole number from 1 to 1024"),
         ('instance_num = "many"', "expected whole number from 1 to 1024"),
         ("instance_num = 2000", "expected whole number from 1 to 1024"),
         ("instance_num = [2]", "found a list of 1, expected whole number"),
-        ("batching_timeout = -1", "wait_ms: found -1, expected number, 0 or more"),
-        ("batching_timeout = nan", "wait_ms: found nan, expected number, 0 or more"),
+        ("batching_timeout = -1", "batching_timeout: found -1, expected number, 0 or more"),
+        ("batching_timeout = nan", "batching_timeout: found nan, expected number, 0 or more"),
         ('request_size = "4"', "request_size: is not supported: an item counts one"),
         ('borrow_from = "a"', "borrow_from: is not supported"),
         ('device_id = "first"', "device_id: found the text 'first', expected the number of a GPU"),
@@ -159,7 +168,7 @@ def test_max_and_min_may_be_shapes_and_lists(
         ("sizes = [4, 1]", "sizes: found 4, 1, expected sizes from small to large"),
         ("sizes = [1, 2]\nmax_batch = 4", "sizes: the largest is 2, expected at least max_batch, which is 4"),
         ("ops = []", "found both ops and backend"),
-        ('jump = "a"', "body: is part of a fan-out, but found no 'each'"),
+        ('jump = "a"', "jump: is part of a fan-out, but found no 'each'"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -373,7 +382,7 @@ def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> N
         ('[a]\nbackend="DecodeMat"\npad_to=[3]', "[a] pad_to: is for what a model is given, but the node has none"),
         ("resize_hh = 3\n[a]\n", ", line 1: resize_hh: unknown key: no op of this file has it"),
         ('next = "a"\n[a]\n', ", line 1: next: is a key of one node"),
-        ("instance_num = 0\n[a]\n", "instances: found 0"),
+        ("instance_num = 0\n[a]\n", ", line 1: instance_num: found 0"),
         ('[a]\nnext = "b"\n[b]\nnext = "c"\n[c]\nnext = "a"\n', "the nodes a -> b -> c -> a are in a cycle"),
         ('[in]\nnext = "a"\n[a]\nnext = "b"\n[b]\nnext = "a"\n', "the nodes a -> b -> a are in a cycle"),
         (

@@ -244,7 +244,7 @@ def test_a_model_that_is_not_there_is_told_when_the_pipe_is_made(tmp_path: Path)
 
 
 def test_a_number_that_is_none_is_told_when_the_pipe_is_made() -> None:
-    with pytest.raises(ConfigError, match="found the text 'dd'") as e:
+    with pytest.raises(ConfigError, match="instance_num: found the text 'dd'") as e:
         pipe({"instance_num": "dd"})
     assert isinstance(e.value, RuntimeError)
 
