@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 
 from penstock.errors import plain
 from penstock.types import MetricDelta
@@ -57,6 +58,11 @@ class _Registry:
             elif key in self._values or len(self._values) < MAX_SERIES:
                 self._values[key] = value + (self._values.get(key, 0.0) if kind == "counter" else 0.0)
 
+    def add_timings(self, key: _Key, values: Iterable[float]) -> None:
+        with self._lock:
+            room = MAX_TIMINGS - len(self._timings)
+            self._timings += [(key, value) for value in islice(values, max(0, room))]
+
     def record(self, delta: MetricDelta) -> None:
         with self._lock:
             if len(self._records) < MAX_TIMINGS:
@@ -79,6 +85,9 @@ class _ForAll(_Registry):
 
     def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
         _shared.add(kind, name, value, labels)
+
+    def add_timings(self, key: _Key, values: Iterable[float]) -> None:
+        _shared.add_timings(key, values)
 
     def record(self, delta: MetricDelta) -> None:
         _shared.record(delta)
@@ -135,6 +144,13 @@ def timer(name: str, **labels: object) -> Iterator[None]:
         yield
     finally:
         _current().add("timer", name, time.perf_counter() - start, labels)
+
+
+def timings(name: str, seconds: Iterable[float], **labels: object) -> None:
+    """Adds many measurements of one timer at once. Raises ValueError."""
+    _check_name(name)
+    key = ("timer", name, tuple(sorted((k, plain(v)) for k, v in labels.items())))
+    _current().add_timings(key, seconds)
 
 
 def drain() -> list[MetricDelta] | None:

@@ -18,6 +18,7 @@ from penstock.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.journey import Journey, Stop, budget_of, nbytes_of, shape_of
+from penstock.pipeline.meter import Meter
 from penstock.pipeline.node import NodeModel, Shared
 from penstock.pipeline.padding import PadTo
 from penstock.pipeline.routes import needs
@@ -56,7 +57,8 @@ class Host:
             node.name, "1", _config(node), Wrapped(node, WRAPPER, {"shared": self._shared}), instances=node.instances
         )
         transport = ThreadTransport(spec, node.instances, devices)
-        self.handle = ModelHandle(spec, transport, devices, ANY, observers, self._policy)
+        meter = Meter(self.name, self.left, lambda: (self.queued_rows, self.running_rows))
+        self.handle = ModelHandle(spec, transport, devices, ANY, [meter, *observers], self._policy)
         self.batcher: Batcher | None = None
 
     async def load(self) -> None:
@@ -84,6 +86,11 @@ class Host:
             credit=partial(self._flow.credit, self),
             slice_s=None if self._shared.model else SLICE_S,
         )
+
+    @property
+    def queued_rows(self) -> int:
+        """Items that wait here."""
+        return 0 if self.batcher is None else self.batcher.scheduler.queued_rows
 
     @property
     def running_rows(self) -> int:
@@ -137,7 +144,7 @@ class Host:
         journey.visits.add(stop)
 
     def left(self) -> None:
-        """An item has left, or is about to: there may be room, or nothing on its way any more."""
+        """A batch has ended, or a queued item: there may be room, or nothing on its way any more."""
         if self._flow.blocked:
             self._flow.stir()
 
@@ -210,7 +217,8 @@ class Host:
             journey.end(dict(fields), self._told(e), self.name)
 
     def failed(self, stop: Stop, error: PenstockError) -> None:
-        """An item failed here: it ends, unless the node is one that may be skipped."""
+        """An item failed here, or was dropped: it ends, unless the node is one that may be skipped."""
+        self.left()
         if self.node.on_error == "skip":
             self.passed(stop.journey, stop.fields)
         else:

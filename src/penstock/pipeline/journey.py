@@ -108,7 +108,6 @@ class Stop(Visit):
         journey = self.journey
         journey.visits.discard(self)
         host = self.host
-        host.left()
         if result.error is not None:
             host.failed(self, result.error)
             return

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock import metrics
 from penstock.errors import (
     BadOutput,
     BadRequest,
@@ -23,6 +24,7 @@ from penstock.errors import (
 from penstock.ops import catalog
 from penstock.ops.base import BatchOp, ItemOp
 from penstock.pipeline.graph import Each, Step
+from penstock.pipeline.meter import FLUSH_S
 from penstock.pipeline.runner import Runner
 
 A, B, C = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}), Step("Words", {"word": "c"})
@@ -536,3 +538,54 @@ async def test_a_node_does_not_linger_for_items_that_wait_for_room_before_it(sta
     )
     s = await stage(graph)
     assert await s.results(*"123456") == list("123456")
+
+
+async def test_who_waits_for_room_hears_of_a_batch_that_nobody_waits_for_any_more(stage, make_graph, doors) -> None:
+    graph = make_graph(
+        {
+            "a": (Step("Door", {"gate": "a"}), "b", {"max_batch": 1, "instances": 2}),
+            "b": ("Identity", "", {"max_batch": 1, "queue": 1}),
+        }
+    )
+    s = await stage(graph)
+    gone, left = s.put("gone"), s.put("left")  # there is room for one of them
+    await doors.until("a", 1)
+    await asyncio.sleep(0.02)
+    assert doors.met["a"] == [["gone"]]
+    next(iter(s.runner._hosts["a"].batcher._waiting.values())).item.payload.journey.cancel()
+    doors.open_all()
+    assert (await asyncio.wait_for(left, 10.0)).error is None
+    assert not gone.done()
+
+
+async def test_nodes_count_what_they_do(stage, make_graph, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+    metrics.drain()
+    s = await stage(make_graph({"a": (A, "b", {}), "b": ("Picky", "", {})}))
+    await s.results("1", "x", "3")
+    await asyncio.sleep(2 * FLUSH_S)
+    found = {(d.name, tuple(sorted(d.labels.items()))): d for d in metrics.drain() or []}
+
+    def value(name: str, **labels: str) -> float:
+        return found[(name, tuple(sorted(labels.items())))].value
+
+    assert value("pipeline_items_total", node="a", outcome="ok") == 3
+    assert value("pipeline_items_total", node="b", outcome="ok") == 2
+    assert value("pipeline_items_total", node="b", outcome="failed") == 1
+    assert value("pipeline_batches_total", node="a", size="3") == 1
+    assert value("pipeline_queue_items", node="b") == 0
+    assert value("pipeline_running_items", node="b") == 0
+    assert found[("pipeline_run", (("node", "a"),))].kind == "timer"
+
+
+async def test_what_ops_count_goes_the_same_way(stage, make_graph, monkeypatch) -> None:
+    class Counts(ItemOp):
+        def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+            metrics.counter("faces", 2)
+            return data
+
+    monkeypatch.setitem(catalog._registered, "Counts", Counts)
+    metrics.drain()
+    s = await stage(make_graph({"a": ("Counts", "", {})}))
+    await s.results("1", "2")
+    assert [d.value for d in metrics.drain() or [] if d.name == "faces"] == [4]
