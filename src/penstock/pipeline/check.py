@@ -24,10 +24,7 @@ def check(graph: Graph) -> None:
     check_structure(graph, source)
     for node in graph.nodes.values():
         _check_steps(node, source)
-    try:
-        fields_of(graph)
-    except ConfigError as e:
-        raise ConfigError(f"{graph.name}: {e.message}") from None
+    fields_of(graph)
     if held := cannot_run(graph):
         raise ConfigError(f"{graph.name}: {'; '.join(held)}")
 

@@ -28,7 +28,10 @@ def fields_of(graph: Graph) -> dict[str, Kinds]:
     left: dict[str, Kinds] = {}
     for name in graph.order():
         node = graph.nodes[name]
-        left[name] = _through(node, _arriving(graph, node, left))
+        try:
+            left[name] = _through(node, _arriving(graph, node, left))
+        except ConfigError as e:
+            raise ConfigError(f"{graph.name}: {e.message}") from None
     return left
 
 

@@ -115,6 +115,11 @@ def has_model(drafts: Iterable[Draft]) -> bool:
     return any(issubclass(op_class(draft.op, draft.params), BatchOp) for draft in drafts)
 
 
+def takes_size(drafts: Iterable[Draft]) -> bool:
+    """Whether one of the ops is told the node's largest batch, as those of model files are. Raises ConfigError."""
+    return any("max_batch" in parameters_of(op_class(draft.op, draft.params)) for draft in drafts)
+
+
 def op_class(op: str, params: Mapping[str, Any]) -> type[Op]:
     """The class that an op is in the end, also where it is a user's. Raises ConfigError, LoadFailed."""
     return class_of(op, params.get(TARGET))
@@ -166,8 +171,12 @@ def rooted(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
     found = dict(values)
     for name in PATHS:
         if isinstance(found.get(name), str) and found[name]:
-            found[name] = os.path.join(folder, os.path.expanduser(found[name]))
+            found[name] = _joined(folder, found[name])
     target = found.get(TARGET)
     if isinstance(target, str) and target.partition(":")[0].endswith(".py"):
-        found[TARGET] = os.path.join(folder, os.path.expanduser(target))
+        found[TARGET] = _joined(folder, target)
     return found
+
+
+def _joined(folder: str, path: str) -> str:
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(path)))

@@ -24,10 +24,11 @@ from penstock.pipeline.lower import (
     parameter_name,
     rooted,
     steps_of,
+    takes_size,
 )
 from penstock.pipeline.source import Source
 
-MAX_BATCH, MAX_BATCH_COMPAT = 8, 1
+MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,2})?")
 _STEPS = {"ops", "backend"}
@@ -113,7 +114,9 @@ def _drafts(keys: Mapping[str, Any], values: dict[str, Any], folder: str) -> lis
 def _settle_model(keys: dict[str, Any], values: dict[str, Any], drafts: list[Draft], reading: Reading) -> None:
     """A model's node has a `max_batch`, whatever the dialect leaves unsaid, and the GPU that its ops mean."""
     if "max_batch" not in values:
-        usual = MAX_BATCH_COMPAT if reading.compat else MAX_BATCH
+        usual = MAX_BATCH
+        if reading.compat:  # there an op of a user says itself how many it takes
+            usual = MAX_BATCH_COMPAT if takes_size(drafts) else MAX_BATCH_OF_USERS
         most = max(values["sizes"]) if values.get("sizes") else usual
         keys["max_batch"] = values["max_batch"] = max(most, values.get("min_batch", 1))
     if "device" not in keys and (device := gpu_of(draft.op for draft in drafts)):

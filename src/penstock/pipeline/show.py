@@ -84,7 +84,8 @@ def _first(node: Node) -> Step | None:
 
 def _fields(fields: Kinds) -> str:
     ordered = sorted(fields, key=lambda name: (name != "data", name == OPEN))
-    return ", ".join(name if fields[name] == "any" else f"{name} ({fields[name]})" for name in ordered)
+    told = ", ".join(name if fields[name] == "any" else f"{name} ({fields[name]})" for name in ordered)
+    return told or "no field, it is only waited for"
 
 
 def _notes(node: Node) -> Iterator[str]:
