@@ -47,8 +47,8 @@ class DecodeMat(ItemOp):
 
     JPEG, PNG, WebP, AVIF, BMP, GIF or TIFF, as their bytes say, whatever they are named. Always three channels of 8
     bits: grey is tripled, alpha dropped, 16 bits cut to the upper 8, CMYK converted without a colour profile; of an
-    animation the first picture. Turned as EXIF says (as TorchPipe does). Raises DecodeError; a picture that is cut short
-    is one, not a picture that is half grey.
+    animation the first picture. Turned as EXIF says (as TorchPipe does). Raises DecodeError: a picture that is cut
+    short is refused, not half grey.
 
     - `decoder`: "auto", "opencv" or "simplejpeg" (for JPEG; "auto" takes simplejpeg where it is installed).
     - `scale_h`: lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, while it stays at least this high and `scale_w`
