@@ -104,8 +104,9 @@ def own_registry() -> None:
 
 
 def count_for_all() -> None:
-    """Lets the calling thread count for the whole process: what it counts is told with the answers of others."""
-    _own.registry = _for_all
+    """Undoes `own_registry`: what the calling thread counts is told with the answers of others, never with its own."""
+    if hasattr(_own, "registry"):
+        _own.registry = _for_all
 
 
 def _current() -> _Registry:

@@ -121,3 +121,36 @@ def test_records_between_two_batches_are_bounded():
     for _ in range(metrics.MAX_TIMINGS + 5):
         metrics.record("histogram", "h", 1, {})
     assert len(metrics.drain() or []) == metrics.MAX_TIMINGS
+
+
+def test_a_thread_may_count_for_the_whole_process():
+    told = []
+
+    def work():
+        metrics.own_registry()
+        metrics.count_for_all()
+        metrics.counter("faces", 2)
+        metrics.timings("step", [0.1, 0.2], node="a")
+        told.append(metrics.drain())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert told == [None]
+    assert drained() == [
+        ("counter", "faces", 2, {}),
+        ("timer", "step", 0.1, {"node": "a"}),
+        ("timer", "step", 0.2, {"node": "a"}),
+    ]
+
+
+def test_a_thread_without_a_registry_of_its_own_counts_for_all_anyway():
+    metrics.count_for_all()
+    metrics.counter("faces", 2)
+    assert drained() == [("counter", "faces", 2, {})]
+
+
+def test_timings_that_nobody_asks_for_are_bounded():
+    metrics.timings("step", [0.1] * (metrics.MAX_TIMINGS + 5))
+    metrics.timings("step", [0.1] * 5)
+    assert len(drained()) == metrics.MAX_TIMINGS
