@@ -67,6 +67,12 @@ class PipelineModel:
         """Items that are inside at once."""
         return self._pipeline.width
 
+    @property
+    def __penstock_silence_s__(self) -> float:
+        """More than an item alone may need that hangs in every node."""
+        limits = [node.run_timeout_s for node in self._graph.nodes.values()]
+        return sum(limits) + max(limits)
+
     def __penstock_submit__(
         self, values: list[Any], budgets_s: list[float | None], answer: Answer
     ) -> Callable[[], None]:

@@ -27,6 +27,7 @@ class SideBySide:
     """
 
     __penstock_width__ = WIDTH
+    __penstock_silence_s__ = 150.0
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[int, Any, float | None, Answer]] = SimpleQueue()
@@ -166,6 +167,7 @@ async def check_a_later_batch_is_answered_while_an_earlier_one_waits(make: MakeT
         await desk.up()
         assert desk.ready is not None
         assert desk.ready.width == WIDTH
+        assert desk.ready.options == {"run_timeout_s": 150.0}
         first, second = desk.post([Item(("gate", "a"))]), desk.post([Item(2)])
         assert values(await desk.final(second)) == [2]
         assert not desk.parts[first]
