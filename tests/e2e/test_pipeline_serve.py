@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline
 from penstock.testing.files import write_onnx
 
+ROOT = Path(__file__).parents[2]
 SIDE, LABELS = 8, 5
 FREE_PORTS = ("--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0")
 
@@ -108,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pipelines")
     rng = np.random.default_rng(7)
     weight = rng.normal(0, 0.1, (LABELS, 3 * SIDE * SIDE)).astype(np.float32)
-    write_flat_onnx(made / "net.onnx", weight)
+    write_flat_onnx(made / "net.onnx", weight, SIDE)
     (made / "labeller.toml").write_text(LABELLER)
     (made / "words.toml").write_text(WORDS)
     (made / "steps.py").write_text(STEPS)
@@ -120,15 +122,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def write_flat_onnx(path: Path, weight: Any) -> None:
-    """`net.onnx` of `write_onnx` behind a Flatten: input x `[rows, 3, 8, 8]`."""
+def write_flat_onnx(path: Path, weight: Any, side: int) -> None:
+    """The graph of `write_onnx` behind a Flatten: input `[rows, 3, side, side]`."""
     import onnx
 
     write_onnx(path, ["rows", weight.shape[1]], weight, np.zeros(len(weight), np.float32))
     net = onnx.load(str(path))
     net.graph.node.insert(0, onnx.helper.make_node("Flatten", ["image"], ["x"]))
     net.graph.input[0].CopyFrom(
-        onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, ["rows", 3, SIDE, SIDE])
+        onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, ["rows", 3, side, side])
     )
     onnx.save(net, str(path))
 
@@ -401,3 +403,29 @@ def test_ctrl_c_answers_what_runs_and_leaves_no_process(serve: Callable[..., Any
     assert status == 0, said
     assert "Traceback" not in said
     assert not psutil.wait_procs(processes, timeout=10)[1]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.S | re.M)
+    return [block for name, block in found if name == language]
+
+
+@pytest.mark.parametrize(("page", "model"), [("README.md", "net.onnx"), ("docs/pipelines.md", "resnet50.onnx")])
+def test_the_pages_pipelines_are_served_and_answer_their_curl_lines(
+    serve: Callable[..., Any], tmp_path: Path, page: str, model: str
+) -> None:
+    toml = next(block for block in blocks(page, "toml") if model in block)
+    name = toml.partition("\n")[0].removeprefix("# ")
+    (tmp_path / name).write_text(toml)
+    rng = np.random.default_rng(7)
+    write_flat_onnx(tmp_path / model, rng.normal(0, 0.1, (LABELS, 3 * 224 * 224)).astype(np.float32), 224)
+    lines = "".join(blocks(page, "")).splitlines()
+    curl = next(line for line in lines if line.endswith(f"/predictions/{Path(name).stem}"))
+    photo = re.search(r"@(\S+)", curl)
+    assert photo is not None
+    (tmp_path / photo[1]).write_bytes(jpeg(5))
+    server = serve(None, name, cwd=tmp_path)
+    curl = curl.replace("http://127.0.0.1:8080", server.url) + " -s -f"
+    done = subprocess.run(["bash", "-c", curl], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert np.shape(json.loads(done.stdout)) == (1, LABELS)

@@ -83,7 +83,7 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
     pipelines = [model for model in base["models"].values() if is_pipeline_file(model["target"])]
     if flags["compat"]:
         _set_compat(pipelines)
-    files = [model["target"] for model in pipelines]
+    files = [] if toml else [model["target"] for model in pipelines]
     config = load_config(toml, env=os.environ, sets=sets, base=base, pipelines=files)
     warn_of_sections(config, frozenset(files))
     if not config.models:

@@ -63,9 +63,9 @@ def load_config(
     """The whole configuration. Strength: defaults < TOML file < `env` < `base`, the command line < `sets`.
 
     `base` is a tree such as `{"server": {"port": 0}}`; values None in it are absent. `pipelines` are TOML files of
-    which only the tables of the server count, behind those of the TOML file. Relative paths in a file are taken from
-    the file's folder, all others from the working directory. Raises ConfigError with the source, the key, what was
-    found and what was expected.
+    which only the tables of the server count, each stronger than the one before it. Relative paths in a file are taken
+    from the file's folder, all others from the working directory. Raises ConfigError with the source, the key, what
+    was found and what was expected.
     """
     layers: list[tuple[str, Tree]] = []
     if path is not None:

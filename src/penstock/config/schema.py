@@ -122,7 +122,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """`[models.NAME]`: one model."""
 
     target: Annotated[
-        str, doc("what to load: app.py:Model, pkg.mod:Model, or a file .onnx, .pt, .pth, .pt2, .ts (see models.md)")
+        str,
+        doc(
+            "what to load: app.py:Model, pkg.mod:Model, a file .onnx, .pt, .pth, .pt2, .ts (see models.md), or the"
+            " .toml of a pipeline (see pipelines.md)"
+        ),
     ]
     options: Annotated[
         dict[str, Any], doc("arguments of the class that `target` names, for instance max_new_tokens = 12")
