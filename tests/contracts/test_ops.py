@@ -40,9 +40,11 @@ MODELS = {name for name, where in catalog.BUILTIN.items() if ".model_op:" in whe
 CASES = {
     "Add": (ANY, {"pairs": "stage:first"}),
     "AddInt": (ANY, {"pairs": "resize_h:224"}),
+    "AlignMat": (MATS[:3], {"resize_h": 32, "max_w": "320"}),
     "Any2Mat": ([{"data": [MAT, GRAY]}, {"data": []}], {}),
     "ArgMax": ([{"data": LOGITS}, {"data": LOGITS[0]}], {}),
     "ArgMaxTensor": ([{"data": LOGITS}, {"data": TENSOR}], {}),
+    "BatchFixHLimitW": (MATS[:3], {"resize_h": 32, "max_w": 320, "align": 16}),
     "Copy": (ANY, {"pairs": "box:first_box"}),
     "CpuTensor": ([{"data": TENSOR}, {"data": [LOGITS, TENSOR]}], {}),
     "CropMat": ([{"data": MAT, "_box": BOX}, {"data": GRAY, "_box": np.array(BOX)}], {}),

@@ -11,6 +11,7 @@ from penstock.ops.base import BatchOp, ItemOp, Op
 from penstock.plugins import load_object
 
 _HOMES = {
+    "align": "AlignMat BatchFixHLimitW",
     "bridge": "Any2Mat Mat2CpuTensor Mat2GpuTensor Mat2Tensor Tensor2Mat Tensor2Vector",
     "color": "CvtColorMat FloatMat",
     "crop": "CropMat CropResizeMat PerspectiveTransformMat PerspectiveTransformMats",
@@ -36,15 +37,12 @@ BUILTIN = (
 ALIASES = {"cp": "Copy", "Del": "Remove", "Empty": "Identity", "mv": "Move", "rm": "Remove"}
 """Other names that TorchPipe has for an op."""
 
-_BATCH = "it chooses one width for a whole batch; use ResizePadMat, or bucket and pad_to"
 _GPU = "it runs on a GPU by a library that is not used here; use"
 _LATER = "branches are not built yet"
 _LLM = "language models are served as a model of their own, not as nodes"
 _NONE = "nothing needs it here"
 
 NOT_HERE = {
-    "AlignMat": _BATCH,
-    "BatchFixHLimitW": _BATCH,
     "CalTorchBatchSize": "rows are counted by the tensor's first axis",
     "CompareLongKey": f"{_LATER}; write a Python op that compares",
     "CopySplit": "it is a test of TorchPipe's own; write a Python op that splits",

@@ -47,7 +47,9 @@ def op(
 
 
 class Python(ItemOp):
-    """What `target` names, as an op; see `adapt`. Other parameters are its own.
+    """What `target` names, as an op: a function, or a class whose instances are called. Other parameters are its own.
+
+    See `adapt` for all that may stand there.
 
     - `target`: `pkg.mod:Class`, `file.py:Class`, a function in place of a class, or a name that is registered.
     """
