@@ -68,7 +68,7 @@ def worker(
 ) -> None:
     """Serve a model to RedisStreamers, over a Redis broker.
 
-    TARGET is app.py:obj or pkg.mod:obj: a ManagedModel, or what `penstock serve` takes.
+    TARGET is app.py:obj or pkg.mod:obj, a ManagedModel among them, or another that `penstock serve` takes.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     keys: dict[str, Any] = {"instances": flags["workers"], "devices": flags["devices"]}

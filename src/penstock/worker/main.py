@@ -39,8 +39,9 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         config = spec.config
         extras = {"precision": config.precision, "optimize": config.optimize, "trust": config.trust}
         options = config.options
-        if isinstance(spec.target, str) and is_pipeline_file(spec.target):
-            options = {**options, "file": spec.target}
+        named = spec.target.target if isinstance(spec.target, Wrapped) else spec.target
+        if isinstance(named, str) and is_pipeline_file(named):
+            options = {**options, "file": named}
         model = PythonModel(target, options, **extras, threads=partial(_threads, spec))
         model.load(device)
         said = options_of(target)

@@ -16,7 +16,7 @@ from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.model import PipelineModel, described, placed
 from penstock.types import Headed, Item, TensorSpec
 from penstock.worker.main import open_model
-from penstock.worker.spec import WorkerSpec
+from penstock.worker.spec import WorkerSpec, Wrapped
 
 TWO_NODES = """
 [pipeline]
@@ -161,6 +161,15 @@ def test_headers_reach_every_protocol_and_no_caller_of_the_process(tmp_path: Pat
     assert ready.metadata.platform == "penstock_pipeline"
 
 
+def test_a_worker_behind_a_broker_serves_a_pipeline_too(tmp_path: Path, known: None) -> None:
+    (tmp_path / "net.toml").write_text(TWO_NODES.format(trace="false"))
+    config = ModelConfig(target=str(tmp_path / "net.toml"))
+    wrapped = Wrapped(config.target, "penstock.streamer.model:served")
+    runner, _ = open_model(WorkerSpec("net", "1", config, wrapped), "cpu")
+    assert runner.model.predict(["a"]) == ["a1"]
+    runner.close()
+
+
 def test_options_are_those_of_pipelines(tmp_path: Path) -> None:
     (tmp_path / "net.toml").write_text('[a]\nbackend = "Identity"\n')
     config = ModelConfig(target=str(tmp_path / "net.toml"), options={"compact": True})
@@ -190,7 +199,7 @@ def node(name: str, op: str = "Identity", device: str = "cpu", **params: Any) ->
 
 
 def test_models_are_placed_on_the_gpu_of_their_worker() -> None:
-    given = graph(a=node("a"), b=node("b", "OnnxTensor"), c=node("c", "OnnxTensor", runtime="cpu"))
+    given = graph(a=node("a"), b=node("b", "OnnxTensor", "auto"), c=node("c", "OnnxTensor"))
     found = placed(given, "cuda:0")
     assert {name: n.device for name, n in found.nodes.items()} == {"a": "cpu", "b": "cuda:0", "c": "cpu"}
     assert placed(given, "cpu") is given
