@@ -9,6 +9,7 @@ from __future__ import annotations
 import cv2
 
 cv2.setNumThreads(1)
-cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+_set_level = getattr(cv2, "setLogLevel", None) or cv2.utils.logging.setLogLevel  # before OpenCV 5, and since
+_set_level(0)
 
 __all__ = ["cv2"]

@@ -133,6 +133,7 @@ def test_no_op_breaks_on_data_that_is_nothing(node, tmp_path):
         "AddInt": {"pairs": "a:1"}, "Add": {"pairs": "a:1"}, "Copy": {"pairs": "a:b"}, "Move": {"pairs": "a:b"},
         "Remove": {"keys": "a"}, "KeyA2KeyB": {"key_a": "a", "key_b": "b"}, "Sleep": {"time": 0},
         "CvtColorMat": {"color": "rgb"}, "CvtColorTensor": {"color": "rgb"}, "Python": {"target": "json:dumps"},
+        "AlignMat": {"resize_h": 2, "max_w": 32}, "BatchFixHLimitW": {"resize_h": 2, "max_w": 32},
         "FixHResizePadMat": {"resize_h": 2, "max_w": 2}, "SaveMat": {"save_dir": str(tmp_path)},
     }  # fmt: skip
     looked = 0
