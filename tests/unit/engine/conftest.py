@@ -10,7 +10,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.engine.batcher import Batcher
 from penstock.observe.base import Observer
 from penstock.transports.base import OnPart, TransportListener
-from penstock.types import Batch, BatchPart, ItemResult
+from penstock.types import Batch, BatchPart, Item, ItemResult
 
 
 class FakeTransport:
@@ -41,6 +41,14 @@ class FakeTransport:
         results = [ItemResult(body=item.payload) for item in batch.items]
         on_part(part or BatchPart(batch.id, **{"results": results, **fields}))  # type: ignore[arg-type]
         return batch
+
+    def item(self, batch: int, place: int) -> Item:
+        return next(sent for sent, _ in self.sent if sent.id == batch).items[place]
+
+    def echo(self, batch: int, place: int) -> ItemResult:
+        """What answers an item of many, or its part, with itself."""
+        item = self.item(batch, place)
+        return ItemResult(item.payload[item.start : item.stop] if item.stop >= 0 else item.payload)
 
     def some(self, batch: int, *places: int, final: bool = False, **fields: object) -> None:
         """Answers items of a batch, which works beside others: every payload with itself."""

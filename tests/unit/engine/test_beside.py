@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,13 +24,13 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def died(batcher: Batcher, transport: Any) -> None:
+async def died(batcher: Batcher, transport: Any, width: int = 16) -> None:
     """The worker ends under all its batches, and is back at once."""
     sent, transport.sent = transport.sent, []
     for batch, on_part in sent:
         on_part(BatchPart(batch.id, error=WorkerDied("signal 9")))
     batcher.scheduler.slot_down(0, 0.0)
-    batcher.scheduler.slot_up(0, 0.0, 16)
+    batcher.scheduler.slot_up(0, 0.0, width)
     batcher.wake()
     await turns()
 
@@ -204,3 +205,53 @@ async def test_close_answers_those_of_whom_a_part_of_their_batch_was_answered(ba
     assert [c.answer.error is None for c in callers] == [True, False]
     transport.some(1, 1, final=True)
     assert batcher.pending == 0
+
+
+@pytest.mark.parametrize("seed", range(15))
+async def test_every_caller_is_answered_once_whatever_the_worker_does(make_batcher, transport, caller, seed) -> None:
+    random, batcher = Random(seed), make_batcher(width=12, max_batch_size=5, max_queue=10_000)
+    open_places: dict[int, list[int]] = {}
+    waiting: list[tuple[Any, Any, int]] = []  # call, sink, number
+    gone: list[Any] = []
+
+    def take_note() -> None:
+        for batch, _ in transport.sent:
+            open_places.setdefault(batch.id, list(range(len(batch.items))))
+        assert sum(transport.item(batch, place).rows for batch in open_places for place in open_places[batch]) <= 12
+
+    def answer(batch: int) -> None:
+        places = random.sample(open_places[batch], random.randint(1, len(open_places[batch])))
+        left = open_places[batch] = [place for place in open_places[batch] if place not in places]
+        transport.some(batch, *places, final=not left, results=[transport.echo(batch, place) for place in places])
+        if not left:
+            del open_places[batch]
+            transport.sent = [pair for pair in transport.sent if pair[0].id != batch]
+
+    for number in range(250):
+        rows, sink = random.choice((1, 1, 1, 3, 8)), caller()
+        item = Item([number] * rows, rows=rows, many=True)
+        waiting.append((batcher.submit(item, sink, None, 0, "", 1), sink, number))
+        await turns()
+        take_note()
+        for batch in random.sample(list(open_places), min(len(open_places), random.randrange(3))):
+            answer(batch)
+        if random.random() < 0.05:
+            call, sink, _ = waiting.pop(random.randrange(len(waiting)))
+            call.cancel()
+            gone.append((sink, len(sink.parts)))
+        if random.random() < 0.04:
+            open_places.clear()
+            await died(batcher, transport, width=12)
+            take_note()
+    await turns()
+    take_note()
+    while open_places:
+        answer(random.choice(list(open_places)))
+        await turns()
+        take_note()
+    assert (batcher.pending, batcher.scheduler.running_rows, batcher.scheduler.queued_rows) == (0, 0, 0)
+    for _, sink, number in waiting:
+        found = sink.answer
+        assert type(found.error) is WorkerDied or set(found.body) == {number}
+    assert all(len(sink.parts) == count for sink, count in gone)
+    assert sum(sink.answer.error is None for _, sink, _ in waiting) > 150
