@@ -11,7 +11,8 @@ from typing import Any
 
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.keys import NODE
-from penstock.pipeline.lower import PATHS, TARGET
+from penstock.pipeline.lower import PATHS, TARGET, Draft, takes_size
+from penstock.pipeline.placing import AUTO
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 100
@@ -59,8 +60,11 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
         yield "ops", [_op(step, known, folder, first=not i) for i, step in enumerate(node.steps)]
     if node.inputs:
         yield "inputs", {each.name: f"{each.producer}.{each.source}" for each in node.inputs}
+    usual = {"device": AUTO} if takes_size([Draft(step.op, step.params) for step in node.steps]) else {}
     for key, value in fields.items():
-        if value != getattr(_DEFAULTS, _FIELDS.get(key, key)) or key in given:
+        if key in usual and value == usual[key] and key not in given:
+            continue
+        if key in usual or value != getattr(_DEFAULTS, _FIELDS.get(key, key)) or key in given:
             yield key, _milliseconds(value) if key in _UNIT else value
     if node.each is not None:
         for key, name in _EACH.items():

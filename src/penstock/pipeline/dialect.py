@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from penstock.config.words import found
 from penstock.errors import ConfigError
-from penstock.models.onnx import CUDA, TENSORRT, import_onnxruntime
 from penstock.pipeline.keys import torchpipe_key
 from penstock.pipeline.source import Source
 from penstock.worker.devices import visible_gpus
-
-log = logging.getLogger("penstock.pipeline")
 
 TASK_KEYS = {
     "BOX": "_box",
@@ -35,7 +30,6 @@ TASK_KEYS = {
 """Fields by the middle of the names that TorchPipe gives them: `TASK_DATA_KEY` is `data`."""
 
 _TASK_KEY = re.compile(r"\bTASK_([A-Z_]+?)_KEY\b")
-_ON_A_GPU = {"tensorrttensor", "torchscripttensor"}
 _MAP_PART = re.compile(r"([^\[\],]*)\[([^\[\]]*)\]")
 _RENAMED = {"instance_num": "instances", "batching_timeout": "wait_ms", "jump": "body", "split": "each"}
 _GROUPS = "groups of a node ('&') are not run here: write one value"
@@ -126,17 +120,6 @@ def _device(value: Any) -> str:
     if not text.isdecimal():
         raise ConfigError(f"found {found(value)}, expected the number of a GPU, such as 0")
     return f"cuda:{text}" if visible_gpus() else "cpu"
-
-
-def gpu_of(ops: Iterable[str]) -> str | None:
-    """The device of TorchPipe's ops of a GPU where none is named: its first, if there is one that can be used."""
-    named = {op.lower() for op in ops}
-    if not named & _ON_A_GPU or not visible_gpus():
-        return None
-    if "tensorrttensor" in named and not {CUDA, TENSORRT} & set(import_onnxruntime().get_available_providers()):
-        log.warning("device=cpu hint=TensorrtTensor runs on the GPU where onnxruntime-gpu is installed")
-        return None
-    return "cuda:0"
 
 
 def map_inputs(value: Any) -> dict[str, str]:

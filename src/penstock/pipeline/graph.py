@@ -47,8 +47,9 @@ class Node(Struct, frozen=True, omit_defaults=True):
     `max_batch` None: 1 for a model in TorchPipe's dialect and 8 in ours; without a model as many as fit a slice of
     time. `min_batch` and `sizes` are what a model's engine is made for: a smaller batch is padded up. `wait_s` None: 0
     on the CPU, 2 ms on a GPU. `queue` None: at most 2 x instances x max_batch items wait for it. `bucket` None: shape
-    and dtype of `data`, where a model is given it. `alias_of`, `each`, `when`, `require` and filters beyond "swap" and
-    "or" are held, and refused by the runner.
+    and dtype of `data`, where a model is given it. `device` "auto": a GPU of the machine where it runs, if there is
+    one. `alias_of`, `each`, `when`, `require` and filters beyond "run", "swap" and "or" are held, and refused by the
+    runner.
     """
 
     name: str

@@ -69,7 +69,9 @@ NODE: Final = {
         Numbers, "sizes that sides of what a model is given are filled up to, with zeros", "no padding", 1, 65536
     ),
     "device": Key(
-        str, "`cpu`, `cuda` or `cuda:1`", "cpu; of TensorrtTensor and TorchScriptTensor a GPU, if there is one"
+        str,
+        "`cpu`, `cuda`, `cuda:1`, or `auto`: a GPU that the model can use, if there is one",
+        "auto with a model's file",
     ),
     "queue": Key(int, "most items that wait for it", "2 x instances x max_batch", 1, 2**31),
     "queue_bytes": Key(int, "most bytes that wait for it", "64 MiB", 1, 2**50),

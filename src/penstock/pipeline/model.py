@@ -18,6 +18,7 @@ from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline, Started
 from penstock.pipeline.node import tune_process
 from penstock.pipeline.outcome import Outcome
+from penstock.pipeline.placing import AUTO
 from penstock.pipeline.questions import Question, answer_of, question_of, server_timing
 from penstock.types import Headed, TensorSpec
 
@@ -173,19 +174,22 @@ class _Rows:
 
 
 def placed(graph: Graph, device: str) -> Graph:
-    """The graph with its models on the device of the worker. Raises ConfigError for a node that names another GPU.
+    """The graph with its models on the device of the worker, unless they say cpu. Raises ConfigError for another GPU.
 
     A worker of a GPU sees that one alone, as cuda:0. On "cpu" the nodes run where they say.
     """
     if not device.startswith("cuda"):
         return graph
     for node in graph.nodes.values():
-        if node.device not in ("cpu", device):
+        if node.device not in ("cpu", AUTO, device):
             raise ConfigError(
                 f"{graph.name}: node '{node.name}': device {node.device}, but this worker has {device} alone, which is"
                 " its own GPU; leave the device out, or give the workers devices = ['cpu']: they see all GPUs"
             )
-    nodes = {name: structs.replace(n, device=device) if _wants(n) else n for name, n in graph.nodes.items()}
+    nodes = {
+        name: structs.replace(n, device=device) if n.device == AUTO and _wants(n) else n
+        for name, n in graph.nodes.items()
+    }
     return structs.replace(graph, nodes=nodes)
 
 

@@ -11,7 +11,6 @@ from msgspec import Struct
 from penstock.config.words import found
 from penstock.errors import ConfigError, nearest
 from penstock.ops.parameters import parameters_of
-from penstock.pipeline.dialect import gpu_of
 from penstock.pipeline.graph import Each, Input, Node
 from penstock.pipeline.keys import NODE, ONLY_WITH_A_MODEL, torchpipe_keys
 from penstock.pipeline.lower import (
@@ -26,11 +25,12 @@ from penstock.pipeline.lower import (
     steps_of,
     takes_size,
 )
+from penstock.pipeline.placing import AUTO
 from penstock.pipeline.source import Source
 
 MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64
 
-_DEVICE = re.compile(r"cpu|cuda(:\d{1,2})?")
+_DEVICE = re.compile(rf"{AUTO}|cpu|cuda(:\d{{1,2}})?")
 _STEPS = {"ops", "backend"}
 _AS_THEY_ARE = {
     "instances", "max_batch", "min_batch", "sizes", "bucket", "pad_to", "device", "queue", "queue_bytes",
@@ -112,15 +112,15 @@ def _drafts(keys: Mapping[str, Any], values: dict[str, Any], folder: str) -> lis
 
 
 def _settle_model(keys: dict[str, Any], values: dict[str, Any], drafts: list[Draft], reading: Reading) -> None:
-    """A model's node has a `max_batch`, whatever the dialect leaves unsaid, and the GPU that its ops mean."""
+    """A model's node has a `max_batch`, whatever the dialect leaves unsaid, and goes where it can."""
     if "max_batch" not in values:
         usual = MAX_BATCH
         if reading.compat:  # there an op of a user says itself how many it takes
             usual = MAX_BATCH_COMPAT if takes_size(drafts) else MAX_BATCH_OF_USERS
         most = max(values["sizes"]) if values.get("sizes") else usual
         keys["max_batch"] = values["max_batch"] = max(most, values.get("min_batch", 1))
-    if "device" not in keys and (device := gpu_of(draft.op for draft in drafts)):
-        keys["device"] = values["device"] = device
+    if takes_size(drafts):
+        values.setdefault("device", AUTO)
 
 
 def _check_sizes(node: str, values: Mapping[str, Any], source: Source) -> None:
@@ -139,7 +139,7 @@ def _check_sizes(node: str, values: Mapping[str, Any], source: Source) -> None:
 def _check_device(node: str, values: dict[str, Any], source: Source) -> None:
     device = values.get("device", "cpu")
     if not _DEVICE.fullmatch(device):
-        raise source.error(node, "device", f"found {found(device)}, expected cpu, cuda, or one such as cuda:0")
+        raise source.error(node, "device", f"found {found(device)}, expected auto, cpu, cuda, or one such as cuda:0")
     values["device"] = "cuda:0" if device == "cuda" else device
 
 

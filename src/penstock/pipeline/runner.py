@@ -14,6 +14,7 @@ from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.host import Host
 from penstock.pipeline.journey import Done, Journey
+from penstock.pipeline.placing import placed
 from penstock.pipeline.routes import Route, check_runnable, route
 
 
@@ -23,6 +24,7 @@ class Runner:
     def __init__(self, graph: Graph, *, observers: Sequence[Observer] = ()) -> None:
         """Raises ConfigError for what a graph may hold and this does not run yet."""
         check_runnable(graph)
+        graph = placed(graph)
         self.graph = graph
         self.in_flight = 0  # items
         self._routes: dict[str, Route] = {graph.entry: route(graph, graph.entry)}

@@ -13,6 +13,7 @@ from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.host import GPU_WAIT_S
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.lower import op_class
+from penstock.pipeline.placing import placed
 
 _HEAD = ("node", "ops", "instances", "batch", "wait", "device")
 _LONGEST, _WIDTH = 60, 76
@@ -20,7 +21,8 @@ _LONGEST, _WIDTH = 60, 76
 
 def shown(graph: Graph) -> str:
     """The graph as text; lines end in "\\n". Raises ConfigError: its edges do not fit."""
-    nodes = [graph.nodes[name] for name in graph.order()]
+    placed_nodes = placed(graph).nodes
+    nodes = [placed_nodes[name] for name in graph.order()]
     count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
     head = f"pipeline {graph.name}: {count}, from {graph.entry} to {', '.join(graph.outputs)}"
     notes = [f"[{node.name}] {note}" for node in nodes for note in _notes(node)]

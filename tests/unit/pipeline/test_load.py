@@ -156,7 +156,7 @@ def test_max_and_min_may_be_shapes_and_lists(
         ('request_size = "4"', "request_size: is not supported: an item counts one"),
         ('borrow_from = "a"', "borrow_from: is not supported"),
         ('device_id = "first"', "device_id: found the text 'first', expected the number of a GPU"),
-        ('device = "gpu"', "device: found the text 'gpu', expected cpu, cuda"),
+        ('device = "gpu"', "device: found the text 'gpu', expected auto, cpu, cuda"),
         ('map = "prep"', "map: found the text 'prep', expected for instance prep[result:data,box:box]"),
         ('map = "prep[result]"', "map: found 'result', expected a pair"),
         ('map = "a[result:data],b[result:data]"', "map: found the field 'data' twice"),
@@ -193,6 +193,7 @@ def test_keys_without_meaning_are_passed_over_with_a_warning(tmp_path: Path, cap
 def test_a_gpu_is_used_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert load(tmp_path, NET).nodes["net"].device == "auto"
     assert load(tmp_path, NET + "device_id = 1").nodes["net"].device == "cpu"
     assert "there is no GPU: the node runs on the CPU" in caplog.text
     monkeypatch.setattr(dialect, "visible_gpus", lambda: 2)
