@@ -237,6 +237,36 @@ def test_tensorrt_gets_precision_and_shapes(tensorrt, model_files):
     assert options["trt_profile_max_shapes"] == options["trt_profile_opt_shapes"] == "x:8x4"
 
 
+def test_an_engine_is_kept_where_the_user_says(tensorrt, model_files, tmp_path, caplog):
+    cache = str(tmp_path / "mine" / "net.trt")
+    for _ in range(2):
+        loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0", cache=cache)
+    assert [options["built"] for options in tensorrt] == [True, False]
+    assert sorted(p.name for p in (tmp_path / "mine" / "net.trt.penstock").iterdir()) == [SIDECAR, "net.engine"]
+    loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0", cache=cache, precision="fp16")
+    assert tensorrt[-1]["built"]
+    (record,) = caplog.records
+    assert "found precision 'fp32', expected 'fp16'" in record.getMessage()
+
+
+def test_a_changed_graph_has_an_engine_of_its_own(tensorrt, model_files):
+    net = str(model_files / "net.onnx")
+    model = onnx.load(net)
+    model.doc_string = "changed"
+    graph = model.SerializeToString()
+    loaders.open_tensorrt(net, "cuda:0")
+    loaders.open_tensorrt(net, "cuda:0", graph=graph)
+    loaders.open_tensorrt(net, "cuda:0", graph=graph)
+    assert [options["built"] for options in tensorrt] == [True, True, False]
+
+
+def test_tensorrt_gets_the_smallest_batch_and_int8(tensorrt, model_files):
+    loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0", precision="int8", least_rows=4, most_rows=8)
+    (options,) = tensorrt
+    assert (options["trt_int8_enable"], options["trt_fp16_enable"]) == (True, False)
+    assert (options["trt_profile_min_shapes"], options["trt_profile_max_shapes"]) == ("x:4x4", "x:8x4")
+
+
 def test_an_engine_of_open_shapes_is_not_kept(tensorrt, tmp_path):
     shape = ["n", "m"]
     path = graph(tmp_path, [("x", KINDS.FLOAT, shape)], [("y", KINDS.FLOAT, shape)], [("Identity", ["x"], ["y"])])
