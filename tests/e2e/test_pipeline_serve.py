@@ -260,6 +260,17 @@ def test_the_way_of_an_item_is_told_to_who_asked_for_it_in_the_file(server: Any)
         assert response.headers["server-timing"] is None
 
 
+def test_nodes_are_measured_on_the_page_of_the_server(server: Any) -> None:
+    before = server.metric("pipeline_items_total", node="prepare", model="labeller")
+
+    def measured() -> bool:  # a few times a second: they come with what is asked later
+        assert server.post("/predictions/labeller", jpeg(1), "image/jpeg")[0] == 200
+        return bool(server.metric("pipeline_items_total", node="prepare", model="labeller") >= before + 3)
+
+    wait_for(measured)
+    assert server.metric("pipeline_run_seconds_count", node="net", model="labeller") > 0
+
+
 def test_several_outputs_are_an_object_and_fields_may_be_given(server: Any) -> None:
     assert server.post("/predictions/words", b"hello", "text/plain") == (
         200,
