@@ -11,15 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
-import onnxruntime
 import pytest
-import torch
 from sklearn.datasets import load_sample_images
 
 import penstock.compat.torchpipe as torchpipe
 from penstock.compat.torchpipe import TASK_DATA_KEY, TASK_RESULT_KEY, pipe
+
+cv2 = pytest.importorskip("cv2")
+onnxruntime = pytest.importorskip("onnxruntime")
+torch: Any = pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet50_pipeline"
 
@@ -101,6 +103,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         importlib.import_module("export").export_resnet50(path)
     finally:
         sys.path.remove(str(EXAMPLE))
+        for name in ("networks", "export"):
+            sys.modules.pop(name, None)
     yield path
     path.unlink()
 

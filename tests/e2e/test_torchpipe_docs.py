@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cv2
 import pytest
 from sklearn.datasets import load_sample_image
+
+cv2 = pytest.importorskip("cv2")
+for _needed in ("onnxruntime", "thriftpy2", "transformers"):
+    pytest.importorskip(_needed)
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrate-from-torchpipe.md").read_text()
