@@ -120,7 +120,10 @@ class pipe:
                 waited.append((given, *self._taken(given)))
             except PenstockError as e:
                 self._fail(given, e)
-        outcomes = self._pipeline.infer_many([(fields, node) for _, fields, node in waited])
+        try:
+            outcomes = self._pipeline.infer_many([(fields, node) for _, fields, node in waited])
+        except PenstockError as e:  # it is closed
+            raise as_runtime_error(e) from None
         for (given, fields, _), outcome in zip(waited, outcomes, strict=True):
             self._fill(given, fields, outcome)
 

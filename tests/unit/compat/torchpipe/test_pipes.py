@@ -274,8 +274,9 @@ def test_a_pipe_is_closed_once_and_refuses_calls_then() -> None:
     with pipe({"backend": "Identity"}) as closed:
         assert (closed.max(), closed.min()) == (2**32 - 1, 1)
     closed.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        closed({"data": 1})
+    for call in ({"data": 1}, [{"data": 1}]):
+        with pytest.raises(RuntimeError, match="closed"):
+            closed(call)
     event = Event()
     closed({"data": 1, "event": event})
     with pytest.raises(RuntimeError, match="closed"):
