@@ -34,7 +34,7 @@ def pipelines_of(config: Config) -> dict[str, bool]:
 
 def warn_of_sections(config: Config, merged: frozenset[str]) -> None:
     """Tells of tables for a server in files of pipelines that count for nothing: those of others than `merged`."""
-    for file in pipelines_of(config).keys() - merged:
+    for file in {os.path.realpath(file) for file in pipelines_of(config)} - merged:
         for section in SERVER_SECTIONS:
             if section in read_toml(file):
                 log.warning(

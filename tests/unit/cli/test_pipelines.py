@@ -1,0 +1,118 @@
+"""Which TOML files tell a pipeline, what they say of the server, and a check of them in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.config import config as config_verb
+from penstock.cli.pipelines import Checking, tells_pipeline
+from penstock.cli.serve import build_config, split_targets
+from penstock.errors import ConfigError
+
+FLAGS: dict[str, object] = {
+    **dict.fromkeys(("instances", "devices", "max_batch_size", "model", "compat", "host", "port")),
+    **dict.fromkeys(("tls_cert", "tls_key", "token_file", "insecure")),
+    "options": (),
+}
+NODE = '[a]\nbackend = "Identity"\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.toml").write_text(NODE)
+    (tmp_path / "Res Net.toml").write_text('backend = "Identity"\n')
+    (tmp_path / "penstock.toml").write_text('[server]\nport = 1\n[models.m]\ntarget = "net.toml"\n')
+    (tmp_path / "broken.toml").write_text("[a\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("net.toml", True),
+        ("Res Net.toml", True),
+        ("penstock.toml", False),
+        ("broken.toml", False),
+        ("gone.toml", False),
+    ],
+)
+def test_a_pipeline_is_told_by_its_tables(file: str, told: bool) -> None:
+    assert tells_pipeline(file) is told
+
+
+def test_files_of_pipelines_are_models_named_by_their_stems(folder: Path) -> None:
+    toml, models = split_targets(("penstock.toml", "net.toml", "Res Net.toml", "other=net.toml", "pkg:A"))
+    assert toml == "penstock.toml"
+    assert models == {
+        "net": {"target": f"{folder}/net.toml"},
+        "res-net": {"target": f"{folder}/Res Net.toml"},
+        "other": {"target": f"{folder}/net.toml"},
+        "a": {"target": "pkg:A"},
+    }
+
+
+def test_the_dialect_and_the_workers_are_said_of_pipelines() -> None:
+    found = build_config(("net.toml", "pkg:A"), {**FLAGS, "compat": "torchpipe", "instances": 3}, ())
+    assert found.models["net"].options == {"compat": True}
+    assert found.models["a"].options == {}
+    assert {model.instances for model in found.models.values()} == {3}
+    with pytest.raises(ConfigError, match="--compat is for files of pipelines"):
+        build_config(("pkg:A",), {**FLAGS, "compat": "torchpipe"}, ())
+
+
+def test_a_pipeline_says_where_its_server_listens_unless_a_configuration_does(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "net.toml").write_text("[server]\nport = 7\n" + NODE)
+    assert build_config(("net.toml",), FLAGS, ()).server.port == 7
+    assert build_config(("net.toml",), {**FLAGS, "port": 8}, ()).server.port == 8
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert build_config(("penstock.toml", "net.toml"), FLAGS, ()).server.port == 1
+    assert [("net.toml" in r.message, "table=server ignored=true" in r.message) for r in caplog.records] == [
+        (True, True)
+    ]
+
+
+def test_a_check_apart_tells_what_is_wrong_and_loads_nothing_here(folder: Path) -> None:
+    (folder / "steps.py").write_text("import colorsys\ndef f(data): return data\n")
+    (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
+    before = set(sys.modules)
+    Checking({}).result()
+    Checking({str(folder / "net.toml"): False, str(folder / "python.toml"): True}).result()
+    (folder / "net.toml").write_text(NODE + "nxt = 3\n")
+    checking = Checking({str(folder / "net.toml"): False})
+    with pytest.raises(ConfigError, match="nxt"):
+        checking.result()
+    assert not {"steps", "colorsys"} & (set(sys.modules) - before)
+
+
+def test_a_check_that_dies_leaves_the_word_to_the_workers(folder: Path) -> None:
+    (folder / "steps.py").write_text("import os\nos._exit(9)\n")
+    (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
+    Checking({str(folder / "python.toml"): False}).result()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_what_a_file_raises_when_it_is_imported_is_told(folder: Path) -> None:
+    (folder / "steps.py").write_text("raise ValueError('no weights')\n")
+    (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
+    with pytest.raises(ConfigError, match="no weights"):
+        Checking({str(folder / "python.toml"): False}).result()
+
+
+def test_a_configuration_is_checked_with_its_pipelines(folder: Path) -> None:
+    result = CliRunner().invoke(config_verb, ["check", "penstock.toml"])
+    assert (result.exit_code, result.output) == (0, "ok: m (net.toml)\n")
+    (folder / "net.toml").write_text('[a]\nbackend = "Identitty"\n')
+    result = CliRunner().invoke(config_verb, ["check", "penstock.toml"])
+    assert result.exit_code == 1
+    assert "did you mean 'Identity'" in result.output
