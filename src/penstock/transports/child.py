@@ -99,6 +99,8 @@ class Worker:
             self._send(write(Up(ready)))
             self._run_all()
         self._runner.close()
+        if self._wide is not None:
+            self._wide.tell_news()  # what the model counted of itself as it ended
 
     # ---- main thread
 

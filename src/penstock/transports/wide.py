@@ -126,11 +126,11 @@ class Wide:
             self._happened.wait()
             stopped = self._stopped.wait(NEWS_S)
             self._happened.clear()
-            self._tell_news()
+            self.tell_news()
             with self._lock:
                 ended = stopped and not self._batches
 
-    def _tell_news(self) -> None:
+    def tell_news(self) -> None:
         """What was held when news were told last, and still is, may be garbage; what is so since is looked at again."""
         if self._looked & self._held.offsets:
             gc.collect(1)
