@@ -9,11 +9,10 @@ from penstock.ops.parameters import make_op
 from penstock.pipeline.fields import fields_of
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.lower import checked, op_class
+from penstock.pipeline.routes import FILTERS as FILTERS
+from penstock.pipeline.routes import STEP_FILTERS, held
 from penstock.pipeline.source import Source
 from penstock.pipeline.structure import check_structure, entry_of, linked
-
-FILTERS = ("run", "swap", "or")
-STEP_FILTERS = ("run", "swap", "or", "then")
 
 
 def check(graph: Graph) -> None:
@@ -31,19 +30,12 @@ def check(graph: Graph) -> None:
 
 def cannot_run(graph: Graph) -> tuple[str, ...]:
     """What a graph holds that no runner runs yet, in words; empty for most."""
-    return tuple(f"[{n.name}] {text} cannot be run yet" for n in graph.nodes.values() for text in _held(n))
+    found = [(node, text) for node in graph.nodes.values() for text in (*held(node), *_filters(node))]
+    return tuple(f"[{node.name}] {text} cannot be run yet" for node, text in found)
 
 
-def _held(node: Node) -> list[str]:
-    steps = [s.filter for s in node.steps if s.filter not in STEP_FILTERS]
-    return [
-        *([f"an alias (of [{node.alias_of}])"] if node.alias_of is not None else ()),
-        *(["a fan-out (each, MapReduce)"] if node.each is not None else ()),
-        *([f"the filter '{node.filter}'"] if node.filter not in FILTERS else ()),
-        *(f"the filter '{name}'" for name in steps),
-        *(["when"] if node.when is not None else ()),
-        *(["require = 'any'"] if node.require == "any" else ()),
-    ]
+def _filters(node: Node) -> list[str]:
+    return [f"filter '{step.filter}'" for step in node.steps if step.filter not in STEP_FILTERS]
 
 
 def _check_steps(node: Node, source: Source) -> None:

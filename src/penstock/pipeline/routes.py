@@ -9,7 +9,8 @@ from msgspec import Struct
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.graph import Graph, Node
 
-FILTERS = ("run", "swap", "or", "then")
+FILTERS = ("run", "swap", "or")
+STEP_FILTERS = (*FILTERS, "then")
 
 
 class Route(Struct, frozen=True):
@@ -51,11 +52,10 @@ def route(graph: Graph, start: str) -> Route:
 def check_runnable(graph: Graph) -> None:
     """Raises ConfigError for what a graph may hold and the runner does not do."""
     for node in graph.nodes.values():
-        found = _not_yet(node)
-        if found:
+        for found in held(node):
             raise ConfigError(f"node '{node.name}': not supported yet: {found}")
         for step in node.steps:
-            if step.filter not in FILTERS:
+            if step.filter not in STEP_FILTERS:
                 raise ConfigError(f"node '{node.name}', op '{step.op}': not supported yet: filter '{step.filter}'")
         wanted = needs(graph, node.name)
         if wanted and not node.inputs:
@@ -69,13 +69,12 @@ def check_runnable(graph: Graph) -> None:
     graph.order()
 
 
-def _not_yet(node: Node) -> str:
-    if node.alias_of is not None:
-        return f"alias of '{node.alias_of}'"
-    if node.each is not None:
-        return "a fan-out (each, MapReduce)"
-    if node.when is not None:
-        return "when"
-    if node.require == "any":
-        return 'require = "any"'
-    return "" if node.filter in FILTERS else f"filter '{node.filter}'"
+def held(node: Node) -> list[str]:
+    """What a node has that is not run yet, in words."""
+    return [
+        *([f"alias of '{node.alias_of}'"] if node.alias_of is not None else ()),
+        *(["a fan-out (each, MapReduce)"] if node.each is not None else ()),
+        *(["when"] if node.when is not None else ()),
+        *(['require = "any"'] if node.require == "any" else ()),
+        *([f"filter '{node.filter}'"] if node.filter not in FILTERS else ()),
+    ]

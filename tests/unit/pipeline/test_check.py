@@ -61,12 +61,12 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
         (DIAMOND.replace("S[ResizeMat,Mat2Tensor]", "S[Mat2Tensor,ResizeMat]"), "ResizeMat takes 'mat' as data, but"),
         ('[a]\nbackend="DecodeMat"\nnext="b"\n[b]\nbackend="SoftmaxCpu"', "but gets 'mat': Mat2T"),
         ('[a]\nbackend="S[Mat2Tensor,ResizeMat]"\nresize_h=1\nresize_w=1', "but gets 'tensor': Tensor2Mat makes one"),
-        ('[a]\nnext="a.b"\n[a.b]', "[a.b] an alias (of [a]) cannot be run yet"),
+        ('[a]\nnext="a.b"\n[a.b]', "[a.b] alias of 'a' cannot be run yet"),
         ('[a]\nnext="b"\n[b]\nbackend="MapReduce"\njump="c"\n[c]', "[b] a fan-out (each, MapReduce) cannot be run yet"),
-        ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] the filter 'filter_score' cannot be run yet"),
-        ('[a]\nbackend="S[Identity,(half_chance)Identity]"', "[a] the filter 'half_chance' cannot be run yet"),
+        ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] filter 'filter_score' cannot be run yet"),
+        ('[a]\nbackend="S[Identity,(half_chance)Identity]"', "[a] filter 'half_chance' cannot be run yet"),
         ('[a]\nwhen="score > 0.5"', "[a] when cannot be run yet"),
-        ('[a]\nrequire="any"', "[a] require = 'any' cannot be run yet"),
+        ('[a]\nrequire="any"', '[a] require = "any" cannot be run yet'),
         ('[a]\nbackend="ResizeMat"\nresize_h=0\nresize_w=4', "[a]: ResizeMat: resize_h = 0, expected 1"),
         ('[a]\nbackend="OnnxTensor"\nmodel="m.onnx"\nstd=[1, 0]', "[a]: std and mean: found"),
     ],
@@ -94,7 +94,7 @@ def test_a_field_of_an_op_that_may_write_any_is_not_refused() -> None:
 
 def test_all_that_is_only_held_is_told_at_once() -> None:
     graph = read('[a]\nwhen="x"\nnext="b"\n[b]\nrequire="any"')
-    assert cannot_run(graph) == ("[a] when cannot be run yet", "[b] require = 'any' cannot be run yet")
+    assert cannot_run(graph) == ("[a] when cannot be run yet", '[b] require = "any" cannot be run yet')
 
 
 def test_graphs_made_by_hand_are_checked_alike() -> None:
