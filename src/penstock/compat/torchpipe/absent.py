@@ -21,6 +21,7 @@ class Absent:
 
 _COMPILED = "nothing is compiled; write the backend in Python and give it to register_backend"
 _SHAPES = "onnx.load(path).graph.input tells the shapes of a model"
+_MEASURES = "test_function and test_from_raw_file measure a pipe"
 _STORE = "keep what is shared in a dict of the program, under a lock"
 
 INSTEAD = {
@@ -36,6 +37,9 @@ INSTEAD = {
     "utils.cpp_extension.load": _COMPILED,
     "utils.cpp_extension.load_backend": _COMPILED,
     "utils.cpp_extension.load_filter": _COMPILED,
+    "utils.test.Sampler": _MEASURES,
+    "utils.test.test": _MEASURES,
+    "utils.test.throughput": _MEASURES,
 }
 
 
