@@ -240,6 +240,7 @@ def test_the_metadata_tell_the_nodes_and_no_paths(server: Any, folder: Path) -> 
     told = json.loads(body)
     assert (status, told["platform"]) == (200, "penstock_pipeline")
     assert told["inputs"] == [{"name": "data", "datatype": "BYTES", "shape": [-1]}]
+    assert told["outputs"] == [{"name": "result", "datatype": "FP32", "shape": [-1, LABELS]}]
     nodes = told["parameters"]["pipeline"]["nodes"]
     assert [node["name"] for node in nodes] == ["decode", "prepare", "net"]
     assert (nodes[2]["instances"], nodes[2]["max_batch"]) == (2, 4)

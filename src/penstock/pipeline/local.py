@@ -21,7 +21,7 @@ from penstock.pipeline.journey import Done, Journey
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.routes import check_runnable
 from penstock.pipeline.runner import Runner
-from penstock.types import Item, ItemResult, Sink
+from penstock.types import Item, ItemResult, ModelMetadata, Sink
 
 log = logging.getLogger("penstock.pipeline")
 
@@ -108,6 +108,10 @@ class LocalPipeline:
         """What each node has learned and done."""
         return self._portal.statistics("")
 
+    def metadata(self) -> dict[str, ModelMetadata]:
+        """What each node says of its model, by its name."""
+        return self._portal.call(_metadata)
+
     @property
     def width(self) -> int:
         """Items that are inside at once; 0 until it is loaded."""
@@ -157,6 +161,11 @@ def the_outcome(future: concurrent.futures.Future[Any]) -> Outcome:
 
 async def _loaded(backend: _Backend) -> None:
     await backend.loaded()
+
+
+async def _metadata(backend: _Backend) -> dict[str, ModelMetadata]:
+    found = {name: backend.runner.host(name).handle.metadata for name in backend.runner.graph.nodes}
+    return {name: metadata for name, metadata in found.items() if metadata is not None}
 
 
 async def _width(backend: _Backend) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,16 @@ from msgspec import structs
 from penstock.errors import ConfigError
 from penstock.models.python import Answer, model
 from penstock.ops import catalog
+from penstock.ops.base import DATA, RESULT
 from penstock.pipeline.check import check
-from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline, Started
 from penstock.pipeline.node import tune_process
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.placing import AUTO
 from penstock.pipeline.questions import Question, answer_of, question_of, server_timing
-from penstock.types import Headed, TensorSpec
+from penstock.types import Headed, ModelMetadata, TensorSpec
 
 
 @model(policy="fixed", max_hold_s=0, max_batch_size=32)
@@ -38,6 +39,7 @@ class PipelineModel:
         self._file, self._compat = file, compat
         self._tuned = False
         self.inputs: tuple[TensorSpec, ...] = ()
+        self.outputs: tuple[TensorSpec, ...] = ()
         self.parameters: dict[str, Any] = {}
 
     def load(self, device: str) -> None:
@@ -46,9 +48,10 @@ class PipelineModel:
         check(graph)
         self._graph = graph
         self._takes = catalog.find(graph.nodes[graph.entry].steps[0].op).takes
-        self.inputs = (TensorSpec("data", "BYTES", (-1,)),) if self._takes == "bytes" else ()
+        self.inputs = (TensorSpec(DATA, "BYTES", (-1,)),) if self._takes == "bytes" else ()
         self.parameters = {"pipeline": described(graph)}
         self._pipeline = LocalPipeline(graph)
+        self.outputs = outputs_of(graph, self._pipeline.metadata())
 
     def predict(self, items: list[Any]) -> list[Any]:
         """The answers; an exception in the place of one that failed."""
@@ -193,9 +196,22 @@ def placed(graph: Graph, device: str) -> Graph:
     return structs.replace(graph, nodes=nodes)
 
 
+def outputs_of(graph: Graph, metadata: Mapping[str, ModelMetadata]) -> tuple[TensorSpec, ...]:
+    """The tensors that are answered, where the result is what a model gives. `metadata`: what each node says."""
+    if graph.answers != (RESULT,) or len(graph.outputs) != 1 or not _is_model(graph.nodes[graph.outputs[0]].steps[-1]):
+        return ()
+    last = metadata[graph.outputs[0]].outputs
+    names = [RESULT] if len(last) == 1 else [f"{RESULT}_{i}" for i in range(len(last))]
+    return tuple(TensorSpec(name, t.datatype, (-1, *t.shape[1:])) for name, t in zip(names, last, strict=True))
+
+
+def _is_model(step: Step) -> bool:
+    return catalog.BUILTIN.get(step.op, "").endswith(":ModelOp")
+
+
 def _wants(node: Node) -> bool:
     """Whether a node has a model that is not said to run on the CPU."""
-    models = [step for step in node.steps if catalog.BUILTIN.get(step.op, "").endswith(":ModelOp")]
+    models = [step for step in node.steps if _is_model(step)]
     return any(step.params.get("runtime", "auto") not in ("cpu", "openvino") for step in models)
 
 

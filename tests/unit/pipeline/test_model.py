@@ -13,8 +13,8 @@ from msgspec import structs
 from penstock.config.schema import ModelConfig
 from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed
 from penstock.pipeline.graph import Graph, Node, Step
-from penstock.pipeline.model import PipelineModel, described, placed
-from penstock.types import Headed, Item, TensorSpec
+from penstock.pipeline.model import PipelineModel, described, outputs_of, placed
+from penstock.types import Headed, Item, ModelMetadata, TensorSpec
 from penstock.worker.main import open_model
 from penstock.worker.spec import WorkerSpec, Wrapped
 
@@ -215,3 +215,18 @@ def test_clients_read_the_nodes_and_no_parameters() -> None:
     assert [n["name"] for n in told["nodes"]] == ["a", "b"]
     assert told["nodes"][0]["next"] == ["b"]
     assert "secret" not in str(told)
+
+
+def test_the_tensors_of_a_last_model_are_told_under_the_names_of_the_answer() -> None:
+    given = graph(a=structs.replace(node("a"), next=("b",)), b=node("b", "OnnxTensor"))
+    one, two = TensorSpec("logits", "FP32", (4, 1000)), TensorSpec("boxes", "INT64", (-1, -1, 4))
+
+    def told(given: Graph, *specs: TensorSpec) -> tuple[TensorSpec, ...]:
+        return outputs_of(given, {"a": ModelMetadata("a", "1"), "b": ModelMetadata("b", "1", outputs=specs)})
+
+    assert told(given, one) == (TensorSpec("result", "FP32", (-1, 1000)),)
+    assert [spec.name for spec in told(given, one, two)] == ["result_0", "result_1"]
+    assert told(given) == ()
+    assert told(structs.replace(given, answers=("result", "label")), one) == ()
+    after = structs.replace(given.nodes["b"], steps=(*given.nodes["b"].steps, Step("Identity")))
+    assert told(structs.replace(given, nodes={**given.nodes, "b": after}), one) == ()
