@@ -96,3 +96,26 @@ async def test_an_item_that_ends_its_worker_fails_with_few_of_those_beside_it(
     assert set(crowd.statuses) <= {200, 503}
     assert crowd.statuses[503] <= 24 * poisons  # of about 48 that were on its worker
     assert server.metric("penstock_worker_events_total", state="died") == 2 * poisons
+
+
+async def test_callers_that_hang_up_cost_nobody_an_answer_and_leave_nothing(
+    guarded: Callable[..., Any], chaos: SimpleNamespace
+) -> None:
+    server = guarded(SOURCE, "Slow")
+
+    async def leaves() -> None:
+        async with chaos.Client(server) as client:
+            for body in (b'"a"', bytes(200_000), b'"b"'):
+                kind = "application/json" if len(body) < 9 else "application/octet-stream"
+                client.send("/predictions/slow", body, content_type=kind)
+            await asyncio.sleep(random.uniform(0.0, 0.04))
+
+    async with chaos.Crowd(server, "slow", 16) as crowd:
+        for _ in range(chaos.count(20, 500)):
+            await asyncio.gather(*(leaves() for _ in range(8)))
+    assert crowd.wrong == []
+    assert not crowd.unanswered
+    assert set(crowd.statuses) == {200}
+    await chaos.until(lambda: server.metric("penstock_requests_in_flight") == 0)
+    await chaos.until(lambda: server.metric("penstock_pool_used_bytes") == 0)
+    assert server.metric("penstock_worker_events_total", state="died") == 0
