@@ -5,12 +5,14 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.errors import ConfigError
 from penstock.pipeline.convert import to_toml
 from penstock.pipeline.expression import parse
+from penstock.pipeline.keys import NODE, torchpipe_keys
 from penstock.pipeline.load import parse_graph
 
 FOLDER = "/srv/nets"
@@ -98,6 +100,38 @@ def test_a_converted_graph_is_the_same_graph(tables: dict[str, Any]) -> None:
     again = parse_graph(tomllib.loads(text), name="other", folder=FOLDER)
     assert again == graph
     assert to_toml(again) == text
+
+
+SCALARS = (
+    st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.dates()
+    | st.sampled_from(
+        ["a", "b", "a.result", "1&2", "4x3x2", "a[result:data]", "S[DecodeMat", "(or)ResizeMat", "cuda:99"]
+    )
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(["op", "data", "next", "x"]), v, max_size=2),
+)
+NAMES = [*NODE, *(key.name for key in torchpipe_keys()), "resize_h", "color", "target", "x"]
+ANY_TABLE = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4)
+ANY_TABLES = st.dictionaries(
+    st.sampled_from(["a", "b", "a b", "global", "pipeline", *NAMES[:8]]), ANY_TABLE | VALUES, max_size=5
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(tables=ANY_TABLES, compat=st.booleans())
+def test_any_tables_are_a_graph_or_an_error_that_says_where(tables: dict[str, Any], compat: bool) -> None:
+    try:
+        graph = parse_graph(tables, name="nets", folder=FOLDER, compat=compat)
+    except ConfigError as e:
+        event(e.message[:30])
+    else:
+        assert parse_graph(tomllib.loads(to_toml(graph)), name="nets", folder=FOLDER) == replace(graph, compat=False)
 
 
 def refusal(text: str) -> str | None:

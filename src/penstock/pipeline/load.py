@@ -80,7 +80,8 @@ def _graph(tables: Mapping[str, Any], source: Source, *, name: str, folder: str,
     folder = os.path.abspath(folder)
     name = settings.get("name", name)
     nodes = _tables_of_nodes(tables, re.sub(r"[^A-Za-z0-9_-]", "_", name), source)
-    plain = {k: v for k, v in tables.items() if not isinstance(v, dict)} | dict(tables.get(_GLOBAL, {}))
+    given = tables[_GLOBAL] if isinstance(tables.get(_GLOBAL), dict) else {}
+    plain = {k: v for k, v in tables.items() if not isinstance(v, dict)} | given
     alone = not nodes.keys() & tables.keys()
     defaults = {} if alone else native_table(plain, "", source)
     reading = Reading(source, defaults, folder, compat, set())
