@@ -92,7 +92,7 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(tables=graphs())
 def test_a_converted_graph_is_the_same_graph(tables: dict[str, Any]) -> None:
     graph = parse_graph(tables, name="nets", folder=FOLDER)
