@@ -250,16 +250,17 @@ def test_a_number_that_is_none_is_told_when_the_pipe_is_made() -> None:
 
 
 def test_a_pipe_that_is_dropped_ends_its_threads(double: pipe) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     dropped = pipe({"backend": "Identity", "instance_num": 3})
     dropped({"data": 1})
-    assert threading.active_count() > before
+    its_own = set(threading.enumerate()) - before
+    assert its_own
     del dropped
     gc.collect()
     end = time.monotonic() + 20
-    while threading.active_count() > before and time.monotonic() < end:
+    while its_own & set(threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.01)
-    assert threading.active_count() <= before
+    assert not its_own & set(threading.enumerate())
 
 
 def test_what_was_begun_is_answered_although_the_pipe_is_dropped() -> None:
