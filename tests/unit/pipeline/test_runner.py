@@ -588,3 +588,51 @@ async def test_what_ops_count_goes_the_same_way(stage, make_graph, monkeypatch) 
     s = await stage(make_graph({"a": ("Counts", "", {})}))
     await s.results("1", "2")
     assert [d.value for d in metrics.drain() or [] if d.name == "faces"] == [4]
+
+
+async def test_a_wait_below_a_millisecond_is_slept_and_not_spun_hazard_7(stage, make_graph, doors) -> None:
+    graph = make_graph(
+        {
+            "a": (Step("Door", {"gate": "a"}), "b", {}),
+            "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 0.0007}),
+        }
+    )
+    s = await stage(graph)
+    other = s.put("2")
+    await doors.until("a", 1)
+    batcher = s.runner._hosts["b"].batcher
+    turns = []
+    poll = batcher.scheduler.poll
+    batcher.scheduler.poll = lambda now: (turns.append(now), poll(now))[1]
+    started = asyncio.get_running_loop().time()
+    assert (await s.put("1", node="b")).fields["result"] == "1"
+    assert asyncio.get_running_loop().time() - started >= 0.0007
+    assert len(turns) <= 6  # its coming, its timer, its end: not one more for each turn of the loop
+    doors.open_all()
+    await other
+
+
+async def test_a_full_batch_does_not_wait_behind_a_head_of_another_shape_hazard_8(
+    stage, make_graph, doors, monkeypatch
+):
+    class Shaped(BatchOp):
+        takes = "tensor"
+
+        def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
+            return data
+
+    monkeypatch.setitem(catalog._registered, "Shaped", Shaped)
+    graph = make_graph(
+        {"a": (Step("Door", {"gate": "a"}), "b", {}), "b": ("Shaped", "", {"max_batch": 2, "wait_s": 60.0})}
+    )
+    s = await stage(graph)
+    coming = s.put("1")  # so that a lone item waits
+    await doors.until("a", 1)
+    head = s.put(np.zeros((1, 3)), node="b")
+    pair = [s.put(np.zeros((1, 4)), node="b") for _ in range(2)]
+    for future in pair:
+        assert (await asyncio.wait_for(future, 10.0)).error is None
+    assert not head.done()
+    doors.open_all()
+    assert (await asyncio.wait_for(head, 10.0)).error is None
+    assert (await asyncio.wait_for(coming, 10.0)).error is None

@@ -1,0 +1,177 @@
+"""NodeModel: a batch through the ops of one node, each item in its own place."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import weakref
+from typing import Any
+
+import pytest
+
+from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory
+from penstock.ops import catalog
+from penstock.ops.base import BatchOp, ItemOp
+from penstock.pipeline.graph import Node, Step
+from penstock.pipeline.node import MODEL_ROWS, SLICE_ROWS, NodeModel, Shared, Visit, one_thread, tune_process
+
+A, B = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}, "swap")
+BATCH = Step("BatchWords", {"word": "!"}, "swap")
+
+
+@pytest.fixture
+def node(known: None, caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.CRITICAL)
+
+    def made(*steps: Step, shared: Shared | None = None, **keys: Any) -> NodeModel:
+        model = NodeModel(Node("n", steps, **keys), shared)
+        model.load("cpu")
+        return model
+
+    return made
+
+
+def visits(*data: Any, swap: bool = False) -> list[Visit]:
+    return [Visit({"result" if swap else "data": d}, swap) for d in data]
+
+
+def told(found: list[Any]) -> list[Any]:
+    return [type(f).__name__ if isinstance(f, Exception) else f[0].get("result") for f in found]
+
+
+def test_items_keep_their_places(node: Any) -> None:
+    model = node(Step("Picky"), B, BATCH)
+    assert told(model.predict(visits("1", "x", "-", "4"))) == ["1b!", "ItemFailed", None, "4b!"]
+
+
+def test_what_it_was_given_stays_as_it_was(node: Any) -> None:
+    model = node(A, B)
+    given = visits("1", swap=True)
+    assert told(model.predict(given)) == ["1ab"]
+    assert given[0].fields == {"result": "1"}
+    assert told(model.predict(given)) == ["1ab"]  # a batch can be run again
+
+
+def test_a_batch_op_that_raises_is_left_to_the_worker_s_halves(node: Any) -> None:
+    model = node(Step("BatchWords"))
+    given = visits("1", "x")
+    with pytest.raises(ValueError, match="one has an x"):
+        model.predict(given)
+    found = model.predict(given[1:])
+    assert told(found) == ["ItemFailed"]
+    assert "item 1 of its batch" in found[0].detail  # its place in the batch as it first was
+    assert told(model.predict(given[:1])) == ["1"]
+
+
+@pytest.mark.parametrize("keys", [{"retry_split": False}, {"idempotent": False}])
+def test_without_leave_to_run_again_all_that_were_left_fail(node: Any, keys: dict[str, bool]) -> None:
+    model = node(Step("Picky"), BATCH, Step("BatchWords", {}, "swap"), **keys)
+    model._parts[1][0].op.word = "x"  # the second batch op raises for all
+    assert told(model.predict(visits("1", "-", "3"))) == ["ItemFailed", None, "ItemFailed"]
+
+
+def test_out_of_memory_is_left_to_halves_also_without_leave_to_split(node: Any, monkeypatch: Any) -> None:
+    class Large(BatchOp):
+        def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
+            raise MemoryError
+
+    monkeypatch.setitem(catalog._registered, "Large", Large)
+    model = node(Step("Large"), retry_split=False)
+    with pytest.raises(MemoryError):
+        model.predict(visits("1", "2"))
+    found = model.predict(visits("1"))
+    assert isinstance(found[0], OutOfMemory)
+
+
+def test_a_wrong_number_of_results_fails_those_of_the_call(node: Any) -> None:
+    found = node(Step("Picky"), Step("TooFew", {}, "swap")).predict(visits("1", "x", "3"))
+    assert [type(f) for f in found] == [BadOutput, ItemFailed, BadOutput]
+    assert "1 results for 2 items" in str(found[0])
+
+
+def test_errors_say_where_and_hold_no_frames(node: Any, monkeypatch: Any) -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    class Held:
+        pass
+
+    class Raises(ItemOp):
+        def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+            held = Held()
+            alive.append(weakref.ref(held))
+            raise BadRequest("expected an image", detail="of 3 bytes")
+
+    monkeypatch.setitem(catalog._registered, "Raises", Raises)
+    (error,) = node(Step("Raises")).predict(visits("1"))
+    gc.collect()
+    assert (type(error), str(error)) == (BadRequest, "expected an image")
+    assert error.detail == "node 'n', op 'Raises', item 0 of its batch\nof 3 bytes"
+    assert alive[0]() is None
+
+
+def test_a_distinct_error_is_logged_once_a_minute(node: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = node(Step("Picky"))
+    caplog.set_level(logging.WARNING, "penstock.pipeline")
+    model.predict(visits("x", "xx", "x"))
+    model.predict(visits("x"))
+    (line,) = [r.getMessage().partition("\n")[0] for r in caplog.records]
+    assert "where=\"node 'n', op 'Picky', item 0 of its batch\"" in line
+    assert "error='Picky raised ValueError: this has an x'" in line
+
+
+def test_its_size_is_what_the_node_says_and_its_ops_can_take(node: Any) -> None:
+    def size(*steps: Step, **keys: Any) -> int:
+        return int(node(*steps, **keys).__penstock_options__["max_batch_size"])
+
+    assert size(A) == SLICE_ROWS
+    assert size(Step("BatchWords")) == MODEL_ROWS
+    assert size(Step("BatchWords"), shared=Shared(compat=True)) == 1
+    assert size(Step("BatchWords"), max_batch=5) == 5
+    assert size(Step("BatchWords", {"rows": 3}), max_batch=5) == 3
+
+
+def test_the_batches_of_a_node_are_numbered_over_its_instances(node: Any) -> None:
+    shared = Shared()
+    one, two = node(A, shared=shared), node(A, shared=shared)
+    stamps = [m.predict(visits("1", "2"))[0][1] for m in (one, two, one)]
+    assert [s.batch_id for s in stamps] == [0, 1, 2]
+    assert [s.size for s in stamps] == [2, 2, 2]
+
+
+def test_what_is_no_op_is_refused(node: Any, monkeypatch: Any) -> None:
+    class Nothing:
+        def load(self, device: str) -> None: ...
+
+    monkeypatch.setitem(catalog._registered, "Nothing", Nothing)
+    with pytest.raises(ConfigError, match="op 'Nothing' is a Nothing, expected an ItemOp or a BatchOp"):
+        node(Step("Nothing"))
+
+
+def test_ops_are_unloaded_with_their_node(node: Any, monkeypatch: Any) -> None:
+    ended = []
+
+    class Ends(ItemOp):
+        def unload(self) -> None:
+            ended.append(self)
+
+    monkeypatch.setitem(catalog._registered, "Ends", Ends)
+    model = node(Step("Ends"), Step("Ends"))
+    model.unload()
+    assert len(ended) == 2
+
+
+def test_libraries_make_no_threads_of_their_own_for_one_image(monkeypatch: Any) -> None:
+    said: list[int] = []
+    monkeypatch.setitem(sys.modules, "cv2", type("cv2", (), {"setNumThreads": staticmethod(said.append)}))
+    one_thread()
+    assert said == [1]
+
+
+def test_threads_of_a_process_of_pipelines_change_places_sooner() -> None:
+    before = sys.getswitchinterval()
+    try:
+        tune_process()
+        assert sys.getswitchinterval() == pytest.approx(0.001)
+    finally:
+        sys.setswitchinterval(before)
