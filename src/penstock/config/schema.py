@@ -46,7 +46,10 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     )
     model_store: Annotated[
         str | None,
-        doc("folder; the management listener may load the Python and model files in it, no others but those named"),
+        doc(
+            "folder; the management listener may load the Python, model and pipeline files in it, no others but those"
+            " named"
+        ),
     ] = None
     insecure: Annotated[bool, doc("allow a non-loopback address without a token or client certificates")] = False
     drain_s: Annotated[Hold, doc("longest wait for running requests at shutdown")] = 30.0
