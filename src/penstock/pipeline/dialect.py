@@ -32,6 +32,8 @@ TASK_KEYS = {
 _TASK_KEY = re.compile(r"\bTASK_([A-Z_]+?)_KEY\b")
 _MAP_PART = re.compile(r"([^\[\],]*)\[([^\[\]]*)\]")
 _RENAMED = {"instance_num": "instances", "batching_timeout": "wait_ms", "jump": "body", "split": "each"}
+_WITH_BARS = ("map", "model", "model::cache")  # map says more of it, paths may have it
+_POSITIONS = "values for one op each ('|') are not read: write them at the ops, as ResizeMat(resize_h=224)"
 _GROUPS = "groups of a node ('&') are not run here: write one value"
 
 
@@ -81,6 +83,8 @@ def _add(native: dict[str, Any], key: str, value: Any, given: dict[str, Any]) ->
     entries: dict[str, Any] = {name: value}
     if isinstance(value, str) and "&" in value and torchpipe_key(key) is not None:
         raise ConfigError(f"found {found(value)}: {_GROUPS}")
+    if isinstance(value, str) and "|" in value and torchpipe_key(key) is not None and key not in _WITH_BARS:
+        raise ConfigError(f"found {found(value)}: {_POSITIONS}")
     if key in ("max", "min"):
         entries = _batch(key, value)
     elif key == "map":

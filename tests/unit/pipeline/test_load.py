@@ -142,6 +142,8 @@ def test_max_and_min_may_be_shapes_and_lists(
     [
         ('max = "4&8"', "groups of a node ('&') are not run here"),
         ('instance_num = "2&1"', "groups of a node ('&') are not run here"),
+        ('precision = "fp16|fp32"', "values for one op each ('|') are not read"),
+        ('map = "a[result|data]"', "map: found 'result|data', expected a pair"),
         ('max = "4x3,8x3"', "expected the same batch for each input"),
         ('max = "many"', "expected a whole number, 1 or more, or a shape"),
         ("max = 0", "expected a whole number, 1 or more, or a shape"),
