@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from penstock.engine.portal import Portal
 from penstock.engine.waiters import Future
-from penstock.errors import ModelNotReady, PenstockError, describe
+from penstock.errors import ModelNotReady, PenstockError, QueueFull, describe
 from penstock.frontends.base import Ticket
 from penstock.ops.base import Fields
 from penstock.pipeline.graph import Graph
@@ -26,6 +26,9 @@ from penstock.types import Item, ItemResult, ModelMetadata, Sink
 log = logging.getLogger("penstock.pipeline")
 
 
+MAX_LINE = 65_536  # items that wait for room inside; more are refused
+
+
 class Begin(Struct):
     """One item as it is handed in: its fields, and the node where it begins."""
 
@@ -36,8 +39,8 @@ class Begin(Struct):
 class LocalPipeline:
     """A running pipeline. Use as a context manager, or call `close()`.
 
-    Without `lazy` it is loaded when this returns. Items beyond what the nodes hold wait in line; those of a call that
-    blocks are so bounded by its caller. After a fork the child loads a pipeline of its own at its first call.
+    Without `lazy` it is loaded when this returns. Items beyond what the nodes hold wait in line, all that a call brings
+    while fewer than `MAX_LINE` wait. After a fork the child loads a pipeline of its own at its first call.
     """
 
     def __init__(self, graph: Graph, *, lazy: bool = False) -> None:
@@ -257,7 +260,9 @@ class _Backend:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Ticket:
-        """See `PortalBackend.submit`. The answer's body is an Outcome, or a list of them."""
+        """See `PortalBackend.submit`. The answer's body is an Outcome, or a list of them. Raises QueueFull."""
+        if len(self._line) >= MAX_LINE:
+            raise QueueFull(f"{len(self._line)} items wait for room in the pipeline: try again later")
         if not item.many:
             waiting = _Waiting(self, item.payload, lambda o: sink(ItemResult(o)), budget_s, priority)
             self._line.append(waiting)

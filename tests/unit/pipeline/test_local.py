@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady
+from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
 from penstock.ops import catalog
 from penstock.ops.base import ItemOp
 from penstock.pipeline.graph import Graph, Step
@@ -249,3 +249,15 @@ def test_statistics_tell_of_each_node(make: Make) -> None:
     told: Any = pipeline.statistics()
     assert (told["in_flight"], told["waiting"], list(told["nodes"])) == (0, 0, ["a", "b"])
     assert told["nodes"]["a"]["policy"] == "linger"
+
+
+async def test_a_line_that_is_too_long_is_told_at_once(make: Make, doors: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("penstock.pipeline.local.MAX_LINE", 3)
+    pipeline = make({"a": gate("a")}, in_flight=1)
+    inside = pipeline.submit({"data": "0"})
+    await doors.until("a", 1)
+    waiting = [pipeline.submit({"data": str(i)}) for i in range(1, 4)]
+    with pytest.raises(QueueFull, match="3 items wait for room"):
+        await pipeline.submit({"data": "4"})
+    doors.open_all()
+    assert [(await f).fields["result"] for f in (inside, *waiting)] == list("0123")
