@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 
@@ -13,6 +14,8 @@ from penstock.errors import ConfigError, PenstockError, describe
 from penstock.plugins import is_pipeline_file
 
 log = logging.getLogger("penstock.cli")
+
+PATIENCE_S = 60  # of a check: a module that is imported for an op may never be done
 
 
 def tells_pipeline(file: str) -> bool:
@@ -58,6 +61,7 @@ class Checking:
             os.close(write)
             return
         try:
+            signal.alarm(PATIENCE_S)
             os.write(write, _wrong(pipelines).encode(errors="replace"))
         finally:
             os._exit(0)
@@ -65,7 +69,7 @@ class Checking:
     def result(self) -> None:
         """Waits for the end of it. Raises ConfigError for the first pipeline that is wrong.
 
-        A check that dies has no result: a worker will tell what it dies of.
+        A check that dies, or takes too long, has no result: a worker will tell what it dies of.
         """
         if not self._pid:
             return

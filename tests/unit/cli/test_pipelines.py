@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli import pipelines
 from penstock.cli.config import config as config_verb
 from penstock.cli.pipelines import Checking, tells_pipeline
 from penstock.cli.serve import build_config, split_targets
@@ -100,6 +101,13 @@ def test_a_check_that_dies_leaves_the_word_to_the_workers(folder: Path) -> None:
     Checking({str(folder / "python.toml"): False}).result()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_check_that_never_ends_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines, "PATIENCE_S", 1)
+    (folder / "steps.py").write_text("import time\ntime.sleep(3600)\n")
+    (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
+    Checking({str(folder / "python.toml"): False}).result()
 
 
 def test_what_a_file_raises_when_it_is_imported_is_told(folder: Path) -> None:
