@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
@@ -92,6 +93,9 @@ def _fields(fields: Kinds) -> str:
 
 def _notes(node: Node) -> Iterator[str]:
     for step in node.steps:
+        file = step.params.get("model")
+        if isinstance(file, str) and not os.path.isfile(file):
+            yield f"{step.op}: there is no file {file}: without it the pipeline does not start"
         if (op := made_of(step)) is not None and (note := op.note()):
             yield note
 

@@ -61,6 +61,17 @@ def test_check_prints_nodes_and_edges(file: Path) -> None:
     )
 
 
+def test_check_tells_what_the_ops_have_to_say(file: Path, tmp_path: Path) -> None:
+    text = TOML + 'next = "net"\n[net]\nbackend = "OnnxTensor"\nmodel = "net.onnx"\n'
+    file.write_text(text.replace('"DecodeMat"', '"DecodeMat(scale_h=8,scale_w=8)"'))
+    status, out, _ = said("check", file)
+    assert status == 0
+    assert f"[net] OnnxTensor: there is no file {tmp_path}/net.onnx" in out
+    assert "[decode] scale_h=8 scale_w=8: pixels of the resized image differ" in out
+    (tmp_path / "net.onnx").write_bytes(b"")
+    assert "there is no file" not in said("check", file)[1]
+
+
 def test_check_ends_with_2_for_a_wrong_file(file: Path) -> None:
     file.write_text(TOML.replace('"DecodeMat"', '"DecodMat"'))
     status, out, err = said("check", file)
