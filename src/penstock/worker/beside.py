@@ -104,10 +104,17 @@ class Beside:
         part = BatchPart(self._run.batch_id, [self._result(i) for i in places], final=not self._left, at=places)
         if part.final:
             part.run_s, part.prepare_s = time.perf_counter() - self._since_s, self._run.d.seconds
+            self._run.outcomes = self._run.d.contexts = []  # the model may keep what leads here
             self._end = None
         return part
 
     def _result(self, i: int) -> ItemResult:
+        try:
+            return self._made(i)
+        except BaseException as e:  # in a thread of the model, where nobody would hear of it
+            return ItemResult(error=self._runner.error_of(e, "postprocess raised"))
+
+    def _made(self, i: int) -> ItemResult:
         run = self._run
         error = run.d.errors.get(i)
         if error is not None:

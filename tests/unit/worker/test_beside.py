@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -137,14 +138,19 @@ def test_preprocess_and_postprocess_are_called_as_for_any_model() -> None:
             return item // 2
 
         def postprocess(self, result: Any) -> Any:
+            if result == "end":
+                sys.exit(3)
             return [result]
 
-    stage = Stage(Halves(), [Item(4), Item(5), Item(6)])
+    stage = Stage(Halves(), [Item(4), Item(5), Item(6), Item(8)])
     (places, (bad,), final) = stage.told[0]
     assert (places, final, isinstance(bad, PenstockError)) == ([1], False, True)
-    assert stage.model.values == [2, 3]
+    assert stage.model.values == [2, 3, 4]
     stage.model.answer([(0, "x"), (1, "y")])
-    assert stage.told[1] == ([0, 2], [["x"], ["y"]], True)
+    assert stage.told[1] == ([0, 2], [["x"], ["y"]], False)
+    stage.model.answer([(2, "end")])
+    ((_, (ended,), _),) = stage.told[2:]
+    assert ended.message == "postprocess raised SystemExit"
 
 
 def test_budgets_are_those_of_the_items_that_the_values_belong_to() -> None:
