@@ -15,7 +15,7 @@ from penstock.plugins import is_pipeline_file
 
 log = logging.getLogger("penstock.cli")
 
-PATIENCE_S = 60  # of a check: a module that is imported for an op may never be done
+PATIENCE_S = 60.0  # of a check: a module that is imported for an op may never be done
 
 
 def tells_pipeline(file: str) -> bool:
@@ -61,7 +61,7 @@ class Checking:
             os.close(write)
             return
         try:
-            signal.alarm(PATIENCE_S)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
             os.write(write, _wrong(pipelines).encode(errors="replace"))
         finally:
             os._exit(0)

@@ -104,7 +104,7 @@ def test_a_check_that_dies_leaves_the_word_to_the_workers(folder: Path) -> None:
 
 
 def test_a_check_that_never_ends_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "PATIENCE_S", 1)
+    monkeypatch.setattr(pipelines, "PATIENCE_S", 0.2)
     (folder / "steps.py").write_text("import time\ntime.sleep(3600)\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     Checking({str(folder / "python.toml"): False}).result()
