@@ -13,6 +13,7 @@ from penstock.errors import BadOutput, BadRequest, ItemFailed
 from penstock.ops.base import DATA, NODE_NAME, RESULT, Fields
 from penstock.pipeline.outcome import Hop, Outcome
 
+NAMELESS = "input_0"  # an array that came alone, without a name (`protocols/oip_npy.py`)
 _NO_TOKEN = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
 
 
@@ -32,6 +33,8 @@ def question_of(value: Any, takes: str) -> Question:
     """
     if not isinstance(value, dict):
         return Question([{DATA: value}])
+    if value.keys() == {NAMELESS} and isinstance(value[NAMELESS], np.ndarray):
+        value = {DATA: value[NAMELESS]}
     if DATA not in value:
         found = ", ".join(repr(str(name)[:40]) for name in list(value)[:8]) or "none"
         raise BadRequest(f"found no '{DATA}' among the fields of the request ({found}); a pipeline needs it")

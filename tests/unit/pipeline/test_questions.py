@@ -37,7 +37,7 @@ def test_an_object_is_the_fields_of_one_item_and_names_where_it_begins() -> None
         ({}, "found no 'data' among the fields of the request (none)"),
         ({"Data": 1, "x": 2}, "found no 'data' among the fields of the request ('Data', 'x')"),
         ({"data": 1, "node_name": 3}, "node_name: found a int, expected the name of a node"),
-        ({"input_0": np.zeros((2, 2))}, "found no 'data' among the fields of the request ('input_0')"),
+        ({"input_1": np.zeros((2, 2))}, "found no 'data' among the fields of the request ('input_1')"),
     ],
 )
 def test_a_request_without_data_is_refused(value: Any, told: str) -> None:
@@ -54,6 +54,7 @@ def test_rows_of_tensors_are_items_of_their_own() -> None:
     assert [fields["box"].tolist() for fields in question.fields] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     tensors = question_of({"data": np.zeros((2, 3, 8, 8), np.float32)}, "tensor")
     assert [fields["data"].shape for fields in tensors.fields] == [(1, 3, 8, 8)] * 2
+    assert len(question_of({"input_0": np.zeros((2, 3))}, "tensor").fields) == 2, "an array alone has no name"
     mats = question_of({"data": np.zeros((2, 5, 4, 3), np.uint8)}, "mat")
     assert [fields["data"].shape for fields in mats.fields] == [(5, 4, 3)] * 2
 
