@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from penstock.ops.header import jpeg_header
+from penstock.ops.header import MOST_PARTS, PNG, jpeg_header, png_size
 
 
 def exif(orientation: int, order: str = "<", kind: int = 3) -> bytes:
@@ -84,6 +84,20 @@ def test_a_scan_is_ended_by_a_marker_behind_its_beginning():
 def test_a_header_that_is_broken_is_told(data, why):
     with pytest.raises(ValueError, match=why):
         jpeg_header(data)
+
+
+@pytest.mark.parametrize("part", [b"\xff", b"\xff\xd0", segment(0xE5, b"")])
+def test_a_header_of_endless_parts_is_not_walked_to_its_end(part):
+    with pytest.raises(ValueError, match=f"more than {MOST_PARTS} parts"):
+        jpeg_header(b"\xff\xd8" + part * MOST_PARTS + FRAME + SCAN)
+
+
+def test_a_png_of_endless_chunks_is_not_walked_to_its_end():
+    head = PNG + struct.pack(">I4sII5sI", 13, b"IHDR", 1, 1, b"\x08\2\0\0\0", 0)
+    end = struct.pack(">I4sI", 0, b"IEND", 0)
+    assert png_size(head + end) == (1, 1)
+    with pytest.raises(ValueError, match=f"more than {MOST_PARTS} chunks"):
+        png_size(head + struct.pack(">I4sI", 0, b"tEXt", 0) * MOST_PARTS + end)
 
 
 @given(st.binary(max_size=200))
