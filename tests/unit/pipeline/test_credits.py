@@ -1,0 +1,157 @@
+"""Flow: what a node may start is read off the queues ahead; who was refused, or waits, hears when that changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.batching.entry import INF
+from penstock.pipeline.credits import QUEUE_BYTES, Flow
+from penstock.pipeline.graph import Graph, Input, Node
+
+
+class FakeScheduler:
+    queued_rows = queued_bytes = running_rows = 0
+    ends_s, row_s = INF, 0.0
+
+    def next_end(self) -> tuple[float, int]:
+        return (self.ends_s, self.running_rows) if self.running_rows else (INF, 0)
+
+    def seconds(self, rows: int) -> float:
+        return rows * self.row_s
+
+
+class FakeBatcher:
+    def __init__(self) -> None:
+        self.scheduler = FakeScheduler()
+        self.woken = 0
+
+    @property
+    def pending(self) -> int:
+        return self.scheduler.queued_rows + self.scheduler.running_rows
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+class FakeHost:
+    then = None
+    pressed = False
+    row_bytes = 0.0
+
+    def __init__(self, node: Node) -> None:
+        self.name, self.node = node.name, node
+        self.capacity = node.queue or 4
+        self.batcher = FakeBatcher()
+
+    @property
+    def running_rows(self) -> int:
+        return self.batcher.scheduler.running_rows
+
+    def has(self, **numbers: Any) -> None:
+        for name, number in numbers.items():
+            setattr(self.batcher.scheduler, name, number)
+
+
+def begin(**nodes: Node) -> tuple[Any, dict[str, Any]]:
+    flow = Flow(Graph("g", nodes, next(iter(nodes))))
+    hosts: Any = {name: FakeHost(node) for name, node in nodes.items()}
+    flow.connect(hosts)
+    return flow, hosts
+
+
+@pytest.fixture
+def chain() -> tuple[Any, dict[str, Any]]:
+    return begin(a=Node("a", next=("b",)), b=Node("b", next=("c",)), c=Node("c"))
+
+
+def test_a_node_may_start_what_there_is_room_for_behind_it(chain) -> None:
+    flow, h = chain
+    assert flow.credit(h["a"]) == 4
+    h["b"].has(queued_rows=1)
+    h["a"].has(running_rows=2)
+    assert flow.credit(h["a"]) == 1
+    assert flow.credit(h["c"]) > 10**6  # an output
+    assert not flow.blocked
+
+
+def test_who_is_refused_looks_again_when_something_has_left(chain) -> None:
+    flow, h = chain
+    h["b"].has(queued_rows=4)
+    assert flow.credit(h["a"]) == 0
+    assert flow.blocked
+    assert h["a"].batcher.woken == 0
+    flow.dispatched(h["b"])
+    assert h["a"].batcher.woken == 1
+    assert not flow.blocked
+
+
+def test_a_node_before_which_others_wait_for_room_waits_for_nobody(chain) -> None:
+    flow, h = chain
+    h["a"].has(queued_rows=3)
+    h["b"].has(queued_rows=4)
+    assert flow.coming(h["b"], 1.0)[1] == 1
+    flow.credit(h["a"])
+    assert h["b"].batcher.woken == 1
+    assert flow.coming(h["b"], 1.0) == (INF, 0)
+    flow.dispatched(h["b"])
+    assert flow.coming(h["b"], 1.0)[1] == 1
+
+
+def test_bytes_bound_what_waits_but_one_item_always_passes(chain) -> None:
+    flow, h = chain
+    h["b"].row_bytes = QUEUE_BYTES / 2.5
+    assert flow.credit(h["a"]) == 2
+    h["b"].has(queued_rows=1, queued_bytes=int(h["b"].row_bytes))
+    assert flow.credit(h["a"]) == 1
+    h["a"].has(running_rows=1)
+    assert flow.credit(h["a"]) == 0
+    h["a"].has(running_rows=0)
+    h["b"].has(queued_rows=0, queued_bytes=0)
+    h["b"].row_bytes = QUEUE_BYTES * 3
+    assert flow.credit(h["a"]) == 1
+
+
+def test_what_a_join_holds_is_no_item_in_its_queue() -> None:
+    flow, h = begin(
+        a=Node("a", next=("b", "c")),
+        b=Node("b", next=("d",)),
+        c=Node("c", next=("d",)),
+        d=Node("d", inputs=(Input("b", "result", "data"), Input("c", "result", "other"))),
+    )
+    h["b"].has(running_rows=2)
+    h["c"].has(running_rows=1)
+    assert (flow.credit(h["b"]), flow.credit(h["c"])) == (1, 1)  # either may be the last to come
+    h["b"].has(running_rows=0)  # two items now wait in the join for c
+    assert flow.credit(h["c"]) == 3
+
+
+def test_an_item_may_pass_by_a_node_that_runs_only_without_a_result() -> None:
+    flow, h = begin(a=Node("a", next=("b",)), b=Node("b", next=("c",), filter="or"), c=Node("c"))
+    h["c"].has(queued_rows=3)
+    assert flow.credit(h["a"]) == 1
+    h["a"].has(running_rows=1)
+    assert flow.credit(h["b"]) == 0
+
+
+def test_when_something_comes_is_told_by_what_runs_and_was_learned(chain) -> None:
+    flow, h = chain
+    assert flow.coming(h["c"], 1.0) == (INF, 0)
+    h["b"].has(row_s=0.01)
+    h["a"].has(running_rows=3, ends_s=1.2)
+    at_s, rows = flow.coming(h["c"], 1.0)
+    assert (round(at_s, 3), rows) == (1.23, 3)
+    h["b"].has(running_rows=1, ends_s=1.1)
+    assert flow.coming(h["c"], 1.0) == (1.1, 1)
+    h["b"].has(ends_s=0.9)  # late: it may end at any moment
+    assert flow.coming(h["c"], 1.0) == (1.0, 1)
+
+
+def test_who_waits_for_more_hears_when_nothing_comes_any_more(chain) -> None:
+    flow, h = chain
+    h["a"].has(running_rows=1, ends_s=1.2)
+    flow.coming(h["c"], 1.0)
+    assert flow.blocked
+    flow.stir()
+    assert (h["c"].batcher.woken, flow.blocked) == (1, False)
