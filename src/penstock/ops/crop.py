@@ -18,7 +18,7 @@ def numbers(value: Any, op: str, shape: tuple[int, ...], words: str) -> Array:
     """A field as an array of finite numbers whose first axes have this shape. Raises BadRequest."""
     try:
         array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         array = np.empty(0)
     if array.ndim != len(shape) or any(has < least for has, least in zip(array.shape, shape, strict=True)):
         raise BadRequest(f"{op} found {BOX} = {_short(value)}, expected {words}")
@@ -99,7 +99,8 @@ def straightened(mat: Array, corners: Array, op: str, flags: int) -> Array:
         raise BadRequest(f"{op} found a {BOX} of {width} x {height} pixels, expected 1 to {MAX_PIXELS}")
     upright = np.array([(0, 0), (width, 0), (width, height), (0, height)], np.float32)
     matrix = cv2.getPerspectiveTransform(corners.astype(int).astype(np.float32), upright)
-    return cv2.warpPerspective(mat, matrix, (width, height), flags=flags, borderMode=cv2.BORDER_CONSTANT)
+    image = cv2.warpPerspective(mat, matrix, (width, height), flags=flags, borderMode=cv2.BORDER_CONSTANT)
+    return image.reshape(height, width, *mat.shape[2:])
 
 
 class PerspectiveTransformMat(ItemOp):

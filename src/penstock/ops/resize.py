@@ -29,10 +29,11 @@ def check_size(op: str, **sides: int) -> None:
 
 
 def sized(mat: Array, height: int, width: int) -> Array:
-    """The image at another size; the same array where it has it."""
+    """The image at another size, with the axes it has; the same array where it has that size."""
     if mat.shape[:2] == (height, width):
         return mat
-    return cv2.resize(mat, (width, height), interpolation=cv2.INTER_LINEAR)
+    resized = cv2.resize(mat, (width, height), interpolation=cv2.INTER_LINEAR)
+    return resized.reshape(height, width, *mat.shape[2:])  # OpenCV drops the axis of one channel
 
 
 class Inverse(Struct, frozen=True):
@@ -136,12 +137,13 @@ class FixRatioResizeMat(ItemOp):
 
 
 def padded(mat: Array, height: int, width: int, value: tuple[float, ...], *, top: int = 0, left: int = 0) -> Array:
-    """The image with a border of one colour around it, `[height, width]` in all."""
+    """The image with a border of one colour around it, `[height, width]` in all, with the axes it has."""
     h, w = mat.shape[:2]
     if (h, w) == (height, width):
         return mat
-    border = cv2.BORDER_CONSTANT
-    return cv2.copyMakeBorder(mat, top, height - h - top, left, width - w - left, border, value=value)
+    border = (top, height - h - top, left, width - w - left)
+    framed = cv2.copyMakeBorder(mat, *border, cv2.BORDER_CONSTANT, value=value)
+    return framed.reshape(height, width, *mat.shape[2:])
 
 
 def four(pad_value: tuple[float, ...], op: str) -> tuple[float, ...]:

@@ -42,6 +42,7 @@ def test_a_box_that_is_empty_or_not_inside_is_told(rgb, op, box):
         ([0, 0, float("nan"), 5], "expected finite numbers"),
         ([0, 0, float("inf"), 5], "expected finite numbers"),
         ([0, 0, 1e300, 5], "expected finite numbers"),
+        ([0, 0, 10**400, 5], r"expected \[x1, y1, x2, y2\]"),
     ],
 )
 @pytest.mark.parametrize("op", [CropMat(), CropResizeMat(4, 4)], ids=["crop", "resize"])
@@ -116,3 +117,9 @@ def test_what_is_no_list_of_quadrangles_is_told(rgb, box):
 def test_a_quadrangle_without_a_size_or_with_a_huge_one_is_told(rgb, box):
     with pytest.raises(BadRequest, match=r"PerspectiveTransformMat found a _box of .* pixels, expected 1 to"):
         PerspectiveTransformMat()(rgb, {"_box": box})
+
+
+def test_a_quadrangle_keeps_its_axis_of_one_channel(rgb):
+    corners = [[10, 20], [40, 20], [40, 50], [10, 50]]
+    assert PerspectiveTransformMat()(rgb[:, :, :1], {"_box": corners}).shape == (30, 30, 1)
+    assert PerspectiveTransformMat()(rgb[:, :, 0], {"_box": corners}).shape == (30, 30)

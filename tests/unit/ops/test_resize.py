@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from penstock.errors import BadRequest, ConfigError
+from penstock.ops.crop import CropResizeMat
 from penstock.ops.cv import cv2
+from penstock.ops.parameters import make_op, parameters_of
 from penstock.ops.resize import (
     DynamicFixHResizePadMat,
     DynamicResizeMat,
@@ -82,6 +84,17 @@ def test_an_image_that_has_its_size_is_not_copied(rgb):
 def test_views_of_images_are_images(rgb, view):
     for op in OPS:
         assert np.array_equal(op(rgb[view], {}), op(np.ascontiguousarray(rgb[view]), {}))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [CropResizeMat, FixHResizePadMat, FixRatioResizeMat, PillowResizeMat, ResizeCenterPadMat, ResizeMat, ResizePadMat],
+)
+def test_an_image_keeps_its_axis_of_one_channel(rgb, cls):
+    sides = parameters_of(cls)
+    op = make_op(cls, {name: 20 for name in ("resize_h", "resize_w", "max_h", "max_w") if name in sides})
+    assert op(rgb[:, :, :1], {"_box": [0, 0, 0.5, 0.5]}).shape[2:] == (1,)
+    assert op(rgb[:, :, 0], {"_box": [0, 0, 0.5, 0.5]}).ndim == 2
 
 
 @pytest.mark.parametrize("size", [(31, 44), (120, 200), (1, 1), (67, 44)])
