@@ -32,15 +32,17 @@ class Flow:
     def connect(self, hosts: Mapping[str, Host]) -> None:
         """Takes note of the nodes."""
         for name in hosts:
-            self._ahead[name] = [hosts[n] for n in hosts if n in self._reached(name)]
+            self._ahead[name] = [hosts[n] for n in hosts if n in self._reached(hosts[name])]
             self._before[name] = [hosts[n] for n in self._graph.order() if n in self._graph.upstream(name)]
         for name in hosts:
             self._feeders[name] = [hosts[n] for n in hosts if hosts[name] in self._ahead[n]]
 
-    def _reached(self, name: str) -> set[str]:
+    def _reached(self, host: Host) -> set[str]:
         """The nodes in whose queue an item may be next; one that has a result passes by a node of the filter "or"."""
         found: set[str] = set()
-        stack = list(self._graph.nodes[name].next)
+        while host.then is not None:
+            host = host.then
+        stack = list(self._graph.nodes[host.name].next)
         while stack:
             if (after := stack.pop()) not in found:
                 found.add(after)

@@ -17,6 +17,7 @@ from penstock.observe.base import Observer
 from penstock.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.inline import chain
 from penstock.pipeline.journey import Journey, Stop, budget_of, nbytes_of, shape_of
 from penstock.pipeline.meter import Meter
 from penstock.pipeline.node import NodeModel, Shared
@@ -36,12 +37,18 @@ WRAPPER = f"{NodeModel.__module__}:{NodeModel.__qualname__}"
 
 
 class Host:
-    """Runs a node's batches, and hands each item on. `after` and `joins` are set once all hosts are there."""
+    """Runs a node's batches, and hands each item on. `after`, `joins` and `then` are set once all hosts are there.
 
-    def __init__(self, graph: Graph, node: Node, flow: Flow, observers: Sequence[Observer]) -> None:
+    `shared` is what the instances of each node have in common, also of those that run in the call of another.
+    """
+
+    def __init__(
+        self, graph: Graph, node: Node, flow: Flow, observers: Sequence[Observer], shared: dict[str, Shared]
+    ) -> None:
         self.name, self.node = node.name, node
         self.after: list[Host] = []  # that follow, and are no joins
         self.joins: list[Host] = []  # that wait for this node, among others
+        self.then: Host | None = None  # that follows, and is run in the same call
         self.needs = needs(graph, node.name)  # those that must have ended before, of a join
         self.kept = any(i.producer == node.name for n in graph.nodes.values() for i in n.inputs)
         self.output = not node.next
@@ -51,14 +58,14 @@ class Host:
         self._pad = PadTo(node.pad_to) if node.pad_to else None
         self._names = [name.removesuffix(".shape") for name in node.bucket or ()]
         self._entry = not graph.producers(node.name)
-        self._shared = Shared(compat=graph.compat)
+        self._shared = shared[self.name]
         devices = [node.device] * node.instances
-        spec = WorkerSpec(
-            node.name, "1", _config(node), Wrapped(node, WRAPPER, {"shared": self._shared}), instances=node.instances
-        )
+        then = [(graph.nodes[name], shared[name]) for name in chain(graph, node.name)]
+        options = {"shared": self._shared, "then": then}
+        spec = WorkerSpec(node.name, "1", _config(node), Wrapped(node, WRAPPER, options), instances=node.instances)
         transport = ThreadTransport(spec, node.instances, devices)
-        meter = Meter(self.name, self.left, lambda: (self.queued_rows, self.running_rows))
-        self.handle = ModelHandle(spec, transport, devices, ANY, [meter, *observers], self._policy)
+        self.meter = Meter(self.name, self.left, lambda: (self.queued_rows, self.running_rows))
+        self.handle = ModelHandle(spec, transport, devices, ANY, [self.meter, *observers], self._policy)
         self.batcher: Batcher | None = None
 
     async def load(self) -> None:

@@ -111,14 +111,37 @@ class Stop(Visit):
         if result.error is not None:
             host.failed(self, result.error)
             return
-        found: tuple[Fields, Stamp] = result.body
-        fields, stamp = found
+        fields: Fields
+        stamp: Stamp
+        fields, stamp, *further = result.body
         if journey.hops is not None and call is not None:
-            arrival_s = call.entry.arrival_s
-            journey.hops.append(
-                Hop(host.name, stamp.batch_id, stamp.size, max(0.0, stamp.start_s - arrival_s), stamp.run_s)
-            )
+            self._hop(journey.hops, host, stamp, call.entry.arrival_s)
+        if further:
+            self._ran_on(journey, host, fields, stamp, further)
+        else:
+            host.passed(journey, fields)
+
+    def _ran_on(self, journey: Journey, host: Host, fields: Fields, stamp: Stamp, further: list[Any]) -> None:
+        """The item was also at nodes that run in the call of the first: fields and stamp of each, or the last error."""
+        rest = iter(further)
+        for found in rest:
+            assert host.then is not None
+            host, given = host.then, fields
+            if isinstance(found, PenstockError):
+                host.meter.inlined(None)
+                self.fields, self.swap = given, True
+                host.failed(self, found)
+                return
+            end_s, fields, stamp = stamp.start_s + stamp.run_s, found, next(rest)
+            host.meter.inlined(stamp)
+            if journey.hops is not None:
+                self._hop(journey.hops, host, stamp, end_s)
         host.passed(journey, fields)
+
+    @staticmethod
+    def _hop(hops: list[Hop], host: Host, stamp: Stamp, arrival_s: float) -> None:
+        wait_s = max(0.0, stamp.start_s - arrival_s)
+        hops.append(Hop(host.name, stamp.batch_id, stamp.size, wait_s, stamp.run_s))
 
 
 def budget_of(journey: Journey, limit_s: float | None) -> float | None:

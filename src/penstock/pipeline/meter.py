@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from penstock import metrics
 from penstock.observe.base import BatchRecord, Observer
+from penstock.pipeline.node import Stamp
 
 FLUSH_S = 0.05
 
@@ -29,6 +30,7 @@ class Meter(Observer):
         self._sizes: Counter[int] = Counter()
         self._waits_s: list[float] = []
         self._runs_s: list[float] = []
+        self._inlined: Stamp | None = None
         self._due = False
 
     def on_complete(self, record: BatchRecord) -> None:
@@ -36,6 +38,19 @@ class Meter(Observer):
         self._waits_s.append(max(record.waits_s))
         self._runs_s.append(record.run_s)
         self._on_batch()
+        self._arm()
+
+    def inlined(self, stamp: Stamp | None) -> None:
+        """An item was here in the call of the node before: in a batch that `stamp` tells of, or it failed (None)."""
+        self._items["failed" if stamp is None else "ok"] += 1
+        if stamp is not None and stamp is not self._inlined:  # the first of its batch
+            self._inlined = stamp
+            self._sizes[stamp.size] += 1
+            self._waits_s.append(0.0)
+            self._runs_s.append(stamp.run_s)
+        self._arm()
+
+    def _arm(self) -> None:
         if not self._due:
             self._due = True
             asyncio.get_running_loop().call_later(FLUSH_S, self.flush)

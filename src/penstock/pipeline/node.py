@@ -79,11 +79,16 @@ class _Step(Struct, frozen=True):
 
 
 class NodeModel:
-    """One instance of a node. `predict` gives for each visit (fields, Stamp), or the error that it failed with."""
+    """One instance of a node. `predict` gives for each visit (fields, Stamp), or the error that it failed with.
 
-    def __init__(self, node: Node, shared: Shared | None = None) -> None:
+    `then` are nodes that it runs in the same call (`pipeline/inline.py`): for each that a visit came to, the tuple goes
+    on with what `predict` gives there.
+    """
+
+    def __init__(self, node: Node, shared: Shared | None = None, then: Sequence[tuple[Node, Shared]] = ()) -> None:
         self._node = node
         self._shared = shared or Shared()
+        self._then = NodeModel(*then[0], then=then[1:]) if then else None
         self._parts: list[list[_Step]] = []  # steps that are one call: those of items in a row, or one of batches
         self._passed: set[int] = set()  # items that the last "or" passed over, and so each "then" behind it
         self._logged: dict[str, float] = {}
@@ -121,6 +126,8 @@ class NodeModel:
         for op in models:
             self.inputs = self.inputs or tuple(getattr(op, "inputs", None) or ())
             self.outputs = tuple(getattr(op, "outputs", None) or ()) or self.outputs
+        if self._then is not None:
+            self._then.load(device)
 
     def _size(self, models: Sequence[BatchOp]) -> int:
         """The most items of a batch."""
@@ -134,6 +141,8 @@ class NodeModel:
         for part in self._parts:
             for step in part:
                 step.op.unload()
+        if self._then is not None:
+            self._then.unload()
 
     # ---- a batch
 
@@ -159,7 +168,18 @@ class NodeModel:
             if not live:
                 break
         stamp.run_s = time.monotonic() - stamp.start_s
+        if self._then is not None:
+            self._go_on(self._then, out)
         return out
+
+    @staticmethod
+    def _go_on(then: NodeModel, out: list[Any]) -> None:
+        """Takes the items that have a result through the node that follows."""
+        going = [i for i, found in enumerate(out) if type(found) is tuple and found[0].get(RESULT) is not None]
+        if not going:
+            return
+        for i, found in zip(going, then.predict([Visit(out[i][0], swap=True) for i in going]), strict=True):
+            out[i] += found if type(found) is tuple else (found,)
 
     def _items(self, part: list[_Step], live: _Live, out: list[Any], visits: list[Visit]) -> _Live:
         """Takes each item through steps that look at one; what is left goes on."""

@@ -13,7 +13,9 @@ from penstock.ops.base import NODE_NAME, Fields
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.host import Host
+from penstock.pipeline.inline import chain
 from penstock.pipeline.journey import Done, Journey
+from penstock.pipeline.node import Shared
 from penstock.pipeline.placing import placed
 from penstock.pipeline.routes import Route, check_runnable, route
 
@@ -29,7 +31,10 @@ class Runner:
         self.in_flight = 0  # items
         self._routes: dict[str, Route] = {graph.entry: route(graph, graph.entry)}
         self._flow = Flow(graph)
-        self._hosts = {name: Host(graph, node, self._flow, observers) for name, node in graph.nodes.items()}
+        shared = {name: Shared(compat=graph.compat) for name in graph.nodes}
+        self._hosts = {name: Host(graph, node, self._flow, observers, shared) for name, node in graph.nodes.items()}
+        for name, host in self._hosts.items():
+            host.then = next((self._hosts[after] for after in chain(graph, name)), None)
         self._flow.connect(self._hosts)
         for name, host in self._hosts.items():
             for next_name in graph.nodes[name].next:

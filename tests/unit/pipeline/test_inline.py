@@ -1,0 +1,184 @@
+"""Nodes that run in the call of the one before are nodes all the same: in traces, counts, errors, and as entries."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import metrics
+from penstock.pipeline import inline
+from penstock.pipeline.graph import Step
+from penstock.pipeline.meter import FLUSH_S
+
+cv2: Any = pytest.importorskip("cv2")
+
+DECODE = Step("DecodeMat")
+RESIZE = Step("ResizeMat", {"resize_h": 8, "resize_w": 6})
+CROP = Step("CropMat")  # fails without a box
+TENSOR = Step("Mat2Tensor")
+PNG = cv2.imencode(".png", np.random.default_rng(1).integers(0, 255, (20, 30, 3), np.uint8))[1].tobytes()
+TWO = {"instances": 2}
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inline, "cores", lambda: 2)
+
+
+def preparing(make_graph: Any, **more: Any) -> Any:
+    nodes = {
+        "decode": (DECODE, "prepare", TWO),
+        "prepare": ((RESIZE, TENSOR), "words", TWO),
+        "words": ("Shape", "", {}),
+    }
+    return make_graph(nodes, **more)
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.ops import catalog
+    from penstock.ops.base import ItemOp
+
+    class Shape(ItemOp):
+        def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+            return f"{list(data.shape)} {int(data.sum())}"
+
+    monkeypatch.setitem(catalog._registered, "Shape", Shape)
+
+
+# ---- which
+
+
+def test_image_ops_on_the_cpu_run_on_in_the_same_call(make_graph: Any) -> None:
+    graph = preparing(make_graph)
+    assert inline.chain(graph, "decode") == ("prepare",)
+    assert inline.chain(graph, "prepare") == ()  # what follows is a user's, and may wait for something
+    three = {"a": (DECODE, "b", TWO), "b": (RESIZE, "c", TWO), "c": (TENSOR, "", {})}
+    assert inline.chain(make_graph(three), "a") == ("b", "c")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"instances": 1}, {}),  # two threads decode and resize at once where one is too few for the cores
+        ({"device": "cuda:0"}, {}),
+        ({"on_error": "skip"}, {}),
+        ({}, {"on_error": "skip"}),
+        ({}, {"filter": "or"}),
+        ({}, {"queue": 4}),
+        ({}, {"deadline_s": 1.0}),
+        ({}, {"run_timeout_s": 1.0}),
+        ({}, {"device": "cuda:0"}),
+        ({}, {"bucket": ("data.shape",)}),
+        ({}, {"pad_to": (32,)}),
+        ({}, {"inputs": [("a", "result", "data")]}),
+    ],
+)
+def test_what_asks_for_a_node_of_its_own_gets_it(
+    make_graph: Any, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    graph = make_graph({"a": (DECODE, "b", {**TWO, **first}), "b": (RESIZE, "", {**TWO, **second})})
+    assert inline.chain(graph, "a") == ()
+
+
+def test_nodes_of_branches_have_calls_of_their_own(make_graph: Any) -> None:
+    nodes = {
+        "a": (DECODE, "b c", TWO),
+        "b": (RESIZE, "d", TWO),
+        "c": (RESIZE, "d", TWO),
+        "d": (TENSOR, "", {"inputs": [("b", "result", "data"), ("c", "result", "other")]}),
+    }
+    graph = make_graph(nodes)
+    assert [inline.chain(graph, name) for name in nodes] == [(), (), (), ()]
+
+
+def test_a_node_whose_fields_another_takes_is_not_passed_over(make_graph: Any) -> None:
+    nodes = {
+        "a": (DECODE, "b", TWO),
+        "b": (RESIZE, "c", TWO),
+        "c": (TENSOR, "", {"inputs": [("a", "result", "whole"), ("b", "result", "data")]}),
+    }
+    assert inline.chain(make_graph(nodes), "a") == ()
+
+
+# ---- how
+
+
+async def test_results_are_those_of_nodes_with_calls_of_their_own(
+    stage: Any, make_graph: Any, monkeypatch: Any
+) -> None:
+    s = await stage(preparing(make_graph))
+    assert s.runner.host("decode").then is s.runner.host("prepare")
+    found = await s.results(*[PNG] * 5, b"no image", PNG)
+    monkeypatch.setattr(inline, "cores", lambda: 99)
+    apart = await stage(preparing(make_graph))
+    assert apart.runner.host("decode").then is None
+    assert await apart.results(*[PNG] * 5, b"no image", PNG) == found
+    assert found[0].startswith("[1, 3, 8, 6] ")
+    assert found[5] == "undecodable"
+
+
+async def test_a_trace_tells_of_each_node(stage: Any, make_graph: Any) -> None:
+    s = await stage(preparing(make_graph, trace=True))
+    outcomes = await asyncio.gather(*[s.put(PNG) for _ in range(3)])
+    for outcome in outcomes:
+        assert [hop.node for hop in outcome.hops] == ["decode", "prepare", "words"]
+        assert all(hop.wait_s >= 0 and hop.run_s >= 0 for hop in outcome.hops)
+        assert outcome.hops[0].size == outcome.hops[1].size
+
+
+async def test_an_item_that_fails_there_has_its_node_and_the_fields_it_had(stage: Any, make_graph: Any) -> None:
+    nodes = {"decode": (DECODE, "crop", TWO), "crop": (CROP, "tensor", TWO), "tensor": (TENSOR, "", TWO)}
+    s = await stage(make_graph(nodes, trace=True))
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    s.runner.submit({"data": PNG, "_box": (2, 3, 12, 10)}, future.set_result)
+    bad, good = await asyncio.gather(s.put(PNG), future)
+    assert good.fields["result"].shape == (1, 3, 7, 10)
+    assert (bad.node, bad.fields["data"]) == ("crop", PNG)
+    assert bad.fields["result"].shape == (20, 30, 3)
+    assert bad.error.detail.startswith("node 'crop', op 'CropMat'")
+    assert [hop.node for hop in bad.hops] == ["decode"]
+
+
+async def test_an_item_may_begin_at_such_a_node(stage: Any, make_graph: Any) -> None:
+    s = await stage(preparing(make_graph, trace=True))
+    outcome = await s.put(np.zeros((4, 4, 3), np.uint8), node="prepare")
+    assert outcome.fields["result"] == "[1, 3, 8, 6] 0"
+    assert [hop.node for hop in outcome.hops] == ["prepare", "words"]
+
+
+async def test_items_and_batches_are_counted_where_they_were(stage: Any, make_graph: Any) -> None:
+    metrics.drain()
+    nodes = {"decode": (DECODE, "crop", TWO), "crop": (CROP, "", TWO)}
+    s = await stage(make_graph(nodes))
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    s.runner.submit({"data": PNG, "_box": (2, 3, 12, 10)}, future.set_result)
+    await asyncio.gather(s.put(PNG), s.put(b"no image"), future)
+    await asyncio.sleep(2 * FLUSH_S)
+    found = {(d.name, *sorted(d.labels.values())): d.value for d in metrics.drain() or []}
+    assert found["pipeline_items_total", "decode", "ok"] == 2
+    assert found["pipeline_items_total", "decode", "failed"] == 1
+    assert found["pipeline_items_total", "crop", "ok"] == 1
+    assert found["pipeline_items_total", "crop", "failed"] == 1
+    assert sum(value for key, value in found.items() if key[0] == "pipeline_batches_total" and "crop" in key) == 1
+
+
+async def test_what_follows_holds_back_the_first_of_them(stage: Any, make_graph: Any, doors: Any) -> None:
+    nodes = {
+        "decode": (DECODE, "prepare", TWO),
+        "prepare": (TENSOR, "slow", TWO),
+        "slow": (Step("Door", {"gate": "g"}), "", {"queue": 3}),
+    }
+    s = await stage(make_graph(nodes))
+    futures = [s.put(PNG) for _ in range(20)]
+    await doors.until("g", 1)
+    await asyncio.sleep(0.1)
+    slow = s.runner.host("slow")
+    assert slow.queued_rows <= 3
+    assert s.runner.host("decode").queued_rows >= 20 - 3 - 1 - 2
+    doors.open_all()
+    outcomes = await asyncio.wait_for(asyncio.gather(*futures), 20)
+    assert all(outcome.error is None for outcome in outcomes)
