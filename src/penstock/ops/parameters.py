@@ -41,7 +41,7 @@ def parameters_of(cls: type[Op]) -> dict[str, Parameter]:
     """The keys that may be set for an op, by name. Lines "- `name`: text" of docstrings tell what they are."""
     if cls.__init__ is object.__init__:
         return {}
-    hints = get_type_hints(cls.__init__)
+    hints = _types(cls.__init__)
     docs = {
         name: " ".join(text.split())
         for base in reversed(cls.__mro__)
@@ -52,6 +52,18 @@ def parameters_of(cls: type[Op]) -> dict[str, Parameter]:
         for p in list(inspect.signature(cls.__init__).parameters.values())[1:]
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }
+
+
+def _types(function: Any) -> dict[str, Any]:
+    """The types of the parameters that are annotated, but for what only type checkers import."""
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    found: dict[str, Any] = {}
+    for name, annotation in inspect.get_annotations(function).items():
+        try:
+            found |= get_type_hints(types.SimpleNamespace(__annotations__={name: annotation}), names)
+        except (NameError, AttributeError):
+            continue
+    return found
 
 
 def takes_any(cls: type[Op]) -> bool:

@@ -23,12 +23,18 @@ def calls(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     They are the cheapest, where a call costs as much as one row more than it has: [1, 4, 8] runs 5 rows as 4 + 1, and 7
     as 8.
     """
-    best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
-    for n in range(1, rows + 1):
-        options = ((best[max(0, n - size)], size) for size in sizes)
-        cost, chosen, size = min((before[0] + size + 1, before[1], size) for before, size in options)
-        best.append((cost, (*chosen, size)))
-    return tuple(sorted(best[rows][1], reverse=True))
+    most = max(sizes)
+    # of `most` smaller calls some add up to calls of `most`, which are fewer: there are never so many
+    whole = max(0, rows // most - most)
+    cheapest = [(0, 0)]  # for each number of rows: the cost, and the size of the last call
+    for n in range(1, rows - whole * most + 1):
+        cheapest.append(min((cheapest[max(0, n - size)][0] + size + 1, size) for size in sizes))
+    found = [most] * whole
+    left = len(cheapest) - 1
+    while left > 0:
+        found.append(cheapest[left][1])
+        left -= found[-1]
+    return tuple(sorted(found, reverse=True))
 
 
 def chunks(rows: int, least: int, most: int) -> tuple[int, ...]:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from penstock.errors import ConfigError, LoadFailed
 from penstock.ops.base import ItemOp
 from penstock.ops.parameters import REQUIRED, Parameter, check_params, convert, make_op, parameters_of, takes_any
+
+if TYPE_CHECKING:
+    import decimal as absent
 
 
 class Base(ItemOp):
@@ -148,3 +151,16 @@ def test_what_an_op_refuses_is_told_as_a_wrong_configuration():
 def test_an_op_is_made_with_converted_values():
     op = make_op(Base, {"size": "3", "mean": "1,2"})
     assert op.values == (3, "rgb", (1.0, 2.0))
+
+
+class ForCheckers(ItemOp):
+    """Its author's type checker knows more than it does."""
+
+    def __init__(self, price: absent.Decimal | None = None, other: Absent = None, size: int = 1) -> None:  # noqa: F821
+        self.size = size
+
+
+def test_a_type_that_only_type_checkers_import_is_any():
+    parameters = parameters_of(ForCheckers)
+    assert [p.type for p in parameters.values()] == [Any, Any, int]
+    assert make_op(ForCheckers, {"size": "3"}).size == 3

@@ -24,18 +24,22 @@ def test_rows_are_run_in_the_cheapest_of_the_sizes(rows, expected):
     assert calls(rows, (1, 4, 8)) == expected
 
 
-@given(st.integers(1, 24), st.sets(st.integers(1, 12), min_size=1, max_size=4))
+@given(st.integers(1, 12), st.sets(st.integers(1, 12), min_size=1, max_size=4))
 def test_no_other_calls_are_cheaper(rows, sizes):
     found = calls(rows, tuple(sorted(sizes)))
     cheapest = min(
         sum(combination) + len(combination)
-        for count in range(1, -(-rows // max(sizes)) + 1)
+        for count in range(1, rows + 1)
         for combination in itertools.combinations_with_replacement(sorted(sizes), count)
         if sum(combination) >= rows
     )
     assert sum(found) >= rows
     assert set(found) <= sizes
-    assert sum(found) + len(found) <= cheapest
+    assert sum(found) + len(found) == cheapest
+
+
+def test_an_item_of_very_many_rows_is_shared_out_at_once():
+    assert calls(1_000_003, (1, 4, 8)) == (8,) * 125_000 + (4,)
 
 
 def test_without_sizes_the_last_call_is_as_small_as_it_may_be():
