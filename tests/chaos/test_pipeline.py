@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +38,17 @@ def last(data):
 def slow(data):
     time.sleep(0.02)
     return len(data)
+
+
+def nap(data):
+    time.sleep(data)
+    return data
+"""
+
+NAPS = """
+[nap]
+backend = "Python[steps.py:nap]"
+instance_num = 2
 """
 
 CHAIN = """
@@ -68,6 +81,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "steps.py").write_text(STEPS)
     (tmp_path / "chain.toml").write_text(CHAIN)
     (tmp_path / "end.toml").write_text(SLOW_END)
+    (tmp_path / "naps.toml").write_text(NAPS)
     return tmp_path
 
 
@@ -185,3 +199,19 @@ async def test_a_flood_before_a_slow_end_is_refused_and_memory_stays(
 
 def memory(process: psutil.Process) -> int:
     return int(process.memory_full_info().uss)
+
+
+async def test_items_of_clients_that_left_are_not_run(
+    guarded: Callable[..., Any], chaos: SimpleNamespace, folder: Path
+) -> None:
+    server = guarded(None, "naps.toml")
+    for _ in range(chaos.count(1, 5)):
+        before = server.metric("penstock_requests_total")
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(40):
+                client = await stack.enter_async_context(chaos.Client(server))
+                client.send("/predictions/naps", b"0.5", content_type="application/json")
+            await chaos.until(lambda at=before: server.metric("penstock_requests_total") == at + 40)
+        asked = time.monotonic()
+        assert await ask(chaos, server, 0, "naps") == (200, 0)
+        assert time.monotonic() - asked < 5, "40 naps are 10 s of two instances"

@@ -140,6 +140,12 @@ def test_what_waits_is_shared_out_to_idle_slots() -> None:
     assert desk.poll(0.0) == [2, 2, 2, 2]
 
 
+def test_a_slice_of_what_nothing_is_known_of_is_small() -> None:
+    desk = Desk(wait_s=0.0, slice_s=0.001, most=32)
+    desk.offer(32, 0.0)
+    assert desk.poll(0.0)[:1] == [4]
+
+
 def test_what_is_so_brief_that_a_hand_over_costs_more_is_not_shared_out() -> None:
     desk = Desk(wait_s=0.0, slice_s=0.001, most=32)
     now = desk.learn(0.0002, 0.000002)

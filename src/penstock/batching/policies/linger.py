@@ -13,6 +13,8 @@ from math import ceil
 from penstock.batching.entry import Entry
 from penstock.batching.policies.base import BatchPolicy, Choice, Running, Take, View, WaitUntil
 
+UNKNOWN_ROWS = 4  # of a slice, while nothing was learned of a row: it may take long, and a batch ends with its last
+
 
 class Linger:
     """See the module. All three are asked when a batch could start, and must answer for that moment.
@@ -76,11 +78,11 @@ class Linger:
     def _slice(self, view: View) -> int:
         """Rows of a slice of time, or of a share of what waits where other slots are idle, too."""
         cost, waiting = view.cost, view.bucket.rows
-        rows = view.max_rows
+        rows = min(view.max_rows, UNKNOWN_ROWS)
         parts = view.idle
         if cost.ready:
             assert self._slice_s is not None
-            rows = max(1, min(rows, int(self._slice_s / cost.b)))
+            rows = max(1, min(view.max_rows, int(self._slice_s / cost.b)))
             parts = min(parts, max(1, int(waiting / max(1.0, cost.knee))))
         return min(rows, ceil(waiting / parts)) if parts > 1 else rows
 
