@@ -84,7 +84,9 @@ class Host:
     def _policy(self) -> BatchPolicy:
         """Called once the ops are known."""
         wait_s = self.node.wait_s
-        if wait_s is None:
+        if not self._shared.model:
+            wait_s = 0.0
+        elif wait_s is None:
             wait_s = 0.0 if self.node.device == "cpu" else GPU_WAIT_S
         return Linger(
             Adaptive(wait_s if self._entry else 0.0),  # where items come from outside, arrivals tell what is coming
@@ -117,7 +119,13 @@ class Host:
     @property
     def capacity(self) -> int:
         """Most items that may wait here."""
-        return self.node.queue or QUEUED_BATCHES * self.node.instances * self.max_batch
+        return self.node.queue or QUEUED_BATCHES * self.at_once
+
+    @property
+    def at_once(self) -> int:
+        """Items that it is meant to run at once. Slices are the smaller the more instances share what waits."""
+        sliced = not self._shared.model and self.node.max_batch is None
+        return max(self.node.instances, self.max_batch) if sliced else self.node.instances * self.max_batch
 
     def statistics(self) -> dict[str, object]:
         """What its scheduler has learned, what waits and what runs."""
@@ -221,7 +229,7 @@ class Host:
         try:
             self.enter(journey, fields, swap)
         except PenstockError as e:
-            journey.end(dict(fields), self._told(e), self.name)
+            journey.end(dict(fields), self.told(e), self.name)
 
     def failed(self, stop: Stop, error: PenstockError) -> None:
         """An item failed here, or was dropped: it ends, unless the node is one that may be skipped."""
@@ -229,9 +237,9 @@ class Host:
         if self.node.on_error == "skip":
             self.passed(stop.journey, stop.fields)
         else:
-            stop.journey.end(dict(stop.fields), self._told(error), self.name)
+            stop.journey.end(dict(stop.fields), self.told(error), self.name)
 
-    def _told(self, error: PenstockError) -> PenstockError:
+    def told(self, error: PenstockError) -> PenstockError:
         """The error with the node's name; what NodeModel made has it in its detail."""
         if error.detail.startswith("node '"):
             return error

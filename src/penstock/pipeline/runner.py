@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.errors import BadRequest, DeadlineExceeded, ModelNotReady, QueueFull, nearest
+from penstock.errors import BadRequest, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, nearest
 from penstock.observe.base import Observer
 from penstock.ops.base import NODE_NAME, Fields
 from penstock.pipeline.credits import Flow
@@ -55,9 +55,7 @@ class Runner:
         except BaseException:
             await self.close(0.0)
             raise
-        self._width = self.graph.in_flight or sum(
-            h.capacity + h.node.instances * h.max_batch for h in self._hosts.values()
-        )
+        self._width = self.graph.in_flight or sum(h.capacity + h.at_once for h in self._hosts.values())
         if self._state == "LOADING":
             self._state = "READY"
 
@@ -119,9 +117,11 @@ class Runner:
         self.in_flight += 1
         try:
             self._hosts[way.start].enter(journey, dict(fields), swap=False)
-        except BaseException:
+        except BaseException as e:
             journey.done = None
             self._ended(journey)
+            if isinstance(e, PenstockError):
+                raise self._hosts[way.start].told(e) from None
             raise
         return journey
 

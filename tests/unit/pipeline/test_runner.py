@@ -636,3 +636,33 @@ async def test_a_full_batch_does_not_wait_behind_a_head_of_another_shape_hazard_
     doors.open_all()
     assert (await asyncio.wait_for(head, 10.0)).error is None
     assert (await asyncio.wait_for(coming, 10.0)).error is None
+
+
+async def test_work_without_a_model_is_never_held_for_more(stage, make_graph, doors) -> None:
+    nodes = {"a": (Step("Door", {"gate": "a"}), "b", {}), "b": (B, "", {"wait_s": 60.0})}
+    s = await stage(make_graph(nodes))
+    other = s.put("2")
+    await doors.until("a", 1)
+    assert (await asyncio.wait_for(s.put("1", node="b"), 10.0)).fields["result"] == "1b"
+    doors.open_all()
+    await other
+
+
+async def test_room_is_twice_what_runs_at_once_and_few_for_slices(stage, make_graph) -> None:
+    nodes = {
+        "a": (A, "b", {"instances": 8}),
+        "b": ("BatchWords", "c", {"instances": 2, "max_batch": 4}),
+        "c": (C, "", {"instances": 3, "max_batch": 2, "queue": 5}),
+    }
+    s = await stage(make_graph(nodes))
+    told = s.runner.statistics()["nodes"]
+    assert {name: node["capacity"] for name, node in told.items()} == {"a": 64, "b": 16, "c": 5}
+    assert s.runner.width == (64 + 32) + (16 + 8) + (5 + 6)
+
+
+async def test_a_node_whose_instance_is_gone_says_so(stage, make_graph, monkeypatch) -> None:
+    s = await stage(make_graph({"a": (A, "", {})}))
+    monkeypatch.setattr(s.runner._hosts["a"].handle, "state", "DRAINING")
+    with pytest.raises(ModelNotReady, match="node 'a': model 'a' is draining"):
+        s.put("1")
+    assert s.runner.in_flight == 0
