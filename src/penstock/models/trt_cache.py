@@ -67,7 +67,7 @@ class EngineCache:
         It is this process's alone inside of `with`, after which what it holds is written down.
         """
         self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(self.folder.with_suffix(".lock"), "w") as lock:
+        with open(self.folder.with_suffix(".lock"), "a") as lock:  # what is there already is not ours to empty
             fcntl.flock(lock, fcntl.LOCK_EX)  # another instance builds the same engine: wait for that
             if self.folder.exists() and (wrong := self._wrong()):
                 log.warning("engine_cache folder=%s ignored=%r consequence=engines_are_built_anew", self.folder, wrong)
@@ -96,7 +96,9 @@ class EngineCache:
         return "" if told.get("files") == self._files() else "files are not those that were written"
 
     def _files(self) -> dict[str, str]:
-        return {path.name: file_digest(str(path)) for path in sorted(self.folder.iterdir()) if path.name != SIDECAR}
+        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        names = [str(path.relative_to(self.folder)) for path in files]
+        return {name: file_digest(str(path)) for name, path in zip(names, files, strict=True) if name != SIDECAR}
 
 
 def file_digest(path: str) -> str:

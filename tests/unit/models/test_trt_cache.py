@@ -40,6 +40,11 @@ def added(folder):
     (folder / "b.engine").write_bytes(b"another")
 
 
+def buried(folder):
+    (folder / "sub").mkdir()
+    (folder / "sub" / "b.engine").write_bytes(b"another")
+
+
 def missing(folder):
     (folder / "a.engine").unlink()
 
@@ -54,6 +59,7 @@ def foreign(folder):
     [
         (swapped, "not those that were written"),
         (added, "not those that were written"),
+        (buried, "not those that were written"),
         (missing, "not those that were written"),
         (foreign, "that of other engines"),
         (lambda folder: (folder / SIDECAR).write_text("{"), "no engine.json that can be read"),
@@ -134,6 +140,13 @@ def test_a_file_at_the_path_is_left_alone(named, tmp_path):
     (tmp_path / "engines" / "net.trt").write_bytes(b"of others")
     assert kept(named) == []
     assert (tmp_path / "engines" / "net.trt").read_bytes() == b"of others"
+
+
+def test_a_file_that_has_the_name_of_the_lock_is_left_as_it_is(named, tmp_path):
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "net.trt.lock").write_text("of others")
+    assert [kept(named), kept(named)] == [[], ["a.engine"]]
+    assert (tmp_path / "engines" / "net.trt.lock").read_text() == "of others"
 
 
 @pytest.mark.parametrize(
