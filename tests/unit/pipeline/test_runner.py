@@ -666,3 +666,20 @@ async def test_a_node_whose_instance_is_gone_says_so(stage, make_graph, monkeypa
     with pytest.raises(ModelNotReady, match="node 'a': model 'a' is draining"):
         s.put("1")
     assert s.runner.in_flight == 0
+
+
+async def test_a_batch_that_hangs_is_run_again_in_halves(stage, make_graph, doors, monkeypatch, caplog) -> None:
+    """Who is in two such batches fails with the one that hangs."""
+    caplog.set_level(logging.CRITICAL)
+
+    class Hangs(BatchOp):
+        def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
+            if "h" in data:
+                doors.door("h").wait(30.0)
+            return data
+
+    monkeypatch.setitem(catalog._registered, "Hangs", Hangs)
+    graph = make_graph({"a": ("Identity", "b", {}), "b": ("Hangs", "", {"run_timeout_s": 0.2, "max_batch": 4})})
+    s = await stage(graph)
+    assert await s.results("1", "h", "3", "4") == ["worker_died", "worker_died", "3", "4"]
+    assert await s.results("5") == ["5"]
