@@ -361,13 +361,6 @@ def ended(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_model_that_is_not_there_is_told_in_one_line(folder: Path) -> None:
-    (folder / "wrong.toml").write_text('[a]\nbackend = "OnnxTensor"\nmodel = "gone.onnx"\n')
-    status, _, err = ended(folder, "wrong.toml")
-    assert (status, len(err.splitlines())) == (1, 1), err
-    assert "gone.onnx" in err
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -375,6 +368,7 @@ def test_a_model_that_is_not_there_is_told_in_one_line(folder: Path) -> None:
         ('[a]\nbackend = "Identity"\nnext = "b"\n', "'b'"),
         ('[a]\nbackend = "ResizeMat"\nresize_h = 3\nresize_w = 3\nresize_hh = 3\n', "resize_hh"),
         ('[a]\nbackend = "Python[steps.py:gone]"\n', "gone"),
+        ('[a]\nbackend = "OnnxTensor"\nmodel = "gone.onnx"\n', "[a] model: there is no file"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line_before_anything_starts(folder: Path, text: str, told: str) -> None:

@@ -7,11 +7,15 @@ import os
 import signal
 import sys
 import warnings
+from typing import TYPE_CHECKING
 
 from penstock.config.load import SERVER_SECTIONS, read_toml
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError, describe
 from penstock.plugins import is_pipeline_file
+
+if TYPE_CHECKING:
+    from penstock.pipeline.graph import Graph
 
 log = logging.getLogger("penstock.cli")
 
@@ -86,7 +90,7 @@ def _wrong(pipelines: dict[str, bool]) -> str:
     logging.disable()  # the workers warn of the same
     warnings.simplefilter("ignore")
     try:
-        check_pipelines(pipelines)
+        check_pipelines(pipelines, models=True)
     except PenstockError as e:
         return e.message
     except BaseException as e:
@@ -94,8 +98,11 @@ def _wrong(pipelines: dict[str, bool]) -> str:
     return ""
 
 
-def check_pipelines(pipelines: dict[str, bool]) -> None:
-    """Raises ConfigError for what a worker would refuse in one of the files before it loads any model."""
+def check_pipelines(pipelines: dict[str, bool], *, models: bool = False) -> None:
+    """Raises ConfigError for what a worker would refuse in one of the files before it loads any model.
+
+    `models`: also for a model that is not there.
+    """
     if not pipelines:
         return
     from penstock.pipeline.check import check
@@ -103,4 +110,17 @@ def check_pipelines(pipelines: dict[str, bool]) -> None:
 
     sys.path[:0] = [os.getcwd()]  # as in the workers
     for file, compat in pipelines.items():
-        check(load_graph(file, compat=compat))
+        graph = load_graph(file, compat=compat)
+        check(graph)
+        if models:
+            _check_models(graph, file)
+
+
+def _check_models(graph: Graph, file: str) -> None:
+    from penstock.ops.catalog import is_model
+
+    for node in graph.nodes.values():
+        for step in node.steps:
+            model = step.params.get("model", "")
+            if is_model(step.op) and not os.path.isfile(model):
+                raise ConfigError(f"{file}: [{node.name}] model: there is no file {model}")

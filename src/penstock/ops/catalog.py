@@ -104,6 +104,11 @@ def canonical(name: str) -> str:
     raise ConfigError(f"unknown op '{name}'{told} are {len(known)}: see docs/pipelines.md")
 
 
+def is_model(name: str) -> bool:
+    """Whether an op of this name runs a model's file."""
+    return BUILTIN.get(name, "").endswith(":ModelOp")
+
+
 def find(name: str) -> type[Op]:
     """The class of an op. Raises ConfigError: no such op, or what it needs is not installed."""
     name = canonical(name)

@@ -14,7 +14,7 @@ from penstock.models.python import Answer, model
 from penstock.ops import catalog
 from penstock.ops.base import DATA, RESULT
 from penstock.pipeline.check import check
-from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline, Started
 from penstock.pipeline.node import tune_process
@@ -198,20 +198,20 @@ def placed(graph: Graph, device: str) -> Graph:
 
 def outputs_of(graph: Graph, metadata: Mapping[str, ModelMetadata]) -> tuple[TensorSpec, ...]:
     """The tensors that are answered, where the result is what a model gives. `metadata`: what each node says."""
-    if graph.answers != (RESULT,) or len(graph.outputs) != 1 or not _is_model(graph.nodes[graph.outputs[0]].steps[-1]):
+    if (
+        graph.answers != (RESULT,)
+        or len(graph.outputs) != 1
+        or not catalog.is_model(graph.nodes[graph.outputs[0]].steps[-1].op)
+    ):
         return ()
     last = metadata[graph.outputs[0]].outputs
     names = [RESULT] if len(last) == 1 else [f"{RESULT}_{i}" for i in range(len(last))]
     return tuple(TensorSpec(name, t.datatype, (-1, *t.shape[1:])) for name, t in zip(names, last, strict=True))
 
 
-def _is_model(step: Step) -> bool:
-    return catalog.BUILTIN.get(step.op, "").endswith(":ModelOp")
-
-
 def _wants(node: Node) -> bool:
     """Whether a node has a model that is not said to run on the CPU."""
-    models = [step for step in node.steps if _is_model(step)]
+    models = [step for step in node.steps if catalog.is_model(step.op)]
     return any(step.params.get("runtime", "auto") not in ("cpu", "openvino") for step in models)
 
 
