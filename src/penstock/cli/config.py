@@ -20,7 +20,7 @@ def check(file: str) -> None:
 
     Prints "ok" and the models found, or what is wrong and exits with 1. The files of pipelines are checked, too.
     """
-    from penstock.cli.pipelines import check_pipelines, pipelines_of
+    from penstock.cli.pipelines import check_pipelines, pipelines_of, tells_pipeline
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
     from penstock.engine.rules import check_rules
@@ -28,6 +28,8 @@ def check(file: str) -> None:
     from penstock.plugins import resolve
 
     try:
+        if tells_pipeline(file):
+            raise ConfigError(f"{file}: tells a pipeline, which is checked by: penstock pipeline check {file}")
         found = load_config(file, env=os.environ)
         check_bind(found)
         for name, model in found.models.items():

@@ -124,3 +124,5 @@ def test_a_configuration_is_checked_with_its_pipelines(folder: Path) -> None:
     result = CliRunner().invoke(config_verb, ["check", "penstock.toml"])
     assert result.exit_code == 1
     assert "did you mean 'Identity'" in result.output
+    result = CliRunner().invoke(config_verb, ["check", "net.toml"])
+    assert (result.exit_code, "penstock pipeline check net.toml" in result.output) == (1, True)
