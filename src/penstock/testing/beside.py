@@ -308,6 +308,17 @@ async def check_what_is_in_flight_is_answered_before_the_end(make: MakeTransport
         numbers.append(desk.post([Item(("open", "a"))]))
         await desk.transport.close(WAIT_S)
         assert [values(desk.parts[number][-1]) for number in numbers] == [["a"]] * 10 + [["opened"]]
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        numbers = [desk.post([Item(("gate", "a"))]), desk.post([Item(("open", "a"))])]
+        await desk.transport.remove_slot(0, WAIT_S)
+        assert [values(desk.parts[number][-1]) for number in numbers] == [["a"], ["opened"]]
+    async with Desk(make, TARGET) as desk:
+        await desk.up()
+        number = desk.post([Item(1), Item(("gate", "a"))])
+        await desk.until(lambda: desk.parts[number])
+        await desk.transport.close(0.05)  # too short for who waits at a gate
+        assert type(desk.parts[number][-1].error) is WorkerDied
 
 
 async def check_a_death_ends_all_that_was_in_flight(make: MakeTransport) -> None:
