@@ -314,6 +314,57 @@ async def test_a_client_that_waits_for_memory_and_leaves_holds_up_nobody(wait_un
         assert sum(not isinstance(one, Exception) for one in found) == 2
 
 
+async def test_half_calls_have_no_more_memory_than_there_is_in_all(wait_until: Any) -> None:
+    async with listening(pool_bytes=3_000_000, body_timeout_s=60.0) as listener:
+        clients = [await listener.connect(framed=bool(n % 2)) for n in range(6)]
+        call = infer(b"x" * 2_000_000)
+        for client in clients:
+            client.writer.write((struct.pack(">i", len(call)) + call if client.framed else call)[:-1])
+        await wait_until(lambda: len(listener.server._starved) == 5)
+        arrived = [len(connection._arrived) for connection in listener.server._starved]
+        assert sum(arrived) < 5 * 600_000  # a read or two each
+        first = next(c for c in listener.server._connections if c not in listener.server._starved)
+        first.transport.abort()
+        await wait_until(lambda: len(listener.server._starved) == 4)  # and the next has what that one had
+        for client in clients:
+            client.writer.write(call[-1:])
+        found = await asyncio.gather(*[client.answer() for client in clients], return_exceptions=True)
+        assert [one.label for one in found if not isinstance(one, Exception)] == ["2000000"] * 5
+        assert listener.backend.used_bytes == 0
+
+
+async def test_memory_for_a_call_grows_with_what_it_announces() -> None:
+    async with listening(pool_bytes=2**20) as listener:
+        client = await listener.connect()
+        fields = b"\x0b\0\x09" + struct.pack(">i", 80_000) + b"y" * 80_000  # one that the service does not have
+        call = infer(b"x" * 500_000)
+        at = call.index(b"\x0c\0\x01") + 3
+        call = call[:at] + fields + call[at:]
+        for start in range(0, len(call), 50_000):
+            client.writer.write(call[start : start + 50_000])
+            await client.writer.drain()
+            await asyncio.sleep(0)
+        assert (await client.answer()).label == "500000"
+        assert listener.backend.used_bytes == 0
+
+
+async def test_a_call_larger_than_all_memory_is_refused_also_where_others_wait(wait_until: Any) -> None:
+    held: list[Call] = []
+    async with listening(held.append, pool_bytes=200_000, max_body_bytes=10**6) as listener:
+        first, second, third = [await listener.connect() for _ in range(3)]
+        first.send(infer(b"x" * 150_000))
+        await wait_until(lambda: held)
+        second.send(infer(b"x" * 150_000))
+        await wait_until(lambda: len(listener.server._starved) == 1)
+        third.writer.write(infer(b"x" * 900_000)[:100])
+        await wait_until(lambda: len(listener.server._starved) == 2)
+        answer(held.pop())
+        assert b"payload_too_large" in await asyncio.wait_for(third.reader.read(), LIMIT_S)
+        await wait_until(lambda: held)
+        answer(held.pop())
+        assert (await second.answer()).label == "150000"
+
+
 async def test_a_client_that_leaves_is_cancelled(wait_until: Any) -> None:
     held: list[Call] = []
     async with listening(held.append) as listener:
@@ -360,6 +411,16 @@ async def test_the_end_answers_the_call_that_runs_and_takes_no_other(wait_until:
         assert await client.closed()
         await closing
         assert len(held) == 1
+
+
+async def test_a_connection_that_ends_does_not_become_an_idle_one(wait_until: Any) -> None:
+    async with listening() as listener:
+        await listener.connect()
+        await wait_until(lambda: listener.server.connections == 1)
+        (connection,) = listener.server._connections
+        connection.close_soon()
+        connection.resume_writing()
+        assert connection.deadline < listener.server.idle_at
 
 
 async def test_what_does_not_end_is_dropped_at_the_end(wait_until: Any) -> None:

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import BadRequest, ModelNotReady, PenstockError
-from penstock.frontends.base import Ticket
+from penstock.frontends.base import Buffer, Ticket
 from penstock.protocols import thrift
 from penstock.types import Item, ItemResult
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.frontends")
 
 INF: Final = float("inf")
-BIG_BYTES: Final = 64 * 1024  # data above it goes to the workers in shared memory
+BIG_BYTES: Final = 64 * 1024  # data above it goes to the workers in shared memory, which bounds what all may send
+MORE_BYTES: Final = 4096  # for what may stand behind the data in a call
 AHEAD_BYTES: Final = 64 * 1024  # of later calls that are taken while one runs; then the socket is not read
 
 
@@ -33,6 +34,7 @@ class Connection(asyncio.Protocol):
         self._framed: bool | None = None  # None: nothing has come yet
         self._running: thrift.Call | None = None
         self._ticket: Ticket | None = None
+        self._memory: Buffer | None = None  # for large data, from when it is announced until it is submitted
         self._paused = False
         self._choked = False  # the client does not take its answer
         self._ending = False
@@ -52,7 +54,8 @@ class Connection(asyncio.Protocol):
         self._ending = True
         if self._ticket is not None:
             self._ticket.cancel()
-        self._running = self._ticket = None
+        self._running = self._ticket = self._call = None
+        self._let_go()
         self._server.remove(self)
 
     def data_received(self, data: bytes) -> None:
@@ -71,7 +74,8 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._choked = False
-        self._next()
+        if not self._ending:
+            self._next()
 
     # ---- called by the server
 
@@ -95,10 +99,10 @@ class Connection(asyncio.Protocol):
         if self._call is None:
             self._call = thrift.Call()
             self.deadline = self._server.body_at
-        if len(self._arrived) < self._call.need:
-            return
         try:
-            whole = self._read(self._call)
+            whole = len(self._arrived) >= self._call.need and self._read(self._call)
+            if not whole:
+                self._make_room(self._call)
         except PenstockError as error:  # where the next call begins is not known
             self._ending = True
             self._write(thrift.exception(self._call, thrift.PROTOCOL_ERROR, _told(error)))
@@ -125,6 +129,19 @@ class Connection(asyncio.Protocol):
         if not call.read(arrived, 4, self._server.most) or call.end != 4 + size:
             raise BadRequest(f"found a frame of {size} bytes that is not one whole message")
         return True
+
+    def _make_room(self, call: thrift.Call) -> None:
+        """Has the memory of a large call ready before it has come, or waits for that: what is received is so bounded by
+        the pool, however many clients send."""
+        most = self._server.most
+        there = 0 if self._memory is None else len(self._memory.view)
+        if min(call.need, most) > max(BIG_BYTES, there):
+            self._let_go()
+            self._memory = self._server.allocate(min(call.need + MORE_BYTES, most))
+            if self._memory is None:
+                self.deadline = INF
+                self._pause()
+                self._server.when_free(self)
 
     def _begin(self, call: thrift.Call) -> None:
         """Answers a call or hands it to the backend; what stands behind it in the buffer stays there."""
@@ -169,15 +186,26 @@ class Connection(asyncio.Protocol):
         with memoryview(self._arrived) as view:
             if end - start <= BIG_BYTES:
                 return bytes(view[start:end])
-            buffer = self._server.allocate(end - start)
+            buffer, self._memory = self._memory or self._server.allocate(end - start), None
             if buffer is not None:
+                buffer.shrink(end - start)
                 buffer.view[:] = view[start:end]
             return buffer
+
+    def _let_go(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.release()
 
     def memory_free(self) -> None:
         """There may be memory for the call that waits for it."""
         if self._running is not None and self._running.data is not None and self._running.uuid is not None:
             self._submit(self._running.uuid, *self._running.data)
+        elif self._running is None and self._call is not None:
+            self.deadline = self._server.body_at
+            self._advance()
+            if self._memory is not None:
+                self._read_on()
 
     # ---- answers
 
@@ -205,6 +233,7 @@ class Connection(asyncio.Protocol):
         call, self._running, self._call, self._ticket = self._running, None, None, None
         assert call is not None
         del self._arrived[: call.end]
+        self._let_go()
         self._write(message)
         if self._ending:
             self._shut()
@@ -221,9 +250,7 @@ class Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         """The next call, in a pass of the loop of its own: many that came at once would else nest."""
-        if self._paused:
-            self._paused = False
-            self.transport.resume_reading()
+        self._read_on()
         if self._arrived:
             self._server.soon(self._resume)
         else:
@@ -232,6 +259,11 @@ class Connection(asyncio.Protocol):
     def _resume(self) -> None:
         if self._running is None and not self._choked and not self._ending:
             self._advance()
+
+    def _read_on(self) -> None:
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
 
     def _pause(self) -> None:
         if not self._paused:
