@@ -71,7 +71,6 @@ class PythonModel:
         self.submit: Submit | None = None
         self.soon: Callable[[Callable[[], None]], None] | None = None  # calls something at the next turn of its loop
         self.width = 1
-        self.silence_s: float | None = None  # the longest that nothing may be heard of it while it has work
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -102,8 +101,11 @@ class PythonModel:
         self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
         self.submit = getattr(found, "__penstock_submit__", None)
         self.soon = getattr(found, "__penstock_soon__", None)
-        self.silence_s = getattr(found, "__penstock_silence_s__", None)
         self.width = 1 if self.submit is None else int(getattr(found, "__penstock_width__", 1))
+
+    def said(self) -> dict[str, Any]:
+        """The options of `@penstock.model`; a model of ours may know better once it is loaded."""
+        return options_of(self._model)
 
     def unload(self) -> None:
         """Calls the model's own `unload`, when it has one."""

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from penstock.errors import ConfigError
-from penstock.models.python import Answer, model
+from penstock.models.python import Answer, model, options_of
 from penstock.ops import catalog
 from penstock.ops.base import DATA, RESULT
 from penstock.pipeline.check import check
@@ -50,6 +50,11 @@ class PipelineModel:
         self._takes = catalog.find(graph.nodes[graph.entry].steps[0].op).takes
         self.inputs = (TensorSpec(DATA, "BYTES", (-1,)),) if self._takes == "bytes" else ()
         self.parameters = {"pipeline": described(graph)}
+        limits = [node.run_timeout_s for node in graph.nodes.values()]
+        self.__penstock_options__ = options_of(PipelineModel) | {
+            "run_timeout_s": sum(limits) + max(limits),  # more than an item alone needs that hangs in every node
+            "idempotent": all(node.idempotent for node in graph.nodes.values()),
+        }
         self._pipeline = LocalPipeline(graph)
         self.outputs = outputs_of(graph, self._pipeline.metadata())
 
@@ -70,12 +75,6 @@ class PipelineModel:
     def __penstock_width__(self) -> int:
         """Items that are inside at once."""
         return self._pipeline.width
-
-    @property
-    def __penstock_silence_s__(self) -> float:
-        """More than an item alone may need that hangs in every node."""
-        limits = [node.run_timeout_s for node in self._graph.nodes.values()]
-        return sum(limits) + max(limits)
 
     def __penstock_submit__(
         self, values: list[Any], budgets_s: list[float | None], answer: Answer

@@ -27,7 +27,6 @@ class SideBySide:
     """
 
     __penstock_width__ = WIDTH
-    __penstock_silence_s__ = 150.0
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[int, Any, float | None, Answer]] = SimpleQueue()
@@ -36,6 +35,7 @@ class SideBySide:
         self.cancelled = 0
 
     def load(self, device: str) -> None:
+        self.__penstock_options__ = {"run_timeout_s": 150.0}
         threading.Thread(target=self._answer, name="penstock-testing", daemon=True).start()
 
     def predict(self, items: list[Any]) -> list[Any]:

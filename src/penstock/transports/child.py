@@ -90,8 +90,6 @@ class Worker:
         gc.freeze()  # what is loaded stays: later collections need not look at it
         if self._runner.model.width > 1:
             ready.width = self._runner.model.width
-            if self._runner.model.silence_s is not None:  # in place of the default; who configures it knows better
-                ready.options = {"run_timeout_s": self._runner.model.silence_s, **ready.options}
             self._wide = Wide(self._runner, self._replies, self._pack, self._send)
             self._send(write(Up(ready)))
             self._wide.attend()

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.config.schema import with_options
 from penstock.errors import LoadFailed, PenstockError, describe
 from penstock.models.base import is_module
-from penstock.models.python import PythonModel, options_of
+from penstock.models.python import PythonModel
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at
 from penstock.types import Ready
 from penstock.wire.messages import Pickled
@@ -44,7 +44,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             options = {**options, "file": named}
         model = PythonModel(target, options, **extras, threads=partial(_threads, spec))
         model.load(device)
-        said = options_of(target)
+        said = model.said()
         batching = with_options(spec.config.batching, said)
         metadata = model.metadata(spec.name, spec.version)
         runner = BatchRunner(model, metadata, batching)
