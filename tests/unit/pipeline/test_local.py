@@ -261,3 +261,20 @@ async def test_a_line_that_is_too_long_is_told_at_once(make: Make, doors: Any, m
         await pipeline.submit({"data": "4"})
     doors.open_all()
     assert [(await f).fields["result"] for f in (inside, *waiting)] == list("0123")
+
+
+def test_one_that_is_closed_while_it_loads_tells_who_waits(known, make_graph, monkeypatch) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+
+    class Slow(ItemOp):
+        def load(self, device: str) -> None:
+            loading.set()
+            go_on.wait(30.0)
+
+    monkeypatch.setitem(catalog._registered, "Slow", Slow)
+    pipeline = LocalPipeline(make_graph({"a": ("Slow", "", {})}), lazy=True)
+    future = pipeline.submit({"data": "1"})
+    assert loading.wait(20.0)
+    pipeline.close(0.0)
+    assert future.result(0).error is not None
+    go_on.set()

@@ -683,3 +683,31 @@ async def test_a_batch_that_hangs_is_run_again_in_halves(stage, make_graph, door
     s = await stage(graph)
     assert await s.results("1", "h", "3", "4") == ["worker_died", "worker_died", "3", "4"]
     assert await s.results("5") == ["5"]
+
+
+async def test_what_is_urgent_goes_first_at_every_node(stage, make_graph, doors) -> None:
+    nodes = {"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", {"max_batch": 1, "queue": 10})}
+    s = await stage(make_graph(nodes))
+    first = s.put("first")
+    await doors.until("b", 1)
+    others = [s.put("low", priority=2), s.put("middle", priority=1), s.put("urgent", priority=0)]
+    for _ in range(2000):
+        if s.runner.statistics()["nodes"]["b"]["queued"] == 3:
+            break
+        await asyncio.sleep(0.001)
+    doors.open_all()
+    await asyncio.gather(first, *others)
+    assert doors.met["b"] == [["first"], ["urgent"], ["middle"], ["low"]]
+
+
+async def test_a_batch_without_memory_is_run_in_halves_and_remembered(stage, make_graph, doors, monkeypatch) -> None:
+    class Large(BatchOp):
+        def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
+            if len(data) > 2:
+                raise MemoryError
+            return data
+
+    monkeypatch.setitem(catalog._registered, "Large", Large)
+    s = await stage(make_graph({"a": ("Large", "", {"max_batch": 8, "retry_split": False})}))
+    assert await s.results(*"12345678") == list("12345678")
+    assert s.runner.statistics()["nodes"]["a"]["ceiling"] == 3  # between 2, which ran, and 4, which did not
