@@ -81,21 +81,21 @@ def test_the_decorator_leaves_its_target_and_keeps_options():
 
     assert options_of(Small) == options_of(Small()) == {"max_batch_size": 8, "slo_s": 0.1}
     assert options_of(plain) == {}
+    assert plain([1]) == [1]
 
 
-def test_a_loaded_model_may_know_its_options_better_than_its_class() -> None:
+def test_a_loaded_model_may_know_its_options_better_than_its_class():
     @model(max_batch_size=8)
     class Knows:
-        def load(self, device: str) -> None:
+        def load(self, device):
             self.__penstock_options__ = options_of(Knows) | {"run_timeout_s": 5.0}
 
-        def predict(self, items: list[Any]) -> list[Any]:
+        def predict(self, items):
             return items
 
     found = PythonModel(Knows)
     found.load("cpu")
     assert found.said() == {"max_batch_size": 8, "run_timeout_s": 5.0}
-    assert plain([1]) == [1]
 
 
 @pytest.mark.parametrize(
