@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.call import Call
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, describe
 from penstock.ops.base import Fields
 from penstock.pipeline.node import Stamp, Visit
 from penstock.pipeline.outcome import Hop, Outcome
@@ -22,6 +22,8 @@ log = logging.getLogger("penstock.pipeline")
 
 Done = Callable[[Outcome], None]
 Fill = Callable[[tuple[int, ...]], tuple[int, ...]]
+
+MOST_PARTS = 64  # of a list that are looked at on the loop: models have fewer inputs, and JSON may have millions
 
 
 class Journey:
@@ -104,10 +106,18 @@ class Stop(Visit):
         self.call: Call | None = None
 
     def __call__(self, result: ItemResult) -> None:
+        """Takes the answer of the node; whatever that leads to, the item ends or goes on."""
+        self.journey.visits.discard(self)
+        try:
+            self._answered(result)
+        except Exception as e:  # a value that cannot be looked at, say
+            log.exception("hand_over_failed node=%s", self.host.name)
+            error = self.host.told(PenstockError(f"internal error: {describe(e)}"))
+            self.journey.end(dict(self.fields), error, self.host.name)
+
+    def _answered(self, result: ItemResult) -> None:
         call, self.call = self.call, None  # they hold each other
-        journey = self.journey
-        journey.visits.discard(self)
-        host = self.host
+        journey, host = self.journey, self.host
         if result.error is not None:
             host.failed(self, result.error)
             return
@@ -153,21 +163,29 @@ def budget_of(journey: Journey, limit_s: float | None) -> float | None:
 
 
 def shape_of(value: Any, fill: Fill | None = None) -> str:
-    """What an array must have in common with others of its batch, axis 0 left out, once it is filled up; the text of a
-    plain value."""
+    """What an array must have in common with others of its batch, axis 0 left out, once it is filled up, and so each of
+    a list of them; the text of a plain value."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(_shape_of(each, fill) for each in value[:MOST_PARTS])
+    return _shape_of(value, fill)
+
+
+def _shape_of(value: Any, fill: Fill | None) -> str:
     shape = getattr(value, "shape", None)
     if shape is not None:
         return f"{value.dtype}{(tuple(shape) if fill is None else fill(tuple(shape)))[1:]}"
-    if isinstance(value, (list, tuple)):
-        return " ".join(shape_of(each, fill) for each in value)
     return str(value) if isinstance(value, (str, int, float, bool)) else type(value).__name__
 
 
 def nbytes_of(value: Any) -> int:
     """Bytes that a field's value holds, as far as it tells: an array, bytes, a list of those."""
+    if isinstance(value, (list, tuple)):
+        return sum(map(_nbytes_of, value[:MOST_PARTS])) * len(value) // max(1, min(len(value), MOST_PARTS))
+    return _nbytes_of(value)
+
+
+def _nbytes_of(value: Any) -> int:
     found = getattr(value, "nbytes", None)
     if isinstance(found, int):
         return found
-    if isinstance(value, (bytes, bytearray, str)):
-        return len(value)
-    return sum(map(nbytes_of, value)) if isinstance(value, (list, tuple)) else 0
+    return len(value) if isinstance(value, (bytes, bytearray, str)) else 0

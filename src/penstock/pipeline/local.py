@@ -298,8 +298,9 @@ class _Backend:
             waiting.journey = self.runner.submit(
                 begin.fields, self._done(waiting), node=begin.node, budget_s=budget_s, priority=waiting.priority
             )
-        except PenstockError as e:
-            self.loop.call_soon(self._tell, waiting, Outcome(begin.fields, e))  # who waits is not there yet
+        except Exception as e:  # the line goes on, whatever was handed in
+            error = e if isinstance(e, PenstockError) else PenstockError(f"internal error: {describe(e)}")
+            self.loop.call_soon(self._tell, waiting, Outcome(begin.fields, error))  # who waits is not there yet
 
     def _done(self, waiting: _Waiting) -> Done:
         def done(outcome: Outcome) -> None:

@@ -19,6 +19,8 @@ from penstock.pipeline.node import Shared
 from penstock.pipeline.placing import placed
 from penstock.pipeline.routes import Route, check_runnable, route
 
+LONGEST_NAME = 128  # of a node; what callers give instead may be of any length
+
 
 class Runner:
     """Takes items through a graph. `start` first, `close` at the end; every accepted item has exactly one outcome."""
@@ -126,10 +128,11 @@ class Runner:
         return journey
 
     def _route(self, start: Any) -> Route:
-        if start not in self.graph.nodes:
+        if not isinstance(start, str) or start not in self.graph.nodes:
+            given = repr(start[:LONGEST_NAME]) if isinstance(start, str) else f"a {type(start).__name__}"
             raise BadRequest(
-                f"{NODE_NAME} is {start!r}, which is no node of pipeline '{self.graph.name}'"
-                f"{nearest(str(start), self.graph.nodes)} (it has {', '.join(self.graph.nodes)})"
+                f"{NODE_NAME} is {given}, which is no node of pipeline '{self.graph.name}'"
+                f"{nearest(given, self.graph.nodes)} (it has {', '.join(self.graph.nodes)})"
             )
         way = self._routes[start] = route(self.graph, start)
         return way
