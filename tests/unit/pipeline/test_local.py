@@ -296,14 +296,18 @@ def test_whatever_is_handed_in_the_next_item_is_answered(make: Make) -> None:
     pipeline = make()
     for start in (["a"], {"a": 1}, 7, np.array(["a"], object)):
         refused = pipeline.infer({"data": "1", "node_name": start}, budget_s=20.0).error
-        assert isinstance(refused, BadRequest) and f"is a {type(start).__name__}, which is no node" in refused.message
+        assert isinstance(refused, BadRequest)
+        assert f"is a {type(start).__name__}, which is no node" in refused.message
     long = pipeline.infer({"data": "1", "node_name": "a" * 10**6}, budget_s=20.0).error
-    assert long is not None and len(long.message) < 300
+    assert long is not None
+    assert len(long.message) < 300
     given: Any = [1]
     broken = pipeline.infer(given, budget_s=20.0).error
-    assert broken is not None and broken.message.startswith("internal error: AttributeError")
+    assert broken is not None
+    assert broken.message.startswith("internal error: AttributeError")
     unknown = pipeline.infer({"data": Strange()}, budget_s=20.0).error
-    assert unknown is not None and unknown.message == "internal error: ValueError: it has none"
+    assert unknown is not None
+    assert unknown.message == "internal error: ValueError: it has none"
     assert pipeline.infer({"data": "1"}, budget_s=20.0).fields["result"] == "1ab"
     assert pipeline.statistics()["in_flight"] == 0
 
@@ -313,7 +317,8 @@ def test_an_item_whose_result_cannot_be_handed_on_fails_alone(make: Make, caplog
     pipeline = make({"a": (Step("GivesStrange"), "b", {}), "b": (B, "", {})})
     found = pipeline.infer_many([{"data": data} for data in ("1", "strange", "2")], budget_s=20.0)
     assert [o.fields.get("result") for o in found] == ["1b", None, "2b"]
-    assert found[1].error is not None and found[1].error.message == "node 'a': internal error: ValueError: it has none"
+    assert found[1].error is not None
+    assert found[1].error.message == "node 'a': internal error: ValueError: it has none"
     assert pipeline.statistics()["in_flight"] == 0
     assert "hand_over_failed node=a" in caplog.text
 
@@ -327,7 +332,8 @@ def test_of_deep_and_long_values_a_little_is_looked_at() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
-    assert nbytes_of(deep) == 0 and shape_of(deep) == "list"
+    assert nbytes_of(deep) == 0
+    assert shape_of(deep) == "list"
     image = np.zeros((1, 3), np.uint8)
     assert nbytes_of([image, b"12", "345"]) == 8
     assert nbytes_of([b"1234"] * 10**6) == 4 * 10**6
