@@ -94,7 +94,7 @@ def none(data):
 WORDS = """
 [pipeline]
 outputs = ["result", "count", "given"]
-inputs = ["data", "given"]
+inputs = ["data", "given", "node_name"]
 
 [shout]
 backend = "Python[steps.py:shout]"
@@ -286,7 +286,8 @@ def test_several_outputs_are_an_object_and_fields_may_be_given(server: Any) -> N
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
-        (b'{"text": "x"}', 400, "found no 'data' among the fields of the request ('text')"),
+        (b'{"given": "x"}', 400, "found no 'data' among the fields of the request"),
+        (b'{"data": "x", "count": 3}', 400, "found the field 'count', which the pipeline does not take"),
         (b'{"data": "x", "node_name": "cuont"}', 400, "did you mean 'count'?"),
         (b'{"data": "x", "node_name": 3}', 400, "expected the name of a node"),
         (b'{"data": "bad"}', 500, "ValueError"),

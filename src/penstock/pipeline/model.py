@@ -47,8 +47,8 @@ class PipelineModel:
         graph = placed(load_graph(self._file, compat=self._compat), device)
         check(graph)
         self._graph = graph
-        self._takes = catalog.find(graph.nodes[graph.entry].steps[0].op).takes
-        self.inputs = (TensorSpec(DATA, "BYTES", (-1,)),) if self._takes == "bytes" else ()
+        self._kind = catalog.find(graph.nodes[graph.entry].steps[0].op).takes
+        self.inputs = (TensorSpec(DATA, "BYTES", (-1,)),) if self._kind == "bytes" else ()
         self.parameters = {"pipeline": described(graph)}
         limits = [node.run_timeout_s for node in graph.nodes.values()]
         self.__penstock_options__ = options_of(PipelineModel) | {
@@ -109,7 +109,7 @@ class PipelineModel:
 
     def _question(self, value: Any) -> Question | Exception:
         try:
-            return question_of(value, self._takes)
+            return question_of(value, self._graph, self._kind)
         except Exception as e:
             return e
 
@@ -218,6 +218,7 @@ def described(graph: Graph) -> dict[str, Any]:
     """What clients may read of a pipeline: its nodes in order, with their ops by name, and no parameters of these."""
     return {
         "entry": graph.entry,
+        "inputs": list(graph.takes),
         "outputs": list(graph.answers),
         "nodes": [
             {

@@ -10,7 +10,8 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest, ItemFailed
-from penstock.ops.base import DATA, NODE_NAME, RESULT, Fields
+from penstock.ops.base import DATA, NODE_NAME, Fields
+from penstock.pipeline.graph import Graph
 from penstock.pipeline.outcome import Hop, Outcome
 
 NAMELESS = "input_0"  # an array that came alone, without a name (`protocols/oip_npy.py`)
@@ -25,32 +26,35 @@ class Question(Struct):
     rows: bool = False
 
 
-def question_of(value: Any, takes: str) -> Question:
-    """What a decoded body asks. `takes` is the kind of data of the entry's first op. Raises BadRequest.
+def question_of(value: Any, graph: Graph, kind: str) -> Question:
+    """What a decoded body asks. `kind` is that of the data of the entry's first op. Raises BadRequest.
 
     Arrays by name, as of Open Inference, are as many items as they have rows. An object or a form is the fields of one
-    item; any other value is its `data`.
+    item: those that the graph takes of its callers, no others, for what ops tell each other is not the callers' to say.
+    Any other value is its `data`.
     """
     if not isinstance(value, dict):
         return Question([{DATA: value}])
     if value.keys() == {NAMELESS} and isinstance(value[NAMELESS], np.ndarray):
         value = {DATA: value[NAMELESS]}
+    for name in value:
+        if name not in graph.takes:
+            told = f"found the field {str(name)[:40]!r}, which the pipeline does not take; it takes"
+            raise BadRequest(f"{told} {', '.join(graph.takes)}")
     if DATA not in value:
-        found = ", ".join(repr(str(name)[:40]) for name in list(value)[:8]) or "none"
-        raise BadRequest(f"found no '{DATA}' among the fields of the request ({found}); a pipeline needs it")
+        raise BadRequest(f"found no '{DATA}' among the fields of the request; a pipeline needs it")
     if all(isinstance(one, np.ndarray) for one in value.values()):
-        return Question([_row(value, i, takes) for i in range(len(value[DATA]))], rows=True)
-    fields = {str(name): one for name, one in value.items() if name not in (NODE_NAME, RESULT)}
+        return Question([_row(value, i, kind) for i in range(len(value[DATA]))], rows=True)
     node = value.get(NODE_NAME)
     if node is not None and not isinstance(node, str):
         raise BadRequest(f"{NODE_NAME}: found a {type(node).__name__}, expected the name of a node")
-    return Question([fields], node)
+    return Question([{str(name): one for name, one in value.items() if name != NODE_NAME}], node)
 
 
-def _row(arrays: Mapping[str, np.ndarray[Any, Any]], i: int, takes: str) -> Fields:
+def _row(arrays: Mapping[str, np.ndarray[Any, Any]], i: int, kind: str) -> Fields:
     """The fields of one row: bytes and text as they are, a mat `[h, w, c]`, and else a tensor `[1, ...]`."""
     return {
-        name: array[i] if array.dtype.kind == "O" or (name == DATA and takes == "mat") else array[i : i + 1]
+        name: array[i] if array.dtype.kind == "O" or (name == DATA and kind == "mat") else array[i : i + 1]
         for name, array in arrays.items()
     }
 

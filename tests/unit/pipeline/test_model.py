@@ -21,6 +21,7 @@ from penstock.worker.spec import WorkerSpec, Wrapped
 TWO_NODES = """
 [pipeline]
 trace = {trace}
+inputs = ["data", "node_name"]
 [first]
 backend = "Words"
 word = "1"

@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadOutput, BadRequest, ItemFailed
+from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.outcome import Hop, Outcome
-from penstock.pipeline.questions import Question, answer_of, question_of, server_timing
+from penstock.pipeline.questions import Question, answer_of, server_timing
+from penstock.pipeline.questions import question_of as ask
 
+TAKES = ("data", "node_name", "other", "box")
+GRAPH = Graph("net", {"a": Node("a", (Step("Identity"),))}, "a", takes=TAKES)
 ONE, ROWS = Question([{}]), Question([{}, {}], rows=True)
+
+
+def question_of(value: Any, kind: str) -> Question:
+    return ask(value, GRAPH, kind)
 
 
 def outcome(**fields: Any) -> Outcome:
@@ -24,7 +32,7 @@ def test_a_value_is_the_data_of_one_item(value: Any) -> None:
 
 
 def test_an_object_is_the_fields_of_one_item_and_names_where_it_begins() -> None:
-    question = question_of({"data": "x", "node_name": "b", "other": [1], "result": "forged"}, "any")
+    question = question_of({"data": "x", "node_name": "b", "other": [1]}, "any")
     assert question == Question([{"data": "x", "other": [1]}], "b")
     array = np.zeros(3)
     mixed = question_of({"data": array, "other": 1}, "any")
@@ -34,16 +42,28 @@ def test_an_object_is_the_fields_of_one_item_and_names_where_it_begins() -> None
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ({}, "found no 'data' among the fields of the request (none)"),
-        ({"Data": 1, "x": 2}, "found no 'data' among the fields of the request ('Data', 'x')"),
+        ({}, "found no 'data' among the fields of the request"),
+        ({"other": 2}, "found no 'data' among the fields of the request"),
+        (
+            {"data": 1, "result": 2},
+            "found the field 'result', which the pipeline does not take; it takes data, node_name",
+        ),
         ({"data": 1, "node_name": 3}, "node_name: found a int, expected the name of a node"),
-        ({"input_1": np.zeros((2, 2))}, "found no 'data' among the fields of the request ('input_1')"),
+        ({"input_1": np.zeros((2, 2))}, "found the field 'input_1'"),
     ],
 )
 def test_a_request_without_data_is_refused(value: Any, told: str) -> None:
     with pytest.raises(BadRequest) as info:
         question_of(value, "any")
     assert told in info.value.message
+
+
+def test_a_caller_says_only_what_the_pipeline_asks_for() -> None:
+    closed = Graph("net", GRAPH.nodes, "a")
+    assert ask({"data": 1}, closed, "any") == Question([{"data": 1}])
+    for value in ({"data": 1, "node_name": "a"}, {"data": 1, "_box": 2}, {"data": np.zeros(1), "other": np.zeros(1)}):
+        with pytest.raises(BadRequest, match=r"which the pipeline does not take; it takes data$"):
+            ask(value, closed, "any")
 
 
 def test_rows_of_tensors_are_items_of_their_own() -> None:
