@@ -13,12 +13,11 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DecodeError
 from penstock.ops.arrays import Array, found
 from penstock.ops.base import Fields, ItemOp
 from penstock.ops.bridge import DataFormat, tensor_of
 from penstock.ops.cv import cv2
-from penstock.ops.errors import DecodeError
 from penstock.ops.header import JPEG, PNG, JpegHeader, jpeg_header, png_size
 
 log = logging.getLogger("penstock.ops")

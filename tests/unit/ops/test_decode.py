@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.errors import BadRequest, ConfigError
+from penstock.errors import BadRequest, ConfigError, DecodeError
 from penstock.ops import decode
 from penstock.ops.cv import cv2
 from penstock.ops.decode import DecodeMat, DecodeTensor, turned
-from penstock.ops.errors import DecodeError
 
 DECODERS = ["opencv", "simplejpeg"]
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.errors import BadRequest, ItemFailed
+from penstock.errors import BadRequest, DecodeError, ItemFailed
 from penstock.ops import catalog
-from penstock.ops.errors import DecodeError
 from penstock.pipeline.graph import Node, Step
 from penstock.pipeline.node import NodeModel, Visit
 

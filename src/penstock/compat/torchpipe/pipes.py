@@ -13,10 +13,9 @@ from penstock.compat.torchpipe.configs import graph_of
 from penstock.compat.torchpipe.events import Event, answering
 from penstock.compat.torchpipe.failures import NoData, NoSuchNode, as_runtime_error
 from penstock.compat.torchpipe.values import is_rows, to_array, to_tensor
-from penstock.errors import PenstockError, describe, nearest
+from penstock.errors import DecodeError, PenstockError, describe, nearest
 from penstock.ops import catalog
 from penstock.ops.base import DATA, EVENT, NODE_NAME, RESULT, Fields
-from penstock.ops.errors import DecodeError
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.outcome import Outcome

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.compat.torchpipe import pipe, register_backend
+from penstock.errors import DecodeError
 from penstock.ops import catalog
-from penstock.ops.errors import DecodeError
 
 
 class PipeDouble:

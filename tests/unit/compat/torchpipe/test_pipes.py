@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from penstock.compat.torchpipe import Event, pipe, register_backend
-from penstock.errors import ConfigError, ItemFailed
-from penstock.ops.errors import DecodeError
+from penstock.errors import ConfigError, DecodeError, ItemFailed
 
 
 def test_a_dict_is_filled_in_place_and_keeps_what_was_given(double: pipe) -> None:
