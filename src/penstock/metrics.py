@@ -1,6 +1,7 @@
 """A model's own counters, gauges and timers: `penstock.metrics.counter("faces", 3)` inside `predict`.
 
-Callable from any thread. What changed goes to the serving process with the answer of the batch.
+Callable from any thread. What changed goes to the serving process with the answer of the batch, or, of a pipeline, ten
+times a second.
 """
 
 from __future__ import annotations
