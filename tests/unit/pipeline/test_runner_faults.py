@@ -1,0 +1,185 @@
+"""Runner: what fails, hangs or dies at a node, and who is answered all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from penstock.errors import (
+    BadOutput,
+    BadRequest,
+    ItemFailed,
+    ModelNotReady,
+    WorkerDied,
+)
+from penstock.ops import catalog
+from penstock.ops.base import BatchOp, ItemOp
+from penstock.pipeline.graph import Step
+
+A, B, C = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}), Step("Words", {"word": "c"})
+
+
+def chain(make_graph: Any, **last: Any) -> Any:
+    return make_graph({"a": (A, "b", {}), "b": (B, "c", {}), "c": (C, "", last)})
+
+
+async def test_one_bad_item_fails_alone_hazard_1(stage, make_graph, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+    s = await stage(make_graph({"a": (Step("BatchWords", {"word": "!"}), "", {"max_batch": 8})}))
+    data = ["1", "2", "x", "4", "5", "6", "7"]
+    assert await s.results(*data) == ["1!", "2!", "item_failed", "4!", "5!", "6!", "7!"]
+
+
+async def test_a_bad_item_does_not_let_its_neighbours_pass_steps_by_hazard_4(stage, make_graph, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+    steps = ("Picky", Step("BatchWords", {"word": "1"}), B, Step("BatchWords", {"word": "2"}))
+    s = await stage(make_graph({"a": (steps, "", {"max_batch": 8})}))
+    assert await s.results("x", "g", "h") == ["item_failed", "g1b2", "h1b2"]
+    assert await s.results("-", "g", "x", "h") == [None, "g1b2", "item_failed", "h1b2"]
+
+
+async def test_an_error_names_node_op_and_place(stage, make_graph, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+    s = await stage(make_graph({"dec": (A, "pick", {}), "pick": ((A, "Picky"), "", {})}))
+    outcome = (await asyncio.gather(s.put("1"), s.put("x")))[1]
+    assert isinstance(outcome.error, ItemFailed)
+    assert str(outcome.error) == "op 'Picky' raised ValueError"
+    assert outcome.error.detail.startswith("node 'pick', op 'Picky', item 1 of its batch\nTraceback")
+    assert "this has an x" in outcome.error.detail
+    assert outcome.node == "pick"
+    assert outcome.fields == {"data": "x", "result": "xa"}  # as they were before this node
+
+
+async def test_an_error_of_the_caller_stays_one(stage, make_graph, monkeypatch) -> None:
+    class Refuses(ItemOp):
+        def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+            raise BadRequest("expected an image, found 0 bytes")
+
+    monkeypatch.setitem(catalog._registered, "Refuses", Refuses)
+    outcome = await (await stage(make_graph({"a": ("Refuses", "", {})}))).put(b"")
+    assert type(outcome.error) is BadRequest
+    assert str(outcome.error) == "expected an image, found 0 bytes"
+
+
+async def test_a_field_that_is_missing_is_named(stage, make_graph) -> None:
+    s = await stage(make_graph({"a": (A, "", {})}))
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    s.runner.submit({"image": 1}, future.set_result)
+    outcome = await future
+    assert isinstance(outcome.error, BadRequest)
+    assert str(outcome.error) == "op 'Words' found no field 'data', only: image"
+
+
+async def test_too_few_rows_fail_the_batch_and_nobody_gets_another_s(stage, make_graph) -> None:
+    s = await stage(make_graph({"a": ("TooFew", "", {"max_batch": 4})}))
+    outcomes = await asyncio.gather(*[s.put(str(i)) for i in range(3)])
+    assert all(isinstance(o.error, BadOutput) for o in outcomes)
+    assert str(outcomes[0].error) == "op 'TooFew' returned 2 results for 3 items, expected one for each item"
+
+
+async def test_a_batch_that_may_not_be_split_fails_whole(stage, make_graph, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+    s = await stage(make_graph({"a": (("Identity", "BatchWords"), "", {"retry_split": False})}))
+    assert await s.results("1", "x", "2") == ["item_failed"] * 3
+    assert await s.results("1", "2") == ["1", "2"]
+
+
+async def test_an_exception_in_place_of_a_result_fails_that_item(stage, make_graph, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    class Places(BatchOp):
+        def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
+            return [KeyError("no") if d == "x" else d for d in data]
+
+    monkeypatch.setitem(catalog._registered, "Places", Places)
+    s = await stage(make_graph({"a": ("Places", "", {})}))
+    assert await s.results("1", "x", "2") == ["1", "item_failed", "2"]
+
+
+async def test_a_node_that_may_be_skipped_hands_on_what_it_got(stage, make_graph, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+    s = await stage(make_graph({"a": (A, "b", {}), "b": ("Picky", "c", {"on_error": "skip"}), "c": (C, "", {})}))
+    assert await s.results("x", "1") == ["xac", "1ac"]
+
+
+async def test_an_op_that_hangs_costs_its_own_items_only(stage, make_graph, doors, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+    graph = make_graph(
+        {
+            "a": ("Identity", "b", {}),
+            "b": (
+                Step("Door", {"gate": "b"}),
+                "",
+                {"run_timeout_s": 0.2, "instances": 1, "max_batch": 1, "idempotent": False},
+            ),
+        }
+    )
+    s = await stage(graph)
+    stuck = s.put("stuck")
+    await doors.until("b", 1)
+    outcome = await asyncio.wait_for(stuck, 10.0)
+    assert isinstance(outcome.error, WorkerDied)
+    assert "node 'b'" in str(outcome.error)
+    doors.open_all()
+    assert await s.results("1", "2") == ["1", "2"]
+
+
+async def test_a_node_whose_instance_is_gone_says_so(stage, make_graph, monkeypatch) -> None:
+    s = await stage(make_graph({"a": (A, "", {})}))
+    monkeypatch.setattr(s.runner._hosts["a"].handle, "state", "DRAINING")
+    with pytest.raises(ModelNotReady, match="node 'a': model 'a' is draining"):
+        s.put("1")
+    assert s.runner.in_flight == 0
+
+
+async def test_a_batch_that_hangs_is_run_again_in_halves(stage, make_graph, doors, monkeypatch, caplog) -> None:
+    """Who is in two such batches fails with the one that hangs."""
+    caplog.set_level(logging.CRITICAL)
+
+    class Hangs(BatchOp):
+        def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
+            if "h" in data:
+                doors.door("h").wait(30.0)
+            return data
+
+    monkeypatch.setitem(catalog._registered, "Hangs", Hangs)
+    graph = make_graph({"a": ("Identity", "b", {}), "b": ("Hangs", "", {"run_timeout_s": 0.2, "max_batch": 4})})
+    s = await stage(graph)
+    assert await s.results("1", "h", "3", "4") == ["worker_died", "worker_died", "3", "4"]
+    assert await s.results("5") == ["5"]
+
+
+async def test_a_batch_without_memory_is_run_in_halves_and_remembered(stage, make_graph, doors, monkeypatch) -> None:
+    class Large(BatchOp):
+        def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
+            if len(data) > 2:
+                raise MemoryError
+            return data
+
+    monkeypatch.setitem(catalog._registered, "Large", Large)
+    s = await stage(make_graph({"a": ("Large", "", {"max_batch": 8, "retry_split": False})}))
+    assert await s.results(*"12345678") == list("12345678")
+    assert s.runner.statistics()["nodes"]["a"]["ceiling"] == 3  # between 2, which ran, and 4, which did not
+
+
+async def test_an_op_that_ends_its_thread_costs_its_own_items_only(stage, make_graph, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    class Exits(ItemOp):
+        def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+            if data == "die":
+                raise SystemExit
+            return data
+
+    monkeypatch.setitem(catalog._registered, "Exits", Exits)
+    nodes = {
+        "a": ("Identity", "b", {"max_batch": 2}),
+        "b": ("Exits", "c", {"max_batch": 1, "queue": 2, "instances": 2}),
+        "c": (C, "", {"max_batch": 1, "queue": 1}),
+    }
+    s = await stage(make_graph(nodes, in_flight=64))
+    found = await s.results(*[str(i) if i != 7 else "die" for i in range(30)])
+    assert found == [f"{i}c" if i != 7 else "worker_died" for i in range(30)]
