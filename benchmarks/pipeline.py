@@ -25,8 +25,8 @@ from closed_loop import Sample
 
 NETS = ("small", "mobilenet", "resnet50")
 CLIENTS = (1, 2, 10, 20, 40)
-PARALLEL_AT = (10, 20)  # clients with which the naive service without lock is measured, too
-SLOW_S = 3.0  # times as long runs of a net that does few images a second
+ALL_AT = {"small": (10, 20), "mobilenet": (10,), "resnet50": (10,)}  # clients with which the other contenders run, too
+SLOW = 2  # times as long runs of a net that does few images a second for each of many clients
 COLUMNS = {
     "qps": "QPS",
     "tp50_ms": "TP50 ms",
@@ -41,7 +41,6 @@ Contenders = dict[str, Callable[[], Sample]]
 
 def compare(net: str, options: argparse.Namespace, report: harness.Report) -> None:
     """The tables of one net, and what is wanted of it."""
-    seconds = options.seconds * (SLOW_S if net == "resnet50" and not options.gpu else 1)
     with contextlib.ExitStack() as stack:
         toml = functools.partial(servers.variant, net, gpu=options.gpu)
         published = stack.enter_context(servers.written(toml()))
@@ -51,11 +50,12 @@ def compare(net: str, options: argparse.Namespace, report: harness.Report) -> No
         pipeline = stack.enter_context(servers.pipeline(published))
         reduced = stack.enter_context(servers.pipeline(scaled))
         for clients in options.clients:
+            seconds = options.seconds * (SLOW if net == "resnet50" and clients >= 10 and not options.gpu else 1)
             contenders: Contenders = {
                 "pipeline": functools.partial(pipeline.run, clients, seconds),
                 "naive": functools.partial(naive.run, clients, seconds),
             }
-            if clients in PARALLEL_AT:
+            if clients in ALL_AT[net]:
                 contenders["naive, parallel"] = functools.partial(parallel.run, clients, seconds)
                 contenders["pipeline, scaled decode"] = functools.partial(reduced.run, clients, seconds)
                 if not options.gpu:
@@ -82,7 +82,7 @@ def wanted(net: str, clients: int, runs: harness.Runs, report: harness.Report) -
         report.target(f"{where} QPS", ratios("pipeline", "naive"), least=2.9)
         report.target(f"{where} TP99", ratios("pipeline", "naive", "tp99_ms"), most=1 / 2.5)
         report.target(f"{where} CPU a request", ratios("pipeline", "naive", "cpu_ms_a_request"), most=0.5)
-    if net == "resnet50" and clients in (10, 20):
+    if net == "resnet50" and clients in ALL_AT[net]:
         report.target(f"{net}, {clients} clients: pipeline / bare loop", ratios("pipeline", "bare loop"), least=0.95)
 
 
@@ -122,7 +122,10 @@ def main() -> None:
     options = arguments()
     prepare(options.only)
     libraries = ("numpy", "onnxruntime", "opencv-python-headless", "simplejpeg", "thriftpy2", "torch")
-    report = harness.Report(__file__, __doc__, options, COLUMNS, libraries, part="gpu" if options.gpu else "")
+    method = f"Medians of {options.rounds} interleaved rounds of {options.seconds} s ({SLOW * options.seconds} s of"
+    method += " resnet50 with 10 clients or more), (least..most) behind."
+    part = "gpu" if options.gpu else ""
+    report = harness.Report(__file__, __doc__, options, COLUMNS, libraries, method, part)
     for net in options.only:
         compare(net, options, report)
     accuracy(options.only, report)

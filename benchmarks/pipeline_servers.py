@@ -99,4 +99,4 @@ def variant(net: str, *, scaled: bool = False, gpu: bool = False) -> str:
     text = text.replace(f'"{net}.onnx"', f'"{EXAMPLE / net}.onnx"').replace(f'"{net}.trt"', f'"{EXAMPLE / net}.trt"')
     if scaled:
         text = text.replace('"DecodeMat"', f'"DecodeMat(scale_h={SCALED[net]}, scale_w={SCALED[net]})"')
-    return text.replace("max = 4", 'max = 4\ndevice = "cuda:0"') if gpu else text
+    return text.replace("max = 4", f'max = 4\ndevice = "{"cuda:0" if gpu else "cpu"}"')
