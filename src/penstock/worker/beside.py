@@ -33,7 +33,7 @@ class Beside:
             self._units[i].append(u)
         self._asked: list[int] = []  # the unit at each place of what the model was given
         self._open: set[int] = set()  # units that it has not answered
-        self._missing: list[int] = []  # how many, of each item
+        self._missing = [0] * len(decoded.items)  # how many, of each item
         self._left = len(decoded.items)
         self._end: Any = None
 
@@ -43,13 +43,15 @@ class Beside:
         run.preprocess()
         self._asked = list(run.live)
         self._open = set(run.live)
-        self._missing = [sum(u in self._open for u in units) for units in self._units]
+        for u in run.live:
+            self._missing[run.d.owners[u]] += 1
         never = [i for i, missing in enumerate(self._missing) if not missing]
         if never:
             self._done(self, never)
         if not self._asked:
             return
-        values, budgets = [run.d.values[u] for u in self._asked], [self._budget(u) for u in self._asked]
+        items, owners = run.d.items, run.d.owners
+        values, budgets = [run.d.values[u] for u in self._asked], [items[owners[u]].budget_s for u in self._asked]
         run.d.values = []  # the model has them: only it keeps what they look at
         try:
             assert self._runner.model.submit is not None
@@ -72,9 +74,6 @@ class Beside:
         except Exception as e:
             self._runner.error_of(e, "ending the work on a batch raised")
         self._fail(Cancelled("nobody waits for this answer any more"))
-
-    def _budget(self, unit: int) -> float | None:
-        return self._run.d.items[self._run.d.owners[unit]].budget_s
 
     def _answer(self, answers: list[tuple[int, Any]]) -> None:
         """Called by the model: values or exceptions of the places of what it was given. From any thread."""
