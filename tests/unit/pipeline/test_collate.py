@@ -71,6 +71,10 @@ def test_one_array_that_fits_is_not_copied():
     assert Collator().batch([array[:, ::2]], 2, FLOAT).flags.c_contiguous
 
 
+def test_one_array_of_too_few_rows_is_filled_up():
+    assert Collator().batch([np.ones((1, 2), np.float32)], 3, FLOAT).tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
 def test_normalising_leaves_what_was_given_as_it_is():
     array = np.full((1, 2), 3, np.float32)
     one = Normalization(np.float32([[1.0]]), np.float32([[2.0]]))
