@@ -179,7 +179,7 @@ def test_a_graph_of_four_rows_is_filled_up_to_them(means):
 
 
 def test_sizes_that_the_graph_does_not_take_are_not_run(means):
-    op = loaded(means([4, *IMAGES[1:]]), sizes="1, 4")
+    op = loaded(means([4, *IMAGES[1:]]), sizes=(1, 4))
     seen = Seen(op)
     assert np.allclose(run(op, image(0))[0], image(0).mean((2, 3)), atol=1e-4)
     assert seen.rows == [4]
