@@ -105,6 +105,8 @@ def read_toml(path: str) -> Tree:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; expected a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None  # the message ends in line and column
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid TOML: brackets within brackets, too deep to be read") from None
     _root_paths(tree, os.path.dirname(path))
     return tree
 

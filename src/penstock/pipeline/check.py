@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from penstock.errors import ConfigError
-from penstock.ops.base import Op
-from penstock.ops.catalog import BUILTIN
-from penstock.ops.parameters import make_op
 from penstock.pipeline.fields import fields_of
-from penstock.pipeline.graph import Graph, Node, Step
-from penstock.pipeline.lower import checked, op_class
+from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.lower import checked
 from penstock.pipeline.routes import FILTERS as FILTERS
 from penstock.pipeline.routes import STEP_FILTERS, held
 from penstock.pipeline.source import Source
@@ -44,13 +41,5 @@ def _check_steps(node: Node, source: Source) -> None:
     for step in node.steps:
         try:
             checked(step.op, step.params)
-            made_of(step)
         except ConfigError as e:
             raise source.error(node.name, "", e.message) from None
-
-
-def made_of(step: Step) -> Op | None:
-    """The op of a step if it is one of ours: they load nothing before they are told to. Raises ConfigError."""
-    cls = op_class(step.op, step.params)
-    ours = BUILTIN.get(step.op) == f"{cls.__module__}:{cls.__qualname__}"
-    return make_op(cls, step.params) if ours else None

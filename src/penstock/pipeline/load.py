@@ -59,6 +59,8 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{name}: not valid TOML: {e}") from None  # the message ends in line and column
+    except RecursionError:
+        raise ConfigError(f"{name}: not valid TOML: brackets within brackets, too deep to be read") from None
 
 
 def _read(file: Path) -> str:

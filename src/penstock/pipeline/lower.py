@@ -11,8 +11,8 @@ from msgspec import Struct
 from penstock.config.words import found
 from penstock.errors import ConfigError
 from penstock.ops.base import BatchOp, Op
-from penstock.ops.catalog import canonical, class_of, find
-from penstock.ops.parameters import check_params, parameters_of, takes_any
+from penstock.ops.catalog import ALIASES, BUILTIN, canonical, class_of, find
+from penstock.ops.parameters import check_params, make_op, parameters_of, takes_any
 from penstock.pipeline.expression import Expression, parse
 from penstock.pipeline.graph import Step
 
@@ -126,14 +126,24 @@ def op_class(op: str, params: Mapping[str, Any]) -> type[Op]:
 
 
 def checked(op: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as values of the op's types. Raises ConfigError: unknown, missing or of a wrong type."""
+    """The parameters as values of the op's types. Raises ConfigError: unknown, missing, refused by the op."""
     cls = op_class(op, params)
     of_a_user = TARGET in params and TARGET not in parameters_of(cls)
     own = {key: value for key, value in params.items() if key != TARGET or not of_a_user}
     try:
-        return ({TARGET: params[TARGET]} if of_a_user else {}) | check_params(cls, own)
+        values = ({TARGET: params[TARGET]} if of_a_user else {}) | check_params(cls, own)
+        made_of(op, values)
     except ConfigError as e:  # it is told by the name that was written
         raise ConfigError(e.message.replace(cls.__name__, op)) from None
+    return values
+
+
+def made_of(op: str, params: Mapping[str, Any]) -> Op | None:
+    """The op if it is one of ours: they load nothing before they are told to. Raises ConfigError."""
+    cls = op_class(op, params)
+    name = canonical(op)
+    ours = BUILTIN.get(ALIASES.get(name, name)) == f"{cls.__module__}:{cls.__qualname__}"
+    return make_op(cls, params) if ours else None
 
 
 def parameter_name(key: str) -> str:

@@ -92,6 +92,8 @@ class ModelOp(BatchOp):
         if not 1 <= self._least <= self._most or min(self._sizes, default=1) < 1:
             told = f"min_batch {min_batch}, max_batch {max_batch}, sizes {list(sizes)}"
             raise ConfigError(f"found {told}, expected 1 <= min_batch <= max_batch")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads = {threads}, expected 1 or more")
         threads = threads or max(1, cores() // instances)
         rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
         self._wanted = Wanted(model, runtime, precision, model_cache, threads, rows)

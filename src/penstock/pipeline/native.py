@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec import Struct
@@ -56,23 +57,22 @@ def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
     """The node of a table with native keys. Raises ConfigError, which names the key."""
     keys = _with_defaults(table, reading)
     values = {key: _value(name, key, keys[key], reading.source) for key in NODE if key in keys}
-    try:
+    with _blaming(name, keys, table, reading.source):
         drafts = _drafts(keys, values, reading.folder)
         model = has_model(drafts)
         if model:
             _settle_model(keys, values, drafts, reading)
-        for key in () if model else ONLY_WITH_A_MODEL - table.keys():
-            values.pop(key, None), keys.pop(key, None)
-        free = (keys if reading.compat else table).keys() - NODE.keys()
+    for key in () if model else ONLY_WITH_A_MODEL - table.keys():
+        values.pop(key, None), keys.pop(key, None)
+    _check_sizes(name, values, reading.source)
+    free = (keys if reading.compat else table).keys() - NODE.keys()
+    with _blaming(name, keys, table, reading.source):
         steps, taken = steps_of(drafts, keys, sorted(free), reading.folder)
-    except ConfigError as e:
-        raise reading.source.error(name, _blamed(e, keys, table), e.message) from None
     if values.get("pad_to") and not model:
         raise reading.source.error(name, "pad_to", "is for what a model is given, but the node has none")
     reading.used |= taken
     for key in [key for key in table if key not in NODE and key not in taken]:
         _unknown(name, key, drafts, reading)
-    _check_sizes(name, values, reading.source)
     _check_device(name, values, reading.source)
     values["filter"] = filter_name(values.get("filter", "swap"))
     fields = {_RENAMED.get(key, key): values[key] for key in (*_AS_THEY_ARE, *_RENAMED) if key in values}
@@ -93,10 +93,15 @@ def _value(node: str, key: str, value: Any, source: Source) -> Any:
         raise source.error(node, key, e.message) from None
 
 
-def _blamed(error: ConfigError, keys: Mapping[str, Any], table: Mapping[str, Any]) -> str:
-    """The key that an error is about: a parameter that it names, else where the ops stand."""
-    named = (key for key in keys if f": {parameter_name(key)} is" in error.message)
-    return next(named, next((key for key in _STEPS if key in table), ""))
+@contextmanager
+def _blaming(node: str, keys: Mapping[str, Any], table: Mapping[str, Any], source: Source) -> Iterator[None]:
+    """Errors within are told at the key that they are about: a parameter that they name, else where the ops stand."""
+    try:
+        yield
+    except ConfigError as e:
+        named = (key for key in keys if re.search(rf"(^|: ){re.escape(parameter_name(key))}( is| =| and)", e.message))
+        key = next(named, next((key for key in _STEPS if key in table), ""))
+        raise source.error(node, key, e.message) from None
 
 
 def _drafts(keys: Mapping[str, Any], values: dict[str, Any], folder: str) -> list[Draft]:

@@ -8,12 +8,11 @@ from textwrap import wrap
 from typing import Any
 
 from penstock.config.words import found
-from penstock.pipeline.check import made_of
 from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.host import GPU_WAIT_S
 from penstock.pipeline.keys import NODE
-from penstock.pipeline.lower import op_class
+from penstock.pipeline.lower import made_of, op_class
 from penstock.pipeline.placing import placed
 
 _HEAD = ("node", "ops", "instances", "batch", "wait", "device")
@@ -96,7 +95,7 @@ def _notes(node: Node) -> Iterator[str]:
         file = step.params.get("model")
         if isinstance(file, str) and not os.path.isfile(file):
             yield f"{step.op}: there is no file {file}: without it the pipeline does not start"
-        if (op := made_of(step)) is not None and (note := op.note()):
+        if (op := made_of(step.op, step.params)) is not None and (note := op.note()):
             yield note
 
 

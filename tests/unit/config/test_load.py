@@ -208,6 +208,7 @@ def test_broken_toml_is_told_with_line_and_column(toml: Write) -> None:
     message = refused(path)
     assert message.startswith(f"{path}: not valid TOML: ")
     assert "line 2, column 8" in message
+    assert refused(toml("a = " + "[" * 3000 + "]" * 3000)).endswith("too deep to be read")
 
 
 def test_a_missing_file_a_folder_and_bytes_are_told_apart(tmp_path: os.PathLike[str]) -> None:

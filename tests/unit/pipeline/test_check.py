@@ -67,8 +67,6 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
         ('[a]\nbackend="S[Identity,(half_chance)Identity]"', "[a] filter 'half_chance' cannot be run yet"),
         ('[a]\nwhen="score > 0.5"', "[a] when cannot be run yet"),
         ('[a]\nrequire="any"', '[a] require = "any" cannot be run yet'),
-        ('[a]\nbackend="ResizeMat"\nresize_h=0\nresize_w=4', "[a]: ResizeMat: resize_h = 0, expected 1"),
-        ('[a]\nbackend="OnnxTensor"\nmodel="m.onnx"\nstd=[1, 0]', "[a]: std and mean: found"),
     ],
 )
 def test_what_cannot_run_is_refused(text: str, message: str) -> None:
@@ -105,6 +103,9 @@ def test_graphs_made_by_hand_are_checked_alike() -> None:
         "the nodes a -> b -> a are in a cycle": replace(node, next=("a",)),
         "unknown op 'DecodMat'": replace(node, steps=(Step("DecodMat"),)),
         "[b]: ResizeMat has no parameter 'height'": replace(node, steps=(Step("ResizeMat", {"height": 3}),)),
+        "[b]: ResizeMat: resize_h = 0, expected 1": replace(
+            node, steps=(Step("ResizeMat", {"resize_h": 0, "resize_w": 4}),)
+        ),
         "[b] ops: found no step": replace(node, steps=()),
     }
     for message, changed in wrong.items():

@@ -164,6 +164,8 @@ def test_max_and_min_may_be_shapes_and_lists(
         ('map = "a[result:data],b[result:data]"', "map: found the field 'data' twice"),
         ('map = "a[TASK_DATTA_KEY:data]"', "found TASK_DATTA_KEY, expected one of TASK_BOX_KEY"),
         ('mean = "1, two"', "mean: OnnxTensor: mean is '1, two'"),
+        ('std = "1, 0, 1"', "line 4: [net] std: std and mean: found (1.0, 0.0, 1.0)"),
+        ("threads = -4", "line 4: [net] threads: threads = -4, expected 1 or more"),
         ("retry_split = 2", "retry_split: found 2, expected true or false"),
         ('on_error = "stop"', "on_error: found the text 'stop', expected one of 'fail', 'skip'"),
         ("pad_to = [4, 4]", "pad_to: found 4, 4, expected sizes from small to large"),
@@ -457,6 +459,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'[a]\nbackend = "D\xe9code"')
     with pytest.raises(ConfigError, match="not UTF-8 at byte 16"):
         read_tables(tmp_path / "latin.toml")
+    assert (
+        refused(tmp_path, "a = " + "[" * 3000 + "]" * 3000)
+        == ": not valid TOML: brackets within brackets, too deep to be read"
+    )
 
 
 def test_a_pipeline_is_told_from_a_configuration() -> None:
