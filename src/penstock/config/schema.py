@@ -60,9 +60,9 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     max_body_bytes: Annotated[Positive, doc("largest request body; more is answered with 413")] = 64 * 2**20
     max_header_bytes: Annotated[Positive, doc("largest request head; more is answered with 431")] = 64 * 2**10
-    max_connections: Annotated[Positive, doc("connections of the inference listener; more are refused with 503")] = (
-        20_000
-    )
+    max_connections: Annotated[
+        Positive, doc("connections of the inference listener, more are refused with 503; of that of Thrift as many")
+    ] = 20_000
     max_pipelined: Annotated[Positive, doc("requests in flight on one connection; more are not read yet")] = 64
     header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0
     body_timeout_s: Annotated[Seconds, doc("longest time for a request's body to arrive")] = 30.0

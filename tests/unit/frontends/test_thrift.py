@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from thriftpy2.transport import TMemoryBuffer, TTransportException
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError, ItemFailed, QueueFull
+from penstock.frontends.http.auth import make_ssl_context
 from penstock.frontends.thrift.server import ThriftServer
 from penstock.protocols import thrift
 from penstock.testing.backend import Call, FakeBackend
@@ -386,16 +388,22 @@ async def test_more_connections_than_there_is_room_for_are_closed() -> None:
         assert listener.server.refused == 1
 
 
-async def test_half_a_call_and_a_silent_client_are_waited_for_so_long() -> None:
-    async with listening(body_timeout_s=0.1, thrift_idle_timeout_s=0.4) as listener:
-        half, silent = await listener.connect(), await listener.connect()
-        half.send(infer(b"x" * 100)[:50])
+@pytest.mark.parametrize(
+    ("sent", "limits"),
+    [
+        (infer(b"x" * 100)[:50], {"body_timeout_s": 0.1, "thrift_idle_timeout_s": 600.0}),
+        (b"", {"body_timeout_s": 600.0, "thrift_idle_timeout_s": 0.1}),
+    ],
+    ids=["half a call", "silent"],
+)
+async def test_half_a_call_and_a_silent_client_are_waited_for_so_long(sent: bytes, limits: dict[str, float]) -> None:
+    async with listening(**limits) as listener:
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        assert await half.closed()
-        assert 0.1 <= loop.time() - begun < 0.4
-        assert await silent.closed()
-        assert loop.time() - begun >= 0.4
+        client = await listener.connect()
+        client.send(sent)
+        assert await client.closed()
+        assert loop.time() - begun >= 0.1
 
 
 async def test_the_end_answers_the_call_that_runs_and_takes_no_other(wait_until: Any) -> None:
@@ -438,6 +446,25 @@ async def test_a_port_that_is_taken_is_told_with_its_key() -> None:
     async with listening() as listener:
         with pytest.raises(ConfigError, match=r"the port is in use; choose another with server.thrift_port"):
             await ThriftServer(listener.backend, "m", LimitsConfig()).start("127.0.0.1", listener.port)
+
+
+async def test_calls_pass_through_tls(request: pytest.FixtureRequest) -> None:
+    folder = request.path.parent / "tls"
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    server = ThriftServer(FakeBackend({"m": answer}), "m", LimitsConfig(), ssl=make_ssl_context(cert, key, cert))
+    _, port = await server.start("127.0.0.1", 0)
+    context = ssl.create_default_context(cafile=cert)
+    context.load_cert_chain(cert, key)
+    client = Client(*await asyncio.open_connection("localhost", port, ssl=context), framed=True)
+    for size in (5, 300_000):
+        client.send(infer(b"x" * size))
+        assert (await client.answer()).label == str(size)
+    client.writer.close()
+    plain = Client(*await asyncio.open_connection("127.0.0.1", port), framed=False)
+    plain.send(infer(b"x"))
+    assert b"infer_batch" not in await asyncio.wait_for(plain.reader.read(), LIMIT_S)  # an alert of TLS at most
+    plain.writer.close()
+    await server.close(1.0)
 
 
 @given(pieces=st.lists(st.one_of(st.binary(max_size=40), st.just(infer(b"x")), st.just(message("ping"))), max_size=6))
