@@ -174,3 +174,15 @@ def test_a_scheduler_tells_when_the_next_batch_ends() -> None:
     end_s, rows = desk.scheduler.next_end()
     assert (round(end_s - now, 4), rows) == (0.006, 2)
     assert round(desk.scheduler.seconds(2), 4) == 0.006
+
+
+def test_what_is_late_is_waited_for_no_longer_than_it_could_save() -> None:
+    desk = Desk(wait_s=1.0)
+    now = desk.learn(0.008, 0.001)
+    desk.coming = (now + 0.002, 1)
+    desk.offer(1, now)
+    assert desk.poll(now) == []
+    desk.coming = (now + 0.005, 1)  # it did not come
+    assert desk.poll(now + 0.004) == []
+    assert desk.scheduler.wake_at == pytest.approx(now + 0.008, abs=1e-4)
+    assert desk.poll(now + 0.0081) == [1]

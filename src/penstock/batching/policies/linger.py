@@ -52,7 +52,7 @@ class Linger:
             return choice
         most = view.max_rows if self._slice_s is None else self._slice(view)
         if self._wait_s > 0 and choice.rows < most:
-            due = self._due(view, choice.rows)
+            due = self._due(view, choice.rows, now)
             if now + view.ahead_s < due and self._worth(view, choice.rows, most, due, now):
                 if view.ahead:
                     return None
@@ -86,11 +86,15 @@ class Linger:
             parts = min(parts, max(1, int(waiting / max(1.0, cost.knee))))
         return min(rows, ceil(waiting / parts)) if parts > 1 else rows
 
-    def _due(self, view: View, rows: int) -> float:
-        """When the head has lingered enough, or its time would run out."""
-        head = view.bucket.entries[0]
-        last = min(head.deadline_s, head.expires_s) - (view.cost.high(rows) if view.cost.ready else 0.0)
-        return min(head.arrival_s + self._wait_s, last)
+    def _due(self, view: View, rows: int, now: float) -> float:
+        """When the head has lingered enough, or its time would run out. What was expected may be late: a slot is not
+        held for longer than the set-up that is to be saved."""
+        head, cost = view.bucket.entries[0], view.cost
+        due = min(head.arrival_s + self._wait_s, head.deadline_s, head.expires_s)
+        if not cost.ready:
+            return due
+        last = min(head.deadline_s, head.expires_s) - cost.high(rows)
+        return min(due, last, min(view.held_s, now) + view.ahead_s + cost.a)
 
     def explain(self) -> dict[str, object]:
         """Keys: those of the policy it stands on, and wait_s, lingered (how often a batch was held for more)."""
