@@ -44,7 +44,7 @@ MODEL = """
             elif item == b"label":
                 found.append({"label": "cat", "score": 0.5})
             elif item == b"slow":
-                time.sleep(1)
+                time.sleep(2)
                 found.append({"label": "slow", "score": 1})
             else:
                 scores = np.zeros((1, 100_001), np.float32)
@@ -139,7 +139,7 @@ def test_a_call_that_runs_is_answered_when_the_server_ends(serve: Callable[..., 
     thread = threading.Thread(target=lambda: found.append(infer(client, b"slow").label))
     thread.start()
     while not server.metric("penstock_requests_in_flight", model="sizes"):
-        pass
+        assert thread.is_alive(), "it was answered before anybody saw it run"
     server.process.send_signal(signal.SIGTERM)
     thread.join()
     assert found == ["slow"]
