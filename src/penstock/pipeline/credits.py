@@ -31,9 +31,11 @@ class Flow:
 
     def connect(self, hosts: Mapping[str, Host]) -> None:
         """Takes note of the nodes."""
+        order = self._graph.order()
         for name in hosts:
-            self._ahead[name] = [hosts[n] for n in hosts if n in self._reached(hosts[name])]
-            self._before[name] = [hosts[n] for n in self._graph.order() if n in self._graph.upstream(name)]
+            ahead, before = self._reached(hosts[name]), self._graph.upstream(name)
+            self._ahead[name] = [hosts[n] for n in hosts if n in ahead]
+            self._before[name] = [hosts[n] for n in order if n in before]
         for name in hosts:
             self._feeders[name] = [hosts[n] for n in hosts if hosts[name] in self._ahead[n]]
 

@@ -108,22 +108,46 @@ class Graph(Struct, frozen=True, omit_defaults=True):
 
     def order(self) -> tuple[str, ...]:
         """All nodes, each behind its producers. Raises ValueError in a cycle (`check` has told it before)."""
-        seen: dict[str, None] = {}
-        left = dict.fromkeys(self.nodes)
-        while left:
-            ready = [n for n in left if all(p in seen for p in self.producers(n))]
-            if not ready:
-                raise ValueError(f"the nodes {', '.join(left)} are in a cycle")
-            for name in ready:
-                seen[name] = left.pop(name)
-        return tuple(seen)
+        waits = {name: len(before) for name, before in self._all_producers().items()}
+        places = {name: place for place, name in enumerate(self.nodes)}
+        found: list[str] = []
+        ready = [name for name, count in waits.items() if not count]
+        while ready:
+            found += ready
+            freed = []
+            for target in (target for name in ready for target in dict.fromkeys(self.nodes[name].next)):
+                waits[target] -= 1
+                if not waits[target]:
+                    freed.append(target)
+            ready = sorted(freed, key=places.__getitem__)
+        if len(found) < len(self.nodes):
+            raise ValueError(f"the nodes {', '.join(name for name in waits if waits[name])} are in a cycle")
+        return tuple(found)
 
     def upstream(self, name: str) -> frozenset[str]:
         """All nodes from which an item may come to this one."""
+        producers = self._all_producers()
         found: set[str] = set()
-        stack = list(self.producers(name))
+        stack = list(producers[name])
         while stack:
             if (node := stack.pop()) not in found:
                 found.add(node)
-                stack += self.producers(node)
+                stack += producers[node]
         return frozenset(found)
+
+    def downstream(self, name: str) -> frozenset[str]:
+        """All nodes to which an item may come from this one."""
+        found: set[str] = set()
+        stack = list(self.nodes[name].next)
+        while stack:
+            if (node := stack.pop()) not in found:
+                found.add(node)
+                stack += self.nodes[node].next
+        return frozenset(found)
+
+    def _all_producers(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {name: [] for name in self.nodes}
+        for node in self.nodes.values():
+            for target in dict.fromkeys(node.next):
+                found[target].append(node.name)
+        return found

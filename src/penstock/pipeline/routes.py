@@ -32,10 +32,7 @@ def needs(graph: Graph, name: str) -> frozenset[str]:
 
 def route(graph: Graph, start: str) -> Route:
     """The way of items that begin at `start`. Raises BadRequest if a join on it takes fields of a node that is not."""
-    reach = {start}
-    for name in graph.order():
-        if any(p in reach for p in graph.producers(name)):
-            reach.add(name)
+    reach = {start, *graph.downstream(start)}
     waits = {}
     for name in graph.nodes:
         if name in reach and name != start and (wanted := needs(graph, name)):

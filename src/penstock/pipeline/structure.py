@@ -73,7 +73,7 @@ def check_structure(graph: Graph, source: Source) -> None:
     """Raises ConfigError: a cycle, a join that does not say what it takes, one that could wait for ever."""
     if found := cycle_in(graph.nodes):
         raise source.error("", "", f"the nodes {found} are in a cycle; items would never end")
-    reached = {graph.entry} | {name for name in graph.nodes if graph.entry in graph.upstream(name)}
+    reached = {graph.entry, *graph.downstream(graph.entry)}
     for node in graph.nodes.values():
         names = [each.name for each in node.inputs]
         if twice := next((name for name in names if names.count(name) > 1), None):
