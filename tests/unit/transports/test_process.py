@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -209,3 +210,24 @@ if __name__ == "__main__":
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
     assert done.stdout == "fine\n", done.stderr
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is kept by glibc's own settings")
+async def test_a_worker_keeps_the_memory_of_a_batch_for_the_next_one(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        """
+import resource
+
+def predict(items):
+    for item in items:
+        bytearray(item)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for item in items:
+        bytearray(item)
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before] * len(items)
+"""
+    )
+    async with Desk(process, f"{file}:predict") as desk:
+        faults, *_ = await desk.values(*[4 * 2**20] * 20)
+    assert faults < 1000  # 20,480 pages are written

@@ -26,6 +26,7 @@ def test_physical_cores_are_shared_out(cores, instances, threads):
     assert (env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"]) == ("PASSIVE", "10000")
     assert (env["OPENBLAS_THREAD_TIMEOUT"], env["PYTHONUNBUFFERED"]) == ("4", "1")
     assert env["ORT_DISABLE_TELEMETRY"] == "1"
+    assert env["MALLOC_TRIM_THRESHOLD_"] == env["MALLOC_MMAP_THRESHOLD_"] == "33554432"
     assert device == "cpu"
 
 
