@@ -119,7 +119,7 @@ class DecodeMat(ItemOp):
         self._judge(header.width, header.height)
         if not header.ended(data):
             raise DecodeError(f"found a JPEG that is cut short after {len(data)} bytes: it has no end marker")
-        if self.turbo is None or header.components == 4:
+        if self.turbo is None:
             return self._opencv(data, "JPEG", self._reduction(header))
         return self._simplejpeg(data, header)
 

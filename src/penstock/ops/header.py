@@ -23,7 +23,6 @@ class JpegHeader(Struct, frozen=True):
 
     width: int
     height: int
-    components: int
     orientation: int
     scan: int
 
@@ -34,7 +33,7 @@ class JpegHeader(Struct, frozen=True):
 
 def jpeg_header(data: bytes) -> JpegHeader:
     """The header of a JPEG. Raises ValueError where it is broken or cut short."""
-    width = height = components = 0
+    width = height = 0
     orientation, at, size = 1, 2, len(data)
     for _ in range(MOST_PARTS):
         if at + 4 > size:
@@ -52,11 +51,11 @@ def jpeg_header(data: bytes) -> JpegHeader:
         if marker == 0xDA:
             if not width or not height:
                 raise ValueError("it has a scan before its frame, or a frame without a size")
-            return JpegHeader(width, height, components, orientation, at + 2)
+            return JpegHeader(width, height, orientation, at + 2)
         if marker == 0xD9 or length < 2:
             break
         if marker in _FRAMES and at + 10 <= size:
-            height, width, components = struct.unpack_from(">HHB", data, at + 5)
+            height, width = struct.unpack_from(">HH", data, at + 5)
         elif marker == 0xE1 and data.startswith(b"Exif\0\0", at + 4):
             orientation = _exif_orientation(data[at + 10 : at + 2 + length])
         at += 2 + length

@@ -68,8 +68,8 @@ def fitted(mat: Array, bounds: tuple[int, int], *, up: bool = False) -> tuple[in
         return math.ceil(value) if up else math.floor(float(value) + 0.5)
 
     if np.float32(max_h) * ratio <= max_w:
-        return max_h, max(1, min(whole(np.float32(max_h) * ratio), max_w))
-    return max(1, min(whole(np.float32(max_w) / ratio), max_h)), max_w
+        return max_h, max(1, whole(np.float32(max_h) * ratio))
+    return max(1, whole(np.float32(max_w) / ratio)), max_w
 
 
 class ResizeMat(ItemOp):

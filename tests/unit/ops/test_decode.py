@@ -273,6 +273,7 @@ def test_how_large_an_image_may_be_is_a_parameter(encode):
     assert DecodeMat(max_pixels=90 * 67)(encode("PNG"), {}).shape == (67, 90, 3)
     fails(encode("PNG"), match="90 x 67 pixels, expected at most 6,029", max_pixels=90 * 67 - 1)
     fails(encode("JPEG"), match="90 x 67 pixels, expected at most 6,029", max_pixels=90 * 67 - 1)
+    fails(encode("BMP"), match="90 x 67 pixels, expected at most 6,029", max_pixels=90 * 67 - 1)
     with pytest.raises(ConfigError, match="max_pixels = 0, expected at least 1"):
         DecodeMat(max_pixels=0)
 

@@ -25,12 +25,9 @@ SCAN = segment(0xDA, b"\0" * 10)
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_size_and_components_are_read(encode, rgb, progressive):
+def test_the_size_is_read(encode, rgb, progressive):
     header = jpeg_header(encode("JPEG", progressive=progressive))
-    assert (header.width, header.height, header.components) == (90, 67, 3)
-    assert header.orientation == 1
-    assert jpeg_header(encode("JPEG", "L")).components == 1
-    assert jpeg_header(encode("JPEG", "CMYK")).components == 4
+    assert (header.width, header.height, header.orientation) == (90, 67, 1)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

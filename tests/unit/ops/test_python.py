@@ -114,13 +114,24 @@ def test_an_op_stays_as_it_is():
         (double, {}, 4),
         (of_fields, {}, 7),
         (with_default, {}, 6),
+        (lambda data, fields=None: fields["k"], {}, 7),
         (lambda data, *more: more[0]["k"], {}, 7),
         (abs, {}, 2),
         (Called, {"factor": "5"}, 10),
         (OfFields, {}, 2),
         (Called(3), {}, 6),
     ],
-    ids=["function", "of fields", "default", "any number", "builtin", "class", "class of fields", "instance"],
+    ids=[
+        "function",
+        "of fields",
+        "default",
+        "default fields",
+        "any number",
+        "builtin",
+        "class",
+        "class of fields",
+        "instance",
+    ],
 )
 def test_what_is_called_gets_the_data_and_the_fields_if_it_takes_two(target, params, result):
     made_op = made(target, **params)

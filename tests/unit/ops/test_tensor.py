@@ -43,6 +43,12 @@ def test_without_aligned_corners_a_tensor_is_resized_as_opencv_does(tensor, rgb)
     assert np.allclose(found[0].transpose(1, 2, 0), want, atol=2e-3)
 
 
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_numbers_of_any_type_keep_their_values(align_corners):
+    large = np.full((1, 3, 4, 4), 2**40)  # more than OpenCV has room for
+    assert (ResizeTensor(3, 5, align_corners=align_corners)(large, {}) == np.float32(2**40)).all()
+
+
 def test_what_has_its_channels_last_keeps_them_there(tensor, rgb):
     found = ResizeTensor(31, 44)(rgb, {})
     assert found.shape == (31, 44, 3)
