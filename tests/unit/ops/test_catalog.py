@@ -66,6 +66,8 @@ def test_what_is_registered_is_found_and_may_take_the_place_of_another(registere
 
     catalog.register("mINE", Other)
     assert catalog.find("Mine") is Other
+    catalog.register("Mine", Mine)
+    assert catalog.find("mINE") is Mine
     catalog.unregister("mine")
     with pytest.raises(ConfigError, match="unknown op 'Mine'"):
         catalog.find("Mine")
