@@ -38,7 +38,8 @@ def pipeline() -> None:
 def check(file: str, compat: str | None) -> None:
     """Check FILE, and print its nodes and what travels over each edge.
 
-    Exits with 2, and says what is wrong, if the file could not be served.
+    Exits with 2, and says what is wrong, if the file could not be served. A model that is not there is told of, and no
+    error: the file may be for another machine.
     """
     from penstock.pipeline.check import check as check_graph
     from penstock.pipeline.show import shown
