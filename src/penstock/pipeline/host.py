@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -229,15 +230,22 @@ class Host:
         try:
             self.enter(journey, fields, swap)
         except PenstockError as e:
-            journey.end(dict(fields), self.told(e), self.name)
+            self._gave_up(journey, fields, e)
 
     def failed(self, stop: Stop, error: PenstockError) -> None:
-        """An item failed here, or was dropped: it ends, unless the node is one that may be skipped."""
+        """An item failed here, or was dropped."""
         self.left()
-        if self.node.on_error == "skip":
-            self.passed(stop.journey, stop.fields)
+        self._gave_up(stop.journey, stop.fields, error)
+
+    def _gave_up(self, journey: Journey, fields: Fields, error: PenstockError) -> None:
+        """The item ends; or goes on as it came, where the node may be skipped and somebody still waits."""
+        over = self.handle.state == "DRAINING" or (
+            journey.deadline_s is not None and journey.deadline_s <= time.monotonic()
+        )
+        if self.node.on_error == "skip" and not over:
+            self.passed(journey, fields)
         else:
-            stop.journey.end(dict(stop.fields), self.told(error), self.name)
+            journey.end(dict(fields), self.told(error), self.name)
 
     def told(self, error: PenstockError) -> PenstockError:
         """The error with the node's name; what NodeModel made has it in its detail."""

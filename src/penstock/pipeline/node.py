@@ -277,8 +277,12 @@ class NodeModel:
         """The error of one item; its message may leave the process, where it happened stands in its detail."""
         where = f"node '{self._node.name}', op '{step.name}', item {visits[i].place} of its batch"
         if isinstance(error, PenstockError):
-            told = type(error)(error.message, retry_after_s=error.retry_after_s, detail=f"{where}\n{error.detail}")
-            return told
+            detail = f"{where}\n{error.detail}"
+            try:  # anew: one error may be that of several items
+                return type(error)(error.message, retry_after_s=error.retry_after_s, detail=detail)
+            except TypeError:  # a class of the user's, that is made otherwise
+                error.detail, error.__traceback__ = detail, None
+                return error
         if isinstance(error, KeyError) and error.args == (DATA,) and DATA not in fields:
             names = ", ".join(map(str, fields)) or "none"
             return BadRequest(f"op '{step.name}' found no field 'data', only: {names}", detail=where)

@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import (
     BadOutput,
     BadRequest,
+    DeadlineExceeded,
     ItemFailed,
     ModelNotReady,
     WorkerDied,
@@ -183,3 +184,43 @@ async def test_an_op_that_ends_its_thread_costs_its_own_items_only(stage, make_g
     s = await stage(make_graph(nodes, in_flight=64))
     found = await s.results(*[str(i) if i != 7 else "die" for i in range(30)])
     assert found == [f"{i}c" if i != 7 else "worker_died" for i in range(30)]
+
+
+async def test_a_node_that_may_be_skipped_is_so_when_it_takes_too_long(stage, make_graph, doors) -> None:
+    soft = {"max_batch": 1, "on_error": "skip", "deadline_s": 0.05}
+    nodes = {"a": (A, "b", {}), "b": (Step("Door", {"gate": "b"}), "c", soft), "c": (C, "", {})}
+    s = await stage(make_graph(nodes))
+    first = s.put("1")
+    await doors.until("b", 1)
+    assert await s.results("2") == ["2ac"]
+    late = await s.put("3", budget_s=0.02)  # the caller's own time is over: nobody waits for what is left
+    assert isinstance(late.error, DeadlineExceeded)
+    doors.open_all()
+    assert (await first).fields["result"] == "1ac"
+
+
+async def test_an_error_of_a_user_s_own_class_stays_it(stage, make_graph, monkeypatch) -> None:
+    class Blurred(BadRequest):
+        def __init__(self, sharpness: float) -> None:
+            super().__init__(f"the image is blurred: {sharpness}")
+
+    class Sharp(ItemOp):
+        def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+            raise Blurred(0.1)
+
+    monkeypatch.setitem(catalog._registered, "Sharp", Sharp)
+    outcome = await (await stage(make_graph({"a": ("Sharp", "", {})}))).put("1")
+    assert (type(outcome.error), str(outcome.error)) == (Blurred, "the image is blurred: 0.1")
+    assert outcome.error.detail.startswith("node 'a', op 'Sharp', item 0")
+
+
+async def test_a_callback_that_raises_costs_nobody_else_an_answer(stage, make_graph, caplog) -> None:
+    caplog.set_level(logging.CRITICAL)
+    s = await stage(make_graph({"a": (A, "", {})}))
+
+    def bad(outcome: Any) -> None:
+        raise KeyError("of the caller")
+
+    s.runner.submit({"data": "0"}, bad)
+    assert await s.results("1", "2") == ["1a", "2a"]
+    assert s.runner.in_flight == 0
