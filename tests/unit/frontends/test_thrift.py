@@ -170,6 +170,21 @@ async def test_calls_that_come_at_once_are_run_one_by_one_in_their_order(framed:
             assert (await client.answer(seqid=seqid)).label == str(seqid)
 
 
+async def test_a_call_whose_rest_comes_just_after_an_answer_is_run_once(wait_until: Any) -> None:
+    held: list[Call] = []
+    async with listening(held.append) as listener:
+        client = await listener.connect()
+        client.send(infer(b"x") + infer(b"yy")[:-5])
+        await wait_until(lambda: held)
+        answer(held.pop())
+        (connection,) = listener.server._connections
+        connection.data_received(infer(b"yy")[-5:])
+        assert (await client.answer()).label == "1"
+        (call,) = held
+        answer(call)
+        assert (await client.answer()).label == "2"
+
+
 async def test_what_comes_while_a_call_runs_is_bounded() -> None:
     async with listening(lambda call: None) as listener:
         client = await listener.connect()
