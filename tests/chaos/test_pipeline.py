@@ -131,7 +131,7 @@ async def test_an_item_that_kills_its_process_takes_few_along(
     assert await ask(chaos, server, 1) == (200, 1)
 
 
-async def test_an_op_that_hangs_holds_nobody_else(
+async def test_an_op_that_hangs_holds_nobody_and_takes_few_along(
     guarded: Callable[..., Any], chaos: SimpleNamespace, folder: Path
 ) -> None:
     server = guarded(None, "chain.toml")
@@ -142,8 +142,9 @@ async def test_an_op_that_hangs_holds_nobody_else(
             await crowd.answered(50)
             told = await hung
             await crowd.answered(50)
-        assert [status for status, _ in told] == [503, 503] or all(status >= 500 for status, _ in told), told
-        assert set(crowd.statuses) == {200}
+        assert [status for status, _ in told] == [503, 503], told
+        assert set(crowd.statuses) <= {200, 503}
+        assert crowd.statuses[503] <= 8, "those that were in a batch with it, and in the half of it that hung again"
         assert crowd.wrong == []
         assert crowd.longest_s < 10
     assert [p.pid for p in chaos.workers(server)] == [worker], "its threads were replaced, not the process"
