@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.words import found
 from penstock.errors import ConfigError
-from penstock.pipeline.keys import torchpipe_key
+from penstock.pipeline.keys import Key, torchpipe_key
 from penstock.pipeline.source import Source
 from penstock.worker.devices import visible_gpus
 
@@ -91,6 +91,8 @@ def _add(native: dict[str, Any], key: str, value: Any, given: dict[str, Any]) ->
         entries = {"inputs": map_inputs(value)}
     elif key == "device_id":
         entries = {"device": _device(value)}
+    elif key == "or":
+        entries = {"filter": "or"} if Key(bool, "").read(value) else {}
     elif key == "merge":
         entries = {"gather": value}
     for name in entries:

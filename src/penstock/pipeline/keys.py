@@ -147,6 +147,7 @@ _TORCHPIPE = [
         ("next", "text with commas, or a list", "next"),
         ("map", "`src[srckey:dstkey,...],...`; the node may be left out where there is one", "inputs"),
         ("filter", "`swap`, `or` and `run`; others are held, and refused when run", "filter"),
+        ("or", "true is `filter = \"or\"`", "filter"),
         ("instance_num", "", "instances"),
         ("max", "a number or a shape, whose first number counts; `;` gives the sizes of instances", "max_batch"),
         ("min", "as `max`", "min_batch"),

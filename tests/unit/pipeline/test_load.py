@@ -165,6 +165,8 @@ def test_max_and_min_may_be_shapes_and_lists(
         ('map = "a[TASK_DATTA_KEY:data]"', "found TASK_DATTA_KEY, expected one of TASK_BOX_KEY"),
         ('mean = "1, two"', "mean: OnnxTensor: mean is '1, two'"),
         ('std = "1, 0, 1"', "line 4: [net] std: std and mean: found (1.0, 0.0, 1.0)"),
+        ("or = 3", "line 4: [net] or: found 3, expected true or false"),
+        ('or = true\nfilter = "swap"', "[net] or: is 'filter' in other words, which is set, too"),
         ("threads = -4", "line 4: [net] threads: threads = -4, expected 1 or more"),
         ("retry_split = 2", "retry_split: found 2, expected true or false"),
         ('on_error = "stop"', "on_error: found the text 'stop', expected one of 'fail', 'skip'"),
@@ -211,6 +213,11 @@ def test_names_of_task_keys_are_fields(tmp_path: Path) -> None:
         '[a]\nnext = "b"\n[b]\nmap = "a[TASK_RESULT_KEY:TASK_DATA_KEY, data : TASK_BOX_KEY]"\n',
     )
     assert graph.nodes["b"].inputs == (Input("a", "result", "data"), Input("a", "data", "_box"))
+
+
+@pytest.mark.parametrize(("text", "found"), [("or = true", "or"), ('or = "1"', "or"), ("or = false", "swap")])
+def test_or_is_another_word_for_its_filter(tmp_path: Path, text: str, found: str) -> None:
+    assert load(tmp_path, f'[a]\nnext = "b"\n[b]\n{text}\n').nodes["b"].filter == found
 
 
 def test_a_fan_out_is_held(tmp_path: Path) -> None:
