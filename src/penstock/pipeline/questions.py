@@ -15,6 +15,7 @@ from penstock.pipeline.graph import Graph
 from penstock.pipeline.outcome import Hop, Outcome
 
 NAMELESS = "input_0"  # an array that came alone, without a name (`protocols/oip_npy.py`)
+MAX_ROWS = 4096  # of one request: they enter one by one, and others wait meanwhile
 _NO_TOKEN = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
 
 
@@ -44,7 +45,10 @@ def question_of(value: Any, graph: Graph, kind: str) -> Question:
     if DATA not in value:
         raise BadRequest(f"found no '{DATA}' among the fields of the request; a pipeline needs it")
     if all(isinstance(one, np.ndarray) for one in value.values()):
-        return Question([_row(value, i, kind) for i in range(len(value[DATA]))], rows=True)
+        if (count := len(value[DATA])) > MAX_ROWS:
+            told = f"found {count} rows, expected at most {MAX_ROWS} in one request"
+            raise BadRequest(f"{told}: each is an item of its own in a pipeline")
+        return Question([_row(value, i, kind) for i in range(count)], rows=True)
     node = value.get(NODE_NAME)
     if node is not None and not isinstance(node, str):
         raise BadRequest(f"{NODE_NAME}: found a {type(node).__name__}, expected the name of a node")

@@ -66,6 +66,12 @@ def test_a_caller_says_only_what_the_pipeline_asks_for() -> None:
             ask(value, closed, "any")
 
 
+def test_rows_of_a_request_are_bounded() -> None:
+    assert len(question_of({"data": np.zeros((4096, 1))}, "tensor").fields) == 4096
+    with pytest.raises(BadRequest, match="found 4097 rows, expected at most 4096 in one request"):
+        question_of({"data": np.zeros((4097, 1))}, "tensor")
+
+
 def test_rows_of_tensors_are_items_of_their_own() -> None:
     images = np.array([b"a", b"bc"], object)
     question = question_of({"data": images, "box": np.arange(8).reshape(2, 4)}, "bytes")
