@@ -45,6 +45,10 @@ def question_of(value: Any, graph: Graph, kind: str) -> Question:
     if DATA not in value:
         raise BadRequest(f"found no '{DATA}' among the fields of the request; a pipeline needs it")
     if all(isinstance(one, np.ndarray) for one in value.values()):
+        rows = {array.shape[:1] for array in value.values()}
+        if len(rows) > 1 or not rows.isdisjoint([(), (0,)]):
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in value.items())
+            raise BadRequest(f"found {shapes}; expected arrays of as many rows (axis 0), 1 or more")
         if (count := len(value[DATA])) > MAX_ROWS:
             told = f"found {count} rows, expected at most {MAX_ROWS} in one request"
             raise BadRequest(f"{told}: each is an item of its own in a pipeline")

@@ -50,6 +50,9 @@ def test_an_object_is_the_fields_of_one_item_and_names_where_it_begins() -> None
         ),
         ({"data": 1, "node_name": 3}, "node_name: found a int, expected the name of a node"),
         ({"input_1": np.zeros((2, 2))}, "found the field 'input_1'"),
+        ({"data": np.zeros((0, 3))}, "found data [0, 3]; expected arrays of as many rows (axis 0), 1 or more"),
+        ({"input_0": np.zeros(())}, "found data []; expected"),
+        ({"data": np.zeros((2, 3)), "box": np.zeros((1, 4))}, "found data [2, 3], box [1, 4]; expected"),
     ],
 )
 def test_a_request_without_data_is_refused(value: Any, told: str) -> None:
