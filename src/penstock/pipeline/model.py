@@ -17,6 +17,7 @@ from penstock.pipeline.check import check
 from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline, Started
+from penstock.pipeline.lower import op_class
 from penstock.pipeline.node import tune_process
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.placing import AUTO
@@ -47,8 +48,10 @@ class PipelineModel:
         graph = placed(load_graph(self._file, compat=self._compat), device)
         check(graph)
         self._graph = graph
-        self._kind = catalog.find(graph.nodes[graph.entry].steps[0].op).takes
-        self.inputs = (TensorSpec(DATA, "BYTES", (-1,)),) if self._kind == "bytes" else ()
+        first = graph.nodes[graph.entry].steps[0]
+        self._kind = op_class(first.op, first.params).takes
+        known = self._kind == "bytes" and graph.takes == (DATA,)  # of other fields the graph tells no datatype
+        self.inputs = (TensorSpec(DATA, "BYTES", (-1,)),) if known else ()
         self.parameters = {"pipeline": described(graph)}
         limits = [node.run_timeout_s for node in graph.nodes.values()]
         self.__penstock_options__ = options_of(PipelineModel) | {

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from penstock.config.schema import ModelConfig
 from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed
+from penstock.ops.python import op
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.model import PipelineModel, described, outputs_of, placed
 from penstock.types import Headed, Item, ModelMetadata, TensorSpec
@@ -199,6 +200,14 @@ def test_a_wrong_file_is_an_error_of_its_configuration(load: Callable[..., Pipel
 def test_images_are_told_as_the_input_of_what_decodes_them(load: Callable[..., PipelineModel]) -> None:
     assert load('[a]\nbackend = "DecodeMat"\n').inputs == (TensorSpec("data", "BYTES", (-1,)),)
     assert load('[a]\nbackend = "Words"\n').inputs == ()
+    assert load('[pipeline]\ninputs = ["data", "box"]\n[a]\nbackend = "DecodeMat"\n').inputs == (), "box may be any"
+    assert load(f'[a]\nbackend = "Python[{__file__}:Reads]"\n').inputs == (TensorSpec("data", "BYTES", (-1,)),)
+
+
+@op(takes="bytes")
+class Reads:
+    def __call__(self, data: Any) -> Any:
+        return data
 
 
 def graph(**nodes: Node) -> Graph:
