@@ -240,7 +240,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--request_client", type=int, default=10, help="clients at a time")
     parser.add_argument("--request_batch", type=int, default=1, help="calls of one request, one behind the other")
-    parser.add_argument("--total_number", type=int, default=2000, help="images sent, 0: each one once")
+    parser.add_argument("--total_number", type=int, default=500, help="images sent, 0: each one once")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long, instead of how many")
     parser.add_argument("--warm_up", type=int, default=5, help="calls of each client that are not counted")
     parser.add_argument("--pid", type=int, default=0, help="the server's process, if it cannot be found by its port")
