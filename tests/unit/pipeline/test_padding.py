@@ -69,4 +69,4 @@ def test_what_is_filled_up_to_one_shape_may_share_a_batch() -> None:
     fill = partial(PadTo((32, 64)).shape, fields={})
     assert shape_of(small) != shape_of(large)
     assert shape_of(small, fill) == shape_of(large, fill) != shape_of(large.astype(np.float32), fill)
-    assert shape_of([small, small], fill) == "uint8(3, 32, 32) uint8(3, 32, 32)"
+    assert shape_of([small, large], fill) == "|u1(3, 32, 32) |u1(3, 32, 32)"
