@@ -48,8 +48,6 @@ class Slots:
         self.idle: list[int] = []
         self.up = 0
         self.running: dict[int, Running] = {}
-        self.handover_s: float | None = None  # learned: from dispatch to the run and back, without its preparation
-        self._prepare_s = 0.0  # learned: what is done with a batch before it runs
         self._overs: deque[float] = deque(maxlen=HANDOVERS)
         self._prepared: deque[float] = deque(maxlen=HANDOVERS)
         self._cost, self._depth = cost, depth
@@ -155,12 +153,10 @@ class Slots:
             slot.rows -= batch.rows
         elif alive:
             self._prepared.append(prepare_s)
-            self._prepare_s = _middle(self._prepared)
             if slot.batches:
                 slot.batches[0].end_s = now + (self._cost.t(slot.batches[0].rows) if self._cost.ready else 0.0)
             if not batch.ahead and 0 < run_s + prepare_s <= seconds:
                 self._overs.append(seconds - run_s - prepare_s)
-                self.handover_s = _middle(self._overs)
         if slot.state == SlotState.RETIRING:
             if not slot.batches:
                 del self._slots[slot.number]
@@ -173,9 +169,14 @@ class Slots:
         return batch, seconds
 
     @property
+    def handover_s(self) -> float | None:
+        """Learned: from dispatch to the run and back, without its preparation."""
+        return _middle(self._overs) if self._overs else None
+
+    @property
     def lead_s(self) -> float:
-        """How long before its turn a batch must be sent to be ready for it."""
-        return (self.handover_s or 0.0) + self._prepare_s
+        """How long before its turn a batch must be sent to be ready for it: its preparation is learned, too."""
+        return (self.handover_s or 0.0) + (_middle(self._prepared) if self._prepared else 0.0)
 
     def nearest(self, now: float, full: bool) -> Running | None:
         """The last batch of the slot that is predicted to be free first, of those that can take another one behind it.
@@ -197,7 +198,7 @@ class Slots:
         return sum(
             max(0.0, s.batches[-1].end_s - now)
             for s in self._slots.values()
-            if s.batches and s.width == 1 and s.state != SlotState.RETIRING
+            if s.batches and s.state != SlotState.RETIRING
         )
 
 

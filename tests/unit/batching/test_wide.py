@@ -174,6 +174,41 @@ def test_many_that_were_in_a_death_are_run_again_in_about_eight_pieces(bench: Ma
     assert sizes == [8] * 8
 
 
+def test_pieces_are_of_one_death_and_not_of_one_that_is_over(bench: Make) -> None:
+    b = wide(bench, 64, max_batch_size=64)
+    b.offer(*range(64))
+    poll(b)
+    kill(b, 1, width=64)
+    batch = 2
+    while poll(b):
+        b.complete(batch)
+        batch += 1
+    for id in range(100, 116):
+        b.offer(id)
+        poll(b)
+    kill(b, *range(batch, batch + 16), width=64)
+    assert poll(b) == [(0, [100, 101])]
+
+
+def test_a_piece_is_of_one_bucket(bench: Make) -> None:
+    b = wide(bench, 64, max_batch_size=64)
+    for id in range(16):
+        b.offer(id, bucket="ab"[id % 2])
+        poll(b)
+    kill(b, *range(1, 17), width=64)
+    assert poll(b) == [(0, [0])]
+    b.complete(17)
+    assert poll(b) == [(0, [1])]
+
+
+def test_what_was_in_a_death_is_run_on_another_slot_if_there_is_one(bench: Make) -> None:
+    b = wide(bench, 8, 8)
+    b.offer(1)
+    assert poll(b) == [(0, [1])]
+    kill(b, 1)
+    assert poll(b) == [(1, [1])]
+
+
 def test_who_is_in_a_second_death_fails_and_the_others_do_not(bench: Make) -> None:
     b = wide(bench, 16, 16)
     b.offer(*range(8))

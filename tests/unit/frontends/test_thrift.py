@@ -351,6 +351,17 @@ async def test_half_calls_have_no_more_memory_than_there_is_in_all(wait_until: A
         await wait_until(lambda: not listener.backend.used_bytes)
 
 
+async def test_memory_that_a_call_has_no_use_for_is_given_back(wait_until: Any) -> None:
+    async with listening() as listener:
+        client = await listener.connect()
+        ping = message("ping")[:-1] + b"\x0b\0\x09" + struct.pack(">i", 80_000) + b"y" * 80_000 + b"\0"
+        client.send(ping[:50_000])
+        await wait_until(lambda: listener.backend.used_bytes)
+        client.send(ping[50_000:])
+        assert await client.answer("ping") is None
+        assert listener.backend.used_bytes == 0
+
+
 async def test_memory_for_a_call_grows_with_what_it_announces() -> None:
     async with listening(pool_bytes=2**20) as listener:
         client = await listener.connect()
