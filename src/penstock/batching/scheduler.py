@@ -226,6 +226,9 @@ class Scheduler:
     def poll(self, now: float) -> list[Event]:
         """All that is to be done now. Asked again at the same time, it gives nothing."""
         room = self._room
+        if not room.waiting and not room.events and not room.dirty and self._held_since_s == INF == self._ceiling_end_s:
+            self._wake_s = INF
+            return []
         if now >= self._ceiling_end_s:
             self._ceiling, self._ceiling_end_s = None, INF
             self._resize()
