@@ -33,6 +33,8 @@ class Naive:
         # By default the threads of a session spin while they have nothing to do, on the cores that others decode on.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         provider = "CUDAExecutionProvider" if device == "cuda" else "CPUExecutionProvider"
+        if provider not in (known := onnxruntime.get_available_providers()):
+            raise SystemExit(f"--device {device} needs onnxruntime-gpu; this onnxruntime has {', '.join(known)}")
         self._session = onnxruntime.InferenceSession(str(model), options, providers=[provider])
         (given,) = self._session.get_inputs()
         self._input, self._side = given.name, given.shape[2]
