@@ -25,7 +25,7 @@ UNKNOWN_METHOD, INVALID_MESSAGE_TYPE, INTERNAL_ERROR, PROTOCOL_ERROR = 1, 2, 6, 
 
 HEAD_BYTES: Final = 64 * 1024  # of a message beside its data: more is never taken
 _VERSION: Final = 0x8001
-_MOST_STEPS: Final = 64  # fields and elements of one message; those of the service have 5
+_MOST_STEPS: Final = 64  # fields and elements of one message, and how deep they lie; those of the service have 5
 _STOP, _STRING, _STRUCT, _MAP, _SET, _LIST = 0, 11, 12, 13, 14, 15
 _SIZES: Final = {2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8, 16: 16}  # type -> bytes, of those with a fixed size
 
@@ -148,10 +148,10 @@ class _Walk:
         end = self.take(size)
         return bytes(self._message[end - size : end])
 
-    def skip(self, kind: int, depth: int = 8) -> None:
+    def skip(self, kind: int) -> None:
         """A value that nobody asked for, as those of later versions of the service are."""
         self._steps += 1
-        if self._steps > _MOST_STEPS or not depth:
+        if self._steps > _MOST_STEPS:
             raise BadRequest("found a message with more in it than any call of the service has")
         if (size := _SIZES.get(kind)) is not None:
             self.take(size)
@@ -160,20 +160,20 @@ class _Walk:
         elif kind == _STRUCT:
             while (inner := self.byte()) != _STOP:
                 self.i16()
-                self.skip(inner, depth - 1)
+                self.skip(inner)
         elif kind in (_MAP, _SET, _LIST):
             kinds = [self.byte() for _ in range(2 if kind == _MAP else 1)]
-            self._elements(kinds, self.size(), depth)
+            self._elements(kinds, self.size())
         else:
             raise BadRequest(f"found a value of type {kind}, which Thrift's binary protocol does not have")
 
-    def _elements(self, kinds: list[int], count: int, depth: int) -> None:
+    def _elements(self, kinds: list[int], count: int) -> None:
         if all(kind in _SIZES for kind in kinds):
             self.take(count * sum(_SIZES[kind] for kind in kinds))
             return
         for _ in range(count):
             for kind in kinds:
-                self.skip(kind, depth - 1)
+                self.skip(kind)
 
 
 def is_framed(first: bytes | bytearray) -> bool:

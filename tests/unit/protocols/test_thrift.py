@@ -234,6 +234,12 @@ def test_what_are_no_scores_is_refused_with_what_was_found(value: Any, found: st
         encoded(value)
 
 
+@pytest.mark.parametrize(("value", "found"), [([1.0, float("nan")], "nan"), ([float("inf"), 0.0], "inf")])
+def test_scores_that_have_no_softmax_are_refused(value: list[float], found: str) -> None:
+    with pytest.raises(BadOutput, match=f"found the score {found} for class"):
+        encoded(np.array(value, np.float32))
+
+
 def test_a_score_that_is_no_number_is_refused() -> None:
     with pytest.raises(BadOutput, match="found a score that is str"):
         encoded({"label": "cat", "score": "high"})

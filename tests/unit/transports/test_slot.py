@@ -258,6 +258,17 @@ def test_an_idle_time_between_batches_is_no_silence(wide):
     assert not wide.errors
 
 
+def test_a_batch_after_a_shorter_idle_time_has_all_of_its_own(wide):
+    send(wide, 1)
+    wide.loop.clock.advance(10)
+    wide.answered(part(1, 0))
+    wide.loop.clock.advance(45)
+    send(wide, 2)
+    wide.loop.clock.advance(50)
+    assert not wide.errors
+    assert wide.up
+
+
 def test_a_worker_that_comes_up_narrow_is_narrow(wide):
     wide.fails = wide.hangs = False
     wide.down(WorkerDied("signal 9"))
