@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import harness
+import onnxruntime
 import pipeline_servers as servers
 from closed_loop import Sample
 
@@ -107,6 +108,8 @@ def arguments() -> argparse.Namespace:
     options.gpu = ours.gpu
     if unknown := set(options.only) - set(NETS):
         raise SystemExit(f"no such net: {', '.join(sorted(unknown))}; there are {', '.join(NETS)}")
+    if ours.gpu and "CUDAExecutionProvider" not in (known := onnxruntime.get_available_providers()):
+        raise SystemExit(f"not measured: onnxruntime has only {', '.join(known)} here; onnxruntime-gpu has CUDA")
     return options
 
 

@@ -31,7 +31,7 @@ class Service(Processes):
         self._spawn([sys.executable, *command])
         try:
             self.load(clients, 2)
-        except RuntimeError as error:
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
             log = self._log.read_text(errors="replace")
             self.close()
             raise RuntimeError(f"{' '.join(command)} does not answer: {error}\n{log}") from None
