@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check
 from penstock.pipeline.convert import to_toml
 from penstock.pipeline.graph import Graph
-from penstock.pipeline.load import load_graph, parse_graph
+from penstock.pipeline.load import NO_NODES, load_graph, parse_graph
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.steps import Steps, Target, importable, steps_of
 
@@ -112,6 +112,8 @@ class Pipeline:
         """A new node. It begins the pipeline, until it is called with what it follows. Raises ConfigError."""
         if name in self._nodes:
             raise ConfigError(f"there is a node '{name}' already; each needs a name of its own")
+        if name in NO_NODES:
+            raise ConfigError(f"'{name}' cannot be a node's name: in a TOML file it is the table of something else")
         self._nodes[name] = {**keys, "ops": list(steps_of(steps).tables)}
         return NodeRef(self, name)
 
@@ -167,6 +169,8 @@ class Pipeline:
         if source is not None:
             if named:
                 raise ConfigError(f"[{name}] takes all fields of {source}, or those that are named, but not both")
+            if source._pipeline is not self:
+                raise ConfigError(f"[{name}] cannot follow {source}: that is a node of another pipeline")
             before = self._nodes[source._name]
             before["next"] = [*before.get("next", []), name]
         if named:

@@ -24,6 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
 _ALONE = {"backend", "ops", "model"}  # one of these above all tables, and no node: the file is one node
 _OF_THE_GRAPH = {"in_flight": "in_flight", "trace": "trace", "inputs": "takes", "outputs": "answers"}
 _GLOBAL = "global"  # where TorchPipe's parse_toml puts what stands above all tables
+NO_NODES = (*RESERVED, _GLOBAL)  # names that no node may have
 
 
 def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
@@ -129,7 +130,7 @@ def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: Source) -> di
     """The table of each node and alias, in the file's order. Without any table the whole file may be one node."""
     nodes: dict[str, dict[str, Any]] = {}
     for node, table in tables.items():
-        if isinstance(table, dict) and node not in (*RESERVED, _GLOBAL):
+        if isinstance(table, dict) and node not in NO_NODES:
             aliases = {k: v for k, v in table.items() if k not in NODE and _is_alias(v)}
             nodes[node] = {k: v for k, v in table.items() if k not in aliases}
             nodes |= {f"{node}.{k}": v for k, v in aliases.items()}

@@ -90,6 +90,14 @@ def test_a_wait_must_save_more_than_it_costs(set_up_s: float, sent: list[int]) -
     assert desk.poll(now) == sent
 
 
+def test_what_comes_beyond_a_full_batch_saves_nothing() -> None:
+    desk = Desk()
+    now = desk.learn(0.008, 0.001)
+    desk.coming = (now + 0.005, 100)
+    desk.offer(3, now)
+    assert desk.poll(now) == [3], "one more fits: 8 ms that three would wait 5 ms for"
+
+
 def test_work_that_gains_nothing_by_batches_is_never_held() -> None:
     desk = Desk()
     now = desk.learn(0.0, 0.003)

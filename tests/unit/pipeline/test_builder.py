@@ -148,6 +148,8 @@ def test_a_built_pipeline_runs(tmp_path: Path) -> None:
     ("build", "told"),
     [
         (lambda p, a: p.node("a", Decode()), "there is a node 'a' already"),
+        (lambda p, a: p.node("metrics", Decode()), "'metrics' cannot be a node's name: in a TOML file it is the table"),
+        (lambda p, a: p.node("b", Decode())(Pipeline("q").node("c", Decode())), "<node c>: that is a node of another"),
         (lambda p, a: a(), "[a] follows nothing"),
         (
             lambda p, a: p.node("b", Decode())(a, image=a.result),
