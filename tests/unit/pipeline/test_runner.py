@@ -248,6 +248,20 @@ async def test_an_item_that_is_cancelled_is_not_run_and_hears_nothing(stage, mak
     assert s.runner.in_flight == 0
 
 
+async def test_an_item_that_is_cancelled_in_a_queue_leaves_it(stage, make_graph, doors) -> None:
+    s = await stage(make_graph({"a": (Step("Door", {"gate": "a"}), "", {"max_batch": 1})}))
+    first = s.put("1")
+    await doors.until("a", 1)
+    gone, journey, last = s.put("gone"), s.last, s.put("2")
+    assert s.runner.host("a").queued_rows == 2
+    journey.cancel()
+    assert s.runner.host("a").queued_rows == 1
+    doors.open_all()
+    assert [(await item).error for item in (first, last)] == [None, None]
+    assert not gone.done()
+    assert doors.met["a"] == [["1"], ["2"]]
+
+
 # ---- life
 
 
