@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,19 @@ async def test_the_way_of_an_item_is_told(stage, make_graph) -> None:
         assert all(h.size >= 1 and h.wait_s >= 0 and h.run_s >= 0 for h in o.hops)
     assert [o.hops[0].size for o in outcomes] == [4] * 4
     assert len({o.hops[0].batch_id for o in outcomes}) == 1
+
+
+async def test_a_way_tells_how_long_an_item_waited_and_ran(stage, make_graph, doors) -> None:
+    s = await stage(make_graph({"a": (Step("Door", {"gate": "a"}), "", {"max_batch": 1})}, trace=True))
+    first = s.put("1")
+    await doors.until("a", 1)
+    second = s.put("2")
+    begin_s = time.monotonic()
+    await asyncio.sleep(0)
+    least_s = time.monotonic() - begin_s
+    doors.open_all()
+    assert (await first).hops[0].run_s >= least_s
+    assert (await second).hops[0].wait_s >= least_s > 0
 
 
 # ---- bounds
