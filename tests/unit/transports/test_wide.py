@@ -153,7 +153,7 @@ def test_a_slab_in_garbage_is_let_go_without_another_batch(stage: Stage, uncolle
     stage.model.answers.pop()([(0, "a")])
     ((part,),) = stage.writes
     assert part.held == [0]
-    main = threading.Thread(target=stage.wide.attend)
+    main = threading.Thread(target=stage.wide.attend, daemon=True)
     main.start()
     assert stage.news.wait(LIMIT_S)
     stage.wide.stop()
