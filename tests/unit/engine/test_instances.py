@@ -395,6 +395,16 @@ async def test_a_worker_s_load_is_timed_from_its_own_start() -> None:
     assert 2.0 <= second_s < 3.0
 
 
+async def test_a_batch_is_no_larger_than_what_a_worker_takes_side_by_side() -> None:
+    stage = Stage()
+    loading = await stage.begin(stage.handle.load())
+    stage.listener.slot_up(0, Ready(ModelMetadata("m", "1"), width=8))
+    await loading
+    assert stage.handle.batcher is not None
+    assert stage.handle.batcher.scheduler.max_batch_size == 8
+    await stage.handle.close(0)
+
+
 async def test_a_policy_that_is_handed_over_stands_in_place_of_the_configured_one() -> None:
     stage = Stage(policy=lambda: Fixed(0.25))
     assert stage.handle.batcher is None
