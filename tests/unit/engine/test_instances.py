@@ -25,7 +25,7 @@ class Stage:
     depth = 1
 
     def __init__(self, instances: int = 1, **keys: Any) -> None:
-        batching = BatchingConfig(max_batch_size=1, **keys.pop("batching", {}))
+        batching = BatchingConfig(**{"max_batch_size": 1, **keys.pop("batching", {})})
         policy = keys.pop("policy", None)
         config = ModelConfig(target="a:b", instances=instances, batching=batching, **keys)
         self.spec = WorkerSpec("m", "1", config, "a:b", instances=instances)
@@ -396,7 +396,7 @@ async def test_a_worker_s_load_is_timed_from_its_own_start() -> None:
 
 
 async def test_a_batch_is_no_larger_than_what_a_worker_takes_side_by_side() -> None:
-    stage = Stage()
+    stage = Stage(batching={"max_batch_size": "auto"})
     loading = await stage.begin(stage.handle.load())
     stage.listener.slot_up(0, Ready(ModelMetadata("m", "1"), width=8))
     await loading
