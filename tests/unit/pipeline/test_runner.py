@@ -135,6 +135,32 @@ async def test_a_join_waits_for_all_that_it_takes_fields_of(stage, make_graph) -
     assert outcome.fields == {"data": "1ab", "other": "1ac", "own": "mine", "result": "1abd"}
 
 
+async def test_a_join_keeps_the_context_of_an_item(stage, make_graph) -> None:
+    s = await stage(fork(make_graph))
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    context = {"user": 7}
+    s.runner.submit({"data": "1", "context": context, "more": 2}, future.set_result)
+    outcome = await future
+    assert outcome.fields["context"] is context
+    assert "more" not in outcome.fields
+
+
+async def test_an_item_that_ends_before_one_branch_is_not_run_on_the_other(stage, make_graph, doors) -> None:
+    doors.open_all()
+    graph = make_graph(
+        {
+            "a": ("Picky", "b c", {}),
+            "b": (B, "", {}),
+            "c": (Step("Door", {"gate": "c"}), "", {"filter": "run"}),
+        }
+    )
+    s = await stage(graph)
+    ended = await s.put("-")
+    assert (ended.node, "result" in ended.fields) == ("b", False)
+    assert await s.results("2") == ["2"]
+    assert doors.met["c"] == [["2"]]
+
+
 async def test_a_join_takes_fields_of_a_node_far_before(stage, make_graph) -> None:
     graph = make_graph(
         {
