@@ -1,7 +1,7 @@
 """OpenCV, as ops use it.
 
 One thread a call: instances are what runs at once, and more threads would only fight them. And no lines of its own on
-stderr for each broken image: the item's error says it.
+stderr for each broken image: the item's error says it. What libpng and libjpeg write there cannot be turned off.
 """
 
 from __future__ import annotations
