@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -19,6 +20,27 @@ import pytest
 from penstock.compat.torchserve import launch
 
 START_S = 60.0
+
+
+@pytest.fixture(scope="session")
+def image_networks() -> tuple[Any, Any]:
+    """The modules `networks` and `export` of examples/resnet50_pipeline."""
+    folder = str(Path(__file__).parents[2] / "examples" / "resnet50_pipeline")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("networks"), importlib.import_module("export")
+    finally:
+        sys.path.remove(folder)
+        for name in ("networks", "export"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def mobilenet(image_networks: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """mobilenet.onnx, which a folder has to itself: exported once for all tests that need a network of images."""
+    path = tmp_path_factory.mktemp("mobilenet") / "mobilenet.onnx"
+    image_networks[1].export_mobilenet(path)
+    return path
 
 
 class RunningExample:

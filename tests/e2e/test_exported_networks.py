@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +17,11 @@ pytest.importorskip("onnxruntime")
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet50_pipeline"
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[tuple[Any, Any]]:
-    """The modules `networks` and `export` of the example."""
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        yield importlib.import_module("networks"), importlib.import_module("export")
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in ("networks", "export"):
-            del sys.modules[name]
-
 
 @pytest.fixture
-def pixels(example: tuple[Any, Any]) -> np.ndarray[Any, Any]:
+def pixels(image_networks: tuple[Any, Any]) -> np.ndarray[Any, Any]:
     """Eight photos as the networks take them, float32 `[8, 3, 224, 224]`."""
-    networks, _ = example
+    networks, _ = image_networks
     photos = [
         cv2.resize(image[20 * k : 200 + 40 * k, 30 * k : 220 + 60 * k], (networks.SIDE, networks.SIDE))
         for image in load_sample_images().images
@@ -49,13 +32,11 @@ def pixels(example: tuple[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def test_mobilenet_is_the_same_in_onnx_and_sees_its_images(
-    example: tuple[Any, Any], pixels: np.ndarray[Any, Any], tmp_path: Path
+    image_networks: tuple[Any, Any], mobilenet: Path, pixels: np.ndarray[Any, Any]
 ) -> None:
-    networks, export = example
-    path = tmp_path / "mobilenet.onnx"
-    export.export_mobilenet(path)
-    assert [file.name for file in tmp_path.iterdir()] == ["mobilenet.onnx"]
-    program = OnnxProgram(open_session(str(path)))
+    networks, _ = image_networks
+    assert [file.name for file in mobilenet.parent.iterdir()] == ["mobilenet.onnx"]
+    program = OnnxProgram(open_session(str(mobilenet)))
     assert [(i.name, i.datatype, i.shape) for i in program.inputs] == [("input", "FP32", (-1, 3, 224, 224))]
     assert [(o.name, o.datatype) for o in program.outputs] == [("output", "FP32")]
     assert program.rows == ANY_ROWS

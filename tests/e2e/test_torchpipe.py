@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +20,6 @@ cv2 = pytest.importorskip("cv2")
 onnxruntime = pytest.importorskip("onnxruntime")
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet50_pipeline"
 
 TOML = """
 batching_timeout = 5
@@ -96,15 +92,9 @@ class Naive:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def model(tmp_path_factory: pytest.TempPathFactory, image_networks: tuple[Any, Any]) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("model") / "resnet50.onnx"
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        importlib.import_module("export").export_resnet50(path)
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in ("networks", "export"):
-            sys.modules.pop(name, None)
+    image_networks[1].export_resnet50(path)
     yield path
     path.unlink()
 
