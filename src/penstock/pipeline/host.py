@@ -19,7 +19,7 @@ from penstock.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.inline import chain
-from penstock.pipeline.journey import Journey, Stop, budget_of, nbytes_of, shape_of
+from penstock.pipeline.journey import MOST_PARTS, Journey, Stop, budget_of, nbytes_of, shape_of
 from penstock.pipeline.meter import Meter
 from penstock.pipeline.node import NodeModel, Shared
 from penstock.pipeline.padding import PadTo
@@ -257,13 +257,20 @@ class Host:
 
 
 def _read_only(fields: Fields) -> Fields:
-    """The fields with arrays that cannot be written: others see them too."""
-    out = dict(fields)
-    for name, value in fields.items():
-        if hasattr(value, "setflags"):  # an array of NumPy; the one that was handed in stays as it is
-            out[name] = value.view()
-            out[name].setflags(write=False)
-    return out
+    """The fields with arrays that cannot be written, also in lists: others see them too."""
+    return {
+        name: list(map(_locked, value)) if type(value) is list and len(value) <= MOST_PARTS else _locked(value)
+        for name, value in fields.items()
+    }
+
+
+def _locked(value: Any) -> Any:
+    """An array of NumPy that cannot be written, the one that was handed in stays as it is; anything else as it is."""
+    if not hasattr(value, "setflags"):
+        return value
+    view = value.view()
+    view.setflags(write=False)
+    return view
 
 
 def _config(node: Node) -> ModelConfig:

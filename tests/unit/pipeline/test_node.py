@@ -45,6 +45,16 @@ def test_items_keep_their_places(node: Any) -> None:
     assert told(model.predict(visits("1", "x", "-", "4"))) == ["1b!", "ItemFailed", None, "4b!"]
 
 
+def test_nodes_that_run_in_the_same_call_get_what_has_a_result(known: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    model = NodeModel(Node("n", (Step("Picky"),)), then=[(Node("m", (A,)), Shared())])
+    model.load("cpu")
+    found = model.predict(visits("1", "x", "-", "4"))
+    assert told(found) == ["1", "ItemFailed", None, "4"]
+    assert [len(f) if isinstance(f, tuple) else 0 for f in found] == [4, 0, 2, 4]
+    assert [f[2]["result"] for f in (found[0], found[3])] == ["1a", "4a"]
+
+
 def test_what_it_was_given_stays_as_it_was(node: Any) -> None:
     model = node(A, B)
     given = visits("1", swap=True)

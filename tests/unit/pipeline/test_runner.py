@@ -35,6 +35,7 @@ def chain(make_graph: Any, **last: Any) -> Any:
 async def test_an_item_goes_through_all_nodes_in_their_order(stage, make_graph) -> None:
     s = await stage(chain(make_graph))
     assert await s.results("1", "2") == ["1abc", "2abc"]
+    assert s.last.kept == {}, "what no join takes is let go on the way"
 
 
 async def test_what_the_caller_gave_is_not_changed(stage, make_graph) -> None:
@@ -222,14 +223,25 @@ async def test_an_item_is_done_when_all_outputs_are(stage, make_graph, doors) ->
 async def test_arrays_that_two_branches_see_cannot_be_written(stage, make_graph, monkeypatch) -> None:
     class Writes(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
-            data += 1
+            array = data[0] if isinstance(data, list) else data
+            array += 1
             return data
 
     monkeypatch.setitem(catalog._registered, "Writes", Writes)
     shared = make_graph({"a": ("Identity", "b c", {}), "b": ("Writes", "", {}), "c": ("Identity", "", {})})
+    joined = make_graph(
+        {
+            "a": ("Identity", "b c", {}),
+            "b": ("Writes", "c", {}),
+            "c": ("Identity", "", {"inputs": [("a", "result", "data"), ("b", "result", "other")]}),
+        }
+    )
     alone = make_graph({"a": ("Identity", "b", {}), "b": ("Writes", "", {})})
-    assert (await (await stage(shared)).put(np.zeros(2))).error is not None
+    for graph in (shared, joined):
+        for data in (np.zeros(2), [np.zeros(2), "text"]):
+            assert isinstance((await (await stage(graph)).put(data)).error, ItemFailed)
     assert (await (await stage(alone)).put(np.zeros(2))).fields["result"].tolist() == [1, 1]
+    assert (await (await stage(alone)).put([np.zeros(2)])).fields["result"][0].tolist() == [1, 1]
 
 
 # ---- time
