@@ -45,6 +45,19 @@ def test_items_keep_their_places(node: Any) -> None:
     assert told(model.predict(visits("1", "x", "-", "4"))) == ["1b!", "ItemFailed", None, "4b!"]
 
 
+def test_an_item_without_data_leaves_its_batch_alone(node: Any) -> None:
+    model = node(Step("BatchWords"))
+    found = model.predict([*visits("1"), Visit({"other": 2}, swap=False), *visits("3")])
+    assert told(found) == ["1", "BadRequest", "3"]
+    assert found[1].message == "op 'BatchWords' found no field 'data', only: other"
+
+
+def test_what_an_or_passed_over_in_one_batch_is_not_in_the_next(node: Any) -> None:
+    model = node(Step("Picky"), Step("Words", {"word": "a"}, "or"), Step("Words", {"word": "b"}, "then"))
+    assert told(model.predict(visits("1"))) == ["1"]
+    assert told(model.predict(visits("-"))) == ["-ab"]
+
+
 def test_nodes_that_run_in_the_same_call_get_what_has_a_result(known: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     model = NodeModel(Node("n", (Step("Picky"),)), then=[(Node("m", (A,)), Shared())])
