@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from penstock.testing.beside import TARGET as BESIDE
 from penstock.testing.transports import Desk, values
 from penstock.transports.make import make_transport
+from penstock.transports.process import MAX_FREE
 from penstock.types import Item
 
 
 def process(spec, pool):
-    return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**22)
 
 
 async def pid_of(desk: Desk) -> int:
@@ -231,3 +233,13 @@ def predict(items):
     async with Desk(process, f"{file}:predict") as desk:
         faults, *_ = await desk.values(*[4 * 2**20] * 20)
     assert faults < 1000  # 20,480 pages are written
+
+
+async def test_a_worker_side_by_side_has_its_places_for_answers_back_before_it_is_idle():
+    async with Desk(process, BESIDE) as desk:
+        await desk.up()
+        waits = desk.post([Item(("gate", "a"))])
+        await desk.final(desk.post([Item(bytes(70_000))] * 40))
+        assert len(desk.transport._places[0]._free) <= MAX_FREE
+        await desk.final(desk.post([Item(("open", "a"))]))
+        await desk.final(waits)
