@@ -29,13 +29,13 @@ class Begin(Struct):
 class _Waiting:
     """One item in the line, later on its way. A Ticket."""
 
-    __slots__ = ("backend", "begin", "budget_s", "done", "journey", "priority")
+    __slots__ = ("backend", "begin", "done", "end_s", "journey", "priority")
 
     def __init__(self, backend: Line, begin: Begin, done: Done, budget_s: float | None, priority: int) -> None:
         self.backend = backend
         self.begin = begin
         self.done: Done | None = done
-        self.budget_s = None if budget_s is None else backend.loop.time() + budget_s
+        self.end_s = None if budget_s is None else backend.loop.time() + budget_s
         self.priority = priority
         self.journey: Journey | None = None
 
@@ -141,7 +141,7 @@ class Line:
             self._emptied.set()
 
     def _begin(self, waiting: _Waiting) -> None:
-        begin, end_s = waiting.begin, waiting.budget_s
+        begin, end_s = waiting.begin, waiting.end_s
         budget_s = None if end_s is None else end_s - self.loop.time()
         try:
             if self._error is not None:
@@ -187,5 +187,4 @@ class Line:
         self.pump()
 
     def forget(self) -> None:
-        """See `PortalBackend.forget`."""
-        self.runner.forget()
+        """See `PortalBackend.forget`. A forked child has none of the nodes' threads, and nothing else was theirs."""

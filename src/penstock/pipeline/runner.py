@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.errors import BadRequest, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, nearest
+from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, nearest
 from penstock.observe.base import Observer
 from penstock.ops.base import NODE_NAME, Fields
 from penstock.pipeline.credits import Flow
@@ -74,11 +74,6 @@ class Runner:
         left_s = max(0.0, end - time.monotonic())
         await asyncio.gather(*(host.handle.close(left_s) for host in self._hosts.values()))
 
-    def forget(self) -> None:
-        """In a forked child: lets go of what is the parent's."""
-        for host in self._hosts.values():
-            host.handle.forget()
-
     # ---- items
 
     @property
@@ -112,8 +107,6 @@ class Runner:
             way = self._route(start)
         if self.in_flight >= self._width:
             raise QueueFull(f"the pipeline is full ({self.in_flight} items are inside): try again later")
-        if budget_s is not None and budget_s <= 0:
-            raise DeadlineExceeded("the deadline had passed when the item arrived")
         deadline_s = None if budget_s is None else time.monotonic() + budget_s
         journey = Journey(way, done, self._ended, deadline_s, priority, self.graph.trace)
         self.in_flight += 1
