@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
+from penstock.config import toml
 from penstock.config.checks import check_bind as check_bind
 from penstock.config.checks import check_config
 from penstock.config.schema import Config, ModelConfig
@@ -27,7 +28,7 @@ from penstock.plugins import is_whole_file
 
 log = logging.getLogger("penstock.config")
 
-Tree = dict[str, Any]
+Tree = toml.Tree
 Path = tuple[str, ...]
 
 ENV_PREFIX = "PENSTOCK_"
@@ -94,19 +95,7 @@ def model_config(tree: Tree, name: str) -> ModelConfig:
 
 def read_toml(path: str) -> Tree:
     """The tables of a file, in which the paths of our own keys start at the file's folder. Raises ConfigError."""
-    try:
-        with open(path, "rb") as file:
-            tree = tomllib.load(file)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; expected a TOML file such as penstock.toml") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; expected a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None  # the message ends in line and column
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid TOML: brackets within brackets, too deep to be read") from None
+    tree, _ = toml.read(path)
     _root_paths(tree, os.path.dirname(path))
     return tree
 

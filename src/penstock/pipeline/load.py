@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from penstock.config import toml
 from penstock.config.words import found
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.dialect import native_table
@@ -33,15 +33,14 @@ def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
     Raises ConfigError: file, line, node, key, what was found and expected.
     """
     file = Path(path).expanduser()
-    text = _read(file)
-    tables = _parsed(text, str(path))
+    tables, text = toml.read(file)
     folder = str(file.resolve().parent)
     return _graph(tables, Source(str(path), text), name=file.stem, folder=folder, compat=compat)
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError: it is not there, or no TOML."""
-    return _parsed(_read(Path(path).expanduser()), str(path))
+    return toml.read(Path(path).expanduser())[0]
 
 
 def parse_graph(tables: Mapping[str, Any], *, name: str, folder: str, compat: bool = False) -> Graph:
@@ -53,28 +52,6 @@ def is_pipeline(tables: Mapping[str, Any]) -> bool:
     """Whether tables tell a pipeline, and not a configuration of `penstock serve`."""
     nodes = any(isinstance(value, dict) and name not in RESERVED for name, value in tables.items())
     return "models" not in tables and (nodes or "pipeline" in tables or bool(_ALONE & tables.keys()))
-
-
-def _parsed(text: str, name: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{name}: not valid TOML: {e}") from None  # the message ends in line and column
-    except RecursionError:
-        raise ConfigError(f"{name}: not valid TOML: brackets within brackets, too deep to be read") from None
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_bytes().decode()
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; expected a TOML file such as resnet50.toml") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{file}: is a folder; expected a TOML file such as resnet50.toml") from None
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{file}: not UTF-8 at byte {e.start}; expected a TOML file") from None
-    except OSError as e:
-        raise ConfigError(f"{file}: cannot be read: {e.strerror}") from None
 
 
 def _graph(tables: Mapping[str, Any], source: Source, *, name: str, folder: str, compat: bool) -> Graph:

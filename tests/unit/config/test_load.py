@@ -214,7 +214,7 @@ def test_broken_toml_is_told_with_line_and_column(toml: Write) -> None:
 def test_a_missing_file_a_folder_and_bytes_are_told_apart(tmp_path: os.PathLike[str]) -> None:
     missing = os.path.join(tmp_path, "no.toml")
     assert refused(missing).startswith(f"{missing}: no such file")
-    assert "cannot be read" in refused(str(tmp_path))
+    assert "is a folder" in refused(str(tmp_path))
     with open(missing, "wb") as file:
         file.write(b"a = '\xff'")
     assert "not UTF-8 at byte 5" in refused(missing)
