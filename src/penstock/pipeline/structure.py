@@ -35,10 +35,10 @@ def _resolved(node: Node, nodes: Mapping[str, Node], source: Source) -> tuple[In
 
 
 def _producer(node: Node, given: Input, nodes: Mapping[str, Node], source: Source) -> Input:
-    if given.producer in nodes:
-        return given
     if (whole := f"{given.producer}.{given.source}") in nodes:  # an alias: its name has a dot
         return replace(given, producer=whole, source="result")
+    if given.producer in nodes:
+        return given
     if given.producer:
         there = nearest(given.producer, nodes) or f"; there are {', '.join(nodes)}"
         raise source.error(node.name, "inputs", f"there is no node '{given.producer}'{there}")

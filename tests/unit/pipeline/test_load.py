@@ -128,6 +128,7 @@ def test_a_batch_op_of_a_user_says_its_size_itself_in_the_dialect(tmp_path: Path
         ('max = "1;4"\nmin = "1;2"', 1, 4, (1, 4)),
         ('max = "8;1;8"', 1, 8, (1, 8)),
         ("min = 2\nmax = 4", 2, 4, ()),
+        ("min = 16", 16, 16, ()),
     ],
 )
 def test_max_and_min_may_be_shapes_and_lists(
@@ -238,6 +239,8 @@ def test_an_alias_is_held(tmp_path: Path) -> None:
     graph = load(tmp_path, text, compat=True)
     assert graph.nodes["rec.2"].alias_of == "rec"
     assert graph.nodes["final"].inputs == (Input("rec", "result", "data"), Input("rec.2", "result", "data.2"))
+    named = text.replace('map = "rec[result:data],rec.2[result:data.2]"', 'inputs = {data = "rec", "data.2" = "rec.2"}')
+    assert load(tmp_path, named).nodes["final"].inputs == graph.nodes["final"].inputs
 
 
 def test_a_file_without_tables_is_one_node(tmp_path: Path) -> None:
