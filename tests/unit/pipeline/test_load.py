@@ -249,6 +249,12 @@ def test_a_file_without_tables_is_one_node(tmp_path: Path) -> None:
     assert (graph.nodes["p"].instances, graph.nodes["p"].steps) == (2, (Step("DecodeMat"),))
 
 
+def test_parameters_of_ops_may_be_defaults_of_all_nodes(tmp_path: Path) -> None:
+    graph = load(tmp_path, 'max_pixels = 1000\n[a]\nbackend = "DecodeMat"\nnext = "b"\n[b]\n')
+    assert graph.nodes["a"].steps == (Step("DecodeMat", {"max_pixels": 1000}),)
+    assert refused(tmp_path, "max_pixels = 1000\n[a]\n").startswith(", line 1: max_pixels: unknown key")
+
+
 def test_defaults_may_stand_in_a_table_of_their_own() -> None:
     tables = {"global": {"instance_num": "2"}, "a": {"node_name": "a", "backend": "Identity"}}
     assert parse_graph(tables, name="t", folder="/", compat=True).nodes["a"].instances == 2
