@@ -96,7 +96,7 @@ class ModelOp(BatchOp):
             raise ConfigError(f"threads = {threads}, expected 1 or more")
         threads = threads or max(1, cores() // instances)
         rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
-        self._wanted = Wanted(model, runtime, precision, model_cache, threads, rows)
+        self._wanted = Wanted(model, runtime, precision, model_cache, threads, instances, rows)
         self._mean, self._std = mean, std
         self._orders = (input_reorder, output_reorder)
         self._programs: dict[bool, Program] = {}  # whether it normalises pixels itself -> program

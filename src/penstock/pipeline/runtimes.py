@@ -58,13 +58,15 @@ class Opened(Struct, frozen=True):
 
 
 class Wanted(Struct, frozen=True):
-    """What a node says of its model. `threads`: inside an operator. `rows`: the fewest and the most of a call."""
+    """What a node says of its model. `threads`: of the call of each of its `instances`. `rows`: the fewest and the most
+    of a call."""
 
     model: str
     runtime: Runtime = "auto"
     precision: Precision = "fp32"
     cache: str | None = None
     threads: int = 1
+    instances: int = 1
     rows: tuple[int, int] = (1, onnx.PROFILE_ROWS)
 
 
@@ -144,12 +146,14 @@ def open_program(
 def _share(wanted: Wanted, runtime: str) -> Program:
     """The program of this file in this process, opened if there is none, or the file was written anew."""
     stat = os.stat(wanted.model)
-    key = (os.path.realpath(wanted.model), stat.st_mtime_ns, stat.st_size, wanted.threads, runtime)
+    key = (os.path.realpath(wanted.model), stat.st_mtime_ns, stat.st_size, wanted.threads, wanted.instances, runtime)
     with _lock:
         found: Program | None = _shared.get(key)
         if found is None:
-            providers = _openvino(wanted.threads) if runtime == "openvino" else None
-            session = onnx.open_session(wanted.model, threads=wanted.threads, providers=providers)
+            providers = _openvino(wanted.instances * wanted.threads) if runtime == "openvino" else None
+            # a call runs in its own thread and in those of the session, one less than it is told: all calls share these
+            threads = 1 + wanted.instances * (wanted.threads - 1)
+            session = onnx.open_session(wanted.model, threads=threads, providers=providers)
             found = _shared[key] = onnx.OnnxProgram(session)
         return found
 

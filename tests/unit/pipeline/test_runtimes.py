@@ -126,6 +126,13 @@ def test_instances_on_the_cpu_share_a_session(net, tmp_path):
     assert open_program(Wanted(write(tmp_path / "b.onnx")), "cpu").program is not first
 
 
+@pytest.mark.parametrize(("threads", "instances", "expected"), [(1, 8, 1), (2, 1, 2), (4, 4, 13)])
+def test_the_threads_of_all_instances_are_in_the_session_that_they_share(net, gpu, threads, instances, expected):
+    """ONNX Runtime runs a call in the thread that makes it, too: 4 callers and 12 helpers are 4 threads for each."""
+    open_program(Wanted(net, threads=threads, instances=instances), "cpu")
+    assert gpu[-1] == ("CPU", {"device": "cpu", "graph": None, "threads": expected})
+
+
 def test_a_file_that_is_written_anew_is_opened_anew(net, tmp_path):
     first = open_program(Wanted(net), "cpu").program
     write(tmp_path / "new.onnx", 2.0)
@@ -191,7 +198,8 @@ def gpu(monkeypatch, has):
     opened, real = [], loaders.open_session
 
     def session(path, device="cpu", *, threads=1, providers=None, graph=None):
-        opened.append(("CUDA" if device.startswith("cuda") else "CPU", {"device": device, "graph": graph}))
+        told = {"device": device, "graph": graph}
+        opened.append(("CUDA", told) if device.startswith("cuda") else ("CPU", told | {"threads": threads}))
         return real(path, graph=graph)
 
     def tensorrt(path, device, *, graph=None, **keys):
@@ -276,5 +284,5 @@ def test_openvino_is_a_provider_of_its_own(net, has, monkeypatch):
 
     has(OPENVINO)
     monkeypatch.setattr(ort, "InferenceSession", session)
-    open_program(Wanted(net, runtime="openvino", threads=3), "cpu")
-    assert got == [[(OPENVINO, {"device_type": "CPU", "num_of_threads": 3}), loaders.CPU]]
+    open_program(Wanted(net, runtime="openvino", threads=3, instances=2), "cpu")
+    assert got == [[(OPENVINO, {"device_type": "CPU", "num_of_threads": 6}), loaders.CPU]]
