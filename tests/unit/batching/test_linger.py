@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from penstock.batching.cost import Cost
 from penstock.batching.entry import INF, Dispatch, Entry, Expire, Outcome
 from penstock.batching.policies.adaptive import Adaptive
+from penstock.batching.policies.base import Choice, Take, View
 from penstock.batching.policies.linger import Linger
+from penstock.batching.queues import Bucket
 from penstock.batching.scheduler import Scheduler
 
 
@@ -96,6 +99,21 @@ def test_what_comes_beyond_a_full_batch_saves_nothing() -> None:
     desk.coming = (now + 0.005, 100)
     desk.offer(3, now)
     assert desk.poll(now) == [3], "one more fits: 8 ms that three would wait 5 ms for"
+
+
+@pytest.mark.parametrize(("ahead_s", "answer"), [(0.001, type(None)), (0.01, Take)])
+def test_behind_a_running_batch_the_wait_ends_when_that_does(ahead_s: float, answer: type) -> None:
+    class Takes(Adaptive):
+        def select(self, view: View, now: float) -> Choice:
+            return Take(view.bucket.rows, full=True)
+
+    bucket = Bucket("")
+    bucket.push(Entry(1, arrival_s=0.0, expires_s=30.0))
+    policy = Linger(Takes(0.0), wait_s=0.01, coming=lambda now: (0.005, 1), credit=lambda: 100)
+    view = View(bucket, Cost(), slots=1, max_rows=4, ahead=True, ahead_s=ahead_s)
+    choice = policy.select(view, 0.0)
+    assert type(choice) is answer
+    assert not isinstance(choice, Take) or not choice.full, "another slot may be idle sooner"
 
 
 def test_work_that_gains_nothing_by_batches_is_never_held() -> None:
