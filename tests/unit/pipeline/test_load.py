@@ -257,7 +257,8 @@ def test_parameters_of_ops_may_be_defaults_of_all_nodes(tmp_path: Path) -> None:
 
 def test_defaults_may_stand_in_a_table_of_their_own() -> None:
     tables = {"global": {"instance_num": "2"}, "a": {"node_name": "a", "backend": "Identity"}}
-    assert parse_graph(tables, name="t", folder="/", compat=True).nodes["a"].instances == 2
+    for compat in (True, False):
+        assert parse_graph(tables, name="t", folder="/", compat=compat).nodes["a"].instances == 2
 
 
 # ---- expressions and ops
@@ -308,6 +309,20 @@ def test_a_class_of_a_user_takes_the_keys_it_has(tmp_path: Path) -> None:
     assert step == Step("Python", {"target": f"{tmp_path}/own.py:Scale", "factor": 0.5}, "swap")
     assert "[a] factr: unknown key" in refused(tmp_path, text.replace("factor", "factor = 1\nfactr", 1))
     assert "factor is 'half'" in refused(tmp_path, text.replace("0.5", "half"))
+
+
+def test_a_class_of_a_user_that_takes_any_gets_what_no_other_op_has(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Free:\n"
+        "    def __init__(self, **params):\n"
+        "        self.params = params\n"
+        "    def __call__(self, data):\n"
+        "        return data\n"
+    )
+    text = '[a]\nbackend = "S[ResizeMat,Python[own.py:Free]]"\nfactor = 0.5\nresize_h = 1\nresize_w = 1\n'
+    first, own = load(tmp_path, text).nodes["a"].steps
+    assert first.params == {"resize_h": 1, "resize_w": 1}
+    assert own.params == {"target": f"{tmp_path}/own.py:Free", "factor": 0.5}
 
 
 def test_a_class_that_is_not_there_is_refused(tmp_path: Path) -> None:
