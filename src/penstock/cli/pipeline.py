@@ -41,9 +41,11 @@ def check(file: str, compat: str | None) -> None:
     Exits with 2, and says what is wrong, if the file could not be served. A model that is not there is told of, and no
     error: the file may be for another machine.
     """
+    from penstock.config.load import load_config
     from penstock.pipeline.check import check as check_graph
     from penstock.pipeline.show import shown
 
+    _or_exit(lambda: load_config(None, env={}, sets=(), base={}, pipelines=[file]))  # its tables for the server
     graph = _or_exit(lambda: _load(file, compat))
     click.echo(_or_exit(lambda: shown(graph)), nl=False)
     _or_exit(lambda: check_graph(graph))

@@ -118,6 +118,8 @@ def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: Source) -> di
             "this is a configuration of `penstock serve`; a pipeline has a table for each"
             " of its nodes, such as [decode]",
         )
+    if "metrics" in tables:
+        raise source.error("metrics", "", "is no table of a pipeline; metrics_host and metrics_port stand in [server]")
     if not nodes and _ALONE & tables.keys():
         nodes = {name: {k: v for k, v in tables.items() if not isinstance(v, dict)}}
     if not nodes:

@@ -77,6 +77,8 @@ def test_check_ends_with_2_for_a_wrong_file(file: Path) -> None:
     status, out, err = said("check", file)
     assert (status, out) == (2, "")
     assert err.startswith(f"penstock: {file}, line 5: [decode] backend: unknown op 'DecodMat'")
+    file.write_text("[server]\nprot = 80\n" + TOML)
+    assert said("check", file) == (2, "", f"penstock: {file}: server: unknown key 'prot'; did you mean 'port'?\n")
 
 
 def test_check_shows_what_cannot_run_yet(file: Path) -> None:

@@ -453,6 +453,7 @@ def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> N
         ("[pipeline]\nin_flight = 0\n[a]\n", "[pipeline] in_flight: found 0, expected whole number, 1 or more"),
         ("pipeline = 3\n[a]\n", "pipeline: found 3, expected a table"),
         ('["a b"]\n', "[a b]: cannot be a node's name"),
+        ("[a]\n[metrics]\nport = 1\n", ", line 2: [metrics]: is no table of a pipeline; metrics_host and metrics_port"),
         ("", ": found no node; expected a table such as [decode]"),
         ("x = 1\n", ": found no node; expected a table such as [decode]"),
         ('[models.digits]\ntarget = "app.py:Digits"\n', "this is a configuration of `penstock serve`"),
