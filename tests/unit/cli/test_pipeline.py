@@ -77,7 +77,7 @@ def test_check_ends_with_2_for_a_wrong_file(file: Path) -> None:
     status, out, err = said("check", file)
     assert (status, out) == (2, "")
     assert err.startswith(f"penstock: {file}, line 5: [decode] backend: unknown op 'DecodMat'")
-    file.write_text("[server]\nprot = 80\n" + TOML)
+    file.write_text("[server]\nprot = 80\n[a]\n")
     assert said("check", file) == (2, "", f"penstock: {file}: server: unknown key 'prot'; did you mean 'port'?\n")
 
 
