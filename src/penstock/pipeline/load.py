@@ -71,21 +71,12 @@ def _graph(tables: Mapping[str, Any], source: Source, *, name: str, folder: str,
         for node, table in nodes.items()
     }
     _check_unused(reading)
-    made = _beginnings(linked(read, source))
+    made = linked(read, source)
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
     kept = {field: settings[key] for key, field in _OF_THE_GRAPH.items() if key in settings}
     graph = Graph(name, made, entry, compat=compat, folder=folder, **kept)
     check_structure(graph, source)
     return graph
-
-
-def _beginnings(nodes: dict[str, Node]) -> dict[str, Node]:
-    """The nodes; at one that no `next` names, a filter that lets all items run says nothing, and is left out."""
-    named = {target for node in nodes.values() for target in node.next}
-    return {
-        name: replace(node, filter="swap") if name not in named and node.filter == "run" else node
-        for name, node in nodes.items()
-    }
 
 
 def _settings(table: Any, source: Source) -> dict[str, Any]:

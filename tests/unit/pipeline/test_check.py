@@ -61,6 +61,7 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
         (DIAMOND.replace("S[ResizeMat,Mat2Tensor]", "S[Mat2Tensor,ResizeMat]"), "ResizeMat takes 'mat' as data, but"),
         ('[a]\nbackend="DecodeMat"\nnext="b"\n[b]\nbackend="SoftmaxCpu"', "but gets 'mat': Mat2T"),
         ('[a]\nbackend="S[Mat2Tensor,ResizeMat]"\nresize_h=1\nresize_w=1', "but gets 'tensor': Tensor2Mat makes one"),
+        ('[a]\nbackend="S[DecodeMat,Identity,SoftmaxCpu]"', "SoftmaxCpu takes 'tensor' as data, but gets 'mat'"),
         ('[a]\nnext="a.b"\n[a.b]', "[a.b] alias of 'a' cannot be run yet"),
         ('[a]\nnext="b"\n[b]\nbackend="MapReduce"\njump="c"\n[c]', "[b] a fan-out (each, MapReduce) cannot be run yet"),
         ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] filter 'filter_score' cannot be run yet"),

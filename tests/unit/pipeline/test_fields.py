@@ -17,3 +17,9 @@ def test_published_fallbacks_to_another_decoder_are_graphs_that_fit() -> None:
         graph = parse_graph(tables, name="fallback", folder=".", compat=True)
         check(graph)
         assert fields_of(graph)[graph.outputs[0]]["result"] == "tensor"
+
+
+def test_a_step_that_runs_on_the_data_that_there_was_may_take_it_again() -> None:
+    graph = parse_graph({"a": {"backend": "S[DecodeMat,(run)DecodeTensor]"}}, name="twice", folder=".")
+    check(graph)
+    assert fields_of(graph)["a"]["result"] == "tensor"
