@@ -109,7 +109,7 @@ class pipe:
 
     def _many(self, data: list[Given]) -> None:
         """Begins all before it waits for any."""
-        events = [_event_of(given) for given in data]
+        events = _events_of(data)
         waited = []
         for given, event in zip(data, events, strict=True):
             if event is not None:
@@ -192,6 +192,19 @@ def _event_of(given: Given) -> Event | None:
         raise TypeError(f"found a {type(event).__name__} as '{EVENT}', expected an Event")
     event.begin()
     return event
+
+
+def _events_of(data: list[Given]) -> list[Event | None]:
+    """The events of the items of a list. Raises TypeError, ValueError; then those that were taken tell it, too."""
+    events: list[Event | None] = []
+    try:
+        for given in data:
+            events.append(_event_of(given))
+    except (TypeError, ValueError) as e:
+        for event in filter(None, events):
+            event.settle(e)
+        raise
+    return events
 
 
 def _gives_mat(graph: Graph, name: str) -> bool:

@@ -20,6 +20,7 @@ def test_it_is_set_when_all_its_items_are_done() -> None:
     event.settle()
     assert not event.is_set()
     assert not event.Wait(1)
+    assert not event._waiters, "who has left is forgotten"
     event.settle()
     assert event.is_set()
     assert event.Wait()

@@ -212,6 +212,14 @@ def test_an_event_that_was_used_is_refused_and_so_is_what_is_none(double: pipe) 
         double({"data": 1, "event": 3})
 
 
+def test_a_list_with_an_event_too_often_is_refused_and_nobody_waits_for_it(double: pipe) -> None:
+    event = Event(2)
+    with pytest.raises(ValueError, match="used for 2 items already"):
+        double([{"data": i, "event": event} for i in range(3)])
+    with pytest.raises(ValueError, match="used for 2 items already"):
+        event.wait(30_000)
+
+
 def test_a_callback_may_begin_items_and_is_refused_to_wait_for_them(double: pipe) -> None:
     first, second = Event(), Event()
     refused: list[str] = []
