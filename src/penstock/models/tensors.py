@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from penstock.errors import BadOutput, BadRequest, LoadFailed
-from penstock.protocols.oip_tensors import DATATYPES, DTYPES, array_of
+from penstock.protocols.oip_tensors import DATATYPES, DTYPES, array_of, has_text
 from penstock.types import TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -247,7 +247,7 @@ def _array(spec: Input, value: Any) -> Array:
 def _plain(name: str, value: Any) -> Array:
     """Lists of whole numbers as INT64, those with a fraction among them as FP32: what PyTorch's own literals are."""
     try:
-        kind = np.asarray(value).dtype.kind
+        kind = "f" if has_text(value) else np.asarray(value).dtype.kind
     except (ValueError, OverflowError):
         kind = "f"  # `array_of` tells what is wrong
     return array_of(name, value, _PLAIN.get(kind, "FP32"))

@@ -46,7 +46,7 @@ SIZES: Final = {
     "BOOL": 1, "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8, "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
     "FP16": 2, "BF16": 2, "FP32": 4, "FP64": 8, "BYTES": 4,
 }  # fmt: skip
-_KINDS: Final = {"b": "b", "u": "iu", "i": "iu", "f": "iuf", "O": "US"}  # of the array that JSON gave, by kind wanted
+_KINDS: Final = {"b": "b", "u": "iu", "i": "iu", "f": "iuf"}  # of the array that JSON gave, by kind wanted
 _NO_JSON: Final = "BF16 has no form in JSON; send or ask for it in binary (parameters binary_data_size, binary_data)"
 _LENGTH: Final = struct.Struct("<I")
 
@@ -100,22 +100,39 @@ def array_of(name: str, data: Any, datatype: str) -> np.ndarray[Any, Any]:
     return _array(f"input '{name}'", data, datatype, BadRequest)
 
 
+def has_text(data: Any, depth: int = 64) -> bool:
+    """Whether nested lists, no deeper than NumPy's own, hold a text.
+
+    To be asked before NumPy gets them: it takes for every element the memory of the longest text, which are gigabytes
+    for 200 kB of JSON, makes texts of numbers, and ends texts at their last NUL.
+    """
+    if not isinstance(data, list | tuple):
+        return isinstance(data, str | bytes)
+    kinds = set(map(type, data))
+    if str in kinds or bytes in kinds:
+        return True
+    return depth > 0 and not kinds.isdisjoint((list, tuple)) and any(has_text(each, depth - 1) for each in data)
+
+
 def _array(what: str, data: Any, datatype: str, error: Error) -> np.ndarray[Any, Any]:
     import numpy as np
 
+    holds_text = has_text(data)
     dtype = np.dtype(DTYPES[datatype])
+    if holds_text and datatype != "BYTES":
+        raise error(f"{what}: {datatype} data holds strings")
     try:
-        found = np.asarray(data)
+        found = np.asarray(data, object if holds_text else None)
     except (ValueError, OverflowError):
         raise error(f"{what}: data is a ragged array, or holds a number that is too large") from None
     if found.size == 0:
         return np.empty(found.shape, dtype)
     if datatype == "UINT64" and found.dtype.kind == "f":
         found = _large_integers(data, found)
-    if found.dtype.kind not in _KINDS[dtype.kind]:
+    if holds_text:
+        return _as_bytes(what, found, error)
+    if found.dtype.kind not in _KINDS.get(dtype.kind, ""):
         raise error(f"{what}: {datatype} data holds {_found(found)}")
-    if dtype.kind == "O":
-        return _objects([text.encode("utf-8", "surrogatepass") for text in found.ravel().tolist()], found.shape)
     beyond = f"{what}: data holds a number that {datatype} cannot"
     if dtype.kind in "ui":
         limits = np.iinfo(dtype)
@@ -128,6 +145,16 @@ def _array(what: str, data: Any, datatype: str, error: Error) -> np.ndarray[Any,
     return array
 
 
+def _as_bytes(what: str, found: np.ndarray[Any, Any], error: Error) -> np.ndarray[Any, Any]:
+    """Objects of bytes, from objects of which one at least is a text."""
+    cells = found.ravel().tolist()
+    if any(isinstance(cell, list | tuple) for cell in cells):
+        raise error(f"{what}: data is a ragged array")
+    if not all(isinstance(cell, str | bytes) for cell in cells):
+        raise error(f"{what}: BYTES data holds null or mixed values")
+    return _objects([_cell(what, cell) for cell in cells], found.shape)
+
+
 def _large_integers(data: Any, found: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Integers as such: numpy makes fractions of a list that has some below 2**63 and some above."""
     import numpy as np
@@ -138,7 +165,7 @@ def _large_integers(data: Any, found: np.ndarray[Any, Any]) -> np.ndarray[Any, A
 
 
 def _found(array: np.ndarray[Any, Any]) -> str:
-    kinds = {"b": "booleans", "i": "integers", "u": "integers", "f": "fractions", "U": "strings"}
+    kinds = {"b": "booleans", "i": "integers", "u": "integers", "f": "fractions"}
     return kinds.get(array.dtype.kind, "null or mixed values")
 
 

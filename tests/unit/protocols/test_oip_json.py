@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -68,6 +70,11 @@ def test_flat_and_nested_data_are_the_same_tensor(cells, nested):
         ([tensor(datatype="BYTES", data=[1, 2])], "holds integers"),
         ([tensor(datatype="BOOL", data=[1, 0])], "holds integers"),
         ([tensor(data=[1, None])], "null or mixed"),
+        ([tensor(datatype="BYTES", data=["a", None])], "null or mixed"),
+        ([tensor(datatype="BYTES", data=["a", 1])], "null or mixed"),
+        ([tensor(datatype="BYTES", data=[["a"], ["b", "c"]])], "ragged"),
+        ([tensor(datatype="BYTES", data=["a", ["b"]])], "ragged"),
+        ([tensor(datatype="FP32", data=[[1], ["a"]])], "holds strings"),
         ([tensor(data=[[1], [2, 3]])], "ragged"),
         ([{"name": "x", "shape": [1], "datatype": "FP32"}], "missing required field `data`"),
         ([{**tensor(), "data": 5}], "data must be an array"),
@@ -77,6 +84,25 @@ def test_flat_and_nested_data_are_the_same_tensor(cells, nested):
 def test_wrong_tensors_are_refused_with_what_was_found_and_expected(inputs, why):
     with pytest.raises(BadRequest, match=why):
         CODEC.decode(item(*inputs))
+
+
+def test_texts_keep_what_they_end_with():
+    texts = [["a\0", ""], ["\0", "é\0\0"]]
+    arrays, _ = CODEC.decode(item(tensor(shape=(2, 2), datatype="BYTES", data=texts)))
+    assert arrays["x"].tolist() == [[text.encode() for text in row] for row in texts]
+
+
+@pytest.mark.parametrize("datatype", ["BYTES", "FP32"])
+def test_a_long_text_takes_its_own_memory_and_not_that_for_each_element(datatype):
+    rest = [""] * 1000 if datatype == "BYTES" else [0] * 1000
+    request = item(tensor(shape=(1001,), datatype=datatype, data=["x" * 100_000, *rest]))
+    tracemalloc.start()
+    try:
+        with contextlib.nullcontext() if datatype == "BYTES" else pytest.raises(BadRequest, match="holds strings"):
+            CODEC.decode(request)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000  # of 400 MB
+    finally:
+        tracemalloc.stop()
 
 
 def test_truncated_json_is_refused_with_the_byte_offset():
