@@ -82,13 +82,14 @@ def from_json(
     """The tensor as an array of its shape and datatype, which were checked; the data may be flat or nested."""
     if datatype == "BF16":
         raise error(f"{what}: {_NO_JSON}")
+    raw = bytes(data)
     try:
-        values = decode_json(bytes(data))
+        values = decode_json(raw)
     except BadRequest as exc:
         raise error(exc.message) from None
     if not isinstance(values, list):
         raise error(f"{what}: data must be an array, found {type(values).__name__}")
-    found = _array(what, values, datatype, error)
+    found = _array(what, values, datatype, error, b'"' in raw and has_text(values))
     if found.size != (wanted := math.prod(shape)):
         raise error(f"{what}: shape {list(shape[:8])} needs {wanted} elements, found {found.size}")
     _check_empty(what, shape, error)
@@ -97,7 +98,7 @@ def from_json(
 
 def array_of(name: str, data: Any, datatype: str) -> np.ndarray[Any, Any]:
     """Nested lists of an input `name` as an array of `datatype`. Raises BadRequest."""
-    return _array(f"input '{name}'", data, datatype, BadRequest)
+    return _array(f"input '{name}'", data, datatype, BadRequest, has_text(data))
 
 
 def has_text(data: Any, depth: int = 64) -> bool:
@@ -114,10 +115,9 @@ def has_text(data: Any, depth: int = 64) -> bool:
     return depth > 0 and not kinds.isdisjoint((list, tuple)) and any(has_text(each, depth - 1) for each in data)
 
 
-def _array(what: str, data: Any, datatype: str, error: Error) -> np.ndarray[Any, Any]:
+def _array(what: str, data: Any, datatype: str, error: Error, holds_text: bool) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    holds_text = has_text(data)
     dtype = np.dtype(DTYPES[datatype])
     if holds_text and datatype != "BYTES":
         raise error(f"{what}: {datatype} data holds strings")
