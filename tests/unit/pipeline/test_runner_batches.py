@@ -282,3 +282,25 @@ async def test_what_is_urgent_goes_first_at_every_node(stage, make_graph, doors)
     doors.open_all()
     await asyncio.gather(first, *others)
     assert doors.met["b"] == [["first"], ["urgent"], ["middle"], ["low"]]
+
+
+async def test_room_that_a_late_item_leaves_is_used_at_once(stage, make_graph, doors) -> None:
+    """It is passed on to a queue that moves not: nothing else tells those before that there is room."""
+    late = {"max_batch": 1, "queue": 1, "deadline_s": 0.05, "on_error": "skip"}
+    graph = make_graph(
+        {
+            "a": (Step("Door", {"gate": "a"}), "b", {"max_batch": 1}),
+            "b": (Step("Door", {"gate": "b"}), "c", late),
+            "c": (Step("Door", {"gate": "c"}), "", {"max_batch": 1, "queue": 9}),
+        }
+    )
+    s = await stage(graph)
+    for name in "ab":
+        doors.door(name).set()
+    items = [s.put("1")]
+    await doors.until("c", 1)
+    doors.door("b").clear()
+    items += [s.put(data) for data in "234"]
+    assert await doors.until("a", 4) == [["1"], ["2"], ["3"], ["4"]]
+    doors.open_all()
+    assert [(await item).error for item in items] == [None] * 4
