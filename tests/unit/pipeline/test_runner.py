@@ -251,7 +251,7 @@ async def test_an_item_whose_time_is_over_is_not_run(stage, make_graph, doors) -
     s = await stage(make_graph({"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", {"max_batch": 1})}))
     first = s.put("1")
     await doors.until("b", 1)
-    late = await s.put("late", budget_s=0.05)
+    late = await s.put("late", budget_s=0.3)
     assert isinstance(late.error, DeadlineExceeded)
     assert late.node == "b"
     doors.open_all()

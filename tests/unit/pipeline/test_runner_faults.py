@@ -114,7 +114,7 @@ async def test_an_op_that_hangs_costs_its_own_items_only(stage, make_graph, door
             "b": (
                 Step("Door", {"gate": "b"}),
                 "",
-                {"run_timeout_s": 0.2, "instances": 1, "max_batch": 1, "idempotent": False},
+                {"run_timeout_s": 0.4, "instances": 1, "max_batch": 1, "idempotent": False},
             ),
         }
     )
@@ -147,7 +147,7 @@ async def test_a_batch_that_hangs_is_run_again_in_halves(stage, make_graph, door
             return data
 
     monkeypatch.setitem(catalog._registered, "Hangs", Hangs)
-    graph = make_graph({"a": ("Identity", "b", {}), "b": ("Hangs", "", {"run_timeout_s": 0.2, "max_batch": 4})})
+    graph = make_graph({"a": ("Identity", "b", {}), "b": ("Hangs", "", {"run_timeout_s": 0.4, "max_batch": 4})})
     s = await stage(graph)
     assert await s.results("1", "h", "3", "4") == ["worker_died", "worker_died", "3", "4"]
     assert await s.results("5") == ["5"]
