@@ -50,6 +50,15 @@ async def test_what_the_caller_gave_is_not_changed(stage, make_graph) -> None:
     assert outcome.node == "c"
 
 
+async def test_what_the_caller_changes_afterwards_changes_no_item(stage, make_graph) -> None:
+    s = await stage(chain(make_graph))
+    given = {"data": "1"}
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    s.runner.submit(given, future.set_result)
+    given["data"] = "2"
+    assert (await future).fields["result"] == "1abc"
+
+
 async def test_an_item_may_begin_at_any_node(stage, make_graph) -> None:
     s = await stage(chain(make_graph))
     assert await s.results("1", node="b") == ["1bc"]
