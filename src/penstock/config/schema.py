@@ -209,3 +209,8 @@ def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingCon
         return convert({**to_builtins(config), **chosen}, BatchingConfig)
     except ValidationError as e:
         raise ConfigError(f"@penstock.model: {e}") from None
+
+
+# msgspec learns a type at its first use, and a thread that uses it meanwhile reads what is not there yet, and crashes
+# (seen with 0.22). Instances of a model load at the same time; so it is learned here, by the thread that imports this.
+convert({}, BatchingConfig)
