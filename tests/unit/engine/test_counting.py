@@ -115,16 +115,18 @@ async def test_what_was_served_is_told_with_its_label_its_wait_and_its_latency(b
             told.append(what)
 
     b.batcher._teller = Teller("m", "1", [Ear()])
-    for label in ("default", "", "1"):
-        b.submit(caller()).label = label
+    calls = [b.submit(caller()) for _ in range(3)]
+    for call, label in zip(calls, ("default", "", "1"), strict=True):
+        call.label = label
     await b.turns()
     b.transport.answer(results=[ItemResult(), ItemResult(error=ItemFailed("no"))])
     await b.turns()
     b.transport.answer(results=[ItemResult()])
     assert [(*names, labels) for *names, labels, _, _ in told] == [("m", "1", ["default"]), ("m", "1", ["1"])]
-    for *_, (wait_s,), (latency_s,) in told:
+    for (*_, (wait_s,), (latency_s,)), call in zip(told, (calls[0], calls[2]), strict=True):
+        assert wait_s == call.sent_s - call.entry.arrival_s
         assert 0 <= wait_s <= latency_s < 10
-    assert told[1][3][0] > told[0][3][0]  # it waited for a second batch
+    assert calls[2].sent_s > calls[0].sent_s  # it was in a second batch
 
 
 async def test_items_that_fail_inside_a_request_of_many_are_failures_and_the_request_is_answered(bench, caller) -> None:
