@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 # How long an example takes is the machine's load, not the code's fault.
@@ -25,6 +27,14 @@ settings.register_profile("ci", settings.get_profile("tests"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "tests")
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # no test tells anybody
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item) -> None:
+    """Arms again the watch over hanging tests, which pytest disarms here: a failed test may hang when torn down."""
+    seconds = float(node.config.getini("faulthandler_timeout"))
+    faulthandler.dump_traceback_later(seconds, exit=True, file=node.config.stash[fault_handler_stderr_fd_key])
+
 
 SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
 FREE_PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]

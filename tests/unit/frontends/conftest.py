@@ -135,6 +135,20 @@ def listen() -> Listen:
     return run
 
 
+class _Loop(uvloop.Loop):
+    """Closes the servers that a failed test left open: `uvloop.Loop.close` may wait for them for ever."""
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
+        server = await super().create_server(*args, **kwargs)
+        self._left = [*getattr(self, "_left", ()), server]
+        return server
+
+    def close(self) -> None:
+        for server in getattr(self, "_left", ()):
+            server.close()
+        super().close()
+
+
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], Any]]:
     """Every test runs on both loops: they differ in how they read, pause and close."""
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop, "uvloop": _Loop}
