@@ -5,22 +5,20 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
-import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 from closed_loop import Sample
 from servers import HERE, PACKAGES, python_of
+
+from penstock.bench.machine import machine
+from penstock.bench.machine import versions as own_versions
 
 KEPT_ROUNDS = 5  # fewer make no result
 
@@ -50,23 +48,8 @@ def options(
     return found
 
 
-def machine() -> dict[str, Any]:
-    cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return {
-        "cpu": cpu[1] if cpu else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "load_before": os.getloadavg()[0],
-    }
-
-
 def versions(peers: Sequence[str], libraries: Sequence[str]) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    found |= {name: version(name) for name in ("penstock", "uvloop", "httptools", "msgspec", *libraries)}
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    found["penstock"] += f" ({commit})" if commit else ""
+    found = own_versions(libraries)
     for peer in peers:
         package = PACKAGES[peer][0].partition("==")[0]
         code = f"import importlib.metadata as m; print(m.version('{package}'))"
