@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import json
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+READY_FD: Final = "PENSTOCK_READY_FD"
+PARENT_FD: Final = "PENSTOCK_PARENT_FD"
 
 
 def runner() -> Callable[..., int]:
@@ -21,7 +26,10 @@ def runner() -> Callable[..., int]:
 
 
 class Stop:
-    """Set by SIGINT or SIGTERM; the second signal ends the process at once, and the workers with their sockets."""
+    """Set by SIGINT, SIGTERM or the end of the process that holds the other end of PENSTOCK_PARENT_FD.
+
+    The second signal ends the process at once, and the workers with their sockets.
+    """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self._on_first = on_first
@@ -32,12 +40,22 @@ class Stop:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        fd = os.environ.pop(PARENT_FD, "")  # what the workers start does not end with this process's parent
+        if fd.isdigit():
+            with contextlib.suppress(OSError):
+                loop.add_reader(int(fd), self._on_parents_end, int(fd))
 
     def _on_signal(self) -> None:
         if self._event.is_set():
             os._exit(1)
         self._on_first()
         self._event.set()
+
+    def _on_parents_end(self, fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
+        if not self._event.is_set():
+            self._on_signal()
 
     @property
     def told(self) -> bool:
@@ -53,6 +71,14 @@ class Stop:
         stop.cancel()
         if work.done():
             work.result()
+
+
+def tell_ready(urls: Mapping[str, str]) -> None:
+    """Writes the addresses as one JSON line to PENSTOCK_READY_FD, if there is one, and closes it."""
+    fd = os.environ.get(READY_FD, "")
+    if fd.isdigit():
+        with contextlib.suppress(OSError), os.fdopen(int(fd), "w") as file:
+            file.write(json.dumps(urls) + "\n")
 
 
 def settle() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock import __version__
-from penstock.cli.running import Stop, runner, settle
+from penstock.cli.running import Stop, runner, settle, tell_ready
 from penstock.config.checks import thrift_model, tokens_for
 from penstock.config.schema import Config
 from penstock.engine.engine import Engine
@@ -31,7 +31,6 @@ from penstock.types import ModelStatus, TensorSpec
 if TYPE_CHECKING:
     from penstock.frontends.thrift.server import ThriftServer
 
-READY_FD = "PENSTOCK_READY_FD"
 _MOST_ROWS = 5  # of the banner's table of models
 _MOST_ELEMENTS = 64  # of an input that the banner writes out
 
@@ -151,10 +150,7 @@ class Server:
         sys.stdout.flush()
         if on_ready is not None:
             on_ready(self.urls)
-        fd = os.environ.get(READY_FD, "")
-        if fd.isdigit():
-            with contextlib.suppress(OSError), os.fdopen(int(fd), "w") as f:
-                f.write(json.dumps(self.urls) + "\n")
+        tell_ready(self.urls)
 
 
 def _reading(engine: Engine, http: HttpServer) -> Reading:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from penstock.cli.running import Stop, runner, settle
+from penstock.cli.running import Stop, runner, settle, tell_ready
 from penstock.cli.torchserve_flags import Settings, parser, settings_of
 from penstock.cli.torchserve_grpc import GrpcAddress, grpc_addresses, grpc_listeners
 from penstock.cli.torchserve_metrics import Metrics
@@ -90,6 +90,7 @@ class TorchServe:
         self._limits = limits_of(settings.properties)
         self._stop = Stop(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
         self._listeners: list[HttpServer | GrpcServer] = []
+        self._urls: dict[str, str] = {}
         self._pem: Pem | None = None
         self._metrics = Metrics(settings.properties)
 
@@ -121,6 +122,7 @@ class TorchServe:
             if not self._stop.told:
                 settle()
                 self._say(STARTED)
+                tell_ready(self._urls)
             await self._stop.wait()
             return 0
         finally:
@@ -159,6 +161,7 @@ class TorchServe:
             self._listeners.append(listener)
             for group in sorted(groups, key=GROUPS.index):
                 log.info("%s API bind to: %s", group.capitalize(), bound)
+                self._urls[group] = str(bound)
         await self._listen_grpc(served)
 
     async def _listen_grpc(self, served: Served) -> None:

@@ -34,6 +34,7 @@ Path = tuple[str, ...]
 ENV_PREFIX = "PENSTOCK_"
 RESERVED = {
     "PENSTOCK_READY_FD": "file descriptor to which `penstock serve` writes one JSON line of addresses when it is ready",
+    "PENSTOCK_PARENT_FD": "file descriptor at whose end the server stops: a pipe that its starter holds open",
 }
 """Variables that are not keys, with their meaning."""
 
