@@ -1,0 +1,172 @@
+"""What was found, written into a `penstock.toml`: only the tuned keys change, comments stay, one new one says why."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from msgspec import structs
+
+from penstock.config import toml
+from penstock.config.load import load_config
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.errors import ConfigError, nearest
+from penstock.plugins import is_whole_file
+
+MARK: Final = "# penstock tune"
+"""How the comment begins that is ours: the next run replaces it."""
+
+
+class TunedFile:
+    """A file that takes what is found: one that is there and tells the model, or a new one.
+
+    Made before anything is measured, so that what would be wrong at the end is told at the start. Raises ConfigError:
+    it is no valid configuration, lacks the model, or its folder cannot be written to.
+    """
+
+    def __init__(self, path: str, name: str, model: ModelConfig, source: str | None = None) -> None:
+        """`name` and `model` are what is tuned; `source` is the TOML that it was read from, if from one."""
+        _tomlkit()
+        self.path = os.path.realpath(path)  # a link stays one
+        self.name, self._model = name, model
+        folder = os.path.dirname(self.path)
+        if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+            raise ConfigError(f"--write {path}: there is no folder {folder} that can be written to")
+        begin = self.path if os.path.exists(self.path) else source
+        if begin is None:
+            self._text = None
+            return
+        if os.path.dirname(os.path.realpath(begin)) != folder:
+            raise ConfigError(
+                f"--write {path}: relative paths in {begin} start at its folder; name {begin} itself or a new file"
+                " beside it"
+            )
+        tree, self._text = toml.read(begin)
+        load_config(begin, env={})
+        self.name = _section(tree, begin, name, model)
+
+    def write(self, values: Mapping[str, Any], note: str) -> None:
+        """Replaces the file by one in which these keys of the model, such as "batching.max_batch_size", are so.
+
+        None removes a key. `note` is the comment, a line or more. Raises ConfigError, and the file is as it was.
+        """
+        text = self._new() if self._text is None else self._text
+        changed = patched(text, self.name, values, note)
+        aside = f"{self.path}.{os.getpid()}.new"
+        try:
+            with open(aside, "x", encoding="utf-8") as file:
+                file.write(changed)
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileNotFoundError):
+                os.chmod(aside, os.stat(self.path).st_mode & 0o7777)
+            load_config(aside, env={})
+            os.replace(aside, self.path)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be written: {error.strerror}; it is as it was") from None
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(aside)
+
+    def _new(self) -> str:
+        """A file with the model as it was named, and nothing else."""
+        keys = changed_keys(self._model)
+        folder = os.path.dirname(self.path)
+        keys["target"] = _beside(self._model.target, os.getcwd(), folder)
+        if self._model.weights is not None:
+            keys["weights"] = os.path.relpath(self._model.weights, folder)
+        text: str = _tomlkit().dumps({"models": {self.name: keys}})
+        return text
+
+
+def changed_keys(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a model that are not at their default, as in `[models.NAME]`."""
+    keys = _changed(model, ModelConfig(target=""))
+    batching = _changed(model.batching, BatchingConfig())
+    keys.pop("batching", None)
+    return {**keys, **({"batching": batching} if batching else {})}
+
+
+def _changed(found: Any, default: Any) -> dict[str, Any]:
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in structs.asdict(found).items()
+        if value != getattr(default, key)
+    }
+
+
+def patched(text: str, section: str, values: Mapping[str, Any], note: str) -> str:
+    """The text of a TOML in which those keys of `[models.SECTION]` have these values, under the note as a comment."""
+    document = _tomlkit().parse(_without_mark(text))
+    model: Any = document["models"][section]
+    for key, value in values.items():
+        *tables, last = key.split(".")
+        table = model
+        for name in tables:
+            table = table.setdefault(name, {})
+        if value is None:
+            table.pop(last, None)
+        else:
+            table[last] = list(value) if isinstance(value, tuple) else value
+    lines = [f"{MARK}: {line}" for line in note.splitlines()]
+    return _with_comment(document.as_string(), section, lines)
+
+
+def _without_mark(text: str) -> str:
+    """The text without the comment of an earlier run; as it is where that would change a value."""
+    kept = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(MARK))
+    return kept if tomllib.loads(kept) == tomllib.loads(text) else text
+
+
+def _with_comment(text: str, section: str, lines: list[str]) -> str:
+    """The text with these lines under the header of the model's table; at the top where it has none."""
+    name = rf'(?:"{re.escape(section)}"|\'{re.escape(section)}\'|{re.escape(section)})'
+    header = re.search(rf"^[ \t]*\[[ \t]*models[ \t]*\.[ \t]*{name}[ \t]*\][^\n]*\n", text, re.MULTILINE)
+    comment = "".join(line + "\n" for line in lines)
+    if header is not None:
+        placed = text[: header.end()] + comment + text[header.end() :]
+        if tomllib.loads(placed) == tomllib.loads(text):  # else it stood in a text of more lines than one
+            return placed
+    return comment + text
+
+
+def _section(tree: toml.Tree, path: str, name: str, model: ModelConfig) -> str:
+    """The section of the file that tells the model: by its name, else the only one with its target."""
+    models = tree.get("models", {})
+    if name in models:
+        return name
+    folder = os.path.dirname(os.path.realpath(path))
+    wanted = _beside(model.target, os.getcwd(), folder)
+    same = [section for section, keys in models.items() if _beside(keys["target"], folder, folder) == wanted]
+    if len(same) == 1:
+        return str(same[0])
+    known = f"it has {', '.join(models)}" if models else "it has no models"
+    raise ConfigError(
+        f"{path}: there is no [models.{name}], nor one with the target {wanted}{nearest(name, models)} ({known}); add"
+        " that section, or write to a new file"
+    )
+
+
+def _beside(target: str, base: str, folder: str) -> str:
+    """A target as it is written in a file of that folder; a path in it starts at `base`, a module's name stays."""
+    where, colon, attribute = target.rpartition(":")
+    whole = is_whole_file(target) or not colon
+    file = target if whole else where
+    if not (file.endswith(".py") or "/" in file or whole):
+        return target
+    found = Path(os.path.relpath(os.path.join(base, os.path.expanduser(file)), folder)).as_posix()
+    return found if whole else f"{found}:{attribute}"
+
+
+def _tomlkit() -> ModuleType:
+    try:
+        import tomlkit
+    except ImportError:
+        raise ConfigError("--write needs tomlkit, which is not installed: pip install 'penstock[tune]'") from None
+    return tomlkit

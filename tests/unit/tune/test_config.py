@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import load_config
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.errors import ConfigError
+from penstock.tune.config import MARK, TunedFile, changed_keys, patched
+
+TEXT = """\
+# ours
+[server]
+port = 8080  # behind the proxy
+
+[models.digits]
+# the team's
+target = "app.py:Digits"
+instances = 2   # as last year
+
+[models.digits.batching]
+# asked of sales
+slo_s = 0.05
+"""
+DIGITS = ModelConfig(target="app.py:Digits")
+
+
+def comments(text: str) -> list[str]:
+    return [line.partition("#")[2] for line in text.splitlines() if "#" in line]
+
+
+def test_only_the_keys_that_were_tuned_change_and_every_comment_stays(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    TunedFile(str(file), "digits", DIGITS).write(
+        {"instances": 4, "batching.max_batch_size": 16, "devices": ["cpu"], "precision": "fp16"}, "p99<=50ms\nsee there"
+    )
+    text = file.read_text()
+    expected = tomllib.loads(TEXT)
+    expected["models"]["digits"] |= {"instances": 4, "devices": ["cpu"], "precision": "fp16"}
+    expected["models"]["digits"]["batching"]["max_batch_size"] = 16
+    assert tomllib.loads(text) == expected
+    assert set(comments(TEXT)) < set(comments(text))
+    assert f"[models.digits]\n{MARK}: p99<=50ms\n{MARK}: see there\n# the team's\n" in text
+
+
+def test_a_second_run_takes_the_comment_of_the_first_one_away() -> None:
+    once = patched(TEXT, "digits", {"instances": 4}, "first")
+    twice = patched(once, "digits", {"instances": 8}, "second")
+    assert twice == once.replace("first", "second").replace("= 4", "= 8")
+
+
+def test_a_text_of_more_lines_than_one_that_looks_like_a_header_or_like_our_comment_is_no_place_for_it() -> None:
+    text = f"[models.a.options]\nprompt = '''\n[models.a]\n{MARK}: x\n'''\n[models.a]\ntarget = 'x:y'\n"
+    text = text.replace("[models.a]\ntarget", "[models.b]\ntarget = 'x:y'\n[models.a]\ntarget", 1)
+    found = patched(text, "a", {"threads": 1}, "why")
+    expected = tomllib.loads(text)
+    expected["models"]["a"]["threads"] = 1
+    assert tomllib.loads(found) == expected
+    assert found.startswith(f"{MARK}: why\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'models = { "m" = { target = "x:y", batching = { slo_s = 1.0 } } }\n',
+        'models.m.target = "x:y"\n',
+        '[models."m"]\ntarget = "x:y"\n',
+        '[models]\nm.target = "x:y"\nm.batching.policy = "none"\n',
+    ],
+)
+def test_a_model_may_be_told_in_any_form_of_toml(text: str) -> None:
+    found = patched(text, "m", {"batching.max_batch_size": 2, "threads": 1, "precision": None}, "why")
+    model = tomllib.loads(found)["models"]["m"]
+    assert (model["batching"]["max_batch_size"], model["threads"], model["target"]) == (2, 1, "x:y")
+    assert found.count(f"{MARK}: why") == 1
+
+
+def test_a_key_whose_value_is_none_goes() -> None:
+    assert "instances" not in patched(TEXT, "digits", {"instances": None, "threads": None}, "why")
+
+
+def test_a_new_file_has_the_model_as_it_was_named_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apps").mkdir()
+    (tmp_path / "conf").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = ModelConfig(target="apps/app.py:Digits", options={"size": 3}, weights="apps/w.pt", instances=2)
+    TunedFile("conf/penstock.toml", "digits", model).write({"batching.max_batch_size": 8}, "why")
+    found = load_config("conf/penstock.toml", env={}).models["digits"]
+    assert os.path.realpath(found.target.partition(":")[0]) == str(tmp_path / "apps/app.py")
+    assert os.path.realpath(found.weights or "") == str(tmp_path / "apps/w.pt")
+    assert (found.options, found.instances, found.batching.max_batch_size) == ({"size": 3}, 2, 8)
+
+
+def test_a_module_stays_the_name_that_it_is(tmp_path: Path) -> None:
+    TunedFile(str(tmp_path / "new.toml"), "m", ModelConfig(target="pkg.mod:M")).write({"instances": 2}, "why")
+    assert tomllib.loads((tmp_path / "new.toml").read_text())["models"]["m"]["target"] == "pkg.mod:M"
+
+
+def test_a_section_of_another_name_with_the_same_target_is_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    assert TunedFile(str(file), "other", ModelConfig(target=f"{tmp_path}/app.py:Digits")).name == "digits"
+
+
+def test_a_new_file_beside_the_configuration_that_is_tuned_starts_as_that(tmp_path: Path) -> None:
+    source = tmp_path / "penstock.toml"
+    source.write_text(TEXT)
+    TunedFile(str(tmp_path / "tuned.toml"), "digits", DIGITS, str(source)).write({"instances": 4}, "why")
+    assert source.read_text() == TEXT
+    assert tomllib.loads((tmp_path / "tuned.toml").read_text())["server"] == {"port": 8080}
+
+
+def test_a_new_file_in_another_folder_than_the_configuration_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "penstock.toml"
+    source.write_text(TEXT)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match=r"relative paths in .*penstock\.toml start at its folder"):
+        TunedFile(str(tmp_path / "there/tuned.toml"), "digits", DIGITS, str(source))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[models.digits\n", r"not valid TOML: .*line 1"),
+        (TEXT.replace("digits", "numbers").replace("Digits", "N"), r"no \[models\.digits\].*it has numbers"),
+        ("[server]\nport = 1\n", "it has no models"),
+        ("[models.digits]\n", "found no target"),
+        (TEXT.replace("port", "prt"), "unknown key 'prt'; did you mean 'port'"),
+    ],
+)
+def test_a_file_that_is_malformed_or_lacks_the_model_is_refused_before_anything_is_measured(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        TunedFile(str(file), "digits", DIGITS)
+    assert file.read_text() == text
+
+
+def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        TunedFile(str(tmp_path / "no/penstock.toml"), "digits", DIGITS)
+
+
+def test_a_value_that_no_configuration_takes_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    with pytest.raises(ConfigError, match="instances: found -1"):
+        TunedFile(str(file), "digits", DIGITS).write({"instances": -1}, "why")
+    assert file.read_text() == TEXT
+    assert os.listdir(tmp_path) == ["penstock.toml"]
+
+
+def test_a_link_and_the_rights_of_the_file_stay(tmp_path: Path) -> None:
+    file, link = tmp_path / "penstock.toml", tmp_path / "link.toml"
+    file.write_text(TEXT)
+    file.chmod(0o600)
+    link.symlink_to(file)
+    TunedFile(str(link), "digits", DIGITS).write({"instances": 4}, "why")
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "instances = 4   # as last year" in file.read_text()
+
+
+def test_what_is_not_at_its_default_is_told_as_in_a_file() -> None:
+    model = ModelConfig(target="x:y", devices=("cuda",), batching=BatchingConfig(slo_s=0.1))
+    assert changed_keys(model) == {"target": "x:y", "devices": ["cuda"], "batching": {"slo_s": 0.1}}
