@@ -1,0 +1,133 @@
+"""Bench: what is tuned, as the tuner sees it: a real server, or a synthetic one. Reading: what was measured of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from penstock.bench.measurement import Measurement
+from penstock.bench.slo import Slo
+from penstock.tune.space import Settings
+
+
+class Reading(Struct, frozen=True, kw_only=True):
+    """One measurement. `cost_s` is the time that it took, warm-up and the change of settings included."""
+
+    run: Measurement
+    cost_s: float
+
+    @property
+    def rate(self) -> float:
+        """Requests a second that came, by design."""
+        return self.run.load.rate
+
+    @property
+    def throughput(self) -> float:
+        """Good answers a second."""
+        return self.run.throughput
+
+    @property
+    def goodput(self) -> float:
+        """Good answers a second that came within the SLO's latency; without one, all good answers."""
+        return self.run.throughput if self.run.goodput is None else self.run.goodput
+
+    @property
+    def p99_s(self) -> float | None:
+        """None when there are too few samples."""
+        return self.run.latency.p99_s
+
+    @property
+    def error_share(self) -> float:
+        """Of all requests."""
+        return self.run.error_share
+
+    @property
+    def invalid(self) -> str | None:
+        """Why it says nothing about what was measured; None if it does."""
+        return "; ".join(self.run.invalid) or None
+
+    def breaks(self, slo: Slo, *, upper: bool = False) -> str | None:
+        """What of the SLO it breaks, as "p99 140 ms > p99<=100ms"; None when it keeps it.
+
+        With `upper` the p99 counts with the upper bound of its interval. A percentile with too few samples counts as
+        the largest latency, which it cannot exceed. "throughput" parts are not looked at: a load that is lower than
+        they ask for cannot keep them.
+        """
+        if self.run.invalid:
+            return f"invalid: {self.invalid}"
+        for part, clause in zip(slo.parts, slo.judge(self.run, upper=upper), strict=True):
+            if part.name == "throughput":
+                continue
+            value, met = clause.value, clause.met
+            if met is None:
+                value = self.run.latency.max_s if part.name != "error" else 1.0
+                met = value is not None and part.met_by(value)
+            if not met:
+                return f"{part.name} {told(part.name, value)} (wanted {part.text})"
+        return None
+
+
+def told(name: str, value: float | None) -> str:
+    """A measured value of the SLO's part `name` for people: "140 ms", "0.4 %", "unknown"."""
+    if value is None:
+        return "unknown"
+    return f"{value * 100:.3g} %" if name == "error" else f"{value * 1e3:.3g} ms"
+
+
+class Curve(Struct, frozen=True, kw_only=True):
+    """What batches take offline, in one instance alone: (rows, seconds of a batch), smallest first.
+
+    `memory_bytes` is what one instance holds with its largest batch, `limit_bytes` what there is for all of them.
+    `cost_s` is the time that it took to find out.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    memory_bytes: int | None = None
+    limit_bytes: int | None = None
+    cost_s: float = 0.0
+
+    def seconds(self, rows: int) -> float:
+        """A batch of so many rows: between points by a line, beyond the last one in proportion to its slope."""
+        points = self.points
+        if len(points) == 1 or rows <= points[0][0]:
+            return points[0][1]
+        at = next((i for i in range(1, len(points)) if rows <= points[i][0]), len(points) - 1)
+        (n, t), (m, u) = points[at - 1], points[at]
+        return t + (rows - n) * (u - t) / (m - n)
+
+    def per_second(self, batch: int, within_s: float | None = None) -> float:
+        """Most rows a second of one instance in batches of at most `batch` rows that take at most `within_s`; 0 if
+        not even one row is done by then."""
+        sizes = {batch, *(n for n, _ in self.points if n < batch)}
+        able = [n for n in sizes if within_s is None or self.seconds(n) <= within_s]
+        return max((n / self.seconds(n) for n in able), default=0.0)
+
+
+class Bench(Protocol):
+    """What is tuned. Called by one thread; any call may take long. May raise PenstockError, which ends the tuning."""
+
+    def refusal(self, settings: Settings) -> str | None:
+        """Why these settings may not be used, before anything is measured with them: outputs that differ, no such
+        device; None if they may. The same answer each time."""
+        ...
+
+    def curve(self, settings: Settings) -> Curve | None:
+        """What batches take with these settings, whatever their `batch` and `instances`; None if it cannot tell."""
+        ...
+
+    def prepare(self, settings: Settings) -> None:
+        """What is measured from now on has these settings. Reloads only what they ask for."""
+        ...
+
+    def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:
+        """An open loop of `rate` requests a second for `seconds`, after a warm-up. Same seed, same arrivals."""
+        ...
+
+    def saturate(self, settings: Settings, seconds: float, seed: int) -> Reading:
+        """A closed loop with so many clients that every batch can be full: `throughput` is the most it can do."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it started."""
+        ...

@@ -1,0 +1,56 @@
+"""Readings hold an SLO against what was measured; curves tell what batches of any size take."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.bench.measurement import Latency, Load, Measurement
+from penstock.bench.slo import parse_slo
+from penstock.tune.trial import Curve, Reading
+
+
+def reading(errors: int = 0, invalid: list[str] | None = None, **latency: float) -> Reading:
+    load = Load(mode="open", rate=100, seconds=10)
+    run = Measurement(
+        load=load,
+        requests=1000,
+        errors={"503": errors} if errors else {},
+        throughput=99.0,
+        latency=Latency(**latency),
+        invalid=invalid or [],
+    )
+    return Reading(run=run, cost_s=11.0)
+
+
+SLO = parse_slo("p99<=100ms,error<=1%,throughput>=500")
+
+
+def test_what_keeps_the_slo_breaks_nothing_whatever_throughput_it_asks_for() -> None:
+    found = reading(p99_s=0.09, p99_high_s=0.12)
+    assert found.breaks(SLO) is None
+    assert found.breaks(SLO, upper=True) == "p99 120 ms (wanted p99<=100ms)"
+    assert (found.rate, found.p99_s, found.goodput) == (100, 0.09, 99.0)
+
+
+def test_errors_and_slow_answers_are_told_with_their_numbers() -> None:
+    assert reading(p99_s=0.2).breaks(SLO) == "p99 200 ms (wanted p99<=100ms)"
+    assert reading(errors=40, p99_s=0.01).breaks(SLO) == "error 4 % (wanted error<=1%)"
+
+
+def test_too_few_samples_count_as_the_slowest_answer() -> None:
+    assert reading(max_s=0.08).breaks(SLO) is None
+    assert reading(max_s=0.3).breaks(SLO) == "p99 300 ms (wanted p99<=100ms)"
+    assert reading().breaks(SLO) == "p99 unknown (wanted p99<=100ms)"
+
+
+def test_an_invalid_run_keeps_no_slo() -> None:
+    assert reading(p99_s=0.01, invalid=["generator too slow"]).breaks(SLO) == "invalid: generator too slow"
+
+
+def test_a_curve_goes_by_lines_between_its_points_and_beyond_the_last() -> None:
+    curve = Curve(points=((1, 0.010), (2, 0.012), (8, 0.018)))
+    assert [curve.seconds(n) for n in (1, 2, 5, 8, 16)] == pytest.approx([0.010, 0.012, 0.015, 0.018, 0.026])
+    assert curve.per_second(8) == pytest.approx(8 / 0.018)
+    assert curve.per_second(8, within_s=0.012) == pytest.approx(2 / 0.012)
+    assert curve.per_second(8, within_s=0.009) == 0.0
+    assert Curve(points=((4, 0.1),)).seconds(1) == 0.1
