@@ -71,7 +71,8 @@ class ServerSide(Struct, frozen=True, kw_only=True):
     """What the server did during the run; None where it does not tell.
 
     `queue_s`: mean wait of a request. `preprocess_s`, `run_s`, `postprocess_s`: mean of a batch; `run_s` is the model
-    itself. `batches`: rows -> how many batches had at most so many (and more than the next smaller key). `cpu` counts
+    itself. `queue_at_s` and `worker_at_s` ("p50", "p90", "p99" -> seconds) are read between the steps of the server's
+    histograms: the wait of a request, and all of the worker's time on a batch. `batches`: rows -> how many batches had at most so many (and more than the next smaller key). `cpu` counts
     cores, of all of the server's processes; `memory_bytes` is the most that they held together.
     """
 
@@ -79,6 +80,8 @@ class ServerSide(Struct, frozen=True, kw_only=True):
     preprocess_s: float | None = None
     run_s: float | None = None
     postprocess_s: float | None = None
+    queue_at_s: dict[str, float] = field(default_factory=dict)
+    worker_at_s: dict[str, float] = field(default_factory=dict)
     batches: dict[str, int] = field(default_factory=dict)
     mean_batch: float | None = None
     cpu: float | None = None
