@@ -72,8 +72,9 @@ class ServerSide(Struct, frozen=True, kw_only=True):
 
     `queue_s`: mean wait of a request. `preprocess_s`, `run_s`, `postprocess_s`: mean of a batch; `run_s` is the model
     itself. `queue_at_s` and `worker_at_s` ("p50", "p90", "p99" -> seconds) are read between the steps of the server's
-    histograms: the wait of a request, and all of the worker's time on a batch. `batches`: rows -> how many batches had at most so many (and more than the next smaller key). `cpu` counts
-    cores, of all of the server's processes; `memory_bytes` is the most that they held together.
+    histograms: the wait of a request, and all of the worker's time on a batch. `batches`: rows -> how many batches had
+    at most so many (and more than the next smaller key). `cpu` counts cores, of all of the server's processes;
+    `memory_bytes` is the most that they held together.
     """
 
     queue_s: float | None = None
