@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.errors import LoadFailed
+from penstock.tune.curve import Body, Order, rehearse
+
+MODEL = """
+import time
+
+
+class Model:
+    def load(self, device, precision=None):
+        self.device, self.factor = device, 2 if precision is None else 3
+
+    def predict(self, items):
+        time.sleep(0.004 + 0.001 * len(items))
+        return [{"twice": self.factor * item} for item in items]
+"""
+
+
+def order(tmp_path: Path, source: str, **keys: object) -> Order:
+    (tmp_path / "alone.py").write_text(textwrap.dedent(source))
+    config = ModelConfig(target=f"{tmp_path}/alone.py:Model", load_timeout_s=20)
+    bodies = [Body(b"1", "application/json"), Body(b"2", "application/json")]
+    return Order(**{"name": "m", "config": config, "device": "cpu", "sys_path": [], "bodies": bodies, **keys})  # type: ignore[arg-type]
+
+
+def test_the_curve_has_the_time_of_each_size_and_the_samples_are_answered_as_over_http(tmp_path: Path) -> None:
+    found = rehearse(
+        order(tmp_path, MODEL, sizes=[1, 8], samples=[Body(b"21", "application/json"), Body(b"{", "text/json")])
+    )
+    assert sorted(found.curve) == [1, 8]
+    assert 0.005 <= found.curve[1] < 0.012 <= found.curve[8] < 0.5
+    assert (found.answers[0].body, found.answers[0].content_type) == (b'{"twice":42}', "application/json")
+    assert found.memory_bytes > 2**20
+    assert found.load_s > 0
+    assert not found.error
+
+
+def test_sizes_after_one_that_took_longer_than_the_limit_are_not_run(tmp_path: Path) -> None:
+    found = rehearse(order(tmp_path, MODEL, sizes=[1, 16, 32], limit_s=0.015))
+    assert sorted(found.curve) == [1, 16]
+
+
+def test_the_keys_of_the_model_reach_it(tmp_path: Path) -> None:
+    asked = order(tmp_path, MODEL, samples=[Body(b"1", "application/json")])
+    asked.config = ModelConfig(target=asked.config.target, precision="fp16", batching=BatchingConfig(max_batch_size=64))
+    assert rehearse(asked).answers[0].body == b'{"twice":3}'
+
+
+def test_threads_are_shared_out_as_among_the_instances_of_a_server(tmp_path: Path) -> None:
+    source = """
+    import os
+
+
+    class Model:
+        def predict(self, items):
+            return [os.environ["OMP_NUM_THREADS"] for _ in items]
+    """
+    asked = order(tmp_path, source, samples=[Body(b"1", "application/json")])
+    assert rehearse(asked, instances=10_000).answers[0].body == b"1"
+
+
+def test_the_size_that_runs_out_of_memory_is_told_and_none_larger_is_run(tmp_path: Path) -> None:
+    source = """
+    class Model:
+        def predict(self, items):
+            if len(items) > 2:
+                raise MemoryError
+            return items
+    """
+    found = rehearse(order(tmp_path, source, sizes=[1, 2, 4, 8]))
+    assert (sorted(found.curve), found.oom_rows) == ([1, 2], 4)
+
+
+def test_a_request_that_the_model_cannot_answer_is_told(tmp_path: Path) -> None:
+    source = """
+    class Model:
+        def predict(self, items):
+            return [item["x"] for item in items]
+    """
+    found = rehearse(order(tmp_path, source, sizes=[1], samples=[Body(b"1", "application/json")]))
+    assert found.error == "the model raised TypeError"
+    assert found.answers[0].error == "the model raised TypeError"
+    assert not found.curve
+
+
+def test_the_parts_of_an_answer_in_parts_are_put_end_to_end(tmp_path: Path) -> None:
+    source = """
+    class Model:
+        def predict(self, items):
+            yield [f"{item} a " for item in items]
+            yield [f"{item} b" for item in items]
+    """
+    found = rehearse(order(tmp_path, source, sizes=[1], samples=[Body(b"1", "application/json")]))
+    assert found.answers[0].body == b"1 a 1 b"
+    assert not found.error
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "detail"),
+    [
+        (
+            "class Model:\n    def load(self, device):\n        raise OSError('no weights')\n    predict = print",
+            "OSError: no weights",
+            "Traceback",
+        ),
+        ("print('bye')\nimport os\nos._exit(3)", "the process of 'm' ended", "bye"),
+        ("class Other: pass", "has no 'Model'", ""),
+        ("import nothing_of_that_name", "ModuleNotFoundError", ""),
+    ],
+)
+def test_an_app_that_does_not_load_says_why(tmp_path: Path, source: str, message: str, detail: str) -> None:
+    with pytest.raises(LoadFailed, match=message) as caught:
+        rehearse(order(tmp_path, source, sizes=[1]))
+    assert detail in caught.value.detail
+
+
+def test_a_model_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = f"""
+    import os, pathlib, time
+
+    pathlib.Path({str(tmp_path)!r}, "pid").write_text(str(os.getpid()))
+
+
+    class Model:
+        def predict(self, items):
+            time.sleep(60)
+    """
+    monkeypatch.setattr("penstock.tune.curve.BUDGET_S", 0.5)
+    asked = order(tmp_path, source, sizes=[1])
+    asked.config = ModelConfig(
+        target=asked.config.target, load_timeout_s=2.0, batching=BatchingConfig(run_timeout_s=0.1)
+    )
+    with pytest.raises(LoadFailed, match=r"took longer than 2\.7 s"):
+        rehearse(asked)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
