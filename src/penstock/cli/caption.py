@@ -21,6 +21,7 @@ from penstock.bulk.report import INCOMPLETE, INTERRUPTED, USAGE
 from penstock.bulk.survey import dry_run
 from penstock.bulk.types import Sampling
 from penstock.cli.serve import number_or_auto
+from penstock.cli.tokens import read_token
 from penstock.errors import ConfigError, PenstockError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -46,19 +47,6 @@ def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> 
     for part in value.split(":"):
         found = found * 60 + float(part)
     return found
-
-
-def read_token(path: str | None) -> str | None:
-    """The first line of the file, else the variable PENSTOCK_TOKEN. Raises ConfigError."""
-    if path is None:
-        return os.environ.get("PENSTOCK_TOKEN") or None
-    try:
-        token = Path(path).read_text().strip().partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"the token file {path} cannot be read: {e}") from None
-    if not token:
-        raise ConfigError(f"the token file {path} is empty; its first line must be the token")
-    return token
 
 
 def make_options(flags: dict[str, Any]) -> Options:
