@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
 from msgspec import Struct
@@ -70,7 +70,7 @@ class Bulk(Struct, frozen=True):
 class SimResult(Struct, frozen=True):
     """Seconds; rows a second; `goodput` counts answers within the slo; `dropped` is a share of what arrived; `busy` of
     the slots' time. All over the steady part, after the first 15 %. `requests` counts every arrival. What is of a Bulk
-    is in `bulk_throughput` alone."""
+    is in `bulk_throughput` alone. `latencies_s` are those of all answers, sorted."""
 
     mean_s: float
     p50_s: float
@@ -82,6 +82,7 @@ class SimResult(Struct, frozen=True):
     busy: float
     requests: int
     bulk_throughput: float = 0.0
+    latencies_s: Sequence[float] = ()
 
 
 def poisson(rate: float, n: int, rng: random.Random) -> Iterator[float]:
@@ -257,6 +258,7 @@ class _Run:
             busy=min(1.0, sum(d for _, d in batches) / span / slots),
             requests=self.requests,
             bulk_throughput=sum(rows for t, rows in self.bulk_done if t0 <= t <= end) / span,
+            latencies_s=latency,
         )
 
 
