@@ -78,12 +78,15 @@ class Point(Struct, frozen=True, kw_only=True):
     batch_size: int
 
     @property
+    def settings(self) -> str:
+        """What varies, as it stands in sentences."""
+        workers = f"{self.workers} worker{'s' * (self.workers != 1)}"
+        return f"{self.processor.text}, {workers}, batch {self.batch_size}"
+
+    @property
     def label(self) -> str:
         """As it stands in records: all that is not the load."""
-        return (
-            f"{self.case.text}, {self.processor.text}, {self.workers} worker{'s' * (self.workers != 1)},"
-            f" batch {self.batch_size}, delay {self.case.batch_delay_ms} ms"
-        )
+        return f"{self.case.text}, {self.settings}, delay {self.case.batch_delay_ms} ms"
 
 
 def points(case: Case) -> list[Point]:

@@ -1,0 +1,116 @@
+"""The suite's table: TorchServe's columns in their order, medians of repeats, and nothing where nothing is known."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from penstock.bench.ab_report import COLUMNS, Row, ab_report, report, rows_of
+from penstock.bench.measurement import Gpu, Latency, Load, Measurement, ServerSide
+from penstock.bench.slo import parse_slo
+from penstock.bench.suite_yaml import Case, Processor, points
+
+MACHINE = {"cpu": "Fast CPU", "cores": 4, "memory_gib": 8.0, "gpus": ["Card", "Card"]}
+CASE = Case(model="resnet", mode="eager_mode", url="r.mar", batch_size=(1, 8), batch_delay_ms=50, input="cat.jpg")
+SINGLE, EIGHT = points(CASE)
+SERVER = ServerSide(
+    queue_s=0.002,
+    preprocess_s=0.001,
+    run_s=0.004,
+    postprocess_s=0.001,
+    queue_at_s={"p50": 0.001, "p90": 0.003, "p99": 0.009},
+    worker_at_s={"p50": 0.006, "p90": 0.007, "p99": 0.008},
+    mean_batch=6.5,
+    cpu=2.0,
+    memory_bytes=2**30,
+    gpus=[Gpu(name="Card", utilization=0.5, memory_bytes=2**31), Gpu(name="Card", utilization=0.7, memory_bytes=2**30)],
+)
+
+
+def measured(label: str, throughput: float, **more: object) -> Measurement:
+    p50 = 10 / throughput
+    latency = Latency(mean_s=p50, p50_s=p50, p75_s=p50, p90_s=2 * p50, p95_s=2 * p50, p99_s=3 * p50)
+    load = Load(mode="closed", concurrency=10, requests=100)
+    given = {"requests": 100, "answered": 100, "latency": latency, "server": SERVER, **more}
+    return Measurement(load=load, label=label, throughput=throughput, **given)  # type: ignore[arg-type]
+
+
+def cells(rows: list[Row]) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(ab_report(rows, MACHINE))))
+
+
+def test_the_columns_of_torchserves_report_come_first_and_in_its_order() -> None:
+    theirs = (
+        "Benchmark|Batch size|Batch delay|Workers|Model|Concurrency|Input|Requests|TS failed requests|TS throughput|"
+        "TS latency P50|TS latency P90|TS latency P99|TS latency mean|TS error rate|Model_p50|Model_p90|Model_p99|"
+        "Queue time p50|Queue time p90|Queue time p99|predict_mean|handler_time_mean|waiting_time_mean|"
+        "worker_thread_mean|cpu_percentage_mean|memory_percentage_mean|gpu_percentage_mean|"
+        "gpu_memory_percentage_mean|gpu_memory_used_mean"
+    )
+    assert "|".join(COLUMNS[:30]) == theirs
+
+
+def test_a_row_tells_the_medians_of_its_repeats_and_how_far_they_lie_apart() -> None:
+    runs = [measured(SINGLE.label, rate) for rate in (90.0, 100.0, 120.0)]
+    first, second = cells(rows_of([SINGLE, EIGHT], runs))
+    expected = {
+        "Batch size": "1", "Batch delay": "50", "Workers": "1", "Model": "resnet", "Concurrency": "10",
+        "Input": "cat.jpg", "Requests": "100", "TS failed requests": "0", "TS throughput": "100.0",
+        "TS latency P50": "100.0", "TS latency P99": "300.0", "TS error rate": "0.0", "Model_p90": "7.0",
+        "Queue time p99": "9.0", "predict_mean": "4.0", "handler_time_mean": "6.0", "waiting_time_mean": "2.0",
+        "cpu_percentage_mean": "50.0", "memory_percentage_mean": "12.5", "gpu_percentage_mean": "60.0",
+        "gpu_memory_used_mean": "1536.0", "TS latency P99.9": "", "Mode": "eager_mode", "Processor": "cpu",
+        "Batch size mean": "6.5", "Repeats": "3", "Throughput spread %": "30.0", "SLO met": "", "Invalid": "",
+        "Machine": "Fast CPU, 4 cores, 2 x Card",
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    assert (second["Batch size"], second["Repeats"], second["TS throughput"]) == ("8", "0", "")
+
+
+def test_an_invalid_run_has_no_numbers_and_tells_why() -> None:
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["the generator was overloaded"])]))
+    assert row["Invalid"] == "the generator was overloaded"
+    assert not row["TS throughput"] + row["TS latency P50"] + row["TS failed requests"]
+    page = report(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["too | busy"])]), MACHINE, {})
+    assert "**resnet eager_mode**: nothing was measured." in page
+    assert "INVALID: too / busy" in page
+
+
+def test_a_repeat_that_was_invalid_does_not_count_with_the_others() -> None:
+    runs = [measured(SINGLE.label, 100.0), measured(SINGLE.label, 5.0, invalid=["overloaded"])]
+    (row,) = cells(rows_of([SINGLE], runs))
+    assert (row["TS throughput"], row["Throughput spread %"], row["Invalid"]) == ("100.0", "", "overloaded")
+
+
+def test_a_server_that_tells_nothing_leaves_its_columns_empty() -> None:
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=None)]))
+    assert row["TS throughput"] == "100.0"
+    assert not row["Model_p50"] + row["handler_time_mean"] + row["cpu_percentage_mean"] + row["gpu_percentage_mean"]
+
+
+def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
+    slo = parse_slo("p99<=250ms")
+    runs = []
+    for point, rate in ((SINGLE, 200.0), (EIGHT, 100.0)):  # p99 of 150 and 300 ms
+        run = measured(point.label, rate, caveats=["a closed loop sees no stalls"])
+        runs.append(measured(point.label, rate, caveats=run.caveats, slo=slo.judge(run)))
+    page = report(rows_of([SINGLE, EIGHT], runs), MACHINE, {"python": "3.11"}, slo=slo.text, line="penstock x")
+    choice, table = page.splitlines()[2], [line for line in page.splitlines() if line.startswith("| cpu")]
+    assert choice == "**resnet eager_mode**: cpu, 1 worker, batch 1, 10 clients: 200/s within p99<=250ms, p99 150 ms."
+    assert [line.split(" | ")[-1] for line in table] == ["met |", "missed |"]
+    assert page.count("a closed loop sees no stalls") == 1
+    assert "    penstock x" in page
+    assert "a batch waits 50 ms at most to be filled" in page
+    none = report(rows_of([EIGHT], runs), MACHINE, {}, slo=slo.text)
+    assert "**resnet eager_mode**: nothing that was tried keeps p99<=250ms." in none
+
+
+def test_runs_differ_by_registration_and_by_clients() -> None:
+    case = Case(model="m", mode="e", url="m.mar", concurrency=(10, 20), processors=(Processor(), Processor("all")))
+    rows = rows_of(points(case), [measured(points(case)[1].label, 7.0)])
+    assert [(r.point.processor.text, r.concurrency, len(r.repeats)) for r in rows] == [
+        ("cpu", 10, 0),
+        ("cpu", 20, 0),
+        ("gpus all", 10, 1),
+        ("gpus all", 20, 0),
+    ]
