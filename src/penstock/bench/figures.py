@@ -1,0 +1,227 @@
+"""What samples come to: percentiles with their certainty, throughput, errors, and whether they say anything. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Final
+
+from msgspec import structs
+
+from penstock.bench import load as generator
+from penstock.bench.histogram import encode
+from penstock.bench.load import Samples
+from penstock.bench.measurement import Generator, Latency, Load, Measurement, ServerSide
+from penstock.bench.slo import Slo
+
+LATE_S: Final = 0.001
+MOST_LATE: Final = 0.01  # of the sends
+MATTERS: Final = 0.05  # of the median latency: to come later than that is no small matter
+CHANCE: Final = 3  # late sends that prove nothing
+MOST_CPU: Final = 0.9  # of a core: beyond, the generator may be what is measured
+CONFIDENCE: Final = 0.95
+_EXACT: Final = 50_000  # samples up to which the binomial distribution is summed; beyond, a normal one is the same
+
+_WORDS: Final = {
+    generator.LOST: "lost",
+    generator.TIMED_OUT: "timeout",
+    generator.REFUSED: "refused",
+    generator.WRONG: "wrong",
+}
+CLOSED: Final = "a closed loop sends nothing while the server stands still, so it cannot see stalls: use --mode open"
+NO_HISTOGRAM: Final = "no histogram was kept: install penstock[bench]"
+
+
+def percentile(ordered: Sequence[float], q: float) -> float:
+    """The value that the share `q` of all do not exceed (nearest rank), of sorted values; NaN of none."""
+    return ordered[max(0, math.ceil(len(ordered) * q - 1e-9) - 1)] if ordered else math.nan
+
+
+def enough(count: int, q: float) -> bool:
+    """Whether so many samples can tell the percentile: at least one of them lies beyond it."""
+    return count * (1 - q) >= 1 - 1e-9
+
+
+def interval_p99(ordered: Sequence[float]) -> tuple[float | None, float | None]:
+    """Between which values the p99 lies with 95 % confidence, None where there are too few samples for a bound.
+
+    By order statistics: how many of n samples lie below the true p99 is binomial, whatever the distribution. Holds for
+    independent samples; requests that met in one stall are not, so that the repeats of a run tell more.
+    """
+    n = len(ordered)
+    few, many = _above(n)
+    low = ordered[n - 1 - many] if many < n else None
+    high = ordered[n - few] if few >= 1 else None
+    return low, high
+
+
+def _above(n: int) -> tuple[int, int]:
+    """(few, many): with 2.5 % probability each, less than `few` or more than `many` of n samples are over the p99."""
+    tail, share = (1 - CONFIDENCE) / 2, 0.01
+    if n > _EXACT:
+        spread = statistics.NormalDist(n * share, math.sqrt(n * share * (1 - share)))
+        return math.floor(spread.inv_cdf(tail)), math.ceil(spread.inv_cdf(1 - tail))
+    few = many = 0
+    chance = below = (1 - share) ** n
+    while below <= tail:
+        few += 1
+        many = few
+        chance *= (n - few + 1) / few * share / (1 - share)
+        below += chance
+    while below < 1 - tail:
+        many += 1
+        chance *= (n - many + 1) / many * share / (1 - share)
+        below += chance
+    return few, many
+
+
+def latency_of(ordered: Sequence[float]) -> Latency:
+    """Of sorted latencies; a percentile that they are too few for is None."""
+    if not ordered:
+        return Latency()
+
+    def at(q: float) -> float | None:
+        return percentile(ordered, q) if enough(len(ordered), q) else None
+
+    low, high = interval_p99(ordered)
+    return Latency(
+        mean_s=math.fsum(ordered) / len(ordered),
+        p50_s=at(0.5),
+        p75_s=at(0.75),
+        p90_s=at(0.9),
+        p95_s=at(0.95),
+        p99_s=at(0.99),
+        p999_s=at(0.999),
+        max_s=ordered[-1],
+        p99_low_s=low,
+        p99_high_s=high,
+    )
+
+
+def summarise(
+    load: Load,
+    samples: Samples,
+    slo: Slo | None = None,
+    *,
+    label: str = "",
+    repeat: int = 0,
+    started: str = "",
+    server: ServerSide | None = None,
+) -> Measurement:
+    """One run as it is kept, with the verdict on the SLO, and what speaks against believing it."""
+    good = [i for i, status in enumerate(samples.status) if 200 <= status < 300]
+    ordered = sorted(samples.latency_s[i] for i in good)
+    latency = latency_of(ordered)
+    health = _health(load, samples)
+    limit_s = slo.latency_s if slo else None
+    histogram = encode(ordered)
+    invalid = _invalid(samples, health, latency)
+    run = Measurement(
+        load=load,
+        label=label,
+        repeat=repeat,
+        started=started,
+        seconds=samples.seconds,
+        requests=sum(status != generator.UNDER_WAY for status in samples.status),
+        answered=len(good),
+        errors=_errors(samples),
+        first_error=_first_error(samples),
+        throughput=_throughput(load, samples, good),
+        goodput=None if limit_s is None else _throughput(load, samples, good, limit_s),
+        latency=latency,
+        histogram=histogram,
+        generator=health,
+        server=server,
+        invalid=invalid,
+        caveats=_caveats(load, samples, health, histogram, bool(invalid)),
+    )
+    return structs.replace(run, slo=slo.judge(run)) if slo else run
+
+
+def _throughput(load: Load, samples: Samples, good: Sequence[int], limit_s: float = math.inf) -> float:
+    """Good answers a second, of those within the limit.
+
+    A closed loop is at work before and after the end of the counted time: a request that spans it counts with the part
+    of its latency that lies before. In an open loop what is offered at the end is answered later: there the answers
+    count that came in as long a time, beginning when the first could come.
+    """
+    if not good or not samples.seconds:
+        return 0.0
+    at, took = samples.intended_s, samples.latency_s
+    if load.mode == "closed":
+        shares = ((samples.seconds - at[i]) / max(took[i], 1e-9) for i in good if took[i] <= limit_s)
+        return math.fsum(min(1.0, max(0.0, share)) for share in shares) / samples.seconds
+    if limit_s < math.inf:
+        return sum(took[i] <= limit_s for i in good) / samples.seconds
+    end = samples.seconds + min(took[i] for i in good)
+    return sum(at[i] + took[i] <= end for i in good) / samples.seconds
+
+
+def _errors(samples: Samples) -> dict[str, int]:
+    failed = Counter(s for s in samples.status if not 200 <= s < 300 and s != generator.UNDER_WAY)
+    return {_WORDS.get(status, str(status)): count for status, count in failed.most_common()}
+
+
+def _first_error(samples: Samples) -> str | None:
+    if samples.first_error is None:
+        return None
+    status, body = samples.first_error
+    if status in _WORDS:
+        return _WORDS[status]
+    text = body.decode(errors="replace").strip()
+    try:
+        status_text = f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        status_text = str(status)
+    return f"{status_text}: {text}" if text else status_text
+
+
+def _health(load: Load, samples: Samples) -> Generator:
+    cpu = samples.cpu_s / samples.busy_s if samples.busy_s else 0.0
+    late = sorted(samples.late_s) if load.mode == "open" else []
+    share = (len(late) - bisect_right(late, LATE_S)) / len(late) if late else 0.0
+    return Generator(cpu=cpu, late_share=share, late_p99_s=percentile(late, 0.99) if late else 0.0)
+
+
+def _invalid(samples: Samples, health: Generator, latency: Latency) -> list[str]:
+    """Why the run says nothing about the server. A send that is late by little of the latency is told as a caveat."""
+    found = []
+    if _late(samples, health) and health.late_p99_s > MATTERS * (latency.p50_s or 0.0):
+        found.append(
+            f"the generator was late: found {health.late_share:.1%} of the sends over {LATE_S * 1e3:g} ms after their "
+            f"time, expected under {MOST_LATE:.0%}; lower the rate, or run it on another machine or cores of its own"
+        )
+    if health.cpu > MOST_CPU:
+        found.append(
+            f"the generator was at its limit: found {health.cpu:.0%} of a core in use, expected at most "
+            f"{MOST_CPU:.0%}; lower the rate or the concurrency, or run it on a faster machine"
+        )
+    return found
+
+
+def _late(samples: Samples, health: Generator) -> bool:
+    return health.late_share >= MOST_LATE and health.late_share * len(samples.late_s) > CHANCE
+
+
+def _caveats(load: Load, samples: Samples, health: Generator, histogram: str, invalid: bool) -> list[str]:
+    found = [CLOSED] if load.mode == "closed" else []
+    if _late(samples, health) and not invalid:
+        found.append(
+            f"{health.late_share:.1%} of the sends were over {LATE_S * 1e3:g} ms late (p99 "
+            f"{health.late_p99_s * 1e3:.1f} ms), which latencies include"
+        )
+    if samples.waited:
+        found.append(f"{samples.waited} requests waited for a connection to be opened; latencies include it")
+    if samples.ended == "errors":
+        found.append("the run was ended early: nothing but errors from the start")
+    elif samples.ended == "gone":
+        found.append("the run was ended early: the server refuses connections since it was lost")
+    elif samples.ended == "cancelled":
+        found.append("the run was interrupted")
+    if not histogram and any(200 <= status < 300 for status in samples.status):
+        found.append(NO_HISTOGRAM)
+    return found
