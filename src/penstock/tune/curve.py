@@ -40,6 +40,7 @@ class Body(Struct, frozen=True):
     body: bytes
     content_type: str
     codec: str = "native"
+    headers: dict[str, str] = {}
 
 
 class Order(Struct):
@@ -214,9 +215,13 @@ def _time(runner: BatchRunner, order: Order, found: Rehearsal) -> None:
 def _run(runner: BatchRunner, bodies: Sequence[Body]) -> list[BatchPart]:
     """What one batch gave: any number of parts, the final one last."""
     parts: list[BatchPart] = []
-    items = [Item(b.body, b.codec, b.content_type) for b in bodies]
-    runner.run(0, runner.decode(items), parts.append)
+    runner.run(0, runner.decode([_item(body) for body in bodies]), parts.append)
     return parts
+
+
+def _item(body: Body) -> Item:
+    headers = [(name.lower().encode(), value.encode()) for name, value in body.headers.items()]
+    return Item(body.body, body.codec, body.content_type, headers=headers or None)
 
 
 def _given(parts: list[BatchPart]) -> Given:

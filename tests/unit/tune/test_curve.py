@@ -4,10 +4,13 @@ import os
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed
+from penstock.protocols.oip import HEADER_LENGTH
+from penstock.protocols.oip_binary import encode_request
 from penstock.tune.curve import Body, Order, rehearse
 
 MODEL = """
@@ -52,6 +55,26 @@ def test_the_keys_of_the_model_reach_it(tmp_path: Path) -> None:
     asked = order(tmp_path, MODEL, samples=[Body(b"1", "application/json")])
     asked.config = ModelConfig(target=asked.config.target, precision="fp16", batching=BatchingConfig(max_batch_size=64))
     assert rehearse(asked).answers[0].body == b'{"twice":3}'
+
+
+def test_tensors_come_as_from_an_open_inference_caller(tmp_path: Path) -> None:
+    source = """
+    import penstock
+
+
+    class Model:
+        inputs = (penstock.TensorSpec("x", "FP32", (-1, 2)),)
+        outputs = (penstock.TensorSpec("y", "FP32", (-1, 2)),)
+
+        def predict(self, items):
+            return [{"y": 2 * item["x"]} for item in items]
+    """
+    head, buffers = encode_request([("x", "FP32", (1, 2), np.array([[1, 2]], np.float32).tobytes())])
+    headers = {HEADER_LENGTH: str(len(head))}
+    body = Body(b"".join([head, *buffers]), "application/octet-stream", "oip_binary", headers)
+    given = rehearse(order(tmp_path, source, samples=[body])).answers[0]
+    assert not given.error
+    assert b'"data":[2.0,4.0]' in given.body
 
 
 def test_threads_are_shared_out_as_among_the_instances_of_a_server(tmp_path: Path) -> None:
