@@ -168,7 +168,8 @@ class BatchPart(Struct, omit_defaults=True):
     `results` is aligned with the batch's items; None where this part has nothing for an item. In the final part None
     means that the item had its final result in an earlier part. With `at` (of a batch beside others) `results` are
     final, and of the items at those places, each of which comes once. `run_s` is the worker's own time on the batch,
-    `prepare_s` what decoding it took before, where that is done while another batch runs.
+    `prepare_s` what decoding it took before, where that is done while another batch runs. `stages_s` are the seconds of
+    preprocessing (with decoding), predicting and postprocessing (with encoding); None where they overlap.
     `oom` is (fewest rows that ran out of memory, most rows that ran) when the device ran out. With `error` the whole
     batch failed and `results` is empty; `started` False then says that it still waited behind another batch.
     """
@@ -178,6 +179,7 @@ class BatchPart(Struct, omit_defaults=True):
     final: bool = True
     run_s: float = 0.0
     prepare_s: float = 0.0
+    stages_s: tuple[float, float, float] | None = None
     oom: tuple[int, int] | None = None
     error: PenstockError | None = None
     started: bool = True

@@ -23,7 +23,8 @@ class BatchRecord(Struct):
     """One finished batch. `waits_s` is how long each of its requests, or parts of requests, was in the queue.
 
     `outcome` is "ok" (it was answered), "died" (its worker did, under it) or "lost" (its worker died before it began).
-    `run_s` is the worker's own time, `seconds` that from sending to the end; `failed` counts items.
+    `run_s` is the worker's own time, `stages_s` that of its stages (see BatchPart), `seconds` that from sending to the
+    end; `failed` counts items.
     """
 
     model: str
@@ -39,6 +40,7 @@ class BatchRecord(Struct):
     failed: int
     bucket: str = ""
     outcome: str = "ok"
+    stages_s: tuple[float, float, float] | None = None
 
 
 def record_of(
@@ -68,6 +70,7 @@ def record_of(
         failed=failed,
         bucket=sent.entries[0].bucket,
         outcome=outcome,
+        stages_s=part.stages_s,
     )
 
 

@@ -39,6 +39,9 @@ class _Model:
         self.latency = Histogram(SECONDS)
         self.wait = Histogram(SECONDS)
         self.run = Histogram(SECONDS)
+        self.preprocess = Histogram(SECONDS)
+        self.predict = Histogram(SECONDS)
+        self.postprocess = Histogram(SECONDS)
         self.rows = Histogram(ROWS)
         self.fill = Histogram(FILL)
 
@@ -67,6 +70,9 @@ _HISTOGRAMS = (
     ("latency", _histogram("penstock_request_seconds", "Arrival to answer of each request that the model answered.")),
     ("wait", _histogram("penstock_queue_seconds", "Arrival to dispatch of each request, each time that it was run.")),
     ("run", _histogram("penstock_run_seconds", "The worker's own time on each batch.")),
+    ("preprocess", _histogram("penstock_preprocess_seconds", "Decoding and preprocessing of each batch.")),
+    ("predict", _histogram("penstock_predict_seconds", "The model itself on each batch.")),
+    ("postprocess", _histogram("penstock_postprocess_seconds", "Postprocessing and encoding of each batch.")),
     ("rows", _histogram("penstock_batch_rows", "Rows of each batch.")),
     ("fill", _histogram("penstock_batch_fill_ratio", "Rows of each batch by max_batch_size.")),
 )
@@ -112,6 +118,11 @@ class PrometheusObserver(Observer):
             m.run.add(record.run_s)
             m.rows.add(record.rows)
             m.fill.add(record.rows / record.max_batch_size)
+            if record.stages_s is not None:
+                preprocess_s, predict_s, postprocess_s = record.stages_s
+                m.preprocess.add(preprocess_s)
+                m.predict.add(predict_s)
+                m.postprocess.add(postprocess_s)
 
     def on_error(self, model: str, version: str, error: PenstockError) -> None:
         failed = self._model(model, version).failed

@@ -14,7 +14,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe
 from penstock.models.python import PythonModel
 from penstock.protocols.base import Codec
-from penstock.types import BatchPart, Item, MetricDelta, ModelMetadata
+from penstock.types import BatchPart, Item, ModelMetadata
 from penstock.wire.messages import Pickled
 from penstock.worker.batch import BatchRun, Decoded, Emit, out_of_memory
 
@@ -68,22 +68,38 @@ class BatchRunner:
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
         """Calls `emit` with any number of parts and one final one. Raises only what ends a worker (`ENDS`)."""
         started = time.perf_counter()
-        run = self._predicted(batch_id, decoded, emit)
-        emit(_told(run.final(), time.perf_counter() - started, decoded, metrics.drain()))
+        run, ready = self._predicted(batch_id, decoded, emit)
+        predicted = time.perf_counter()
+        part = run.final()
+        ended = time.perf_counter()
+        part.run_s = ended - started
+        _tell(part, decoded, (ready - started, predicted - ready, ended - predicted))
+        part.metrics = metrics.drain()
+        emit(part)
 
     def begin(self, batch_id: int, decoded: Decoded, emit: Emit) -> Callable[[], BatchPart]:
         """Predicts, and gives back what makes the final part, in one other thread; its time is not that of the run."""
         started = time.perf_counter()
-        run = self._predicted(batch_id, decoded, emit)
-        run_s, changes = time.perf_counter() - started, metrics.drain()
-        return lambda: _told(run.final(), run_s, decoded, changes)
+        run, ready = self._predicted(batch_id, decoded, emit)
+        predicted, changes = time.perf_counter(), metrics.drain()
 
-    def _predicted(self, batch_id: int, decoded: Decoded, emit: Emit) -> BatchRun:
+        def finish() -> BatchPart:
+            began = time.perf_counter()
+            part = run.final()
+            part.run_s, part.metrics = predicted - started, changes
+            _tell(part, decoded, (ready - started, predicted - ready, time.perf_counter() - began))
+            return part
+
+        return finish
+
+    def _predicted(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchRun, float]:
+        """(the batch, when `predict` was about to begin)."""
         run = BatchRun(self, batch_id, decoded, emit)
         run.preprocess()
+        ready = time.perf_counter()
         if run.live:
             run.attempt(run.live)
-        return run
+        return run, ready
 
     def close(self) -> None:
         """Unloads the model."""
@@ -161,9 +177,9 @@ class BatchRunner:
         log.warning("item_failed model=%s error=%r: its callers get an error\n%s", self._metadata.name, key, text)
 
 
-def _told(part: BatchPart, run_s: float, decoded: Decoded, changes: list[MetricDelta] | None) -> BatchPart:
-    part.run_s, part.prepare_s, part.metrics = run_s, decoded.seconds, changes
-    return part
+def _tell(part: BatchPart, decoded: Decoded, stages_s: tuple[float, float, float]) -> None:
+    part.prepare_s = decoded.seconds
+    part.stages_s = (decoded.seconds + stages_s[0], stages_s[1], stages_s[2])
 
 
 def _units(item: Item, value: Any) -> list[Any]:

@@ -67,6 +67,18 @@ def test_a_batch_that_a_death_ended_is_counted_and_timed_and_one_that_was_never_
     assert found["penstock_request_seconds_count", M] == 0
 
 
+def test_the_stages_of_a_batch_are_timed_where_they_are_told(record: Callable[..., BatchRecord]) -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(record(stages_s=(0.25, 2.0, 0.5)))
+    observer.on_complete(record(stages_s=(0.25, 1.0, 0.0)))
+    observer.on_complete(record())
+    found = samples(observer)
+    sums = [found[f"penstock_{stage}_seconds_sum", M] for stage in ("preprocess", "predict", "postprocess")]
+    assert sums == [0.5, 3.0, 0.5]
+    assert found["penstock_predict_seconds_count", M] == 2
+    assert found["penstock_run_seconds_count", M] == 3
+
+
 def test_what_stands_now_is_shown(busy: Callable[..., PrometheusObserver]) -> None:
     found = samples(busy())
     assert found["penstock_requests_in_flight", M] == 7

@@ -501,3 +501,71 @@ def test_a_users_own_names_are_no_hooks():
             return items
 
     assert values(run(Own(), [1])[-1]) == [1]
+
+
+class Slow:
+    """Each of its stages takes so many seconds of the clock that it is given, for each item."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def monotonic(self):
+        return self.now
+
+    def preprocess(self, value):
+        self.now += 1
+        return value
+
+    def predict(self, items):
+        self.now += 10 * len(items)
+        return items
+
+    def postprocess(self, value):
+        self.now += 100
+        return value
+
+
+class SlowCodec(Upper):
+    def __init__(self, clock):
+        self.clock = clock
+
+    def decode(self, item):
+        self.clock.now += 1000
+        return super().decode(item)
+
+    def encode(self, value, item, context):
+        self.clock.now += 10_000
+        return super().encode(value, item, context)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_time_of_each_stage_is_told_also_when_postprocessing_is_done_apart(monkeypatch, apart):
+    slow = Slow()
+    monkeypatch.setattr("penstock.worker.loop.time", slow)
+    made = runner(slow)
+    made._codecs["upper"] = SlowCodec(slow)
+    decoded = made.decode([Item(b"a", codec="upper"), Item(b"b", codec="upper")])
+    parts = []
+    if apart:
+        finish = made.begin(1, decoded, parts.append)
+        slow.now += 7  # another batch is predicted meanwhile
+        parts.append(finish())
+    else:
+        made.run(1, decoded, parts.append)
+    (part,) = parts
+    assert part.stages_s == (2002, 20, 20_200)
+    assert part.prepare_s == 2000
+    assert part.run_s == (22 if apart else 20_222)
+
+
+def test_what_a_model_that_failed_took_counts_as_predicting(monkeypatch):
+    slow = Slow()
+    monkeypatch.setattr("penstock.worker.loop.time", slow)
+    monkeypatch.setattr(slow, "predict", lambda items: slow.__setattr__("now", slow.now + 10) or 1 / 0)
+    made = runner(slow, retry_split=True)
+    parts = []
+    made.run(1, made.decode([Item(1), Item(2)]), parts.append)
+    assert parts[0].stages_s == (2, 30, 0)  # the batch, and its halves
