@@ -1,0 +1,203 @@
+"""One run of load on a target: a first look, the warm-up, what counts, and the server's side of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from msgspec import structs
+
+from penstock.bench.arrivals import parse_arrival, read_trace, times
+from penstock.bench.figures import summarise
+from penstock.bench.load import Check, Progress, Samples, closed_loop, open_loop
+from penstock.bench.measurement import Load, Measurement
+from penstock.bench.slo import Slo
+from penstock.bench.target import Target
+from penstock.bench.warm import slower, warm_up
+from penstock.client.errors import Unreachable
+from penstock.errors import ConfigError, PenstockError
+
+LOOKS: Final = 5  # requests, one after the other, that must not all fail before a load is sent
+CLOSED_S: Final = 60.0  # patience with a request
+OPEN_S: Final = 10.0  # and after the last of an open loop
+FEW: Final = 10  # requests that a slice of the warm-up is to have
+
+
+class Failing(PenstockError):
+    """The target answers nothing but errors: there is nothing to measure."""
+
+    code = "failing"
+
+
+async def measure(
+    target: Target,
+    requests: Sequence[bytes],
+    load: Load,
+    *,
+    slo: Slo | None = None,
+    warm_s: float | None = None,
+    label: str = "",
+    repeat: int = 0,
+    check: Check | None = None,
+    timeout_s: float | None = None,
+    on_progress: Progress | None = None,
+    on_partial: Callable[[Measurement], None] | None = None,
+) -> Measurement:
+    """What the load saw. `requests` are whole messages, sent in turn; `check` tells good answers of 2xx from others.
+
+    `warm_s` None warms up until the load gets no faster, 10 s at most; 0 not at all. `timeout_s` is the patience with a
+    request, in an open loop after the last. When the task is cancelled, `on_partial` gets what there is. Raises Failing
+    if the first five answers are errors, Unreachable, ConfigError for arrivals that cannot be.
+    """
+    loops = _Loops(target, requests, load, check, timeout_s)
+    await loops.look()
+    await warm_up(loops.speed, warm_s)
+    samples = Samples()
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    gc.collect()
+    gc.freeze()  # a look through all of it would stop the generator for milliseconds
+    try:
+        await loops.run(samples, on_progress)
+    except asyncio.CancelledError:
+        if on_partial is not None and len(samples.status):
+            on_partial(summarise(load, samples, slo, label=label, repeat=repeat, started=started))
+        raise
+    finally:
+        gc.unfreeze()
+    run = summarise(load, samples, slo, label=label, repeat=repeat, started=started)
+    gone = [f"the target went away {_last_s(samples):.3g} s into the run"] if samples.ended == "gone" else []
+    found = [text for text in (slower(_good(samples)),) if text]
+    return structs.replace(run, invalid=[*run.invalid, *gone], caveats=[*run.caveats, *found])
+
+
+def _good(samples: Samples) -> list[float]:
+    """The latencies of good answers, in the order of their sending."""
+    return [took for took, status in zip(samples.latency_s, samples.status, strict=True) if 200 <= status < 300]
+
+
+def _last_s(samples: Samples) -> float:
+    """When the last answer came, whatever it said."""
+    ends = (at + took for at, took in zip(samples.intended_s, samples.latency_s, strict=True) if took < math.inf)
+    return max(ends, default=0.0)
+
+
+class _Loops:
+    """The load in its three forms: one request, a slice to warm up, all of it."""
+
+    def __init__(
+        self, target: Target, requests: Sequence[bytes], load: Load, check: Check | None, timeout_s: float | None
+    ) -> None:
+        self._target, self._requests, self._load, self._check = target, requests, load, check
+        self._timeout_s = timeout_s or (CLOSED_S if load.mode == "closed" else OPEN_S)
+        self._arrival = parse_arrival(load.arrival)
+        self._trace = read_trace(self._arrival.path).times_s if self._arrival.kind == "trace" else array("d")
+        self._times = self._whole() if load.mode == "open" else array("d")
+
+    async def look(self) -> None:
+        """Sends single requests until one is answered well. Raises Failing with the first error, Unreachable."""
+        first: Samples | None = None
+        for number in range(LOOKS):
+            request = self._requests[number % len(self._requests)]
+            samples = Samples()
+            await self._closed([request], samples, concurrency=1, at_least=1)
+            if 200 <= samples.status[0] < 300:
+                return
+            first = first or samples
+        assert first is not None
+        error = summarise(self._load, first).first_error
+        raise Failing(f"{self._target.url} answers nothing but errors, so the run was stopped; the first: {error}")
+
+    async def speed(self, seconds: float) -> float:
+        """Sends the load for so long; gives good answers a second, of an open loop what is told by its latency."""
+        samples = Samples()
+        start = time.perf_counter()
+        if self._load.mode == "closed":
+            await self._closed(self._requests, samples, concurrency=self._load.concurrency, seconds=seconds)
+        else:
+            rate = self._load.rate or len(self._times) / max(self._times[-1], 1e-3)
+            arrivals = times(parse_arrival("constant"), rate, max(seconds, FEW / rate), 0)
+            await self._open(arrivals, 0.0, samples, None)
+        if samples.ended == "gone":
+            raise Unreachable(f"{self._target.url} went away while it was warmed up")
+        took = _good(samples)
+        if not took:
+            return 0.0
+        if self._load.mode == "closed":
+            return len(took) / (time.perf_counter() - start)
+        return 1 / statistics.median(took)
+
+    async def run(self, samples: Samples, on_progress: Progress | None) -> None:
+        """Sends all of it."""
+        load = self._load
+        if load.mode == "open":
+            seconds = 0.0 if load.requests or not load.seconds else load.seconds
+            await self._open(self._times, seconds, samples, on_progress)
+        else:
+            await self._closed(
+                self._requests,
+                samples,
+                concurrency=load.concurrency,
+                seconds=load.seconds,
+                at_least=load.requests,
+                on_progress=on_progress,
+            )
+
+    async def _closed(
+        self,
+        requests: Sequence[bytes],
+        samples: Samples,
+        *,
+        concurrency: int,
+        seconds: float = 0.0,
+        at_least: int = 0,
+        on_progress: Progress | None = None,
+    ) -> None:
+        await closed_loop(
+            self._target.endpoint,
+            requests,
+            concurrency=concurrency,
+            seconds=seconds,
+            at_least=at_least,
+            timeout_s=self._timeout_s,
+            check=self._check,
+            on_progress=on_progress,
+            samples=samples,
+        )
+
+    async def _open(
+        self, arrivals: Sequence[float], seconds: float, samples: Samples, on_progress: Progress | None
+    ) -> None:
+        await open_loop(
+            self._target.endpoint,
+            self._requests,
+            arrivals,
+            seconds=seconds,
+            connections=self._load.connections,
+            patience_s=self._timeout_s,
+            check=self._check,
+            on_progress=on_progress,
+            samples=samples,
+        )
+
+    def _whole(self) -> array[float]:
+        """The times of an open loop. Raises ConfigError when there are none."""
+        load = self._load
+        seconds = load.seconds
+        if load.requests and self._arrival.kind != "trace":
+            seconds = 2 * load.requests / load.rate
+        found = times(self._arrival, load.rate, seconds, load.seed, self._trace)
+        while len(found) < load.requests and self._arrival.kind != "trace":
+            seconds *= 2
+            found = times(self._arrival, load.rate, seconds, load.seed, self._trace)
+        if load.requests:
+            found = found[: load.requests]
+        if not found:
+            raise ConfigError(f"no request comes at {load.label} within {load.seconds:g} s; raise the rate or the time")
+        return found

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.bench import load as generator
+from penstock.bench.load import http_request
+from penstock.bench.measurement import Load, Measurement
+from penstock.bench.run import Failing, measure
+from penstock.bench.slo import parse_slo
+from penstock.bench.target import Target
+from penstock.client.endpoint import Endpoint
+from penstock.client.errors import Unreachable
+from penstock.errors import ConfigError
+
+Answer = Callable[[int], tuple[int, bytes]]
+
+
+class Scripted:
+    """A server in this loop that answers each request as it is told, by its number."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.asked = 0
+        self.die_at = -1
+        self.twentieth = asyncio.Event()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.target = Target(text="scripted", endpoint=Endpoint(host, port), model="m", path="/predictions/m")
+        self.requests = [http_request(self.target.endpoint, "POST", "/predictions/m", {}, b"{}")]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                await reader.readexactly(length)
+                number, self.asked = self.asked, self.asked + 1
+                if number == 20:
+                    self.twentieth.set()
+                if number == self.die_at:
+                    self.close()
+                    return
+                status, body = self.answer(number)
+                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    def close(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def scripted(answer: Answer = lambda number: (200, b"ok")) -> AsyncIterator[Scripted]:
+    server = Scripted(answer)
+    await server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        await asyncio.sleep(0.01)  # its connections see it
+
+
+CLOSED = Load(mode="closed", concurrency=2, requests=50)
+
+
+async def test_a_run_counts_what_comes_after_the_first_look_and_the_warm_up() -> None:
+    async with scripted() as server:
+        run = await measure(server.target, server.requests, CLOSED, slo=parse_slo("p50<=10s"), warm_s=0, label="a")
+    assert (run.requests, run.answered, run.errors) == (50, 50, {})
+    assert server.asked == 51
+    assert run.throughput > 0
+    assert run.slo[0].met
+    assert run.label == "a"
+    assert run.started.endswith("+00:00")
+
+
+async def test_an_open_loop_sends_what_was_planned_for_its_time() -> None:
+    async with scripted() as server:
+        load = Load(mode="open", rate=200, seconds=0.2, arrival="constant", connections=4)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert run.requests == 40
+    assert run.latency.p50_s is not None
+
+
+async def test_an_open_loop_of_so_many_requests_sends_so_many() -> None:
+    async with scripted() as server:
+        load = Load(mode="open", rate=2000, requests=100, connections=4)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert run.requests == 100
+
+
+async def test_a_trace_is_replayed_at_its_own_times(tmp_path: Path) -> None:
+    trace = tmp_path / "arrivals.jsonl"
+    trace.write_text("".join(f'{{"t": {n * 0.002}}}\n' for n in range(30)))
+    async with scripted() as server:
+        load = Load(mode="open", arrival=f"trace:{trace}", connections=4)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert run.requests == 30
+    assert 0.05 < run.seconds < 0.07
+
+
+async def test_the_warm_up_sends_the_load_until_it_is_settled_and_counts_none_of_it() -> None:
+    async with scripted() as server:
+        run = await measure(server.target, server.requests, CLOSED, warm_s=0.1)
+        assert run.requests == 50
+        assert server.asked > 51
+        before = server.asked
+        load = Load(mode="open", rate=100, seconds=0.1, arrival="constant", connections=4)
+        await measure(server.target, server.requests, load, warm_s=0.1)
+    assert server.asked - before == 1 + 10 + 10
+
+
+@pytest.mark.parametrize("status", [400, 415, 500, 503])
+async def test_a_target_that_only_fails_is_told_with_its_first_answer_and_sent_no_load(status: int) -> None:
+    async with scripted(lambda number: (status, b"answer %d" % number)) as server:
+        with pytest.raises(Failing, match=rf"{status} .*: answer 0$"):
+            await measure(server.target, server.requests, CLOSED)
+    assert server.asked == 5
+
+
+async def test_a_first_answer_that_fails_by_chance_stops_nothing() -> None:
+    async with scripted(lambda number: (503 if number == 0 else 200, b"busy")) as server:
+        run = await measure(server.target, server.requests, CLOSED, warm_s=0)
+    assert run.answered == 50
+
+
+async def test_the_check_of_a_protocol_tells_what_is_no_good_answer() -> None:
+    async with scripted() as server:
+        with pytest.raises(Failing, match="200 OK: ok"):
+            await measure(server.target, server.requests, CLOSED, check=lambda number, status, body: body == b"no")
+
+
+async def test_errors_in_a_run_are_counted_by_status_and_the_first_is_kept() -> None:
+    async with scripted(lambda number: (429 if number % 5 == 4 else 200, b"at %d" % number)) as server:
+        run = await measure(server.target, server.requests, CLOSED, warm_s=0)
+    assert run.errors == {"429": 10}
+    assert run.first_error is not None
+    assert run.first_error.endswith("at 4")
+
+
+async def test_a_target_that_is_not_there_is_told_at_once() -> None:
+    async with scripted() as server:
+        server.close()
+        with pytest.raises(Unreachable):
+            await measure(server.target, server.requests, CLOSED)
+
+
+async def test_a_target_that_dies_in_a_run_makes_it_invalid_with_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "GONE_S", 0.2)
+    async with scripted() as server:
+        server.die_at = 100
+        load = Load(mode="closed", concurrency=2, seconds=60)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert run.answered == 99
+    assert "lost" in run.errors
+    assert any("went away" in text for text in run.invalid)
+    assert run.met is None
+
+
+async def test_a_run_that_is_cancelled_leaves_what_it_saw() -> None:
+    partial: list[Measurement] = []
+    async with scripted() as server:
+        load = Load(mode="closed", concurrency=2, seconds=60)
+        task = asyncio.ensure_future(measure(server.target, server.requests, load, warm_s=0, on_partial=partial.append))
+        await server.twentieth.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    (run,) = partial
+    assert 0 < run.answered < 10_000
+    assert run.seconds < 30
+    assert any("interrupted" in text for text in run.caveats)
+
+
+async def test_a_model_that_slows_down_is_flagged() -> None:
+    def ever_slower(number: int) -> tuple[int, bytes]:
+        end = time.perf_counter() + number * 1e-4
+        while time.perf_counter() < end:
+            pass
+        return 200, b"ok"
+
+    async with scripted(ever_slower) as server:
+        load = Load(mode="closed", concurrency=1, requests=100)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert any("it got slower" in text for text in run.caveats)
+
+
+async def test_times_that_no_request_falls_into_are_refused() -> None:
+    async with scripted() as server:
+        with pytest.raises(ConfigError, match=r"no request comes at 0\.01/s poisson within 0\.001 s"):
+            await measure(server.target, server.requests, Load(mode="open", rate=0.01, seconds=0.001))
