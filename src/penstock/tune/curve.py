@@ -70,9 +70,9 @@ class Given(Struct):
 class Rehearsal(Struct):
     """What one instance alone is like.
 
-    `curve`: rows -> seconds of a batch, of its runs the median. `memory_bytes`: the most that the process held;
-    `device_bytes`: the most that PyTorch held on the GPU, 0 without. `oom_rows`: the size that ran out of memory.
-    `error`: the model failed on a request of `bodies`, and nothing more was timed.
+    `curve`: rows -> seconds of a batch, of its runs the median. `memory_bytes`: what the process, at the end, shared
+    with no other; `device_bytes`: the most that PyTorch held on the GPU, 0 without. `oom_rows`: the size that ran out
+    of memory. `error`: the model failed on a request of `bodies`, and nothing more was timed.
     """
 
     load_s: float = 0.0
@@ -235,11 +235,10 @@ def _given(parts: list[BatchPart]) -> Given:
 
 
 def _memory() -> tuple[int, int]:
-    """(most bytes that this process held, most that PyTorch held on the GPU)."""
-    import resource  # not everywhere
+    """(bytes that this process alone holds, most that PyTorch held on the GPU)."""
+    import psutil  # after the model: what is loaded for it is not ours to delay
 
-    scale = 1 if sys.platform == "darwin" else 1024
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    held = psutil.Process().memory_full_info().uss
     torch: Any = sys.modules.get("torch")
     device = 0
     if torch is not None and torch.cuda.is_initialized():

@@ -1,0 +1,253 @@
+"""A Bench over a real app: a server of its own that is loaded and measured, and one instance alone beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from msgspec import Struct
+
+from penstock.bench.measurement import Load, Measurement
+from penstock.bench.payload import Payload, payloads
+from penstock.bench.protocol import check_of, request_of
+from penstock.bench.run import measure
+from penstock.bench.slo import Slo
+from penstock.errors import LoadFailed, PenstockError
+from penstock.observe.system import Gpus
+from penstock.protocols.oip import HEADER_LENGTH
+from penstock.protocols.oip_npy import NPY
+from penstock.tune.accuracy import TOLERANCE, Sample, agreement, truth_of
+from penstock.tune.curve import Body, Order, Rehearsal, rehearse
+from penstock.tune.served import Served, Subject
+from penstock.tune.space import Settings, Space
+from penstock.tune.trial import Curve, Reading
+from penstock.worker.devices import expanded
+
+log = logging.getLogger("penstock.tune")
+
+WARM_S: Final = 0.5  # of load that is not counted, on settings that were warmed up before
+PATIENCE: Final = 3.0  # times the latency of the SLO: what takes longer has broken it
+LEAST_PATIENCE_S: Final = 1.0
+SAMPLES: Final = 16  # requests whose answers are compared where no file of samples is given
+_SHARED: Final = ("batch", "instances", "hold", "policy")  # knobs that change nothing about one batch alone
+
+
+class Check(Struct, frozen=True, kw_only=True):
+    """How the answers of settings are checked. `samples` None: the first requests of the load are compared."""
+
+    samples: Sequence[Sample] | None = None
+    tolerance: float = TOLERANCE
+
+
+class App:
+    """What `penstock serve` makes of an app under settings. See Bench for its calls; `start` comes first."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        space: Space,
+        slo: Slo,
+        *,
+        check: Check | None = None,
+        data: str | None = None,
+        seed: int = 0,
+        warm_s: float | None = None,
+        on_run: Callable[[Measurement], None] | None = None,
+    ) -> None:
+        """`data` is what is sent, as `penstock bench --data` takes it. `warm_s`: uncounted load on settings that were
+        just loaded, None until it is settled. `on_run` is told every run that ended."""
+        self._subject, self._space, self._slo = subject, space, slo
+        self._check = check or Check()
+        self._data, self._seed, self._on_run = data, seed, on_run or (lambda run: None)
+        self._served = Served(subject)
+        self._payloads: list[Payload] = []
+        self._rehearsed: dict[Settings, Rehearsal | LoadFailed] = {}
+        self._costs: dict[Settings, float] = {}
+        self._truth: list[Any] | None = None
+        self._warm_s, self._warm = warm_s, False  # whether what is loaded was under load before
+        self._free_bytes = _free_bytes()
+        self._runner = asyncio.Runner(loop_factory=_loop_factory())
+
+    def start(self) -> None:
+        """Serves the app as it is, finds what to send, and lets one instance of it answer that.
+
+        Raises PenstockError: it does not load, or cannot answer what is sent; ConfigError for data that cannot be.
+        """
+        self._served.use(Settings())
+        self._payloads = payloads(self._data, self._served.target, self._seed)
+        found = self._alone(Settings())
+        if isinstance(found, LoadFailed):
+            raise found
+        if found.error:
+            raise PenstockError(
+                f"the app cannot answer {self._payloads[0].name}: {found.error}; give --data that it takes"
+            )
+        self._truth = truth_of(self._samples(), self._reference().answers)
+
+    # ---- Bench
+
+    def refusal(self, settings: Settings) -> str | None:
+        """See Bench: it does not load, cannot answer, or answers otherwise."""
+        found = self._alone(settings)
+        if isinstance(found, LoadFailed):
+            return f"does not load: {found.message}"
+        if found.error:
+            return f"cannot answer: {found.error}"
+        assert self._truth is not None, "started"
+        agreed = agreement(self._samples(), self._truth, found.answers, self._check.tolerance)
+        return None if agreed.holds else agreed.text
+
+    def curve(self, settings: Settings) -> Curve | None:
+        """See Bench. Times and memory of one instance that has all cores for itself: no server is faster."""
+        found = self._alone(settings)
+        if isinstance(found, LoadFailed) or not found.curve:
+            return None
+        devices = self._devices(settings)
+        on_gpu = devices[0].startswith("cuda")
+        memory, limit = (
+            (found.device_bytes, _gpu_bytes(len(devices))) if on_gpu else (found.memory_bytes, self._free_bytes)
+        )
+        return Curve(
+            points=tuple(sorted(found.curve.items())),
+            memory_bytes=memory or None,
+            limit_bytes=limit or None,
+            cost_s=self._costs[self._key(settings)],
+        )
+
+    def prepare(self, settings: Settings) -> None:
+        """See Bench. Raises LoadFailed."""
+        if self._served.use(settings):
+            self._warm = False
+
+    def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:
+        """See Bench."""
+        return self._read(settings, lambda: Load(mode="open", rate=rate, seconds=seconds, seed=seed))
+
+    def saturate(self, settings: Settings, seconds: float, seed: int) -> Reading:
+        """See Bench."""
+        return self._read(
+            settings,
+            lambda: Load(mode="closed", concurrency=self._served.clients(), seconds=seconds, seed=seed),
+        )
+
+    def close(self) -> None:
+        """See Bench; safe to call twice."""
+        self._served.close()
+        self._runner.close()
+
+    # ---- the server
+
+    def _read(self, settings: Settings, load: Callable[[], Load]) -> Reading:
+        started = time.monotonic()
+        self.prepare(settings)
+        limit_s = self._slo.latency_s
+        target = self._served.target
+        run = self._runner.run(
+            measure(
+                target,
+                [request_of(target, payload) for payload in self._payloads],
+                load(),
+                slo=self._slo,
+                warm_s=WARM_S if self._warm else self._warm_s,
+                label=settings.text,
+                check=check_of(target),
+                timeout_s=None if limit_s is None else max(LEAST_PATIENCE_S, PATIENCE * limit_s),
+            )
+        )
+        self._warm = True
+        self._on_run(run)
+        return Reading(run=run, cost_s=time.monotonic() - started)
+
+    # ---- one instance alone
+
+    def _alone(self, settings: Settings) -> Rehearsal | LoadFailed:
+        """What one instance does with what of the settings concerns it; found out once."""
+        key = self._key(settings)
+        if key not in self._rehearsed:
+            started = time.monotonic()
+            try:
+                self._rehearsed[key] = rehearse(self._order(key))
+            except LoadFailed as error:
+                self._rehearsed[key] = error
+            self._costs[key] = time.monotonic() - started
+            log.info("alone settings=%s cost_s=%.3g", key, self._costs[key])
+        return self._rehearsed[key]
+
+    def _key(self, settings: Settings) -> Settings:
+        kept = [knob for knob, _ in settings.items if knob not in _SHARED and not knob.startswith("batching.")]
+        return settings.only(*kept)
+
+    def _reference(self) -> Rehearsal:
+        """What the app as it is does, in fp32 where that is among what is tried. Raises LoadFailed."""
+        precise = any(knob.name == "precision" and "fp32" in knob.values for knob in self._space.knobs)
+        found = self._alone(Settings().put(precision="fp32") if precise else Settings())
+        if isinstance(found, LoadFailed):
+            raise found
+        return found
+
+    def _order(self, settings: Settings) -> Order:
+        largest = max(
+            (v for k in self._space.knobs if k.name == "batch" for v in k.values if isinstance(v, int)), default=1
+        )
+        sizes = sorted({largest} | {2**k for k in range(largest.bit_length()) if 2**k < largest})
+        return Order(
+            name=self._subject.name,
+            config=self._subject.with_settings(settings),
+            device=self._devices(settings)[0],
+            sys_path=_paths(),
+            bodies=[self._body(payload) for payload in self._payloads],
+            samples=[sample.body for sample in self._samples()],
+            sizes=sizes,
+            limit_s=self._slo.latency_s or 60.0,
+        )
+
+    def _devices(self, settings: Settings) -> tuple[str, ...]:
+        return expanded(self._subject.with_settings(settings).devices)
+
+    def _samples(self) -> Sequence[Sample]:
+        if self._check.samples is not None:
+            return self._check.samples
+        return [Sample(payload.name, self._body(payload)) for payload in self._payloads[:SAMPLES]]
+
+    def _body(self, payload: Payload) -> Body:
+        if not (payload.path or self._served.target.path).startswith("/v2/"):
+            codec = "native"
+        elif HEADER_LENGTH in payload.headers:
+            codec = "oip_binary"
+        else:
+            codec = "oip_npy" if payload.content_type == NPY else "oip_json"
+        return Body(payload.body, payload.content_type, codec, payload.headers)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _paths() -> list[str]:
+    """Where the server finds modules: it is started in this folder."""
+    return list(dict.fromkeys([os.getcwd(), *(p for p in sys.path if p)]))
+
+
+def _free_bytes() -> int:
+    """Memory that is there for instances: what is free, at most what a container is allowed."""
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no container, or "max"
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
+def _gpu_bytes(count: int) -> int:
+    """Memory of so many GPUs, the smallest taken for all; 0 where nobody tells."""
+    return min((total for _, _, _, total in Gpus().read()), default=0) * count

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.bench.ask import Reply
+from penstock.bench.target import Target
+from penstock.client.endpoint import Endpoint
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.errors import LoadFailed
+from penstock.tune import served as module
+from penstock.tune.served import Served, Subject, keys_of, reachable
+from penstock.tune.space import Settings, parse_settings
+
+
+class Server:
+    """Stands in the place of what `open_target` starts and of its management listener."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.starts: list[list[str]] = []
+        self.stops = 0
+        self.asked: list[tuple[str, str, Any]] = []
+        self.answer = Reply(200, b'{"versions": [{"instances": 3, "max_batch_size": 8}]}')
+
+    @contextmanager
+    def open_target(self, text: str, *, sets: list[str], **flags: Any) -> Iterator[Target]:
+        assert flags == {"model": "net", "token": None, "management": True}
+        self.starts.append(sets)
+        there = Endpoint("127.0.0.1", 1)
+        yield Target(text=text, endpoint=there, model="net", path="", management=there, server=self)  # type: ignore[arg-type]
+        self.stops += 1
+
+    def ask(self, endpoint: Endpoint, method: str, path: str, body: bytes | None, **flags: Any) -> Reply:
+        self.asked.append((method, path, None if body is None else msgspec.json.decode(body)))
+        return self.answer
+
+    def said(self) -> str:
+        return "OSError: no weights"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    found = Server()
+    monkeypatch.setattr(module, "open_target", found.open_target)
+    monkeypatch.setattr(module, "ask", found.ask)
+    return found
+
+
+def served(**keys: Any) -> Served:
+    return Served(Subject(target="app.py:Net", section="net", model=ModelConfig(target="/there/app.py:Net", **keys)))
+
+
+def at(text: str) -> Settings:
+    return parse_settings(text)
+
+
+def test_settings_are_keys_of_the_model() -> None:
+    assert keys_of(at("batch=8,instances=2,precision=fp16,device=cuda,hold=0,batching.timeout_s=2")) == {
+        "batching.max_batch_size": 8,
+        "instances": 2,
+        "precision": "fp16",
+        "devices": ["cuda"],
+        "batching.max_hold_s": 0,
+        "batching.timeout_s": 2,
+    }
+
+
+def test_a_model_keeps_what_no_knob_turns() -> None:
+    model = ModelConfig(target="a:b", threads=2, options={"k": 1}, batching=BatchingConfig(slo_s=0.1))
+    subject = Subject(target="x.toml", section="net", model=model)
+    found = subject.with_settings(at("batch=4,device=cuda,options.k=2"))
+    assert found == ModelConfig(
+        target="a:b",
+        threads=2,
+        options={"k": 2},
+        devices=("cuda",),
+        batching=BatchingConfig(slo_s=0.1, max_batch_size=4),
+    )
+
+
+def test_the_server_starts_with_the_settings(server: Server) -> None:
+    assert served().use(at("batch=4,device=cpu,policy=none"))
+    assert server.starts == [
+        [
+            'models."net".batching.max_batch_size=4',
+            'models."net".devices=["cpu"]',
+            'models."net".batching.policy="none"',
+        ]
+    ]
+
+
+def test_the_same_settings_change_nothing(server: Server) -> None:
+    found = served()
+    found.use(at("batch=4"))
+    assert not found.use(at("batch=4"))
+    assert (len(server.starts), server.asked) == (1, [])
+
+
+def test_instances_with_threads_of_their_own_are_scaled(server: Server) -> None:
+    found = served()
+    found.use(at("instances=1,threads=1"))
+    assert found.use(at("instances=3,threads=1"))
+    assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("instances=1", "instances=2"),  # threads are shared out anew
+        ("instances=1,threads=1", "instances=2,threads=1,batch=4"),
+        ("batch=2,instances=1", "batch=4,instances=1"),
+    ],
+)
+def test_what_else_differs_is_loaded_anew_in_the_same_server(server: Server, before: str, after: str) -> None:
+    found = served(version="3")
+    found.use(at(before))
+    assert found.use(at(after))
+    (unload, load) = server.asked
+    assert unload == ("DELETE", "/models/net/3", None)
+    assert load[:2] == ("PUT", "/models/net/3")
+    assert load[2]["target"] == "/there/app.py:Net"
+    assert len(server.starts) == 1
+
+
+def test_keys_that_no_request_may_set_start_the_server_anew(server: Server) -> None:
+    found = served()
+    found.use(at("options.width=1"))
+    found.use(at("options.width=2"))
+    assert [sets for sets in server.starts] == [['models."net".options.width=1'], ['models."net".options.width=2']]
+    assert (server.stops, server.asked) == (1, [])
+
+
+def test_configured_options_are_left_to_the_configuration(server: Server) -> None:
+    found = served(options={"k": 1}, weights="w.pt", name="net", traffic={"1": 1.0})
+    found.use(at("batch=2"))
+    found.use(at("batch=4"))
+    assert server.asked[1][2] == {"target": "/there/app.py:Net", "batching": {"max_batch_size": 4}}
+
+
+def test_settings_that_do_not_load_are_told_and_the_next_ones_get_a_server_of_their_own(server: Server) -> None:
+    found = served()
+    found.use(at("batch=2"))
+    server.answer = Reply(500, b'{"error": {"message": "could not be loaded"}}')
+    with pytest.raises(LoadFailed, match=r"\(500\): could not be loaded") as caught:
+        found.use(at("batch=4"))
+    assert caught.value.detail == "OSError: no weights"
+    found.use(at("batch=2"))
+    assert (len(server.starts), server.stops) == (2, 1)
+
+
+def test_a_server_that_died_is_started_again(server: Server) -> None:
+    found = served()
+    found.use(at("batch=2"))
+    server.alive = False
+    assert found.use(at("batch=2"))
+    assert (len(server.starts), server.stops) == (2, 1)
+
+
+def test_clients_are_twice_the_rows_that_all_instances_hold(server: Server) -> None:
+    found = served()
+    found.use(at("batch=8"))
+    assert found.clients() == 48
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "said"),
+    [
+        ("cpu", 0, None),
+        ("cuda", 1, None),
+        ("cuda:1", 2, None),
+        ("cuda", 0, "this machine has no GPU"),
+        ("cuda:2", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
+    ],
+)
+def test_a_device_that_is_not_there_is_told(device: str, gpus: int, said: str | None) -> None:
+    found = reachable([device], gpus)
+    assert found is None if said is None else said in str(found)
