@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from penstock.bench.document import NOT_TOLD, Block, Bullets, Code, Heading, Report, Says, Table, number
 from penstock.bench.measurement import Measurement, ServerSide
 from penstock.bench.suite_yaml import Point
 
@@ -180,7 +181,7 @@ def machine_text(machine: Mapping[str, Any]) -> str:
     return f"{machine.get('cpu', 'unknown CPU')}, {machine.get('cores', '?')} cores{cards}"
 
 
-# ---- report.md
+# ---- the page
 
 
 def report(
@@ -191,36 +192,33 @@ def report(
     slo: str = "",
     line: str = "",
     notes: Sequence[str] = (),
-) -> str:
-    """The page: what to choose for each model first, then all that was measured. `line` is what was typed."""
-    parts = ["# Benchmark suite", *_choices(rows, slo)]
-    for name in dict.fromkeys(row.point.case.text for row in rows):
-        parts.append(_table([row for row in rows if row.point.case.text == name]))
+) -> Report:
+    """What to choose for each model first, then all that was measured. `line` is what was typed."""
+    names = dict.fromkeys(row.point.case.text for row in rows)
+    rest: list[Block] = []
+    for name in names:
+        rest += _section([row for row in rows if row.point.case.text == name])
     if told := [*notes, *dict.fromkeys(text for row in rows for m in row.valid for text in m.caveats)]:
-        parts.append("## To know\n\n" + "\n".join(f"- {text}" for text in told))
-    known = "\n".join(f"- {name}: {version}" for name, version in versions.items())
-    parts.append(f"## Where\n\n- machine: {machine_text(machine)}\n{known}")
+        rest += [Heading("To know"), Bullets(told)]
+    known = [f"{name}: {version}" for name, version in versions.items()]
+    rest += [Heading("Where"), Bullets([f"machine: {machine_text(machine)}", *known])]
     if line:
-        parts.append(f"To reproduce it:\n\n    {line}")
-    return "\n\n".join(parts) + "\n"
+        rest += [Says("To reproduce it:"), Code(line)]
+    return Report("Benchmark suite", [_choice(name, rows, slo) for name in names], rest)
 
 
-def _choices(rows: Sequence[Row], slo: str) -> list[str]:
-    """A sentence for each mode of a model: what got the most through, within the SLO if there is one."""
-    found = []
-    for name in dict.fromkeys(row.point.case.text for row in rows):
-        own = [row for row in rows if row.point.case.text == name and row.valid]
-        kept = [row for row in own if row.met] if slo else own
-        if kept:
-            best = max(kept, key=lambda row: row.median(_FIGURES["TS throughput"]) or 0.0)
-            within = f" within {slo}" if slo else ""
-            told = f"{best.point.settings}, {best.concurrency} clients: {_shown(best, 'TS throughput')}/s{within},"
-            found.append(f"**{name}**: {told} p99 {_shown(best, 'TS latency P99')} ms.")
-        elif own:
-            found.append(f"**{name}**: nothing that was tried keeps {slo}.")
-        else:
-            found.append(f"**{name}**: nothing was measured.")
-    return found
+def _choice(name: str, rows: Sequence[Row], slo: str) -> Says:
+    """What got the most through, within the SLO if there is one."""
+    own = [row for row in rows if row.point.case.text == name and row.valid]
+    kept = [row for row in own if row.met] if slo else own
+    if not own:
+        return Says(f"{name}: nothing was measured.", "bad")
+    if not kept:
+        return Says(f"{name}: nothing that was tried keeps {slo}.", "bad")
+    best = max(kept, key=lambda row: row.median(_FIGURES["TS throughput"]) or 0.0)
+    within = f" within {slo}" if slo else ""
+    told = f"{best.point.settings}, {best.concurrency} clients: {_shown(best, 'TS throughput')}/s{within}"
+    return Says(f"{name}: {told}, p99 {_shown(best, 'TS latency P99')} ms.", "good")
 
 
 _SHOWN: Final = {
@@ -230,25 +228,24 @@ _SHOWN: Final = {
 }  # fmt: skip
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _section(rows: Sequence[Row]) -> list[Block]:
     case = rows[0].point.case
     slo = any(m.slo for row in rows for m in row.repeats)
-    names = ["processor", "workers", "batch", "clients", *_SHOWN, *(["SLO"] * slo)]
-    lines = ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
-    for row in rows:
-        cells = [row.point.processor.text, str(row.point.workers), str(row.point.batch_size), str(row.concurrency)]
-        if row.valid:
-            cells += [_shown(row, column) for column in _SHOWN.values()]
-        else:
-            why = row.repeats[0].invalid[0] if row.repeats else "not run"
-            cells += [f"INVALID: {why}".replace("|", "/").replace("\n", " ")[:200], *[""] * (len(_SHOWN) - 1)]
-        cells += [{True: "met", False: "missed", None: "n/a"}[row.met]] * slo
-        lines.append("| " + " | ".join(cells) + " |")
+    header = ["processor", "workers", "batch", "clients", *_SHOWN, *(["SLO"] * slo)]
     what = f"{case.url}: {case.requests} requests a run, of {case.input or 'its own example'}"
-    delay = f"a batch waits {case.batch_delay_ms} ms at most to be filled"
-    return f"## {case.text}\n\n{what}; {delay}.\n\n" + "\n".join(lines)
+    delay = f"a batch is held {case.batch_delay_ms} ms at most to be filled"
+    return [Heading(case.text), Says(f"{what}; {delay}."), Table(header, [_line(row, slo) for row in rows])]
+
+
+def _line(row: Row, slo: bool) -> list[str]:
+    cells = [row.point.processor.text, str(row.point.workers), str(row.point.batch_size), str(row.concurrency)]
+    if row.valid:
+        cells += [_shown(row, column) for column in _SHOWN.values()]
+    else:
+        why = f"INVALID: {row.repeats[0].invalid[0][:200]}" if row.repeats else "not run"
+        cells += [why, *[""] * (len(_SHOWN) - 1)]
+    return cells + [{True: "met", False: "missed", None: NOT_TOLD}[row.met]] * slo
 
 
 def _shown(row: Row, column: str) -> str:
-    value = row.median(_FIGURES[column])
-    return "n/a" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return number(row.median(_FIGURES[column]))

@@ -6,6 +6,7 @@ import csv
 import io
 
 from penstock.bench.ab_report import COLUMNS, Row, ab_report, report, rows_of
+from penstock.bench.document import markdown
 from penstock.bench.measurement import Gpu, Latency, Load, Measurement, ServerSide
 from penstock.bench.slo import parse_slo
 from penstock.bench.suite_yaml import Case, Processor, points
@@ -71,9 +72,9 @@ def test_an_invalid_run_has_no_numbers_and_tells_why() -> None:
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["the generator was overloaded"])]))
     assert row["Invalid"] == "the generator was overloaded"
     assert not row["TS throughput"] + row["TS latency P50"] + row["TS failed requests"]
-    page = report(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["too | busy"])]), MACHINE, {})
-    assert "**resnet eager_mode**: nothing was measured." in page
-    assert "INVALID: too / busy" in page
+    page = markdown(report(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["too busy"])]), MACHINE, {}))
+    assert "**resnet eager_mode: nothing was measured.**" in page
+    assert "| INVALID: too busy |" in page
 
 
 def test_a_repeat_that_was_invalid_does_not_count_with_the_others() -> None:
@@ -94,15 +95,16 @@ def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
     for point, rate in ((SINGLE, 200.0), (EIGHT, 100.0)):  # p99 of 150 and 300 ms
         run = measured(point.label, rate, caveats=["a closed loop sees no stalls"])
         runs.append(measured(point.label, rate, caveats=run.caveats, slo=slo.judge(run)))
-    page = report(rows_of([SINGLE, EIGHT], runs), MACHINE, {"python": "3.11"}, slo=slo.text, line="penstock x")
+    rows = rows_of([SINGLE, EIGHT], runs)
+    page = markdown(report(rows, MACHINE, {"python": "3.11"}, slo=slo.text, line="penstock x"))
     choice, table = page.splitlines()[2], [line for line in page.splitlines() if line.startswith("| cpu")]
-    assert choice == "**resnet eager_mode**: cpu, 1 worker, batch 1, 10 clients: 200/s within p99<=250ms, p99 150 ms."
+    assert choice == "**resnet eager_mode: cpu, 1 worker, batch 1, 10 clients: 200/s within p99<=250ms, p99 150 ms.**"
     assert [line.split(" | ")[-1] for line in table] == ["met |", "missed |"]
     assert page.count("a closed loop sees no stalls") == 1
-    assert "    penstock x" in page
-    assert "a batch waits 50 ms at most to be filled" in page
-    none = report(rows_of([EIGHT], runs), MACHINE, {}, slo=slo.text)
-    assert "**resnet eager_mode**: nothing that was tried keeps p99<=250ms." in none
+    assert "```\npenstock x\n```" in page
+    assert "a batch is held 50 ms at most to be filled" in page
+    none = markdown(report(rows_of([EIGHT], runs), MACHINE, {}, slo=slo.text))
+    assert "**resnet eager_mode: nothing that was tried keeps p99<=250ms.**" in none
 
 
 def test_runs_differ_by_registration_and_by_clients() -> None:

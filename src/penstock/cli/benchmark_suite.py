@@ -1,0 +1,238 @@
+"""`penstock benchmark-suite`: runs what the YAML of TorchServe's suite names, and writes its table and a page."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from msgspec import Struct
+
+from penstock.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.bench.measurement import Measurement
+    from penstock.bench.results import Results
+    from penstock.bench.slo import Slo
+    from penstock.bench.suite import Job, Wishes
+    from penstock.bench.suite_yaml import Point
+    from penstock.bench.target import Target
+
+
+class _How(Struct, frozen=True, kw_only=True):
+    """What holds for every run."""
+
+    slo: Slo | None
+    warm_s: float | None
+    repeat: int
+    seed: int
+
+
+def _warm_s(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
+    if value == "auto":
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise click.BadParameter(f"expected seconds, or auto, found '{value}'", param=parameter)
+    return seconds
+
+
+@click.command("benchmark-suite")
+@click.argument("files", nargs=-1, metavar="MODELS.yaml...")
+@click.option("--input", "inputs", multiple=True, metavar="FILE", help="as MODELS.yaml, as TorchServe's suite has it")
+@click.option("--output", metavar="DIR", help="folder of the results; by default a new one, benchmark-suite-TIME")
+@click.option("--resume", is_flag=True, help="go on in DIR: what was measured is not measured again")
+@click.option("--data", metavar="FILE|DIR|JSONL|random", help="what is sent, in place of the input of the files")
+@click.option("--requests", type=click.IntRange(1), help="how many a run, in place of what the files say")
+@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="runs of each; medians are told")
+@click.option("--warmup", default="auto", show_default=True, callback=_warm_s, help="seconds before each run, or auto")
+@click.option("--slo", metavar="TEXT", help="what to choose within, for instance p99<=100ms,error<=0.1%")
+@click.option(
+    "--model-store", type=click.Path(exists=True, file_okay=False, path_type=Path), help="where archives are found"
+)
+@click.option("--skip-missing-hardware", is_flag=True, help="leave out runs on GPUs that are not there")
+@click.option("--seed", type=int, default=0, show_default=True, help="of payloads of chance")
+@click.option("--skip", hidden=True, help="of TorchServe's suite: nothing is installed in any case")
+def benchmark_suite(
+    files: tuple[str, ...],
+    inputs: tuple[str, ...],
+    output: str | None,
+    resume: bool,
+    data: str | None,
+    requests: int | None,
+    repeat: int,
+    warmup: float | None,
+    slo: str | None,
+    model_store: Path | None,
+    skip_missing_hardware: bool,
+    seed: int,
+    skip: str | None,
+) -> None:
+    """Run the models of TorchServe's benchmark YAML, or of its template, in every way that it names."""
+    from penstock.bench.slo import parse_slo
+    from penstock.bench.suite import Wishes
+
+    wishes = Wishes(store=model_store, data=data, requests=requests, skip_missing_hardware=skip_missing_hardware)
+    paths = [Path(name) for name in (*files, *inputs)]
+    try:
+        if not paths:
+            raise ConfigError("no file of models is named; expected for instance penstock benchmark-suite models.yaml")
+        if resume and output is None:
+            raise ConfigError("--resume goes on in a folder; name it by --output DIR")
+        how = _How(slo=parse_slo(slo) if slo else None, warm_s=warmup, repeat=repeat, seed=seed)
+        code = _suite(paths, wishes, how, Path(output or f"benchmark-suite-{datetime.now(UTC):%Y%m%d-%H%M%S}"), resume)
+    except PenstockError as error:
+        click.echo(f"penstock: {error.message}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    sys.exit(code)
+
+
+def _suite(paths: Sequence[Path], wishes: Wishes, how: _How, folder: Path, resume: bool) -> int:
+    """The exit status: 0 when each run says something, 130 when it was stopped. Raises PenstockError."""
+    from penstock.bench.machine import machine, versions
+    from penstock.bench.results import Origin, Results
+    from penstock.bench.suite import digest, prepare
+    from penstock.bench.suite_yaml import read_suite
+
+    cases, notes = read_suite(paths)
+    with tempfile.TemporaryDirectory(prefix="penstock-") as downloads:
+        jobs, left_out = prepare(cases, wishes, Path(downloads))
+        notes = [*notes, *left_out]
+        for note in notes:
+            click.echo(f"penstock: {note}", err=True)
+        origin = Origin(
+            command="benchmark-suite",
+            line=shlex.join(["penstock", *sys.argv[1:]]),
+            target=f"{', '.join(map(str, paths))} ({digest(jobs)})",
+            slo=how.slo.text if how.slo else "",
+            seed=how.seed,
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            machine=machine(),
+            versions=versions(["torch", "onnxruntime", "numpy"]),
+        )
+        with Results.open(folder, origin, resume=resume) as results:
+            code = 0
+            try:
+                _Runs(jobs, how, results).all()
+            except KeyboardInterrupt:
+                click.echo("penstock: stopped; what was measured is reported", err=True)
+                code = 130
+            return _reported(jobs, how, results, notes) or code
+
+
+class _Runs:
+    """All runs of a suite, repeat by repeat, so that a disturbance does not fall on one of them alone."""
+
+    def __init__(self, jobs: Sequence[Job], how: _How, results: Results) -> None:
+        self._jobs, self._how, self._results = jobs, how, results
+        self._done = {_key(m) for m in results.measurements if not m.invalid}
+        self._number = 0
+        self._count = how.repeat * sum(len(job.points) * len(job.case.concurrency) for job in jobs)
+
+    def all(self) -> None:
+        """Measures what is not measured yet. Raises ConfigError, and PenstockError when nothing can be kept."""
+        for repeat in range(self._how.repeat):
+            for job in self._jobs:
+                for point in job.points:
+                    self._point(job, point, repeat)
+
+    def _point(self, job: Job, point: Point, repeat: int) -> None:
+        """Every number of clients that is not measured yet, on one server."""
+        from penstock.bench.suite import serving
+
+        first = self._number
+        left = [
+            (first + i, n) for i, n in enumerate(job.case.concurrency, 1) if (point.label, n, repeat) not in self._done
+        ]
+        self._number += len(job.case.concurrency)
+        try:
+            if left:
+                with serving(job, point) as target:
+                    while left:
+                        self._keep(*left[0], self._run(job, point, target, left[0][1], repeat))
+                        del left[0]
+        except ConfigError:
+            raise
+        except PenstockError as error:
+            for number, clients in left:  # the next has a server of its own
+                self._keep(number, clients, self._failed(job, point, clients, repeat, error))
+
+    def _run(self, job: Job, point: Point, target: Target, clients: int, repeat: int) -> Measurement:
+        from penstock.bench.protocol import check_of
+        from penstock.bench.run import measure
+        from penstock.bench.suite import load_of, requests_of
+        from penstock.cli.running import runner
+
+        found: list[Measurement] = []
+
+        async def run() -> None:
+            found.append(
+                await measure(
+                    target,
+                    requests_of(job, target, self._how.seed),
+                    load_of(job, clients, self._how.seed),
+                    slo=self._how.slo,
+                    warm_s=self._how.warm_s,
+                    label=point.label,
+                    repeat=repeat,
+                    check=check_of(target),
+                )
+            )
+
+        runner()(run())
+        return found[0]
+
+    def _failed(self, job: Job, point: Point, clients: int, repeat: int, error: PenstockError) -> Measurement:
+        from penstock.bench.measurement import Measurement
+        from penstock.bench.suite import load_of
+
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        load = load_of(job, clients, self._how.seed)
+        return Measurement(load=load, label=point.label, repeat=repeat, started=started, invalid=[error.message[:2000]])
+
+    def _keep(self, number: int, clients: int, found: Measurement) -> None:
+        self._results.append(found)
+        told = f"{found.throughput:,.5g}/s"
+        if found.latency.p99_s is not None:
+            told += f", p99 {found.latency.p99_s * 1e3:,.4g} ms"
+        if found.errors:
+            told += f", {found.error_share:.1%} errors"
+        if found.invalid:
+            told = f"INVALID: {found.invalid[0]}"
+        click.echo(f"[{number}/{self._count}] {found.label}, {found.load.label}: {told}")
+
+
+def _key(m: Measurement) -> tuple[str, int, int]:
+    return m.label, m.load.concurrency, m.repeat
+
+
+def _reported(jobs: Sequence[Job], how: _How, results: Results, notes: Sequence[str]) -> int:
+    """Writes ab_report.csv and report.md, and tells what to choose; 1 if a run says nothing. Raises PenstockError."""
+    from penstock.bench.ab_report import ab_report, report, rows_of
+    from penstock.bench.document import Says, markdown
+    from penstock.bench.results import not_written, write_whole
+
+    latest = {_key(m): m for m in results.measurements}  # one that was invalid is measured again on --resume
+    rows = rows_of([point for job in jobs for point in job.points], list(latest.values()))
+    origin = results.origin
+    page = report(
+        rows, origin.machine, origin.versions, slo=how.slo.text if how.slo else "", line=origin.line, notes=notes
+    )
+    try:
+        write_whole(results.folder / "ab_report.csv", ab_report(rows, origin.machine).encode())
+        write_whole(results.folder / "report.md", markdown(page).encode())
+    except OSError as error:
+        raise not_written(results.folder, error) from None
+    for block in page.verdict:
+        if isinstance(block, Says):
+            click.echo(block.text)
+    click.echo(f"{results.folder}/ab_report.csv, {results.folder}/report.md")
+    return int(any(m.invalid for m in latest.values()))
