@@ -54,8 +54,18 @@ def seconds(value: float | None) -> str:
     """With three digits, in the unit that suits: 420 µs, 12.3 ms, 1.25 s."""
     if value is None:
         return NOT_TOLD
-    scale, unit = (1e6, "µs") if value < 1e-3 else (1e3, "ms") if value < 1 else (1, "s")
+    scale, unit = _unit(value)
     return f"{_digits(value * scale)} {unit}"
+
+
+def around(middle: float, low: float, high: float) -> str:
+    """Seconds and between which they lie, in one unit: 12.3 ms (11.9..13)."""
+    scale, unit = _unit(middle)
+    return f"{_digits(middle * scale)} {unit} ({_digits(low * scale)}..{_digits(high * scale)})"
+
+
+def _unit(value: float) -> tuple[float, str]:
+    return (1e6, "µs") if value < 1e-3 else (1e3, "ms") if value < 1 else (1, "s")
 
 
 def number(value: float | None) -> str:

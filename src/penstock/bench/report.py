@@ -16,6 +16,7 @@ from penstock.bench.document import (
     Report,
     Says,
     Table,
+    around,
     number,
     percent,
     seconds,
@@ -195,9 +196,9 @@ def _p99(p: Point) -> str:
     if middle is None:
         return NOT_TOLD
     if len(values) > 1:
-        return f"{seconds(middle)} ({seconds(min(values))}..{seconds(max(values))})"
+        return around(middle, min(values), max(values))
     low, high = p.runs[0].latency.p99_low_s, p.runs[0].latency.p99_high_s
-    return seconds(middle) if low is None or high is None else f"{seconds(middle)} ({seconds(low)}..{seconds(high)})"
+    return seconds(middle) if low is None or high is None else around(middle, low, high)
 
 
 def _server(found: Sequence[Point]) -> list[Block]:
