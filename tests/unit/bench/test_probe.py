@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from penstock.bench import probe as module
+from penstock.bench.ask import Reply
+from penstock.bench.probe import Probe
+from penstock.bench.target import Target
+from penstock.client.endpoint import parse_url
+from penstock.client.errors import Unreachable
+from penstock.observe.system import GpuReading
+
+HERE = parse_url("http://127.0.0.1:8080")
+
+
+def target(**more: Any) -> Target:
+    return Target(text="t", endpoint=HERE, model="m", path="/predictions/m", **more)
+
+
+class FakeGpus:
+    """A GPU that is ever busier."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def read(self) -> list[GpuReading]:
+        self.looks += 1
+        return [(("0", "H"), self.looks / 10, self.looks * 1000, 9000)]
+
+
+async def watched(probe: Probe) -> Any:
+    await probe.start()
+    for _ in range(3):  # as its timer would
+        probe._look()
+        await asyncio.sleep(0)
+    return await probe.stop()
+
+
+def test_processes_and_gpus_are_looked_at_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Gpus", FakeGpus)
+    probe = Probe(target(pids=(os.getpid(),)))
+    side = asyncio.run(watched(probe))
+    assert side.cpu > 0
+    assert len(probe.memory) >= 3
+    assert side.memory_bytes == max(held for _, held in probe.memory) > 2**20
+    assert [at for at, _ in probe.memory] == sorted(at for at, _ in probe.memory)
+    (gpu,) = side.gpus
+    assert gpu.name == "0 H"
+    assert 0.1 <= gpu.utilization < gpu.memory_bytes / 1000 / 10 + 1e-9
+
+
+def test_what_the_page_of_metrics_tells_of_the_run_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = iter(
+        f'penstock_queue_seconds_sum{{model="m"}} {total}\npenstock_queue_seconds_count{{model="m"}} {count}\n'
+        for total, count in [(1.0, 10), (3.0, 20)]
+    )
+    monkeypatch.setattr(module, "ask", lambda *_, **__: Reply(200, next(pages).encode()))
+    side = asyncio.run(watched(Probe(target(metrics=HERE))))
+    assert side.queue_s == pytest.approx(0.2)
+    assert (side.cpu, side.memory_bytes, side.gpus) == (None, None, [])
+
+
+def test_a_server_that_shows_nothing_is_no_server_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object, **__: object) -> Reply:
+        raise Unreachable("gone")
+
+    monkeypatch.setattr(module, "ask", gone)
+    monkeypatch.setattr(module, "Gpus", FakeGpus)
+    assert asyncio.run(watched(Probe(target()))) is None
+    assert asyncio.run(watched(Probe(target(metrics=HERE)))) is None
+    none_such = 2**22 + 1  # beyond what Linux gives
+    assert (
+        asyncio.run(
+            watched(
+                Probe(
+                    target(metrics=HERE, pids=(none_such,)),
+                )
+            )
+        )
+        is not None
+    )  # its GPU
+
+
+def test_a_probe_that_was_not_started_or_was_stopped_sees_nothing() -> None:
+    async def twice() -> None:
+        probe = Probe(target(pids=(os.getpid(),)))
+        assert await probe.stop() is None
+        await probe.start()
+        assert await probe.stop() is not None
+        assert await probe.stop() is None
+
+    asyncio.run(twice())
