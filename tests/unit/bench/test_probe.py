@@ -42,9 +42,13 @@ async def watched(probe: Probe) -> Any:
 
 def test_processes_and_gpus_are_looked_at_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Gpus", FakeGpus)
+    used_s = iter([10.0, 12.0])  # the kernel counts in hundredths, and this run is shorter
+    monkeypatch.setattr(module, "_cpu_s", lambda processes: next(used_s) if processes else 0.0)
+    clock = iter(range(100))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
     probe = Probe(target(pids=(os.getpid(),)))
     side = asyncio.run(watched(probe))
-    assert side.cpu > 0
+    assert side.cpu == pytest.approx(2 / 6)  # started, four looks, stopped
     assert len(probe.memory) >= 3
     assert side.memory_bytes == max(held for _, held in probe.memory) > 2**20
     assert [at for at, _ in probe.memory] == sorted(at for at, _ in probe.memory)
