@@ -47,23 +47,26 @@ class Reading(Struct, frozen=True, kw_only=True):
         """Why it says nothing about what was measured; None if it does."""
         return "; ".join(self.run.invalid) or None
 
-    def breaks(self, slo: Slo, *, upper: bool = False) -> str | None:
-        """What of the SLO it breaks, as "p99 140 ms > p99<=100ms"; None when it keeps it.
+    def value(self, name: str) -> float | None:
+        """What was measured of the SLO's part `name`. Of a percentile with too few samples the largest latency, which
+        it cannot exceed."""
+        if name == "error":
+            return self.error_share if self.run.requests else None
+        found: float | None = getattr(self.run.latency, "p999_s" if name == "p99.9" else f"{name}_s")
+        return self.run.latency.max_s if found is None else found
 
-        With `upper` the p99 counts with the upper bound of its interval. A percentile with too few samples counts as
-        the largest latency, which it cannot exceed. "throughput" parts are not looked at: a load that is lower than
-        they ask for cannot keep them.
+    def breaks(self, slo: Slo) -> str | None:
+        """What of the SLO it breaks, as "p99 140 ms (wanted p99<=100ms)"; None when it keeps it.
+
+        "throughput" parts are not looked at: a load that is lower than they ask for cannot keep them.
         """
         if self.run.invalid:
             return f"invalid: {self.invalid}"
-        for part, clause in zip(slo.parts, slo.judge(self.run, upper=upper), strict=True):
+        for part in slo.parts:
             if part.name == "throughput":
                 continue
-            value, met = clause.value, clause.met
-            if met is None:
-                value = self.run.latency.max_s if part.name != "error" else 1.0
-                met = value is not None and part.met_by(value)
-            if not met:
+            value = self.value(part.name)
+            if value is None or not part.met_by(value):
                 return f"{part.name} {told(part.name, value)} (wanted {part.text})"
         return None
 
@@ -105,7 +108,7 @@ class Curve(Struct, frozen=True, kw_only=True):
 
 
 class Bench(Protocol):
-    """What is tuned. Called by one thread; any call may take long. May raise PenstockError, which ends the tuning."""
+    """What is tuned. Called by one thread; any call may take long. A PenstockError ends the tuning."""
 
     def refusal(self, settings: Settings) -> str | None:
         """Why these settings may not be used, before anything is measured with them: outputs that differ, no such
@@ -117,7 +120,10 @@ class Bench(Protocol):
         ...
 
     def prepare(self, settings: Settings) -> None:
-        """What is measured from now on has these settings. Reloads only what they ask for."""
+        """What is measured from now on has these settings. Reloads only what they ask for.
+
+        Raises LoadFailed if the model cannot run with them: they are ruled out, and the search goes on.
+        """
         ...
 
     def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:

@@ -1,0 +1,170 @@
+"""The largest rate that settings sustain within an SLO: short probes until it is known well enough, then a long one.
+
+Load comes in an open loop: what a closed one would call fast is only slow to ask. A probe that the server cannot keep
+up with also tells what it can: its throughput. That spares most of the steps of a plain bisection.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from msgspec import Struct
+
+from penstock.bench.slo import Slo
+from penstock.tune.meter import Meter, Unfit
+from penstock.tune.space import Settings
+from penstock.tune.trial import Reading
+
+MOST_PROBES: Final = 16  # of one search for a rate
+_LIGHT: Final = 0.04  # of a rate that was too much: what fails there, fails under any load
+_BELOW: Final = 4  # probes that all fail: then the light one
+_KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the server can
+
+
+class Effort(Struct, frozen=True, kw_only=True):
+    """How long is measured. A run lasts for so many samples, not less than its seconds and than `latencies` times the
+    SLO's latency (queues need a while to show), not more than `most_s`. `precision` is that of rates."""
+
+    probe_s: float = 1.5
+    probe_samples: int = 600
+    sure_s: float = 4.0
+    sure_samples: int = 3000
+    latencies: float = 15.0
+    most_s: float = 30.0
+    precision: float = 0.04
+    repeats: int = 3
+    finalists: int = 3
+
+    def probe(self, rate: float, slo: Slo) -> float:
+        """Seconds of a probe."""
+        return self._seconds(rate, slo, self.probe_s, self.probe_samples)
+
+    def sure(self, rate: float, slo: Slo) -> float:
+        """Seconds of a run that decides."""
+        return self._seconds(rate, slo, self.sure_s, self.sure_samples)
+
+    def _seconds(self, rate: float, slo: Slo, least_s: float, samples: int) -> float:
+        wanted = max(least_s, self.latencies * (slo.latency_s or 0.0), samples / rate)
+        return round(min(self.most_s, wanted), 2)
+
+
+class Trial:
+    """What is known of settings: `good` is the reading of the largest rate that kept the SLO, `bad` that of the
+    smallest above it that did not. `out` tells why they were ruled out. `light` kept it not even under light load."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.good: Reading | None = None
+        self.bad: Reading | None = None
+        self.why_bad = ""
+        self.out = ""
+        self.light: Reading | None = None
+        self.throughput: float | None = None  # the most that was seen
+        self._passed: list[Reading] = []
+        self._failed: list[tuple[Reading, str]] = []
+
+    @property
+    def rate(self) -> float:
+        """Requests a second that it is known to sustain; 0 if none."""
+        return self.good.rate if self.good else 0.0
+
+    @property
+    def bad_rate(self) -> float:
+        """Requests a second that are known to be too much."""
+        return self.bad.rate if self.bad else math.inf
+
+    @property
+    def estimate(self) -> float:
+        """A guess at what it sustains, of what there is; 0 for what was ruled out."""
+        if self.out:
+            return 0.0
+        if self.good:
+            return self.rate
+        return 0.85 * min(self.bad_rate, self.throughput or math.inf) if self.bad else 0.0
+
+    def add(self, reading: Reading, slo: Slo) -> bool:
+        """Whether the reading keeps the SLO. Of two that contradict each other the one with fewer requests goes."""
+        why = reading.breaks(slo)
+        self.throughput = max(self.throughput or 0.0, reading.throughput)
+        n = reading.run.requests
+        if why is None:
+            self._passed.append(reading)
+            self._failed = [(r, w) for r, w in self._failed if r.rate > reading.rate or r.run.requests >= n]
+        else:
+            self._failed.append((reading, why))
+            self._passed = [r for r in self._passed if r.rate < reading.rate or r.run.requests > n]
+        self.bad, self.why_bad = min(self._failed, key=lambda f: f[0].rate, default=(None, ""))
+        below = [r for r in self._passed if r.rate < self.bad_rate]
+        self.good = max(below, key=lambda r: r.rate, default=None)
+        return why is None
+
+
+class Prober:
+    """Measures trials. Rates have three digits: nobody sets others."""
+
+    def __init__(self, meter: Meter, slo: Slo, effort: Effort) -> None:
+        self.meter, self.slo, self.effort = meter, slo, effort
+
+    def probe(self, trial: Trial, rate: float) -> bool:
+        """Whether the SLO was kept at this rate, by a short run."""
+        rate = neat(rate)
+        return self._run(trial, rate, self.effort.probe(rate, self.slo))
+
+    def sure(self, trial: Trial, rate: float) -> bool:
+        """The same, by a long one."""
+        rate = neat(rate)
+        return self._run(trial, rate, self.effort.sure(rate, self.slo))
+
+    def _run(self, trial: Trial, rate: float, seconds: float) -> bool:
+        try:
+            reading = self.meter.measure(trial.settings, rate, seconds)
+            if reading.invalid:  # the generator's fault may pass
+                reading = self.meter.measure(trial.settings, rate, seconds)
+        except Unfit as e:
+            trial.out = str(e)
+            return False
+        return trial.add(reading, self.slo)
+
+    def narrow(self, trial: Trial, start: float, precision: float) -> None:
+        """Probes until the largest rate lies between two that differ by `precision`, or it is clear that none does.
+
+        `start` is a guess at it.
+        """
+        light = 0.0
+        for step in range(MOST_PROBES):
+            if trial.out or trial.bad_rate <= trial.rate * (1 + precision):
+                return
+            if trial.good is None and trial.bad is not None:
+                if trial.bad_rate <= light:
+                    trial.light, trial.out = trial.bad, f"at {trial.bad_rate:g}/s already: {trial.why_bad}"
+                    return
+                light = light or neat(_LIGHT * trial.bad_rate)
+            self.probe(trial, light if trial.good is None and step >= _BELOW else max(light, self._next(trial, start)))
+
+    def _next(self, trial: Trial, start: float) -> float:
+        """The rate to probe now."""
+        good, bad = trial.good, trial.bad
+        if good is not None and bad is not None:
+            return math.sqrt(good.rate * bad.rate)
+        if good is not None:
+            return start if start > good.rate * 1.02 else good.rate * 1.3
+        if bad is None:
+            return start
+        if bad.throughput < _KEPT_UP * bad.rate:
+            return 0.93 * bad.throughput
+        p99, limit = bad.p99_s, self.slo.latency_s
+        return bad.rate * (0.4 if p99 is not None and limit is not None and p99 > 2 * limit else 0.75)
+
+    def settle(self, trial: Trial, start: float) -> None:
+        """Narrows as far as the effort says, and makes sure: a rate that a long run does not bear is lowered."""
+        for _ in range(MOST_PROBES):
+            self.narrow(trial, start, self.effort.precision)
+            if trial.good is None or trial.good.run.load.seconds >= self.effort.sure(trial.rate, self.slo):
+                return
+            self.sure(trial, trial.rate)
+
+
+def neat(rate: float) -> float:
+    """The rate with three significant digits."""
+    return float(f"{rate:.3g}")

@@ -1,0 +1,139 @@
+"""The best few and the default, measured again: in turn, several times each, so that what drifts drifts for all.
+
+Settings keep the SLO only if the upper bound of what was measured does: being wrong here is being slow in service.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from penstock.bench.slo import Part, Slo
+from penstock.tune.capacity import Effort, neat
+from penstock.tune.meter import Meter, Unfit
+from penstock.tune.space import Settings
+from penstock.tune.trial import Reading, told
+
+MOST_LOWERED: Final = 5  # times that a rate is lowered before settings are given up
+_STEPS: Final = (0.98, 0.95)  # the rate is lowered to: when only the bound breaks the SLO, when the mean does
+_ONE_SIDED: Final = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)  # 95 % of Student's t, from 1 degree on
+_Z: Final = 1.96
+_RESAMPLES: Final = 2000
+
+
+class Finalist:
+    """Settings at the rate that they are to bear. `readings` are those at this rate; `met` None until it is known."""
+
+    def __init__(self, settings: Settings, rate: float) -> None:
+        self.settings, self.rate = settings, neat(rate)
+        self.readings: list[Reading] = []
+        self.met: bool | None = None
+        self.why = ""
+        self.lowered = 0
+
+    @property
+    def goodput(self) -> float:
+        """Good answers a second in time, of its repeats the mean; before there are any, the rate."""
+        return statistics.fmean(r.goodput for r in self.readings) if self.readings else self.rate
+
+
+def confirm(meter: Meter, slo: Slo, effort: Effort, finalists: Sequence[Finalist]) -> None:
+    """Measures them in turn until of each is known whether it keeps the SLO, at a rate lowered where need be.
+
+    Raises BudgetOver; what is known by then is in the finalists.
+    """
+    open_ones = list(finalists)
+    while open_ones:
+        for repeat in range(effort.repeats):
+            at = repeat % len(open_ones)
+            for one in [*open_ones[at:], *open_ones[:at]]:
+                _measure(meter, slo, effort, one)
+        for one in open_ones:
+            _judge(one, slo, effort)
+        open_ones = [one for one in open_ones if one.met is None]
+
+
+def _measure(meter: Meter, slo: Slo, effort: Effort, one: Finalist) -> None:
+    if one.met is not None:
+        return
+    try:
+        reading = meter.measure(one.settings, one.rate, effort.sure(one.rate, slo))
+    except Unfit as e:
+        one.met, one.why = False, str(e)
+        return
+    if not reading.invalid:
+        one.readings.append(reading)
+    else:
+        one.why = f"invalid: {reading.invalid}"
+
+
+def _judge(one: Finalist, slo: Slo, effort: Effort) -> None:
+    """Settles whether the SLO is kept, or lowers the rate for another round."""
+    if one.met is not None:
+        return
+    if len(one.readings) < 2:
+        one.met = False
+        return
+    mean_breaks = broken(slo, one.readings, upper=False)
+    bound_breaks = broken(slo, one.readings, upper=True)
+    if bound_breaks is None:
+        one.met, one.why = True, ""
+        return
+    one.why = f"at {one.rate:g}/s: {mean_breaks or bound_breaks}"
+    one.lowered += 1
+    if one.lowered > MOST_LOWERED:
+        one.met = False
+        return
+    lower = neat(one.rate * (_STEPS[1] if mean_breaks else _STEPS[0]))
+    one.rate, one.readings = lower, []
+
+
+def broken(slo: Slo, readings: Sequence[Reading], *, upper: bool) -> str | None:
+    """What of the SLO the repeats break together; None if they keep it. "throughput" parts are not looked at."""
+    for part in slo.parts:
+        if part.name == "throughput":
+            continue
+        value = _together(part, readings, upper)
+        if value is None or not part.met_by(value):
+            which = "up to " if upper else ""
+            return f"{part.name} {which}{told(part.name, value)} (wanted {part.text})"
+    return None
+
+
+def _together(part: Part, readings: Sequence[Reading], upper: bool) -> float | None:
+    """The value of the part over all repeats; with `upper` the upper bound, with 95 % confidence, of its mean."""
+    if part.name == "error":
+        requests = sum(r.run.requests for r in readings)
+        return sum(sum(r.run.errors.values()) for r in readings) / requests if requests else None
+    values = [value for r in readings if (value := r.value(part.name)) is not None]
+    if len(values) < len(readings) or len(values) < 2:
+        return None
+    mean = statistics.fmean(values)
+    if not upper:
+        return mean
+    highs = [r.run.latency.p99_high_s for r in readings]
+    within = 0.0
+    if part.name == "p99":  # by chance repeats are closer to each other than each is known
+        within = statistics.fmean((high or value) - value for high, value in zip(highs, values, strict=True)) / _Z
+    deviation = max(statistics.stdev(values), within)
+    freedom = min(len(values) - 1, len(_ONE_SIDED))
+    return mean + _ONE_SIDED[freedom - 1] * deviation / math.sqrt(len(values))
+
+
+def gain(chosen: Finalist, default: Finalist, seed: int) -> tuple[float, tuple[float, float]]:
+    """By how much the goodput is higher than the default's (0.4: 40 %), and its interval with 95 % confidence.
+
+    A bootstrap over the repeats of both.
+    """
+    ours = [r.goodput for r in chosen.readings] or [chosen.rate]
+    theirs = [r.goodput for r in default.readings] or [default.rate]
+    rng = random.Random(seed)
+    ratios = sorted(
+        statistics.fmean(rng.choices(ours, k=len(ours))) / statistics.fmean(rng.choices(theirs, k=len(theirs))) - 1
+        for _ in range(_RESAMPLES)
+    )
+    at = round(0.025 * _RESAMPLES)
+    return statistics.fmean(ours) / statistics.fmean(theirs) - 1, (ratios[at], ratios[-1 - at])

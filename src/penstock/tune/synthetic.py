@@ -1,0 +1,178 @@
+"""A Bench in virtual time: a machine whose true cost of batches and contention are known drives the real Scheduler.
+
+The answer of a search over it can be held against the truth, which no real machine tells.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from msgspec import Struct, field
+
+from penstock.batching.policies.adaptive import Adaptive
+from penstock.batching.policies.base import BatchPolicy
+from penstock.batching.policies.fixed import Fixed
+from penstock.bench.measurement import Latency, Load, Measurement
+from penstock.bench.slo import Slo
+from penstock.errors import LoadFailed
+from penstock.tune.simulate import Service, SimResult, Think, poisson, simulate
+from penstock.tune.space import Settings
+from penstock.tune.trial import Curve, Reading
+
+WARM: Final = 0.15  # of a simulation is not counted
+_Z: Final = 1.96  # 95 % of a normal distribution lie within so many deviations
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """A batch of n takes (a + b*n) seconds on a machine with one instance; `factors` multiply a and b by precision.
+
+    m instances slow each other down by 1 + sigma*(m-1) + kappa*m*(m-1), the universal scalability law: sigma is what
+    they queue for, kappa what they keep telling each other. Throughput so has a peak at some m.
+    An instance holds `memory_bytes`, and `row_bytes` for each row of its largest batch, of `limit_bytes`.
+    """
+
+    a: float
+    b: float
+    sigma: float = 0.0
+    kappa: float = 0.0
+    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    jitter: float = 0.05
+    tail: float = 0.002
+    memory_bytes: int = 0
+    row_bytes: int = 0
+    limit_bytes: int | None = None
+
+    def service(self, settings: Settings) -> Service:
+        """What a batch takes with these settings."""
+        m = _whole(settings, "instances")
+        slower = 1 + self.sigma * (m - 1) + self.kappa * m * (m - 1)
+        fa, fb = self.factors.get(str(settings.get("precision", "")), (1.0, 1.0))
+        return Service(self.a * fa * slower, self.b * fb * slower, jitter=self.jitter, tail=self.tail)
+
+    def memory(self, settings: Settings) -> int:
+        """Bytes that all instances hold."""
+        batch, instances = _whole(settings, "batch"), _whole(settings, "instances")
+        return instances * (self.memory_bytes + batch * self.row_bytes)
+
+
+def drawn(seed: int) -> Machine:
+    """A machine like those there are, from one that gains nothing by batches to one that gains tenfold."""
+    rng = random.Random(seed)
+
+    def between(low: float, high: float) -> float:
+        return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+    b = between(0.0005, 0.005)
+    return Machine(
+        a=b * between(0.5, 20),
+        b=b,
+        sigma=between(0.02, 0.5),
+        kappa=between(0.001, 0.02),
+        factors={"fp16": (between(0.8, 1.2), between(0.5, 1.2)), "bf16": (between(0.8, 1.2), between(0.5, 1.2))},
+    )
+
+
+class SyntheticBench:
+    """The `Bench` of a machine. `spent_s` is the virtual time that measuring took."""
+
+    def __init__(self, machine: Machine, slo: Slo, *, has_curve: bool = True) -> None:
+        self.machine, self.slo, self._has_curve = machine, slo, has_curve
+        self.spent_s = 0.0
+
+    def refusal(self, settings: Settings) -> str | None:
+        return None
+
+    def curve(self, settings: Settings) -> Curve | None:
+        if not self._has_curve:
+            return None
+        one, largest = self.machine.service(settings.put(instances=1)), settings.put(batch=32, instances=1)
+        points = tuple((n, one.t(n)) for n in (1, 2, 4, 8, 16, 32))
+        self.spent_s += (cost_s := 3 * sum(t for _, t in points))
+        memory, limit = self.machine.memory(largest), self.machine.limit_bytes
+        return Curve(points=points, memory_bytes=memory or None, limit_bytes=limit, cost_s=cost_s)
+
+    def prepare(self, settings: Settings) -> None:
+        limit = self.machine.limit_bytes
+        if limit is not None and self.machine.memory(settings) > limit:
+            raise LoadFailed(f"{settings}: {self.machine.memory(settings)} bytes are needed, there are {limit}")
+
+    def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:
+        load = Load(mode="open", rate=rate, seconds=seconds, seed=seed)
+        n = max(2, round(rate * seconds / (1 - WARM)))
+        return self._reading(settings, load, self._simulate(settings, poisson(rate, n, random.Random(seed)), seed))
+
+    def saturate(self, settings: Settings, seconds: float, seed: int) -> Reading:
+        clients = 2 * _whole(settings, "batch") * _whole(settings, "instances")
+        load = Load(mode="closed", concurrency=clients, seconds=seconds, seed=seed)
+        found = simulate(
+            self.machine.service(settings),
+            _policy(settings),
+            slots=_whole(settings, "instances"),
+            max_batch_size=_whole(settings, "batch"),
+            clients=clients,
+            horizon_s=seconds / (1 - WARM),
+            think=Think(position_s=0.0),
+            seed=seed,
+        )
+        return self._reading(settings, load, found)
+
+    def close(self) -> None:
+        pass
+
+    def truth(self, settings: Settings, rate: float, requests: int = 60_000) -> SimResult:
+        """What a long run at this rate comes to."""
+        return self._simulate(settings, poisson(rate, requests, random.Random(-1)), 0)
+
+    def _simulate(self, settings: Settings, arrivals: Iterator[float], seed: int) -> SimResult:
+        return simulate(
+            self.machine.service(settings),
+            _policy(settings),
+            slots=_whole(settings, "instances"),
+            max_batch_size=_whole(settings, "batch"),
+            arrivals=arrivals,
+            slo_s=self.slo.latency_s,
+            deadlines=False,
+            seed=seed,
+        )
+
+    def _reading(self, settings: Settings, load: Load, found: SimResult) -> Reading:
+        self.spent_s += (cost_s := load.seconds / (1 - WARM))
+        run = Measurement(
+            load=load,
+            label=settings.text,
+            seconds=load.seconds,
+            requests=len(found.latencies_s),
+            answered=len(found.latencies_s),
+            throughput=found.throughput,
+            goodput=found.goodput,
+            latency=_latency(found.latencies_s, found.mean_s),
+        )
+        return Reading(run=run, cost_s=cost_s)
+
+
+def _whole(settings: Settings, knob: str) -> int:
+    value = settings.get(knob, 1)
+    return value if isinstance(value, int) else 64
+
+
+def _policy(settings: Settings) -> BatchPolicy:
+    hold = settings.get("hold", "auto")
+    return Fixed(hold) if isinstance(hold, int | float) else Adaptive()
+
+
+def _latency(found: Sequence[float], mean_s: float) -> Latency:
+    """Percentiles of sorted latencies, by nearest rank; a p99 of at least 100 of them."""
+    n = len(found)
+
+    def at(rank: float) -> float:
+        return found[min(n - 1, max(0, math.ceil(rank) - 1))]
+
+    if n < 100:
+        return Latency(mean_s=mean_s if n else None, max_s=found[-1] if n else None)
+    wide = _Z * math.sqrt(n * 0.99 * 0.01)
+    p99 = {"p99_s": at(0.99 * n), "p99_low_s": at(0.99 * n - wide), "p99_high_s": at(0.99 * n + wide + 1)}
+    tails = {"p50_s": at(0.5 * n), "p90_s": at(0.9 * n), "p95_s": at(0.95 * n), "max_s": found[-1]}
+    return Latency(mean_s=mean_s, **tails, **p99)
