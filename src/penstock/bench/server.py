@@ -101,6 +101,11 @@ class ServerProcess:
         """Whether the serving process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def wait(self) -> None:
+        """Returns when it ends by itself, or is stopped."""
+        assert self._process is not None, "started"
+        self._process.wait()
+
     def said(self) -> str:
         """What it and its workers printed so far; also after `stop`."""
         if self._folder is not None:

@@ -47,7 +47,7 @@ def demo(connections: int, requests: int | None, keep: bool, port: int) -> None:
 
 
 def _run(console: Console, connections: int, requests: int | None, keep: bool, port: int) -> bool:
-    from penstock.demo.trial import Server, Trial
+    from penstock.demo.trial import Trial, make_server
 
     trial = Trial()
     rows: dict[str, Row] = {}
@@ -55,8 +55,9 @@ def _run(console: Console, connections: int, requests: int | None, keep: bool, p
     with _progress(console) as progress:
         for name, policy in POLICIES.items():
             task = progress.add_task(f"batching {name}: starting the server", total=None, answers=0)
-            server = Server(policy, port if name == "on" else 0)
+            server = make_server(policy, port if name == "on" else 0)
             try:
+                server.start()
                 progress.update(task, description=f"batching {name}")
 
                 def show(done: float, answers: int, task: Any = task) -> None:
@@ -115,7 +116,7 @@ def _keep(console: Console, server: Any, sample: str) -> None:
     console.print("the server runs until Ctrl-C; try", markup=False)
     click.echo(f"curl -H 'content-type: application/json' -d '{sample}' {url}/predictions/digits")
     try:
-        server.process.wait()
+        server.wait()
     except KeyboardInterrupt:
         pass
     finally:

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import select
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,6 +14,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.bench.ask import ask
+from penstock.bench.page import read_page
+from penstock.bench.server import ServerProcess
+from penstock.client.endpoint import parse_url
 from penstock.demo.digits import data, encode
 from penstock.demo.load import Figures, Load, percentile, post
 from penstock.errors import PenstockError
@@ -30,9 +27,6 @@ Show = Callable[[float, int], None]
 """Called a few times a second with the share that is done, from 0 to 1, and the number of answers."""
 
 PATH = "/predictions/digits"
-START_S = 60.0
-STOP_S = 10.0
-_ROWS = re.compile(r"^penstock_batch_rows_(sum|count)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 
 
 class Answer(msgspec.Struct):
@@ -54,61 +48,19 @@ class Row:
     failures: Counter[str]
 
 
-class Server:
-    """`penstock serve` with the digits model and the given policy, ready. Raises PenstockError if it does not start."""
+def make_server(policy: str, port: int = 0) -> ServerProcess:
+    """`penstock serve` with the digits model and the given policy, not started yet."""
+    # one thread: a network this small only loses time handing its pieces to others, most of all on a busy machine
+    sets = ("models.digits.threads=1", f"models.digits.batching.policy={policy}")
+    return ServerProcess(
+        ["penstock.demo.digits:Digits", *(word for text in sets for word in ("--set", text))], port=port
+    )
 
-    def __init__(self, policy: str, port: int = 0) -> None:
-        # Settings of the user's own server must not change what is measured.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-        # one thread: a network this small only loses time handing its pieces to others, most of all on a busy machine
-        sets = ["server.management_port=0", "server.metrics_port=0", "models.digits.threads=1"]
-        sets.append(f"models.digits.batching.policy={policy}")
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", "penstock.demo.digits:Digits"]
-        command += ["--port", str(port), *(word for text in sets for word in ("--set", text))]
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
-        read, write = os.pipe()
-        with os.fdopen(read, "rb") as ready:
-            try:
-                self.process = subprocess.Popen(
-                    command,
-                    pass_fds=[write],
-                    env={**env, "PENSTOCK_READY_FD": str(write)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._output,
-                    stderr=subprocess.STDOUT,
-                )
-            finally:
-                os.close(write)
-            try:
-                # Readable at the line, and at the process's end too.
-                line = ready.readline() if select.select([ready], [], [], START_S)[0] else b""
-            except BaseException:
-                self.stop()
-                raise
-        if not line:
-            self.stop()
-            self._output.seek(0)
-            said = self._output.read()[-4000:].decode(errors="replace").strip()
-            raise PenstockError(f"the server did not start; it said:\n{said}")
-        self.urls: dict[str, str] = json.loads(line)
 
-    def batches(self) -> tuple[float, float]:
-        """How many rows were run so far, and in how many batches."""
-        with urllib.request.urlopen(f"{self.urls['metrics']}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        sums = {"sum": 0.0, "count": 0.0}
-        for kind, value in _ROWS.findall(text):
-            sums[kind] += float(value)
-        return sums["sum"], sums["count"]
-
-    def stop(self) -> None:
-        """Ends the server, by force if it does not drain in time."""
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def _batches(server: ServerProcess) -> tuple[float, float]:
+    """How many rows were run so far, and in how many batches."""
+    page = read_page(ask(parse_url(server.urls["metrics"]), "GET", "/metrics").body.decode(), "")
+    return page.sums.get("rows_sum", 0.0), page.sums.get("rows_count", 0.0)
 
 
 class Trial:
@@ -123,7 +75,7 @@ class Trial:
         """The first image as the JSON body of a request."""
         return json.dumps(self.images[0].tolist(), separators=(",", ":"))
 
-    def run(self, server: Server, connections: int, requests: int | None, seconds: float, show: Show) -> Row:
+    def run(self, server: ServerProcess, connections: int, requests: int | None, seconds: float, show: Show) -> Row:
         """One uncounted pass over the images, then the counted run. Raises PenstockError if the server is lost."""
         url = urlsplit(server.urls["inference"])
         host, port = str(url.hostname), int(url.port or 80)
@@ -145,11 +97,11 @@ class Trial:
         try:
             _in_loop(load.run(host, port, connections=connections))
             failures["the connection was lost"] += load.figures.lost
-            rows, batches = server.batches()
+            rows, batches = _batches(server)
             right = 0
             at_least = requests or 1
             figures = _in_loop(_watched(load, host, port, connections, at_least, seconds, show))
-            more_rows, more_batches = server.batches()
+            more_rows, more_batches = _batches(server)
         except OSError as error:  # TimeoutError too
             raise PenstockError(f"the server was lost: {error}") from None
         failures["the connection was lost"] += figures.lost
