@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.bench.measurement import Measurement, ServerSide
+from penstock.bench.measurement import Clause, Measurement, ServerSide
+from penstock.bench.modes import in_units
+from penstock.bench.slo import Slo
 
 INVALID: Final = "INVALID"
 _NONE: Final = "n/a"
@@ -83,7 +86,7 @@ def notes(runs: Sequence[Measurement]) -> list[str]:
     repeats = max((run.repeat for run in runs), default=0) + 1
     found: dict[str, list[str]] = {}
     for run in runs:
-        texts = [f"{INVALID}: {text}" for text in run.invalid] or list(run.caveats)
+        texts = [*(f"{INVALID}: {text}" for text in run.invalid), *run.caveats]
         if run.first_error is not None:
             texts.append(f"first error: {run.first_error}")
         for text in texts:
@@ -111,3 +114,38 @@ def _server(side: ServerSide) -> str:
         parts.append(f"memory {side.memory_bytes / 2**20:,.0f} MiB")
     parts += [f"{gpu.name} {gpu.utilization:.0%}, {gpu.memory_bytes / 2**20:,.0f} MiB" for gpu in side.gpus]
     return " · ".join(parts)
+
+
+def line(run: Measurement, repeats: int) -> str:
+    """One run in one line, as soon as it is there."""
+    name = name_of(run, repeats)
+    if run.invalid:
+        return f"{name}: {INVALID}"
+    failed = f", {run.error_share:.1%} errors" if run.errors else ""
+    return f"{name}: {run.throughput:,.5g}/s, p50 {_ms(run.latency.p50_s)} ms, p99 {_ms(run.latency.p99_s)} ms{failed}"
+
+
+def verdict(runs: Sequence[Measurement], slo: Slo) -> str:
+    """Which loads kept the SLO, which did not and why, which cannot tell."""
+    repeats = max((run.repeat for run in runs), default=0) + 1
+    parts = []
+    for word, met in (("kept at", True), ("MISSED at", False), ("cannot be told at", None)):
+        names = [name_of(run, repeats) + _why(run, met) for run in runs if run.met is met]
+        if names:
+            parts.append(f"{word} {', '.join(names)}")
+    return f"SLO {slo.text}: {'; '.join(parts)}"
+
+
+def _why(run: Measurement, met: bool | None) -> str:
+    if met:
+        return ""
+    if run.invalid:
+        return f" ({INVALID})"
+    broken = [clause for clause in run.slo if clause.met is met]
+    texts = [clause.text if clause.value is None else _found(clause) for clause in broken]
+    return f" ({', '.join(texts)}{': too few samples' if met is None else ''})"
+
+
+def _found(clause: Clause) -> str:
+    name = re.split(r"\s*[<>]", clause.text)[0]
+    return f"{name} is {in_units(name, clause.value or 0.0)}"

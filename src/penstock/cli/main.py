@@ -11,6 +11,7 @@ from penstock import __version__
 _VERBS = {
     "archive": "penstock.cli.archive:archive",
     "benchmark-suite": "penstock.cli.benchmark_suite:benchmark_suite",
+    "bench": "penstock.cli.bench:bench",
     "caption": "penstock.cli.caption:caption",
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo:demo",

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from penstock.bench.measurement import Clause, Gpu, Latency, Load, Measurement, ServerSide
-from penstock.bench.table import name_of, notes, plain, rows, server_lines
+from penstock.bench.slo import parse_slo
+from penstock.bench.table import line, name_of, notes, plain, rows, server_lines, verdict
 
 RUN = Measurement(
     load=Load(mode="closed", concurrency=8),
@@ -83,7 +84,7 @@ def test_what_is_true_of_all_is_said_once_and_errors_with_their_load() -> None:
     assert notes([clean, RUN]) == ["a closed loop cannot see stalls", "8 clients: first error: status 503: busy"]
 
 
-def test_an_invalid_run_says_why_and_nothing_else() -> None:
+def test_an_invalid_run_says_why() -> None:
     assert notes([RUN, BROKEN])[-1] == "64 clients: INVALID: the generator was late"
 
 
@@ -92,3 +93,18 @@ def test_the_servers_side_is_one_line_a_run() -> None:
         "8 clients: queue 1 ms · run 4 ms · batches by rows <=1:3 <=8:120 · memory 300 MiB · NVIDIA H200 80%, 1,024 MiB"
     ]
     assert server_lines([Measurement(load=RUN.load, server=ServerSide())]) == []
+
+
+def test_a_run_is_told_in_a_line_when_it_is_done() -> None:
+    assert line(RUN, 1) == "8 clients: 1,234.6/s, p50 5 ms, p99 12.3 ms, 0.2% errors"
+    assert line(BROKEN, 2) == "64 clients #1: INVALID"
+
+
+def test_the_verdict_says_where_the_slo_is_kept_and_why_not_elsewhere() -> None:
+    slo = parse_slo("p99<=10ms")
+    kept = Measurement(load=Load(mode="closed", concurrency=1), slo=[Clause(text="p99<=10ms", value=0.009, met=True)])
+    untold = Measurement(load=Load(mode="closed", concurrency=2), slo=[Clause(text="p99<=10ms", value=None, met=None)])
+    assert verdict([kept, RUN, untold, BROKEN], slo) == (
+        "SLO p99<=10ms: kept at 1 client; MISSED at 8 clients (p99 is 12.3 ms); "
+        "cannot be told at 2 clients (p99<=10ms: too few samples), 64 clients (INVALID)"
+    )

@@ -1,0 +1,306 @@
+"""`penstock bench`: reads flags, sends load to a model, and tells what was measured."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, run_async, seconds
+from penstock.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.bench.measurement import Load, Measurement
+    from penstock.bench.modes import Mode, Plan
+    from penstock.bench.results import Origin, Results
+    from penstock.bench.slo import Slo
+    from penstock.bench.target import Target
+
+N = TypeVar("N", int, float)
+
+SECONDS: Final = 10.0
+
+
+def _numbers(kind: Callable[[str], N]) -> Callable[[click.Context, click.Parameter, str | None], tuple[N, ...] | None]:
+    """Reads a flag of numbers over 0 with commas between."""
+
+    def read(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[N, ...] | None:
+        if value is None:
+            return None
+        try:
+            found = tuple(kind(part) for part in value.split(","))
+        except ValueError:
+            found = ()
+        if not found or not all(0 < number < float("inf") for number in found):
+            what = "whole numbers" if kind is int else "numbers"
+            raise click.BadParameter(f"expected {what} over 0 such as 1,8,64, found '{value}'", param=parameter)
+        return found
+
+    return read
+
+
+def _warmup(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
+    """None for auto."""
+    if value == "auto":
+        return None
+    try:
+        found = float(value.removesuffix("s"))
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 3600:
+        raise click.BadParameter(f"expected auto or seconds from 0, found '{value}'", param=parameter)
+    return found
+
+
+def make_plan(flags: dict[str, Any]) -> Plan:
+    """The loads that the flags describe. Raises ConfigError for flags that do not go together."""
+    from penstock.bench.arrivals import parse_arrival
+    from penstock.bench.modes import Plan
+
+    mode: Mode = flags["mode"] or ("open" if flags["rate"] or flags["arrival"] else "closed")
+    arrival = parse_arrival(flags["arrival"] or "poisson")
+    trace = arrival.kind == "trace"
+    for name, modes in (
+        ("rate", ("open", "ramp")),
+        ("arrival", ("open", "ramp")),
+        ("concurrency", ("closed", "saturate")),
+    ):
+        if flags[name] and mode not in modes:
+            raise ConfigError(f"--{name} is for --mode {' and '.join(modes)}, found --mode {mode}")
+    if mode == "open" and not flags["rate"] and not trace:
+        raise ConfigError(
+            "--mode open: say how many requests come a second with --rate, or replay --arrival trace:FILE"
+        )
+    if mode == "ramp" and trace:
+        raise ConfigError("--mode ramp: a trace does not rise; expected poisson, constant or gamma:CV")
+    if mode == "ramp" and len(flags["rate"] or ()) > 2:
+        raise ConfigError("--mode ramp: --rate is FIRST or FIRST,LAST")
+    if mode in ("ramp", "saturate") and flags["requests"]:
+        raise ConfigError(f"--mode {mode}: steps last by --duration; --requests is for closed and open")
+    given: dict[str, Any] = {"concurrency": flags["concurrency"]} if flags["concurrency"] else {}
+    if mode == "saturate":
+        given.setdefault("concurrency", (1,))
+    return Plan(
+        mode=mode,
+        rates=flags["rate"] or (),
+        arrival=flags["arrival"] or "poisson",
+        seconds=flags["duration"] or (0.0 if trace else SECONDS),
+        requests=flags["requests"] or 0,
+        seed=flags["seed"],
+        connections=flags["connections"],
+        repeat=flags["repeat"],
+        **given,
+    )
+
+
+class _Session:
+    """What was measured so far: told as it comes, and kept."""
+
+    def __init__(self, plan: Plan, slo: Slo, flags: dict[str, Any]) -> None:
+        self.plan, self.slo, self.flags = plan, slo, flags
+        self.runs: list[Measurement] = []
+        self.found: list[str] = []
+        self.results: Results | None = None
+
+    def keep(self, run: Measurement) -> None:
+        """One more is measured."""
+        from penstock.bench.table import line
+
+        self.runs.append(run)
+        if self.results is not None:
+            self.results.append(run)
+        if not self.flags["json"]:
+            click.echo(line(run, self.plan.repeat), err=True)
+
+    async def send(self, target: Target, requests: list[bytes]) -> None:
+        """Runs the plan."""
+        from penstock.bench.modes import carry_out
+        from penstock.bench.protocol import check_of
+        from penstock.bench.run import measure
+
+        async def one(load: Load, repeat: int) -> Measurement:
+            run = await measure(
+                target,
+                requests,
+                load,
+                slo=self.slo,
+                warm_s=self.flags["warmup"],
+                repeat=repeat,
+                check=check_of(target),
+                timeout_s=self.flags["timeout"],
+                on_partial=self.keep,
+            )
+            self.keep(run)
+            return run
+
+        async for text in carry_out(self.plan, self.slo, one):
+            self.found.append(text)
+
+    def tell(self, origin: Origin) -> None:
+        """Prints all of it."""
+        import msgspec
+
+        from penstock.bench.table import notes, plain, rows, server_lines, verdict
+
+        if self.flags["json"]:
+            told = {"origin": origin, "measurements": self.runs, "found": self.found}
+            click.echo(msgspec.json.format(msgspec.json.encode(told)))
+            return
+        if not self.runs:
+            return
+        _print_table(rows(self.runs), plain)
+        for text in (*server_lines(self.runs), *notes(self.runs), *self.found):
+            click.echo(text)
+        if self.slo.parts and self.plan.mode in ("closed", "open"):
+            click.echo(verdict(self.runs, self.slo))
+
+    def code(self) -> int:
+        """The exit status: whether all runs count, and all keep the SLO. A search breaks it to find where it breaks."""
+        if not self.runs or any(run.invalid for run in self.runs) or any(not run.answered for run in self.runs):
+            return FAILED
+        if self.plan.mode == "ramp":
+            return 0 if all(text.startswith("knee") for text in self.found) else FAILED
+        missed = bool(self.slo.parts) and self.plan.mode != "saturate" and not all(run.met for run in self.runs)
+        return FAILED if missed else 0
+
+
+def _print_table(table: list[list[str]], plain: Callable[[list[list[str]]], list[str]]) -> None:
+    if not sys.stdout.isatty():
+        click.echo("\n".join(plain(table)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(*table[0][:1], box=None, pad_edge=False)
+    for heading in table[0][1:]:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in table[1:]:
+        shown.add_row(*row)
+    Console().print(shown)
+
+
+def _origin(target: Target, slo: Slo, seed: int) -> Origin:
+    from penstock.bench.machine import machine, versions
+    from penstock.bench.results import Origin
+
+    return Origin(
+        command="bench",
+        line=shlex.join(["penstock", *sys.argv[1:]]),
+        target=target.text,
+        slo=slo.text,
+        seed=seed,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine(),
+        versions=versions(("torch", "onnxruntime", "hdrhistogram")),
+    )
+
+
+def _bench(text: str, flags: dict[str, Any]) -> int:
+    """The exit status. Raises PenstockError."""
+    from penstock.bench.slo import Slo, parse_slo
+
+    slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
+    session = _Session(make_plan(flags), slo, flags)
+    with _opened(text, flags) as target:
+        return _measured(session, target)
+
+
+def _opened(text: str, flags: dict[str, Any]) -> Any:
+    from penstock.bench.target import open_target
+    from penstock.cli.tokens import read_token
+    from penstock.client.endpoint import tls_context
+
+    return open_target(
+        text,
+        protocol=flags["protocol"],
+        model=flags["model"],
+        token=read_token(flags["token_file"]),
+        tls=tls_context(flags["ca"]) if flags["ca"] else None,
+        metrics=flags["metrics"],
+        options=flags["options"],
+        sets=flags["sets"],
+    )
+
+
+def _measured(session: _Session, target: Target) -> int:
+    """Sends the load, tells what it saw, whatever ends it, and gives the exit status."""
+    from penstock.bench.payload import payloads
+    from penstock.bench.protocol import request_of
+    from penstock.bench.results import Results
+
+    flags = session.flags
+    bodies = payloads(flags["data"], target, flags["seed"])
+    requests = [request_of(target, body) for body in bodies]
+    origin = _origin(target, session.slo, flags["seed"])
+    if flags["output"] is not None:
+        session.results = Results.open(flags["output"], origin)
+    if not flags["json"]:
+        size = sum(len(body.body) for body in bodies) / len(bodies)
+        click.echo(f"{target.url}: {len(bodies)} kinds of requests, {size:,.0f} bytes each", err=True)
+    code = FAILED
+    try:
+        run_async(session.send(target, requests))
+        code = session.code()
+    except KeyboardInterrupt:
+        click.echo("penstock: interrupted; this is what there is", err=True)
+        code = INTERRUPTED
+    except PenstockError as error:
+        click.echo(f"penstock: {error.message}", err=True)
+    finally:
+        session.tell(origin)
+        if session.results is not None:
+            session.results.close()
+    return code
+
+
+@click.command()
+@click.argument("target")
+@click.option(
+    "--mode", type=click.Choice(["closed", "open", "ramp", "saturate"]),
+    help="closed: clients that wait for their answers. open: so many requests a second, whatever the server does. "
+    "ramp: a rate that rises until the SLO breaks. saturate: clients that double [open with --rate, else closed].",
+)  # fmt: skip
+@click.option("--concurrency", callback=_numbers(int), metavar="N,...", help="Clients of a closed loop [1,8,64].")
+@click.option(
+    "--rate", callback=_numbers(float), metavar="N,...", help="Requests a second; of a ramp, the first and the last."
+)
+@click.option("--arrival", metavar="KIND", help="poisson, constant, gamma:CV or trace:FILE [poisson].")
+@click.option("--duration", callback=seconds, metavar="TIME", help="Of each run: 30, 30s, 10m [10s; a trace whole].")
+@click.option("--requests", type=click.IntRange(1), help="So many in each run, instead of --duration.")
+@click.option(
+    "--warmup", callback=_warmup, default="auto", show_default=True, metavar="auto|S",
+    help="Before each run: until the load gets no faster, or so many seconds.",
+)  # fmt: skip
+@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="All of it so often.")
+@click.option("--data", metavar="FILE|DIR|random", help="What is sent: files, lines of a .jsonl, tensors of chance.")
+@click.option(
+    "--protocol", type=click.Choice(["auto", "native", "torchserve", "oip"]), default="auto", show_default=True
+)
+@click.option("--model", metavar="NAME", help="Which of the server's models.")
+@click.option("--slo", metavar="SLO", help='For instance "p99<=100ms,error<=0.1%".')
+@click.option("--json", is_flag=True, help="Print JSON, and nothing else.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Keep the results and a report there.")
+@click.option("--connections", type=click.IntRange(1, 8000), default=256, show_default=True, help="Of an open loop.")
+@click.option(
+    "--timeout", callback=seconds, metavar="TIME", help="Patience with a request [60s; open 10s after the last]."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of arrivals and random data.")
+@click.option("--metrics", metavar="URL", help="The server's metrics listener, where it is not found.")
+@click.option("--token-file", type=click.Path(), help="The server's token; or the variable PENSTOCK_TOKEN.")
+@click.option("--ca", type=click.Path(), help="PEM file of the authority that signed the server's certificate.")
+@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="As of serve, for what is served.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="As of serve, for what is served.")
+def bench(target: str, **flags: Any) -> None:
+    """Send load to a model and measure it.
+
+    TARGET is the URL of a server that runs, something to serve for the time (app.py:Model, model.onnx, penstock.toml,
+    model.mar), or the name of a model at http://127.0.0.1:8080.
+
+    Exit status: 0 measured, and the SLO kept; 1 missed, INVALID, or the target failed; 2 wrong usage; 130 interrupted.
+    """
+    sys.exit(exit_code(lambda: _bench(target, flags)))

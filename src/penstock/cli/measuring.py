@@ -1,0 +1,67 @@
+"""What the verbs that measure do alike: their loop, how they are ended, and the exit statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+import click
+
+from penstock.errors import ConfigError, PenstockError
+
+T = TypeVar("T")
+
+FAILED: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130
+
+_UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """What a flag of a time says: `90`, `90s`, `10m`, `1.5h`."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value.strip(), re.ASCII)
+    if found is None or float(found[1]) <= 0:
+        raise click.BadParameter(f"expected a time over 0 such as 30, 30s, 10m or 1h, found '{value}'", param=parameter)
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """What `work` gives, or the status of its error, which is told in one line. SIGTERM and SIGHUP end it as Ctrl-C."""
+    as_interrupt = {number: lambda *_: signal.raise_signal(signal.SIGINT) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # A shell ignores SIGINT in what it starts with "&".
+    handlers = {signal.SIGINT: signal.default_int_handler, **as_interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return work()
+    except ConfigError as error:
+        click.echo(f"penstock: {error.message}", err=True)
+        return USAGE
+    except PenstockError as error:
+        click.echo(f"penstock: {error.message}", err=True)
+        return FAILED
+    except KeyboardInterrupt:
+        click.echo("penstock: interrupted", err=True)
+        return INTERRUPTED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """What the coroutine gives, on uvloop where it is. Ctrl-C cancels it, and is raised when it has ended."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(work)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
