@@ -12,10 +12,9 @@ from typing import Final
 
 from msgspec import structs
 
-from penstock.bench import load as generator
 from penstock.bench.histogram import encode
-from penstock.bench.load import Samples
 from penstock.bench.measurement import Generator, Latency, Load, Measurement, ServerSide
+from penstock.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.bench.slo import Slo
 
 LATE_S: Final = 0.001
@@ -27,10 +26,10 @@ CONFIDENCE: Final = 0.95
 _EXACT: Final = 50_000  # samples up to which the binomial distribution is summed; beyond, a normal one is the same
 
 _WORDS: Final = {
-    generator.LOST: "lost",
-    generator.TIMED_OUT: "timeout",
-    generator.REFUSED: "refused",
-    generator.WRONG: "wrong",
+    LOST: "lost",
+    TIMED_OUT: "timeout",
+    REFUSED: "refused",
+    WRONG: "wrong",
 }
 CLOSED: Final = "a closed loop sends nothing while the server stands still, so it cannot see stalls: use --mode open"
 NO_HISTOGRAM: Final = "no histogram was kept: install penstock[bench]"
@@ -126,7 +125,7 @@ def summarise(
         repeat=repeat,
         started=started,
         seconds=samples.seconds,
-        requests=sum(status != generator.UNDER_WAY for status in samples.status),
+        requests=sum(status != UNDER_WAY for status in samples.status),
         answered=len(good),
         errors=_errors(samples),
         first_error=_first_error(samples),
@@ -162,7 +161,7 @@ def _throughput(load: Load, samples: Samples, good: Sequence[int], limit_s: floa
 
 
 def _errors(samples: Samples) -> dict[str, int]:
-    failed = Counter(s for s in samples.status if not 200 <= s < 300 and s != generator.UNDER_WAY)
+    failed = Counter(s for s in samples.status if not 200 <= s < 300 and s != UNDER_WAY)
     return {_WORDS.get(status, str(status)): count for status, count in failed.most_common()}
 
 

@@ -1,0 +1,483 @@
+"""The generator in virtual time, where every latency is exact, and over real sockets, where bytes come as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from penstock.bench import alarm, drive, load
+from penstock.bench.figures import summarise
+from penstock.bench.load import http_request
+from penstock.bench.measurement import Load, Measurement
+from penstock.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+from penstock.client.endpoint import Endpoint, tls_context
+from penstock.client.errors import Unreachable
+
+HERE = Endpoint("127.0.0.1", 9)
+TLS = Path(__file__).parents[1] / "frontends" / "tls"
+REQUESTS = [http_request(HERE, "POST", "/p", {"Content-Type": "image/png"}, b"body %d" % number) for number in range(5)]
+
+
+def answer(status: int = 200, body: bytes = b"ok", *head: str) -> bytes:
+    lines = "".join(f"{line}\r\n" for line in (f"HTTP/1.1 {status} S", *head, f"Content-Length: {len(body)}"))
+    return lines.encode() + b"\r\n" + body
+
+
+class Server:
+    """What a request meets in virtual time: by default each is answered after `takes_s`, whatever else is under way."""
+
+    def __init__(self, takes_s: float = 0.005) -> None:
+        self.takes_s = takes_s
+        self.here: Callable[[float], bool] = lambda now: True
+        self.seen: list[tuple[float, bytes]] = []
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        """When, and what; None of bytes ends the connection, None at all is silence."""
+        return now + self.takes_s, answer()
+
+
+class Frozen(Server):
+    """Answers nothing from `start_s` to `end_s`, and then all of what came in between."""
+
+    def __init__(self, start_s: float, end_s: float) -> None:
+        super().__init__()
+        self.start_s, self.end_s = start_s, end_s
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        begins = self.end_s if self.start_s <= now < self.end_s else now
+        return begins + self.takes_s, answer()
+
+
+class Transport(asyncio.Transport):
+    def __init__(self, loop: VirtualLoop, protocol: asyncio.Protocol, number: int) -> None:
+        super().__init__({"peername": ("127.0.0.1", 9)})
+        self.loop, self.protocol, self.number, self.closed = loop, protocol, number, False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        now = self.loop.now
+        self.loop.server.seen.append((now, bytes(data)))
+        found = self.loop.server.reply(now, bytes(data), self.number)
+        if found is not None:
+            self.loop.call_at(found[0], self.comes, found[1])
+
+    def comes(self, data: bytes | None) -> None:
+        if data is None:
+            self.close()
+        elif not self.closed:
+            self.protocol.data_received(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.loop.call_soon(self.protocol.connection_lost, None)
+
+    abort = close
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that never waits: when nothing is to do its time jumps to the next timer."""
+
+    def __init__(self, server: Server) -> None:
+        self.now = 1000.0
+        self.server = server
+        self.opened = 0
+        selector = selectors.SelectSelector()
+        ask = selector.select
+
+        def select(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            assert timeout is not None, "all wait for something that never comes"
+            self.now += timeout + 1e-9  # a turn takes a little: what is due a rounding error later comes too
+            return ask(0)
+
+        cast(Any, selector).select = select
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now
+
+    async def create_connection(self, factory: Any, *_: Any, **__: Any) -> Any:
+        if not self.server.here(self.now - 1000.0):
+            raise ConnectionRefusedError(111, "refused")
+        protocol = factory()
+        self.opened += 1
+        transport = Transport(self, protocol, self.opened)
+        protocol.connection_made(transport)
+        return transport, protocol
+
+
+Run = Callable[[Coroutine[Any, Any, Any], Server], Any]
+
+
+@pytest.fixture
+def virtually(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs a coroutine against a server in virtual time; `virtually.loop` afterwards has the loop."""
+    loops: list[VirtualLoop] = []
+
+    def run(work: Coroutine[Any, Any, Any], server: Server) -> Any:
+        loop = VirtualLoop(server)
+        loops.append(loop)
+        run.loop = loop  # type: ignore[attr-defined]
+        clock = SimpleNamespace(perf_counter=loop.time, process_time=time.process_time)
+        for module in (drive, load, alarm):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(load, "make_alarm", alarm.LoopTimer)
+        return loop.run_until_complete(work)
+
+    yield run
+    for loop in loops:
+        loop.close()
+
+
+def open_(**more: Any) -> Coroutine[Any, Any, Samples]:
+    return load.open_loop(HERE, REQUESTS, **{"times": [n / 100 for n in range(2000)], **more})
+
+
+def closed(**more: Any) -> Coroutine[Any, Any, Samples]:
+    return load.closed_loop(HERE, REQUESTS, **{"concurrency": 3, **more})
+
+
+def figures(samples: Samples, mode: str = "open") -> Measurement:
+    return summarise(Load(mode=cast(Any, mode)), samples)
+
+
+# ---- the open loop
+
+
+def test_a_stall_of_the_server_counts_for_all_who_came_in_it(virtually: Run) -> None:
+    """Coordinated omission: 100 requests a second for 20 s, of which the server stands still for 2."""
+    seen = figures(virtually(open_(), Frozen(1009.02, 1011.02)))
+    assert seen.requests == seen.answered == 2000
+    assert seen.latency.p50_s == pytest.approx(0.005)
+    assert seen.latency.p95_s == pytest.approx(1.005, rel=0.02)
+    assert seen.latency.p99_s == pytest.approx(1.805, rel=0.02)
+    assert seen.latency.p999_s == pytest.approx(1.985, rel=0.02)
+    assert seen.throughput == pytest.approx(100, rel=0.001)
+    assert not seen.invalid
+
+
+def test_a_closed_loop_does_not_see_a_stall_and_says_so(virtually: Run) -> None:
+    seen = figures(virtually(closed(concurrency=1, seconds=20.0), Frozen(1009.02, 1011.02)), "closed")
+    assert seen.latency.p99_s == pytest.approx(0.005)
+    assert seen.latency.max_s == pytest.approx(2.005, rel=0.02)
+    assert any("cannot see stalls: use --mode open" in caveat for caveat in seen.caveats)
+
+
+def test_requests_leave_at_their_times_in_turn(virtually: Run) -> None:
+    server = Server()
+    times = [0.0, 0.0, 0.001, 0.5, 0.5004, 1.25]
+    samples = virtually(open_(times=times), server)
+    start = server.seen[0][0]
+    assert [at - start for at, _ in server.seen] == pytest.approx(times, abs=1e-6)
+    assert [request for _, request in server.seen] == [*REQUESTS, REQUESTS[0]]
+    assert list(samples.intended_s) == times
+    assert list(samples.number) == [0, 1, 2, 3, 4, 0]
+    assert list(samples.status) == [200] * 6
+    assert list(samples.latency_s) == pytest.approx([0.005] * 6, abs=1e-6)
+    assert max(samples.late_s) < 1e-6
+    assert samples.seconds == pytest.approx(1.25 * 6 / 5)
+
+
+def test_more_connections_are_opened_while_none_is_free(virtually: Run) -> None:
+    samples = virtually(open_(times=[0.0, 0.001, 0.002, 1.0], connections=2), Server())
+    assert (samples.waited, virtually.loop.opened) == (1, 3)  # type: ignore[attr-defined]
+    assert list(samples.latency_s) == pytest.approx([0.005] * 4, abs=1e-6)
+
+
+def test_what_no_connection_is_free_for_waits_its_turn_and_the_wait_counts(
+    virtually: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "MOST_CONNECTIONS", 1)
+    samples = virtually(open_(times=[0.0, 0.001, 0.002]), Server(0.010))
+    assert list(samples.latency_s) == pytest.approx([0.010, 0.019, 0.028], abs=1e-6)
+    assert max(samples.late_s) < 1e-6, "the generator itself was on time"
+    assert any("2 requests waited for a connection" in caveat for caveat in figures(samples).caveats)
+
+
+def test_what_the_generator_itself_is_late_is_part_of_the_latency_and_makes_the_run_invalid(virtually: Run) -> None:
+    def stumbles(number: int, status: int, body: bytes) -> bool:
+        virtually.loop.now += 0.050  # type: ignore[attr-defined]
+        return True
+
+    samples = virtually(open_(times=[n / 100 for n in range(100)], check=stumbles), Server())
+    assert max(samples.late_s) > 0.5
+    assert all(took > late for took, late in zip(samples.latency_s, samples.late_s, strict=True))
+    seen = figures(samples)
+    assert len(seen.invalid) == 1
+    assert "the generator was late" in seen.invalid[0]
+
+
+def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually: Run) -> None:
+    class Silent(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return None if request.endswith(b"2") else super().reply(now, request, connection)
+
+    samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], patience_s=2.0), Silent())
+    assert list(samples.status) == [200, 200, TIMED_OUT, 200]
+    assert samples.latency_s[2] == math.inf
+    assert virtually.loop.now == pytest.approx(1000 + drive.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
+
+
+# ---- the closed loop
+
+
+def test_every_client_sends_when_it_was_answered(virtually: Run) -> None:
+    server = Server(0.010)
+    samples = virtually(closed(concurrency=3, seconds=0.095), server)
+    assert len(server.seen) == 30, "ten times three, the last of them at 90 ms"
+    assert list(samples.number) == [n % 5 for n in range(30)]
+    assert list(samples.latency_s) == pytest.approx([0.010] * 30)
+    assert samples.seconds == 0.095
+    assert figures(samples, "closed").throughput == pytest.approx(300), "the last three count by half"
+
+
+def test_so_many_requests_are_sent_as_were_asked_for(virtually: Run) -> None:
+    samples = virtually(closed(at_least=7), Server(0.010))
+    assert list(samples.status) == [200] * 7
+    assert samples.seconds == pytest.approx(0.030), "up to the last answer"
+    assert figures(samples, "closed").throughput == pytest.approx(7 / 0.030)
+
+
+@pytest.mark.parametrize(("asked", "sent"), [({"at_least": 7}, 10), ({"seconds": 0.015}, 10), ({"at_least": 1}, 5)])
+def test_whole_passes_send_every_request_as_often(virtually: Run, asked: dict[str, Any], sent: int) -> None:
+    samples = virtually(closed(whole_passes=True, **asked), Server(0.010))
+    assert sorted(samples.number) == sorted([*range(5)] * (sent // 5))
+
+
+def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtually: Run) -> None:
+    class Forgetful(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return None if connection == 2 else super().reply(now, request, connection)
+
+    samples = virtually(closed(concurrency=2, seconds=4.0, timeout_s=1.0), Forgetful(1.0 / 3))
+    assert sorted(set(samples.status)) == [TIMED_OUT, 200]
+    assert list(samples.status).count(TIMED_OUT) == 1
+    assert virtually.loop.opened == 3  # type: ignore[attr-defined]
+
+
+# ---- bad servers
+
+
+def test_nobody_at_the_address_is_told_before_anything_is_sent(virtually: Run) -> None:
+    server = Server()
+    server.here = lambda now: False
+    with pytest.raises(Unreachable, match=r"no connection to http://127\.0\.0\.1:9: .*refused"):
+        virtually(open_(), server)
+    with pytest.raises(Unreachable, match="no connection"):
+        virtually(closed(seconds=1.0), server)
+
+
+@pytest.mark.parametrize(
+    "work", [lambda: open_(stop_after_errors=10), lambda: closed(seconds=20.0, stop_after_errors=10)]
+)
+def test_a_run_of_nothing_but_errors_is_stopped_and_the_first_is_kept(virtually: Run, work: Callable[[], Any]) -> None:
+    class Wrong(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, answer(415, b"expected image/png, found %d" % len(self.seen))
+
+    samples = virtually(work(), Wrong())
+    assert samples.ended == "errors"
+    assert list(samples.status).count(415) == 10
+    assert samples.first_error == (415, b"expected image/png, found 1")
+    seen = figures(samples)
+    assert (seen.errors, seen.requests) == ({"415": 10}, 10)
+    assert seen.first_error == "415 Unsupported Media Type: expected image/png, found 1"
+
+
+def test_a_run_that_began_well_goes_on_through_errors(virtually: Run) -> None:
+    class Worsens(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, answer(200 if len(self.seen) == 1 else 503)
+
+    samples = virtually(open_(times=[n / 10 for n in range(50)], stop_after_errors=5), Worsens())
+    assert (samples.ended, list(samples.status)) == ("", [200] + [503] * 49)
+
+
+class Dies(Server):
+    """Ends all connections that ask for something after a second, and takes no new ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = lambda now: now < 1.0
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        return now + self.takes_s, answer() if now < 1001.0 else None
+
+
+@pytest.mark.parametrize("work", [lambda: open_(connections=2), lambda: closed(seconds=20.0)])
+def test_a_run_whose_server_is_gone_ends_soon(virtually: Run, work: Callable[[], Any]) -> None:
+    samples = virtually(work(), Dies())
+    assert samples.ended == "gone"
+    assert set(samples.status) == {200, LOST, REFUSED}
+    assert 1002.9 < virtually.loop.now < 1004.0  # type: ignore[attr-defined]
+    assert samples.seconds == pytest.approx(virtually.loop.now - 1000, abs=0.1)  # type: ignore[attr-defined]
+    assert any("the server refuses connections" in caveat for caveat in figures(samples).caveats)
+
+
+@pytest.mark.parametrize(
+    "work", [lambda: open_(times=[0.1 * n for n in range(9)]), lambda: closed(concurrency=2, at_least=9)]
+)
+def test_a_lost_connection_fails_its_own_request_only(virtually: Run, work: Callable[[], Any]) -> None:
+    class DiesOnce(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, None if len(self.seen) == 3 else answer()
+
+    samples = virtually(work(), DiesOnce())
+    assert sorted(samples.status) == [LOST] + [200] * 8
+    assert figures(samples).errors == {"lost": 1}
+    assert not samples.ended
+
+
+@pytest.mark.parametrize(
+    "work", [lambda: open_(times=[0.1 * n for n in range(9)]), lambda: closed(concurrency=2, at_least=9)]
+)
+def test_a_server_that_closes_after_each_answer_is_met_again(virtually: Run, work: Callable[[], Any]) -> None:
+    class Closes(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, answer(200, b"ok", "Connection: close")
+
+    assert list(virtually(work(), Closes()).status) == [200] * 9
+
+
+@pytest.mark.parametrize("work", [lambda: open_(times=[0.1 * n for n in range(6)]), lambda: closed(at_least=6)])
+def test_what_is_no_http_ends_the_connection(virtually: Run, work: Callable[[], Any]) -> None:
+    class Babbles(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, b"what?\r\n\r\n"
+
+    assert list(virtually(work(), Babbles()).status) == [LOST] * 6
+
+
+def test_the_check_sees_every_answer_and_those_it_refuses_are_wrong(virtually: Run) -> None:
+    class Counts(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, answer(503 if len(self.seen) == 2 else 200, request[-1:])
+
+    seen: list[tuple[int, int, bytes]] = []
+
+    def check(number: int, status: int, body: bytes) -> bool:
+        seen.append((number, status, body))
+        return number != 3
+
+    samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], check=check), Counts())
+    assert seen == [(0, 200, b"0"), (1, 503, b"1"), (2, 200, b"2"), (3, 200, b"3")]
+    assert list(samples.status) == [200, 503, 200, WRONG]
+    assert figures(samples).errors == {"503": 1, "wrong": 1}
+
+
+@pytest.mark.parametrize("loop", [open_, closed])
+def test_a_run_that_is_cancelled_leaves_what_is_there(virtually: Run, loop: Any) -> None:
+    samples = Samples()
+    given = {"times": [n / 10 for n in range(100)]} if loop is open_ else {"concurrency": 1, "seconds": 10.0}
+
+    async def interrupted() -> None:
+        task = asyncio.ensure_future(loop(samples=samples, **given))
+        await asyncio.sleep(2.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    virtually(interrupted(), Server(0.08))
+    assert samples.ended == "cancelled"
+    assert samples.seconds == pytest.approx(2.05, abs=0.03)
+    assert len(samples.status) > 15
+    assert set(samples.status[:-1]) == {200}
+    assert samples.status[-1] == UNDER_WAY
+    seen = figures(samples)
+    assert (seen.requests, seen.errors) == (len(samples.status) - 1, {})
+    assert "the run was interrupted" in seen.caveats
+
+
+def test_progress_is_told_while_the_run_goes_on(virtually: Run) -> None:
+    told: list[tuple[float, int]] = []
+    virtually(open_(times=[n / 10 for n in range(10)], on_progress=lambda s, n: told.append((s, n))), Server())
+    assert len(told) == 9
+    assert told == sorted(told)
+    assert told[-1] == (pytest.approx(0.88), 9)
+
+
+@pytest.mark.parametrize(
+    "work", [{"concurrency": 0, "seconds": 1.0}, {"concurrency": 1}, {"concurrency": 1, "seconds": 1.0, "requests": []}]
+)
+def test_a_closed_loop_without_an_end_or_a_beginning_is_refused(work: dict[str, Any]) -> None:
+    asked = {"requests": REQUESTS, **work}
+    with pytest.raises(ValueError, match="a closed loop takes"):
+        asyncio.run(load.closed_loop(HERE, **asked))
+
+
+def test_an_open_loop_without_requests_or_times_is_refused() -> None:
+    for requests, times in ((REQUESTS, []), ([], [0.0])):
+        with pytest.raises(ValueError, match="an open loop takes"):
+            asyncio.run(load.open_loop(HERE, requests, times))
+
+
+# ---- real sockets
+
+
+async def in_pieces(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Echoes bodies: an interim answer first, then a chunked one, byte by byte at its seams."""
+    try:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+            start = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+            for piece in (start[:30], start[30:], b"3\r\n%b\r\n" % body[:3], b"%x\r\n" % len(body[3:]), body[3:]):
+                writer.write(piece)
+                await writer.drain()
+            writer.write(b"\r\n0\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+
+
+def loops() -> list[Any]:
+    found: list[Any] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
+    try:
+        import uvloop
+    except ImportError:
+        return found
+    return [*found, pytest.param(uvloop.new_event_loop, id="uvloop")]
+
+
+@pytest.mark.parametrize("new_loop", loops())
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_answers_that_come_in_pieces_are_put_together(new_loop: Any, tls: bool) -> None:
+    from penstock.frontends.http.auth import make_ssl_context
+
+    bodies: list[tuple[int, int, bytes]] = []
+
+    def check(number: int, status: int, body: bytes) -> bool:
+        bodies.append((number, status, body))
+        return True
+
+    async def both() -> tuple[Samples, Samples]:
+        given = make_ssl_context(str(TLS / "cert.pem"), str(TLS / "key.pem")) if tls else None
+        server = await asyncio.start_server(in_pieces, "127.0.0.1", 0, ssl=given)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            there = Endpoint("localhost", port, "/v", tls_context(str(TLS / "cert.pem")) if tls else None)
+            requests = [http_request(there, "POST", "/p", {}, b"body %d" % n) for n in range(5)]
+            first = await load.open_loop(there, requests, [n / 1000 for n in range(20)], connections=3, check=check)
+            second = await load.closed_loop(there, requests, concurrency=3, at_least=20, check=check)
+            return first, second
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        found = runner.run(both())
+    assert [list(samples.status) for samples in found] == [[200] * 20] * 2
+    assert sorted(bodies) == sorted((n, 200, b"body %d" % n) for n in [*range(5)] * 8)
+    assert all(0 < took < 10 for samples in found for took in samples.latency_s)
+
+
+def test_a_message_is_whole_and_names_its_host() -> None:
+    there = Endpoint("::1", 8080, "/v")
+    message = http_request(there, "POST", "/predictions/m", {"Content-Type": "text/plain"}, b"hello")
+    head = "POST /v/predictions/m HTTP/1.1\r\nHost: [::1]:8080\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n"
+    assert message == head.encode() + b"hello"
