@@ -157,7 +157,7 @@ class App:
                 load(),
                 slo=self._slo,
                 warm_s=WARM_S if self._warm else self._warm_s,
-                label=settings.text,
+                label=str(settings),
                 check=check_of(target),
                 timeout_s=None if limit_s is None else max(LEAST_PATIENCE_S, PATIENCE * limit_s),
             )
