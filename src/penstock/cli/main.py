@@ -18,6 +18,7 @@ _VERBS = {
     "pipeline": "penstock.cli.pipeline:pipeline",
     "serve": "penstock.cli.serve:serve",
     "torchserve": "penstock.cli.torchserve:torchserve",
+    "tune": "penstock.cli.tune:tune",
     "worker": "penstock.cli.worker:worker",
 }
 
