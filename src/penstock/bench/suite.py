@@ -236,7 +236,7 @@ def _target(job: Job, point: Point) -> Iterator[Target]:
 def _well(point: Point, reply: Reply) -> Any:
     """What the server answers. Raises PenstockError."""
     if not reply.ok:
-        raise PenstockError(f"{point.label}: the server does not take it: status {reply.status}: {reply.text}")
+        raise PenstockError(f"{point.settings}: the server does not take it: status {reply.status}: {reply.text}")
     return reply.json()
 
 
@@ -245,4 +245,4 @@ def _took(point: Point, found: dict[str, int]) -> None:
     wanted = {"batch_size": point.batch_size, "batch_delay": point.case.batch_delay_ms, "workers": point.workers}
     for key, value in found.items():
         if value != wanted[key]:
-            raise PenstockError(f"{point.label}: asked for {key} {wanted[key]}, and the server has {value}")
+            raise PenstockError(f"{point.settings}: asked for {key} {wanted[key]}, and the server has {value}")

@@ -85,8 +85,9 @@ class Point(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """As it stands in records: all that is not the load."""
-        return f"{self.case.text}, {self.settings}, delay {self.case.batch_delay_ms} ms"
+        """As it stands in records: all that is not the load, knobs by the names that tuning gives them."""
+        knobs = f"instances={self.workers},batch={self.batch_size},hold={self.case.batch_delay_ms}ms"
+        return f"{self.case.text},device={self.processor.text},{knobs}"
 
 
 def points(case: Case) -> list[Point]:

@@ -8,15 +8,17 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import Struct
 
+from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, run_async
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.bench.measurement import Measurement
+    from penstock.bench.plots import Plot
     from penstock.bench.results import Results
     from penstock.bench.slo import Slo
     from penstock.bench.suite import Job, Wishes
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 class _How(Struct, frozen=True, kw_only=True):
     """What holds for every run."""
 
-    slo: Slo | None
+    slo: Slo
     warm_s: float | None
     repeat: int
     seed: int
@@ -48,7 +50,12 @@ def _warm_s(_: click.Context, parameter: click.Parameter, value: str) -> float |
 @click.command("benchmark-suite")
 @click.argument("files", nargs=-1, metavar="MODELS.yaml...")
 @click.option("--input", "inputs", multiple=True, metavar="FILE", help="as MODELS.yaml, as TorchServe's suite has it")
-@click.option("--output", metavar="DIR", help="folder of the results; by default a new one, benchmark-suite-TIME")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="folder of the results; by default a new one, benchmark-suite-TIME",
+)
 @click.option("--resume", is_flag=True, help="go on in DIR: what was measured is not measured again")
 @click.option("--data", metavar="FILE|DIR|JSONL|random", help="what is sent, in place of the input of the files")
 @click.option("--requests", type=click.IntRange(1), help="how many a run, in place of what the files say")
@@ -61,47 +68,42 @@ def _warm_s(_: click.Context, parameter: click.Parameter, value: str) -> float |
 @click.option("--skip-missing-hardware", is_flag=True, help="leave out runs on GPUs that are not there")
 @click.option("--seed", type=int, default=0, show_default=True, help="of payloads of chance")
 @click.option("--skip", hidden=True, help="of TorchServe's suite: nothing is installed in any case")
-def benchmark_suite(
-    files: tuple[str, ...],
-    inputs: tuple[str, ...],
-    output: str | None,
-    resume: bool,
-    data: str | None,
-    requests: int | None,
-    repeat: int,
-    warmup: float | None,
-    slo: str | None,
-    model_store: Path | None,
-    skip_missing_hardware: bool,
-    seed: int,
-    skip: str | None,
-) -> None:
-    """Run the models of TorchServe's benchmark YAML, or of its template, in every way that it names."""
-    from penstock.bench.slo import parse_slo
+def benchmark_suite(files: tuple[str, ...], inputs: tuple[str, ...], **flags: Any) -> None:
+    """Run the models of TorchServe's benchmark YAML, or of its template, in every way that it names.
+
+    Exit status: 0 measured; 1 a run is INVALID; 2 wrong usage, or a mistake in a file; 130 interrupted.
+    """
+    sys.exit(exit_code(lambda: _suite([Path(name) for name in (*files, *inputs)], flags)))
+
+
+def _read_flags(flags: dict[str, Any]) -> tuple[Wishes, _How, Path]:
+    """What is wished of all runs, how they are measured, and the folder of the results. Raises ConfigError."""
+    from penstock.bench.slo import Slo, parse_slo
     from penstock.bench.suite import Wishes
 
-    wishes = Wishes(store=model_store, data=data, requests=requests, skip_missing_hardware=skip_missing_hardware)
-    paths = [Path(name) for name in (*files, *inputs)]
-    try:
-        if not paths:
-            raise ConfigError("no file of models is named; expected for instance penstock benchmark-suite models.yaml")
-        if resume and output is None:
-            raise ConfigError("--resume goes on in a folder; name it by --output DIR")
-        how = _How(slo=parse_slo(slo) if slo else None, warm_s=warmup, repeat=repeat, seed=seed)
-        code = _suite(paths, wishes, how, Path(output or f"benchmark-suite-{datetime.now(UTC):%Y%m%d-%H%M%S}"), resume)
-    except PenstockError as error:
-        click.echo(f"penstock: {error.message}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
-    sys.exit(code)
+    wishes = Wishes(
+        store=flags["model_store"],
+        data=flags["data"],
+        requests=flags["requests"],
+        skip_missing_hardware=flags["skip_missing_hardware"],
+    )
+    slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
+    how = _How(slo=slo, warm_s=flags["warmup"], repeat=flags["repeat"], seed=flags["seed"])
+    if flags["resume"] and flags["output"] is None:
+        raise ConfigError("--resume goes on in a folder; name it by --output DIR")
+    return wishes, how, flags["output"] or Path(f"benchmark-suite-{datetime.now(UTC):%Y%m%d-%H%M%S}")
 
 
-def _suite(paths: Sequence[Path], wishes: Wishes, how: _How, folder: Path, resume: bool) -> int:
-    """The exit status: 0 when each run says something, 130 when it was stopped. Raises PenstockError."""
+def _suite(paths: Sequence[Path], flags: dict[str, Any]) -> int:
+    """The exit status: 0 when each run says something. Raises PenstockError."""
     from penstock.bench.machine import machine, versions
     from penstock.bench.results import Origin, Results
     from penstock.bench.suite import digest, prepare
     from penstock.bench.suite_yaml import read_suite
 
+    if not paths:
+        raise ConfigError("no file of models is named; expected for instance penstock benchmark-suite models.yaml")
+    wishes, how, folder = _read_flags(flags)
     cases, notes = read_suite(paths)
     with tempfile.TemporaryDirectory(prefix="penstock-") as downloads:
         jobs, left_out = prepare(cases, wishes, Path(downloads))
@@ -112,20 +114,21 @@ def _suite(paths: Sequence[Path], wishes: Wishes, how: _How, folder: Path, resum
             command="benchmark-suite",
             line=shlex.join(["penstock", *sys.argv[1:]]),
             target=f"{', '.join(map(str, paths))} ({digest(jobs)})",
-            slo=how.slo.text if how.slo else "",
+            slo=how.slo.text,
             seed=how.seed,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=machine(),
             versions=versions(["torch", "onnxruntime", "numpy"]),
         )
-        with Results.open(folder, origin, resume=resume) as results:
-            code = 0
+        with Results.open(folder, origin, resume=flags["resume"]) as results:
+            interrupted = False
             try:
                 _Runs(jobs, how, results).all()
             except KeyboardInterrupt:
-                click.echo("penstock: stopped; what was measured is reported", err=True)
-                code = 130
-            return _reported(jobs, how, results, notes) or code
+                click.echo("penstock: interrupted; this is what there is", err=True)
+                interrupted = True
+            code = _reported(jobs, how, results, notes)
+            return INTERRUPTED if interrupted else code
 
 
 class _Runs:
@@ -157,38 +160,31 @@ class _Runs:
             if left:
                 with serving(job, point) as target:
                     while left:
-                        self._keep(*left[0], self._run(job, point, target, left[0][1], repeat))
+                        self._keep(left[0][0], point, self._run(job, point, target, left[0][1], repeat))
                         del left[0]
         except ConfigError:
             raise
         except PenstockError as error:
             for number, clients in left:  # the next has a server of its own
-                self._keep(number, clients, self._failed(job, point, clients, repeat, error))
+                self._keep(number, point, self._failed(job, point, clients, repeat, error))
 
     def _run(self, job: Job, point: Point, target: Target, clients: int, repeat: int) -> Measurement:
         from penstock.bench.protocol import check_of
         from penstock.bench.run import measure
         from penstock.bench.suite import load_of, requests_of
-        from penstock.cli.running import runner
 
-        found: list[Measurement] = []
-
-        async def run() -> None:
-            found.append(
-                await measure(
-                    target,
-                    requests_of(job, target, self._how.seed),
-                    load_of(job, clients, self._how.seed),
-                    slo=self._how.slo,
-                    warm_s=self._how.warm_s,
-                    label=point.label,
-                    repeat=repeat,
-                    check=check_of(target),
-                )
+        return run_async(
+            measure(
+                target,
+                requests_of(job, target, self._how.seed),
+                load_of(job, clients, self._how.seed),
+                slo=self._how.slo,
+                warm_s=self._how.warm_s,
+                label=point.label,
+                repeat=repeat,
+                check=check_of(target),
             )
-
-        runner()(run())
-        return found[0]
+        )
 
     def _failed(self, job: Job, point: Point, clients: int, repeat: int, error: PenstockError) -> Measurement:
         from penstock.bench.measurement import Measurement
@@ -198,7 +194,7 @@ class _Runs:
         load = load_of(job, clients, self._how.seed)
         return Measurement(load=load, label=point.label, repeat=repeat, started=started, invalid=[error.message[:2000]])
 
-    def _keep(self, number: int, clients: int, found: Measurement) -> None:
+    def _keep(self, number: int, point: Point, found: Measurement) -> None:
         self._results.append(found)
         told = f"{found.throughput:,.5g}/s"
         if found.latency.p99_s is not None:
@@ -207,7 +203,7 @@ class _Runs:
             told += f", {found.error_share:.1%} errors"
         if found.invalid:
             told = f"INVALID: {found.invalid[0]}"
-        click.echo(f"[{number}/{self._count}] {found.label}, {found.load.label}: {told}")
+        click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {found.load.label}: {told}")
 
 
 def _key(m: Measurement) -> tuple[str, int, int]:
@@ -215,24 +211,38 @@ def _key(m: Measurement) -> tuple[str, int, int]:
 
 
 def _reported(jobs: Sequence[Job], how: _How, results: Results, notes: Sequence[str]) -> int:
-    """Writes ab_report.csv and report.md, and tells what to choose; 1 if a run says nothing. Raises PenstockError."""
+    """Writes ab_report.csv and the report, tells what to choose; 1 if a run says nothing. Raises PenstockError."""
     from penstock.bench.ab_report import ab_report, report, rows_of
     from penstock.bench.document import Says, markdown
+    from penstock.bench.html import page
+    from penstock.bench.publish import PAGE, REPORT
     from penstock.bench.results import not_written, write_whole
 
     latest = {_key(m): m for m in results.measurements}  # one that was invalid is measured again on --resume
     rows = rows_of([point for job in jobs for point in job.points], list(latest.values()))
     origin = results.origin
-    page = report(
-        rows, origin.machine, origin.versions, slo=how.slo.text if how.slo else "", line=origin.line, notes=notes
-    )
+    told = report(rows, origin.machine, origin.versions, slo=how.slo.text, line=origin.line, notes=notes)
+    plots, without = _plots(jobs, list(latest.values()), how.slo.text)
     try:
         write_whole(results.folder / "ab_report.csv", ab_report(rows, origin.machine).encode())
-        write_whole(results.folder / "report.md", markdown(page).encode())
+        write_whole(results.folder / REPORT, markdown(told).encode())
+        write_whole(results.folder / PAGE, page(told, plots, without).encode())
     except OSError as error:
         raise not_written(results.folder, error) from None
-    for block in page.verdict:
+    for block in told.verdict:
         if isinstance(block, Says):
             click.echo(block.text)
-    click.echo(f"{results.folder}/ab_report.csv, {results.folder}/report.md")
-    return int(any(m.invalid for m in latest.values()))
+    click.echo(f"{results.folder}: ab_report.csv, {REPORT}, {PAGE}")
+    return FAILED if any(m.invalid for m in latest.values()) else 0
+
+
+def _plots(jobs: Sequence[Job], measurements: Sequence[Measurement], slo: str) -> tuple[list[Plot], str]:
+    """The plots, and why there are none."""
+    from penstock.bench.plots import draw
+
+    if len(jobs) > 1:
+        return [], f"they are of one model at a time, and here are {len(jobs)}"
+    try:
+        return draw(measurements, slo), ""
+    except ConfigError as error:
+        return [], error.message

@@ -63,8 +63,9 @@ def test_the_guides_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
     assert notes == ["benchmark_engine ab: the load comes from penstock's own generator"]
     found = points(case)
     assert len(found) == 16
-    assert found[0].label == "Model_name eager_mode, cpu, 1 worker, batch 1, delay 100 ms"
-    assert found[-1].label == "Model_name eager_mode, gpus all, 4 workers, batch 8, delay 100 ms"
+    assert found[0].label == "Model_name eager_mode,device=cpu,instances=1,batch=1,hold=100ms"
+    assert found[1].settings == "cpu, 1 worker, batch 2"
+    assert found[-1].label == "Model_name eager_mode,device=gpus all,instances=4,batch=8,hold=100ms"
 
 
 def test_what_a_file_leaves_out_is_as_the_suite_has_it(tmp_path: Path) -> None:
