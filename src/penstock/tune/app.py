@@ -18,9 +18,10 @@ from msgspec import Struct
 from penstock.bench.measurement import Load, Measurement
 from penstock.bench.payload import Payload, payloads
 from penstock.bench.protocol import check_of, request_of
-from penstock.bench.run import measure
+from penstock.bench.run import Failing, measure
 from penstock.bench.slo import Slo
-from penstock.errors import LoadFailed, PenstockError
+from penstock.client.errors import Unreachable
+from penstock.errors import ConfigError, LoadFailed, PenstockError
 from penstock.observe.system import Gpus
 from penstock.protocols.oip import HEADER_LENGTH
 from penstock.protocols.oip_npy import NPY
@@ -60,26 +61,27 @@ class App:
         data: str | None = None,
         seed: int = 0,
         warm_s: float | None = None,
-        on_run: Callable[[Measurement], None] | None = None,
     ) -> None:
         """`data` is what is sent, as `penstock bench --data` takes it. `warm_s`: uncounted load on settings that were
-        just loaded, None until it is settled. `on_run` is told every run that ended."""
+        just loaded, None until it is settled."""
         self._subject, self._space, self._slo = subject, space, slo
         self._check = check or Check()
-        self._data, self._seed, self._on_run = data, seed, on_run or (lambda run: None)
+        self._data, self._seed = data, seed
         self._served = Served(subject)
         self._payloads: list[Payload] = []
         self._rehearsed: dict[Settings, Rehearsal | LoadFailed] = {}
         self._costs: dict[Settings, float] = {}
         self._truth: list[Any] | None = None
         self._warm_s, self._warm = warm_s, False  # whether what is loaded was under load before
+        self._change_s = 0.0  # that changes of settings took, and no reading has counted yet
         self._free_bytes = _free_bytes()
         self._runner = asyncio.Runner(loop_factory=_loop_factory())
 
     def start(self) -> None:
         """Serves the app as it is, finds what to send, and lets one instance of it answer that.
 
-        Raises PenstockError: it does not load, or cannot answer what is sent; ConfigError for data that cannot be.
+        Raises PenstockError: it does not load, or cannot answer what is sent; ConfigError for data that cannot be, and
+        for samples that its own answers differ from.
         """
         self._served.use(Settings())
         self._payloads = payloads(self._data, self._served.target, self._seed)
@@ -87,10 +89,12 @@ class App:
         if isinstance(found, LoadFailed):
             raise found
         if found.error:
-            raise PenstockError(
-                f"the app cannot answer {self._payloads[0].name}: {found.error}; give --data that it takes"
-            )
-        self._truth = truth_of(self._samples(), self._reference().answers)
+            raise PenstockError(f"the app cannot answer what is sent: {found.error}; give --data that it takes")
+        samples, answers = self._samples(), self._reference().answers
+        self._truth = truth_of(samples, answers)
+        agreed = agreement(samples, self._truth, answers, self._check.tolerance)
+        if not agreed.holds:
+            raise ConfigError(f"the app as it is does not pass --accuracy-check: {agreed.text}")
 
     # ---- Bench
 
@@ -124,8 +128,10 @@ class App:
 
     def prepare(self, settings: Settings) -> None:
         """See Bench. Raises LoadFailed."""
+        started = time.monotonic()
         if self._served.use(settings):
             self._warm = False
+        self._change_s += time.monotonic() - started
 
     def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:
         """See Bench."""
@@ -146,25 +152,27 @@ class App:
     # ---- the server
 
     def _read(self, settings: Settings, load: Callable[[], Load]) -> Reading:
-        started = time.monotonic()
         self.prepare(settings)
-        limit_s = self._slo.latency_s
-        target = self._served.target
-        run = self._runner.run(
-            measure(
-                target,
-                [request_of(target, payload) for payload in self._payloads],
-                load(),
-                slo=self._slo,
-                warm_s=WARM_S if self._warm else self._warm_s,
-                label=str(settings),
-                check=check_of(target),
-                timeout_s=None if limit_s is None else max(LEAST_PATIENCE_S, PATIENCE * limit_s),
-            )
-        )
+        started, change_s, self._change_s = time.monotonic(), self._change_s, 0.0
+        try:
+            run = self._runner.run(self._measured(settings, load()))
+        except (Failing, Unreachable) as error:  # in time before any load: these settings are no good
+            raise LoadFailed(f"loaded, but {error.message}") from error
         self._warm = True
-        self._on_run(run)
-        return Reading(run=run, cost_s=time.monotonic() - started)
+        return Reading(run=run, cost_s=change_s + time.monotonic() - started)
+
+    async def _measured(self, settings: Settings, load: Load) -> Measurement:
+        target, limit_s = self._served.target, self._slo.latency_s
+        return await measure(
+            target,
+            [request_of(target, payload) for payload in self._payloads],
+            load,
+            slo=self._slo,
+            warm_s=WARM_S if self._warm else self._warm_s,
+            label=str(settings),
+            check=check_of(target),
+            timeout_s=None if limit_s is None else max(LEAST_PATIENCE_S, PATIENCE * limit_s),
+        )
 
     # ---- one instance alone
 

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from penstock.bench.measurement import Load, Measurement
+from penstock.bench.payload import Payload
+from penstock.bench.run import Failing
+from penstock.bench.slo import parse_slo
+from penstock.bench.target import Target
+from penstock.client.endpoint import Endpoint
+from penstock.config.schema import ModelConfig
+from penstock.errors import ConfigError, LoadFailed, PenstockError
+from penstock.tune import app as module
+from penstock.tune.accuracy import Sample
+from penstock.tune.app import WARM_S, App, Check
+from penstock.tune.curve import Body, Given, Order, Rehearsal
+from penstock.tune.served import Subject
+from penstock.tune.space import Settings, parse_settings, parse_space
+
+SPACE = "batch=1..8,instances=1,2,precision=fp32,bf16"
+
+
+class World:
+    """Stands for the server, the process of one instance, and the load; notes what they are asked."""
+
+    def __init__(self) -> None:
+        self.used: list[Settings] = []
+        self.orders: list[Order] = []
+        self.rehearsals: dict[str | None, Rehearsal | LoadFailed] = {}
+        self.runs: list[dict[str, Any]] = []
+        self.loads: list[Load] = []
+        self.run: Measurement | Exception | None = None
+        self.target = Target(text="app.py:Net", endpoint=Endpoint("127.0.0.1", 1), model="net", path="/predictions/net")
+
+    def use(self, settings: Settings) -> bool:
+        changed = not self.used or self.used[-1] != settings
+        self.used.append(settings)
+        return changed
+
+    def clients(self) -> int:
+        return 12
+
+    def close(self) -> None:
+        self.used.append(Settings((("closed", 1),)))
+
+    def rehearse(self, order: Order) -> Rehearsal:
+        self.orders.append(order)
+        found = self.rehearsals.get(order.config.precision, rehearsal())
+        if isinstance(found, LoadFailed):
+            raise found
+        return found
+
+    async def measure(self, target: Target, requests: list[bytes], load: Load, **how: Any) -> Measurement:
+        self.loads.append(load)
+        self.runs.append(how)
+        if isinstance(self.run, Exception):
+            raise self.run
+        return Measurement(load=load)
+
+
+def rehearsal(answer: bytes = b"[1.0]", **keys: Any) -> Rehearsal:
+    given = Given(answer, "application/json")
+    return structs.replace(Rehearsal(curve={1: 0.01, 8: 0.03}, memory_bytes=100, answers=[given]), **keys)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    found = World()
+    monkeypatch.setattr(module, "Served", lambda subject: found)
+    monkeypatch.setattr(module, "payloads", lambda data, target, seed: [Payload(b"[1]", "application/json", "a.json")])
+    monkeypatch.setattr(module, "rehearse", found.rehearse)
+    monkeypatch.setattr(module, "measure", found.measure)
+    monkeypatch.setattr(module, "_free_bytes", lambda: 1000)
+    return found
+
+
+@pytest.fixture
+def apps() -> Iterator[list[App]]:
+    made: list[App] = []
+    yield made
+    for app in made:
+        app.close()
+
+
+def make(apps: list[App], space: str = SPACE, model: ModelConfig | None = None, **keys: Any) -> App:
+    subject = Subject(target="app.py:Net", section="net", model=model or ModelConfig(target="/there/app.py:Net"))
+    apps.append(App(subject, parse_space(space), parse_slo("p99<=100ms"), **keys))
+    return apps[-1]
+
+
+def test_an_app_starts_as_it_is_and_is_asked_what_it_answers_before_any_load(world: World, apps: list[App]) -> None:
+    make(apps).start()
+    assert world.used == [Settings()]
+    assert [order.config.precision for order in world.orders] == [None, "fp32"]
+    assert (world.orders[0].sizes, world.orders[0].limit_s) == ([1, 2, 4, 8], 0.1)
+    assert world.orders[0].samples == [Body(b"[1]", "application/json")]
+    assert not world.loads
+
+
+def test_an_app_that_does_not_load_ends_it(world: World, apps: list[App]) -> None:
+    world.rehearsals[None] = LoadFailed("no weights")
+    with pytest.raises(LoadFailed, match="no weights"):
+        make(apps).start()
+
+
+def test_data_that_the_app_cannot_answer_ends_it(world: World, apps: list[App]) -> None:
+    world.rehearsals[None] = rehearsal(error="the model raised KeyError")
+    with pytest.raises(PenstockError, match="the model raised KeyError; give --data that it takes"):
+        make(apps).start()
+
+
+def test_samples_that_the_app_as_it_is_gets_wrong_end_it(world: World, apps: list[App]) -> None:
+    check = Check(samples=[Sample("line 1", Body(b"[1]", "application/json"), [2.0])])
+    with pytest.raises(ConfigError, match=r"as it is does not pass --accuracy-check: 1 of 1 answers differ"):
+        make(apps, check=check).start()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (rehearsal(), None),
+        (rehearsal(b"[1.005]"), None),
+        (rehearsal(b"[1.5]"), "1 of 1 answers differ; a.json: [0]: found 1.5, expected 1"),
+        (rehearsal(error="the model raised KeyError"), "cannot answer: the model raised KeyError"),
+        (LoadFailed("export it as it shall run"), "does not load: export it as it shall run"),
+    ],
+)
+def test_a_precision_is_used_only_if_it_loads_and_answers_as_the_reference(
+    world: World, apps: list[App], found: Rehearsal | LoadFailed, said: str | None
+) -> None:
+    world.rehearsals["bf16"] = found
+    app = make(apps)
+    app.start()
+    refusal = app.refusal(parse_settings("batch=8,precision=bf16"))
+    assert refusal == said if said is None else said in str(refusal)
+    assert app.refusal(parse_settings("batch=8,precision=fp32")) is None
+
+
+def test_what_changes_nothing_of_one_instance_is_not_rehearsed_again(world: World, apps: list[App]) -> None:
+    app = make(apps)
+    app.start()
+    for text in ("batch=1,instances=1", "batch=8,instances=2,hold=0,policy=none,batching.timeout_s=2"):
+        assert app.refusal(parse_settings(text)) is None
+    assert len(world.orders) == 2
+    app.refusal(parse_settings("threads=2"))
+    assert world.orders[2].config.threads == 2
+
+
+def test_the_curve_has_times_and_memory_with_its_limit(world: World, apps: list[App]) -> None:
+    app = make(apps)
+    app.start()
+    found = app.curve(Settings())
+    assert found is not None
+    assert (found.points, found.memory_bytes, found.limit_bytes) == (((1, 0.01), (8, 0.03)), 100, 1000)
+
+
+def test_on_a_gpu_its_memory_counts(world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_gpu_bytes", lambda count: 80 * count)
+    monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0", "cuda:1"))
+    world.rehearsals[None] = rehearsal(device_bytes=7)
+    app = make(apps)
+    app.start()
+    found = app.curve(Settings())
+    assert found is not None
+    assert (found.memory_bytes, found.limit_bytes, world.orders[0].device) == (7, 160, "cuda:0")
+
+
+def test_there_is_no_curve_of_what_does_not_load(world: World, apps: list[App]) -> None:
+    world.rehearsals["bf16"] = LoadFailed("no")
+    app = make(apps)
+    app.start()
+    assert app.curve(parse_settings("precision=bf16")) is None
+
+
+def test_settings_that_were_just_loaded_are_warmed_up_until_they_are_settled(world: World, apps: list[App]) -> None:
+    app = make(apps)
+    app.start()
+    at = parse_settings("batch=8")
+    for settings in (at, at, Settings()):
+        app.measure(settings, 50.0, 2.0, 3)
+    assert [run["warm_s"] for run in world.runs] == [None, WARM_S, None]
+    assert world.loads[0] == Load(mode="open", rate=50.0, seconds=2.0, seed=3)
+    assert world.runs[0]["label"] == "batch=8"
+    assert world.runs[2]["label"] == "as it is"
+    assert world.runs[0]["timeout_s"] == 1.0
+
+
+def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps: list[App]) -> None:
+    app = make(apps)
+    app.start()
+    app.saturate(Settings(), 2.0, 3)
+    assert world.loads == [Load(mode="closed", concurrency=12, seconds=2.0, seed=3)]
+
+
+def test_settings_under_which_nothing_is_answered_did_not_load(world: World, apps: list[App]) -> None:
+    app = make(apps)
+    app.start()
+    world.run = Failing("answers nothing but errors; the first: 503")
+    with pytest.raises(LoadFailed, match="the first: 503"):
+        app.measure(Settings(), 50.0, 2.0, 3)
+
+
+def test_the_cost_of_a_reading_has_the_change_of_settings_in_it(
+    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make(apps)
+    app.start()
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def use(settings: Settings) -> bool:
+        now[0] += 3.0
+        return True
+
+    monkeypatch.setattr(world, "use", use)
+    app.prepare(parse_settings("batch=8"))
+    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 6.0
+
+
+@pytest.mark.parametrize(
+    ("payload", "codec"),
+    [
+        (Payload(b"", "image/png", "a"), "native"),
+        (Payload(b"", "application/json", "a", "/v2/models/net/infer"), "oip_json"),
+        (Payload(b"", "application/x-npy", "a", "/v2/models/net/infer"), "oip_npy"),
+        (
+            Payload(b"", "x", "a", "/v2/models/net/infer", {"Inference-Header-Content-Length": "3"}),
+            "oip_binary",
+        ),
+    ],
+)
+def test_one_instance_reads_a_body_as_its_route_says(
+    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch, payload: Payload, codec: str
+) -> None:
+    monkeypatch.setattr(module, "payloads", lambda data, target, seed: [payload])
+    make(apps).start()
+    assert world.orders[0].bodies[0].codec == codec
+
+
+def test_closing_ends_the_server(world: World, apps: list[App]) -> None:
+    make(apps).close()
+    assert world.used == [Settings((("closed", 1),))]
