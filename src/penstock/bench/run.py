@@ -18,9 +18,10 @@ from penstock.bench.arrivals import parse_arrival, read_trace, times
 from penstock.bench.figures import summarise
 from penstock.bench.load import Check, Progress, Samples, closed_loop, open_loop
 from penstock.bench.measurement import Load, Measurement
+from penstock.bench.probe import Probe
 from penstock.bench.slo import Slo
 from penstock.bench.target import Target
-from penstock.bench.warm import slower, warm_up
+from penstock.bench.warm import leaking, slower, warm_up
 from penstock.client.errors import Unreachable
 from penstock.errors import ConfigError, PenstockError
 
@@ -61,19 +62,31 @@ async def measure(
     await warm_up(loops.speed, warm_s)
     samples = Samples()
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    probe = Probe(target)
+    await probe.start()
     gc.collect()
     gc.freeze()  # a look through all of it would stop the generator for milliseconds
+    interrupted: asyncio.CancelledError | None = None
     try:
         await loops.run(samples, on_progress)
-    except asyncio.CancelledError:
-        if on_partial is not None and len(samples.status):
-            on_partial(summarise(load, samples, slo, label=label, repeat=repeat, started=started))
-        raise
+    except asyncio.CancelledError as error:
+        interrupted = error
     finally:
         gc.unfreeze()
-    run = summarise(load, samples, slo, label=label, repeat=repeat, started=started)
+        side = await probe.stop()
+    run = summarise(load, samples, slo, label=label, repeat=repeat, started=started, server=side)
+    run = _doubted(run, samples, probe)
+    if interrupted is not None:
+        if on_partial is not None and samples.status:
+            on_partial(run)
+        raise interrupted
+    return run
+
+
+def _doubted(run: Measurement, samples: Samples, probe: Probe) -> Measurement:
+    """The run with what makes its end another than its beginning."""
     gone = [f"the target went away {_last_s(samples):.3g} s into the run"] if samples.ended == "gone" else []
-    found = [text for text in (slower(_good(samples)),) if text]
+    found = [text for text in (slower(_good(samples)), leaking(probe.memory)) if text]
     return structs.replace(run, invalid=[*run.invalid, *gone], caveats=[*run.caveats, *found])
 
 

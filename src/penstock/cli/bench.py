@@ -159,6 +159,17 @@ class _Session:
         if self.slo.parts and self.plan.mode in ("closed", "open"):
             click.echo(verdict(self.runs, self.slo))
 
+    def close(self) -> None:
+        """Writes the summary and the report, if results are kept."""
+        from penstock.bench.publish import publish
+
+        if self.results is None:
+            return
+        self.results.close()
+        if self.runs:
+            report, page = publish(self.results.folder)
+            click.echo(f"kept: {report} and {page}", err=True)
+
     def code(self) -> int:
         """The exit status: whether all runs count, and all keep the SLO. A search breaks it to find where it breaks."""
         if not self.runs or any(run.invalid for run in self.runs) or any(not run.answered for run in self.runs):
@@ -253,8 +264,7 @@ def _measured(session: _Session, target: Target) -> int:
         click.echo(f"penstock: {error.message}", err=True)
     finally:
         session.tell(origin)
-        if session.results is not None:
-            session.results.close()
+        session.close()
     return code
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench import load as generator
+from penstock.bench import drive as generator
 from penstock.bench.load import http_request
 from penstock.bench.measurement import Load, Measurement
 from penstock.bench.run import Failing, measure

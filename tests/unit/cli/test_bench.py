@@ -121,7 +121,7 @@ def test_results_are_kept_and_a_folder_that_has_some_is_refused(
     told(elsewhere.url, *flags)
     assert json.loads((tmp_path / "r" / "run.json").read_text())["command"] == "bench"
     assert len((tmp_path / "r" / "records.jsonl").read_text().splitlines()) == 1
-    assert (tmp_path / "r" / "summary.csv").exists()
+    assert {"summary.csv", "report.md", "report.html"} <= {path.name for path in (tmp_path / "r").iterdir()}
     again = told(elsewhere.url, *flags)
     assert again.exit_code == 2
     assert "holds a run already" in again.stderr
