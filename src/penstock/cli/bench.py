@@ -15,9 +15,8 @@ from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, run_async, se
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.bench.measurement import Load, Measurement
     from penstock.bench.modes import Mode, Plan
-    from penstock.bench.results import Origin, Results
+    from penstock.bench.results import Origin
     from penstock.bench.slo import Slo
     from penstock.bench.target import Target
 
@@ -98,101 +97,64 @@ def make_plan(flags: dict[str, Any]) -> Plan:
     )
 
 
-class _Session:
-    """What was measured so far: told as it comes, and kept."""
+def _bench(text: str, flags: dict[str, Any]) -> int:
+    """The exit status. Raises PenstockError."""
+    from penstock.bench.slo import Slo, parse_slo
+    from penstock.bench.target import open_target
+    from penstock.cli.tokens import read_token
+    from penstock.client.endpoint import tls_context
 
-    def __init__(self, plan: Plan, slo: Slo, flags: dict[str, Any]) -> None:
-        self.plan, self.slo, self.flags = plan, slo, flags
-        self.runs: list[Measurement] = []
-        self.found: list[str] = []
-        self.results: Results | None = None
-
-    def keep(self, run: Measurement) -> None:
-        """One more is measured."""
-        from penstock.bench.table import line
-
-        self.runs.append(run)
-        if self.results is not None:
-            self.results.append(run)
-        if not self.flags["json"]:
-            click.echo(line(run, self.plan.repeat), err=True)
-
-    async def send(self, target: Target, requests: list[bytes]) -> None:
-        """Runs the plan."""
-        from penstock.bench.modes import carry_out
-        from penstock.bench.protocol import check_of
-        from penstock.bench.run import measure
-
-        async def one(load: Load, repeat: int) -> Measurement:
-            run = await measure(
-                target,
-                requests,
-                load,
-                slo=self.slo,
-                warm_s=self.flags["warmup"],
-                repeat=repeat,
-                check=check_of(target),
-                timeout_s=self.flags["timeout"],
-                on_partial=self.keep,
-            )
-            self.keep(run)
-            return run
-
-        async for text in carry_out(self.plan, self.slo, one):
-            self.found.append(text)
-
-    def tell(self, origin: Origin) -> None:
-        """Prints all of it."""
-        import msgspec
-
-        from penstock.bench.table import notes, plain, rows, server_lines, verdict
-
-        if self.flags["json"]:
-            told = {"origin": origin, "measurements": self.runs, "found": self.found}
-            click.echo(msgspec.json.format(msgspec.json.encode(told)))
-            return
-        if not self.runs:
-            return
-        _print_table(rows(self.runs), plain)
-        for text in (*server_lines(self.runs), *notes(self.runs), *self.found):
-            click.echo(text)
-        if self.slo.parts and self.plan.mode in ("closed", "open"):
-            click.echo(verdict(self.runs, self.slo))
-
-    def close(self) -> None:
-        """Writes the summary and the report, if results are kept."""
-        from penstock.bench.publish import publish
-
-        if self.results is None:
-            return
-        self.results.close()
-        if self.runs:
-            report, page = publish(self.results.folder)
-            click.echo(f"kept: {report} and {page}", err=True)
-
-    def code(self) -> int:
-        """The exit status: whether all runs count, and all keep the SLO. A search breaks it to find where it breaks."""
-        if not self.runs or any(run.invalid for run in self.runs) or any(not run.answered for run in self.runs):
-            return FAILED
-        if self.plan.mode == "ramp":
-            return 0 if all(text.startswith("knee") for text in self.found) else FAILED
-        missed = bool(self.slo.parts) and self.plan.mode != "saturate" and not all(run.met for run in self.runs)
-        return FAILED if missed else 0
+    slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
+    plan = make_plan(flags)
+    with open_target(
+        text,
+        protocol=flags["protocol"],
+        model=flags["model"],
+        token=read_token(flags["token_file"]),
+        tls=tls_context(flags["ca"]) if flags["ca"] else None,
+        metrics=flags["metrics"],
+        options=flags["options"],
+        sets=flags["sets"],
+    ) as target:
+        return _measured(target, plan, slo, flags)
 
 
-def _print_table(table: list[list[str]], plain: Callable[[list[list[str]]], list[str]]) -> None:
-    if not sys.stdout.isatty():
-        click.echo("\n".join(plain(table)))
-        return
-    from rich.console import Console
-    from rich.table import Table
+def _measured(target: Target, plan: Plan, slo: Slo, flags: dict[str, Any]) -> int:
+    """Sends the load, tells what it saw, whatever ends it, and gives the exit status."""
+    from penstock.bench.payload import payloads
+    from penstock.bench.protocol import request_of
+    from penstock.bench.results import Results
+    from penstock.cli.bench_session import Session
 
-    shown = Table(*table[0][:1], box=None, pad_edge=False)
-    for heading in table[0][1:]:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for row in table[1:]:
-        shown.add_row(*row)
-    Console().print(shown)
+    bodies = payloads(flags["data"], target, flags["seed"])
+    requests = [request_of(target, body) for body in bodies]
+    session = Session(
+        plan=plan,
+        slo=slo,
+        origin=_origin(target, slo, flags["seed"]),
+        warm_s=flags["warmup"],
+        timeout_s=flags["timeout"],
+        as_json=flags["json"],
+    )
+    if flags["output"] is not None:
+        session.results = Results.open(flags["output"], session.origin)
+    if not flags["json"]:
+        size = sum(len(body.body) for body in bodies) / len(bodies)
+        several = f"{len(bodies)} requests in turn, on average" if len(bodies) > 1 else "one request of"
+        click.echo(f"{target.url}: {several} {size:,.0f} bytes", err=True)
+    code = FAILED
+    try:
+        run_async(session.send(target, requests))
+        code = session.code()
+    except KeyboardInterrupt:
+        click.echo("penstock: interrupted; this is what there is", err=True)
+        code = INTERRUPTED
+    except PenstockError as error:
+        click.echo(f"penstock: {error.message}", err=True)
+    finally:
+        session.tell()
+        session.close()
+    return code
 
 
 def _origin(target: Target, slo: Slo, seed: int) -> Origin:
@@ -209,63 +171,6 @@ def _origin(target: Target, slo: Slo, seed: int) -> Origin:
         machine=machine(),
         versions=versions(("torch", "onnxruntime", "hdrhistogram")),
     )
-
-
-def _bench(text: str, flags: dict[str, Any]) -> int:
-    """The exit status. Raises PenstockError."""
-    from penstock.bench.slo import Slo, parse_slo
-
-    slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
-    session = _Session(make_plan(flags), slo, flags)
-    with _opened(text, flags) as target:
-        return _measured(session, target)
-
-
-def _opened(text: str, flags: dict[str, Any]) -> Any:
-    from penstock.bench.target import open_target
-    from penstock.cli.tokens import read_token
-    from penstock.client.endpoint import tls_context
-
-    return open_target(
-        text,
-        protocol=flags["protocol"],
-        model=flags["model"],
-        token=read_token(flags["token_file"]),
-        tls=tls_context(flags["ca"]) if flags["ca"] else None,
-        metrics=flags["metrics"],
-        options=flags["options"],
-        sets=flags["sets"],
-    )
-
-
-def _measured(session: _Session, target: Target) -> int:
-    """Sends the load, tells what it saw, whatever ends it, and gives the exit status."""
-    from penstock.bench.payload import payloads
-    from penstock.bench.protocol import request_of
-    from penstock.bench.results import Results
-
-    flags = session.flags
-    bodies = payloads(flags["data"], target, flags["seed"])
-    requests = [request_of(target, body) for body in bodies]
-    origin = _origin(target, session.slo, flags["seed"])
-    if flags["output"] is not None:
-        session.results = Results.open(flags["output"], origin)
-    if not flags["json"]:
-        size = sum(len(body.body) for body in bodies) / len(bodies)
-        click.echo(f"{target.url}: {len(bodies)} kinds of requests, {size:,.0f} bytes each", err=True)
-    code = FAILED
-    try:
-        run_async(session.send(target, requests))
-        code = session.code()
-    except KeyboardInterrupt:
-        click.echo("penstock: interrupted; this is what there is", err=True)
-        code = INTERRUPTED
-    except PenstockError as error:
-        click.echo(f"penstock: {error.message}", err=True)
-    finally:
-        session.tell(origin)
-        session.close()
-    return code
 
 
 @click.command()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bench import drive as generator
+from penstock.bench import run as module
 from penstock.bench.load import http_request
 from penstock.bench.measurement import Load, Measurement
 from penstock.bench.run import Failing, measure
@@ -197,6 +198,21 @@ async def test_a_model_that_slows_down_is_flagged() -> None:
         load = Load(mode="closed", concurrency=1, requests=100)
         run = await measure(server.target, server.requests, load, warm_s=0)
     assert any("it got slower" in text for text in run.caveats)
+
+
+async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen:
+        def __init__(self, target: Target) -> None:
+            self.memory = [(n / 2, (500 + 10 * n) * 2**20) for n in range(30)]
+
+        async def start(self) -> None: ...
+
+        async def stop(self) -> None: ...
+
+    monkeypatch.setattr(module, "Probe", Seen)
+    async with scripted() as server:
+        run = await measure(server.target, server.requests, CLOSED, warm_s=0)
+    assert any("its memory grows steadily" in text for text in run.caveats)
 
 
 async def test_times_that_no_request_falls_into_are_refused() -> None:

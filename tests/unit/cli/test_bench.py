@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock.bench import figures
 from penstock.bench.measurement import Clause, Load, Measurement
-from penstock.bench.slo import parse_slo
-from penstock.cli.bench import _Session, bench, make_plan
+from penstock.bench.results import Origin
+from penstock.bench.slo import Slo, parse_slo
+from penstock.cli.bench import bench, make_plan
+from penstock.cli.bench_session import Session
 from penstock.errors import ConfigError
 
 FLAGS: dict[str, Any] = {
@@ -161,6 +164,16 @@ def test_ctrl_c_reports_what_exists(elsewhere: Elsewhere, body: str) -> None:
     assert "the run was interrupted" in result.stdout
 
 
+def test_a_run_that_the_generator_was_too_slow_for_is_a_word_and_no_number(
+    elsewhere: Elsewhere, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MOST_CPU", 0.0)  # what it takes is too much
+    result = told(elsewhere.url, "--data", body, "--concurrency", "1", "--requests", "20", "--warmup", "0")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[1].split() == ["1", "client", "INVALID"]
+    assert "the generator was at its limit" in result.stdout
+
+
 def test_handlers_of_signals_are_what_they_were(body: str) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     told("http://127.0.0.1:9/infer", "--data", body)
@@ -231,8 +244,11 @@ MISSED = Measurement(load=RUN.load, requests=9, answered=9, slo=[Clause(text="p5
 def test_the_exit_status_says_whether_the_slo_is_kept(
     mode: str, runs: list[Measurement], found: list[str], slo: str, code: int
 ) -> None:
-    session = _Session(make_plan({**FLAGS, "mode": mode}), parse_slo(slo) if slo else parse_slo("error<=1"), FLAGS)
-    if not slo:
-        session.slo = type(session.slo)()
-    session.runs, session.found = runs, found
+    session = Session(
+        plan=make_plan({**FLAGS, "mode": mode}),
+        slo=parse_slo(slo) if slo else Slo(),
+        origin=Origin(command="bench"),
+        runs=runs,
+        found=found,
+    )
     assert session.code() == code

@@ -1,0 +1,130 @@
+"""One call of `penstock bench`: sends the loads of a plan, tells what is measured as it comes, keeps it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import msgspec
+from msgspec import Struct
+
+from penstock.bench.measurement import Load, Measurement
+from penstock.bench.modes import Plan, carry_out
+from penstock.bench.protocol import check_of
+from penstock.bench.publish import publish
+from penstock.bench.results import Origin, Results
+from penstock.bench.run import measure
+from penstock.bench.slo import Slo
+from penstock.bench.table import line, notes, plain, rows, server_lines, verdict
+from penstock.bench.target import Target
+from penstock.cli.measuring import FAILED
+
+Show = Callable[[Load, float, int], None]
+"""Told ten times a second how far a load is: seconds since its start, and answers."""
+
+
+class Session(Struct, kw_only=True):
+    """What is to be done, and what was measured so far. With `as_json` nothing is printed before the end."""
+
+    plan: Plan
+    slo: Slo
+    origin: Origin
+    results: Results | None = None
+    warm_s: float | None = None
+    timeout_s: float | None = None
+    as_json: bool = False
+    runs: list[Measurement] = []
+    found: list[str] = []
+
+    async def send(self, target: Target, requests: list[bytes]) -> None:
+        """Runs the plan. Cancelled, it has kept the part of the run that was under way."""
+        with _progress(quiet=self.as_json) as show:
+
+            async def one(load: Load, repeat: int) -> Measurement:
+                run = await measure(
+                    target,
+                    requests,
+                    load,
+                    slo=self.slo,
+                    warm_s=self.warm_s,
+                    repeat=repeat,
+                    check=check_of(target),
+                    timeout_s=self.timeout_s,
+                    on_progress=lambda seconds, answered: show(load, seconds, answered),
+                    on_partial=self.keep,
+                )
+                self.keep(run)
+                return run
+
+            async for text in carry_out(self.plan, self.slo, one):
+                self.found.append(text)
+
+    def keep(self, run: Measurement) -> None:
+        """One more is measured."""
+        self.runs.append(run)
+        if self.results is not None:
+            self.results.append(run)
+        if not self.as_json:
+            click.echo(line(run, self.plan.repeat), err=True)
+
+    def tell(self) -> None:
+        """Prints all of it."""
+        if self.as_json:
+            told = {"origin": self.origin, "measurements": self.runs, "found": self.found}
+            click.echo(msgspec.json.format(msgspec.json.encode(told)))
+        elif self.runs:
+            _print_table(rows(self.runs))
+            for text in (*server_lines(self.runs), *notes(self.runs), *self.found):
+                click.echo(text)
+            if self.slo.parts and self.plan.mode in ("closed", "open"):
+                click.echo(verdict(self.runs, self.slo))
+
+    def close(self) -> None:
+        """Writes the summary and the report, if results are kept."""
+        if self.results is None:
+            return
+        self.results.close()
+        if self.runs:
+            report, page = publish(self.results.folder)
+            click.echo(f"kept: {report} and {page}", err=True)
+
+    def code(self) -> int:
+        """The exit status: whether all runs count, and all keep the SLO. A search breaks it to find where it breaks."""
+        if not self.runs or any(run.invalid or not run.answered for run in self.runs):
+            return FAILED
+        if self.plan.mode == "ramp":
+            return 0 if all(text.startswith("knee") for text in self.found) else FAILED
+        judged = self.slo.parts and self.plan.mode != "saturate"
+        return FAILED if judged and not all(run.met for run in self.runs) else 0
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Show]:
+    """A line that tells how far the load is, on a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda load, seconds, answered: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("warming up") as status:
+        yield lambda load, seconds, answered: status.update(
+            f"{load.label}: {seconds:.0f} s{f' of {load.seconds:g} s' if load.seconds else ''}, {answered:,} answers"
+        )
+
+
+def _print_table(table: list[list[str]]) -> None:
+    if not sys.stdout.isatty():
+        click.echo("\n".join(plain(table)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    shown: Any = Table(table[0][0], box=None, pad_edge=False)
+    for heading in table[0][1:]:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in table[1:]:
+        shown.add_row(*row)
+    Console().print(shown)
