@@ -165,8 +165,9 @@ def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> li
 @click.option("--tls-cert", type=click.Path(), help="PEM file of the certificate chain.")
 @click.option("--tls-key", type=click.Path(), help="PEM file of the private key.")
 @click.option("--insecure", is_flag=True, help="Allow a non-loopback address without a token.")
+@click.option("--record", type=click.Path(), metavar="FILE", help="Write times and sizes of requests as JSON lines.")
 @click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Set any configuration key.")
-def serve(targets: tuple[str, ...], sets: tuple[str, ...], **flags: Any) -> None:
+def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, **flags: Any) -> None:
     """Serve models over HTTP.
 
     TARGET is app.py:obj, app.py alone if it has one model, pkg.mod:obj, a model such as model.onnx or model.pt, the
@@ -182,7 +183,7 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], **flags: Any) -> None
         except ConfigError as e:
             click.echo(f"penstock: {e}", err=True)
             sys.exit(2)
-        code = run(config)
+        code = run(config, record=record)
     except PenstockError as e:
         click.echo(f"penstock: {e}", err=True)
         if e.detail:

@@ -23,6 +23,7 @@ from penstock.engine.management import Management
 from penstock.errors import PenstockError
 from penstock.frontends.http.auth import make_ssl_context
 from penstock.frontends.http.server import HttpServer
+from penstock.observe.arrivals import ArrivalRecorder
 from penstock.observe.base import HttpReading, Reading
 from penstock.observe.prometheus import PrometheusObserver
 from penstock.observe.records import BatchRecords
@@ -35,16 +36,25 @@ _MOST_ROWS = 5  # of the banner's table of models
 _MOST_ELEMENTS = 64  # of an input that the banner writes out
 
 
-def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None) -> int:
-    """Serves until SIGINT or SIGTERM; the process's exit status. Raises PenstockError if it cannot start."""
-    return runner()(Server(config).main(on_ready))
+def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None, *, record: str | None = None) -> int:
+    """Serves until SIGINT or SIGTERM; the process's exit status. Raises PenstockError if it cannot start.
+
+    `record` names a new file for the times and sizes of requests.
+    """
+    recorder = None if record is None else ArrivalRecorder(record)
+    try:
+        return runner()(Server(config, recorder).main(on_ready))
+    finally:
+        if recorder is not None:
+            recorder.close()
 
 
 class Server:
     """Everything that `penstock serve` runs, in one process besides the workers."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, recorder: ArrivalRecorder | None = None) -> None:
         self._config = config
+        self._recorder = recorder
         self._metrics = PrometheusObserver()
         self._records = BatchRecords()
         self._stop = Stop(self._tell_draining)
@@ -53,7 +63,8 @@ class Server:
         self.urls: dict[str, str] = {}
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
-        engine = Engine(self._config.limits, [self._metrics, self._records])
+        observers = [self._metrics, self._records, self._recorder]
+        engine = Engine(self._config.limits, [each for each in observers if each is not None])
         management = Management(engine, self._config, [os.getcwd()])
         self._stop.catch()
         http = self._listener(engine)

@@ -54,6 +54,7 @@ class ModelHandle:
         self._max_queue_bytes = max_queue_bytes
         self._observers = observers
         self._hear_arrivals = hearing(observers, "on_arrival")
+        self._hear_requests = hearing(observers, "on_request")
         self._batcher: Batcher | None = None
         self._broken = False
         self._instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
@@ -159,6 +160,8 @@ class ModelHandle:
                 nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
                 if not isinstance(nbytes, int):  # any object may be a payload
                     nbytes = 0
+            if self._hear_requests:
+                tell(self._hear_requests, "on_request", self.name, self.version, item.rows, nbytes)
             return batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
         except Exception as e:
             tell(self._observers, "on_reject", self.name, self.version, reason_of(e))

@@ -109,6 +109,9 @@ class Observer:
     def on_arrival(self, model: str, version: str) -> None:
         """A request came. It ends with exactly one answer or rejection; until then it is in flight."""
 
+    def on_request(self, model: str, version: str, rows: int, size_bytes: int) -> None:
+        """A request of this size is about to be queued, which may still be refused; after its `on_arrival`."""
+
     def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
         """Requests were answered by the model, so long after they came; `failed` of them with an error."""
 

@@ -251,6 +251,24 @@ async def test_a_request_that_is_refused_has_come_and_is_counted_by_its_reason(e
         assert (ledger.arrivals, ledger.reasons) == (1, Counter({reason: 1}))
 
 
+async def test_the_size_of_each_request_is_told_before_it_is_queued_also_of_one_that_finds_no_room() -> None:
+    sizes: list[tuple[Any, ...]] = []
+
+    class Sizes(Observer):
+        def on_request(self, *what: Any) -> None:
+            sizes.append(what)
+
+    async with Engine(observers=[Sizes()]) as engine:
+        batching = BatchingConfig(max_batch_size=4, max_queue=4)
+        await engine.load(
+            "m", ModelConfig(target="", transport="inline", batching=batching), target=lambda items: items
+        )
+        engine.submit("m", None, Item(b"four", rows=3), lambda result: None)
+        with pytest.raises(QueueFull):
+            engine.submit("m", None, Item(b"", rows=2), lambda result: None)
+    assert sizes == [("m", "1", 3, 4), ("m", "1", 2, 0)]
+
+
 async def test_a_model_that_is_not_ready_counts_what_it_refuses() -> None:
     ledger = Ledger()
     async with Engine(observers=[ledger]) as engine:
