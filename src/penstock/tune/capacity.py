@@ -96,7 +96,7 @@ class Trial:
             self._passed = [r for r in self._passed if r.rate < reading.rate or r.run.requests > n]
         self.bad, self.why_bad = min(self._failed, key=lambda f: f[0].rate, default=(None, ""))
         below = [r for r in self._passed if r.rate < self.bad_rate]
-        self.good = max(below, key=lambda r: r.rate, default=None)
+        self.good = max(below, key=lambda r: (r.rate, r.run.requests), default=None)
         return why is None
 
 
@@ -160,9 +160,13 @@ class Prober:
         """Narrows as far as the effort says, and makes sure: a rate that a long run does not bear is lowered."""
         for _ in range(MOST_PROBES):
             self.narrow(trial, start, self.effort.precision)
-            if trial.good is None or trial.good.run.load.seconds >= self.effort.sure(trial.rate, self.slo):
+            if trial.good is None or self.settled(trial):
                 return
             self.sure(trial, trial.rate)
+
+    def settled(self, trial: Trial) -> bool:
+        """Whether a long run bore its rate."""
+        return trial.good is not None and trial.good.run.load.seconds >= self.effort.sure(trial.rate, self.slo)
 
 
 def neat(rate: float) -> float:

@@ -30,7 +30,6 @@ class Field:
         self.rng = random.Random(seed)
         self.trials: dict[Settings, Trial] = {}
         self.best: Trial | None = None
-        self.top_rate = 0.0
         self.steps: list[Step] = []
 
     def trial(self, settings: Settings) -> Trial:
@@ -164,13 +163,15 @@ class Field:
         """The rate at which these settings would be the better ones."""
         assert self.best is not None
         cheaper = self.space.cost(trial.settings) < self.space.cost(self.best.settings)
-        return self.top_rate * (1 - TIE if cheaper else 1 + GAIN)
+        top = max(trial.rate for trial in self.trials.values())
+        return top * (1 - TIE if cheaper else 1 + GAIN)
 
     def consider(self, trial: Trial) -> None:
-        """Makes it the best if it is."""
+        """Makes it the best if it is, or another one that is better since this one's rate is known well."""
         self._step(trial)
-        if trial.out or not trial.rate:
-            return
-        if self.best is None or trial.rate >= self._bar(trial):
-            self.best = trial
-        self.top_rate = max(self.top_rate, trial.rate)
+        if self.best is None or not self.best.rate:
+            self.best = None
+        for other in (trial, *self.ranked()[:1]):
+            better = self.best is None or other.rate >= self._bar(other)
+            if not other.out and other.rate and better:
+                self.best = other

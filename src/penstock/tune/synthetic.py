@@ -16,7 +16,7 @@ from penstock.batching.policies.adaptive import Adaptive
 from penstock.batching.policies.base import BatchPolicy
 from penstock.batching.policies.fixed import Fixed
 from penstock.bench.measurement import Latency, Load, Measurement
-from penstock.bench.slo import Slo
+from penstock.bench.slo import Slo, parse_slo
 from penstock.errors import LoadFailed
 from penstock.tune.simulate import Service, SimResult, Think, poisson, simulate
 from penstock.tune.space import Settings
@@ -58,21 +58,24 @@ class Machine(Struct, frozen=True, kw_only=True):
         return instances * (self.memory_bytes + batch * self.row_bytes)
 
 
-def drawn(seed: int) -> Machine:
-    """A machine like those there are, from one that gains nothing by batches to one that gains tenfold."""
+def drawn(seed: int) -> tuple[Machine, Slo]:
+    """A machine like those there are, from one that gains nothing by batches to one that gains tenfold; and an SLO that
+    is from tight to loose for it."""
     rng = random.Random(seed)
 
     def between(low: float, high: float) -> float:
         return math.exp(rng.uniform(math.log(low), math.log(high)))
 
     b = between(0.0005, 0.005)
-    return Machine(
-        a=b * between(0.5, 20),
+    a = b * between(0.5, 20)
+    machine = Machine(
+        a=a,
         b=b,
         sigma=between(0.02, 0.5),
         kappa=between(0.001, 0.02),
         factors={"fp16": (between(0.8, 1.2), between(0.5, 1.2)), "bf16": (between(0.8, 1.2), between(0.5, 1.2))},
     )
+    return machine, parse_slo(f"p99<={(a + 8 * b) * between(1.5, 5) * 1e3:.3g}ms")
 
 
 class SyntheticBench:
@@ -122,9 +125,22 @@ class SyntheticBench:
     def close(self) -> None:
         pass
 
-    def truth(self, settings: Settings, rate: float, requests: int = 60_000) -> SimResult:
-        """What a long run at this rate comes to."""
-        return self._simulate(settings, poisson(rate, requests, random.Random(-1)), 0)
+    def true_p99_s(self, settings: Settings, rate: float, requests: int = 60_000) -> float:
+        """That of a long run at this rate."""
+        return self._simulate(settings, poisson(rate, requests, random.Random(-1)), 0).p99_s
+
+    def true_rate(self, settings: Settings, guess: float, requests: int = 60_000) -> float:
+        """The largest rate whose true p99 is within the SLO, to 1 %. `guess` is near it."""
+        assert self.slo.latency_s is not None
+        low, high = 0.0, math.inf
+        rate = guess
+        while high > low * 1.01 and rate > guess / 100:
+            if self.true_p99_s(settings, rate, requests) <= self.slo.latency_s:
+                low = rate
+            else:
+                high = rate
+            rate = math.sqrt(low * high) if low and high < math.inf else low * 1.1 or high / 1.1
+        return low
 
     def _simulate(self, settings: Settings, arrivals: Iterator[float], seed: int) -> SimResult:
         return simulate(

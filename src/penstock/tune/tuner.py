@@ -108,17 +108,32 @@ class _Tuning:
 
     def _prove(self) -> None:
         field = self.field
-        for trial in field.ranked()[: field.effort.finalists]:
-            field.settle(trial.settings)
-        best = [trial for trial in field.ranked() if trial.rate][: field.effort.finalists]
-        self.finalists = [Finalist(trial.settings, trial.rate) for trial in best]
-        if not best:
+        self.finalists = [Finalist(trial.settings, trial.rate) for trial in self._top()]
+        if not self.finalists:
             return
         if not any(one.settings == self.default for one in self.finalists):
             trial = field.settle(self.default, enters=False)
             if trial.rate:
                 self.finalists.append(Finalist(trial.settings, trial.rate))
         confirm(field.meter, field.slo, field.effort, self.finalists)
+
+    def _top(self) -> list[Trial]:
+        """The best few at rates that they are known to sustain. Who may be close to the best is measured as well as it;
+        others only if they were measured already."""
+        field, close = self.field, 1 - 2 * self.field.effort.precision
+        for _ in range(field.effort.finalists):
+            best = next(iter(field.ranked()), None)
+            if best is None or field.prober.settled(best):
+                break
+            field.settle(best.settings)
+        best = max(field.ranked(), key=lambda trial: trial.rate, default=None)
+        if best is None or not best.rate:
+            return []
+        for trial in field.ranked()[: field.effort.finalists + 1]:
+            unclear = trial.rate < best.rate < trial.bad_rate / close
+            if unclear and (trial.rate >= close * best.rate or field.prober.probe(trial, close * best.rate)):
+                field.settle(trial.settings)
+        return [trial for trial in field.ranked() if trial.rate][: field.effort.finalists]
 
 
 class _Told:

@@ -47,10 +47,15 @@ def _starts(field: Field) -> list[Settings]:
 
 
 def _ascend(field: Field) -> None:
-    moved = True
-    while moved and field.best is not None:
-        near = sorted(field.space.neighbours(field.best.settings), key=field.guess, reverse=True)
-        moved = any(field.challenge(settings) for settings in near)
+    """To better neighbours. A long run tells what won by a lucky probe; then those that it beat are asked again."""
+    while field.best is not None:
+        best = field.best
+        near = sorted(field.space.neighbours(best.settings), key=field.guess, reverse=True)
+        if any(field.challenge(settings) for settings in near):
+            continue
+        if field.prober.settled(best):
+            return
+        field.settle(best.settings)
 
 
 def _number(value: Value | None) -> float:
