@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli import tune as verb
+from penstock.cli.main import main
+from penstock.errors import ConfigError
+
+APP = """
+class Net:
+    def predict(self, items):
+        return items
+"""
+TOML = """
+[models.one]
+target = "app.py:Net"
+
+[models.two]
+target = "app.py:Net"
+instances = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Here is the app; what would start a server fails the test."""
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "two.toml").write_text(TOML)
+    monkeypatch.chdir(tmp_path)
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("penstock.tune.served.open_target", start)
+    return tmp_path
+
+
+def flags(**given: Any) -> dict[str, Any]:
+    names = ("space", "write", "data", "accuracy_check", "output", "model", "token_file", "price", "budget")
+    plain = {"slo": "p99<=100ms", "search": "auto", "effort": "normal", "seed": 0, "tolerance": 0.01}
+    return {**dict.fromkeys(names), **plain, "options": (), "sets": (), **given}
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["tune", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["app.py:Net", "--slo", "p99<100"], 'SLO part "p99<100": expected us or ms or s'),
+        (["app.py:Net", "--slo", "throughput>=5/s"], "bounds no latency and no errors"),
+        (["app.py:Net", "--space", "batsh=1"], "there is no knob 'batsh'; did you mean 'batch'?"),
+        (["app.py:Net", "--space", "batch="], "'batch' has an empty value"),
+        (["app.py:Net", "--space", "device=cuda"], "device=cuda: this machine has no GPU"),
+        (["app.py:Net", "--set", 'models.net.devices=["cuda"]'], "device=cuda: this machine has no GPU"),
+        (["app.py:Net", "--accuracy-check", "no.jsonl"], "--accuracy-check no.jsonl: no such file"),
+        (["app.py:Net", "--write", "no/penstock.toml"], "there is no folder"),
+        (["app.py:Net", "--write", "two.toml"], "there is no [models.net]"),
+        (["app.py:Net", "--write", "app.py"], "not valid TOML"),
+        (["http://127.0.0.1:8080"], "is a server that runs; expected what penstock serve takes"),
+        (["net.mar"], "is an archive of TorchServe"),
+        (["two.toml"], "two.toml has one, two; choose the one to tune with --model NAME"),
+        (["two.toml", "--model", "tow"], "two.toml has one, two; did you mean 'two'?"),
+        (["two.toml", "--model", "two", "--option", "a=1"], "--option is for a model named on the command line"),
+        (["app.py:Net", "--option", "a"], "found no NAME=VALUE"),
+        (["none.toml"], "no such file"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_in_one_line_before_anything_is_started(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.worker.devices.visible_gpus", lambda: 0)
+    slo = [] if "--slo" in words else ["--slo", "p99<=100ms"]
+    found = run(*words, *slo)
+    assert (found.exit_code, found.stderr.count("\n")) == (2, 1)
+    assert found.stderr.startswith("penstock: ")
+    assert said in found.stderr
+
+
+def test_a_slo_is_asked_for() -> None:
+    found = run("app.py:Net")
+    assert found.exit_code == 2
+    assert "Missing option '--slo'" in found.stderr
+
+
+def test_without_a_space_batches_and_instances_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    job = verb.read_job("app.py:Net", flags())
+    assert job.space.text == "batch=1,2,4,8,16,32,instances=1,2,4"
+    assert job.folder == Path("tune-net")
+
+
+def test_the_model_of_a_configuration_is_tuned_as_it_is_there(folder: Path) -> None:
+    job = verb.read_job("two.toml", flags(model="two", write="two.toml", sets=("models.two.threads=1",)))
+    assert (job.subject.section, job.subject.model.instances, job.subject.model.threads) == ("two", 3, 1)
+    assert job.subject.sets == ("models.two.threads=1",)
+    assert job.file is not None
+    assert job.file.name == "two"
+
+
+def test_options_of_the_command_line_reach_the_server_too() -> None:
+    job = verb.read_job("app.py:Net", flags(options=("width=3",)))
+    assert job.subject.model.options == {"width": 3}
+    assert job.subject.sets == ("models.net.options.width=3",)
+
+
+def test_an_app_that_has_changed_is_another_search(folder: Path) -> None:
+    before = verb._identity(verb.read_job("app.py:Net", flags()))
+    assert verb._identity(verb.read_job("app.py:Net", flags())) == before
+    (folder / "app.py").write_text(APP + "\n")
+    assert verb._identity(verb.read_job("app.py:Net", flags())) != before
+    for other in ({"slo": "p99<=99ms"}, {"space": "batch=1,2"}, {"seed": 1}, {"effort": "quick"}, {"data": "app.py"}):
+        assert verb._identity(verb.read_job("app.py:Net", flags(**other))) != before
+
+
+def test_beginning_anew_takes_away_only_what_a_run_writes(folder: Path) -> None:
+    results = folder / "tune-net"
+    results.mkdir()
+    for name in ("run.json", "records.jsonl", "journal.jsonl", "summary.csv", "report.md", "report.html", "mine.txt"):
+        (results / name).write_text("")
+    verb._forget(results)
+    assert [p.name for p in results.iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_of_another_run_is_refused(folder: Path) -> None:
+    (folder / "tune-net").mkdir()
+    (folder / "tune-net" / "photo.jpg").write_text("")
+    found = run("app.py:Net", "--slo", "p99<=100ms")
+    assert found.exit_code == 2
+    assert "expected an empty folder, or one of results" in found.stderr
+
+
+def test_a_token_file_that_is_not_there_is_told() -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        verb.read_job("app.py:Net", flags(token_file="none"))
