@@ -104,7 +104,7 @@ def read_subject(target: str, flags: dict[str, Any]) -> tuple[Subject, str | Non
     pipelines = [keys["target"] for keys in models.values() if is_pipeline_file(keys["target"])]
     config = load_config(toml, env={}, sets=flags["sets"], base=base, pipelines=pipelines)
     section = _section(target, list(config.models), flags["model"])
-    sets = [*flags["sets"], *(f"models.{section}.options.{text}" for text in flags["options"])]
+    sets = [*flags["sets"], *(f'models."{section}".options.{text}' for text in flags["options"])]
     model = config.models[section]
     return Subject(
         target=target, section=section, model=model, sets=tuple(sets), token=read_token(flags["token_file"])
@@ -206,7 +206,7 @@ def _effort(name: str) -> Effort:
 
     if name == "quick":
         return Effort(
-            probe_s=0.5, probe_samples=100, sure_s=1.0, sure_samples=400, latencies=4.0, most_s=6.0, precision=0.1,
+            probe_s=0.4, probe_samples=100, sure_s=1.0, sure_samples=300, latencies=3.0, most_s=6.0, precision=0.1,
             repeats=2, finalists=2,
         )  # fmt: skip
     return Effort(probe_s=3.0, sure_s=10.0, sure_samples=10_000, repeats=5) if name == "thorough" else Effort()

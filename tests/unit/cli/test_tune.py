@@ -106,7 +106,7 @@ def test_the_model_of_a_configuration_is_tuned_as_it_is_there(folder: Path) -> N
 def test_options_of_the_command_line_reach_the_server_too() -> None:
     job = verb.read_job("app.py:Net", flags(options=("width=3",)))
     assert job.subject.model.options == {"width": 3}
-    assert job.subject.sets == ("models.net.options.width=3",)
+    assert job.subject.sets == ('models."net".options.width=3',)
 
 
 def test_an_app_that_has_changed_is_another_search(folder: Path) -> None:
