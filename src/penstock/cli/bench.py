@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, run_async, seconds
+from penstock.cli.measuring import FAILED, INTERRUPTED, USAGE, exit_code, run_async, seconds
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def _measured(target: Target, plan: Plan, slo: Slo, flags: dict[str, Any]) -> in
         code = INTERRUPTED
     except PenstockError as error:
         click.echo(f"penstock: {error.message}", err=True)
+        code = USAGE if isinstance(error, ConfigError) else FAILED
     finally:
         session.tell()
         session.close()

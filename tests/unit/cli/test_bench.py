@@ -13,11 +13,11 @@ from click.testing import CliRunner, Result
 
 from penstock.bench import figures
 from penstock.bench.measurement import Clause, Load, Measurement
-from penstock.bench.results import Origin
+from penstock.bench.results import Origin, Results
 from penstock.bench.slo import Slo, parse_slo
 from penstock.cli.bench import bench, make_plan
 from penstock.cli.bench_session import Session
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 
 FLAGS: dict[str, Any] = {
     "mode": None, "concurrency": None, "rate": None, "arrival": None, "duration": None, "requests": None,
@@ -128,6 +128,38 @@ def test_results_are_kept_and_a_folder_that_has_some_is_refused(
     again = told(elsewhere.url, *flags)
     assert again.exit_code == 2
     assert "holds a run already" in again.stderr
+
+
+def test_what_was_measured_is_told_when_the_disk_is_full(
+    elsewhere: Elsewhere, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Results, run: Measurement) -> None:
+        raise PenstockError("the disk is full")
+
+    monkeypatch.setattr(Results, "append", full)
+    flags = [
+        "--data",
+        body,
+        "--concurrency",
+        "1,2",
+        "--requests",
+        "20",
+        "--warmup",
+        "0",
+        "--output",
+        str(tmp_path / "r"),
+    ]
+    result = told(elsewhere.url, *flags)
+    assert result.exit_code == 1
+    assert result.stderr.count("penstock: the disk is full") == 1
+    assert [line.split()[:2] for line in result.stdout.splitlines()[1:2]] == [["1", "client"]]
+    assert elsewhere.asked < 40  # the second load is not sent
+
+
+def test_a_rate_that_gives_no_request_is_wrong_usage(elsewhere: Elsewhere, body: str) -> None:
+    result = told(elsewhere.url, "--data", body, "--rate", "0.001", "--duration", "0.1")
+    assert result.exit_code == 2
+    assert "no request comes at 0.001/s poisson" in result.stderr
 
 
 def test_a_target_that_only_fails_ends_the_run_and_its_first_error_is_shown_once(
