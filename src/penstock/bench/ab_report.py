@@ -217,7 +217,8 @@ def _choice(name: str, rows: Sequence[Row], slo: str) -> Says:
         return Says(f"{name}: nothing that was tried keeps {slo}.", "bad")
     best = max(kept, key=lambda row: row.median(_FIGURES["TS throughput"]) or 0.0)
     within = f" within {slo}" if slo else ""
-    told = f"{best.point.settings}, {best.concurrency} clients: {_shown(best, 'TS throughput')}/s{within}"
+    clients = f"{best.concurrency} client{'s' * (best.concurrency != 1)}"
+    told = f"{best.point.settings}, {clients}: {_shown(best, 'TS throughput')}/s{within}"
     return Says(f"{name}: {told}, p99 {_shown(best, 'TS latency P99')} ms.", "good")
 
 

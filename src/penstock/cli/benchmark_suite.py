@@ -183,6 +183,7 @@ class _Runs:
                 label=point.label,
                 repeat=repeat,
                 check=check_of(target),
+                on_progress=_show if sys.stderr.isatty() else None,
             )
         )
 
@@ -204,6 +205,11 @@ class _Runs:
         if found.invalid:
             told = f"INVALID: {found.invalid[0]}"
         click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {found.load.label}: {told}")
+
+
+def _show(seconds: float, answered: int) -> None:
+    """What a run does meanwhile; the line of its end is written over it."""
+    click.echo(f"{answered:,} answered in {seconds:.0f} s\r", nl=False, err=True)
 
 
 def _key(m: Measurement) -> tuple[str, int, int]:
