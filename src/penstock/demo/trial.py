@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
-import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from functools import partial
 
 import msgspec
 
 from penstock.bench.ask import ask
+from penstock.bench.figures import percentile
+from penstock.bench.load import closed_loop, http_request
 from penstock.bench.page import read_page
+from penstock.bench.samples import LOST, REFUSED, TIMED_OUT
 from penstock.bench.server import ServerProcess
+from penstock.cli.measuring import run_async
 from penstock.client.endpoint import parse_url
 from penstock.demo.digits import data, encode
-from penstock.demo.load import Figures, Load, percentile, post
-from penstock.errors import PenstockError
 
-T = TypeVar("T")
 Show = Callable[[float, int], None]
 """Called a few times a second with the share that is done, from 0 to 1, and the number of answers."""
 
 PATH = "/predictions/digits"
+_FAILED = {
+    LOST: "the connection was lost",
+    REFUSED: "no connection to the server",
+    TIMED_OUT: "no answer within a minute",
+}
 
 
 class Answer(msgspec.Struct):
@@ -77,56 +80,45 @@ class Trial:
 
     def run(self, server: ServerProcess, connections: int, requests: int | None, seconds: float, show: Show) -> Row:
         """One uncounted pass over the images, then the counted run. Raises PenstockError if the server is lost."""
-        url = urlsplit(server.urls["inference"])
-        host, port = str(url.hostname), int(url.port or 80)
+        endpoint = parse_url(server.urls["inference"])
         decode = msgspec.json.Decoder(Answer).decode
         failures: Counter[str] = Counter()
         right = 0
 
-        def check(number: int, status: int, body: bytes) -> None:
+        def check(number: int, status: int, body: bytes) -> bool:
             nonlocal right
             if status != 200:
                 failures[f"status {status}: {body[:200].decode(errors='replace')}"] += 1
-                return
+                return False
             try:
                 right += decode(body).digit == self.labels[number]
             except msgspec.DecodeError as error:
                 failures[f"{error}: {body[:200].decode(errors='replace')}"] += 1
+            return True
 
-        load = Load([post(url.netloc, PATH, "image/png", png) for png in self._pngs], check)
-        try:
-            _in_loop(load.run(host, port, connections=connections))
-            failures["the connection was lost"] += load.figures.lost
-            rows, batches = _batches(server)
-            right = 0
-            at_least = requests or 1
-            figures = _in_loop(_watched(load, host, port, connections, at_least, seconds, show))
-            more_rows, more_batches = _batches(server)
-        except OSError as error:  # TimeoutError too
-            raise PenstockError(f"the server was lost: {error}") from None
-        failures["the connection was lost"] += figures.lost
-        answers = len(figures.latencies_s)
+        def told(elapsed_s: float, answers: int) -> None:
+            show(elapsed_s / seconds if seconds else answers / at_least, answers)
+
+        posts = [http_request(endpoint, "POST", PATH, {"Content-Type": "image/png"}, png) for png in self._pngs]
+        at_least = requests or 1
+        send = partial(closed_loop, endpoint, posts, concurrency=connections, whole_passes=True, check=check)
+        warm = run_async(send(at_least=1))
+        rows, batches = _batches(server)
+        right = 0
+        counted = run_async(send(at_least=at_least, seconds=seconds, on_progress=told))
+        more_rows, more_batches = _batches(server)
+        for status in (*warm.status, *counted.status):
+            if status in _FAILED:
+                failures[_FAILED[status]] += 1
+        latencies_s = sorted(took for took, s in zip(counted.latency_s, counted.status, strict=True) if s > 0)
         return Row(
-            accuracy=right / max(1, answers),
-            rate=answers / figures.seconds,
-            p50_ms=percentile(figures.latencies_s, 0.5) * 1e3,
-            p99_ms=percentile(figures.latencies_s, 0.99) * 1e3,
+            accuracy=right / max(1, len(latencies_s)),
+            rate=len(latencies_s) / counted.seconds,
+            p50_ms=percentile(latencies_s, 0.5) * 1e3,
+            p99_ms=percentile(latencies_s, 0.99) * 1e3,
             mean_batch=(more_rows - rows) / max(1.0, more_batches - batches),
-            failures=+failures,
+            failures=failures,
         )
-
-
-async def _watched(
-    load: Load, host: str, port: int, connections: int, at_least: int, seconds: float, show: Show
-) -> Figures:
-    """Runs the load and shows how far it is, ten times a second."""
-    start = time.perf_counter()
-    run = asyncio.ensure_future(load.run(host, port, connections=connections, at_least=at_least, seconds=seconds))
-    while not run.done():
-        await asyncio.wait([run], timeout=0.1)
-        answers = len(load.figures.latencies_s)
-        show((time.perf_counter() - start) / seconds if seconds else answers / at_least, answers)
-    return await run
 
 
 def forward_terminations() -> None:
@@ -134,16 +126,3 @@ def forward_terminations() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with "&"
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
-
-
-def _in_loop(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=_new_loop()) as runner:
-        return runner.run(work)
-
-
-def _new_loop() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
