@@ -13,16 +13,15 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 from msgspec import Struct
 
-from penstock.bench.ask import ask, reach
+from penstock.bench.ask import reach
+from penstock.bench.catalog import Protocol, check_torchserve, described, kind_of, models_of
 from penstock.bench.listening import listeners_beside, process_at
 from penstock.bench.server import ServerProcess
 from penstock.client.endpoint import Endpoint, parse_url
 from penstock.client.errors import Unreachable
-from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized, nearest
+from penstock.errors import ConfigError, ModelNotReady
 from penstock.plugins import is_whole_file
 from penstock.types import TensorSpec
-
-Protocol = Literal["native", "torchserve", "oip"]
 
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
 _PREDICT: Final = re.compile(r"(.*?)/predictions/([^/]+)(?:/[^/]+)?")
@@ -136,7 +135,7 @@ def _server(
 def _of_server(asked: _Asked, server: ServerProcess) -> Target:
     endpoint = parse_url(server.urls["inference"], asked.tls)
     addresses = {name: parse_url(server.urls[name], asked.tls) for name in ("metrics", "management")}
-    named = _chosen(asked, _models(asked, addresses["management"]), endpoint)
+    named = _chosen(asked, models_of(addresses["management"], asked.token), endpoint)
     found = _checked(asked, endpoint, named)
     return msgspec.structs.replace(found, pids=(server.pid,), server=server, **addresses)
 
@@ -202,17 +201,19 @@ def _with_processes(target: Target, metrics: Endpoint | None) -> Target:
 
 def _checked(asked: _Asked, endpoint: Endpoint, model: str | None, path: str = "") -> Target:
     """The target, after its server said that the model is there and ready. `model` None: the only one."""
-    kind, names = _kind(asked, endpoint)
+    kind, names = kind_of(endpoint, asked.token, asked.protocol)
     if model is None:
         model = _chosen(asked, names, endpoint)
     protocol: Protocol = asked.protocol if asked.protocol != "auto" else _spoken(path, kind)
+    if path and (protocol == "oip") != path.startswith("/v2/"):
+        raise ConfigError(f"TARGET '{asked.text}' is no route of --protocol {protocol}; leave out the one or the other")
     quoted = quote(model, safe="")
     routes = {"native": f"/predictions/{quoted}", "oip": f"/v2/models/{quoted}/infer"}
-    described: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if kind == "torchserve":
-        _check_torchserve(asked, endpoint, model)
+        check_torchserve(endpoint, model, asked.token)
     else:
-        described = _check_oip(asked, endpoint, model, names)
+        found = described(endpoint, model, names, asked.token)
     return Target(
         text=asked.text,
         endpoint=endpoint,
@@ -220,53 +221,13 @@ def _checked(asked: _Asked, endpoint: Endpoint, model: str | None, path: str = "
         path=path or routes.get(protocol, routes["native"]),
         protocol=protocol,
         token=asked.token,
-        inputs=_specs(described.get("inputs")),
-        parameters=described.get("parameters") or {},
+        inputs=_specs(found.get("inputs")),
+        parameters=found.get("parameters") or {},
     )
 
 
 def _spoken(path: str, kind: Protocol) -> Protocol:
     return "oip" if path.startswith("/v2/") else kind
-
-
-def _kind(asked: _Asked, endpoint: Endpoint) -> tuple[Protocol, list[str] | None]:
-    """(which server it is, the names of its models where it lists them). Raises PenstockError for one that is neither.
-
-    "oip" is a server of somebody else's that speaks the Open Inference Protocol.
-    """
-    reply = ask(endpoint, "GET", "/v2", token=asked.token)
-    if reply.status == 401:
-        raise Unauthorized(f"{endpoint.url} wants a token, found {'another' if asked.token else 'none'}; give --token")
-    said = reply.json() if reply.ok else None
-    name = str(said.get("name", "")) if isinstance(said, dict) else ""
-    if name == "penstock":
-        return "native", _native_names(asked, endpoint)
-    if name and name.lower() != "torchserve":
-        return "oip", None
-    ping = ask(endpoint, "GET", "/ping", token=asked.token).json()
-    if isinstance(ping, dict) and "status" in ping:
-        return "torchserve", None
-    if asked.protocol != "auto":
-        return asked.protocol, None
-    raise PenstockError(
-        f"{endpoint.url} answers, but neither as Penstock, nor as TorchServe, nor by the Open Inference Protocol"
-        f" (GET /v2: {reply.status}); give the whole URL of its inference route"
-    )
-
-
-def _native_names(asked: _Asked, endpoint: Endpoint) -> list[str] | None:
-    """Of the models that are ready: the routes of the server's own description."""
-    page = ask(endpoint, "GET", "/openapi.json", token=asked.token).json()
-    paths = page.get("paths", {}) if isinstance(page, dict) else {}
-    start = "/predictions/"
-    return sorted(unquote(path.removeprefix(start)) for path in paths if path.startswith(start))
-
-
-def _models(asked: _Asked, management: Endpoint) -> list[str]:
-    """The names of the models, of either management API."""
-    page = ask(management, "GET", "/models", token=asked.token).json()
-    models = page.get("models", []) if isinstance(page, dict) else []
-    return sorted({str(each.get("name") or each.get("modelName")) for each in models})
 
 
 def _chosen(asked: _Asked, names: list[str] | None, endpoint: Endpoint) -> str:
@@ -279,40 +240,6 @@ def _chosen(asked: _Asked, names: list[str] | None, endpoint: Endpoint) -> str:
     if names == []:
         raise ModelNotReady(f"{endpoint.url} has no model that is ready")
     raise ConfigError(f"{endpoint.url} {there}; choose one with --model NAME")
-
-
-def _check_oip(asked: _Asked, endpoint: Endpoint, model: str, names: list[str] | None) -> dict[str, Any]:
-    """What the server says of the model. Raises ModelNotFound, ModelNotReady."""
-    route = f"/v2/models/{quote(model, safe='')}"
-    reply = ask(endpoint, "GET", route, token=asked.token)
-    if reply.status in (400, 404):
-        raise ModelNotFound(f"{endpoint.url} has no model '{model}'{_nearest(model, names)}")
-    ready = ask(endpoint, "GET", f"{route}/ready", token=asked.token)
-    if not ready.ok or reply.status == 503:
-        raise ModelNotReady(f"model '{model}' of {endpoint.url} is not ready (status {ready.status}); try again later")
-    said = reply.json()
-    return said if reply.ok and isinstance(said, dict) else {}
-
-
-def _check_torchserve(asked: _Asked, endpoint: Endpoint, model: str) -> None:
-    """Raises ModelNotFound, ModelNotReady; nothing where no management API is found."""
-    management = listeners_beside(endpoint, process_at(endpoint.port), asked.token)[1] if endpoint.local else None
-    if management is None:
-        return
-    reply = ask(management, "GET", f"/models/{quote(model, safe='')}", token=asked.token)
-    if reply.status == 404:
-        raise ModelNotFound(f"{endpoint.url} has no model '{model}'{_nearest(model, _models(asked, management))}")
-    said = reply.json()
-    if isinstance(said, list) and said and not any(w.get("status") == "READY" for w in said[0].get("workers", [])):
-        raise ModelNotReady(
-            f"model '{model}' of {endpoint.url} has no worker that is ready; scale it, or try again later"
-        )
-
-
-def _nearest(model: str, names: list[str] | None) -> str:
-    if names is None:
-        return ""
-    return nearest(model, names) or f"; it has {', '.join(names[:20]) or 'none'}"
 
 
 def _specs(found: object) -> tuple[TensorSpec, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock.bench import catalog
 from penstock.bench import target as module
 from penstock.bench.ask import Reply
 from penstock.bench.target import is_served, open_target
@@ -42,10 +43,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return Reply(404, b"{}") if page is None else Reply(status, json.dumps(page).encode())
 
         beside = (None, Endpoint("127.0.0.1", 8081)) if management is not None else (None, None)
-        monkeypatch.setattr(module, "ask", ask)
+        monkeypatch.setattr(catalog, "ask", ask)
         monkeypatch.setattr(module, "reach", lambda endpoint: ask(endpoint, "GET", "/"))
-        monkeypatch.setattr(module, "process_at", lambda port: None)
-        monkeypatch.setattr(module, "listeners_beside", lambda endpoint, pid, token: beside)
+        for each in (module, catalog):
+            monkeypatch.setattr(each, "process_at", lambda port: None)
+            monkeypatch.setattr(each, "listeners_beside", lambda endpoint, pid, token: beside)
 
     return fake
 
@@ -89,6 +91,13 @@ def test_routes_may_stand_under_a_prefix(serve: Callable[..., None]) -> None:
     assert (found.endpoint.prefix, found.path) == ("/team/one", "/predictions/digits")
     found = opened(f"{FAR}/team/one", model="digits", protocol="oip")
     assert (found.endpoint.prefix, found.path) == ("/team/one", "/v2/models/digits/infer")
+
+
+def test_a_route_of_another_protocol_than_was_said_is_refused(serve: Callable[..., None]) -> None:
+    serve(NATIVE)
+    for path, protocol in [("/predictions/digits", "oip"), ("/v2/models/digits/infer", "native")]:
+        with pytest.raises(ConfigError, match=f"is no route of --protocol {protocol}"):
+            opened(FAR + path, protocol=protocol)
 
 
 def test_any_other_url_is_taken_as_it_is(serve: Callable[..., None]) -> None:
