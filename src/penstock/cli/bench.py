@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from penstock.cli.measuring import FAILED, INTERRUPTED, USAGE, exit_code, run_async, seconds
+from penstock.cli.measuring import FAILED, INTERRUPTED, USAGE, exit_code, run_async, seconds, warmup
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -41,19 +41,6 @@ def _numbers(kind: Callable[[str], N]) -> Callable[[click.Context, click.Paramet
         return found
 
     return read
-
-
-def _warmup(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
-    """None for auto."""
-    if value == "auto":
-        return None
-    try:
-        found = float(value.removesuffix("s"))
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 3600:
-        raise click.BadParameter(f"expected auto or seconds from 0, found '{value}'", param=parameter)
-    return found
 
 
 def make_plan(flags: dict[str, Any]) -> Plan:
@@ -106,6 +93,8 @@ def _bench(text: str, flags: dict[str, Any]) -> int:
 
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
     plan = make_plan(flags)
+    if plan.mode == "ramp" and any(part.name == "throughput" for part in slo.parts):
+        raise ConfigError("--mode ramp: throughput is what is looked for; leave it out of --slo")
     with open_target(
         text,
         protocol=flags["protocol"],
@@ -189,7 +178,7 @@ def _origin(target: Target, slo: Slo, seed: int) -> Origin:
 @click.option("--duration", callback=seconds, metavar="TIME", help="Of each run: 30, 30s, 10m [10s; a trace whole].")
 @click.option("--requests", type=click.IntRange(1), help="So many in each run, instead of --duration.")
 @click.option(
-    "--warmup", callback=_warmup, default="auto", show_default=True, metavar="auto|S",
+    "--warmup", callback=warmup, default="auto", show_default=True, metavar="auto|S",
     help="Before each run: until the load gets no faster, or so many seconds.",
 )  # fmt: skip
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="All of it so often.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import Struct
 
-from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, run_async
+from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, run_async, warmup
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -35,18 +35,6 @@ class _How(Struct, frozen=True, kw_only=True):
     seed: int
 
 
-def _warm_s(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
-    if value == "auto":
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise click.BadParameter(f"expected seconds, or auto, found '{value}'", param=parameter)
-    return seconds
-
-
 @click.command("benchmark-suite")
 @click.argument("files", nargs=-1, metavar="MODELS.yaml...")
 @click.option("--input", "inputs", multiple=True, metavar="FILE", help="as MODELS.yaml, as TorchServe's suite has it")
@@ -60,7 +48,7 @@ def _warm_s(_: click.Context, parameter: click.Parameter, value: str) -> float |
 @click.option("--data", metavar="FILE|DIR|JSONL|random", help="what is sent, in place of the input of the files")
 @click.option("--requests", type=click.IntRange(1), help="how many a run, in place of what the files say")
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="runs of each; medians are told")
-@click.option("--warmup", default="auto", show_default=True, callback=_warm_s, help="seconds before each run, or auto")
+@click.option("--warmup", default="auto", show_default=True, callback=warmup, help="seconds before each run, or auto")
 @click.option("--slo", metavar="TEXT", help="what to choose within, for instance p99<=100ms,error<=0.1%")
 @click.option(
     "--model-store", type=click.Path(exists=True, file_okay=False, path_type=Path), help="where archives are found"

@@ -31,6 +31,19 @@ def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> 
     return float(found[1]) * _UNITS[found[2]]
 
 
+def warmup(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
+    """What a flag of a warm-up says: None for auto, else seconds."""
+    if value == "auto":
+        return None
+    try:
+        found = float(value.removesuffix("s"))
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 3600:
+        raise click.BadParameter(f"expected auto or seconds from 0, found '{value}'", param=parameter)
+    return found
+
+
 def exit_code(work: Callable[[], int]) -> int:
     """What `work` gives, or the status of its error, which is told in one line. SIGTERM and SIGHUP end it as Ctrl-C."""
     as_interrupt = {number: lambda *_: signal.raise_signal(signal.SIGINT) for number in (signal.SIGTERM, signal.SIGHUP)}

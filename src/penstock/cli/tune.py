@@ -15,7 +15,7 @@ import click
 import msgspec
 from msgspec import Struct
 
-from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, seconds
+from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, seconds, warmup
 from penstock.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -307,10 +307,6 @@ def _origin(job: _Job) -> Origin:
     )
 
 
-def _warmup(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
-    return None if value == "auto" else seconds(_, parameter, value)
-
-
 @click.command()
 @click.argument("target")
 @click.option("--slo", required=True, metavar="SLO", help='What must be kept, such as "p99<=100ms,error<=0.1%".')
@@ -352,10 +348,10 @@ def _warmup(_: click.Context, parameter: click.Parameter, value: str) -> float |
 @click.option("--model", metavar="NAME", help="Which of the models of a configuration.")
 @click.option(
     "--warmup",
-    callback=_warmup,
+    callback=warmup,
     default="auto",
     show_default=True,
-    metavar="auto|TIME",
+    metavar="auto|S",
     help="After each load of the model.",
 )
 @click.option(
