@@ -7,6 +7,7 @@ up with also tells what it can: its throughput. That spares most of the steps of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 from msgspec import Struct
@@ -18,6 +19,8 @@ from penstock.tune.trial import Reading
 
 MOST_PROBES: Final = 16  # of one search for a rate
 _LIGHT: Final = 0.04  # of a rate that was too much: what fails there, fails under any load
+_GROWTH: Final = 1.3  # of the rate while no probe fails, faster with each
+_FASTEST: Final = 3.0
 _BELOW: Final = 4  # probes that all fail: then the light one
 _KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the server can
 
@@ -94,10 +97,18 @@ class Trial:
         else:
             self._failed.append((reading, why))
             self._passed = [r for r in self._passed if r.rate < reading.rate or r.run.requests > n]
-        self.bad, self.why_bad = min(self._failed, key=lambda f: f[0].rate, default=(None, ""))
-        below = [r for r in self._passed if r.rate < self.bad_rate]
-        self.good = max(below, key=lambda r: (r.rate, r.run.requests), default=None)
+        self._look()
         return why is None
+
+    def keep(self, worth: Callable[[Reading], bool]) -> None:
+        """Forgets those that kept the SLO and are not `worth` it."""
+        self._passed = [reading for reading in self._passed if worth(reading)]
+        self._look()
+
+    def _look(self) -> None:
+        self.bad, self.why_bad = min(self._failed, key=lambda failed: failed[0].rate, default=(None, ""))
+        below = [reading for reading in self._passed if reading.rate < self.bad_rate]
+        self.good = max(below, key=lambda reading: (reading.rate, reading.run.requests), default=None)
 
 
 class Prober:
@@ -135,20 +146,21 @@ class Prober:
         for step in range(MOST_PROBES):
             if trial.out or trial.bad_rate <= trial.rate * (1 + precision):
                 return
-            if trial.good is None and trial.bad is not None:
-                if trial.bad_rate <= light:
-                    trial.light, trial.out = trial.bad, f"at {trial.bad_rate:g}/s already: {trial.why_bad}"
-                    return
-                light = light or neat(_LIGHT * trial.bad_rate)
-            self.probe(trial, light if trial.good is None and step >= _BELOW else max(light, self._next(trial, start)))
+            if trial.good is None and trial.bad is not None and trial.bad_rate <= light:
+                trial.light, trial.out = trial.bad, f"at {trial.bad_rate:g}/s already: {trial.why_bad}"
+                return
+            rate = self._next(trial, start, step)
+            if trial.good is None and trial.bad is not None and step >= _BELOW:
+                light = rate = neat(_LIGHT * min(trial.bad_rate, trial.throughput or math.inf))
+            self.probe(trial, rate)
 
-    def _next(self, trial: Trial, start: float) -> float:
-        """The rate to probe now."""
+    def _next(self, trial: Trial, start: float, step: int) -> float:
+        """The rate to probe now, after so many probes."""
         good, bad = trial.good, trial.bad
         if good is not None and bad is not None:
             return math.sqrt(good.rate * bad.rate)
         if good is not None:
-            return start if start > good.rate * 1.02 else good.rate * 1.3
+            return start if start > good.rate * 1.02 else good.rate * min(_FASTEST, _GROWTH ** max(1, step))
         if bad is None:
             return start
         if bad.throughput < _KEPT_UP * bad.rate:
@@ -157,16 +169,33 @@ class Prober:
         return bad.rate * (0.4 if p99 is not None and limit is not None and p99 > 2 * limit else 0.75)
 
     def settle(self, trial: Trial, start: float) -> None:
-        """Narrows as far as the effort says, and makes sure: a rate that a long run does not bear is lowered."""
+        """Narrows as far as the effort says, and makes sure: a rate that a long run does not bear is lowered.
+
+        Where one does not, short runs see too little: from then on all are long.
+        """
+        precision, failed = self.effort.precision, 0
+        self.narrow(trial, start, precision)
         for _ in range(MOST_PROBES):
-            self.narrow(trial, start, self.effort.precision)
-            if trial.good is None or self.settled(trial):
+            if trial.out or (trial.good is None and not failed):
                 return
-            self.sure(trial, trial.rate)
+            if trial.good is None:
+                rate = trial.bad_rate * (1 - min(0.5, precision * 2 ** (failed - 1)))
+            elif not self.settled(trial):
+                rate = trial.rate
+            elif failed and trial.bad_rate > trial.rate * (1 + precision):
+                rate = math.sqrt(trial.rate * trial.bad_rate)
+            else:
+                return
+            if not self.sure(trial, rate):
+                failed += 1
+                trial.keep(self._long)
 
     def settled(self, trial: Trial) -> bool:
         """Whether a long run bore its rate."""
-        return trial.good is not None and trial.good.run.load.seconds >= self.effort.sure(trial.rate, self.slo)
+        return trial.good is not None and self._long(trial.good)
+
+    def _long(self, reading: Reading) -> bool:
+        return reading.run.load.seconds >= self.effort.sure(reading.rate, self.slo)
 
 
 def neat(rate: float) -> float:

@@ -1,0 +1,100 @@
+"""The largest rate within an SLO: found to the precision asked for, made sure by a long run, or told to be nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.bench.slo import parse_slo
+from penstock.tune.capacity import Effort, Prober, Trial, neat
+from penstock.tune.journal import Journal
+from penstock.tune.meter import Meter
+from penstock.tune.space import Settings
+
+SLO = parse_slo("p99<=100ms")
+ANY = Settings()
+
+
+def prober(bench: Any, effort: Effort | None = None) -> Prober:
+    return Prober(Meter(bench, Journal()), SLO, effort or Effort())
+
+
+def constant(rate: float) -> Callable[[Settings], float]:
+    return lambda _: rate
+
+
+@pytest.mark.parametrize("start", [1, 50, 450, 900, 5_000, 100_000])
+def test_the_rate_is_found_from_any_guess(hill: Any, start: float) -> None:
+    bench, trial = hill(constant(1000)), Trial(ANY)  # 10 ms / (1 - rate / 1000) is 100 ms at 900/s
+    prober(bench).narrow(trial, start, 0.04)
+    assert trial.rate <= 900 <= trial.bad_rate
+    assert trial.bad_rate <= trial.rate * 1.04
+    assert len(bench.asked) <= 14
+
+
+def test_a_probe_that_is_not_kept_up_with_tells_what_to_try_next(hill: Any) -> None:
+    bench, trial = hill(constant(1000)), Trial(ANY)
+    prober(bench).narrow(trial, 20_000, 0.1)
+    assert [rate for _, rate in bench.asked[:2]] == [20_000, 930]
+
+
+def test_an_slo_that_breaks_under_light_load_already_is_told_with_its_numbers(hill: Any) -> None:
+    bench, trial = hill(constant(1000), base_s=0.2), Trial(ANY)
+    prober(bench).narrow(trial, 700, 0.04)
+    assert trial.good is None
+    assert trial.light is not None
+    assert trial.light.rate < 60
+    assert "p99 2" in trial.out
+    assert "(wanted p99<=100ms)" in trial.out
+    assert len(bench.asked) <= 6
+
+
+def test_settled_is_what_a_long_run_bore(hill: Any) -> None:
+    """Short runs do not see that it cannot keep more than 500/s up."""
+
+    class Tires(hill):  # type: ignore[misc]
+        def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:
+            self.able = constant(1000 if seconds < 3 else 555.6)  # 100 ms at 500/s
+            return super().measure(settings, rate, seconds, seed)
+
+    bench, trial, effort = Tires(constant(0)), Trial(ANY), Effort(probe_samples=100, sure_s=4, sure_samples=100)
+    found = prober(bench, effort)
+    found.settle(trial, 600)
+    assert found.settled(trial)
+    assert 480 <= trial.rate <= 500
+
+
+def test_a_generator_that_was_too_slow_once_is_asked_again(hill: Any) -> None:
+    bench, trial = hill(constant(1000)), Trial(ANY)
+    bench.invalid = 1
+    assert prober(bench).probe(trial, 500)
+    assert len(bench.asked) == 2
+    bench.invalid = 2
+    assert not prober(bench).probe(trial, 600)
+    assert trial.why_bad == "invalid: the generator was too slow"
+
+
+def test_of_two_runs_that_contradict_each_other_the_longer_one_counts(hill: Any) -> None:
+    fast, slow, trial = hill(constant(1000)), hill(constant(800)), Trial(ANY)
+    assert trial.add(fast.measure(ANY, 880, 1, 0), SLO)
+    assert not trial.add(slow.measure(ANY, 840, 10, 0), SLO)
+    assert (trial.rate, trial.bad_rate) == (0, 840)
+    assert trial.add(fast.measure(ANY, 850, 1, 0), SLO)
+    assert (trial.rate, trial.bad_rate) == (0, 840)
+    assert trial.add(fast.measure(ANY, 850, 20, 0), SLO)
+    assert (trial.rate, trial.bad_rate) == (850, float("inf"))
+
+
+def test_runs_last_for_enough_samples_and_long_enough_for_queues_to_show() -> None:
+    effort = Effort(probe_s=2, probe_samples=500, latencies=20, most_s=30)
+    assert effort.probe(1000, parse_slo("p99<=10ms")) == 2
+    assert effort.probe(100, parse_slo("p99<=10ms")) == 5
+    assert effort.probe(1000, parse_slo("p99<=500ms")) == 10
+    assert effort.probe(1, parse_slo("p99<=10ms")) == 30
+    assert effort.probe(1000, parse_slo("error<=1%")) == 2
+
+
+def test_rates_are_neat() -> None:
+    assert [neat(rate) for rate in (1234.5, 0.123456, 99.96)] == [1230, 0.123, 100]
