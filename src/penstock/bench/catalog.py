@@ -22,7 +22,9 @@ def kind_of(
     """
     reply = ask(endpoint, "GET", "/v2", token=token)
     if reply.status == 401:
-        raise Unauthorized(f"{endpoint.url} wants a token, found {'another' if token else 'none'}; give --token")
+        raise Unauthorized(
+            f"{endpoint.url} wants a token, found {'another' if token else 'none'}; give its file by --token-file"
+        )
     page = reply.json() if reply.ok else None
     name = str(page.get("name", "")) if isinstance(page, dict) else ""
     if name == "penstock":

@@ -144,7 +144,7 @@ def test_a_model_that_is_not_ready_is_told(serve: Callable[..., None]) -> None:
 
 def test_a_server_that_wants_a_token_is_told(serve: Callable[..., None]) -> None:
     serve({"/v2": (401, {"error": {}})})
-    with pytest.raises(Unauthorized, match="found none; give --token"):
+    with pytest.raises(Unauthorized, match="found none; give its file by --token-file"):
         opened(FAR)
 
 
