@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SEARCHES: Final = ("auto", "grid", "climb", "halving", "tpe")
 MOST_INSTANCES: Final = 16  # of the space that is searched where none is named
 JOURNAL: Final = "journal.jsonl"
+TABLE: Final = "settings.csv"
 
 
 class _Job(Struct, frozen=True, kw_only=True):
@@ -62,6 +63,8 @@ def read_job(target: str, flags: dict[str, Any]) -> _Job:
     if all(part.name == "throughput" for part in slo.parts):
         raise ConfigError(f'--slo "{slo.text}" bounds no latency and no errors; expected for instance "p99<=100ms"')
     space = parse_space(flags["space"] or default_space())
+    if flags["gpu"] and not any(knob.name == "device" for knob in space.knobs):
+        space = parse_space(f"{space.text},device=cpu,cuda")
     strategy(flags["search"])
     subject, source = read_subject(target, flags)
     _check_devices(subject, space)
@@ -163,11 +166,12 @@ def _tune(target: str, flags: dict[str, Any]) -> int:
     ):
         if len(journal):
             click.echo(f"goes on in {job.folder}: {len(journal)} answers are there (--no-resume begins anew)", err=True)
-        outcome = _searched(job, results, journal, origin.line)
-    return _told(job, outcome)
+        outcome, payload_bytes = _searched(job, results, journal, origin.line)
+    return _told(job, outcome, payload_bytes)
 
 
-def _searched(job: _Job, results: Results, journal: Journal, command: str) -> Outcome:
+def _searched(job: _Job, results: Results, journal: Journal, command: str) -> tuple[Outcome, int]:
+    """(what came of it, the mean size of what was sent)."""
     from penstock.tune.app import App, Check
     from penstock.tune.tuner import tune as search
 
@@ -183,7 +187,7 @@ def _searched(job: _Job, results: Results, journal: Journal, command: str) -> Ou
     )
     try:
         app.start()
-        return search(
+        outcome = search(
             app,
             job.space,
             job.slo,
@@ -196,6 +200,7 @@ def _searched(job: _Job, results: Results, journal: Journal, command: str) -> Ou
             command=command,
             watch=_Watch(job.slo, results),
         )
+        return outcome, app.payload_bytes
     finally:
         app.close()
 
@@ -215,20 +220,28 @@ def _effort(name: str) -> Effort:
 # ---- what came of it
 
 
-def _told(job: _Job, outcome: Outcome) -> int:
+def _told(job: _Job, outcome: Outcome, payload_bytes: int) -> int:
     """Writes the reports and the configuration, tells the verdict, and gives the exit status."""
     from penstock.bench.document import Report, markdown
     from penstock.bench.publish import publish
     from penstock.bench.report import compose
-    from penstock.bench.results import read
+    from penstock.bench.results import not_written, read, write_whole
+    from penstock.bench.table import plain
+    from penstock.tune.table import as_csv, rows
 
     origin, measurements = read(job.folder)
     report = compose(origin, measurements, outcome.verdict)
     text, page = publish(job.folder, outcome.verdict)
+    table = rows(measurements, job.slo, job.subject.model, payload_bytes)
+    try:
+        write_whole(job.folder / TABLE, as_csv(table).encode())
+    except OSError as e:
+        raise not_written(job.folder, e) from e
     if job.flags["json"]:
         click.echo(msgspec.json.format(msgspec.json.encode(outcome.verdict)))
     else:
         click.echo(markdown(Report(report.title, report.verdict, [])))
+        click.echo("\n".join(plain(table)))
     click.echo(f"{text} and {page} tell all of it", err=True)
     _write(job, outcome, page)
     if outcome.ended == "interrupted":
@@ -287,7 +300,7 @@ def _forget(folder: Path) -> None:
     from penstock.bench.publish import PAGE, REPORT, VERDICT
     from penstock.bench.results import RECORDS, RUN, SUMMARY
 
-    for name in (RUN, RECORDS, SUMMARY, JOURNAL, REPORT, PAGE, VERDICT):
+    for name in (RUN, RECORDS, SUMMARY, JOURNAL, REPORT, PAGE, VERDICT, TABLE):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -315,6 +328,7 @@ def _origin(job: _Job) -> Origin:
     help="What is tried, such as batch=1..32,instances=1..8,precision=fp32,bf16,optimize=none,compile,hold=auto,0,"
     "device=cpu,cuda,threads=1,2; also keys of the model, such as batching.slo_s [batch and instances].",
 )  # fmt: skip
+@click.option("--gpu", is_flag=True, help="Add device=cpu,cuda to the space.")
 @click.option(
     "--search",
     type=click.Choice(SEARCHES),

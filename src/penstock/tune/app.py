@@ -96,6 +96,11 @@ class App:
         if not agreed.holds:
             raise ConfigError(f"the app as it is does not pass --accuracy-check: {agreed.text}")
 
+    @property
+    def payload_bytes(self) -> int:
+        """Mean size of what is sent; 0 before that is known."""
+        return round(sum(len(p.body) for p in self._payloads) / max(1, len(self._payloads)))
+
     # ---- Bench
 
     def refusal(self, settings: Settings) -> str | None:

@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def flags(**given: Any) -> dict[str, Any]:
     names = ("space", "write", "data", "accuracy_check", "output", "model", "token_file", "price", "budget")
     plain = {"slo": "p99<=100ms", "search": "auto", "effort": "normal", "seed": 0, "tolerance": 0.01}
-    return {**dict.fromkeys(names), **plain, "options": (), "sets": (), **given}
+    return {**dict.fromkeys(names), **plain, "options": (), "sets": (), "gpu": False, **given}
 
 
 def run(*words: str) -> Result:
@@ -95,6 +95,12 @@ def test_without_a_space_batches_and_instances_are_tried(monkeypatch: pytest.Mon
     assert job.folder == Path("tune-net")
 
 
+def test_a_gpu_is_tried_beside_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.worker.devices.visible_gpus", lambda: 1)
+    assert verb.read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"
+    assert verb.read_job("app.py:Net", flags(gpu=True, space="device=cuda")).space.text == "device=cuda"
+
+
 def test_the_model_of_a_configuration_is_tuned_as_it_is_there(folder: Path) -> None:
     job = verb.read_job("two.toml", flags(model="two", write="two.toml", sets=("models.two.threads=1",)))
     assert (job.subject.section, job.subject.model.instances, job.subject.model.threads) == ("two", 3, 1)
@@ -121,7 +127,7 @@ def test_an_app_that_has_changed_is_another_search(folder: Path) -> None:
 def test_beginning_anew_takes_away_only_what_a_run_writes(folder: Path) -> None:
     results = folder / "tune-net"
     results.mkdir()
-    for name in ("run.json", "records.jsonl", "journal.jsonl", "summary.csv", "report.md", "report.html", "mine.txt"):
+    for name in ("run.json", "records.jsonl", "journal.jsonl", "summary.csv", "report.md", "settings.csv", "mine.txt"):
         (results / name).write_text("")
     verb._forget(results)
     assert [p.name for p in results.iterdir()] == ["mine.txt"]

@@ -241,6 +241,18 @@ def test_one_instance_reads_a_body_as_its_route_says(
     assert world.orders[0].bodies[0].codec == codec
 
 
+def test_the_size_of_what_is_sent_is_told_on_average(
+    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = [Payload(b"1" * 100, "text/plain", "a"), Payload(b"1" * 301, "text/plain", "b")]
+    monkeypatch.setattr(module, "payloads", lambda data, target, seed: sent)
+    world.rehearsals[None] = world.rehearsals["fp32"] = rehearsal(answers=2 * rehearsal().answers)
+    app = make(apps)
+    assert app.payload_bytes == 0
+    app.start()
+    assert app.payload_bytes == 200
+
+
 def test_closing_ends_the_server(world: World, apps: list[App]) -> None:
     make(apps).close()
     assert world.used == [Settings((("closed", 1),))]
