@@ -228,6 +228,7 @@ def test_handlers_of_signals_are_what_they_were(body: str) -> None:
         (["--mode", "open"], "say how many requests come a second"),
         (["--mode", "ramp", "--rate", "1,2,3"], "--rate is FIRST or FIRST,LAST"),
         (["--mode", "ramp", "--arrival", "trace:x"], "a trace does not rise"),
+        (["--mode", "ramp", "--slo", "p99<=1s,throughput>=5/s"], "throughput is what is looked for"),
         (["--mode", "saturate", "--requests", "9"], "steps last by --duration"),
         (["--arrival", "sometimes", "--rate", "1"], "sometimes"),
         (["--slo", "p98<=1ms"], "p98"),
