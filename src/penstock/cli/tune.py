@@ -1,10 +1,8 @@
-"""`penstock tune`: checks what is asked before anything is started, searches, and tells and writes what was found."""
+"""`penstock tune`: searches for the best settings within an SLO, and tells and writes what was found."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 import shlex
 import sys
 from datetime import UTC, datetime
@@ -13,123 +11,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
-from msgspec import Struct
 
 from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, seconds, warmup
-from penstock.errors import ConfigError, nearest
+from penstock.cli.tune_job import Job, identity, read_job
 
 if TYPE_CHECKING:
     from penstock.bench.results import Origin, Results
     from penstock.bench.slo import Slo
-    from penstock.tune.accuracy import Sample
     from penstock.tune.capacity import Effort
-    from penstock.tune.config import TunedFile
     from penstock.tune.journal import Journal
-    from penstock.tune.served import Subject
-    from penstock.tune.space import Settings, Space
+    from penstock.tune.space import Settings
     from penstock.tune.trial import Reading
     from penstock.tune.tuner import Outcome
 
 SEARCHES: Final = ("auto", "grid", "climb", "halving", "tpe")
-MOST_INSTANCES: Final = 16  # of the space that is searched where none is named
 JOURNAL: Final = "journal.jsonl"
 TABLE: Final = "settings.csv"
-
-
-class _Job(Struct, frozen=True, kw_only=True):
-    """What was asked, checked as far as it can be without loading the app."""
-
-    subject: Subject
-    space: Space
-    slo: Slo
-    folder: Path
-    file: TunedFile | None
-    samples: list[Sample] | None
-    flags: dict[str, Any]
-
-
-# ---- before anything is started
-
-
-def read_job(target: str, flags: dict[str, Any]) -> _Job:
-    """The job that the flags describe. Raises ConfigError."""
-    from penstock.bench.slo import parse_slo
-    from penstock.tune.accuracy import read_samples
-    from penstock.tune.config import TunedFile
-    from penstock.tune.search import strategy
-    from penstock.tune.space import parse_space
-
-    slo = parse_slo(flags["slo"])
-    if all(part.name == "throughput" for part in slo.parts):
-        raise ConfigError(f'--slo "{slo.text}" bounds no latency and no errors; expected for instance "p99<=100ms"')
-    space = parse_space(flags["space"] or default_space())
-    if flags["gpu"] and not any(knob.name == "device" for knob in space.knobs):
-        space = parse_space(f"{space.text},device=cpu,cuda")
-    strategy(flags["search"])
-    subject, source = read_subject(target, flags)
-    _check_devices(subject, space)
-    folder = flags["output"] or Path(f"tune-{subject.name}")
-    return _Job(
-        subject=subject,
-        space=space,
-        slo=slo,
-        folder=folder,
-        file=None if flags["write"] is None else TunedFile(flags["write"], subject.section, subject.model, source),
-        samples=None if flags["accuracy_check"] is None else read_samples(flags["accuracy_check"]),
-        flags=flags,
-    )
-
-
-def default_space() -> str:
-    """What is searched where no space is named: sizes of batches, and instances up to one a core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"batch=1..32,instances=1..{min(MOST_INSTANCES, max(2, cores))}"
-
-
-def read_subject(target: str, flags: dict[str, Any]) -> tuple[Subject, str | None]:
-    """(what is to be tuned, the TOML that it was read from if it is one). Raises ConfigError."""
-    from penstock.cli.serve import read_options, split_targets
-    from penstock.cli.tokens import read_token
-    from penstock.config.load import load_config
-    from penstock.plugins import is_pipeline_file
-    from penstock.tune.served import Subject
-
-    if "://" in target or target.endswith(".mar"):
-        what = "a server that runs" if "://" in target else "an archive of TorchServe"
-        raise ConfigError(
-            f"TARGET '{target}' is {what}; expected what penstock serve takes: tune starts its own servers"
-        )
-    toml, models = split_targets((target,))
-    options = read_options(flags["options"])
-    if options and not models:
-        raise ConfigError(f"--option is for a model named on the command line; for those of {toml} use --set")
-    base = {"models": {name: {**keys, **({"options": options} if options else {})} for name, keys in models.items()}}
-    pipelines = [keys["target"] for keys in models.values() if is_pipeline_file(keys["target"])]
-    config = load_config(toml, env={}, sets=flags["sets"], base=base, pipelines=pipelines)
-    section = _section(target, list(config.models), flags["model"])
-    sets = [*flags["sets"], *(f'models."{section}".options.{text}' for text in flags["options"])]
-    model = config.models[section]
-    return Subject(
-        target=target, section=section, model=model, sets=tuple(sets), token=read_token(flags["token_file"])
-    ), toml
-
-
-def _section(target: str, known: list[str], wanted: str | None) -> str:
-    if wanted is not None and wanted not in known:
-        raise ConfigError(f"--model {wanted}: {target} has {', '.join(known) or 'no models'}{nearest(wanted, known)}")
-    if wanted is None and len(known) != 1:
-        raise ConfigError(f"{target} has {', '.join(known) or 'no models'}; choose the one to tune with --model NAME")
-    return wanted or known[0]
-
-
-def _check_devices(subject: Subject, space: Space) -> None:
-    """Raises ConfigError for a device that this machine has not."""
-    from penstock.tune.served import reachable
-    from penstock.worker.devices import visible_gpus
-
-    turned = [str(v) for knob in space.knobs if knob.name == "device" for v in knob.values]
-    if wrong := reachable(turned or subject.model.devices, visible_gpus()):
-        raise ConfigError(wrong)
 
 
 # ---- the run
@@ -162,7 +59,7 @@ def _tune(target: str, flags: dict[str, Any]) -> int:
     origin = _origin(job)
     with (
         Results.open(job.folder, origin, resume=True) as results,
-        Journal.open(job.folder / JOURNAL, _identity(job)) as journal,
+        Journal.open(job.folder / JOURNAL, identity(job)) as journal,
     ):
         if len(journal):
             click.echo(f"goes on in {job.folder}: {len(journal)} answers are there (--no-resume begins anew)", err=True)
@@ -170,7 +67,7 @@ def _tune(target: str, flags: dict[str, Any]) -> int:
     return _told(job, outcome, payload_bytes)
 
 
-def _searched(job: _Job, results: Results, journal: Journal, command: str) -> tuple[Outcome, int]:
+def _searched(job: Job, results: Results, journal: Journal, command: str) -> tuple[Outcome, int]:
     """(what came of it, the mean size of what was sent)."""
     from penstock.tune.app import App, Check
     from penstock.tune.tuner import tune as search
@@ -220,7 +117,7 @@ def _effort(name: str) -> Effort:
 # ---- what came of it
 
 
-def _told(job: _Job, outcome: Outcome, payload_bytes: int) -> int:
+def _told(job: Job, outcome: Outcome, payload_bytes: int) -> int:
     """Writes the reports and the configuration, tells the verdict, and gives the exit status."""
     from penstock.bench.document import Report, markdown
     from penstock.bench.publish import publish
@@ -249,13 +146,13 @@ def _told(job: _Job, outcome: Outcome, payload_bytes: int) -> int:
     return FAILED if outcome.chosen is None else 0
 
 
-def _write(job: _Job, outcome: Outcome, page: Path) -> None:
+def _write(job: Job, outcome: Outcome, page: Path) -> None:
     from penstock.tune.served import keys_of
 
     if job.file is None:
         return
     if outcome.chosen is None or outcome.ended == "interrupted":
-        why = "the search was interrupted" if outcome.chosen else f"nothing keeps {job.slo.text}"
+        why = "the search was interrupted" if outcome.ended == "interrupted" else f"nothing keeps {job.slo.text}"
         click.echo(f"{job.file.path} is as it was: {why}", err=True)
         return
     sure = "confirmed by repeats" if outcome.confirmed else "not confirmed: the time was over"
@@ -267,34 +164,6 @@ def _write(job: _Job, outcome: Outcome, page: Path) -> None:
     click.echo(f"written: {job.file.path}; penstock serve {shlex.quote(job.flags['write'])} serves with it", err=True)
 
 
-# ---- where a search may be gone on with
-
-
-def _identity(job: _Job) -> dict[str, str]:
-    """What must be the same for earlier measurements to count: also the app's own file, and what is sent."""
-    flags = job.flags
-    file = job.subject.model.target.rpartition(":")[0] or job.subject.model.target
-    return {
-        "target": job.subject.target,
-        "model": hashlib.sha256(msgspec.json.encode([job.subject.model, job.subject.sets])).hexdigest()[:16],
-        "file": _digest(Path(file)),
-        "space": job.space.text,
-        "slo": job.slo.text,
-        "search": f"{flags['search']} {flags['effort']}",
-        "seed": str(flags["seed"]),
-        "data": f"{flags['data']} {_digest(Path(flags['data'])) if flags['data'] else ''}".strip(),
-    }
-
-
-def _digest(path: Path) -> str:
-    """Of a file, or of all in a folder; "" for what is none."""
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] if path.is_file() else []
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:16] if files else ""
-
-
 def _forget(folder: Path) -> None:
     """Takes away what an earlier run left there, and nothing else."""
     from penstock.bench.publish import PAGE, REPORT, VERDICT
@@ -304,7 +173,7 @@ def _forget(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _origin(job: _Job) -> Origin:
+def _origin(job: Job) -> Origin:
     from penstock.bench.machine import machine, versions
     from penstock.bench.results import Origin
 

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import tune as verb
+from penstock.cli import tune_job as job
 from penstock.cli.main import main
 from penstock.errors import ConfigError
 
@@ -89,39 +90,39 @@ def test_a_slo_is_asked_for() -> None:
 
 
 def test_without_a_space_batches_and_instances_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    job = verb.read_job("app.py:Net", flags())
-    assert job.space.text == "batch=1,2,4,8,16,32,instances=1,2,4"
-    assert job.folder == Path("tune-net")
+    monkeypatch.setattr(job.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    found = job.read_job("app.py:Net", flags())
+    assert found.space.text == "batch=1,2,4,8,16,32,instances=1,2,4"
+    assert found.folder == Path("tune-net")
 
 
 def test_a_gpu_is_tried_beside_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.worker.devices.visible_gpus", lambda: 1)
-    assert verb.read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"
-    assert verb.read_job("app.py:Net", flags(gpu=True, space="device=cuda")).space.text == "device=cuda"
+    assert job.read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"
+    assert job.read_job("app.py:Net", flags(gpu=True, space="device=cuda")).space.text == "device=cuda"
 
 
 def test_the_model_of_a_configuration_is_tuned_as_it_is_there(folder: Path) -> None:
-    job = verb.read_job("two.toml", flags(model="two", write="two.toml", sets=("models.two.threads=1",)))
-    assert (job.subject.section, job.subject.model.instances, job.subject.model.threads) == ("two", 3, 1)
-    assert job.subject.sets == ("models.two.threads=1",)
-    assert job.file is not None
-    assert job.file.name == "two"
+    found = job.read_job("two.toml", flags(model="two", write="two.toml", sets=("models.two.threads=1",)))
+    assert (found.subject.section, found.subject.model.instances, found.subject.model.threads) == ("two", 3, 1)
+    assert found.subject.sets == ("models.two.threads=1",)
+    assert found.file is not None
+    assert found.file.name == "two"
 
 
 def test_options_of_the_command_line_reach_the_server_too() -> None:
-    job = verb.read_job("app.py:Net", flags(options=("width=3",)))
-    assert job.subject.model.options == {"width": 3}
-    assert job.subject.sets == ('models."net".options.width=3',)
+    found = job.read_job("app.py:Net", flags(options=("width=3",)))
+    assert found.subject.model.options == {"width": 3}
+    assert found.subject.sets == ('models."net".options.width=3',)
 
 
 def test_an_app_that_has_changed_is_another_search(folder: Path) -> None:
-    before = verb._identity(verb.read_job("app.py:Net", flags()))
-    assert verb._identity(verb.read_job("app.py:Net", flags())) == before
+    before = job.identity(job.read_job("app.py:Net", flags()))
+    assert job.identity(job.read_job("app.py:Net", flags())) == before
     (folder / "app.py").write_text(APP + "\n")
-    assert verb._identity(verb.read_job("app.py:Net", flags())) != before
+    assert job.identity(job.read_job("app.py:Net", flags())) != before
     for other in ({"slo": "p99<=99ms"}, {"space": "batch=1,2"}, {"seed": 1}, {"effort": "quick"}, {"data": "app.py"}):
-        assert verb._identity(verb.read_job("app.py:Net", flags(**other))) != before
+        assert job.identity(job.read_job("app.py:Net", flags(**other))) != before
 
 
 def test_beginning_anew_takes_away_only_what_a_run_writes(folder: Path) -> None:
@@ -143,4 +144,4 @@ def test_a_folder_of_another_run_is_refused(folder: Path) -> None:
 
 def test_a_token_file_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        verb.read_job("app.py:Net", flags(token_file="none"))
+        job.read_job("app.py:Net", flags(token_file="none"))
