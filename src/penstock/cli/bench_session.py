@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
@@ -21,6 +21,8 @@ from penstock.bench.slo import Slo
 from penstock.bench.table import line, notes, plain, rows, server_lines, verdict
 from penstock.bench.target import Target
 from penstock.cli.measuring import FAILED
+
+_CLEAR: Final = "\r\x1b[K"  # the line of a terminal
 
 Show = Callable[[Load, float, int], None]
 """Told ten times a second how far a load is: seconds since its start, and answers."""
@@ -68,7 +70,7 @@ class Session(Struct, kw_only=True):
         if self.results is not None:
             self.results.append(run)
         if not self.as_json:
-            click.echo(line(run, self.plan.repeat), err=True)
+            click.echo(_CLEAR * sys.stderr.isatty() + line(run, self.plan.repeat), err=True)
 
     def tell(self) -> None:
         """Prints all of it."""
@@ -103,16 +105,21 @@ class Session(Struct, kw_only=True):
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Show]:
-    """A line that tells how far the load is, on a terminal."""
+    """A line that tells how far the load is, on a terminal. Written as it is: what draws in a thread of its own would
+    hold up the generator."""
     if quiet or not sys.stderr.isatty():
         yield lambda load, seconds, answered: None
         return
-    from rich.console import Console
 
-    with Console(stderr=True).status("warming up") as status:
-        yield lambda load, seconds, answered: status.update(
-            f"{load.label}: {seconds:.0f} s{f' of {load.seconds:g} s' if load.seconds else ''}, {answered:,} answers"
-        )
+    def show(load: Load, seconds: float, answered: int) -> None:
+        length = f" of {load.seconds:g}" if load.seconds else ""
+        sys.stderr.write(f"{_CLEAR}{load.label}: {seconds:.1f}{length} s, {answered:,} answers")
+        sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stderr.write(_CLEAR)
 
 
 def _print_table(table: list[list[str]]) -> None:
