@@ -31,7 +31,7 @@ from penstock.worker.spec import WorkerSpec, Wrapped
 QUEUED_BATCHES = 2  # that may wait for each instance, without `queue`
 WAITS_S = 30.0  # the least that an item may wait for a node; a node whose runs may take long, for four of them
 ANY = 2**31  # rows or bytes of a batcher's own bound: credits are what bounds a node
-SLICE_S = 0.001  # of a batch without a model: longer ones gain nothing, and let others wait
+SLICE_S = 0.005  # of a batch without a model: longer ones gain nothing more, and let others wait
 GPU_WAIT_S = 0.002  # without `wait_s`
 
 WRAPPER = f"{NodeModel.__module__}:{NodeModel.__qualname__}"

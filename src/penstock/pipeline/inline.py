@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.ops import catalog
-from penstock.ops.base import ItemOp
+from penstock.ops.base import ItemOp, Op
 from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.runtimes import cores
 
@@ -41,5 +41,9 @@ def _inlined(graph: Graph, name: str) -> str | None:
 
 
 def _computes(node: Node) -> bool:
-    ops = [catalog.find(step.op) for step in node.steps]
-    return node.device == "cpu" and all(issubclass(op, ItemOp) and op.__module__ in _HOMES for op in ops)
+    return node.device == "cpu" and all(computes(catalog.find(step.op)) for step in node.steps)
+
+
+def computes(op: type[Op]) -> bool:
+    """Whether an op does nothing but compute on one image, on the CPU."""
+    return issubclass(op, ItemOp) and op.__module__ in _HOMES

@@ -59,3 +59,20 @@ def test_a_runtime_that_is_not_there_is_the_nodes_own_error(
 
     monkeypatch.setattr(placing, "import_onnxruntime", missing)
     assert device_of(model="net.onnx") == "cpu"
+
+
+def instances_of(*steps: Step, device: str = "auto") -> int:
+    node = Node("n", steps, device=device, instances=8)
+    return placed(Graph("g", {"n": node}, "n")).nodes["n"].instances
+
+
+def test_what_only_computes_on_the_cpu_has_no_more_instances_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(placing, "cores", lambda: 3)
+    image, net = Step("DecodeMat"), Step("OnnxTensor", {"model": "net.onnx"})
+    assert instances_of(image) == instances_of(Step("Mat2Tensor"), net) == 3
+    assert instances_of(net, device="cuda:0") == 8
+    for waits in (Step("Sleep"), Step("Python", {"target": "pkg.mod:obj"})):
+        assert instances_of(image, waits) == 8
+    monkeypatch.setattr(placing, "cores", lambda: 16)
+    assert instances_of(image) == 8
