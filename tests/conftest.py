@@ -36,6 +36,14 @@ def pytest_exception_interact(node: pytest.Item) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True, file=node.config.stash[fault_handler_stderr_fd_key])
 
 
+@pytest.fixture(autouse=True)
+def own_path() -> Iterator[None]:
+    """Takes back what a test put on `sys.path`, which workers are given too: an `app.py` there hides those of others."""
+    before = sys.path[:]
+    yield
+    sys.path[:] = before
+
+
 SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
 FREE_PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
 
