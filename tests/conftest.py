@@ -38,7 +38,7 @@ def pytest_exception_interact(node: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def own_path() -> Iterator[None]:
-    """Takes back what a test put on `sys.path`, which workers are given too: an `app.py` there hides those of others."""
+    """Takes back what a test put on `sys.path`, which workers get too: an `app.py` there hides those of others."""
     before = sys.path[:]
     yield
     sys.path[:] = before
