@@ -1,0 +1,58 @@
+"""Shows what was found: `python draw.py drawing.jpg answer.json found.png` draws its boxes on the picture.
+
+The answer is what the server said of the picture; `-` reads it from the standard input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from pictures import CLASSES, Pixels, decoded
+
+COLOURS = dict(zip(CLASSES, ((60, 160, 0), (40, 60, 230)), strict=True))  # blue first
+
+
+def shown(pixels: Pixels, answer: dict[str, Any]) -> Pixels:
+    """The picture with a box and a name for each figure of an answer, and its silhouette if the answer has outlines."""
+    canvas = pixels.copy()
+    thick = max(1, round(max(pixels.shape) / 400))
+    for name, outline in zip(answer["classes"], answer.get("outlines", []), strict=False):
+        if outline:
+            cv2.fillPoly(canvas, [np.array(outline, np.int32)], COLOURS[name], cv2.LINE_AA)
+    canvas = cv2.addWeighted(canvas, 0.35, pixels, 0.65, 0)
+    for name, score, box in zip(answer["classes"], answer["scores"], answer["boxes"], strict=True):
+        left, top, right, bottom = (round(edge) for edge in box)
+        cv2.rectangle(canvas, (left, top), (right, bottom), COLOURS[name], thick, cv2.LINE_AA)
+        text, size = f"{name} {score:.2f}", thick * 0.4
+        (wide, high), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, size, thick)
+        foot = max(top, high + below)
+        cv2.rectangle(canvas, (left, foot - high - below), (left + wide, foot), COLOURS[name], cv2.FILLED)
+        cv2.putText(
+            canvas, text, (left, foot - below // 2), cv2.FONT_HERSHEY_SIMPLEX, size, (255, 255, 255), thick, cv2.LINE_AA
+        )
+    return np.asarray(canvas, np.uint8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("answer", help="a file with what the server said, - for the standard input")
+    parser.add_argument("png", type=Path, help="to write")
+    options = parser.parse_args()
+    said = sys.stdin.read() if options.answer == "-" else Path(options.answer).read_text()
+    try:
+        answer = json.loads(said)
+        image = shown(decoded(options.picture.read_bytes()), answer)
+    except (KeyError, TypeError, ValueError) as e:
+        raise SystemExit(f"{options.answer} and {options.picture} cannot be shown: {e!r}") from None
+    options.png.write_bytes(bytes(cv2.imencode(".png", image)[1]))
+
+
+if __name__ == "__main__":
+    main()

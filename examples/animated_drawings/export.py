@@ -1,0 +1,30 @@
+"""Writes a detector as TorchScript, for an archive: `python export.py figures.pt`, also with `--network maskrcnn`."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+
+import torch
+from networks import NETWORKS, SMALL, load_network
+
+
+def export(path: Path, network: str = SMALL, weights: str = "") -> None:
+    """Writes the file. Raises LoadFailed when a library or the weights miss."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is what such archives hold
+        torch.jit.script(load_network(network, weights)).save(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--network", choices=NETWORKS, default=SMALL)
+    parser.add_argument("--weights", default="", help="a file of that network's own")
+    options = parser.parse_args()
+    export(options.file, options.network, options.weights)
+
+
+if __name__ == "__main__":
+    main()
