@@ -1,0 +1,119 @@
+"""What few, noisy repeats tell: intervals and the differences of two sides. Pure; no seed, no clock.
+
+The unit is the repeat, never the request: requests of one run share its fate, so a thousand of them are one look.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from msgspec import Struct
+
+TRIM: Final = 0.2  # of the repeats are set aside at each end: one that met a hiccup of the machine must not decide
+LEAST: Final = 3  # repeats a side, to tell anything
+_ROUNDS: Final = 4000
+
+
+class Difference(Struct, frozen=True):
+    """How the second side differs from the first, within [low, high], and how probable so much is by chance."""
+
+    change: float
+    low: float
+    high: float
+    chance: float
+
+
+def difference(first: Sequence[float], second: Sequence[float], *, confidence: float = 0.95) -> Difference | None:
+    """Of the trimmed means, by Yuen's test (Biometrika 61, 1974): Welch's, with the outermost fifths set aside.
+
+    None with fewer than 3 values on a side. Without any spread every difference is certain.
+    """
+    if min(len(first), len(second)) < LEAST:
+        return None
+    (mean_1, error_1, free_1), (mean_2, error_2, free_2) = _trimmed(first), _trimmed(second)
+    change, error = mean_2 - mean_1, error_1 + error_2
+    if error <= 0:
+        return Difference(change, change, change, 0.0 if change else 1.0)
+    free = error**2 / (error_1**2 / free_1 + error_2**2 / free_2)
+    width = student_at(1 - confidence, free) * math.sqrt(error)
+    return Difference(change, change - width, change + width, student_tails(change / math.sqrt(error), free))
+
+
+def ratio(first: Sequence[float], second: Sequence[float], *, confidence: float = 0.95) -> Difference | None:
+    """As `difference`, as a share of the first side: 0.1 is 10 % more. Values are at least 0."""
+    logs = [[math.log(max(value, 1e-12)) for value in side] for side in (first, second)]
+    found = difference(*logs, confidence=confidence)
+    return found and Difference(_share(found.change), _share(found.low), _share(found.high), found.chance)
+
+
+def _share(log: float) -> float:
+    return math.expm1(min(log, 700.0))
+
+
+def _trimmed(values: Sequence[float]) -> tuple[float, float, int]:
+    """The trimmed mean, its squared standard error from the winsorised variance, and its degrees of freedom."""
+    ordered = sorted(values)
+    cut = int(TRIM * len(ordered))
+    kept = ordered[cut : len(ordered) - cut]
+    pulled_in = [kept[0]] * cut + kept + [kept[-1]] * cut
+    left = len(kept)
+    error = (len(ordered) - 1) * statistics.variance(pulled_in) / (left * (left - 1))
+    return statistics.fmean(kept), error, left - 1
+
+
+def bootstrap(
+    sides: Sequence[Sequence[float]],
+    statistic: Callable[..., np.ndarray],
+    *,
+    seed: int,
+    confidence: float = 0.95,
+) -> tuple[float, float]:
+    """Between which values the statistic lies, by the expanded percentile bootstrap (Hesterberg 2015, section 3.3).
+
+    `statistic` is given an array [rounds, n] for each side and gives [rounds]. The expansion widens the interval as
+    few values need it; with one value on a side there is no width to tell from: then it is infinite.
+    """
+    least = min(len(side) for side in sides)
+    if least < 2:
+        return -math.inf, math.inf
+    random = np.random.default_rng(seed)
+    drawn = [np.asarray(side, float)[random.integers(0, len(side), (_ROUNDS, len(side)))] for side in sides]
+    reach = math.sqrt(least / (least - 1)) * student_at(1 - confidence, least - 1)
+    tail = statistics.NormalDist().cdf(-reach)
+    low, high = np.quantile(statistic(*drawn), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def student_tails(t: float, free: float) -> float:
+    """The chance that Student's t with `free` degrees of freedom is so far from 0, or farther, on either side."""
+    return _beta(free / (free + t * t), free / 2, 0.5) if t else 1.0
+
+
+def student_at(chance: float, free: float) -> float:
+    """The t that `student_tails` gives this chance."""
+    low, high = 0.0, 2.0
+    while student_tails(high, free) > chance:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tails(middle, free) > chance else (low, middle)
+    return high
+
+
+def _beta(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta(1 - x, b, a)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    fraction = 1.0
+    for m in range(20 + int(4 * math.sqrt(a + b)), 0, -1):  # from the far end: it needs about sqrt(a + b) terms
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
+        fraction = 1 + odd / (1 + even / fraction)
+    return front / fraction
