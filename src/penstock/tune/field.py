@@ -15,7 +15,7 @@ from penstock.tune.capacity import Effort, Prober, Trial
 from penstock.tune.meter import Meter, Unfit
 from penstock.tune.space import Settings, Space
 
-GAIN: Final = 0.02  # so much more makes dearer settings worth it
+GAIN: Final = 0.025  # so much more makes dearer settings worth it
 TIE: Final = 0.015  # so much less is as good, if it is cheaper
 COARSE: Final = 0.10  # between what passed and what did not, while the search goes on
 _HOPE: Final = 1.1  # times what a curve allows: it was measured, too
@@ -163,15 +163,13 @@ class Field:
         """The rate at which these settings would be the better ones."""
         assert self.best is not None
         cheaper = self.space.cost(trial.settings) < self.space.cost(self.best.settings)
-        top = max(trial.rate for trial in self.trials.values())
+        top = max(other.rate for other in self.trials.values())
         return top * (1 - TIE if cheaper else 1 + GAIN)
 
     def consider(self, trial: Trial) -> None:
-        """Makes it the best if it is, or another one that is better since this one's rate is known well."""
+        """Looks which is the best, now that more is known of this one: it, or another that it beat by luck."""
         self._step(trial)
-        if self.best is None or not self.best.rate:
-            self.best = None
-        for other in (trial, *self.ranked()[:1]):
-            better = self.best is None or other.rate >= self._bar(other)
-            if not other.out and other.rate and better:
-                self.best = other
+        able = [other for other in self.ranked() if other.rate]
+        top = max((other.rate for other in able), default=0.0)
+        as_good = (other for other in able if other.rate >= top * (1 - TIE))
+        self.best = min(as_good, key=lambda other: self.space.cost(other.settings), default=None)

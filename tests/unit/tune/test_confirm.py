@@ -1,0 +1,104 @@
+"""The proof: in turn, at rates that the upper bound bears, and a gain with the interval that its repeats give."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from penstock.bench.slo import parse_slo
+from penstock.tune.capacity import Effort
+from penstock.tune.confirm import MOST_LOWERED, Finalist, broken, confirm, gain
+from penstock.tune.journal import Journal
+from penstock.tune.meter import BudgetOver, Meter
+from penstock.tune.space import parse_settings
+
+SLO = parse_slo("p99<=100ms,error<=1%")
+A, B, C = (parse_settings(f"batch={n}") for n in (1, 2, 4))
+
+
+def proven(bench: Any, *finalists: Finalist, limit_s: float = 1e9, repeats: int = 3) -> None:
+    confirm(Meter(bench, Journal(), limit_s=limit_s), SLO, Effort(repeats=repeats), finalists)
+
+
+def test_finalists_are_measured_in_turn_each_round_beginning_with_another(hill: Any) -> None:
+    bench = hill(lambda _: 1000)
+    proven(bench, Finalist(A, 500), Finalist(B, 400), Finalist(C, 300))
+    assert [settings for settings, _ in bench.asked] == [A, B, C, B, C, A, C, A, B]
+
+
+def test_what_keeps_the_slo_with_certainty_stays_at_its_rate(hill: Any) -> None:
+    one = Finalist(A, 850)
+    proven(hill(lambda _: 1000), one)
+    assert (one.met, one.rate, len(one.readings)) == (True, 850, 3)
+
+
+def test_a_rate_that_breaks_the_slo_is_lowered_until_it_is_kept(hill: Any) -> None:
+    one = Finalist(A, 950)  # bears 900
+    proven(hill(lambda _: 1000), one)
+    assert one.met
+    assert one.rate < 900
+    assert one.lowered == 2
+    assert len(one.readings) == 3
+
+
+def test_what_is_never_kept_is_given_up_with_a_reason(hill: Any) -> None:
+    bench, one = hill(lambda _: 100), Finalist(A, 900)
+    proven(bench, one)
+    assert one.met is False
+    assert "(wanted p99<=100ms)" in one.why
+    assert len(bench.asked) == 3 * (MOST_LOWERED + 1)
+
+
+def test_repeats_that_differ_much_are_not_sure_though_their_mean_is_fine(hill: Any) -> None:
+    class Shaky(hill):  # type: ignore[misc]
+        def measure(self, *args: Any) -> Any:
+            self.base_s = 0.09 if len(self.asked) % 3 == 0 else 0.02
+            return super().measure(*args)
+
+    readings = [Shaky(lambda _: 1e9).measure(A, 100, 10, 0) for _ in range(1)]
+    bench = Shaky(lambda _: 1e9)
+    readings = [bench.measure(A, 100, 10, seed) for seed in range(3)]
+    assert broken(SLO, readings, upper=False) is None
+    assert "p99 up to" in str(broken(SLO, readings, upper=True))
+
+
+def test_the_bound_of_three_repeats_covers_the_truth_as_often_as_it_says(hill: Any) -> None:
+    """Where the true mean lies just above the SLO, at most about one proof in twenty passes."""
+    rng, passed = random.Random(7), 0
+    bench = hill(lambda _: 1e9)
+    for _ in range(400):
+        readings = []
+        for _ in range(3):
+            bench.base_s = 0.101 * (1 + rng.gauss(0, 0.1))
+            readings.append(bench.measure(A, 100, 10, 0))
+        passed += broken(SLO, readings, upper=True) is None
+    assert passed <= 0.075 * 400
+
+
+def test_time_that_is_over_leaves_what_is_known(hill: Any) -> None:
+    one, other = Finalist(A, 500), Finalist(B, 500)
+    with pytest.raises(BudgetOver):
+        proven(hill(lambda _: 1000), one, other, limit_s=15)
+    assert one.met is None
+    assert len(one.readings) >= 1
+
+
+def test_settings_that_do_not_load_any_more_are_out(hill: Any) -> None:
+    bench, one, other = hill(lambda _: 1000), Finalist(A, 500), Finalist(B, 400)
+    bench.fails.add(A)
+    proven(bench, one, other)
+    assert (one.met, one.why, other.met) == (False, "no room for it", True)
+
+
+def test_a_gain_has_the_interval_of_its_repeats(hill: Any) -> None:
+    bench, chosen, default = hill(lambda _: 1e9), Finalist(A, 100), Finalist(B, 100)
+    chosen.readings = [bench.measure(A, rate, 10, 0) for rate in (195, 200, 205)]
+    default.readings = [bench.measure(B, rate, 10, 0) for rate in (98, 100, 102)]
+    more, (low, high) = gain(chosen, default, seed=1)
+    assert more == pytest.approx(1.0)
+    assert 0.9 < low < more < high < 1.1
+    assert gain(chosen, default, seed=1) == (more, (low, high))
+    same = gain(default, default, seed=1)
+    assert same[1][0] <= 0 <= same[1][1]
