@@ -6,12 +6,12 @@ Settings keep the SLO only if the upper bound of what was measured does: being w
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Sequence
 from typing import Final
 
 from penstock.bench.slo import Part, Slo
+from penstock.bench.stats import bootstrap
 from penstock.tune.capacity import Effort, neat
 from penstock.tune.meter import Meter, Unfit
 from penstock.tune.space import Settings
@@ -21,7 +21,6 @@ MOST_LOWERED: Final = 5  # times that a rate is lowered before settings are give
 _STEPS: Final = (0.98, 0.95)  # the rate is lowered to: when only the bound breaks the SLO, when the mean does
 _ONE_SIDED: Final = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)  # 95 % of Student's t, from 1 degree on
 _Z: Final = 1.96
-_RESAMPLES: Final = 2000
 
 
 class Finalist:
@@ -123,17 +122,12 @@ def _together(part: Part, readings: Sequence[Reading], upper: bool) -> float | N
     return mean + _ONE_SIDED[freedom - 1] * deviation / math.sqrt(len(values))
 
 
-def gain(chosen: Finalist, default: Finalist, seed: int) -> tuple[float, tuple[float, float]]:
+def gain(chosen: Finalist, default: Finalist, seed: int) -> tuple[float, tuple[float, float] | None]:
     """By how much the goodput is higher than the default's (0.4: 40 %), and its interval with 95 % confidence.
 
-    A bootstrap over the repeats of both.
+    A bootstrap over the repeats of both; None where there are too few to tell how far they lie apart.
     """
     ours = [r.goodput for r in chosen.readings] or [chosen.rate]
     theirs = [r.goodput for r in default.readings] or [default.rate]
-    rng = random.Random(seed)
-    ratios = sorted(
-        statistics.fmean(rng.choices(ours, k=len(ours))) / statistics.fmean(rng.choices(theirs, k=len(theirs))) - 1
-        for _ in range(_RESAMPLES)
-    )
-    at = round(0.025 * _RESAMPLES)
-    return statistics.fmean(ours) / statistics.fmean(theirs) - 1, (ratios[at], ratios[-1 - at])
+    low, high = bootstrap([ours, theirs], lambda a, b: a.mean(axis=1) / b.mean(axis=1) - 1, seed=seed)
+    return statistics.fmean(ours) / statistics.fmean(theirs) - 1, (low, high) if math.isfinite(high) else None

@@ -96,9 +96,14 @@ def test_a_gain_has_the_interval_of_its_repeats(hill: Any) -> None:
     bench, chosen, default = hill(lambda _: 1e9), Finalist(A, 100), Finalist(B, 100)
     chosen.readings = [bench.measure(A, rate, 10, 0) for rate in (195, 200, 205)]
     default.readings = [bench.measure(B, rate, 10, 0) for rate in (98, 100, 102)]
-    more, (low, high) = gain(chosen, default, seed=1)
+    more, interval = gain(chosen, default, seed=1)
+    assert interval is not None
+    low, high = interval
     assert more == pytest.approx(1.0)
     assert 0.9 < low < more < high < 1.1
     assert gain(chosen, default, seed=1) == (more, (low, high))
-    same = gain(default, default, seed=1)
-    assert same[1][0] <= 0 <= same[1][1]
+    same = gain(default, default, seed=1)[1]
+    assert same is not None
+    assert same[0] <= 0 <= same[1]
+    default.readings = default.readings[:1]
+    assert gain(chosen, default, seed=1)[1] is None
