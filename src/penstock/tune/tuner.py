@@ -67,7 +67,7 @@ def tune(
     if all(part.name == "throughput" for part in slo.parts):
         raise ConfigError(f'SLO "{slo.text}" bounds no latency and no errors; expected for instance "p99<=100ms"')
     run, effort = strategy(search), effort or Effort()
-    meter = Meter(bench, journal or Journal(), seed=seed, watch=watch)
+    meter = Meter(bench, Journal() if journal is None else journal, seed=seed, watch=watch)
     field = Field(meter, space, slo, effort, seed)
     tuning = _Tuning(field, default or Settings(), budget_s)
     ended = tuning.go(run)
