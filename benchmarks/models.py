@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Any
 
@@ -51,3 +52,16 @@ def _answers(items: list[Any], a: float, b: float) -> list[Any]:
     rows = [len(next(iter(item.values()))) if isinstance(item, dict) else 1 for item in items]
     time.sleep(a + b * sum(rows))
     return [dict([list(item.items())[-1]]) if isinstance(item, dict) else item for item in items]
+
+
+ITERATIONS = 2000  # of a hash: about a millisecond of one core
+
+
+def steady(items: list[Any]) -> list[Any]:
+    """The same work for each item, on the processor."""
+    return [hashlib.pbkdf2_hmac("sha256", b"item", b"salt", ITERATIONS).hex() for _ in items]
+
+
+def slowed(items: list[Any]) -> list[Any]:
+    """A tenth more work than `steady`."""
+    return [hashlib.pbkdf2_hmac("sha256", b"item", b"salt", ITERATIONS + ITERATIONS // 10).hex() for _ in items]
