@@ -27,17 +27,20 @@ class Arrival(Struct, frozen=True):
 
 
 class Trace(Struct, frozen=True):
-    """Recorded arrivals, sorted: seconds from the first, rows and bytes of each (1 and 0 where it was not told)."""
+    """Recorded arrivals, sorted: seconds from the first, rows and bytes of each (1 and 0 where it was not told), and
+    the names of the models in it."""
 
     times_s: array[float]
     rows: array[int]
     bytes: array[int]
+    models: tuple[str, ...] = ()
 
 
 class _Line(Struct):
     t: float
     rows: int = 1
     bytes: int = 0
+    model: str = ""
 
 
 def parse_arrival(text: str) -> Arrival:
@@ -88,10 +91,10 @@ def _replayed(trace: Sequence[float], rate: float, seconds: float) -> array[floa
     return array("d", (t * stretch for t in trace if not seconds or t * stretch < seconds))
 
 
-def read_trace(path: str) -> Trace:
+def read_trace(path: str, model: str = "") -> Trace:
     """What `penstock serve --record` wrote, or any JSON lines with `t` in seconds, and `rows` and `bytes` where known.
 
-    Other keys are passed over. Raises ConfigError with file and line.
+    With `model` what came for it alone. Other keys are passed over. Raises ConfigError with file and line.
     """
     decode = msgspec.json.Decoder(_Line).decode
     lines: list[_Line] = []
@@ -110,6 +113,11 @@ def read_trace(path: str) -> Trace:
         raise ConfigError(f"trace {path} cannot be read: {exc.strerror or exc}") from None
     except msgspec.MsgspecError as exc:
         raise ConfigError(f'{path}:{number}: {exc}; expected for instance {{"t": 0.25, "rows": 1}}') from None
+    models = tuple(sorted({line.model for line in lines if line.model}))
+    if model:
+        lines = [line for line in lines if line.model == model]
+        if not lines:
+            raise ConfigError(f"trace {path}: no request for model '{model}'; found {', '.join(models) or 'no names'}")
     if not lines:
         raise ConfigError(f'trace {path} is empty; expected JSON lines such as {{"t": 0.25, "rows": 1}}')
     lines.sort(key=lambda line: line.t)  # several processes may have written it
@@ -118,4 +126,5 @@ def read_trace(path: str) -> Trace:
         array("d", (line.t - first for line in lines)),
         array("q", (line.rows for line in lines)),
         array("q", (line.bytes for line in lines)),
+        models,
     )

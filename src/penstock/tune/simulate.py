@@ -68,9 +68,9 @@ class Bulk(Struct, frozen=True):
 
 
 class SimResult(Struct, frozen=True):
-    """Seconds; rows a second; `goodput` counts answers within the slo; `dropped` is a share of what arrived; `busy` of
-    the slots' time. All over the steady part, after the first 15 %. `requests` counts every arrival. What is of a Bulk
-    is in `bulk_throughput` alone. `latencies_s` are those of all answers, sorted."""
+    """Seconds; requests a second; `goodput` counts answers within the slo; `dropped` is a share of what arrived; `busy`
+    of the slots' time. All over the steady part, after the first 15 %. `requests` counts every arrival. What is of a
+    Bulk is in `bulk_throughput` alone. `latencies_s` are those of all answers, sorted."""
 
     mean_s: float
     p50_s: float
@@ -133,11 +133,14 @@ class _Run:
         handover_s: float,
         prepare_s: float,
         bulk: Bulk | None,
+        rows: Sequence[int],
     ) -> None:
         self.service, self.scheduler, self.think = service, scheduler, think
         self.one_way_s = handover_s / 2
         self.prepare_s = prepare_s
         self.prepared_s: dict[int, float] = {}  # slot -> when what it was sent is prepared
+        self.rows = rows  # of each request in turn; none: 1
+        self.left: dict[int, int] = {}  # request that was cut -> rows that are not answered
         self.bulk = bulk
         self.bulk_left: dict[int, int] = {}  # request -> rows that are not answered
         self.bulk_done: list[tuple[float, int]] = []  # (answer, rows)
@@ -166,7 +169,8 @@ class _Run:
             self.client[id] = client
         self.arrived[id] = self.last_arrival_s = now
         deadline = now + self.slo_s if self.deadlines else INF
-        self.scheduler.offer(Entry(id=id, arrival_s=now, deadline_s=deadline), now)
+        rows = self.rows[id - 1] if self.rows else 1
+        self.scheduler.offer(Entry(id=id, rows=rows, arrival_s=now, deadline_s=deadline), now)
 
     def arrive_bulk(self, now: float) -> None:
         assert self.bulk is not None
@@ -183,6 +187,15 @@ class _Run:
             del self.bulk_left[e.id]
             self.put(now + self.bulk.think_s, _BULK, None)
 
+    def completes(self, part: Entry, request: Entry) -> bool:
+        """Whether a request that was cut is answered with this part; a part of what was dropped answers nothing."""
+        if part.id not in self.arrived:
+            return False
+        left = self.left.pop(part.id, request.rows) - part.rows
+        if left:
+            self.left[part.id] = left
+        return not left
+
     def answer(self, batch: int, entries: list[Entry], now: float) -> None:
         run_s = self.runs_s.pop(batch)
         rows = sum([e.rows for e in entries])
@@ -192,6 +205,8 @@ class _Run:
         for j, e in enumerate(entries):
             if e.id < 0:
                 self.answer_bulk(e, now)
+                continue
+            if e.parent is not None and not self.completes(e, e.parent):
                 continue
             done.append((arrived.pop(e.id), now))
             if self.client:
@@ -272,6 +287,7 @@ def simulate(
     prepare_s: float = 0.0,
     max_batch_size: int = 64,
     arrivals: Iterable[float] | None = None,
+    rows: Sequence[int] = (),
     clients: int = 0,
     horizon_s: float = INF,
     slo_s: float | None = None,
@@ -284,10 +300,11 @@ def simulate(
 ) -> SimResult:
     """What `policy` makes of an open loop (`arrivals`, in order), or of `clients` in a closed loop until `horizon_s`.
 
+    A request has one row, unless `rows` tells those of each arrival; throughput and goodput count requests.
     `slo_s` is each request's deadline; with `deadlines` False the scheduler is not told of it. `profile`: the cost
     model starts from a warm-up. `handover_s` passes between dispatch and run, and between its end and the answer,
     together; before a batch runs, `prepare_s` for each of its rows, which may pass while another one does. `depth` 2
-    sends batches ahead. Requests have one row, but for those of `bulk`. Same arguments, same result.
+    sends batches ahead. Same arguments, same result.
     """
     if (arrivals is None) == (clients == 0) or (clients and horizon_s == INF):
         raise ValueError("expected either arrivals, or clients together with horizon_s")
@@ -304,7 +321,7 @@ def simulate(
         scheduler.prime(service.profile(max_batch_size))
     for slot in range(slots):
         scheduler.slot_up(slot, 0.0)
-    run = _Run(service, scheduler, seed, think or Think(), handover_s, prepare_s, bulk)
+    run = _Run(service, scheduler, seed, think or Think(), handover_s, prepare_s, bulk, rows)
     run.slo_s, run.deadlines = slo_s or INF, deadlines
     for _ in range(bulk.in_flight if bulk else 0):
         run.put(0.0, _BULK, None)

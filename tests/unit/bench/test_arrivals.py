@@ -79,6 +79,14 @@ def test_a_trace_is_read_in_order_of_time_from_its_first(write: Callable[[str], 
     assert list(trace.bytes) == [0, 300, 7]
 
 
+def test_a_trace_of_several_models_is_read_for_one_of_them(write: Callable[[str], str]) -> None:
+    path = write('{"t": 1, "model": "a"}\n{"t": 2, "model": "b"}\n{"t": 4, "model": "b"}\n')
+    assert read_trace(path).models == ("a", "b")
+    assert list(read_trace(path, "b").times_s) == [0.0, 2.0]
+    with pytest.raises(ConfigError, match="no request for model 'c'; found a, b"):
+        read_trace(path, "c")
+
+
 def test_a_trace_comes_at_its_own_rate_or_stretched_to_another(write: Callable[[str], str]) -> None:
     arrival, trace = parse_arrival("trace:x"), read_trace(write(RECORDED)).times_s
     assert list(times(arrival, 0.0, 0.0, 0, trace)) == [0.0, 0.25, 2.25]
