@@ -1,0 +1,204 @@
+"""Servers that are started for a measurement, and those that are found: real processes, also at their end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.bench.ask import ask
+from penstock.bench.measurement import ServerSide
+from penstock.bench.payload import payloads
+from penstock.bench.probe import Probe
+from penstock.bench.server import ServerProcess
+from penstock.bench.target import Target, open_target
+from penstock.client.endpoint import parse_url
+from penstock.errors import PenstockError
+
+APP = """
+import sys
+import time
+
+from penstock import TensorSpec
+
+
+class Sum:
+    inputs = (TensorSpec("x", "FP32", (-1, 3)),)
+    parameters = {"example": {"x": [[1, 2, 3]]}}
+
+    def predict(self, items):
+        print("predicting", len(items), file=sys.stderr, flush=True)
+        time.sleep(0.01)
+        return [float(sum(item["x"][0])) for item in items]
+
+
+class Endless:
+    def load(self, device):
+        time.sleep(600)
+
+    def predict(self, items):
+        return items
+"""
+HANDLER = """
+def handle(data, context):
+    return None if data is None else [bytes(row["body"]).decode().upper() for row in data]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("app")
+    (found / "app.py").write_text(APP)
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Target]:
+    with open_target(f"{folder}/app.py:Sum", management=True) as target:
+        yield target
+
+
+def post(target: Target, count: int) -> None:
+    payload = payloads(None, target)[0]
+    for _ in range(count):
+        reply = ask(target.endpoint, "POST", target.path, payload.body, content_type=payload.content_type)
+        assert (reply.status, reply.json()) == (200, 6.0)
+
+
+def test_an_app_is_served_for_the_run_and_answers_its_example(served: Target) -> None:
+    assert (served.model, served.path) == ("sum", "/predictions/sum")
+    assert served.server is not None
+    assert served.server.alive
+    assert served.pids == (served.server.pid,)
+    post(served, 1)
+    chance = payloads("random", served)[0]
+    reply = ask(served.endpoint, "POST", chance.path, chance.body, content_type=chance.content_type)
+    assert reply.status == 200
+    assert "predicting 1" in served.server.said()
+
+
+def test_models_of_a_server_that_was_started_to_be_changed_can_be(served: Target) -> None:
+    assert served.management is not None
+    reply = ask(served.management, "PUT", "/models/sum/scale", b'{"instances": 1}')
+    assert reply.ok, reply.text
+
+
+def test_a_server_that_runs_is_found_with_its_process_and_its_other_listeners(served: Target) -> None:
+    with open_target(served.endpoint.url) as found:
+        assert (found.model, found.path, found.inputs) == (served.model, served.path, served.inputs)
+        assert (found.pids, found.metrics, found.management) == (served.pids, served.metrics, served.management)
+        assert found.server is None
+    assert served.server is not None
+    assert served.server.alive  # it was not ours to stop
+
+
+def test_the_servers_side_of_a_run_is_told(served: Target) -> None:
+    async def watch() -> ServerSide | None:
+        probe = Probe(served)
+        await probe.start()
+        await asyncio.to_thread(post, served, 5)
+        return await probe.stop()
+
+    side = asyncio.run(watch())
+    assert side is not None
+    assert (side.batches, side.mean_batch) == ({"1": 5}, 1.0)
+    assert side.run_s is not None
+    assert 0.01 <= side.run_s < 1
+    assert side.preprocess_s is not None
+    assert side.postprocess_s is not None
+    assert side.queue_s is not None
+    assert side.memory_bytes is not None
+    assert side.memory_bytes > 2 * 10**7  # of two processes at least
+    assert side.cpu is not None
+
+
+def test_an_archive_is_served_as_torchserve_does(tmp_path: Path) -> None:
+    (tmp_path / "upper.py").write_text(HANDLER)
+    packed = [sys.executable, "-m", "penstock.cli.main", "archive", "--model-name", "upper", "--version", "1.0"]
+    subprocess.run([*packed, "--handler", "upper.py", "--export-path", "."], cwd=tmp_path, check=True)
+    with open_target(str(tmp_path / "upper.mar")) as target:
+        assert (target.model, target.path, target.protocol) == ("upper", "/predictions/upper", "torchserve")
+        reply = ask(target.endpoint, "POST", target.path, b"abc", content_type="application/octet-stream")
+        assert (reply.status, reply.body) == (200, b"ABC")
+        with open_target(f"{target.endpoint.url}/predictions/upper") as found:
+            assert (found.protocol, found.metrics) == ("torchserve", target.metrics)
+
+
+def test_what_a_server_said_that_does_not_start_is_told(folder: Path) -> None:
+    server = ServerProcess(["app.py:Summ"], cwd=folder)
+    with pytest.raises(PenstockError, match="the server did not start") as told:
+        server.start()
+    assert "Summ" in str(told.value)
+    assert not server.alive
+    server.stop()
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(folder: Path) -> None:
+    server = ServerProcess(["app.py:Endless"], cwd=folder, start_s=1.0)
+    with pytest.raises(PenstockError, match="not ready after 1 s"):
+        server.start()
+    assert not server.alive
+
+
+def test_the_wait_for_a_server_ends_when_another_thread_stops_it(folder: Path) -> None:
+    server = ServerProcess(["app.py:Endless"], cwd=folder)
+    told: list[PenstockError] = []
+
+    def start() -> None:
+        try:
+            server.start()
+        except PenstockError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    while not server.alive:
+        time.sleep(0.01)
+    server.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "did not start" in str(told[0])
+    assert not server.alive
+
+
+PARENT = """
+import sys, time
+from penstock.bench.server import ServerProcess
+
+server = ServerProcess(["app.py:Sum"]).start()
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it_however_that_ends(folder: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=folder, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = psutil.Process(int(parent.stdout.readline()))
+    workers = server.children()
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    assert not psutil.wait_procs([server, *workers], timeout=30)[1]
+    assert workers
+
+
+def test_settings_of_the_environment_are_not_those_of_a_measured_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_SERVER__HOST", "no such host")
+    trace = tmp_path / "arrivals.jsonl"
+    with ServerProcess(["app.py:Sum", "--record", str(trace)], cwd=folder) as server:
+        endpoint = parse_url(server.urls["inference"])
+        for _ in range(3):
+            assert ask(endpoint, "POST", "/predictions/sum", b'{"x": [[1, 2, 3]]}').ok
+    lines = trace.read_text().splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith(',"rows":1,"bytes":18,"model":"sum"}')
