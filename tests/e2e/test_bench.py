@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.bench import figures
+from penstock.cli.bench import bench
+
+APP = """
+import time
+
+def double(items):
+    time.sleep(0.005)
+    return [2 * item["x"] for item in items]
+"""
+
+
+def told(*arguments: str) -> Result:
+    return CliRunner().invoke(bench, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def server(serve_all: Callable[..., Any]) -> Any:
+    return serve_all(APP, "double")
+
+
+@pytest.fixture
+def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with other tests makes no run invalid."""
+    monkeypatch.setattr(figures, "MOST_LATE", 2.0)
+    monkeypatch.setattr(figures, "MOST_CPU", 100.0)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "request.json"
+    path.write_text('{"x": 21}')
+    return str(path)
+
+
+@pytest.mark.usefixtures("any_machine")
+def test_a_server_is_measured_from_both_sides(server: Any, data: str) -> None:
+    flags = ["--concurrency", "8", "--duration", "0.8", "--warmup", "0.2", "--slo", "p50<=10s,error<=0%", "--json"]
+    result = told(server.url, "--data", data, *flags)
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)["measurements"]
+    assert run["requests"] == run["answered"] > 8
+    assert run["latency"]["p50_s"] >= 0.005
+    side = run["server"]
+    assert side["queue_s"] is not None
+    assert 0.005 <= side["run_s"] < 1
+    assert 1 < side["mean_batch"] <= 8
+    assert sum(side["batches"].values()) > 1
+    assert side["cpu"] > 0
+    assert side["memory_bytes"] > 2**20
+    assert run["goodput"] <= run["throughput"]
+
+
+@pytest.mark.usefixtures("any_machine")
+def test_an_open_loop_of_two_rates_is_kept_with_a_report(server: Any, data: str, tmp_path: Path) -> None:
+    flags = ["--rate", "50,100", "--duration", "0.5", "--warmup", "0", "--output", str(tmp_path / "out")]
+    result = told(server.url, "--data", data, *flags)
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:3]] == ["50/s", "100/s"]
+    assert "50/s poisson: queue " in result.stdout
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "100/s poisson" in report
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("any_machine")
+def test_a_ramp_finds_where_it_was_told_to_end(server: Any, data: str) -> None:
+    flags = ["--mode", "ramp", "--rate", "100,150", "--duration", "0.3", "--warmup", "0", "--slo", "p50<=10s"]
+    result = told(server.url, "--data", data, *flags)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "knee: 150/s hold p50<=10s; nothing above was asked for"
+
+
+@pytest.mark.usefixtures("any_machine")
+def test_an_app_is_served_for_the_time_and_ended(tmp_path: Path, data: str) -> None:
+    (tmp_path / "app.py").write_text(APP)
+    flags = [
+        "--requests",
+        "20",
+        "--concurrency",
+        "2",
+        "--warmup",
+        "0",
+        "--set",
+        "models.double.batching.max_batch_size=4",
+    ]
+    result = told(f"{tmp_path}/app.py:double", "--data", data, *flags, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["measurements"][0]["answered"] == 20
+    assert found["measurements"][0]["server"]["memory_bytes"] > 2**20
+    ours = [child.cmdline() for child in psutil.Process().children(recursive=True) if child.is_running()]
+    assert not [command for command in ours if f"{tmp_path}/app.py:double" in command]
+
+
+def test_a_wrong_payload_is_told_once_and_stops_the_run(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "wrong.png").write_bytes(b"no picture")
+    result = told(server.url, "--data", str(tmp_path / "wrong.png"), "--duration", "60")
+    assert result.exit_code == 1
+    (line,) = [line for line in result.output.splitlines() if "the first: " in line]
+    assert "answers nothing but errors, so the run was stopped" in line
+
+
+def test_a_name_that_no_model_has_is_told_with_the_nearest(server: Any, data: str) -> None:
+    result = told(server.url, "--model", "duoble", "--data", data)
+    assert result.exit_code == 1
+    assert "has no model 'duoble'; did you mean 'double'?" in result.stderr
+
+
+def test_an_app_that_does_not_load_is_told_with_what_it_said(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("raise RuntimeError('no weights here')\n")
+    result = told(f"{tmp_path}/app.py:model", "--data", "x")
+    assert result.exit_code == 1
+    assert "the server did not start; it said:" in result.stderr
+    assert "no weights here" in result.stderr
+
+
+@pytest.mark.usefixtures("any_machine")
+def test_a_server_that_dies_in_a_run_makes_it_invalid(serve: Callable[..., Any], data: str) -> None:
+    server = serve(APP, "double")
+    processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+
+    def kill() -> None:
+        for process in processes:
+            process.kill()
+
+    timer = threading.Timer(1.0, kill)
+    timer.start()
+    result = told(server.url, "--data", data, "--concurrency", "2,4", "--duration", "30", "--warmup", "0")
+    timer.join()
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[1].split() == ["2", "clients", "INVALID"]
+    assert "the target went away" in result.stdout
+    assert result.stderr.splitlines()[-1].startswith("penstock: no connection to ")
+
+
+def test_ctrl_c_ends_it_with_what_exists(server: Any, data: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "bench", server.url, "--data", data, "--warmup", "0"]
+    command += ["--concurrency", "1,2", "--requests", "20", "--repeat", "1000", "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("1 client #1"):
+            break
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "1 client" in out
+    assert "interrupted; this is what there is" in err
+    kept = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
+    assert 1 <= len(kept) < 2000
+    assert (tmp_path / "out" / "report.md").exists()
