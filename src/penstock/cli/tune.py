@@ -63,6 +63,7 @@ def _tune(target: str, flags: dict[str, Any]) -> int:
     ):
         if len(journal):
             click.echo(f"goes on in {job.folder}: {len(journal)} answers are there (--no-resume begins anew)", err=True)
+        click.echo(f"{job.subject.name}: {len(job.space)} settings, search {job.flags['search']}", err=True)
         outcome, payload_bytes = _searched(job, results, journal, origin.line)
     return _told(job, outcome, payload_bytes)
 
