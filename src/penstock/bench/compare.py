@@ -182,4 +182,5 @@ def _origins(before: Origin, after: Origin) -> list[str]:
     facts = [("target", before.target, after.target), ("system", *(o.machine.get("system") for o in (before, after)))]
     for name in sorted(before.versions.keys() | after.versions.keys()):
         facts.append((f"version of {name}", before.versions.get(name), after.versions.get(name)))
-    return [f"{name}: {old} in the first run, {new} in the second" for name, old, new in facts if old != new]
+    found = [f"{name}: {old} in the first run, {new} in the second" for name, old, new in facts if old != new]
+    return found + [f"{which} run: {o.busy}" for which, o in (("first", before), ("second", after)) if o.busy]

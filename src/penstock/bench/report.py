@@ -75,7 +75,7 @@ def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdic
             Says(f"INVALID: {bad} of {len(measurements)} runs say nothing about the server; see below.", "bad")
         )
     first += _tuned(verdict) if verdict else _judged(origin, found)
-    rest = [*_loads(found), *_server(found), *_doubts(found), *_errors(found), *_machine(origin)]
+    rest = [*_loads(found), *_server(found), *_doubts(found, origin.busy), *_errors(found), *_machine(origin)]
     target = f" of {origin.target}" if origin.target else ""
     return Report(f"penstock {origin.command}{target}", first, rest)
 
@@ -238,13 +238,14 @@ def _gpus(p: Point) -> str:
     return f"{percent(share)}, {_mebibytes(max(gpu.memory_bytes for gpu in gpus))}"
 
 
-def _doubts(found: Sequence[Point]) -> list[Block]:
+def _doubts(found: Sequence[Point], busy: str) -> list[Block]:
     """Why runs are invalid, and what is to be known of the others, each said once."""
     why = _each((text, p.name) for p in found for run in p.invalid for text in run.invalid)
     known = _each((text, p.name) for p in found for run in p.runs for text in run.caveats)
     told: list[Block] = []
     if why:
         told += [Heading("Invalid runs"), Bullets(why)]
+    known += [busy] if busy else []
     if known:
         told += [Heading("To be known"), Bullets(known)]
     return told
@@ -275,4 +276,8 @@ def _errors(found: Sequence[Point]) -> list[Block]:
 def _machine(origin: Origin) -> list[Block]:
     facts = {"started": origin.started, "seed": origin.seed, "SLO": origin.slo or "none"} | origin.machine
     facts |= {"penstock": origin.penstock} | origin.versions
-    return [Heading("Machine"), Table(["", ""], [[name, str(value)] for name, value in facts.items()])]
+    return [Heading("Machine"), Table(["", ""], [[name, _fact(value)] for name, value in facts.items()])]
+
+
+def _fact(value: object) -> str:
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)

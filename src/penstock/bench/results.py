@@ -49,6 +49,12 @@ class Origin(Struct, frozen=True, kw_only=True):
     penstock: str = __version__
     schema: int = SCHEMA
 
+    @property
+    def busy(self) -> str:
+        """That other work was on the machine when the run began, if there was."""
+        load, cores = self.machine.get("load_before", 0.0), self.machine.get("cores", 1)
+        return f"the machine was busy before the run began: load {load:g} on {cores} cores" if load > cores / 2 else ""
+
 
 class Results:
     """What is measured goes here, at once. To be opened by `Results.open`; a context manager.

@@ -127,6 +127,13 @@ def test_other_machines_versions_and_lengths_are_said(make_measurement: Make) ->
     assert comparison.verdict == "same"
 
 
+def test_a_machine_that_was_busy_is_said(make_measurement: Make) -> None:
+    busy = structs.replace(ORIGIN, machine={**ORIGIN.machine, "load_before": 1.5})
+    told = compare((ORIGIN, [make_measurement(clients=8)]), (busy, [make_measurement(clients=8)]))
+    assert told.notes == ["second run: the machine was busy before the run began: load 1.5 on 2 cores"]
+    assert not told.other_machine
+
+
 def test_loads_of_one_run_only_are_named(make_measurement: Make) -> None:
     comparison = compare(
         (ORIGIN, [make_measurement(clients=8), make_measurement(clients=64)]),

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
 from penstock.bench.document import Report, Table, markdown
 from penstock.bench.measurement import Latency, Measurement
@@ -140,6 +141,16 @@ def test_what_the_server_tells_is_a_table_and_what_it_does_not_is_none(make_meas
     text = markdown(compose(ORIGIN, [make_measurement(clients=8)]))
     assert "| 8 clients | 5 ms | 400 µs | 4 ms | 200 µs | 5.8 | 1.1 | 400 MiB | 80 %, 1,024 MiB |" in text
     assert "In the server" not in markdown(compose(ORIGIN, [make_measurement(clients=8, server=None)]))
+
+
+def test_a_machine_that_was_busy_is_to_be_known() -> None:
+    busy = structs.replace(ORIGIN, machine={"cores": 2, "load_before": 3.5, "gpus": []})
+    text = markdown(compose(busy, []))
+    assert "- the machine was busy before the run began: load 3.5 on 2 cores" in text
+    assert "| gpus | none |" in text
+    calm = structs.replace(ORIGIN, machine={"cores": 2, "load_before": 0.4, "gpus": ["A", "B"]})
+    assert "busy" not in markdown(compose(calm, []))
+    assert "| gpus | A, B |" in markdown(compose(calm, []))
 
 
 def test_text_of_others_stays_text() -> None:
