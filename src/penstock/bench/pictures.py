@@ -97,18 +97,25 @@ def _throughput_p99(axes: Axes, seen: Seen) -> tuple[str, str] | None:
     tails: list[float] = []
     labels = seen.labels
     for label, colour in zip(labels, SERIES, strict=False):
-        both = [(p.median(throughput), p.median(p99)) for p in seen.points if p.label == label]
-        known = [(x, y) for x, y in both if x is not None and y is not None]
-        if known:
-            axes.plot(*zip(*known, strict=True), marker="o", color=colour, label=_short(label or "p99"))
-            tails += [y for _, y in known]
+        name = _short(label or "p99")
+        for mode, marker in (("open", "o"), ("closed", "s")):
+            mine = [p for p in seen.points if p.label == label and p.load.mode == mode]
+            mine.sort(key=lambda p: (p.load.concurrency, p.load.rate))
+            both = [(p.median(throughput), p.median(p99)) for p in mine]
+            known = [(x, y) for x, y in both if x is not None and y is not None]
+            if known:
+                axes.plot(*zip(*known, strict=True), marker=marker, color=colour, label=name)
+                tails += [y for _, y in known]
+                name = "_"  # of both modes one is named
     if not tails:
         return None
     _slo_line(axes, seen)
     axes.set_xlabel("throughput, requests/s")
     axes.set_xlim(left=0)
     _in_seconds(axes, tails, "p99 latency")
-    note = "Right and low is good: a line that turns up stands at the most that its settings can do."
+    note = (
+        "Right and low is good: a line that turns up stands at the most that its settings can do. Squares: closed loop."
+    )
     return "Throughput against p99", note + _left_out(len(labels), MOST, "settings")
 
 
