@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.bench.slo import Part, Slo
-from penstock.bench.stats import bootstrap
+from penstock.bench.stats import bootstrap, student_at
 from penstock.tune.capacity import Effort, neat
 from penstock.tune.meter import Meter, Unfit
 from penstock.tune.space import Settings
@@ -19,8 +19,8 @@ from penstock.tune.trial import Reading, told
 
 MOST_LOWERED: Final = 5  # times that a rate is lowered before settings are given up
 _STEPS: Final = (0.98, 0.95)  # the rate is lowered to: when only the bound breaks the SLO, when the mean does
-_ONE_SIDED: Final = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)  # 95 % of Student's t, from 1 degree on
-_Z: Final = 1.96
+_CHANCE: Final = 0.05  # that the true value is above its bound
+_Z: Final = 1.96  # an interval of 95 % is so many deviations to either side
 
 
 class Finalist:
@@ -118,8 +118,7 @@ def _together(part: Part, readings: Sequence[Reading], upper: bool) -> float | N
     if part.name == "p99":  # by chance repeats are closer to each other than each is known
         within = statistics.fmean((high or value) - value for high, value in zip(highs, values, strict=True)) / _Z
     deviation = max(statistics.stdev(values), within)
-    freedom = min(len(values) - 1, len(_ONE_SIDED))
-    return mean + _ONE_SIDED[freedom - 1] * deviation / math.sqrt(len(values))
+    return mean + student_at(2 * _CHANCE, len(values) - 1) * deviation / math.sqrt(len(values))
 
 
 def gain(chosen: Finalist, default: Finalist, seed: int) -> tuple[float, tuple[float, float] | None]:

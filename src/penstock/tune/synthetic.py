@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from msgspec import Struct, field
@@ -15,7 +15,8 @@ from msgspec import Struct, field
 from penstock.batching.policies.adaptive import Adaptive
 from penstock.batching.policies.base import BatchPolicy
 from penstock.batching.policies.fixed import Fixed
-from penstock.bench.measurement import Latency, Load, Measurement
+from penstock.bench.figures import latency_of
+from penstock.bench.measurement import Load, Measurement
 from penstock.bench.slo import Slo, parse_slo
 from penstock.errors import LoadFailed
 from penstock.tune.simulate import Service, SimResult, Think, poisson, simulate
@@ -23,7 +24,6 @@ from penstock.tune.space import Settings
 from penstock.tune.trial import Curve, Reading
 
 WARM: Final = 0.15  # of a simulation is not counted
-_Z: Final = 1.96  # 95 % of a normal distribution lie within so many deviations
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -132,14 +132,15 @@ class SyntheticBench:
     def true_rate(self, settings: Settings, guess: float, requests: int = 60_000) -> float:
         """The largest rate whose true p99 is within the SLO, to 1 %. `guess` is near it."""
         assert self.slo.latency_s is not None
-        low, high = 0.0, math.inf
+        low, high, step = 0.0, math.inf, 1.1
         rate = guess
         while high > low * 1.01 and rate > guess / 100:
             if self.true_p99_s(settings, rate, requests) <= self.slo.latency_s:
                 low = rate
             else:
                 high = rate
-            rate = math.sqrt(low * high) if low and high < math.inf else low * 1.1 or high / 1.1
+            rate = math.sqrt(low * high) if low and high < math.inf else low * step or high / step
+            step = min(3.0, step * step)
         return low
 
     def _simulate(self, settings: Settings, arrivals: Iterator[float], seed: int) -> SimResult:
@@ -164,7 +165,7 @@ class SyntheticBench:
             answered=len(found.latencies_s),
             throughput=found.throughput,
             goodput=found.goodput,
-            latency=_latency(found.latencies_s, found.mean_s),
+            latency=latency_of(found.latencies_s),
         )
         return Reading(run=run, cost_s=cost_s)
 
@@ -177,18 +178,3 @@ def _whole(settings: Settings, knob: str) -> int:
 def _policy(settings: Settings) -> BatchPolicy:
     hold = settings.get("hold", "auto")
     return Fixed(hold) if isinstance(hold, int | float) else Adaptive()
-
-
-def _latency(found: Sequence[float], mean_s: float) -> Latency:
-    """Percentiles of sorted latencies, by nearest rank; a p99 of at least 100 of them."""
-    n = len(found)
-
-    def at(rank: float) -> float:
-        return found[min(n - 1, max(0, math.ceil(rank) - 1))]
-
-    if n < 100:
-        return Latency(mean_s=mean_s if n else None, max_s=found[-1] if n else None)
-    wide = _Z * math.sqrt(n * 0.99 * 0.01)
-    p99 = {"p99_s": at(0.99 * n), "p99_low_s": at(0.99 * n - wide), "p99_high_s": at(0.99 * n + wide + 1)}
-    tails = {"p50_s": at(0.5 * n), "p90_s": at(0.9 * n), "p95_s": at(0.95 * n), "max_s": found[-1]}
-    return Latency(mean_s=mean_s, **tails, **p99)
