@@ -29,6 +29,11 @@ class Row(Struct, frozen=True, kw_only=True):
     repeats: list[Measurement]
 
     @property
+    def clients(self) -> str:
+        """As it stands in sentences."""
+        return f"{self.concurrency} client{'s' * (self.concurrency != 1)}"
+
+    @property
     def valid(self) -> list[Measurement]:
         """Those that say something about the server."""
         return [m for m in self.repeats if not m.invalid]
@@ -198,13 +203,24 @@ def report(
     rest: list[Block] = []
     for name in names:
         rest += _section([row for row in rows if row.point.case.text == name])
-    if told := [*notes, *dict.fromkeys(text for row in rows for m in row.valid for text in m.caveats)]:
+    if told := [*notes, *_caveats(rows)]:
         rest += [Heading("To know"), Bullets(told)]
     known = [f"{name}: {version}" for name, version in versions.items()]
     rest += [Heading("Where"), Bullets([f"machine: {machine_text(machine)}", *known])]
     if line:
         rest += [Says("To reproduce it:"), Code(line)]
     return Report("Benchmark suite", [_choice(name, rows, slo) for name in names], rest)
+
+
+def _caveats(rows: Sequence[Row]) -> list[str]:
+    """Each once, with the runs that it is true of, unless that is all."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        name = f"{row.point.case.text}, {row.point.settings}, {row.clients}"
+        for text in dict.fromkeys(text for m in row.valid for text in m.caveats):
+            found.setdefault(text, []).append(name)
+    all_of_them = sum(bool(row.valid) for row in rows)
+    return [text if len(names) == all_of_them else f"{'; '.join(names)}: {text}" for text, names in found.items()]
 
 
 def _choice(name: str, rows: Sequence[Row], slo: str) -> Says:
@@ -217,8 +233,7 @@ def _choice(name: str, rows: Sequence[Row], slo: str) -> Says:
         return Says(f"{name}: nothing that was tried keeps {slo}.", "bad")
     best = max(kept, key=lambda row: row.median(_FIGURES["TS throughput"]) or 0.0)
     within = f" within {slo}" if slo else ""
-    clients = f"{best.concurrency} client{'s' * (best.concurrency != 1)}"
-    told = f"{best.point.settings}, {clients}: {_shown(best, 'TS throughput')}/s{within}"
+    told = f"{best.point.settings}, {best.clients}: {_shown(best, 'TS throughput')}/s{within}"
     return Says(f"{name}: {told}, p99 {_shown(best, 'TS latency P99')} ms.", "good")
 
 
