@@ -93,16 +93,14 @@ class FigureDetector:
         return answer(said.shape, said.scores, said.classes, said.boxes, said.masks, self._outlines)
 
 
-def _file(item: Any) -> bytes | memoryview:
-    """The bytes of the picture that a request brings. Raises BadRequest."""
-    if isinstance(item, dict) and len(item) == 1:  # a form with one file, or JSON
-        (item,) = item.values()
-        if isinstance(item, str):
-            try:
-                return base64.b64decode(item, validate=True)
-            except binascii.Error:
-                raise penstock.BadRequest("found a text that is no base64, expected a picture's bytes in it") from None
-    if not isinstance(item, (bytes, bytearray, memoryview)):
-        found = f"an object of {len(item)} keys" if isinstance(item, dict) else f"a {type(item).__name__}"
-        raise penstock.BadRequest(f'found {found}; send a PNG or JPEG, or JSON {{"image": "its bytes in base64"}}')
-    return bytes(item) if isinstance(item, bytearray) else item
+def _file(item: Any) -> Any:
+    """The picture that a request brings: its body, the one file of a form, or a text in base64. Raises ValueError."""
+    if not isinstance(item, dict) or len(item) != 1:
+        return item
+    (file,) = item.values()
+    if not isinstance(file, str):
+        return file
+    try:
+        return base64.b64decode(file, validate=True)
+    except binascii.Error:
+        raise ValueError("found a text that is no base64, expected the bytes of a picture in it") from None

@@ -27,7 +27,7 @@ class FigureHandler(BaseHandler):
             file = row.get("data") if row.get("data") is not None else row.get("body")
             try:
                 pixels = decoded(file)
-            except (TypeError, ValueError) as e:
+            except ValueError as e:
                 shapes.append(e)
                 continue
             pictures.append(fitted(pixels))

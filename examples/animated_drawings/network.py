@@ -8,12 +8,11 @@ boxes have to be sorted out on the device, and a batch is one pass from bytes to
 from __future__ import annotations
 
 import torch
+from pictures import CLASSES, SIDE
 from torch import Tensor, nn
 from torch.nn import functional
 
-SIDE = 320  # pixels of a picture, both ways
 STRIDE = 8  # pixels of a place of the grid
-CLASSES = 2
 MOST = 12  # figures of one picture
 SHARED = 16  # masks that are mixed
 REACH = 32.0  # pixels: the unit of the distances to the sides, for numbers near one
@@ -52,7 +51,7 @@ class FigureNet(nn.Module):
         self.join4 = nn.Sequential(conv(96, 32, side=1), conv(32, 32))
         self.shared = nn.Conv2d(32, SHARED, 1)
         self.head = conv(64, 64)
-        self.figures, self.sides, self.mix = (nn.Conv2d(64, n, 1) for n in (CLASSES, 4, SHARED))
+        self.figures, self.sides, self.mix = (nn.Conv2d(64, n, 1) for n in (len(CLASSES), 4, SHARED))
         nn.init.constant_(self.figures.bias, -4.0)  # few places have a figure
 
     def maps(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from network import MOST, SIDE, FigureNet
+from network import MOST, FigureNet
+from pictures import SIDE
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -21,8 +21,10 @@ GREY = 128  # around a picture that is no square
 Pixels = NDArray[np.uint8]
 
 
-def decoded(file: bytes | bytearray | memoryview) -> Pixels:
+def decoded(file: object) -> Pixels:
     """The pixels `[height, width, 3]` of an image file, blue first. Raises ValueError."""
+    if not isinstance(file, (bytes, bytearray, memoryview)):
+        raise ValueError(f"found a {type(file).__name__}; send the bytes of a PNG or JPEG")
     try:
         pixels = cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_COLOR)
     except cv2.error:  # nothing at all, or too many pixels

@@ -18,9 +18,9 @@ import cv2
 import numpy as np
 import torch
 from drawings import Drawing, draw, jpeg, pictures
-from network import REACH, SIDE, STRIDE, FigureNet
+from network import REACH, STRIDE, FigureNet
 from numpy.typing import NDArray
-from pictures import decoded, figures, fitted, on_picture, silhouette, tightened
+from pictures import SIDE, decoded, figures, fitted, on_picture, silhouette, tightened
 from safetensors.torch import load_file, save_file
 from score import Found, precision
 from torch import Tensor
