@@ -145,19 +145,28 @@ def _throughput(load: Load, samples: Samples, good: Sequence[int], limit_s: floa
     """Good answers a second, of those within the limit.
 
     A closed loop is at work before and after the end of the counted time: a request that spans it counts with the part
-    of its latency that lies before. In an open loop what is offered at the end is answered later: there the answers
+    of its latency that lies before, and so at the beginning, which is when each client had its first answer: until
+    then the server's queue only fills. In an open loop what is offered at the end is answered later: there the answers
     count that came in as long a time, beginning when the first could come.
     """
     if not good or not samples.seconds:
         return 0.0
     at, took = samples.intended_s, samples.latency_s
     if load.mode == "closed":
-        shares = ((samples.seconds - at[i]) / max(took[i], 1e-9) for i in good if took[i] <= limit_s)
-        return math.fsum(min(1.0, max(0.0, share)) for share in shares) / samples.seconds
+        start, end = _first_round_s(load, samples), samples.seconds
+        inside = ((min(end, at[i] + took[i]) - max(start, at[i]), took[i]) for i in good if took[i] <= limit_s)
+        return math.fsum(max(0.0, part) / max(whole, 1e-9) for part, whole in inside) / (end - start)
     if limit_s < math.inf:
         return sum(took[i] <= limit_s for i in good) / samples.seconds
     end = samples.seconds + min(took[i] for i in good)
     return sum(at[i] + took[i] <= end for i in good) / samples.seconds
+
+
+def _first_round_s(load: Load, samples: Samples) -> float:
+    """When each client of a closed loop had its first answer; 0 where that took half of the time, or more."""
+    first = list(zip(samples.intended_s, samples.latency_s, strict=True))[: load.concurrency]
+    end = max((at + took for at, took in first if took < math.inf), default=0.0)
+    return end if load.seconds and end < samples.seconds / 2 else 0.0
 
 
 def _errors(samples: Samples) -> dict[str, int]:

@@ -160,6 +160,14 @@ def test_a_closed_loop_counts_the_part_of_a_request_that_lies_in_its_time() -> N
     assert figures.CLOSED in run.caveats
 
 
+def test_what_waits_in_a_queue_at_the_end_of_a_closed_loop_adds_nothing() -> None:
+    """A server that does 50 a second, one after the other, and 50 clients: each answer takes 1 s once all wait."""
+    first = [(0.0, (n + 1) / 50, 200) for n in range(50)]
+    later = [((n + 1) / 50, 1.0, 200) for n in range(500)]
+    run = summarise(Load(mode="closed", concurrency=50, seconds=10.0), samples(*first, *later))
+    assert run.throughput == pytest.approx(50, rel=0.01)
+
+
 def test_nothing_that_was_answered_is_no_throughput() -> None:
     run = summarise(OPEN, samples((0.0, math.inf, LOST)), parse_slo("p99<=1s"))
     assert (run.throughput, run.goodput, run.histogram != "") == (0.0, 0.0, True)
