@@ -25,10 +25,10 @@ class Load(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """As it stands in tables: "64 clients", "500/s poisson"."""
+        """As it stands in tables: "64 clients", "500/s poisson", "trace:FILE" at its own times."""
         if self.mode == "closed":
             return f"{self.concurrency} client{'s' * (self.concurrency != 1)}"
-        return f"{self.rate:g}/s {self.arrival}"
+        return f"{self.rate:g}/s {self.arrival}" if self.rate else self.arrival
 
 
 class Latency(Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from penstock.bench.measurement import Load, Measurement
 from penstock.bench.probe import Probe
 from penstock.bench.slo import Slo
 from penstock.bench.target import Target
-from penstock.bench.warm import leaking, slower, warm_up
+from penstock.bench.warm import TREND_S, leaking, slower, warm_up
 from penstock.client.errors import Unreachable
 from penstock.errors import ConfigError, PenstockError
 
@@ -86,7 +86,8 @@ async def measure(
 def _doubted(run: Measurement, samples: Samples, probe: Probe) -> Measurement:
     """The run with what makes its end another than its beginning."""
     gone = [f"the target went away {_last_s(samples):.3g} s into the run"] if samples.ended == "gone" else []
-    found = [text for text in (slower(_good(samples)), leaking(probe.memory)) if text]
+    trends = (slower(_good(samples)[2 * run.load.concurrency :]), leaking(probe.memory))  # after the clients' start
+    found = [text for text in trends if text and run.seconds >= TREND_S]
     return structs.replace(run, invalid=[*run.invalid, *gone], caveats=[*run.caveats, *found])
 
 

@@ -17,6 +17,7 @@ SLICE_S: Final = 0.5
 LONGEST_S: Final = 10.0
 STILL: Final = 1.05  # faster by more than this: not warm yet
 
+TREND_S: Final = 5.0  # a shorter run tells nothing of time
 WINDOWS: Final = 9  # a run is looked at in so many, one after the other
 FEW: Final = 10 * WINDOWS  # samples of fewer answers tell nothing
 SLOWER: Final = 1.25

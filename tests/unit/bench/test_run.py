@@ -187,7 +187,9 @@ async def test_a_run_that_is_cancelled_leaves_what_it_saw() -> None:
     assert any("interrupted" in text for text in run.caveats)
 
 
-async def test_a_model_that_slows_down_is_flagged() -> None:
+async def test_a_model_that_slows_down_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TREND_S", 0.1)
+
     def ever_slower(number: int) -> tuple[int, bytes]:
         end = time.perf_counter() + number * 1e-4
         while time.perf_counter() < end:
@@ -195,7 +197,7 @@ async def test_a_model_that_slows_down_is_flagged() -> None:
         return 200, b"ok"
 
     async with scripted(ever_slower) as server:
-        load = Load(mode="closed", concurrency=1, requests=100)
+        load = Load(mode="closed", concurrency=1, requests=120)
         run = await measure(server.target, server.requests, load, warm_s=0)
     assert any("it got slower" in text for text in run.caveats)
 
@@ -210,6 +212,7 @@ async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -
         async def stop(self) -> None: ...
 
     monkeypatch.setattr(module, "Probe", Seen)
+    monkeypatch.setattr(module, "TREND_S", 0.0)
     async with scripted() as server:
         run = await measure(server.target, server.requests, CLOSED, warm_s=0)
     assert any("its memory grows steadily" in text for text in run.caveats)

@@ -71,6 +71,12 @@ def test_repeats_are_told_apart() -> None:
     assert name_of(RUN, 1) == "8 clients"
 
 
+def test_loads_are_told_by_what_makes_them() -> None:
+    loads = [Load(mode="closed", concurrency=1), Load(mode="open", rate=0.5, arrival="gamma:2")]
+    loads.append(Load(mode="open", arrival="trace:a.jsonl"))
+    assert [load.label for load in loads] == ["1 client", "0.5/s gamma:2", "trace:a.jsonl"]
+
+
 def test_lines_stand_in_columns() -> None:
     assert plain([["load", "good/s"], ["1 client", "7"], ["64 clients"]]) == [
         "load        good/s",
