@@ -19,6 +19,7 @@ _VERBS = {
     "gate": "penstock.cli.gate:gate",
     "pipeline": "penstock.cli.pipeline:pipeline",
     "serve": "penstock.cli.serve:serve",
+    "simulate": "penstock.cli.simulate:simulate",
     "torchserve": "penstock.cli.torchserve:torchserve",
     "tune": "penstock.cli.tune:tune",
     "worker": "penstock.cli.worker:worker",

@@ -1,0 +1,91 @@
+"""`penstock simulate` reads arrivals and costs, and tells what each setting would do with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.simulate import simulate
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(simulate, list(arguments), catch_exceptions=False)
+
+
+def told(*arguments: str) -> str:
+    result = run("--cost", "5ms,0.2ms", "--seconds", "2", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "arrivals.jsonl"
+    lines = [{"t": 5 + n / 200, "rows": 1 + n % 2, "bytes": 10, "model": "ab"[n % 4 == 0]} for n in range(800)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_the_table_has_a_line_a_setting_and_the_best_behind() -> None:
+    lines = told("--arrivals", "poisson:500", "--batch", "1,8,16", "--slo", "p99<=50ms").splitlines()
+    assert "requests in" in lines[0]
+    assert lines[1].split()[:3] == ["policy", "instances", "batch"]
+    assert [line.split()[:3] for line in lines[2:9]] == [
+        *(["adaptive", "1", size] for size in ("1", "8", "16")),
+        *(["fixed:5ms", "1", size] for size in ("1", "8", "16")),
+        ["none", "1", "1"],
+    ]
+    assert lines[2].endswith("does not keep up")
+    assert lines[4].endswith("met")
+    assert lines[9].endswith("meets p99<=50ms with the fewest instances")
+
+
+def test_that_nothing_is_good_enough_is_told() -> None:
+    assert told("--arrivals", "poisson:500", "--batch", "1").endswith("none of them keeps up\n")
+    assert told("--arrivals", "gamma:2:50", "--slo", "p99<=1ms").endswith("none of them meets p99<=1ms\n")
+
+
+def test_what_was_recorded_is_replayed_with_its_rows(trace: str) -> None:
+    lines = told("--arrivals", trace, "--model", "a", "--policies", "adaptive", "--batch", "16", "--json").splitlines()
+    outcome = json.loads(lines[0])
+    assert len(lines) == 1
+    assert outcome["offered"] == pytest.approx(150, rel=0.02)
+    assert outcome["batch"] == 16
+    faster = told(
+        "--arrivals", trace, "--model", "a", "--policies", "adaptive", "--batch", "16", "--rate", "600", "--json"
+    )
+    assert json.loads(faster)["offered"] == pytest.approx(600, rel=0.02)
+
+
+def test_a_trace_of_several_models_asks_for_one(trace: str) -> None:
+    result = run("--arrivals", trace, "--cost", "5ms,0.2ms")
+    assert result.exit_code == 2
+    assert result.output.startswith("penstock: ")
+    assert "has requests for a, b; name one with --model" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--arrivals", "poisson"], "cannot be read"),
+        (["--arrivals", "poisson:x"], "expected a rate behind the kind"),
+        (["--arrivals", "poisson:0"], "expected a rate and a time over 0"),
+        (["--arrivals", "poisson:0.001"], "no request comes in"),
+        (["--arrivals", "gamma:500"], "expected a coefficient of variation"),
+        (["--arrivals", "no.jsonl"], "trace no.jsonl cannot be read: No such file"),
+        (["--arrivals", "poisson:5", "--rate", "7"], "are for a file of arrivals"),
+        (["--arrivals", "poisson:5", "--policies", "greedy"], "unknown batching policy 'greedy'"),
+        (["--arrivals", "poisson:5", "--batch", "8..1"], "runs backwards"),
+        (["--arrivals", "poisson:5", "--batch", "auto"], "expected whole numbers"),
+        (["--arrivals", "poisson:5", "--slo", "p99"], "expected NAME<=LIMIT"),
+        (["--arrivals", "poisson:5", "--cost", "5"], "expected A,B"),
+        (["--arrivals", "poisson:5", "--handover", "5"], "is no time"),
+    ],
+)
+def test_bad_use_is_told_in_a_line(arguments: list[str], found: str) -> None:
+    result = run("--cost", "5ms,0.2ms", *arguments)
+    assert result.exit_code == 2
+    assert found in result.output
