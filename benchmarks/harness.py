@@ -1,16 +1,20 @@
-"""What every benchmark stands on, in one name: servers, interleaved rounds, closed loops, tables and results.
-
-The open loop is in `open_loop.py`.
-"""
+"""What every benchmark stands on, in one name: servers, interleaved rounds, loops of requests, tables and results."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import urlsplit
 
+import uvloop
 from closed_loop import Sample, percentiles, timed, wrk
 from report import Report, Runs, options
 from servers import HERE, Server, Workload, free_ports, python_of, same, serving, tuned
+
+from penstock.bench.arrivals import Arrival, times
+from penstock.bench.load import Samples, http_request
+from penstock.bench.load import open_loop as run_open_loop
+from penstock.client.endpoint import Endpoint, parse_url
 
 __all__ = [
     "HERE",
@@ -22,8 +26,11 @@ __all__ = [
     "closed_loops",
     "free_ports",
     "interleave",
+    "open_loop",
     "options",
     "percentiles",
+    "poisson",
+    "post",
     "python_of",
     "same",
     "serving",
@@ -60,3 +67,23 @@ def closed_loops(
             best[server.name] = label
     loops = {label: lambda s=servers[label]: s.closed_loop(connections, options.seconds) for label in best.values()}
     return interleave(options.rounds, {**loops, **(also or {})})
+
+
+def poisson(rate: float, seconds: float, seed: int) -> Sequence[float]:
+    """Times of arrivals at `rate` a second, from 0 to `seconds`."""
+    return times(Arrival("poisson"), rate, seconds, seed)
+
+
+def post(url: str, body: bytes, content_type: str, **headers: str) -> tuple[Endpoint, bytes]:
+    """Where the URL leads, and the whole request; "_" in the name of a header is "-"."""
+    given = {"content-type": content_type, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    endpoint = parse_url(url.removesuffix(path := urlsplit(url).path))
+    return endpoint, http_request(endpoint, "POST", path, given, body)
+
+
+def open_loop(
+    url: str, body: bytes, content_type: str, arrivals: Sequence[float], *, connections: int = 256, **headers: str
+) -> Samples:
+    """The same request at each of the times, whether or not the earlier ones are answered."""
+    endpoint, request = post(url, body, content_type, **headers)
+    return uvloop.run(run_open_loop(endpoint, [request], arrivals, connections=connections))

@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import harness
 import numpy as np
-from open_loop import OpenLoop, poisson
+import uvloop
 
+from penstock.bench.load import Samples, closed_loop, http_request, open_loop
+from penstock.client.endpoint import Endpoint
 from penstock.protocols.oip_binary import encode_arrays
 
 BODY = b"[12345]"  # a list, so that the model can tell it from Open Inference
@@ -32,46 +32,25 @@ FRAME_BYTES = 15_000
 MODELS = {"by_rows": (0.020, 0.001), "by_launches": (0.250, 0.0016)}
 
 
-class Beside(OpenLoop):
-    """Lone requests at their times, beside `in_flight` bulk requests; `bulk_s` is when each of these was answered."""
-
-    def __init__(self, url: str, times: Sequence[float], bulk: bytes, in_flight: int, seconds: float) -> None:
-        super().__init__(url, BODY, "application/json", times, connections=8)
-        self._bulk, self._in_flight, self._seconds = bulk, in_flight, seconds
-        self.bulk_s: list[float] = []
-
-    async def _run(self, patience_s: float) -> None:
-        started = time.perf_counter()
-        jobs = [asyncio.create_task(self._job(started)) for _ in range(self._in_flight)]
-        await super()._run(patience_s)
-        await asyncio.gather(*jobs)
-
-    async def _job(self, started: float) -> None:
-        """One connection: a request, its answer, the next one."""
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        while time.perf_counter() - started < self._seconds:
-            writer.write(self._bulk)
-            head = await reader.readuntil(b"\r\n\r\n")
-            if b" 200 " not in head.split(b"\r\n")[0]:
-                raise SystemExit(f"bulk: {head!r}")
-            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
-            await reader.readexactly(int(length.split(b":")[1]))
-            self.bulk_s.append(time.perf_counter() - started)
-        writer.close()
+async def beside(
+    endpoint: Endpoint, lone: bytes, times: Sequence[float], bulk: bytes, in_flight: int, seconds: float
+) -> tuple[Samples, Samples]:
+    """Lone requests at their times, beside `in_flight` bulk requests: of both."""
+    return await asyncio.gather(
+        open_loop(endpoint, [lone], times, connections=8),
+        closed_loop(endpoint, [bulk], concurrency=in_flight, seconds=seconds),
+    )
 
 
-def bulk_request(url: str, model: str, rows: int) -> bytes:
+def bulk_request(endpoint: Endpoint, model: str, rows: int) -> bytes:
     """One prebatch, with its head."""
     frames = np.zeros((rows, FRAME_BYTES), np.uint8)
     index = np.arange(rows, dtype=np.int64)
     head, buffers = encode_arrays({"frames": frames, "frame_index": index})
     body = b"".join([head, *(bytes(b) for b in buffers)])
-    lines = (
-        f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\nx-priority: 1\r\n"
-        f"content-type: application/octet-stream\r\ninference-header-content-length: {len(head)}\r\n"
-        f"content-length: {len(body)}\r\n\r\n"
-    )
-    return lines.encode() + body
+    headers = {"x-priority": "1", "content-type": "application/octet-stream"}
+    headers["inference-header-content-length"] = str(len(head))
+    return http_request(endpoint, "POST", f"/v2/models/{model}/infer", headers, body)
 
 
 def measured(server: harness.Server, prebatch: int, rate: float, seconds: int, seed: int) -> dict[str, Any]:
@@ -80,13 +59,16 @@ def measured(server: harness.Server, prebatch: int, rate: float, seconds: int, s
     a, b = MODELS[w.model]
     batch_s = a + b * ROWS
     in_flight = -(-3 * ROWS // prebatch) * w.instances
-    times = poisson(rate, WARM_S + seconds, seed) if rate else [WARM_S + seconds]
-    bulk = bulk_request(server.url, w.model, prebatch)
+    times = harness.poisson(rate, WARM_S + seconds, seed) if rate else [WARM_S + seconds]
+    endpoint, one = harness.post(server.url, BODY, "application/json")
+    bulk = bulk_request(endpoint, w.model, prebatch)
     with server.awake():
-        run = Beside(server.url, times, bulk, in_flight, WARM_S + seconds).run()
-    if any(status != 200 for status in run.status):
-        raise SystemExit(f"lone requests: status {sorted(set(run.status))}")
-    rows = prebatch * sum(WARM_S <= t < WARM_S + seconds for t in run.bulk_s) / seconds
+        run, job = uvloop.run(beside(endpoint, one, times, bulk, in_flight, WARM_S + seconds))
+    for what, samples in (("lone requests", run), ("bulk", job)):
+        if any(status != 200 for status in samples.status):
+            raise SystemExit(f"{what}: status {sorted(set(samples.status))}, {samples.first_error}")
+    done_s = [at + took for at, took in zip(job.intended_s, job.latency_s, strict=True)]
+    rows = prebatch * sum(WARM_S <= t < WARM_S + seconds for t in done_s) / seconds
     lone = [x / batch_s for t, x in zip(times, run.latency_s, strict=True) if t >= WARM_S]
     late = [x / batch_s for x in run.late_s]
     return {"bulk": (rows + rate) * batch_s / ROWS / w.instances, "lone": lone, "late": late}
