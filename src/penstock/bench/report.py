@@ -46,9 +46,10 @@ class Step(Struct, frozen=True, kw_only=True):
 class Verdict(Struct, frozen=True, kw_only=True):
     """What tuning came to. Settings are their canonical text, "batch=8,instances=2", as in `Measurement.label`.
 
-    `met` False: nothing tried keeps the SLO, and `chosen` is only what comes nearest. `gain` is goodput over that of
-    `default`, less one (0.4: 40 % more), within `interval` with 95 % confidence; None where the default has none.
-    `command` reproduces the search, `cost_per_million` is the price of a million requests, in the unit of --price.
+    `met` False: nothing tried keeps the SLO, and `chosen` is only what comes nearest ("": nothing was measured).
+    `gain` is goodput over that of `default`, less one (0.4: 40 % more), within `interval` with 95 % confidence; None
+    where the default has none. `command` reproduces the search, `cost_per_million` is the price of a million requests,
+    in the unit of --price.
     """
 
     slo: str
@@ -82,11 +83,13 @@ def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdic
 
 def _tuned(v: Verdict) -> list[Block]:
     borne = f": {number(v.goodput)} good answers/s" if v.goodput is not None else ""
-    if v.met:
-        told: list[Block] = [Says(f"Chosen: {v.chosen}{borne} within {v.slo}.", "good")]
+    told: list[Block]
+    if not v.chosen:
+        told = [Says(f"Nothing was measured that could tell whether {v.slo} can be kept.", "bad")]
+    elif v.met:
+        told = [Says(f"Chosen: {v.chosen}{borne} within {v.slo}.", "good"), Says(_gain(v))]
     else:
-        told = [Says(f"Nothing that was tried keeps {v.slo}. Nearest: {v.chosen}{borne}.", "bad")]
-    told.append(Says(_gain(v)))
+        told = [Says(f"Nothing that was tried keeps {v.slo}. Nearest: {v.chosen}{borne}.", "bad"), Says(_gain(v))]
     if v.cost_per_million is not None:
         told.append(Says(f"A million requests cost {v.cost_per_million:,.3g} at the price that was given."))
     if v.notes:
