@@ -78,7 +78,7 @@ async def _saturate(plan: Plan, measure: Measure, repeat: int) -> str:
     best: Measurement | None = None
     clients, idle = plan.concurrency[0], 0
     while idle < 2 and clients <= MOST_CLIENTS:
-        found = await measure(plan.closed(clients), repeat)
+        found = await _twice(measure, plan.closed(clients), repeat)
         if found.invalid:
             return _unknown("saturates", f"{best.load.label} get {best.throughput:,.6g}/s" if best else "")
         if found.error_share > MOST_ERRORS:
@@ -92,6 +92,12 @@ async def _saturate(plan: Plan, measure: Measure, repeat: int) -> str:
         return f"no throughput: already {plan.concurrency[0]} clients get more than {MOST_ERRORS:.0%} errors"
     why = "more clients gain less than 3 %" if idle else "more clients get errors"
     return f"saturates at {best.load.label}: {best.throughput:,.6g}/s; {why}"
+
+
+async def _twice(measure: Measure, load: Load, repeat: int) -> Measurement:
+    """The run, or the one after it when it was invalid: something else may have held up the generator."""
+    found = await measure(load, repeat)
+    return await measure(load, repeat) if found.invalid else found
 
 
 def _unknown(what: str, so_far: str) -> str:
@@ -115,7 +121,7 @@ class _Ramp:
         last = self._plan.rates[1] if len(self._plan.rates) > 1 else None
         rate: float | None = first
         while rate is not None:
-            found = await self._measure(self._plan.open(rate, self._seconds(rate), self._repeat), self._repeat)
+            found = await _twice(self._measure, self._plan.open(rate, self._seconds(rate), self._repeat), self._repeat)
             if found.invalid:
                 return _unknown("breaks", f"{self._good:,.6g}/s hold {self._slo.text}" if self._good else "")
             why = self._broken(found)
@@ -133,7 +139,7 @@ class _Ramp:
 
     async def _slow(self) -> float:
         """Half of what one client gets: a server is hardly busy then."""
-        alone = await self._measure(self._plan.closed(1), self._repeat)
+        alone = await _twice(self._measure, self._plan.closed(1), self._repeat)
         return 0.0 if alone.invalid else float(f"{alone.throughput / 2:.3g}")
 
     def _next(self, first: float, last: float | None) -> float | None:

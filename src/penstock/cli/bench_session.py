@@ -94,13 +94,13 @@ class Session(Struct, kw_only=True):
             click.echo(f"kept: {report} and {page}", err=True)
 
     def code(self) -> int:
-        """The exit status: whether all runs count, and all keep the SLO. A search breaks it to find where it breaks."""
+        """The exit status: whether all runs count and keep the SLO, or a search found what it looked for."""
+        if self.plan.mode in ("ramp", "saturate"):
+            known = self.found and all(text.startswith(("knee", "saturates")) for text in self.found)
+            return 0 if known else FAILED
         if not self.runs or any(run.invalid or not run.answered for run in self.runs):
             return FAILED
-        if self.plan.mode == "ramp":
-            return 0 if all(text.startswith("knee") for text in self.found) else FAILED
-        judged = self.slo.parts and self.plan.mode != "saturate"
-        return FAILED if judged and not all(run.met for run in self.runs) else 0
+        return FAILED if self.slo.parts and not all(run.met for run in self.runs) else 0
 
 
 @contextmanager

@@ -168,3 +168,20 @@ def test_values_are_told_in_the_units_of_their_part() -> None:
     assert in_units("p99", 0.1234) == "123.4 ms"
     assert in_units("error", 0.0012) == "0.12%"
     assert in_units("throughput", 1234.0) == "1,234/s"
+
+
+async def test_a_step_that_was_disturbed_is_run_once_more() -> None:
+    disturbed = {150.0, 4}
+
+    def answer(load: Load) -> Measurement:
+        key = load.rate or load.concurrency
+        invalid = "late" if key in disturbed else ""
+        disturbed.discard(key)
+        return seen(load, min(400.0, load.rate or 100.0 * load.concurrency), invalid=invalid)
+
+    fake = Fake(answer)
+    assert "knee: 200/s" in (await fake.run(Plan(mode="ramp", rates=(100, 200)), "p99<=100ms"))[0]
+    assert [load.rate for load in fake.loads] == [100, 150, 150, 200]
+    fake = Fake(answer)
+    assert "saturates at 4 clients" in (await fake.run(Plan(mode="saturate")))[0]
+    assert [load.concurrency for load in fake.loads] == [1, 2, 4, 4, 8, 16]

@@ -272,6 +272,8 @@ MISSED = Measurement(load=RUN.load, requests=9, answered=9, slo=[Clause(text="p5
         ("saturate", [MISSED], ["saturates at 1 client"], "p50<=1ms", 0),
         ("ramp", [MISSED], ["knee: 5/s"], "p50<=1ms", 0),
         ("ramp", [MISSED], ["no knee: "], "p50<=1ms", 1),
+        ("ramp", [Measurement(load=RUN.load, invalid=["late"]), RUN], ["knee: 5/s"], "", 0),
+        ("ramp", [RUN], [], "", 1),
     ],
 )
 def test_the_exit_status_says_whether_the_slo_is_kept(
