@@ -75,7 +75,10 @@ class Results:
         cannot be written to.
         """
         folder = Path(folder)
-        names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+        try:
+            names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+        except OSError as e:
+            raise not_written(folder, e) from e
         if RUN in names:
             if not resume:
                 raise ConfigError(f"{folder} holds a run already; name another folder, or remove this one")
@@ -249,7 +252,10 @@ def _same_run(folder: Path, origin: Origin) -> Origin:
 
 def _measurements(path: Path) -> tuple[list[Measurement], int]:
     """All whole measurements, and how many bytes they take. Raises ConfigError for a broken line before the last."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror}") from None
     decoder = msgspec.json.Decoder(Measurement)
     found: list[Measurement] = []
     start = number = 0

@@ -101,6 +101,15 @@ def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
         Results.open(tmp_path / "file", ORIGIN)
 
 
+def test_records_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    Results.open(tmp_path, ORIGIN).close()
+    (tmp_path / RECORDS).unlink()
+    assert read(tmp_path) == (ORIGIN, [])
+    (tmp_path / RECORDS).mkdir()
+    with pytest.raises(ConfigError, match=r"records\.jsonl cannot be read: Is a directory"):
+        read(tmp_path)
+
+
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
     with Results.open(tmp_path, ORIGIN), pytest.raises(ConfigError, match="being written to by another run"):
         Results.open(tmp_path, ORIGIN, resume=True)
