@@ -66,7 +66,7 @@ def drawn(seed: int) -> tuple[Machine, Slo]:
     def between(low: float, high: float) -> float:
         return math.exp(rng.uniform(math.log(low), math.log(high)))
 
-    b = between(0.0005, 0.005)
+    b = between(0.002, 0.01)
     a = b * between(0.5, 20)
     machine = Machine(
         a=a,
@@ -159,7 +159,7 @@ class SyntheticBench:
         self.spent_s += (cost_s := load.seconds / (1 - WARM))
         run = Measurement(
             load=load,
-            label=settings.text,
+            label=str(settings),
             seconds=load.seconds,
             requests=len(found.latencies_s),
             answered=len(found.latencies_s),

@@ -56,12 +56,40 @@ def test_the_verdict_has_the_chosen_settings_the_gain_and_why_no_others(hill: An
     assert verdict.command == "penstock tune ..."
 
 
-def test_the_default_is_the_app_as_it_is_and_never_chosen(hill: Any) -> None:
+def test_an_app_that_is_better_as_it_is_stays_so(hill: Any) -> None:
     space = parse_space("batch=1,2,instances=1")
     outcome = tune(hill(lambda s: 1000 if not s.items else 500), space, SLO)
-    assert outcome.verdict.default == "as it is"
-    assert outcome.chosen in space
-    assert outcome.verdict.gain == pytest.approx(-0.5, abs=0.05)
+    assert outcome.chosen == Settings()
+    assert (outcome.verdict.chosen, outcome.verdict.default, outcome.verdict.gain) == ("as it is", "as it is", 0.0)
+    assert "nothing that was tried is better than the default" in outcome.verdict.notes
+    assert "% less" in outcome.verdict.runners_up[0].why
+    same = tune(hill(lambda s: 500), space, SLO)
+    assert same.chosen == parse_settings("batch=1,instances=1"), "said, rather than left to the app"
+
+
+def test_a_generator_that_cannot_offer_more_is_told(hill: Any) -> None:
+    class Limited(hill):  # type: ignore[misc]
+        def measure(self, settings: Settings, rate: float, *args: Any) -> Any:
+            self.invalid = 1 if rate > 600 else 0
+            return super().measure(settings, rate, *args)
+
+    outcome = tune(Limited(able), SPACE, SLO, default=DEFAULT)
+    assert 0 < outcome.rate <= 600
+    assert any("the load generator, not the model, ended at 6" in note for note in outcome.verdict.notes)
+
+
+def test_what_short_runs_promise_and_repeats_do_not_keep_is_not_chosen(hill: Any) -> None:
+    class Fades(hill):  # type: ignore[misc]
+        long = 0
+
+        def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:
+            self.long += seconds >= 4
+            self.base_s = 0.01 if self.long <= 2 else 0.5
+            return super().measure(settings, rate, seconds, seed)
+
+    outcome = tune(Fades(able), SPACE, SLO, default=DEFAULT, search="climb")
+    assert (outcome.chosen, outcome.verdict.met) == (None, False)
+    assert f"no settings keep p99<=100ms for sure: the nearest, {BEST}, at " in outcome.verdict.notes[0]
 
 
 def test_of_settings_that_are_as_good_the_cheapest_is_chosen(hill: Any) -> None:
