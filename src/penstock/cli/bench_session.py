@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import click
 import msgspec
@@ -78,8 +78,7 @@ class Session(Struct, kw_only=True):
             told = {"origin": self.origin, "measurements": self.runs, "found": self.found}
             click.echo(msgspec.json.format(msgspec.json.encode(told)))
         elif self.runs:
-            _print_table(rows(self.runs))
-            for text in (*server_lines(self.runs), *notes(self.runs), *self.found):
+            for text in (*plain(rows(self.runs)), *server_lines(self.runs), *notes(self.runs), *self.found):
                 click.echo(text)
             if self.slo.parts and self.plan.mode in ("closed", "open"):
                 click.echo(verdict(self.runs, self.slo))
@@ -120,18 +119,3 @@ def _progress(*, quiet: bool) -> Iterator[Show]:
         yield show
     finally:
         sys.stderr.write(_CLEAR)
-
-
-def _print_table(table: list[list[str]]) -> None:
-    if not sys.stdout.isatty():
-        click.echo("\n".join(plain(table)))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    shown: Any = Table(table[0][0], box=None, pad_edge=False)
-    for heading in table[0][1:]:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for row in table[1:]:
-        shown.add_row(*row)
-    Console().print(shown)
