@@ -140,6 +140,31 @@ def test_a_broken_line_before_the_last_is_told(tmp_path: Path) -> None:
         Results.open(tmp_path, ORIGIN, resume=True)
 
 
+_WRITES = """
+import itertools, sys
+from penstock.bench.measurement import Load, Measurement
+from penstock.bench.results import Origin, Results
+results = Results.open(sys.argv[1], Origin(command="bench"))
+for number in itertools.count():
+    results.append(Measurement(load=Load(mode="closed", concurrency=1), repeat=number, histogram="x" * 9000))
+    print(number, flush=True)
+"""
+
+
+def test_a_run_that_is_killed_loses_at_most_the_measurement_at_work(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _WRITES, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        for _ in range(20):
+            writer.stdout.readline()
+        writer.kill()
+        told = [19, *map(int, writer.stdout.read().split())]
+    kept = [m.repeat for m in read(tmp_path)[1]]
+    assert kept == list(range(len(kept)))
+    assert len(kept) in (told[-1] + 1, told[-1] + 2)
+    with Results.open(tmp_path, Origin(command="bench"), resume=True) as results:
+        assert len(results.measurements) == len(kept)
+
+
 _FILLS = """
 import resource, sys
 from penstock.bench.measurement import Load, Measurement
