@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,9 @@ def double(items):
     time.sleep(0.005)
     return [2 * item["x"] for item in items]
 """
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def told(*arguments: str) -> Result:
@@ -166,3 +170,14 @@ def test_ctrl_c_ends_it_with_what_exists(server: Any, data: str, tmp_path: Path)
     kept = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
     assert 1 <= len(kept) < 2000
     assert (tmp_path / "out" / "report.md").exists()
+
+
+@pytest.mark.usefixtures("any_machine")
+def test_the_pages_command_runs_as_it_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "bench.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("    $ penstock bench ")]
+    monkeypatch.chdir(ROOT)
+    shorter = line.replace("--duration 5", "--duration 0.3 --warmup 0")
+    result = told(*shlex.split(shorter.removeprefix("    $ penstock bench ")))
+    assert [row.split()[:2] for row in result.stdout.splitlines()[1:3]] == [["1", "client"], ["16", "clients"]]
+    assert result.stdout.splitlines()[-1].startswith("SLO p99<=20ms: ")
