@@ -7,6 +7,7 @@ from typing import Final
 from penstock.tune.field import Field
 from penstock.tune.space import Settings, Value
 
+_MOVES: Final = 200  # more only go in circles, by noise
 _LOSSES: Final = 3  # in a row: then what is promising has been seen
 
 
@@ -48,13 +49,17 @@ def _starts(field: Field) -> list[Settings]:
 
 def _ascend(field: Field) -> None:
     """To better neighbours. A long run tells what won by a lucky probe; then those that it beat are asked again."""
-    while field.best is not None:
+    settled = set[Settings]()
+    for _ in range(_MOVES):
         best = field.best
+        if best is None:
+            return
         near = sorted(field.space.neighbours(best.settings), key=field.guess, reverse=True)
         if any(field.challenge(settings) for settings in near):
             continue
-        if field.prober.settled(best):
+        if best.settings in settled:
             return
+        settled.add(best.settings)
         field.settle(best.settings)
 
 
