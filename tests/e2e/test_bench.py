@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,18 @@ def double(items):
 """
 
 
+DEADLY = """
+import os, signal
+
+left = 50
+
+def deadly(items):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getppid(), signal.SIGKILL)
+    return [0] * len(items)
+"""
 ROOT = Path(__file__).parents[2]
 
 
@@ -137,17 +148,8 @@ def test_an_app_that_does_not_load_is_told_with_what_it_said(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("any_machine")
 def test_a_server_that_dies_in_a_run_makes_it_invalid(serve: Callable[..., Any], data: str) -> None:
-    server = serve(APP, "double")
-    processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-
-    def kill() -> None:
-        for process in processes:
-            process.kill()
-
-    timer = threading.Timer(1.0, kill)
-    timer.start()
-    result = told(server.url, "--data", data, "--concurrency", "2,4", "--duration", "30", "--warmup", "0")
-    timer.join()
+    server = serve(DEADLY, "deadly")
+    result = told(server.url, "--data", data, "--concurrency", "2,4", "--duration", "60", "--warmup", "0")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[1].split() == ["2", "clients", "INVALID"]
     assert "the target went away" in result.stdout
