@@ -19,7 +19,7 @@ from penstock.bench.slo import Slo
 
 LATE_S: Final = 0.001
 MOST_LATE: Final = 0.01  # of the sends
-MATTERS: Final = 0.05  # of the median latency: to come later than that is no small matter
+MATTERS: Final = 0.1  # of a latency: lateness beyond that is no small part of it
 CHANCE: Final = 3  # late sends that prove nothing
 MOST_CPU: Final = 0.9  # of a core: beyond, the generator may be what is measured
 CONFIDENCE: Final = 0.95
@@ -196,12 +196,13 @@ def _health(load: Load, samples: Samples) -> Generator:
 
 
 def _invalid(samples: Samples, health: Generator, latency: Latency) -> list[str]:
-    """Why the run says nothing about the server. A send that is late by little of the latency is told as a caveat."""
+    """Why the run says nothing about the server. Lateness that is a small part of the latencies is a caveat only."""
     found = []
-    if _late(samples, health) and health.late_p99_s > MATTERS * (latency.p50_s or 0.0):
+    if _late(samples, health) and _matters(samples, latency):
         found.append(
             f"the generator was late: found {health.late_share:.1%} of the sends over {LATE_S * 1e3:g} ms after their "
-            f"time, expected under {MOST_LATE:.0%}; lower the rate, or run it on another machine or cores of its own"
+            f"time (p99 {health.late_p99_s * 1e3:.3g} ms), expected under {MOST_LATE:.0%}; lower the rate, or run it on "
+            "another machine or cores of its own"
         )
     if health.cpu > MOST_CPU:
         found.append(
@@ -209,6 +210,13 @@ def _invalid(samples: Samples, health: Generator, latency: Latency) -> list[str]
             f"{MOST_CPU:.0%}; lower the rate or the concurrency, or run it on a faster machine"
         )
     return found
+
+
+def _matters(samples: Samples, latency: Latency) -> bool:
+    """Whether the lateness is more than a small part of the median latency, or of the p99: both include it."""
+    late = sorted(samples.late_s)
+    parts = ((0.5, latency.p50_s), (0.99, latency.p99_s or latency.max_s))
+    return any(percentile(late, q) > MATTERS * (whole or 0.0) for q, whole in parts)
 
 
 def _late(samples: Samples, health: Generator) -> bool:

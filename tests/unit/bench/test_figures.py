@@ -189,7 +189,7 @@ def test_a_generator_that_was_late_makes_the_run_invalid() -> None:
     assert run.generator.late_share == pytest.approx(0.02)
     assert run.generator.late_p99_s == 0.005
     assert len(run.invalid) == 1
-    assert "found 2.0% of the sends over 1 ms after their time, expected under 1%" in run.invalid[0]
+    assert "found 2.0% of the sends over 1 ms after their time (p99 5 ms), expected under 1%" in run.invalid[0]
     assert "lower the rate" in run.invalid[0]
     assert run.met is None
 
@@ -198,6 +198,13 @@ def test_a_generator_that_was_late_makes_the_run_invalid() -> None:
 def test_few_late_sends_are_chance(made: Samples) -> None:
     assert summarise(OPEN, made).invalid == []
     assert summarise(OPEN, made).caveats == []
+
+
+def test_what_is_late_in_the_median_counts_also_beside_a_long_tail() -> None:
+    made = late(1000, 0.005)
+    for n in range(20):
+        made.latency_s[n] = 2.0
+    assert "100.0% of the sends" in summarise(OPEN, made).invalid[0]
 
 
 def test_a_lateness_that_is_small_beside_the_latency_is_only_told() -> None:
