@@ -201,8 +201,8 @@ def _invalid(samples: Samples, health: Generator, latency: Latency) -> list[str]
     if _late(samples, health) and _matters(samples, latency):
         found.append(
             f"the generator was late: found {health.late_share:.1%} of the sends over {LATE_S * 1e3:g} ms after their "
-            f"time (p99 {health.late_p99_s * 1e3:.3g} ms), expected under {MOST_LATE:.0%}; lower the rate, or run it on "
-            "another machine or cores of its own"
+            f"time (p99 {health.late_p99_s * 1e3:.3g} ms), expected under {MOST_LATE:.0%}; lower the rate, or run it "
+            "on another machine or cores of its own"
         )
     if health.cpu > MOST_CPU:
         found.append(
