@@ -67,7 +67,10 @@ def main() -> None:
     method = f"Seeds 0 to {seeds - 1}. All but the seconds behind a seed are of virtual time."
     report = harness.Report(__file__, __doc__, options, {}, libraries=["optuna"], method=method)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = list(pool.map(one_seed, range(seeds)))
+        results = []
+        for result in pool.map(one_seed, range(seeds)):
+            results.append(result)
+            print({k: v for k, v in result.items() if k not in SEARCHES}, result["auto"], sep="\n", flush=True)
     for search in (*SEARCHES, "grid"):
         header = [
             "seed",

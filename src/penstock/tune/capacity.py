@@ -54,7 +54,7 @@ class Effort(Struct, frozen=True, kw_only=True):
 
 class Trial:
     """What is known of settings: `good` is the reading of the largest rate that kept the SLO, `bad` that of the
-    smallest above it that did not. `out` tells why they were ruled out. `light` kept it not even under light load."""
+    smallest above it that did not. `out` tells why they were ruled out."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -62,7 +62,6 @@ class Trial:
         self.bad: Reading | None = None
         self.why_bad = ""
         self.out = ""
-        self.light: Reading | None = None
         self.throughput: float | None = None  # the most that was seen
         self._passed: list[Reading] = []
         self._failed: list[tuple[Reading, str]] = []
@@ -147,7 +146,7 @@ class Prober:
             if trial.out or trial.bad_rate <= trial.rate * (1 + precision):
                 return
             if trial.good is None and trial.bad is not None and trial.bad_rate <= light:
-                trial.light, trial.out = trial.bad, f"at {trial.bad_rate:g}/s already: {trial.why_bad}"
+                trial.out = f"at {trial.bad_rate:g}/s already: {trial.why_bad}"
                 return
             rate = self._next(trial, start, step)
             if trial.good is None and trial.bad is not None and step >= _BELOW:

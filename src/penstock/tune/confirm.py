@@ -13,7 +13,7 @@ from typing import Final
 from penstock.bench.slo import Part, Slo
 from penstock.bench.stats import bootstrap, student_at
 from penstock.tune.capacity import Effort, neat
-from penstock.tune.meter import Meter, Unfit
+from penstock.tune.meter import BudgetOver, Meter, Unfit
 from penstock.tune.space import Settings
 from penstock.tune.trial import Reading, told
 
@@ -46,12 +46,18 @@ def confirm(meter: Meter, slo: Slo, effort: Effort, finalists: Sequence[Finalist
     """
     open_ones = list(finalists)
     while open_ones:
-        for repeat in range(effort.repeats):
-            at = repeat % len(open_ones)
-            for one in [*open_ones[at:], *open_ones[:at]]:
-                _measure(meter, slo, effort, one)
+        try:
+            for repeat in range(effort.repeats):
+                at = repeat % len(open_ones)
+                for one in [*open_ones[at:], *open_ones[:at]]:
+                    _measure(meter, slo, effort, one)
+        except (BudgetOver, KeyboardInterrupt):
+            for one in open_ones:
+                if len(one.readings) == effort.repeats:  # of others nothing is known
+                    _judge(one, slo)
+            raise
         for one in open_ones:
-            _judge(one, slo, effort)
+            _judge(one, slo)
         open_ones = [one for one in open_ones if one.met is None]
 
 
@@ -69,7 +75,7 @@ def _measure(meter: Meter, slo: Slo, effort: Effort, one: Finalist) -> None:
         one.why = f"invalid: {reading.invalid}"
 
 
-def _judge(one: Finalist, slo: Slo, effort: Effort) -> None:
+def _judge(one: Finalist, slo: Slo) -> None:
     """Settles whether the SLO is kept, or lowers the rate for another round."""
     if one.met is not None:
         return

@@ -82,6 +82,9 @@ def test_time_that_is_over_leaves_what_is_known(hill: Any) -> None:
         proven(hill(lambda _: 1000), one, other, limit_s=15)
     assert one.met is None
     assert len(one.readings) >= 1
+    with pytest.raises(BudgetOver):
+        proven(hill(lambda _: 1000), one := Finalist(A, 500), other := Finalist(B, 500), limit_s=30)
+    assert (one.met, other.met) == (True, None), "of the second one two repeats were done"
 
 
 def test_settings_that_do_not_load_any_more_are_out(hill: Any) -> None:
