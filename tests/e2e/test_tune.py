@@ -21,7 +21,10 @@ import time
 
 import numpy as np
 
+import penstock
 
+
+@penstock.model(max_queue=64)  # what is too much is refused at once
 class Net:
     parameters = {"example": [0.25, 0.5]}
 
@@ -29,7 +32,7 @@ class Net:
         self.weights = np.eye(2) * (3 if precision == "bf16" else 2)
 
     def predict(self, items):
-        time.sleep(0.004 + 0.0005 * len(items))
+        time.sleep(0.02 + 0.001 * len(items))
         return (np.array(items) @ self.weights).tolist()
 
 
@@ -49,14 +52,25 @@ target = "app.py:Net"
 [models.net.batching]
 timeout_s = 5.0  # as agreed
 """
-SLO = "p99<=300ms"
+SLO = "p99<=2s,error<=10%"
 TUNE = [
-    "tune", "app.py:Net", "--slo", SLO, "--space", "batch=1,8,instances=1,precision=fp32,bf16", "--effort", "quick",
-    "--warmup", "0.2", "--budget", "5s", "--price", "2", "--write", "penstock.toml", "--accuracy-check", "check.jsonl",
-    "--search", "grid",
+    "tune", "app.py:Net", "--slo", SLO, "--space", "batch=8,instances=1,precision=fp32,bf16", "--search", "grid",
+    "--warmup", "0.2", "--price", "2", "--write", "penstock.toml", "--accuracy-check", "check.jsonl",
 ]  # fmt: skip
-# Whether a generator on a busy machine sends in time is not what is tested here.
-LENIENT = "import penstock.bench.figures as f; f.MATTERS = f.MOST_CPU = 1e9; from penstock.cli.main import main; main()"
+# What a busy machine makes of latencies is not what is tested here: runs are short, and the SLO bears much.
+LENIENT = """
+import penstock.bench.figures as figures
+import penstock.cli.tune as verb
+from penstock.cli.main import main
+from penstock.tune.capacity import Effort
+
+figures.MATTERS = figures.MOST_CPU = 1e9
+verb._effort = lambda name: Effort(
+    probe_s=0.5, probe_samples=50, sure_s=0.5, sure_samples=100, latencies=0.2, most_s=1.0, precision=0.5, repeats=2,
+    finalists=1,
+)
+main()
+"""
 
 
 def command(words: Sequence[str]) -> list[str]:
@@ -64,7 +78,7 @@ def command(words: Sequence[str]) -> list[str]:
 
 
 def penstock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(words), cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command(words), cwd=folder, capture_output=True, text=True, timeout=400)
 
 
 class Tuned(NamedTuple):
@@ -87,7 +101,16 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     first, left = interrupted(folder, TUNE)
     records = (folder / "tune-net/records.jsonl").read_text().splitlines()
     toml = (folder / "penstock.toml").read_text()
-    return Tuned(folder, first, left, records, toml, penstock(folder, *TUNE))
+    return Tuned(folder, first, left, records, toml, gone_on_with(folder))
+
+
+def gone_on_with(folder: Path) -> subprocess.CompletedProcess[str]:
+    """A search that ends; with more time if a busy machine leaves none for the proof."""
+    for budget in ("20s", "60s", "180s"):
+        found = penstock(folder, *TUNE, "--budget", budget)
+        if "give a longer --budget" not in found.stderr:
+            break
+    return found
 
 
 def interrupted(folder: Path, words: Sequence[str]) -> tuple[tuple[int, str, str], list[int]]:
@@ -140,10 +163,10 @@ def test_a_second_start_goes_on_and_measures_nothing_again(tuned: Tuned) -> None
 def test_the_verdict_has_the_choice_and_why_not_the_others(tuned: Tuned) -> None:
     found = verdict(tuned)
     assert found["met"]
-    assert found["chosen"] in ("as it is", "batch=1,instances=1,precision=fp32", "batch=8,instances=1,precision=fp32")
+    assert found["chosen"] in ("as it is", "batch=8,instances=1,precision=fp32")
     assert found["goodput"] > 0
     assert found["cost_per_million"] == pytest.approx(2 / (found["goodput"] * 3600) * 1e6)
-    assert found["command"].endswith("--search grid")
+    assert found["command"].startswith("penstock tune app.py:Net --slo 'p99<=2s,error<=10%' ")
     whys = {other["settings"]: other["why"] for other in found["runners_up"]}
     assert "1 of 1 answers differ; line 1: [0]: found 3, expected 2" in whys["batch=8,instances=1,precision=bf16"]
 
@@ -169,11 +192,9 @@ def test_the_toml_has_what_was_found_and_every_comment(tuned: Tuned) -> None:
     for comment in ("# of the team", "# any", "# the one that counts", "# as agreed"):
         assert comment in text
     assert f"# penstock tune: {SLO} was kept at " in text
-    chosen = verdict(tuned)["chosen"]
     model = tomllib.loads(text)["models"]["net"]
-    if chosen != "as it is":
-        assert f"batch={model['batching']['max_batch_size']},instances={model['instances']}" in chosen
-        assert model["precision"] == "fp32"
+    if verdict(tuned)["chosen"] != "as it is":
+        assert (model["instances"], model["precision"], model["batching"]["max_batch_size"]) == (1, "fp32", 8)
     assert model["batching"]["timeout_s"] == 5.0
 
 
@@ -181,7 +202,7 @@ def test_a_server_with_that_toml_keeps_the_slo_in_a_fresh_bench(tuned: Tuned) ->
     rate = max(60.0, 0.25 * verdict(tuned)["goodput"])
     found = penstock(
         tuned.folder, "bench", "penstock.toml", "--rate", f"{rate:.3g}", "--requests", "150", "--warmup", "0.3",
-        "--slo", SLO.replace("300ms", "1500ms"), "--json",
+        "--slo", SLO, "--json",
     )  # fmt: skip
     assert found.returncode == 0, found.stderr + found.stdout
     (run,) = json.loads(found.stdout)["measurements"]

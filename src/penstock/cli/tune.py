@@ -144,7 +144,16 @@ def _told(job: Job, outcome: Outcome, payload_bytes: int) -> int:
     _write(job, outcome, page)
     if outcome.ended == "interrupted":
         return INTERRUPTED
-    return FAILED if outcome.chosen is None else 0
+    return FAILED if _unproven(job, outcome) else 0
+
+
+def _unproven(job: Job, outcome: Outcome) -> str:
+    """Why nothing was found that could be relied on; "" if something was."""
+    if outcome.ended == "interrupted":
+        return "the search was interrupted"
+    if outcome.chosen is None:
+        return f"nothing keeps {job.slo.text}"
+    return "" if outcome.confirmed else "there was no time left to prove the choice; give a longer --budget"
 
 
 def _write(job: Job, outcome: Outcome, page: Path) -> None:
@@ -152,13 +161,12 @@ def _write(job: Job, outcome: Outcome, page: Path) -> None:
 
     if job.file is None:
         return
-    if outcome.chosen is None or outcome.ended == "interrupted":
-        why = "the search was interrupted" if outcome.ended == "interrupted" else f"nothing keeps {job.slo.text}"
+    if why := _unproven(job, outcome):
         click.echo(f"{job.file.path} is as it was: {why}", err=True)
         return
-    sure = "confirmed by repeats" if outcome.confirmed else "not confirmed: the time was over"
+    assert outcome.chosen is not None, "proven"
     note = (
-        f"{job.slo.text} was kept at {outcome.rate:g} requests/s on {datetime.now(UTC):%Y-%m-%d}, {sure}\n"
+        f"{job.slo.text} was kept at {outcome.rate:g} requests/s on {datetime.now(UTC):%Y-%m-%d}\n"
         f"{outcome.chosen}; what else was tried is in {page}"
     )
     job.file.write(keys_of(outcome.chosen), note)
@@ -250,6 +258,6 @@ def tune(target: str, **flags: Any) -> None:
 
     TARGET is what penstock serve takes: app.py:Model, model.onnx, the TOML of a pipeline or of a configuration.
 
-    Exit status: 0 found; 1 nothing keeps the SLO, or the app failed; 2 wrong usage; 130 interrupted.
+    Exit status: 0 found; 1 nothing proven to keep the SLO, or the app failed; 2 wrong usage; 130 interrupted.
     """
     sys.exit(exit_code(lambda: _tune(target, flags)))

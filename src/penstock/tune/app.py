@@ -37,6 +37,7 @@ log = logging.getLogger("penstock.tune")
 WARM_S: Final = 0.5  # of load that is not counted, on settings that were warmed up before
 PATIENCE: Final = 3.0  # times the latency of the SLO: what takes longer has broken it
 LEAST_PATIENCE_S: Final = 1.0
+MOST_INVALID: Final = 8  # runs in a row: then it is no rate that is too high, but the machine that is too busy
 SAMPLES: Final = 16  # requests whose answers are compared where no file of samples is given
 _SHARED: Final = ("batch", "instances", "hold", "policy")  # knobs that change nothing about one batch alone
 
@@ -74,6 +75,7 @@ class App:
         self._truth: list[Any] | None = None
         self._warm_s, self._warm = warm_s, False  # whether what is loaded was under load before
         self._change_s = 0.0  # that changes of settings took, and no reading has counted yet
+        self._invalid = 0  # how many of the last runs were
         self._free_bytes = _free_bytes()
         self._runner = asyncio.Runner(loop_factory=_loop_factory())
 
@@ -139,7 +141,7 @@ class App:
         self._change_s += time.monotonic() - started
 
     def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:
-        """See Bench."""
+        """See Bench. Raises PenstockError when the load generator itself is too slow for anything."""
         return self._read(settings, lambda: Load(mode="open", rate=rate, seconds=seconds, seed=seed))
 
     def saturate(self, settings: Settings, seconds: float, seed: int) -> Reading:
@@ -164,6 +166,11 @@ class App:
         except (Failing, Unreachable) as error:  # in time before any load: these settings are no good
             raise LoadFailed(f"loaded, but {error.message}") from error
         self._warm = True
+        self._invalid = self._invalid + 1 if run.invalid else 0
+        if self._invalid == MOST_INVALID:
+            raise PenstockError(
+                f"{MOST_INVALID} runs in a row were INVALID, so nothing can be told here: {run.invalid[0]}"
+            )
         return Reading(run=run, cost_s=change_s + time.monotonic() - started)
 
     async def _measured(self, settings: Settings, load: Load) -> Measurement:

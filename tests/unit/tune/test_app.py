@@ -16,7 +16,7 @@ from penstock.config.schema import ModelConfig
 from penstock.errors import ConfigError, LoadFailed, PenstockError
 from penstock.tune import app as module
 from penstock.tune.accuracy import Sample
-from penstock.tune.app import WARM_S, App, Check
+from penstock.tune.app import MOST_INVALID, WARM_S, App, Check
 from penstock.tune.curve import Body, Given, Order, Rehearsal
 from penstock.tune.served import Subject
 from penstock.tune.space import Settings, parse_settings, parse_space
@@ -59,7 +59,7 @@ class World:
         self.runs.append(how)
         if isinstance(self.run, Exception):
             raise self.run
-        return Measurement(load=load)
+        return self.run or Measurement(load=load)
 
 
 def rehearsal(answer: bytes = b"[1.0]", **keys: Any) -> Rehearsal:
@@ -201,6 +201,18 @@ def test_settings_under_which_nothing_is_answered_did_not_load(world: World, app
     app.start()
     world.run = Failing("answers nothing but errors; the first: 503")
     with pytest.raises(LoadFailed, match="the first: 503"):
+        app.measure(Settings(), 50.0, 2.0, 3)
+
+
+def test_a_machine_on_which_no_run_is_valid_ends_it(world: World, apps: list[App]) -> None:
+    app = make(apps)
+    app.start()
+    late = Measurement(load=Load(mode="open"), invalid=["the generator was late"])
+    for run in [late] * (MOST_INVALID - 1) + [None] + [late] * (MOST_INVALID - 1):  # in a row
+        world.run = run
+        app.measure(Settings(), 50.0, 2.0, 3)
+    world.run = late
+    with pytest.raises(PenstockError, match=r"8 runs in a row were INVALID.*: the generator was late"):
         app.measure(Settings(), 50.0, 2.0, 3)
 
 
