@@ -140,7 +140,7 @@ def _table(found: Sequence[Outcome]) -> Iterator[str]:
 
 def _cells(one: Outcome) -> list[str]:
     def ms(value: float | None) -> str:
-        return "n/a" if value is None else f"{value * 1e3:,.4g}"
+        return "n/a" if value is None else f"{value * 1e3:,.0f}" if value >= 1 else f"{value * 1e3:.3g}"
 
     latency = one.latency
     told = {True: "met", False: "MISSED", None: "n/a" if one.slo else ""}[one.met]

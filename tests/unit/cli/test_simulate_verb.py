@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,19 @@ def test_the_table_has_a_line_a_setting_and_the_best_behind() -> None:
     assert lines[2].endswith("does not keep up")
     assert lines[4].endswith("met")
     assert lines[9].endswith("meets p99<=50ms with the fewest instances")
+
+
+def test_the_page_shows_what_its_commands_print(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text()
+    blocks = [block for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.S | re.M)]
+    monkeypatch.chdir(Path(trace).parent)
+    results = [
+        run(*shlex.split(line)[2:], *(["--model", "a"] if "jsonl" in line else []))
+        for line in "".join(blocks).splitlines()
+        if line.startswith("penstock simulate")
+    ]
+    assert [result.exit_code for result in results] == [0, 0, 0]
+    assert results[0].stdout == blocks[1]
 
 
 def test_that_nothing_is_good_enough_is_told() -> None:
