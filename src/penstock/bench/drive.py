@@ -37,7 +37,6 @@ class Work(NamedTuple):
     endpoint: Endpoint
     requests: Sequence[bytes]
     check: Check | None
-    stop_after_errors: int
     on_progress: Progress | None
     samples: Samples
 
@@ -53,7 +52,6 @@ class Run(ABC):
         self.under_way = 0
         self._endpoint = work.endpoint
         self._check = work.check
-        self._stop_after = work.stop_after_errors
         self._on_progress = work.on_progress
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
@@ -63,8 +61,6 @@ class Run(ABC):
         self._opening: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.TimerHandle | None = None
         self._cpu_start_s = 0.0
-        self._good = False
-        self._errors = 0
         self._heard_s = 0.0  # when the last answer came, whatever it said
 
     async def run(self, connections: int) -> Samples:
@@ -169,9 +165,7 @@ class Run(ABC):
             good, samples.status[index] = False, WRONG
         else:
             samples.status[index] = status
-        if good:
-            self._good = True
-        else:
+        if not good:
             self._failed(status, body)
 
     def fail(self, index: int, status: int) -> None:
@@ -183,10 +177,7 @@ class Run(ABC):
     def _failed(self, status: int, body: list[bytes]) -> None:
         if self.samples.first_error is None:
             self.samples.first_error = (status, b"".join(body)[:FIRST_ERROR_BYTES])
-        self._errors += 1
-        if not self._good and self._errors == self._stop_after:
-            self.end("errors")
-        elif status == REFUSED and time.perf_counter() - self.start - self._heard_s > GONE_S:
+        if status == REFUSED and time.perf_counter() - self.start - self._heard_s > GONE_S:
             self.end("gone")
 
     def lost(self, connection: Connection, index: int) -> None:
@@ -206,7 +197,7 @@ class Run(ABC):
         self.samples.cpu_s = time.process_time() - self._cpu_start_s
         self.samples.busy_s = time.perf_counter() - self.start
 
-    def end(self, why: Literal["", "errors", "gone"] = "") -> None:
+    def end(self, why: Literal["", "gone"] = "") -> None:
         """The run is over."""
         if not self.over:
             self.over = True

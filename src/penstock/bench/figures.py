@@ -232,11 +232,7 @@ def _caveats(load: Load, samples: Samples, health: Generator, histogram: str, in
         )
     if samples.waited:
         found.append(f"{samples.waited} requests waited for a connection to be opened; latencies include it")
-    if samples.ended == "errors":
-        found.append("the run was ended early: nothing but errors from the start")
-    elif samples.ended == "gone":
-        found.append("the run was ended early: the server refuses connections since it was lost")
-    elif samples.ended == "cancelled":
+    if samples.ended == "cancelled":
         found.append("the run was interrupted")
     if not histogram and any(200 <= status < 300 for status in samples.status):
         found.append(NO_HISTOGRAM)

@@ -37,7 +37,6 @@ async def open_loop(
     connections: int = 256,
     patience_s: float = 5.0,
     check: Check | None = None,
-    stop_after_errors: int = 0,
     on_progress: Progress | None = None,
     samples: Samples | None = None,
 ) -> Samples:
@@ -45,12 +44,12 @@ async def open_loop(
 
     `connections` are open before the first; more are opened when none is free, up to 8000. `seconds` is the counted
     time, by default up to the last of `times` and its share. Whatever is open `patience_s` after the last is TIMED_OUT.
-    A run in which the first `stop_after_errors` answers are no good ones is ended. Cancelled, it leaves in `samples`
-    what is there. Raises Unreachable if there is no server at the start.
+    A run whose server is gone is ended. Cancelled, it leaves in `samples` what is there. Raises Unreachable if there is
+    no server at the start.
     """
     if not requests or not times:
         raise ValueError("an open loop takes at least one request and one time")
-    work = Work(endpoint, requests, check, stop_after_errors, on_progress, samples or Samples())
+    work = Work(endpoint, requests, check, on_progress, samples or Samples())
     run = _Open(work, times, patience_s)
     run.samples.seconds = seconds or times[-1] * len(times) / max(1, len(times) - 1)
     return await run.run(min(connections, MOST_CONNECTIONS))
@@ -66,7 +65,6 @@ async def closed_loop(
     whole_passes: bool = False,
     timeout_s: float = 60.0,
     check: Check | None = None,
-    stop_after_errors: int = 0,
     on_progress: Progress | None = None,
     samples: Samples | None = None,
 ) -> Samples:
@@ -78,7 +76,7 @@ async def closed_loop(
     """
     if not requests or concurrency < 1 or (seconds <= 0 and at_least < 1):
         raise ValueError("a closed loop takes a request, a client, and seconds or a number of requests")
-    work = Work(endpoint, requests, check, stop_after_errors, on_progress, samples or Samples())
+    work = Work(endpoint, requests, check, on_progress, samples or Samples())
     run = _Closed(work, concurrency, seconds, at_least, len(requests) if whole_passes else 1, timeout_s)
     return await run.run(concurrency)
 

@@ -19,7 +19,7 @@ class Samples:
     from the intended time, infinite without an answer; `status` of HTTP, or one of the constants above; `number` of
     the request in the list. `seconds`: the counted time. `cpu_s`: what this process took in the `busy_s` until the
     last was sent. `waited`: how many found no free connection. `first_error`: status and beginning of the body.
-    `ended`: why the run was ended early, if it was: only errors from the start, the server gone, or cancelled.
+    `ended`: why the run was ended early, if it was: the server gone, or cancelled.
     """
 
     def __init__(self) -> None:
@@ -32,4 +32,4 @@ class Samples:
         self.cpu_s = self.busy_s = 0.0
         self.waited = 0
         self.first_error: tuple[int, bytes] | None = None
-        self.ended: Literal["", "errors", "gone", "cancelled"] = ""
+        self.ended: Literal["", "gone", "cancelled"] = ""

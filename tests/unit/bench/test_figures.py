@@ -223,8 +223,6 @@ def test_a_generator_without_processor_time_left_makes_the_run_invalid(load: Loa
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"ended": "errors"}, "nothing but errors from the start"),
-        ({"ended": "gone"}, "the server refuses connections"),
         ({"ended": "cancelled"}, "interrupted"),
         ({"waited": 7}, "7 requests waited for a connection"),
     ],
