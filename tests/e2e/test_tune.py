@@ -66,7 +66,7 @@ from penstock.tune.capacity import Effort
 
 figures.MATTERS = figures.MOST_CPU = 1e9
 verb._effort = lambda name: Effort(
-    probe_s=0.5, probe_samples=50, sure_s=0.5, sure_samples=100, latencies=0.2, most_s=1.0, precision=0.5, repeats=2,
+    probe_s=0.4, probe_samples=50, sure_s=0.4, sure_samples=100, latencies=0.2, most_s=0.6, precision=0.5, repeats=2,
     finalists=1,
 )
 main()

@@ -74,6 +74,7 @@ class App:
         self._costs: dict[Settings, float] = {}
         self._truth: list[Any] | None = None
         self._warm_s, self._warm = warm_s, False  # whether what is loaded was under load before
+        self._warm_again_s = WARM_S if warm_s is None else min(WARM_S, warm_s)
         self._change_s = 0.0  # that changes of settings took, and no reading has counted yet
         self._invalid = 0  # how many of the last runs were
         self._free_bytes = _free_bytes()
@@ -180,7 +181,7 @@ class App:
             [request_of(target, payload) for payload in self._payloads],
             load,
             slo=self._slo,
-            warm_s=WARM_S if self._warm else self._warm_s,
+            warm_s=self._warm_again_s if self._warm else self._warm_s,
             label=str(settings),
             check=check_of(target),
             timeout_s=None if limit_s is None else max(LEAST_PATIENCE_S, PATIENCE * limit_s),

@@ -189,6 +189,14 @@ def test_settings_that_were_just_loaded_are_warmed_up_until_they_are_settled(wor
     assert world.runs[0]["timeout_s"] == 1.0
 
 
+def test_a_shorter_warm_up_is_one_for_each_run(world: World, apps: list[App]) -> None:
+    app = make(apps, warm_s=0.2)
+    app.start()
+    for _ in range(2):
+        app.measure(Settings(), 50.0, 2.0, 3)
+    assert [run["warm_s"] for run in world.runs] == [0.2, 0.2]
+
+
 def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps: list[App]) -> None:
     app = make(apps)
     app.start()
