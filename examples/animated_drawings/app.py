@@ -89,7 +89,7 @@ class FigureDetector:
         return [Said(seen.shape, *rows) for seen, *rows in zip(batch, *parts, strict=True)]
 
     def postprocess(self, said: Said) -> dict[str, Any]:
-        """The answer in pixels of the picture that was sent."""
+        """Classes, scores and boxes; see `pictures.answer`."""
         return answer(said.shape, said.scores, said.classes, said.boxes, said.masks, self._outlines)
 
 

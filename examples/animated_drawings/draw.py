@@ -21,20 +21,21 @@ COLOURS = dict(zip(CLASSES, ((60, 160, 0), (40, 60, 230)), strict=True))  # blue
 def shown(pixels: Pixels, answer: dict[str, Any]) -> Pixels:
     """The picture with a box and a name for each figure of an answer, and its silhouette if the answer has outlines."""
     canvas = pixels.copy()
+    size = np.array([pixels.shape[1], pixels.shape[0]])
     thick = max(1, round(max(pixels.shape) / 400))
     for name, outline in zip(answer["classes"], answer.get("outlines", []), strict=False):
         if outline:
-            cv2.fillPoly(canvas, [np.array(outline, np.int32)], COLOURS[name], cv2.LINE_AA)
+            cv2.fillPoly(canvas, [np.rint(outline * size).astype(np.int32)], COLOURS[name], cv2.LINE_AA)
     canvas = cv2.addWeighted(canvas, 0.35, pixels, 0.65, 0)
     for name, score, box in zip(answer["classes"], answer["scores"], answer["boxes"], strict=True):
-        left, top, right, bottom = (round(edge) for edge in box)
+        left, top, right, bottom = (round(edge) for edge in box * np.tile(size, 2))
         cv2.rectangle(canvas, (left, top), (right, bottom), COLOURS[name], thick, cv2.LINE_AA)
-        text, size = f"{name} {score:.2f}", thick * 0.4
-        (wide, high), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, size, thick)
+        text, tall = f"{name} {score:.2f}", thick * 0.4
+        (wide, high), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, tall, thick)
         foot = max(top, high + below)
         cv2.rectangle(canvas, (left, foot - high - below), (left + wide, foot), COLOURS[name], cv2.FILLED)
         cv2.putText(
-            canvas, text, (left, foot - below // 2), cv2.FONT_HERSHEY_SIMPLEX, size, (255, 255, 255), thick, cv2.LINE_AA
+            canvas, text, (left, foot - below // 2), cv2.FONT_HERSHEY_SIMPLEX, tall, (255, 255, 255), thick, cv2.LINE_AA
         )
     return np.asarray(canvas, np.uint8)
 

@@ -17,6 +17,7 @@ SIDE = 320  # pixels of what the network sees, both ways
 LEAST_SCORE = 0.3  # of a figure that is told
 MOST_SHARED = 0.5  # of two boxes, as their intersection over their union; the likelier figure stays
 GREY = 128  # around a picture that is no square
+DIGITS = 4  # of numbers that are told
 
 Pixels = NDArray[np.uint8]
 
@@ -54,19 +55,23 @@ def answer(
     shape: tuple[int, ...], scores: Any, classes: Any, boxes: Any, masks: Any, outlines: bool = False
 ) -> dict[str, Any]:
     """What is told of a picture of that height and width: the figures' `classes`, `scores` and `boxes` (left, top,
-    right, bottom in pixels of the picture), and their `outlines` (corners of the silhouette); the likeliest first.
+    right, bottom), and their `outlines` (corners of the silhouette), from left to right. Places are parts of the
+    picture's width and height, from 0 to 1.
 
     The others are the network's: `scores [n]`, `classes [n]`, `boxes [n, 4]`, `masks [n, 80, 80]`.
     """
     kept = figures(scores, boxes)
-    told = on_picture(shape, tightened(boxes[kept], masks[kept]))
+    edges = on_picture(shape, tightened(boxes[kept], masks[kept]))
+    order = np.argsort(edges[:, 0] + edges[:, 2], kind="stable")
+    size = np.array([shape[1], shape[0]])
     found: dict[str, Any] = {
-        "classes": [CLASSES[number] for number in classes[kept]],
-        "scores": [round(float(score), 4) for score in scores[kept]],
-        "boxes": [[round(float(edge), 1) for edge in box] for box in told],
+        "classes": [CLASSES[classes[kept[i]]] for i in order],
+        "scores": [round(float(scores[kept[i]]), DIGITS) for i in order],
+        "boxes": [(edges[i] / np.tile(size, 2)).round(DIGITS).tolist() for i in order],
     }
     if outlines:
-        found["outlines"] = [outline(silhouette(shape, masks[k], box), box) for k, box in zip(kept, told, strict=True)]
+        corners = (outline(silhouette(shape, masks[kept[i]], edges[i]), edges[i]) for i in order)
+        found["outlines"] = [(points / size).round(DIGITS).tolist() for points in corners]
     return found
 
 
@@ -109,7 +114,8 @@ def on_picture(shape: tuple[int, ...], boxes: Any) -> NDArray[np.float64]:
 
 
 def silhouette(shape: tuple[int, ...], mask: Any, box: Any) -> NDArray[np.bool_]:
-    """Where a figure is, within its box: `mask [80, 80]` is the network's, `box` counts pixels of the picture."""
+    """Where a figure is, within its box and in one piece; `mask [80, 80]` is the network's, `box` counts pixels of the
+    picture."""
     left, top = (int(edge) for edge in box[:2])
     right, bottom = (int(np.ceil(edge)) for edge in box[2:])
     high, wide = shrunk(shape)
@@ -120,14 +126,15 @@ def silhouette(shape: tuple[int, ...], mask: Any, box: Any) -> NDArray[np.bool_]
     seen = cv2.warpAffine(
         mask, move, size, flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE
     )
-    return np.asarray(seen > 127, np.bool_)
+    parts, places, sizes, _ = cv2.connectedComponentsWithStats((seen > 127).astype(np.uint8))
+    largest = 1 + int(sizes[1:, cv2.CC_STAT_AREA].argmax()) if parts > 1 else 1  # 0 is what is no figure
+    return np.asarray(places == largest, np.bool_)
 
 
-def outline(mask: NDArray[np.bool_], box: Any) -> list[list[int]]:
-    """The corners `[x, y]` of the largest part of a silhouette within `box`; none if it is empty."""
+def outline(mask: NDArray[np.bool_], box: Any) -> NDArray[np.int64]:
+    """The corners `[n, 2]`, x and y, of a silhouette within `box`; none if it is empty."""
     found, _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
     if not found:
-        return []
-    largest = max(found, key=cv2.contourArea)
-    corners = cv2.approxPolyDP(largest, 0.004 * max(mask.shape) + 0.5, True)[:, 0]
-    return [[int(x) + int(box[0]), int(y) + int(box[1])] for x, y in corners]
+        return np.empty((0, 2), np.int64)
+    corners = cv2.approxPolyDP(found[0], 0.004 * max(mask.shape) + 0.5, True)[:, 0]
+    return np.asarray(corners + np.array([int(box[0]), int(box[1])]), np.int64)

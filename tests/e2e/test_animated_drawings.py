@@ -6,6 +6,7 @@ import base64
 import importlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -123,19 +124,20 @@ def test_a_second_view_of_a_figure_and_what_is_unlikely_are_not_told(parts: Any)
     assert told == {
         "classes": ["person", "animal"],
         "scores": [0.9, 0.7],
-        "boxes": [[0, 0, 100, 100], [200, 200, 300, 300]],
+        "boxes": [[0, 0, 0.3125, 0.3125], [0.625, 0.625, 0.9375, 0.9375]],
     }
 
 
-def test_an_outline_goes_around_the_mask_in_pixels_of_the_picture(parts: Any) -> None:
+def test_boxes_and_outlines_go_around_the_mask_in_parts_of_the_picture(parts: Any) -> None:
     mask = np.zeros((1, 80, 80), np.uint8)
+    mask[0, 41, 31] = 255  # a speck, no part of it
     mask[0, 20:40, 10:30] = 255  # pixels 80 to 160 and 40 to 120 of what the network sees, twice that of the picture
     box = np.array([[30.0, 70, 130, 170]])
     told = parts.pictures.answer((640, 640), np.array([0.9]), np.array([0]), box, mask, outlines=True)
-    assert np.abs(np.subtract(told["boxes"], [[80, 160, 240, 320]])).max() <= 4  # closer than the network's
+    around = np.array([0.125, 0.25, 0.375, 0.5])
+    assert np.abs(told["boxes"] - around).max() < 0.01  # closer than the network's
     (corners,) = told["outlines"]
-    assert np.abs(np.min(corners, axis=0) - (80, 160)).max() <= 4
-    assert np.abs(np.max(corners, axis=0) - (240, 320)).max() <= 4
+    assert np.abs([*np.min(corners, axis=0), *np.max(corners, axis=0)] - around).max() < 0.01
     empty = parts.pictures.answer((640, 640), np.array([0.9]), np.array([0]), box, mask * 0, outlines=True)
     assert empty["outlines"] == [[]]
 
@@ -224,14 +226,17 @@ def test_the_curl_lines_of_the_readme_find_the_figures_and_draw_them(server: Any
     stated = json.loads(shown)
     assert answer["classes"] == stated["classes"]
     assert answer["scores"] == pytest.approx(stated["scores"], abs=0.02)
-    assert np.abs(np.subtract(answer["boxes"], stated["boxes"])).max() < 3
+    assert np.abs(np.subtract(answer["boxes"], stated["boxes"])).max() < 0.01
     assert [len(corners) > 8 for corners in answer["outlines"]] == [True] * 3
     before, after = (cv2.imread(str(tmp_path / name)) for name in ("drawing.jpg", "found.png"))
     assert before.shape == after.shape
     changed = (before != after).any(axis=2)
-    for left, top, right, bottom in np.rint(answer["boxes"]).astype(int):
+    high, wide = changed.shape
+    for box in answer["boxes"]:
+        left, top, right, bottom = np.rint(np.array(box) * [wide, high, wide, high]).astype(int)
         assert changed[top:bottom, left].mean() > 0.9
-        assert changed[bottom - 1, left:right].mean() < 1 or changed[bottom, left:right].mean() > 0.9
+        assert changed[top:bottom, right].mean() > 0.9
+        assert changed[bottom, left:right].mean() > 0.9
     assert changed.mean() < 0.5
 
 
@@ -314,7 +319,7 @@ def test_the_archive_of_the_readme_serves_the_same_figures(torchserve: Any) -> N
     told = json.loads(bash(lines[3].replace("http://127.0.0.1:8080", torchserve.url()) + " -s -f"))
     stated = json.loads(re.findall(r"(?m)^(\{\"classes\".*)$", README)[0])
     assert told["classes"] == stated["classes"]
-    assert np.abs(np.subtract(told["boxes"], stated["boxes"])).max() < 3
+    assert np.abs(np.subtract(told["boxes"], stated["boxes"])).max() < 0.01
     status, answer = torchserve.fetch(torchserve.url() + "/predictions/figures", b"no image", content_type="image/jpeg")
     assert (status, json.loads(answer)["message"][:24]) == (400, "these 8 bytes are no ima")
     status, said = torchserve.run("torchserve", *lines[4].split()[1:])
@@ -329,3 +334,23 @@ def test_the_file_for_the_benchmark_suite_is_read_as_it_stands_there() -> None:
     (case,) = cases
     assert (case.url, case.concurrency, len(points(case))) == ("figures.mar", (16,), 8)
     assert (EXAMPLE / str(case.input)).is_file()
+
+
+def test_the_commands_of_the_readme_that_measure_are_understood() -> None:
+    from penstock.bench.slo import parse_slo
+    from penstock.cli.bench import bench
+    from penstock.cli.benchmark_suite import benchmark_suite
+    from penstock.cli.tune import tune
+    from penstock.tune.space import parse_space
+
+    verbs = {"tune": tune, "bench": bench, "benchmark-suite": benchmark_suite}
+    lines = [line for line in README.splitlines() if re.match(r"penstock (tune|bench|benchmark-suite) ", line)]
+    parsed = []
+    for line in lines:
+        _, verb, *arguments = shlex.split(line.replace("models.yaml", str(EXAMPLE / "models.yaml")))
+        with verbs[verb].make_context(verb, arguments) as context:
+            parsed.append((verb, context.params))
+    assert [verb for verb, _ in parsed] == ["tune", "bench", "benchmark-suite"]
+    assert parse_slo(parsed[0][1]["slo"]) == parse_slo(parsed[1][1]["slo"])
+    space = {knob.name: knob.values for knob in parse_space(parsed[0][1]["space"]).knobs}
+    assert space["optimize"] == ("none", "optimize_for_inference")
