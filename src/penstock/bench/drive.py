@@ -15,8 +15,10 @@ import httptools
 from penstock.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.client.endpoint import Endpoint
 from penstock.client.errors import Unreachable
+from penstock.errors import ConfigError
 
 MOST_CONNECTIONS: Final = 8000
+SPARE_FILES: Final = 100  # open files that are not connections
 CONNECT_S: Final = 5.0
 GONE_S: Final = 2.0  # refused for so long, without any answer: the server is not there any more
 TICK_S: Final = 0.1
@@ -49,6 +51,7 @@ class Run(ABC):
         self.samples = work.samples
         self.start = 0.0  # 0: not yet
         self.over = False
+        self.most = most_connections()
         self.under_way = 0
         self._endpoint = work.endpoint
         self._check = work.check
@@ -65,7 +68,11 @@ class Run(ABC):
 
     async def run(self, connections: int) -> Samples:
         """The samples, when all is over."""
-        _allow_files(MOST_CONNECTIONS + 100)
+        if connections > self.most:
+            raise ConfigError(
+                f"{connections} connections take as many open files, found a limit of {self.most + SPARE_FILES}; "
+                "raise it (ulimit -n), or ask for fewer"
+            )
         try:
             await self._open(connections)
             self._cpu_start_s, self.start = time.process_time(), time.perf_counter() + LEAD_S
@@ -282,7 +289,11 @@ class Connection(asyncio.Protocol):
         self._run.lost(self, index)
 
 
-def _allow_files(wanted: int) -> None:
+def most_connections() -> int:
+    """How many may be open, after this process's limit of open files was raised as far as it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + SPARE_FILES
     if 0 <= soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+        soft = wanted if hard < 0 else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MOST_CONNECTIONS if soft < 0 else max(1, min(wanted, soft) - SPARE_FILES)

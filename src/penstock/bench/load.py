@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.bench.alarm import make_alarm
-from penstock.bench.drive import MOST_CONNECTIONS, Check, Connection, Progress, Run, Work
+from penstock.bench.drive import Check, Connection, Progress, Run, Work
 from penstock.bench.samples import REFUSED, TIMED_OUT, UNDER_WAY, Samples
 from penstock.client.endpoint import Endpoint
 
@@ -52,7 +52,7 @@ async def open_loop(
     work = Work(endpoint, requests, check, on_progress, samples or Samples())
     run = _Open(work, times, patience_s)
     run.samples.seconds = seconds or times[-1] * len(times) / max(1, len(times) - 1)
-    return await run.run(min(connections, MOST_CONNECTIONS))
+    return await run.run(min(connections, run.most))
 
 
 async def closed_loop(
@@ -72,7 +72,8 @@ async def closed_loop(
 
     Ends when `at_least` requests were sent and `seconds` are over, with `whole_passes` at the end of the list; then
     what is under way is waited for. The counted time is `seconds`, or up to the last answer where more than that was
-    asked for. A request that takes over `timeout_s` is given up, with its connection. Else as `open_loop`.
+    asked for. A request that takes over `timeout_s` is given up, with its connection. Raises ConfigError for more
+    clients than files may be open. Else as `open_loop`.
     """
     if not requests or concurrency < 1 or (seconds <= 0 and at_least < 1):
         raise ValueError("a closed loop takes a request, a client, and seconds or a number of requests")
@@ -113,7 +114,7 @@ class _Open(Run):
             return
         self.samples.waited += 1
         self._waiting.append(index)
-        if len(self._all) + len(self._opening) < MOST_CONNECTIONS:
+        if len(self._all) + len(self._opening) < self.most:
             self.one_more()
 
     def free(self, connection: Connection) -> None:

@@ -20,6 +20,7 @@ from penstock.bench.measurement import Load, Measurement
 from penstock.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.client.endpoint import Endpoint, tls_context
 from penstock.client.errors import Unreachable
+from penstock.errors import ConfigError
 
 HERE = Endpoint("127.0.0.1", 9)
 TLS = Path(__file__).parents[1] / "frontends" / "tls"
@@ -194,7 +195,7 @@ def test_more_connections_are_opened_while_none_is_free(virtually: Run) -> None:
 def test_what_no_connection_is_free_for_waits_its_turn_and_the_wait_counts(
     virtually: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(drive, "MOST_CONNECTIONS", 1)
     samples = virtually(open_(times=[0.0, 0.001, 0.002]), Server(0.010))
     assert list(samples.latency_s) == pytest.approx([0.010, 0.019, 0.028], abs=1e-6)
     assert max(samples.late_s) < 1e-6, "the generator itself was on time"
@@ -388,6 +389,17 @@ def test_progress_is_told_while_the_run_goes_on(virtually: Run) -> None:
     assert len(told) == 9
     assert told == sorted(told)
     assert told[-1] == (pytest.approx(0.88), 9)
+
+
+def test_more_clients_than_files_may_be_open_are_refused(virtually: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = [(256, 1024)]
+    monkeypatch.setattr(drive.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(drive.resource, "setrlimit", lambda _, given: limits.append(given))
+    with pytest.raises(ConfigError, match="5000 connections take as many open files, found a limit of 1024"):
+        virtually(closed(concurrency=5000, seconds=1.0), Server())
+    assert limits[-1] == (1024, 1024), "raised as far as it may be"
+    virtually(open_(times=[0.0], connections=5000), Server())
+    assert virtually.loop.opened == 924  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
