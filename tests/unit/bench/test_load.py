@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import selectors
 import time
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.bench import alarm, drive, load
 from penstock.bench.figures import summarise
@@ -117,24 +120,28 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 Run = Callable[[Coroutine[Any, Any, Any], Server], Any]
 
 
+@contextlib.contextmanager
+def virtual(server: Server) -> Iterator[VirtualLoop]:
+    """A loop in whose time the generator runs."""
+    loop = VirtualLoop(server)
+    clock = SimpleNamespace(perf_counter=loop.time, process_time=time.process_time)
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(loop):
+        for module in (drive, load, alarm):
+            patch.setattr(module, "time", clock)
+        patch.setattr(load, "make_alarm", alarm.LoopTimer)
+        yield loop
+
+
 @pytest.fixture
-def virtually(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def virtually() -> Iterator[Run]:
     """Runs a coroutine against a server in virtual time; `virtually.loop` afterwards has the loop."""
-    loops: list[VirtualLoop] = []
 
     def run(work: Coroutine[Any, Any, Any], server: Server) -> Any:
-        loop = VirtualLoop(server)
-        loops.append(loop)
-        run.loop = loop  # type: ignore[attr-defined]
-        clock = SimpleNamespace(perf_counter=loop.time, process_time=time.process_time)
-        for module in (drive, load, alarm):
-            monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(load, "make_alarm", alarm.LoopTimer)
-        return loop.run_until_complete(work)
+        run.loop = loops.enter_context(virtual(server))  # type: ignore[attr-defined]
+        return run.loop.run_until_complete(work)  # type: ignore[attr-defined]
 
-    yield run
-    for loop in loops:
-        loop.close()
+    with contextlib.ExitStack() as loops:
+        yield run
 
 
 def open_(**more: Any) -> Coroutine[Any, Any, Samples]:
@@ -224,6 +231,39 @@ def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually:
     assert list(samples.status) == [200, 200, TIMED_OUT, 200]
     assert samples.latency_s[2] == math.inf
     assert virtually.loop.now == pytest.approx(1000 + drive.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
+
+
+FATES = st.one_of(st.just("silent"), st.just("ends"), st.sampled_from([200, 404, 503]))
+
+
+class Fated(Server):
+    """Does to the n-th request what was drawn: silence, an end of the connection, or a status, after a while."""
+
+    def __init__(self, fates: list[tuple[float, Any]]) -> None:
+        super().__init__()
+        self.fates = fates
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        after_s, fate = self.fates[int(request.rpartition(b"\r\n")[2])]
+        if fate == "silent":
+            return None
+        return now + after_s, None if fate == "ends" else answer(fate)
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.5), st.floats(0.001, 1), FATES), min_size=1, max_size=40), st.integers(1, 5))
+@settings(max_examples=60)
+def test_every_request_has_its_own_latency_or_error(drawn: list[tuple[float, float, Any]], connections: int) -> None:
+    times, now_s = [], 0.0
+    for gap_s, _, _ in drawn:
+        times.append(now_s := now_s + gap_s)
+    requests = [http_request(HERE, "POST", "/p", {}, b"%d" % number) for number in range(len(drawn))]
+    server = Fated([(after_s, fate) for _, after_s, fate in drawn])
+    with virtual(server) as loop:
+        samples = loop.run_until_complete(load.open_loop(HERE, requests, times, connections=connections, patience_s=2))
+    assert list(samples.intended_s) == times
+    for (_, after_s, fate), status, took in zip(drawn, samples.status, samples.latency_s, strict=True):
+        assert status == {"silent": TIMED_OUT, "ends": LOST}.get(fate, fate)
+        assert took == (pytest.approx(after_s, abs=1e-5) if status > 0 else math.inf)
 
 
 # ---- the closed loop
