@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import compileall
 import faulthandler
 import json
 import os
@@ -27,6 +28,9 @@ settings.register_profile("ci", settings.get_profile("tests"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "tests")
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # no test tells anybody
+
+if sys.dont_write_bytecode:  # each of many hundred processes would compile Penstock for itself, a third of its start
+    compileall.compile_dir(Path(__file__).parents[1] / "src", quiet=2, workers=os.cpu_count() or 1)
 
 
 @pytest.hookimpl(trylast=True)
