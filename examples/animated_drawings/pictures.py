@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 CLASSES = ("person", "animal")
 SIDE = 320  # pixels of what the network sees, both ways
-LEAST_SCORE = 0.3  # of a figure that is told
+LEAST_SCORE = 0.4  # of a figure that is told
 MOST_SHARED = 0.5  # of two boxes, as their intersection over their union; the likelier figure stays
 GREY = 128  # around a picture that is no square
 DIGITS = 4  # of numbers that are told
