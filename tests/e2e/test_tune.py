@@ -183,7 +183,9 @@ def test_the_folder_has_results_and_a_report_in_both_forms(tuned: Tuned) -> None
         "report.html",
     ):
         assert (folder / name).stat().st_size > 0, name
-    assert f"within {SLO}" in (folder / "report.md").read_text()
+    report = (folder / "report.md").read_text()
+    assert f"within {SLO}" in report
+    assert "| device | concurrency | requests | workers | batch | payload_bytes | optimisation |" in report
     assert f"within {SLO}" in tuned.second.stdout
 
 

@@ -49,7 +49,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     `met` False: nothing tried keeps the SLO, and `chosen` is only what comes nearest ("": nothing was measured).
     `gain` is goodput over that of `default`, less one (0.4: 40 % more), within `interval` with 95 % confidence; None
     where the default has none. `command` reproduces the search, `cost_per_million` is the price of a million requests,
-    in the unit of --price.
+    in the unit of --price. `table` is what each of the settings bore: the heading, then a row each.
     """
 
     slo: str
@@ -65,6 +65,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     runners_up: list[RunnerUp] = field(default_factory=list)
     trajectory: list[Step] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    table: list[list[str]] = field(default_factory=list)
 
 
 def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdict | None = None) -> Report:
@@ -76,7 +77,14 @@ def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdic
             Says(f"INVALID: {bad} of {len(measurements)} runs say nothing about the server; see below.", "bad")
         )
     first += _tuned(verdict) if verdict else _judged(origin, found)
-    rest = [*_loads(found), *_server(found), *_doubts(found, origin.busy), *_errors(found), *_machine(origin)]
+    rest = [
+        *_settings(verdict),
+        *_loads(found),
+        *_server(found),
+        *_doubts(found, origin.busy),
+        *_errors(found),
+        *_machine(origin),
+    ]
     target = f" of {origin.target}" if origin.target else ""
     return Report(f"penstock {origin.command}{target}", first, rest)
 
@@ -102,6 +110,10 @@ def _tuned(v: Verdict) -> list[Block]:
             Table(["settings", "why not"], [[r.settings, r.why] for r in v.runners_up]),
         ]
     return told
+
+
+def _settings(v: Verdict | None) -> list[Block]:
+    return [Heading("Settings"), Table(v.table[0], v.table[1:])] if v and len(v.table) > 1 else []
 
 
 def _gain(v: Verdict) -> str:

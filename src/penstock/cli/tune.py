@@ -128,15 +128,16 @@ def _told(job: Job, outcome: Outcome, payload_bytes: int) -> int:
     from penstock.tune.table import as_csv, rows
 
     origin, measurements = read(job.folder)
-    report = compose(origin, measurements, outcome.verdict)
-    text, page = publish(job.folder, outcome.verdict)
     table = rows(measurements, job.slo, job.subject.model, payload_bytes)
+    verdict = msgspec.structs.replace(outcome.verdict, table=table)
+    report = compose(origin, measurements, verdict)
+    text, page = publish(job.folder, verdict)
     try:
         write_whole(job.folder / TABLE, as_csv(table).encode())
     except OSError as e:
         raise not_written(job.folder, e) from e
     if job.flags["json"]:
-        click.echo(msgspec.json.format(msgspec.json.encode(outcome.verdict)))
+        click.echo(msgspec.json.format(msgspec.json.encode(verdict)))
     else:
         click.echo(markdown(Report(report.title, report.verdict, [])))
         click.echo("\n".join(plain(table)))

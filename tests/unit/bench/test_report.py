@@ -71,6 +71,13 @@ def test_the_gain_is_told_as_far_as_it_is_known(change: dict[str, object], told:
     assert told in markdown(compose(ORIGIN, [], verdict))
 
 
+def test_what_each_of_the_settings_bore_is_a_table_of_its_own() -> None:
+    tuned = structs.replace(VERDICT, table=[["workers", "p99_ms"], ["2", "81"]])
+    text = markdown(compose(ORIGIN, [], tuned))
+    assert "## Settings\n\n| workers | p99_ms |\n| --- | --- |\n| 2 | 81 |" in text
+    assert "## Settings" not in markdown(compose(ORIGIN, [], structs.replace(VERDICT, table=[["workers"]])))
+
+
 def test_without_tuning_the_verdict_is_where_the_slo_is_kept(make_measurement: Make) -> None:
     runs = [make_measurement(rate=rate, base_s=0.02, slo=SLO) for rate in (200.0, 500.0, 950.0)]
     text = lines(compose(ORIGIN, runs))
