@@ -40,6 +40,13 @@ class Sum:
         return [float(sum(item["x"][0])) for item in items]
 
 
+class Talks:
+    def predict(self, items):
+        for item in items:
+            print(item * 500_000)
+        return items
+
+
 class Endless:
     def load(self, device):
         time.sleep(600)
@@ -139,6 +146,16 @@ def test_what_a_server_said_that_does_not_start_is_told(folder: Path) -> None:
     assert "Summ" in str(told.value)
     assert not server.alive
     server.stop()
+
+
+def test_of_a_server_that_talks_much_the_end_is_kept(folder: Path) -> None:
+    with open_target(f"{folder}/app.py:Talks") as target:
+        for letter in (b'"a"', b'"b"', b'"c"'):
+            assert ask(target.endpoint, "POST", target.path, letter).ok
+        assert target.server is not None
+        said = target.server.said()
+    assert said.endswith("c" * 500_000 + "\n")
+    assert len(said) == 2**20
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(folder: Path) -> None:

@@ -89,4 +89,6 @@ def _opened(endpoint: Endpoint, timeout_s: float) -> http.client.HTTPConnection:
         raise NotTrusted(f"{endpoint.url}: certificate not trusted: {exc.verify_message}") from None
     except OSError as exc:  # also a name that is not known, TLS that is not spoken, and the timeout
         raise Unreachable(f"{endpoint.url}: cannot connect: {exc.strerror or exc}") from None
+    except UnicodeError:
+        raise Unreachable(f"{endpoint.url}: '{endpoint.host}' is no name that a host can have") from None
     return connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
-from penstock.bench.ask import ask
+from penstock.bench.ask import Reply, ask
 from penstock.bench.listening import listeners_beside, process_at
 from penstock.client.endpoint import Endpoint
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, Unauthorized, nearest
@@ -20,11 +20,7 @@ def kind_of(
 
     "oip" is a server of somebody else's that speaks the Open Inference Protocol. `said` is what the user takes it for.
     """
-    reply = ask(endpoint, "GET", "/v2", token=token)
-    if reply.status == 401:
-        raise Unauthorized(
-            f"{endpoint.url} wants a token, found {'another' if token else 'none'}; give its file by --token-file"
-        )
+    reply = _asked(endpoint, "/v2", token)
     page = reply.json() if reply.ok else None
     name = str(page.get("name", "")) if isinstance(page, dict) else ""
     if name == "penstock":
@@ -51,8 +47,8 @@ def _native_names(endpoint: Endpoint, token: str | None) -> list[str] | None:
 
 
 def models_of(management: Endpoint, token: str | None) -> list[str]:
-    """The names of the models, of either management API."""
-    page = ask(management, "GET", "/models", token=token).json()
+    """The names of the models, of either management API. Raises Unauthorized."""
+    page = _asked(management, "/models", token).json()
     models = page.get("models", []) if isinstance(page, dict) else []
     return sorted({str(each.get("name") or each.get("modelName")) for each in models})
 
@@ -83,6 +79,16 @@ def check_torchserve(endpoint: Endpoint, model: str, token: str | None) -> None:
         raise ModelNotReady(
             f"model '{model}' of {endpoint.url} has no worker that is ready; scale it, or try again later"
         )
+
+
+def _asked(endpoint: Endpoint, path: str, token: str | None) -> Reply:
+    """Raises Unauthorized."""
+    reply = ask(endpoint, "GET", path, token=token)
+    if reply.status in (401, 403):
+        raise Unauthorized(
+            f"{endpoint.url} wants a token, found {'another' if token else 'none'}; give its file by --token-file"
+        )
+    return reply
 
 
 def _nearest(model: str, names: list[str] | None) -> str:

@@ -22,6 +22,7 @@ Verb = Literal["serve", "torchserve"]
 START_S: Final = 300.0  # the first start of a model may compile it
 STOP_S: Final = 15.0
 _SAID: Final = 4000  # characters of what it said, in the error of one that did not start
+_KEPT: Final = 2**20  # bytes of what it said: a model may print for ever
 _TORCHSERVE_FLAGS: Final = ("--foreground", "--no-config-snapshots")
 
 
@@ -78,7 +79,7 @@ class ServerProcess:
         if not line:
             self.stop()
             why = f"is not ready after {self._start_s:g} s" if line is None else "did not start"
-            raise PenstockError(f"the server {why}; it said:\n{self._said[-_SAID:].strip()}")
+            raise PenstockError(f"the server {why}; it said:\n{self.last_words()}")
         self.urls = json.loads(line)
         return self
 
@@ -107,11 +108,16 @@ class ServerProcess:
         self._process.wait()
 
     def said(self) -> str:
-        """What it and its workers printed so far; also after `stop`."""
+        """What it and its workers printed so far, of more than 1 MiB the end; also after `stop`."""
         if self._folder is not None:
-            with contextlib.suppress(OSError):
-                self._said = self._log.read_text(errors="replace")
+            with contextlib.suppress(OSError), self._log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _KEPT))
+                self._said = log.read(_KEPT).decode(errors="replace")
         return self._said
+
+    def last_words(self) -> str:
+        """The end of what it said, for an error."""
+        return self.said()[-_SAID:].strip()
 
     def stop(self) -> None:
         """Ends it: what it has is answered, and after 15 s it is killed. May be called more than once."""

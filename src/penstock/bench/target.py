@@ -27,6 +27,7 @@ DEFAULT_URL: Final = "http://127.0.0.1:8080"
 _PREDICT: Final = re.compile(r"(.*?)/predictions/([^/]+)(?:/[^/]+)?")
 _OIP: Final = re.compile(r"(.*?)/v2/models/([^/]+)(?:/versions/[^/]+)?(/infer)?")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_ADDRESS: Final = re.compile(r"[\w.-]+:\d+(/.*)?")
 _FORMS: Final = (
     "a URL such as http://127.0.0.1:8080, something to serve such as app.py:Model or model.onnx, or the name of a model"
     f" at {DEFAULT_URL}"
@@ -108,8 +109,7 @@ def is_served(text: str) -> bool:
     """Whether a target without a scheme is something to serve, and no name of a model."""
     if text.endswith((".py", ".mar")) or is_whole_file(text):
         return True
-    before, colon, after = text.rpartition(":")
-    return bool(colon and before) and not after.isdigit()
+    return bool(text.rpartition(":")[0]) and not _ADDRESS.fullmatch(text)
 
 
 # ---- what is served for the run
@@ -124,7 +124,10 @@ def _server(
             raise ConfigError(f"TARGET '{text}': no such file")
         if options or sets or flags:
             raise ConfigError(f"TARGET '{text}' is served as TorchServe does, which takes no --option and no --set")
-        words = ["--model-store", str(archive.resolve().parent), "--models", f"{archive.stem}={archive.name}"]
+        if set(archive.name) & set(",="):
+            raise ConfigError(f"TARGET '{text}': a list of archives has ',' and '=' between them; rename the file")
+        name = re.sub(r"[^\w.-]", "_", archive.stem, flags=re.ASCII).lstrip("_.-") or "model"
+        words = ["--model-store", str(archive.resolve().parent), "--models", f"{name}={archive.name}"]
         return ServerProcess(words, verb="torchserve", management=management)
     words = [text, *flags]
     words += [word for option in options for word in ("--option", option)]
@@ -135,8 +138,11 @@ def _server(
 def _of_server(asked: _Asked, server: ServerProcess) -> Target:
     endpoint = parse_url(server.urls["inference"], asked.tls)
     addresses = {name: parse_url(server.urls[name], asked.tls) for name in ("metrics", "management")}
-    named = _chosen(asked, models_of(addresses["management"], asked.token), endpoint)
-    found = _checked(asked, endpoint, named)
+    try:
+        named = _chosen(asked, models_of(addresses["management"], asked.token), endpoint)
+        found = _checked(asked, endpoint, named)
+    except ModelNotReady as error:
+        raise ModelNotReady(f"{error.message}; the server said:\n{server.last_words()}") from None
     return msgspec.structs.replace(found, pids=(server.pid,), server=server, **addresses)
 
 
@@ -145,7 +151,7 @@ def _of_server(asked: _Asked, server: ServerProcess) -> Target:
 
 def _of_name(asked: _Asked) -> Target:
     if not _NAME.fullmatch(asked.text):
-        hint = f"; did you mean 'http://{asked.text}'?" if re.fullmatch(r"[\w.-]+:\d+(/.*)?", asked.text) else ""
+        hint = f"; did you mean 'http://{asked.text}'?" if _ADDRESS.fullmatch(asked.text) else ""
         raise ConfigError(f"TARGET '{asked.text}' is not known; expected {_FORMS}{hint}")
     endpoint = parse_url(DEFAULT_URL)
     try:

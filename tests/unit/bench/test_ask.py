@@ -75,6 +75,8 @@ def test_what_is_no_answer_is_told_apart(says: Says) -> None:
         for look in (lambda: ask(nobody, "GET", "/"), lambda: reach(nobody)):
             with pytest.raises(Unreachable, match="cannot connect"):
                 look()
+    with pytest.raises(Unreachable, match="no name that a host can have"):
+        reach(Endpoint("a..b", 80))
 
 
 def test_a_server_is_found_by_its_port_with_what_listens_beside_it(says: Says) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,8 @@ def test_what_is_no_target_is_refused_with_what_may_be_one() -> None:
         opened("two words")
     with pytest.raises(ConfigError, match="did you mean 'http://localhost:8080'"):
         opened("localhost:8080")
+    with pytest.raises(ConfigError, match="did you mean 'http://localhost:8080/predictions/m'"):
+        opened("localhost:8080/predictions/m")
     with pytest.raises(ConfigError, match="no such file"):
         opened("nowhere/model.mar")
     with pytest.raises(ConfigError, match="--option and --set are for"):
@@ -195,5 +198,51 @@ def test_what_is_no_target_is_refused_with_what_may_be_one() -> None:
 def test_what_is_to_be_served_is_told_from_a_name() -> None:
     for text in ("app.py:Model", "app.py", "pkg.mod:Model", "n=app.py:Model", "a/model.onnx", "x.toml", "m.mar"):
         assert is_served(text), text
-    for text in ("digits", "resnet.v2", "localhost:8080", "with-dash_1"):
+    for text in ("digits", "resnet.v2", "localhost:8080", "far.example:8080/v2/models/m", "with-dash_1", ":Model"):
         assert not is_served(text), text
+
+
+class Served:
+    """Stands for ServerProcess: notes its words, and serves nothing."""
+
+    words: tuple[str, ...] = ()
+    pid = 1
+    urls = dict.fromkeys(("inference", "metrics", "management"), "http://127.0.0.1:8081")
+
+    def __init__(self, words: list[str], **_: object) -> None:
+        Served.words = tuple(words)
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def last_words(self) -> str:
+        return "no weights"
+
+
+def test_a_server_of_the_run_that_has_no_ready_model_tells_why(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ServerProcess", Served)
+    serve(TORCHSERVE, management={"/models": {"models": []}})
+    with pytest.raises(ModelNotReady, match="no model that is ready; the server said:\nno weights"):
+        opened("app.py:Model")
+    serve(TORCHSERVE, management={"/models": (401, {})})
+    with pytest.raises(Unauthorized, match="wants a token, found none"):
+        opened("app.py:Model")
+
+
+def test_an_archive_is_named_by_its_file_as_far_as_a_model_can_be(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "ServerProcess", Served)
+    for file, name in (("up-1.0.mar", "up-1.0"), ("my new model.mar", "my_new_model"), ("_.mar", "model")):
+        (tmp_path / file).touch()
+        pages = {"/models": {"models": [{"modelName": name}]}, f"/models/{name}": [{"workers": [{"status": "READY"}]}]}
+        serve(TORCHSERVE, management={**TORCHSERVE, **pages})
+        assert opened(str(tmp_path / file)).model == name
+        assert Served.words == ("--model-store", str(tmp_path), "--models", f"{name}={file}")
+    (tmp_path / "a,b.mar").touch()
+    with pytest.raises(ConfigError, match="rename the file"):
+        opened(str(tmp_path / "a,b.mar"))
