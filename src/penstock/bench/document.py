@@ -78,11 +78,13 @@ def _digits(value: float) -> str:
 
 
 def percent(value: float | None, *, signed: bool = False) -> str:
-    """A share in percent, such as 0.1 %; with its sign where it is a change."""
+    """A share in percent, such as 0.14 %, 2.5 %, 40 %; with its sign where it is a change."""
     if value is None:
         return NOT_TOLD
-    text = f"{100 * value:.1f}" if abs(value) < 0.0995 else f"{100 * value:.0f}"
-    return f"{'+' if signed and value > 0 else ''}{text} %"
+    shown = round(100 * value, 2) + 0.0  # of what is next to nothing no sign is left
+    size = abs(shown)
+    text = f"{shown:,.0f}" if size >= 9.95 else f"{shown:.2f}" if 0 < size < 0.995 else f"{shown:.1f}"
+    return f"{'+' if signed and shown > 0 else ''}{text} %"
 
 
 def _markdown(block: Block) -> str:

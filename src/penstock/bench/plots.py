@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,7 +47,8 @@ def draw(measurements: Sequence[Measurement], slo: str = "", verdict: Verdict | 
     except ImportError:
         raise ConfigError("plots are drawn by matplotlib; install penstock[plots]") from None
     seen = Seen([point for point in points(measurements) if point.runs], slo, verdict)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of letters that its own font has not: the page's has them
         drawn = [_drawn(number, plot, seen) for number, plot in enumerate(PICTURES)]
     return [plot for plot in drawn if plot is not None]
 

@@ -106,7 +106,7 @@ def test_percentiles_come_from_the_histograms_of_all_repeats(make_measurement: M
 
 
 def test_names_of_others_are_text_and_no_formula(make_measurement: Make) -> None:
-    runs = [make_measurement(label=label, clients=2, server=None) for label in ("$\\frac$ <b>&", "x" * 100)]
+    runs = [make_measurement(label=label, clients=2, server=None) for label in ("$\\frac$ <b>&", "x" * 100, "速度")]
     (first, _) = draw(runs)
     assert "$\\frac$ &lt;b&gt;&amp;" in texts(first)
     assert max(map(len, texts(first))) < 50
