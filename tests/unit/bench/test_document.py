@@ -31,8 +31,8 @@ def test_numbers_have_three_digits_or_are_whole(value: float | None, text: str) 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "n/a"), (0.0, "0.0 %"), (0.0014, "+0.14 %"), (-0.00001, "0.0 %"), (-0.0451, "-4.5 %"), (0.00996, "+1.0 %"),
-        (0.0994, "+9.9 %"), (0.0996, "+10 %"), (-1.0, "-100 %"), (12.3456, "+1,235 %"),
+        (None, "n/a"), (0.0, "0.0 %"), (0.0014, "+0.14 %"), (-0.00001, "0.0 %"), (-0.0451, "-4.5 %"),
+        (0.00996, "+1.0 %"), (0.0994, "+9.9 %"), (0.0996, "+10 %"), (-1.0, "-100 %"), (12.3456, "+1,235 %"),
     ],
 )  # fmt: skip
 def test_shares_are_percent_with_their_sign(value: float | None, text: str) -> None:
