@@ -184,7 +184,8 @@ def agreement(samples: Sequence[Sample], truth: Sequence[Any], answers: Sequence
             worst = max(worst, size)
             continue
         differing += 1
-        first = first or f"{sample.name}: {where}, more than the tolerance of {tolerance:g}"
+        beyond = f", more than the tolerance of {tolerance:g}" if size < float("inf") else ""
+        first = first or f"{sample.name}: {where}{beyond}"
     return Agreement(len(samples), differing, worst, first)
 
 

@@ -72,6 +72,11 @@ def test_one_answer_beyond_it_is_enough_and_the_first_is_told() -> None:
     )
 
 
+def test_a_difference_that_is_no_number_is_told_without_the_tolerance() -> None:
+    found = agreement([sample("a.jpg")], [{"boxes": [1, 2]}], [given({"boxes": [1]})], 0.01)
+    assert found.text == "1 of 1 answers differ; a.jpg: boxes: found 1 elements, expected 2"
+
+
 def test_text_and_bytes_are_compared_as_they_are() -> None:
     text, png = Given("Straße".encode(), "text/plain; charset=utf-8"), Given(b"\x89PNG", "image/png")
     assert agreement([sample(), sample()], truth_of([sample(), sample()], [text, png]), [text, png], 0.0).holds
