@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, NamedTuple, cast
+from typing import Final, Literal, NamedTuple
 
-import httptools
-
+from penstock.bench.connection import Connection
 from penstock.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.client.endpoint import Endpoint
 from penstock.client.errors import Unreachable
@@ -24,6 +24,8 @@ GONE_S: Final = 2.0  # refused for so long, without any answer: the server is no
 TICK_S: Final = 0.1
 LEAD_S: Final = 0.02  # from when an open loop is ready to its first time
 FIRST_ERROR_BYTES: Final = 500
+FIRST_PIECES: Final = 4  # of an answer that nobody checks: enough to show it if it is the first error
+_OURS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # the server has no part in these
 
 Check = Callable[[int, int, bytes], bool]
 """Called with the number of the request in the list, the status and the body of each answer; good are those of 2xx for
@@ -49,6 +51,7 @@ class Run(ABC):
     def __init__(self, work: Work) -> None:
         self.requests = work.requests
         self.samples = work.samples
+        self.pieces = FIRST_PIECES if work.check is None else math.inf  # kept of an answer
         self.start = 0.0  # 0: not yet
         self.over = False
         self.most = most_connections()
@@ -63,7 +66,7 @@ class Run(ABC):
         self._idle: list[Connection] = []
         self._opening: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.TimerHandle | None = None
-        self._cpu_start_s = 0.0
+        self._cpu_start_s = self._busy_start_s = 0.0
         self._heard_s = 0.0  # when the last answer came, whatever it said
 
     async def run(self, connections: int) -> Samples:
@@ -75,7 +78,8 @@ class Run(ABC):
             )
         try:
             await self._open(connections)
-            self._cpu_start_s, self.start = time.process_time(), time.perf_counter() + LEAD_S
+            self._cpu_start_s, self._busy_start_s = time.process_time(), time.perf_counter()
+            self.start = self._busy_start_s + LEAD_S
             self._ticker = self._loop.call_later(TICK_S, self._tick)
             self.begin()
             await self._done
@@ -133,6 +137,7 @@ class Run(ABC):
         try:
             made = await self._connect()
         except OSError as exc:
+            self.samples.starved += exc.errno in _OURS
             if self.start and not self.over:
                 self.not_connected(TIMED_OUT if isinstance(exc, TimeoutError) else REFUSED)
             return
@@ -175,11 +180,14 @@ class Run(ABC):
         if not good:
             self._failed(status, body)
 
-    def fail(self, index: int, status: int) -> None:
+    def fail(self, index: int, status: int, why: bytes = b"") -> None:
         """A request was not answered."""
-        self.samples.status[index] = status
+        samples = self.samples
+        samples.status[index] = status
+        if status == TIMED_OUT:
+            samples.latency_s[index] = time.perf_counter() - self.start - samples.intended_s[index]
         self.under_way -= 1
-        self._failed(status, [])
+        self._failed(status, [why])
 
     def _failed(self, status: int, body: list[bytes]) -> None:
         if self.samples.first_error is None:
@@ -202,7 +210,7 @@ class Run(ABC):
     def sent_all(self) -> None:
         """The generator's work is told here: afterwards it only waits."""
         self.samples.cpu_s = time.process_time() - self._cpu_start_s
-        self.samples.busy_s = time.perf_counter() - self.start
+        self.samples.busy_s = time.perf_counter() - self._busy_start_s
 
     def end(self, why: Literal["", "gone"] = "") -> None:
         """The run is over."""
@@ -210,6 +218,12 @@ class Run(ABC):
             self.over = True
             self.samples.ended = why
             self._done.set_result(None)
+
+    def broken(self, error: BaseException) -> None:
+        """The check, or the run itself, raised; the loop raises it."""
+        if not self.over:
+            self.over = True
+            self._done.set_exception(error)
 
     def tick(self, now_s: float) -> None:
         """Ten times a second."""
@@ -235,58 +249,6 @@ class Run(ABC):
             task.cancel()
         for connection in self._all:
             connection.transport.abort()
-
-
-class Connection(asyncio.Protocol):
-    """One request at a time."""
-
-    __slots__ = ("_body", "_parser", "_run", "index", "transport")
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.index = -1  # of the request under way
-        self._body: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self._parser = httptools.HttpResponseParser(self)
-
-    def send(self, index: int) -> None:
-        """Sends the request of that index; free connections only."""
-        self.index = index
-        run = self._run
-        self.transport.write(run.requests[run.samples.number[index]])
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self.transport.abort()
-
-    def on_body(self, body: bytes) -> None:
-        """A piece of an answer."""
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        """An answer is whole."""
-        status = self._parser.get_status_code()
-        if status < 200:  # interim
-            return
-        index, self.index = self.index, -1
-        run = self._run
-        if index < 0 or run.over:  # an answer that nobody asked for, or waits for any more
-            self.transport.abort()
-            return
-        run.answer(index, status, self._body)
-        self._body.clear()
-        if self._parser.should_keep_alive():
-            run.free(self)
-        else:
-            self.transport.close()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        index, self.index = self.index, -1
-        self._run.lost(self, index)
 
 
 def most_connections() -> int:

@@ -113,7 +113,8 @@ def summarise(
 ) -> Measurement:
     """One run as it is kept, with the verdict on the SLO, and what speaks against believing it."""
     good = [i for i, status in enumerate(samples.status) if 200 <= status < 300]
-    ordered = sorted(samples.latency_s[i] for i in good)
+    timed_out = [i for i, status in enumerate(samples.status) if status == TIMED_OUT]
+    ordered = sorted(samples.latency_s[i] for i in (*good, *timed_out))
     latency = latency_of(ordered)
     health = _health(load, samples)
     limit_s = slo.latency_s if slo else None
@@ -178,11 +179,9 @@ def _first_error(samples: Samples) -> str | None:
     if samples.first_error is None:
         return None
     status, body = samples.first_error
-    if status in _WORDS:
-        return _WORDS[status]
     text = body.decode(errors="replace").strip()
     try:
-        status_text = f"{status} {HTTPStatus(status).phrase}"
+        status_text = _WORDS.get(status) or f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
         status_text = str(status)
     return f"{status_text}: {text}" if text else status_text
@@ -203,6 +202,11 @@ def _invalid(samples: Samples, health: Generator, latency: Latency) -> list[str]
             f"the generator was late: found {health.late_share:.1%} of the sends over {LATE_S * 1e3:g} ms after their "
             f"time (p99 {health.late_p99_s * 1e3:.3g} ms), expected under {MOST_LATE:.0%}; lower the rate, or run it "
             "on another machine or cores of its own"
+        )
+    if samples.starved:
+        found.append(
+            f"this machine had no file or port for {samples.starved} more connections, expected none; lower the rate, "
+            "or have the server keep connections open"
         )
     if health.cpu > MOST_CPU:
         found.append(
@@ -232,8 +236,14 @@ def _caveats(load: Load, samples: Samples, health: Generator, histogram: str, in
         )
     if samples.waited:
         found.append(f"{samples.waited} requests waited for a connection to be opened; latencies include it")
+    if timed_out := sum(status == TIMED_OUT for status in samples.status):
+        found.append(
+            f"{timed_out} requests timed out: latencies count them with the time they were waited for, which is less "
+            "than they would have taken"
+        )
     if samples.ended == "cancelled":
-        found.append("the run was interrupted")
+        under_way = sum(status == UNDER_WAY for status in samples.status)
+        found.append(f"the run was interrupted; {under_way} requests were under way and count for nothing")
     if not histogram and any(200 <= status < 300 for status in samples.status):
         found.append(NO_HISTOGRAM)
     return found

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.bench.alarm import make_alarm
-from penstock.bench.drive import Check, Connection, Progress, Run, Work
+from penstock.bench.connection import Connection
+from penstock.bench.drive import Check, Progress, Run, Work
 from penstock.bench.samples import REFUSED, TIMED_OUT, UNDER_WAY, Samples
 from penstock.client.endpoint import Endpoint
 
@@ -78,7 +79,7 @@ async def closed_loop(
     if not requests or concurrency < 1 or (seconds <= 0 and at_least < 1):
         raise ValueError("a closed loop takes a request, a client, and seconds or a number of requests")
     work = Work(endpoint, requests, check, on_progress, samples or Samples())
-    run = _Closed(work, concurrency, seconds, at_least, len(requests) if whole_passes else 1, timeout_s)
+    run = _Closed(work, concurrency, seconds, max(1, at_least), len(requests) if whole_passes else 1, timeout_s)
     return await run.run(concurrency)
 
 
@@ -93,6 +94,7 @@ class _Open(Run):
         self._alarm = make_alarm(self._due)
 
     def begin(self) -> None:
+        self._idle.reverse()  # a server that serves one connection at a time took the first of them
         self._alarm.at(self.start + self.times[0])
 
     def _due(self) -> None:
@@ -142,10 +144,12 @@ class _Open(Run):
         self._alarm.close()
 
     def finish(self) -> None:
-        status = self.samples.status
+        samples, status = self.samples, self.samples.status
+        now_s = time.perf_counter() - self.start
         for index, found in enumerate(status):
             if found == UNDER_WAY:
                 status[index] = TIMED_OUT
+                samples.latency_s[index] = now_s - samples.intended_s[index]
 
 
 class _Closed(Run):

@@ -32,7 +32,8 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """Seconds, of the requests that were answered well; None where there are too few samples to tell.
+    """Seconds, of the requests that were answered well, and of those that timed out: these count with the time they
+    were waited for. None where there are too few samples to tell.
 
     In an open loop counted from the *intended* send time, so that a stall of the server counts for all who came in it.
     `p99_low_s` and `p99_high_s` bound the p99 with 95 % confidence, by order statistics.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import statistics
 import time
 from array import array
@@ -19,6 +18,7 @@ from penstock.bench.figures import summarise
 from penstock.bench.load import Check, Progress, Samples, closed_loop, open_loop
 from penstock.bench.measurement import Load, Measurement
 from penstock.bench.probe import Probe
+from penstock.bench.samples import WRONG
 from penstock.bench.slo import Slo
 from penstock.bench.target import Target
 from penstock.bench.warm import TREND_S, leaking, slower, warm_up
@@ -98,8 +98,8 @@ def _good(samples: Samples) -> list[float]:
 
 def _last_s(samples: Samples) -> float:
     """When the last answer came, whatever it said."""
-    ends = (at + took for at, took in zip(samples.intended_s, samples.latency_s, strict=True) if took < math.inf)
-    return max(ends, default=0.0)
+    each = zip(samples.intended_s, samples.latency_s, samples.status, strict=True)
+    return max((at + took for at, took, status in each if status > 0 or status == WRONG), default=0.0)
 
 
 class _Loops:

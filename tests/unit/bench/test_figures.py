@@ -117,13 +117,23 @@ def test_a_run_of_good_answers() -> None:
 
 
 def test_errors_are_told_by_name_and_what_was_under_way_is_none() -> None:
-    failed = [(1.0, math.inf, s) for s in (LOST, LOST, TIMED_OUT, REFUSED, UNDER_WAY)]
+    failed = [(1.0, 5.0 if s == TIMED_OUT else math.inf, s) for s in (LOST, LOST, TIMED_OUT, REFUSED, UNDER_WAY)]
     answered = [(2.0, 0.1, s) for s in (503, 503, 503, WRONG, 204)]
     run = summarise(OPEN, samples(*failed, *answered, first_error=(LOST, b"")))
     assert run.errors == {"503": 3, "lost": 2, "timeout": 1, "refused": 1, "wrong": 1}
     assert (run.requests, run.answered) == (9, 1)
     assert run.first_error == "lost"
-    assert run.latency.max_s == pytest.approx(0.1), "of the good answer"
+    assert (run.latency.p50_s, run.latency.max_s) == (0.1, 5.0), "of the good answer and of what timed out"
+
+
+def test_what_timed_out_is_the_tail_of_the_latencies() -> None:
+    """2 % of the requests get no answer: no SLO is kept by that."""
+    run = summarise(OPEN, samples(*even(980), *even(20, 5.0, TIMED_OUT)), parse_slo("p99<=100ms"))
+    assert (run.answered, run.throughput) == (980, pytest.approx(98))
+    assert run.latency.p99_s == 5.0
+    assert run.met is False
+    assert run.goodput == pytest.approx(98)
+    assert "20 requests timed out: latencies count them" in run.caveats[0]
 
 
 def test_the_first_error_is_told_with_what_the_server_said() -> None:
