@@ -22,6 +22,7 @@ _LIGHT: Final = 0.04  # of a rate that was too much: what fails there, fails und
 _GROWTH: Final = 1.3  # of the rate while no probe fails, faster with each
 _FASTEST: Final = 3.0
 _BELOW: Final = 4  # probes that all fail: then the light one
+_NARROW: Final = 1.1  # times the SLO: by so little a short run may miss it by chance
 _KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the server can
 
 
@@ -63,8 +64,9 @@ class Trial:
         self.why_bad = ""
         self.out = ""
         self.throughput: float | None = None  # the most that was seen
+        self._excess = 1.0  # of `bad`
         self._passed: list[Reading] = []
-        self._failed: list[tuple[Reading, str]] = []
+        self._failed: list[tuple[Reading, str, float]] = []  # with why, and by how much
 
     @property
     def rate(self) -> float:
@@ -78,12 +80,13 @@ class Trial:
 
     @property
     def estimate(self) -> float:
-        """A guess at what it sustains, of what there is; 0 for what was ruled out."""
+        """A guess at what it sustains, of what there is: the less, the more a probe broke the SLO; 0 for what was ruled
+        out."""
         if self.out:
             return 0.0
-        if self.good:
+        if self.good or self.bad is None:
             return self.rate
-        return 0.85 * min(self.bad_rate, self.throughput or math.inf) if self.bad else 0.0
+        return min(self.bad.rate, self.bad.throughput) / math.sqrt(min(2.0, self._excess))
 
     def add(self, reading: Reading, slo: Slo) -> bool:
         """Whether the reading keeps the SLO. Of two that contradict each other the one with fewer requests goes."""
@@ -92,9 +95,9 @@ class Trial:
         n = reading.run.requests
         if why is None:
             self._passed.append(reading)
-            self._failed = [(r, w) for r, w in self._failed if r.rate > reading.rate or r.run.requests >= n]
+            self._failed = [f for f in self._failed if f[0].rate > reading.rate or f[0].run.requests >= n]
         else:
-            self._failed.append((reading, why))
+            self._failed.append((reading, why, reading.excess(slo)))
             self._passed = [r for r in self._passed if r.rate < reading.rate or r.run.requests > n]
         self._look()
         return why is None
@@ -105,7 +108,8 @@ class Trial:
         self._look()
 
     def _look(self) -> None:
-        self.bad, self.why_bad = min(self._failed, key=lambda failed: failed[0].rate, default=(None, ""))
+        lowest = min(self._failed, key=lambda failed: failed[0].rate, default=(None, "", 1.0))
+        self.bad, self.why_bad, self._excess = lowest
         below = [reading for reading in self._passed if reading.rate < self.bad_rate]
         self.good = max(below, key=lambda reading: (reading.rate, reading.run.requests), default=None)
 
@@ -117,24 +121,28 @@ class Prober:
         self.meter, self.slo, self.effort = meter, slo, effort
 
     def probe(self, trial: Trial, rate: float) -> bool:
-        """Whether the SLO was kept at this rate, by a short run."""
+        """Whether the SLO was kept at this rate, by a short run; where that misses narrowly, by a long one."""
         rate = neat(rate)
-        return self._run(trial, rate, self.effort.probe(rate, self.slo))
+        reading = self._run(trial, rate, self.effort.probe(rate, self.slo))
+        if reading is None or trial.add(reading, self.slo):
+            return reading is not None
+        return reading.excess(self.slo) <= _NARROW and self.sure(trial, rate)
 
     def sure(self, trial: Trial, rate: float) -> bool:
-        """The same, by a long one."""
+        """Whether it was kept, by a long run."""
         rate = neat(rate)
-        return self._run(trial, rate, self.effort.sure(rate, self.slo))
+        reading = self._run(trial, rate, self.effort.sure(rate, self.slo))
+        return reading is not None and trial.add(reading, self.slo)
 
-    def _run(self, trial: Trial, rate: float, seconds: float) -> bool:
+    def _run(self, trial: Trial, rate: float, seconds: float) -> Reading | None:
         try:
             reading = self.meter.measure(trial.settings, rate, seconds)
             if reading.invalid:  # the generator's fault may pass
                 reading = self.meter.measure(trial.settings, rate, seconds)
         except Unfit as e:
             trial.out = str(e)
-            return False
-        return trial.add(reading, self.slo)
+            return None
+        return reading
 
     def narrow(self, trial: Trial, start: float, precision: float) -> None:
         """Probes until the largest rate lies between two that differ by `precision`, or it is clear that none does.

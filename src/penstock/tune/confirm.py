@@ -17,17 +17,24 @@ from penstock.tune.meter import BudgetOver, Meter, Unfit
 from penstock.tune.space import Settings
 from penstock.tune.trial import Reading, told
 
-MOST_LOWERED: Final = 5  # times that a rate is lowered before settings are given up
-_STEPS: Final = (0.98, 0.95)  # the rate is lowered to: when only the bound breaks the SLO, when the mean does
+MOST_LOWERED: Final = 8  # times that a rate is lowered before settings are given up
+_STEP: Final = 0.05  # the rate is lowered by, when the mean breaks the SLO
+_SMALL_STEP: Final = 0.02  # the same when only the bound does
+_LONGER: Final = 1.3  # each step than the one before
+_ROUNDS: Final = 3  # at one rate, while the mean keeps the SLO and the bound does not
+_CONTENDS: Final = 0.9  # of the best rate: with less it does not pay to know more
 _CHANCE: Final = 0.05  # that the true value is above its bound
 _Z: Final = 1.96  # an interval of 95 % is so many deviations to either side
 
 
 class Finalist:
-    """Settings at the rate that they are to bear. `readings` are those at this rate; `met` None until it is known."""
+    """Settings at the rate that they are to bear. `readings` are those at this rate; `met` None until it is known.
 
-    def __init__(self, settings: Settings, rate: float) -> None:
-        self.settings, self.rate = settings, neat(rate)
+    A `reference` is what others are compared with: its rate is wanted also when it is the lowest.
+    """
+
+    def __init__(self, settings: Settings, rate: float, *, reference: bool = False) -> None:
+        self.settings, self.rate, self.reference = settings, neat(rate), reference
         self.readings: list[Reading] = []
         self.met: bool | None = None
         self.why = ""
@@ -53,11 +60,11 @@ def confirm(meter: Meter, slo: Slo, effort: Effort, finalists: Sequence[Finalist
                     _measure(meter, slo, effort, one)
         except (BudgetOver, KeyboardInterrupt):
             for one in open_ones:
-                if len(one.readings) == effort.repeats:  # of others nothing is known
-                    _judge(one, slo)
+                if len(one.readings) >= effort.repeats:  # of others too little is known
+                    _judge(one, slo, effort, finalists)
             raise
         for one in open_ones:
-            _judge(one, slo)
+            _judge(one, slo, effort, finalists)
         open_ones = [one for one in open_ones if one.met is None]
 
 
@@ -75,25 +82,26 @@ def _measure(meter: Meter, slo: Slo, effort: Effort, one: Finalist) -> None:
         one.why = f"invalid: {reading.invalid}"
 
 
-def _judge(one: Finalist, slo: Slo) -> None:
-    """Settles whether the SLO is kept, or lowers the rate for another round."""
+def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist]) -> None:
+    """Settles whether the SLO is kept; or leaves it to another round, at this rate or at a lower one."""
     if one.met is not None:
         return
     if len(one.readings) < 2:
         one.met = False
         return
-    mean_breaks = broken(slo, one.readings, upper=False)
-    bound_breaks = broken(slo, one.readings, upper=True)
+    mean_breaks, bound_breaks = (broken(slo, one.readings, upper=upper) for upper in (False, True))
     if bound_breaks is None:
         one.met, one.why = True, ""
         return
     one.why = f"at {one.rate:g}/s: {mean_breaks or bound_breaks}"
-    one.lowered += 1
-    if one.lowered > MOST_LOWERED:
-        one.met = False
+    contends = one.rate >= _CONTENDS * max(other.rate for other in finalists if other.met is not False)
+    if mean_breaks is None and contends and len(one.readings) < _ROUNDS * effort.repeats:
         return
-    lower = neat(one.rate * (_STEPS[1] if mean_breaks else _STEPS[0]))
-    one.rate, one.readings = lower, []
+    one.rate = neat(one.rate * (1 - (_STEP if mean_breaks else _SMALL_STEP) * _LONGER**one.lowered))
+    one.readings, one.lowered = [], one.lowered + 1
+    beaten = any(other.met and one.rate < _CONTENDS * other.rate for other in finalists)
+    if one.lowered > MOST_LOWERED or (beaten and not one.reference):
+        one.met = False
 
 
 def broken(slo: Slo, readings: Sequence[Reading], *, upper: bool) -> str | None:

@@ -13,7 +13,7 @@ from penstock.tune.capacity import Trial
 from penstock.tune.confirm import Finalist, gain
 from penstock.tune.field import Field
 from penstock.tune.space import Settings
-from penstock.tune.trial import Reading, told
+from penstock.tune.trial import told
 
 log = logging.getLogger("penstock.tune")
 
@@ -157,15 +157,11 @@ class Telling:
         if self.finalists:
             one = max(self.finalists, key=lambda one: one.rate)
             return str(one.settings), f" for sure: the nearest, {one.settings}, {one.why}"
-        parts = [part for part in self.slo.parts if part.name != "throughput"]
-
-        def excess(found: tuple[Settings, Reading]) -> float:
-            return max((found[1].value(part.name) or 0.0) / max(part.limit, 1e-9) for part in parts)
-
         trials = self.field.trials.values()
         if found := [(t.settings, t.bad) for t in trials if t.bad is not None and not t.bad.invalid]:
-            settings, reading = min(found, key=excess)
-            values = ", ".join(f"{part.name} {told(part.name, reading.value(part.name))}" for part in parts)
+            settings, reading = min(found, key=lambda pair: pair[1].excess(self.slo))
+            parts = [part.name for part in self.slo.parts if part.name != "throughput"]
+            values = ", ".join(f"{name} {told(name, reading.value(name))}" for name in parts)
             return str(settings), f": the nearest, {settings}, come to {values} at {reading.rate:g}/s"
         if out := next((trial for trial in trials if trial.out), None):
             return str(out.settings), f": {out.settings}: {out.out}"
@@ -190,4 +186,4 @@ def _lost(trial: Trial) -> str:
         return trial.out
     if trial.bad is not None:
         return f"at {trial.bad_rate:.3g}/s: {trial.why_bad}"
-    return trial.why_bad or f"sustains {trial.rate:.3g}/s"
+    return trial.why_bad or (f"sustains {trial.rate:.3g}/s" if trial.rate else "was not measured")

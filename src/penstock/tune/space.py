@@ -141,18 +141,27 @@ class Space(Struct, frozen=True):
         return float(knob.values.index(value)) if value in knob.values else -1.0
 
     def neighbours(self, found: Settings) -> list[Settings]:
-        """Settings that differ in one knob: by one step where values lie on a line, else by any. Dearer ones first."""
-        near: list[Settings] = []
-        for knob in self.knobs:
-            value = found.get(knob.name)
-            values = sorted(knob.values, key=_number) if knob.ordered else list(knob.values)
-            at = values.index(value) if value in values else -1
-            if knob.ordered and at >= 0:
-                others = [*values[at + 1 : at + 2], *values[max(0, at - 1) : at]]
-            else:
-                others = [other for other in values if other != value]
-            near += [found.turned(knob.name, other) for other in others]
+        """Settings that differ in one knob: by one step where values lie on a line, else by any. Also those with one
+        step more of `batch` and one less of `instances`, or the other way round: the one can stand in for the other."""
+        steps = {knob.name: self._steps(knob, found) for knob in self.knobs}
+        near = [found.turned(name, other) for name, others in steps.items() for other in others]
+        for batch, instances in itertools.product(steps.get("batch", []), steps.get("instances", [])):
+            more, fewer = (
+                _number(batch) > _number(found.get("batch")),
+                _number(instances) < _number(found.get("instances")),
+            )
+            if more == fewer:
+                near.append(found.put(batch=batch, instances=instances))
         return near
+
+    def _steps(self, knob: Knob, found: Settings) -> list[Value]:
+        """The values beside that of the knob."""
+        value = found.get(knob.name)
+        values = sorted(knob.values, key=_number) if knob.ordered else list(knob.values)
+        if not knob.ordered or value not in values:
+            return [other for other in values if other != value]
+        at = values.index(value)
+        return [*values[at + 1 : at + 2], *values[max(0, at - 1) : at]]
 
 
 def _number(value: Value | None) -> float:

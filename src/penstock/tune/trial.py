@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from msgspec import Struct
@@ -69,6 +70,14 @@ class Reading(Struct, frozen=True, kw_only=True):
             if value is None or not part.met_by(value):
                 return f"{part.name} {told(part.name, value)} (wanted {part.text})"
         return None
+
+    def excess(self, slo: Slo) -> float:
+        """How often the SLO's limit the worst of its parts is, those of throughput left out; infinite if invalid."""
+        parts = [part for part in slo.parts if part.name != "throughput"]
+        values = [(self.value(part.name), max(part.limit, 1e-9)) for part in parts]
+        if self.invalid:
+            return math.inf
+        return max((math.inf if value is None else value / limit for value, limit in values), default=0.0)
 
 
 def told(name: str, value: float | None) -> str:

@@ -88,13 +88,16 @@ class _Tuning:
 
     def _prove(self) -> None:
         field = self.field
-        self.finalists = [Finalist(trial.settings, trial.rate) for trial in self._top()]
-        if not self.finalists:
+        top = self._top()
+        if not top:
             return
-        if not any(one.settings == self.default for one in self.finalists):
-            trial = field.settle(self.default, enters=False)
-            if trial.rate:
-                self.finalists.append(Finalist(trial.settings, trial.rate))
+        if not any(trial.settings == self.default for trial in top):
+            top.append(field.settle(self.default, enters=False))
+        self.finalists = [
+            Finalist(trial.settings, trial.rate, reference=trial.settings == self.default)
+            for trial in top
+            if trial.rate
+        ]
         confirm(field.meter, field.slo, field.effort, self.finalists)
 
     def _top(self) -> list[Trial]:

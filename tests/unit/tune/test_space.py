@@ -77,6 +77,15 @@ def test_neighbours_differ_in_one_knob_by_one_step_or_in_a_word() -> None:
         "batch=2,precision=bf16",
     }
     assert all(found in space for found in map(parse_settings, near))
+    both = parse_space("batch=1..8,instances=1..4")
+    assert {found.text for found in both.neighbours(parse_settings("batch=4,instances=2"))} == {
+        "batch=2,instances=2",
+        "batch=8,instances=2",
+        "batch=4,instances=1",
+        "batch=4,instances=4",
+        "batch=2,instances=4",
+        "batch=8,instances=1",
+    }
     assert parse_settings("batch=3,precision=fp32") not in space
 
 

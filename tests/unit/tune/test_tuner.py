@@ -80,11 +80,8 @@ def test_a_generator_that_cannot_offer_more_is_told(hill: Any) -> None:
 
 def test_what_short_runs_promise_and_repeats_do_not_keep_is_not_chosen(hill: Any) -> None:
     class Fades(hill):  # type: ignore[misc]
-        long = 0
-
         def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:
-            self.long += seconds >= 4
-            self.base_s = 0.01 if self.long <= 2 else 0.5
+            self.base_s = 0.5 if seconds >= 4 and (settings, rate) in self.asked else 0.01
             return super().measure(settings, rate, seconds, seed)
 
     outcome = tune(Fades(able), SPACE, SLO, default=DEFAULT, search="climb")

@@ -8,7 +8,7 @@ from penstock.tune.field import Field
 from penstock.tune.space import Settings, Value
 
 _MOVES: Final = 200  # more only go in circles, by noise
-_LOSSES: Final = 3  # in a row: then what is promising has been seen
+_LOSSES: Final = 6  # in a row: then what is promising has been seen
 
 
 def climb(field: Field) -> None:
