@@ -136,7 +136,6 @@ class Unknown:
         ("\ud800", "UnicodeEncodeError"),
         (lambda: 0, "function"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_sent_is_refused_and_named(value, named):
     with pytest.raises(BadRequest, match=named):

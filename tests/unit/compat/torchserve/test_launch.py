@@ -73,7 +73,7 @@ def test_of_many_that_come_at_once_one_gets_the_file(path: str) -> None:
     found[0].remove()
 
 
-@pytest.mark.parametrize("text", ["", "no number", "1\n", f"{os.getpid()}\n"])
+@pytest.mark.parametrize("text", ["", "no number", "1\n", f"{os.getpid()}\n"], ids=["", "none", "1", "own"])
 def test_the_file_of_a_server_that_is_gone_is_in_nobodys_way(path: str, text: str) -> None:
     Path(path).write_text(text)
     assert running(path) is None

@@ -25,7 +25,7 @@ def plain(path: str) -> str:
     return re.sub(r"\{[^}]*\}", "{}", path)
 
 
-@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+@pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(sorted(groups)))
 async def test_a_document_has_exactly_the_routes_of_its_listener(site, groups):
     administration = FakeAdministration()
     face = Face(groups=groups, open_inference=True)
