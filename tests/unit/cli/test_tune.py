@@ -54,7 +54,8 @@ def run(*words: str) -> Result:
     ("words", "said"),
     [
         (["app.py:Net", "--slo", "p99<100"], 'SLO part "p99<100": expected us or ms or s'),
-        (["app.py:Net", "--slo", "throughput>=5/s"], "bounds no latency and no errors"),
+        (["app.py:Net", "--slo", "throughput>=5/s"], "bounds no latency"),
+        (["app.py:Net", "--slo", "error<=1%"], '--slo "error<=1%" bounds no latency'),
         (["app.py:Net", "--space", "batsh=1"], "there is no knob 'batsh'; did you mean 'batch'?"),
         (["app.py:Net", "--space", "batch="], "'batch' has an empty value"),
         (["app.py:Net", "--space", "device=cuda"], "device=cuda: this machine has no GPU"),
@@ -87,6 +88,12 @@ def test_a_slo_is_asked_for() -> None:
     found = run("app.py:Net")
     assert found.exit_code == 2
     assert "Missing option '--slo'" in found.stderr
+
+
+def test_answers_count_only_while_hardly_any_request_is_refused() -> None:
+    assert job.read_job("app.py:Net", flags()).slo.text == "p99<=100ms,error<=1%"
+    said = "p99<=100ms,error<=5%"
+    assert job.read_job("app.py:Net", flags(slo=said)).slo.text == said
 
 
 def test_without_a_space_batches_and_instances_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
