@@ -262,9 +262,10 @@ def test_a_search_that_is_done_is_told_again_from_its_journal_alone(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 2])
-def test_the_truth_is_found_in_a_fifth_of_the_time(seed: int) -> None:
-    """In full, with ten seeds and all strategies: benchmarks/tuner_truth.py."""
+@pytest.mark.parametrize(("seed", "best_rate", "exhaustive_s"), [(0, 345.1, 14_200), (2, 587.8, 17_200)])
+def test_the_truth_is_found_in_a_fifth_of_the_time(seed: int, best_rate: float, exhaustive_s: float) -> None:
+    """Beside what an exhaustive search found, and took: figures of benchmarks/tuner_truth.py, which has more seeds and
+    all strategies."""
     machine, slo = drawn(seed)
     space = parse_space("batch=1..32,instances=1..16,precision=fp32,fp16,bf16")
     default = parse_settings("batch=32,instances=1,precision=fp32")
@@ -272,13 +273,9 @@ def test_the_truth_is_found_in_a_fifth_of_the_time(seed: int) -> None:
     outcome = tune(bench, space, slo, default=default, seed=seed)
     assert outcome.chosen is not None
     assert slo.latency_s is not None
-    assert bench.true_p99_s(outcome.chosen, outcome.rate, 30_000) <= 1.05 * slo.latency_s
-    exhaustive = SyntheticBench(machine, slo, has_curve=False)
-    whole = tune(exhaustive, space, slo, default=default, seed=seed, search="grid")
-    assert outcome.spent_s <= 0.2 * whole.spent_s
-    assert whole.chosen is not None
-    best = bench.true_rate(whole.chosen, whole.rate, 20_000)
-    assert bench.true_rate(outcome.chosen, outcome.rate, 20_000) >= 0.95 * best
+    assert outcome.spent_s <= 0.2 * exhaustive_s
+    assert bench.true_p99_s(outcome.chosen, outcome.rate, 20_000) <= 1.05 * slo.latency_s
+    assert bench.true_p99_s(outcome.chosen, 0.95 * best_rate, 20_000) <= slo.latency_s
 
 
 def test_an_outcome_is_a_verdict_that_can_be_written_and_read() -> None:
