@@ -95,8 +95,8 @@ def between(before: Page, after: Page) -> dict[str, Any]:
 def _torchserve(change: dict[str, float], last: dict[str, float]) -> dict[str, Any]:
     """Waits are counted in one of its modes only; of the handler's time there is never more than that of one batch."""
     found = {}
-    if change.get("ts_requests"):
-        found["queue_s"] = change.get("ts_queue_us", 0.0) / change["ts_requests"] / 1e6
+    if change.get("ts_requests") and "ts_queue_us" in change:
+        found["queue_s"] = change["ts_queue_us"] / change["ts_requests"] / 1e6
     elif "ts_last_queue_ms" in last:
         found["queue_s"] = last["ts_last_queue_ms"] / 1e3
     if "ts_last_run_ms" in last:

@@ -85,16 +85,20 @@ TORCHSERVE = """# TYPE ts_queue_latency_microseconds counter
 ts_queue_latency_microseconds{uuid="a",model_name="m",model_version="default",hostname="h",} %s
 ts_queue_latency_microseconds{uuid="a",model_name="n",model_version="default",hostname="h",} 1.0E9
 ts_inference_requests_total{uuid="a",model_name="m",model_version="default",hostname="h",} %s
-PredictionTime{ModelName="m",Level="Model",Hostname="h",} 12.5
+ts_inference_requests_total{uuid="a",model_name="m",model_version="2.0",hostname="h",} %s
+PredictionTime{ModelName="m",ModelVersion="1.0",Level="Model",Hostname="h",} 99
+PredictionTime{ModelName="m",ModelVersion="2.0",Level="Model",Hostname="h",} 12.5
 PredictionTime{ModelName="n",Level="Model",Hostname="h",} 99
 QueueTime{Level="Host",Hostname="h",} 7.0 1767225600000
 """
 
 
 def test_the_waits_of_torchserve_are_told_from_its_counters_and_its_last_batch_stands_for_all() -> None:
-    before, after = (read_page(TORCHSERVE % values, "m") for values in (("1000.0", "4.0"), ("1.0E4", "7.0")))
+    before, after = (read_page(TORCHSERVE % values, "m") for values in (("1000.0", 4, 9), ("1.0E4", 6, 10)))
     assert between(before, after) == pytest.approx({"queue_s": 0.003, "run_s": 0.0125})
     assert between(after, after)["queue_s"] == pytest.approx(0.007)  # without counters its last request must do
+    requests = [read_page(f"ts_inference_requests_total {count}\n", "m") for count in (1, 2)]
+    assert between(*requests) == {}  # a wait that is not told is not 0
 
 
 def test_what_is_no_page_of_metrics_tells_nothing() -> None:
