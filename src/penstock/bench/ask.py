@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import ssl
+import time
 from typing import Any, Final
 
 import msgspec
@@ -62,7 +63,7 @@ def ask(
     try:
         connection.request(method, endpoint.prefix + path, body, headers)
         answer = connection.getresponse()
-        return Reply(answer.status, answer.read(MOST_BYTES))
+        return Reply(answer.status, _body(answer, time.monotonic() + timeout_s))
     except TimeoutError:
         raise NoAnswer(f"{endpoint.url} has not answered within {timeout_s:g} s") from None
     except OSError as exc:  # http.client.RemoteDisconnected too
@@ -76,6 +77,16 @@ def ask(
 def reach(endpoint: Endpoint, timeout_s: float = 10.0) -> None:
     """Whether anybody is there: raises Unreachable, NotTrusted."""
     _opened(endpoint, timeout_s).close()
+
+
+def _body(answer: http.client.HTTPResponse, until_s: float) -> bytes:
+    """Also of a server that sends for ever. Raises TimeoutError."""
+    body = bytearray()
+    while len(body) < MOST_BYTES and (part := answer.read1(MOST_BYTES - len(body))):
+        body += part
+        if time.monotonic() > until_s:
+            raise TimeoutError
+    return bytes(body)
 
 
 def _opened(endpoint: Endpoint, timeout_s: float) -> http.client.HTTPConnection:

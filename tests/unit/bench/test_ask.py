@@ -17,7 +17,10 @@ Says = Callable[[bytes], Endpoint]
 
 @pytest.fixture
 def says() -> Iterator[Says]:
-    """`says(answer)` is a server that answers each request with these bytes and hangs up; b"-": never."""
+    """`says(answer)` is a server that answers each request with these bytes and hangs up; b"-": never.
+
+    After b"..." it goes on with dots, for ever.
+    """
     listeners: list[socket.socket] = []
     threads: list[threading.Thread] = []
     held: list[socket.socket] = []
@@ -34,6 +37,11 @@ def says() -> Iterator[Says]:
             with connection:
                 connection.recv(4096)
                 connection.sendall(data)
+                while data.endswith(b"..."):
+                    try:
+                        connection.sendall(b".")
+                    except OSError:
+                        break
 
     def make(data: bytes) -> Endpoint:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -69,6 +77,8 @@ def test_what_is_no_answer_is_told_apart(says: Says) -> None:
         ask(says(b"220 mail.example ESMTP\r\n"), "GET", "/")
     with pytest.raises(NoAnswer, match=r"within 0\.05 s"):
         ask(says(b"-"), "GET", "/", timeout_s=0.05)
+    with pytest.raises(NoAnswer, match=r"within 0\.05 s"):
+        ask(says(b"HTTP/1.1 200 OK\r\n\r\n..."), "GET", "/", timeout_s=0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = Endpoint("127.0.0.1", free.getsockname()[1])
