@@ -143,7 +143,7 @@ def _why_not(a: Point, b: Point, first: list[float], second: list[float]) -> str
     if not first or not second:
         return "too few requests in a repeat" if first or second else "not told by either run"
     if (least := min(len(first), len(second))) < LEAST:
-        return f"{least} valid repeats, expected {LEAST} or more: --repeat"
+        return f"{least} valid repeat{'s' * (least != 1)}, expected {LEAST} or more: --repeat"
     return ""
 
 

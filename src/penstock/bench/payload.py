@@ -24,7 +24,7 @@ JSON: Final = "application/json"
 BYTES: Final = "application/octet-stream"
 RANDOM: Final = "random"
 MOST_BYTES: Final = 2**30  # of all payloads together: they are held while the load runs
-HOW_MANY: Final = 16  # of chance: enough that no cache of the model answers
+HOW_MANY: Final = 16  # of chance, if so many have room: enough that no cache of the model answers
 FREE_AXIS: Final = 16  # what stands for an inner axis of any size
 JSON_ELEMENTS: Final = 4096  # a larger tensor of chance is sent in binary
 _TYPES: Final = {".json": JSON, ".txt": "text/plain", ".npy": NPY, ".bin": BYTES}
@@ -58,13 +58,17 @@ def payloads(spec: str | None, target: Target, seed: int = 0) -> list[Payload]:
         return _random(target, seed)
     path = Path(spec)
     if path.is_dir():
-        found = _read(sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")), target)
+        found = _read(sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path))), target)
         if not found:
             raise ConfigError(f"--data {spec}: the folder holds no file")
         return found
     if not path.is_file():
         raise ConfigError(f"--data {spec}: no such file or folder; {_HINT}")
     return _lines(path) if path.suffix == ".jsonl" else _read([path], target)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _who(target: Target) -> str:
@@ -78,14 +82,19 @@ def _read(paths: list[Path], target: Target) -> list[Payload]:
     found = []
     left = MOST_BYTES
     for path in paths:
-        try:
-            left -= path.stat().st_size
-            if left < 0:
-                raise ConfigError(f"--data: the files have more than {MOST_BYTES >> 30} GiB; give fewer")
-            found.append(_payload(path.read_bytes(), path, target))
-        except OSError as exc:
-            raise ConfigError(f"--data {path}: cannot be read: {exc.strerror}") from None
+        content = _content(path, left)
+        left -= len(content)
+        found.append(_payload(content, path, target))
     return found
+
+
+def _content(path: Path, most_bytes: int) -> bytes:
+    try:
+        if path.stat().st_size > most_bytes:
+            raise ConfigError(f"--data: the files have more than {MOST_BYTES >> 30} GiB; give fewer")
+        return path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"--data {path}: cannot be read: {exc.strerror}") from None
 
 
 def _payload(body: bytes, path: Path, target: Target) -> Payload:
@@ -105,11 +114,7 @@ def _payload(body: bytes, path: Path, target: Target) -> Payload:
 def _lines(path: Path) -> list[Payload]:
     """Each line of JSON is a request."""
     found = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as exc:
-        raise ConfigError(f"--data {path}: cannot be read: {exc.strerror}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_content(path, MOST_BYTES).splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -136,7 +141,9 @@ def _random(target: Target, seed: int) -> list[Payload]:
             raise ConfigError(f"--data random: input '{spec.name}' is of the unknown datatype '{spec.datatype}'")
     chance = np.random.default_rng(seed)
     path = "" if target.protocol == "oip" else _oip_path(target)
-    return [_tensors(specs, chance, f"random {number}", path) for number in range(HOW_MANY)]
+    found = [_tensors(specs, chance, "random 0", path)]
+    fit = min(HOW_MANY, MOST_BYTES // len(found[0].body))
+    return found + [_tensors(specs, chance, f"random {number}", path) for number in range(1, fit)]
 
 
 def _oip_path(target: Target) -> str:

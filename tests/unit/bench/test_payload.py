@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.bench import payload
 from penstock.bench.payload import HOW_MANY, payloads
 from penstock.bench.protocol import check_of, request_of
 from penstock.bench.target import Target
@@ -39,8 +40,9 @@ def test_a_file_is_sent_as_its_suffix_says(tmp_path: Path) -> None:
 
 
 def test_all_files_of_a_folder_are_sent_in_the_order_of_their_names(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    for name in ("b.txt", "deep/a.txt", "a.txt", ".hidden"):
+    for name in ("deep", ".git"):
+        (tmp_path / name).mkdir()
+    for name in ("b.txt", "deep/a.txt", "a.txt", ".hidden", ".git/HEAD"):
         (tmp_path / name).write_text(name)
     assert [p.body.decode() for p in payloads(str(tmp_path), target())] == ["a.txt", "b.txt", "deep/a.txt"]
 
@@ -67,6 +69,22 @@ def test_data_that_is_absent_empty_or_broken_is_told_with_its_place(tmp_path: Pa
     ]:
         with pytest.raises(ConfigError, match=told):
             payloads(str(tmp_path / name), target())
+
+
+def test_payloads_that_have_no_room_together_are_refused_or_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payload, "MOST_BYTES", 150_000)
+    for name in ("a.txt", "b.txt", "lines.jsonl"):
+        (tmp_path / name).write_bytes(b"1\n" * 50_000)
+    assert len(payloads(str(tmp_path / "a.txt"), target())) == 1
+    with pytest.raises(ConfigError, match="give fewer"):
+        payloads(str(tmp_path), target())
+    assert len(payloads("random", target(IMAGE))) == 3  # of 48 KiB and a head
+    monkeypatch.setattr(payload, "MOST_BYTES", 40_000)
+    assert len(payloads("random", target(IMAGE))) == 1
+    with pytest.raises(ConfigError, match="give fewer"):
+        payloads(str(tmp_path / "lines.jsonl"), target())
 
 
 def test_random_tensors_fit_what_the_model_declares_and_differ() -> None:
