@@ -77,7 +77,7 @@ def times(arrival: Arrival, rate: float, seconds: float, seed: int, trace: Seque
     shape = 1.0 if arrival.kind == "poisson" else arrival.cv**-2
     scale = 1 / (rate * shape)
     found: array[float] = array("d")
-    now = draw.gammavariate(shape, scale)
+    now = draw.gammavariate(shape + 1, scale) * draw.random()  # as if it had gone on for long: the rate holds from 0 on
     while now < seconds:
         found.append(now)
         now += draw.gammavariate(shape, scale)

@@ -146,6 +146,9 @@ class _Open(Run):
     def finish(self) -> None:
         samples, status = self.samples, self.samples.status
         now_s = time.perf_counter() - self.start
+        samples.seconds = samples.seconds or now_s  # all came at once
+        if self.under_way and samples.first_error is None:
+            samples.first_error = (TIMED_OUT, b"no answer %g s after the last request" % self.patience_s)
         for index, found in enumerate(status):
             if found == UNDER_WAY:
                 status[index] = TIMED_OUT
@@ -207,7 +210,7 @@ class _Closed(Run):
         super().tick(now_s)
         intended_s = self.samples.intended_s
         for connection in [c for c in self._all if c.index >= 0 and now_s - intended_s[c.index] > self.timeout_s]:
-            self.fail(connection.index, TIMED_OUT)
+            self.fail(connection.index, TIMED_OUT, b"no answer in %g s" % self.timeout_s)
             connection.index = -1
             connection.transport.abort()
 

@@ -21,11 +21,12 @@ from penstock.bench.probe import Probe
 from penstock.bench.samples import WRONG
 from penstock.bench.slo import Slo
 from penstock.bench.target import Target
-from penstock.bench.warm import TREND_S, leaking, slower, warm_up
+from penstock.bench.warm import LONGEST_S, SLICE_S, TREND_S, leaking, slower, warm_up
 from penstock.client.errors import Unreachable
 from penstock.errors import ConfigError, PenstockError
 
 LOOKS: Final = 5  # requests, one after the other, that must not all fail before a load is sent
+LOOKS_S: Final = 30.0  # no further one after so long
 CLOSED_S: Final = 60.0  # patience with a request
 OPEN_S: Final = 10.0  # and after the last of an open loop
 FEW: Final = 10  # requests that a slice of the warm-up is to have
@@ -59,7 +60,7 @@ async def measure(
     """
     loops = _Loops(target, requests, load, check, timeout_s)
     await loops.look()
-    await warm_up(loops.speed, warm_s)
+    await warm_up(loops.speed, warm_s, slice_s=loops.slice_s)
     samples = Samples()
     started = datetime.now(UTC).isoformat(timespec="seconds")
     probe = Probe(target)
@@ -102,6 +103,11 @@ def _last_s(samples: Samples) -> float:
     return max((at + took for at, took, status in each if status > 0 or status == WRONG), default=0.0)
 
 
+def _rate(times_s: Sequence[float]) -> float:
+    """Of a trace, a second; 1 where that says nothing."""
+    return (len(times_s) - 1) / times_s[-1] if times_s and times_s[-1] else 1.0
+
+
 class _Loops:
     """The load in its three forms: one request, a slice to warm up, all of it."""
 
@@ -113,10 +119,13 @@ class _Loops:
         self._arrival = parse_arrival(load.arrival)
         self._trace = read_trace(self._arrival.path).times_s if self._arrival.kind == "trace" else array("d")
         self._times = self._whole() if load.mode == "open" else array("d")
+        self._rate = load.rate or _rate(self._times)
+        self.slice_s = SLICE_S if load.mode == "closed" else max(SLICE_S, min(FEW / self._rate, LONGEST_S))
 
     async def look(self) -> None:
         """Sends single requests until one is answered well. Raises Failing with the first error, Unreachable."""
         first: Samples | None = None
+        start = time.perf_counter()
         for number in range(LOOKS):
             request = self._requests[number % len(self._requests)]
             samples = Samples()
@@ -124,6 +133,8 @@ class _Loops:
             if 200 <= samples.status[0] < 300:
                 return
             first = first or samples
+            if time.perf_counter() - start > LOOKS_S:
+                break
         assert first is not None
         error = summarise(self._load, first).first_error
         raise Failing(f"{self._target.url} answers nothing but errors, so the run was stopped; the first: {error}")
@@ -135,8 +146,7 @@ class _Loops:
         if self._load.mode == "closed":
             await self._closed(self._requests, samples, concurrency=self._load.concurrency, seconds=seconds)
         else:
-            rate = self._load.rate or len(self._times) / max(self._times[-1], 1e-3)
-            arrivals = times(parse_arrival("constant"), rate, max(seconds, FEW / rate), 0)
+            arrivals = times(parse_arrival("constant"), self._rate, seconds, 0)
             await self._open(arrivals, 0.0, samples, None)
         if samples.ended == "gone":
             raise Unreachable(f"{self._target.url} went away while it was warmed up")
@@ -151,7 +161,8 @@ class _Loops:
         """Sends all of it."""
         load = self._load
         if load.mode == "open":
-            seconds = 0.0 if load.requests or not load.seconds else load.seconds
+            whole = load.requests or len(self._times) == len(self._trace)
+            seconds = 0.0 if whole else load.seconds  # a trace may be over before
             await self._open(self._times, seconds, samples, on_progress)
         else:
             await self._closed(

@@ -24,6 +24,11 @@ class Part(Struct, frozen=True):
     at_least: bool
     text: str
 
+    @property
+    def is_latency(self) -> bool:
+        """Whether the limit is in seconds."""
+        return self.name not in ("error", "throughput")
+
     def met_by(self, value: float) -> bool:
         """Whether `value` keeps it."""
         return value >= self.limit if self.at_least else value <= self.limit
@@ -42,7 +47,7 @@ class Slo(Struct, frozen=True):
     @property
     def latency_s(self) -> float | None:
         """What a single request may take to count as goodput: the tightest of the latency parts; None without one."""
-        return min((p.limit for p in self.parts if p.name not in ("error", "throughput")), default=None)
+        return min((p.limit for p in self.parts if p.is_latency), default=None)
 
     def judge(self, run: Measurement, *, upper: bool = False) -> list[Clause]:
         """Each part, measured. With `upper` the p99 counts with the upper bound of its interval."""

@@ -29,9 +29,10 @@ async def warm_up(
     run: Callable[[float], Awaitable[float]],
     seconds: float | None = None,
     *,
+    slice_s: float = SLICE_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Has the load `run` for so many seconds; None: by half-seconds until it is settled, at most ten seconds.
+    """Has the load `run` for so many seconds; None: by slices until it is settled, at most ten seconds.
 
     `run(seconds)` gives the speed that it saw: more is faster.
     """
@@ -42,7 +43,7 @@ async def warm_up(
     start = clock()
     speeds: list[float] = []
     while not settled(speeds) and clock() - start < LONGEST_S:
-        speeds.append(await run(SLICE_S))
+        speeds.append(await run(slice_s))
 
 
 def settled(speeds: Sequence[float]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -68,6 +69,8 @@ def make_plan(flags: dict[str, Any]) -> Plan:
         raise ConfigError("--mode ramp: --rate is FIRST or FIRST,LAST")
     if mode in ("ramp", "saturate") and flags["requests"]:
         raise ConfigError(f"--mode {mode}: steps last by --duration; --requests is for closed and open")
+    if flags["requests"] and flags["duration"] and not trace:
+        raise ConfigError("--requests and --duration: a run ends by one of them; leave the other out")
     given: dict[str, Any] = {"concurrency": flags["concurrency"]} if flags["concurrency"] else {}
     if mode == "saturate":
         given.setdefault("concurrency", (1,))
@@ -95,6 +98,9 @@ def _bench(text: str, flags: dict[str, Any]) -> int:
     plan = make_plan(flags)
     if plan.mode == "ramp" and any(part.name == "throughput" for part in slo.parts):
         raise ConfigError("--mode ramp: throughput is what is looked for; leave it out of --slo")
+    patience_s = flags["timeout"] or math.inf
+    if any(part.is_latency and part.limit >= patience_s for part in slo.parts):
+        raise ConfigError(f"--timeout {patience_s:g}s: who is given up so soon cannot break {slo.text}; raise it")
     with open_target(
         text,
         protocol=flags["protocol"],

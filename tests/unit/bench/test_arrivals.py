@@ -40,6 +40,12 @@ def test_arrivals_have_the_rate_and_the_burstiness_that_were_asked_for(text: str
     assert statistics.stdev(found) / statistics.mean(found) == pytest.approx(variation, rel=0.08)
 
 
+@pytest.mark.parametrize("text", ["poisson", "gamma:10", "gamma:0.1"])
+def test_the_rate_holds_from_the_first_second_on_however_bursty_arrivals_are(text: str) -> None:
+    counts = [len(times(parse_arrival(text), 100.0, 1.0, seed)) for seed in range(500)]
+    assert statistics.mean(counts) == pytest.approx(100, abs=15), "149 if each run began with an arrival before it"
+
+
 def test_constant_arrivals_begin_at_once_and_are_as_many_as_the_rate_tells() -> None:
     assert list(times(parse_arrival("constant"), 4.0, 1.0, 0)) == [0.0, 0.25, 0.5, 0.75]
     assert len(times(parse_arrival("constant"), 100.0, 20.0, 0)) == 2000

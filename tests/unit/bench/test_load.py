@@ -238,6 +238,11 @@ def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually:
     assert list(samples.status) == [200, 200, TIMED_OUT, 200]
     assert samples.latency_s[2] == pytest.approx(2.1), "it is known to take longer than it was waited for"
     assert virtually.loop.now == pytest.approx(1000 + drive.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
+    assert figures(samples).first_error == "timeout: no answer 2 s after the last request"
+
+
+def test_requests_that_all_come_at_once_have_a_throughput(virtually: Run) -> None:
+    assert figures(virtually(open_(times=[0.0, 0.0, 0.0]), Server(0.5))).throughput == pytest.approx(6)
 
 
 FATES = st.one_of(st.just("silent"), st.just("ends"), st.sampled_from([200, 404, 503]))
@@ -312,6 +317,7 @@ def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtua
     assert list(samples.status).count(TIMED_OUT) == 1
     assert 1.0 <= samples.latency_s[list(samples.status).index(TIMED_OUT)] <= 1.2
     assert virtually.loop.opened == 3  # type: ignore[attr-defined]
+    assert figures(samples, "closed").first_error == "timeout: no answer in 1 s"
 
 
 # ---- bad servers

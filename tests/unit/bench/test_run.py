@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from penstock.bench import drive as generator
 from penstock.bench import run as module
@@ -109,8 +110,12 @@ async def test_a_trace_is_replayed_at_its_own_times(tmp_path: Path) -> None:
     async with scripted() as server:
         load = Load(mode="open", arrival=f"trace:{trace}", connections=4)
         run = await measure(server.target, server.requests, load, warm_s=0)
-    assert run.requests == 30
-    assert 0.05 < run.seconds < 0.07
+        whole = structs.replace(load, seconds=60.0)
+        longer = await measure(server.target, server.requests, whole, warm_s=0)
+        beginning = await measure(server.target, server.requests, structs.replace(load, seconds=0.02), warm_s=0)
+    assert run.requests == longer.requests == 30
+    assert run.seconds == longer.seconds == pytest.approx(0.06), "it is over then, whatever was asked for"
+    assert (beginning.requests, beginning.seconds) == (10, 0.02)
 
 
 async def test_the_warm_up_sends_the_load_until_it_is_settled_and_counts_none_of_it() -> None:
@@ -121,7 +126,35 @@ async def test_the_warm_up_sends_the_load_until_it_is_settled_and_counts_none_of
         before = server.asked
         load = Load(mode="open", rate=100, seconds=0.1, arrival="constant", connections=4)
         await measure(server.target, server.requests, load, warm_s=0.1)
-    assert server.asked - before == 1 + 10 + 10
+        assert server.asked - before == 1 + 10 + 10
+        before = server.asked
+        seldom = Load(mode="open", rate=2, seconds=0.2, arrival="constant", connections=1)
+        await measure(server.target, server.requests, seldom, warm_s=0.2)
+    assert server.asked - before == 1 + 1 + 1, "as long as was asked for, be it for one request"
+
+
+@pytest.mark.parametrize(("rate", "slice_s"), [(1000, 0.5), (5, 2.0), (0.1, 10.0)])
+async def test_slices_of_the_warm_up_have_a_few_requests_or_last_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, rate: float, slice_s: float
+) -> None:
+    slices: list[float] = []
+
+    async def warm_up(run: object, seconds: float | None, *, slice_s: float) -> None:
+        slices.append(slice_s)
+
+    monkeypatch.setattr(module, "warm_up", warm_up)
+    async with scripted() as server:
+        load = Load(mode="open", rate=rate, arrival="constant", requests=1, connections=1)
+        await measure(server.target, server.requests, load, warm_s=None)
+    assert slices == [slice_s]
+
+
+async def test_a_target_that_is_slow_to_fail_is_not_looked_at_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKS_S", 0.0)
+    async with scripted(lambda number: (503, b"loading")) as server:
+        with pytest.raises(Failing, match="loading"):
+            await measure(server.target, server.requests, CLOSED)
+    assert server.asked == 1
 
 
 @pytest.mark.parametrize("status", [400, 415, 500, 503])

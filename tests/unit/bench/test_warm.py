@@ -49,6 +49,12 @@ async def test_warming_up_takes_as_long_as_it_is_told() -> None:
     assert slices.ran == [3.0]
 
 
+async def test_a_slow_load_is_looked_at_in_longer_slices() -> None:
+    slices = Slices(1)
+    await warm_up(slices.run, slice_s=4.0, clock=slices.clock)
+    assert slices.ran == [4.0] * 3
+
+
 def test_a_load_that_becomes_slower_is_warm() -> None:
     assert settled([100, 90, 80])
     assert not settled([100, 100])

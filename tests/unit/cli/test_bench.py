@@ -230,6 +230,8 @@ def test_handlers_of_signals_are_what_they_were(body: str) -> None:
         (["--mode", "ramp", "--arrival", "trace:x"], "a trace does not rise"),
         (["--mode", "ramp", "--slo", "p99<=1s,throughput>=5/s"], "throughput is what is looked for"),
         (["--mode", "saturate", "--requests", "9"], "steps last by --duration"),
+        (["--requests", "9", "--duration", "1"], "a run ends by one of them"),
+        (["--timeout", "1s", "--slo", "p50<=10ms,max<=1s"], "who is given up so soon cannot break p50<=10ms,max<=1s"),
         (["--arrival", "sometimes", "--rate", "1"], "sometimes"),
         (["--slo", "p98<=1ms"], "p98"),
         (["--set", "a=1"], "--set"),
