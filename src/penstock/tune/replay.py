@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -19,6 +20,7 @@ from penstock.tune.simulate import Service, simulate
 
 TIMEOUT_S: Final = 30.0  # of the queue, as the configuration has it; here nothing is given up
 DEPTH: Final = 2  # as process workers are sent batches: one ahead
+WARM: Final = 0.15  # of a simulation is not counted
 KEEPS_UP: Final = 0.97  # of the offered rate: with less throughput the queue grows for ever
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
 _UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -151,7 +153,7 @@ def _one(
         deadlines=False,
         seed=seed,
     )
-    offered = len(arrivals) / max(arrivals[-1] - arrivals[0], 1e-9) if len(arrivals) > 1 else 0.0
+    offered = _offered(arrivals)
     run = Measurement(
         load=Load(mode="open", rate=offered),
         requests=len(found.latencies_s),
@@ -171,6 +173,13 @@ def _one(
         busy=found.busy,
         slo=slo.judge(run),
     )
+
+
+def _offered(arrivals: Sequence[float]) -> float:
+    """Requests a second in the time that counts, which is that of the throughput; 0 where it holds none."""
+    start = WARM * arrivals[-1]
+    came = len(arrivals) - bisect_left(arrivals, start)
+    return came / (arrivals[-1] - start) if arrivals[-1] > start else 0.0
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome | None:
