@@ -67,7 +67,7 @@ class ArrivalRecorder(Observer):
             asyncio.get_running_loop().call_later(EVERY_S, self._flush)
 
     def close(self) -> None:
-        """Writes the rest and closes the file; blocks. Nothing is recorded afterwards."""
+        """Writes the rest and closes the file; blocks. Nothing is recorded afterwards, and no empty file is left."""
         if self._fd < 0:
             return
         self._flush()
@@ -75,6 +75,9 @@ class ArrivalRecorder(Observer):
         self._over = True
         os.close(self._fd)
         self._fd = -1
+        if not self._noted:  # as of a server that did not start: the next one may have the name
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
 
     # ---- from the loop to the thread
 
@@ -107,6 +110,7 @@ class ArrivalRecorder(Observer):
     def _end(self, why: str) -> None:
         if not self._over:
             self._over = True
+            self._lines = []
             log.warning("recording=ended file=%s why=%r consequence=later_requests_are_not_in_it", self._path, why)
 
 
