@@ -16,7 +16,7 @@ from msgspec import structs
 from penstock.config import toml
 from penstock.config.load import load_config
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, PenstockError, nearest
 from penstock.plugins import is_whole_file
 
 MARK: Final = "# penstock tune"
@@ -54,9 +54,14 @@ class TunedFile:
     def write(self, values: Mapping[str, Any], note: str) -> None:
         """Replaces the file by one in which these keys of the model, such as "batching.max_batch_size", are so.
 
-        None removes a key. `note` is the comment, a line or more. Raises ConfigError, and the file is as it was.
+        None removes a key. `note` is the comment, a line or more. What was changed in the file meanwhile stays. Raises
+        ConfigError, and PenstockError if it cannot be written; then the file is as it was.
         """
-        text = self._new() if self._text is None else self._text
+        if os.path.exists(self.path):
+            tree, text = toml.read(self.path)
+            self.name = _section(tree, self.path, self.name, self._model)
+        else:
+            text = self._new() if self._text is None else self._text
         changed = patched(text, self.name, values, note)
         aside = f"{self.path}.{os.getpid()}.new"
         try:
@@ -69,7 +74,7 @@ class TunedFile:
             load_config(aside, env={})
             os.replace(aside, self.path)
         except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be written: {error.strerror}; it is as it was") from None
+            raise PenstockError(f"{self.path}: cannot be written: {error.strerror}; it is as it was") from None
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(aside)

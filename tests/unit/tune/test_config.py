@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import os
+import sys
 import tomllib
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 
 from penstock.config.load import load_config
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.tune.config import MARK, TunedFile, changed_keys, patched
 
 TEXT = """\
@@ -170,3 +172,37 @@ def test_a_link_and_the_rights_of_the_file_stay(tmp_path: Path) -> None:
 def test_what_is_not_at_its_default_is_told_as_in_a_file() -> None:
     model = ModelConfig(target="x:y", devices=("cuda",), batching=BatchingConfig(slo_s=0.1))
     assert changed_keys(model) == {"target": "x:y", "devices": ["cuda"], "batching": {"slo_s": 0.1}}
+
+
+def test_without_tomlkit_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tomlkit", None)
+    with pytest.raises(ConfigError, match=r"--write needs tomlkit.*pip install 'penstock\[tune\]'"):
+        TunedFile(str(tmp_path / "penstock.toml"), "digits", DIGITS)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    tuned = TunedFile(str(file), "digits", DIGITS)
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("penstock.tune.config.os.fsync", full)
+    with pytest.raises(PenstockError, match="cannot be written: No space left on device; it is as it was"):
+        tuned.write({"instances": 4}, "why")
+    assert file.read_text() == TEXT
+    assert os.listdir(tmp_path) == ["penstock.toml"]
+
+
+def test_what_somebody_changed_while_it_was_measured_stays(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    tuned = TunedFile(str(file), "digits", DIGITS)
+    file.write_text(TEXT.replace("8080", "9090"))
+    tuned.write({"instances": 4}, "why")
+    found = tomllib.loads(file.read_text())
+    assert (found["server"]["port"], found["models"]["digits"]["instances"]) == (9090, 4)
+    file.write_text("[server]\nport = 1\n")
+    with pytest.raises(ConfigError, match=r"there is no \[models\.digits\]"):
+        tuned.write({"instances": 8}, "why")
