@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 from msgspec import structs
 
 from penstock.bench.histogram import encode
@@ -20,10 +21,13 @@ from penstock.bench.slo import Slo
 LATE_S: Final = 0.001
 MOST_LATE: Final = 0.01  # of the sends
 MATTERS: Final = 0.1  # of a latency: lateness beyond that is no small part of it
+MOSTLY: Final = 0.5
 CHANCE: Final = 3  # late sends that prove nothing
 MOST_CPU: Final = 0.9  # of a core: beyond, the generator may be what is measured
 CONFIDENCE: Final = 0.95
 _EXACT: Final = 50_000  # samples up to which the binomial distribution is summed; beyond, a normal one is the same
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 _WORDS: Final = {
     LOST: "lost",
@@ -112,23 +116,24 @@ def summarise(
     server: ServerSide | None = None,
 ) -> Measurement:
     """One run as it is kept, with the verdict on the SLO, and what speaks against believing it."""
-    good = [i for i, status in enumerate(samples.status) if 200 <= status < 300]
-    timed_out = [i for i, status in enumerate(samples.status) if status == TIMED_OUT]
-    ordered = sorted(samples.latency_s[i] for i in (*good, *timed_out))
+    status, took = np.asarray(samples.status), np.asarray(samples.latency_s)
+    good = (status >= 200) & (status < 300)
+    ordered = _sorted(took[good | (status == TIMED_OUT)])
     latency = latency_of(ordered)
-    health = _health(load, samples)
+    late = _sorted(np.asarray(samples.late_s)) if load.mode == "open" else array("d")
+    health = _health(samples, late)
     limit_s = slo.latency_s if slo else None
     histogram = encode(ordered)
-    invalid = _invalid(samples, health, latency)
+    invalid = _invalid(samples, health, late, latency)
     run = Measurement(
         load=load,
         label=label,
         repeat=repeat,
         started=started,
         seconds=samples.seconds,
-        requests=sum(status != UNDER_WAY for status in samples.status),
-        answered=len(good),
-        errors=_errors(samples),
+        requests=int(np.count_nonzero(status != UNDER_WAY)),
+        answered=int(np.count_nonzero(good)),
+        errors=_errors(status[~good & (status != UNDER_WAY)]),
         first_error=_first_error(samples),
         throughput=_throughput(load, samples, good),
         goodput=None if limit_s is None else _throughput(load, samples, good, limit_s),
@@ -137,12 +142,17 @@ def summarise(
         generator=health,
         server=server,
         invalid=invalid,
-        caveats=_caveats(load, samples, health, histogram, bool(invalid)),
+        caveats=_caveats(load, samples, health, late, latency, histogram, bool(invalid)),
     )
     return structs.replace(run, slo=slo.judge(run)) if slo else run
 
 
-def _throughput(load: Load, samples: Samples, good: Sequence[int], limit_s: float = math.inf) -> float:
+def _sorted(values: Numbers) -> array[float]:
+    """Rising; as small as they are, for a run may have ten million of them."""
+    return array("d", np.sort(values).tobytes())
+
+
+def _throughput(load: Load, samples: Samples, good: Numbers, limit_s: float = math.inf) -> float:
     """Good answers a second, of those within the limit.
 
     A closed loop is at work before and after the end of the counted time: a request that spans it counts with the part
@@ -150,29 +160,30 @@ def _throughput(load: Load, samples: Samples, good: Sequence[int], limit_s: floa
     then the server's queue only fills. In an open loop what is offered at the end is answered later: there the answers
     count that came in as long a time, beginning when the first could come.
     """
-    if not good or not samples.seconds:
+    at, took = np.asarray(samples.intended_s)[good], np.asarray(samples.latency_s)[good]
+    if not len(took) or not samples.seconds:
         return 0.0
-    at, took = samples.intended_s, samples.latency_s
+    in_time = took <= limit_s
     if load.mode == "closed":
         start, end = _first_round_s(load, samples), samples.seconds
-        inside = ((min(end, at[i] + took[i]) - max(start, at[i]), took[i]) for i in good if took[i] <= limit_s)
-        return math.fsum(max(0.0, part) / max(whole, 1e-9) for part, whole in inside) / (end - start)
+        inside = np.maximum(0.0, np.minimum(end, at + took) - np.maximum(start, at)) / np.maximum(took, 1e-9)
+        return float(inside[in_time].sum()) / (end - start)
     if limit_s < math.inf:
-        return sum(took[i] <= limit_s for i in good) / samples.seconds
-    end = samples.seconds + min(took[i] for i in good)
-    return sum(at[i] + took[i] <= end for i in good) / samples.seconds
+        return int(np.count_nonzero(in_time)) / samples.seconds
+    return int(np.count_nonzero(at + took <= samples.seconds + took.min())) / samples.seconds
 
 
 def _first_round_s(load: Load, samples: Samples) -> float:
     """When each client of a closed loop had its first answer; 0 where that took half of the time, or more."""
-    first = list(zip(samples.intended_s, samples.latency_s, strict=True))[: load.concurrency]
+    first = zip(samples.intended_s[: load.concurrency], samples.latency_s[: load.concurrency], strict=True)
     end = max((at + took for at, took in first if took < math.inf), default=0.0)
     return end if load.seconds and end < samples.seconds / 2 else 0.0
 
 
-def _errors(samples: Samples) -> dict[str, int]:
-    failed = Counter(s for s in samples.status if not 200 <= s < 300 and s != UNDER_WAY)
-    return {_WORDS.get(status, str(status)): count for status, count in failed.most_common()}
+def _errors(failed: Numbers) -> dict[str, int]:
+    each = zip(*(found.tolist() for found in np.unique(failed, return_counts=True)), strict=True)
+    most_first = sorted(each, key=lambda one: -one[1])
+    return {_WORDS.get(status, str(status)): count for status, count in most_first}
 
 
 def _first_error(samples: Samples) -> str | None:
@@ -187,17 +198,16 @@ def _first_error(samples: Samples) -> str | None:
     return f"{status_text}: {text}" if text else status_text
 
 
-def _health(load: Load, samples: Samples) -> Generator:
+def _health(samples: Samples, late: Sequence[float]) -> Generator:
     cpu = samples.cpu_s / samples.busy_s if samples.busy_s else 0.0
-    late = sorted(samples.late_s) if load.mode == "open" else []
     share = (len(late) - bisect_right(late, LATE_S)) / len(late) if late else 0.0
     return Generator(cpu=cpu, late_share=share, late_p99_s=percentile(late, 0.99) if late else 0.0)
 
 
-def _invalid(samples: Samples, health: Generator, latency: Latency) -> list[str]:
+def _invalid(samples: Samples, health: Generator, late: Sequence[float], latency: Latency) -> list[str]:
     """Why the run says nothing about the server. Lateness that is a small part of the latencies is a caveat only."""
     found = []
-    if _late(samples, health) and _matters(samples, latency):
+    if _late(health, late) and _matters(late, latency):
         found.append(
             f"the generator was late: found {health.late_share:.1%} of the sends over {LATE_S * 1e3:g} ms after their "
             f"time (p99 {health.late_p99_s * 1e3:.3g} ms), expected under {MOST_LATE:.0%}; lower the rate, or run it "
@@ -216,34 +226,57 @@ def _invalid(samples: Samples, health: Generator, latency: Latency) -> list[str]
     return found
 
 
-def _matters(samples: Samples, latency: Latency) -> bool:
+def _matters(late: Sequence[float], latency: Latency) -> bool:
     """Whether the lateness is more than a small part of the median latency, or of the p99: both include it."""
-    late = sorted(samples.late_s)
     parts = ((0.5, latency.p50_s), (0.99, latency.p99_s or latency.max_s))
     return any(percentile(late, q) > MATTERS * (whole or 0.0) for q, whole in parts)
 
 
-def _late(samples: Samples, health: Generator) -> bool:
-    return health.late_share >= MOST_LATE and health.late_share * len(samples.late_s) > CHANCE
+def _late(health: Generator, late: Sequence[float]) -> bool:
+    return health.late_share >= MOST_LATE and health.late_share * len(late) > CHANCE
 
 
-def _caveats(load: Load, samples: Samples, health: Generator, histogram: str, invalid: bool) -> list[str]:
+def _own_tail(late: Sequence[float], latency: Latency) -> list[str]:
+    """Which of the rarest latencies tell of the generator rather than of the server, though it was late but seldom."""
+    if not late:
+        return []
+    parts = (("p99.9", 0.999, MATTERS, latency.p999_s), ("max", 1.0, MOSTLY, latency.max_s))
+    return [
+        name
+        for name, q, share, whole in parts
+        if whole is not None and percentile(late, q) > max(LATE_S, share * whole)
+    ]
+
+
+def _caveats(
+    load: Load,
+    samples: Samples,
+    health: Generator,
+    late: Sequence[float],
+    latency: Latency,
+    histogram: str,
+    invalid: bool,
+) -> list[str]:
     found = [CLOSED] if load.mode == "closed" else []
-    if _late(samples, health) and not invalid:
+    if _late(health, late) and not invalid:
         found.append(
             f"{health.late_share:.1%} of the sends were over {LATE_S * 1e3:g} ms late (p99 "
             f"{health.late_p99_s * 1e3:.1f} ms), which latencies include"
         )
+    elif not invalid and (names := _own_tail(late, latency)):
+        found.append(
+            f"{' and '.join(names)}: the generator itself was up to {late[-1] * 1e3:.3g} ms late, which they include"
+        )
     if samples.waited:
         found.append(f"{samples.waited} requests waited for a connection to be opened; latencies include it")
-    if timed_out := sum(status == TIMED_OUT for status in samples.status):
+    if timed_out := samples.status.count(TIMED_OUT):
         found.append(
             f"{timed_out} requests timed out: latencies count them with the time they were waited for, which is less "
             "than they would have taken"
         )
     if samples.ended == "cancelled":
-        under_way = sum(status == UNDER_WAY for status in samples.status)
+        under_way = samples.status.count(UNDER_WAY)
         found.append(f"the run was interrupted; {under_way} requests were under way and count for nothing")
-    if not histogram and any(200 <= status < 300 for status in samples.status):
+    if not histogram and latency.max_s is not None:
         found.append(NO_HISTOGRAM)
     return found

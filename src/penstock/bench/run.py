@@ -92,9 +92,10 @@ def _doubted(run: Measurement, samples: Samples, probe: Probe) -> Measurement:
     return structs.replace(run, invalid=[*run.invalid, *gone], caveats=[*run.caveats, *found])
 
 
-def _good(samples: Samples) -> list[float]:
+def _good(samples: Samples) -> array[float]:
     """The latencies of good answers, in the order of their sending."""
-    return [took for took, status in zip(samples.latency_s, samples.status, strict=True) if 200 <= status < 300]
+    each = zip(samples.latency_s, samples.status, strict=True)
+    return array("d", (took for took, status in each if 200 <= status < 300))
 
 
 def _last_s(samples: Samples) -> float:
