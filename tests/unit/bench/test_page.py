@@ -47,6 +47,12 @@ def test_percentiles_lie_between_the_bounds_of_their_bucket() -> None:
     )  # from 0.0025 to 0.005
 
 
+def test_percentiles_are_found_over_all_buckets_in_whatever_order_they_stand() -> None:
+    counts = {"4": 20, "2": 10, "1": 10, "+Inf": 20}
+    page = read_page("".join(f'penstock_run_seconds_bucket{{le="{le}"}} {n}\n' for le, n in counts.items()), "m")
+    assert between(Page(), page)["worker_at_s"] == pytest.approx({"p50": 1.0, "p90": 3.6, "p99": 3.96})
+
+
 def test_a_model_that_tells_no_stages_is_timed_as_a_whole() -> None:
     observer = PrometheusObserver()
     before = shown(observer)
