@@ -105,8 +105,8 @@ def _torchserve(change: dict[str, float], last: dict[str, float]) -> dict[str, A
 
 
 def _mean(change: dict[str, float], name: str) -> float | None:
-    count = change.get(f"{name}_count", 0.0)
-    return change.get(f"{name}_sum", 0.0) / count if count else None
+    total, count = change.get(f"{name}_sum"), change.get(f"{name}_count")
+    return total / count if total is not None and count else None
 
 
 def _new(before: Page, after: Page, name: str) -> Buckets:

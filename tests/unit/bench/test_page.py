@@ -108,5 +108,11 @@ def test_the_waits_of_torchserve_are_told_from_its_counters_and_its_last_batch_s
 
 
 def test_what_is_no_page_of_metrics_tells_nothing() -> None:
-    for text in ("", "<html>\n", 'penstock_run_seconds_sum{model="m"} many\n', "\x00\xff"):
-        assert between(read_page(text, "m"), read_page(text, "m")) == {}
+    for text in (
+        "",
+        "<html>\n",
+        'penstock_run_seconds_sum{model="m"} many\n',
+        "penstock_run_seconds_count 3",
+        "\x00\xff",
+    ):
+        assert between(Page(), read_page(text, "m")) == {}
