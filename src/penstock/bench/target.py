@@ -94,15 +94,24 @@ def open_target(
     ModelNotFound, ModelNotReady, Unauthorized, PenstockError for a server that does not start.
     """
     asked = _Asked(text=text, protocol=protocol, model=model, token=token, tls=tls)
+    watched = None if metrics is None else _metrics_at(metrics, tls)
     if "://" not in text and is_served(text):
         with _server(text, options, sets, flags, management) as server:
             found = _of_server(asked, server)
-            yield found if metrics is None else msgspec.structs.replace(found, metrics=parse_url(metrics, tls))
+            yield found if watched is None else msgspec.structs.replace(found, metrics=watched)
         return
     if options or sets or flags:
         raise ConfigError(f"'{text}' is a server that runs: --option and --set are for what is served for the run")
     found = _of_url(asked) if "://" in text else _of_name(asked)
-    yield _with_processes(found, None if metrics is None else parse_url(metrics, tls))
+    yield _with_processes(found, watched)
+
+
+def _metrics_at(url: str, tls: ssl.SSLContext | None) -> Endpoint:
+    """The listener, also when the URL is that of its page."""
+    found = parse_url(url, tls)
+    found = msgspec.structs.replace(found, prefix=found.prefix.removesuffix("/metrics"))
+    reach(found)
+    return found
 
 
 def is_served(text: str) -> bool:

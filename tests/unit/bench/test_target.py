@@ -108,6 +108,19 @@ def test_any_other_url_is_taken_as_it_is(serve: Callable[..., None]) -> None:
     assert found.url == f"{FAR}/my/route?verbose=1"
 
 
+def test_a_listener_of_metrics_that_is_named_is_the_one_that_is_watched(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(NATIVE)
+    monkeypatch.setattr(module, "reach", lambda endpoint: None)
+    for url in ("http://far.example:9", "http://far.example:9/metrics", "http://far.example:9/"):
+        assert opened(FAR, metrics=url).metrics == Endpoint("far.example", 9)
+    assert opened(FAR).metrics is None
+    monkeypatch.undo()
+    with pytest.raises(Unreachable, match="cannot connect"):
+        opened(FAR, metrics="http://127.0.0.1:1")
+
+
 def test_a_server_that_is_down_is_told(serve: Callable[..., None]) -> None:
     serve(None)
     for text in (FAR, f"{FAR}/predictions/digits", f"{FAR}/my/route"):
