@@ -92,7 +92,8 @@ class Results:
             raise not_written(folder, e) from e
         try:
             if RUN not in names:
-                records.truncate(0)
+                if os.fstat(records.fileno()).st_size:
+                    raise ConfigError(f"{folder} has a {RECORDS} that no {RUN} tells of; name another folder")
                 write_whole(folder / RUN, msgspec.json.format(msgspec.json.encode(origin)) + b"\n")
             measurements, length = _measurements(folder / RECORDS)
             records.truncate(length)

@@ -91,6 +91,18 @@ def test_a_folder_of_other_things_is_not_written_to(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
+def test_records_of_a_run_that_nothing_tells_of_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / RECORDS).touch()  # as a start leaves it that was killed at once
+    with Results.open(tmp_path, ORIGIN) as results:
+        results.append(measured(50.0))
+    (tmp_path / RUN).unlink()
+    (tmp_path / SUMMARY).unlink()
+    content = (tmp_path / RECORDS).read_bytes()
+    with pytest.raises(ConfigError, match=r"records\.jsonl that no run\.json tells of"):
+        Results.open(tmp_path, ORIGIN)
+    assert (tmp_path / RECORDS).read_bytes() == content
+
+
 def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
         read(tmp_path / "nowhere")
