@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,13 +58,48 @@ def test_processes_and_gpus_are_looked_at_while_the_run_goes_on(monkeypatch: pyt
     assert 0.1 <= gpu.utilization < gpu.memory_bytes / 1000 / 10 + 1e-9
 
 
+class Process:
+    """A server that had used 10 s, and has one worker more at each look; all of them grow by 1000 bytes a look."""
+
+    looks = 0
+
+    def __init__(self, pid: int) -> None:
+        self.times = SimpleNamespace(user=6.0, system=3.0, children_user=0.7, children_system=0.3)
+
+    def children(self, *, recursive: bool) -> list[Process]:
+        assert recursive
+        Process.looks += 1
+        return [Process(n) for n in range(Process.looks)]
+
+    def memory_info(self) -> Any:
+        return SimpleNamespace(rss=Process.looks * 1000)
+
+    def cpu_times(self) -> Any:
+        return self.times
+
+
+def test_workers_count_with_their_server_also_those_that_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Gpus", FakeGpus)
+    monkeypatch.setattr(module.psutil, "Process", Process)
+    clock = iter(range(100))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
+    side = asyncio.run(watched(Probe(target(pids=(7,)))))
+    assert side.cpu == pytest.approx((3 - 2) * 10 / 6)
+    assert side.memory_bytes == 2 * 1000
+
+
 def test_what_the_page_of_metrics_tells_of_the_run_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = iter(
         f'penstock_queue_seconds_sum{{model="m"}} {total}\npenstock_queue_seconds_count{{model="m"}} {count}\n'
         for total, count in [(1.0, 10), (3.0, 20)]
     )
-    monkeypatch.setattr(module, "ask", lambda *_, **__: Reply(200, next(pages).encode()))
-    side = asyncio.run(watched(Probe(target(metrics=HERE))))
+
+    def ask(endpoint: Any, method: str, path: str, *, token: str, timeout_s: float) -> Reply:
+        assert (endpoint, method, path, token) == (HERE, "GET", "/metrics", "t0k3n")
+        return Reply(200, next(pages).encode())
+
+    monkeypatch.setattr(module, "ask", ask)
+    side = asyncio.run(watched(Probe(target(metrics=HERE, token="t0k3n"))))
     assert side.queue_s == pytest.approx(0.2)
     assert (side.cpu, side.memory_bytes, side.gpus) == (None, None, [])
 
@@ -77,16 +113,8 @@ def test_a_server_that_shows_nothing_is_no_server_side(monkeypatch: pytest.Monke
     assert asyncio.run(watched(Probe(target()))) is None
     assert asyncio.run(watched(Probe(target(metrics=HERE)))) is None
     none_such = 2**22 + 1  # beyond what Linux gives
-    assert (
-        asyncio.run(
-            watched(
-                Probe(
-                    target(metrics=HERE, pids=(none_such,)),
-                )
-            )
-        )
-        is not None
-    )  # its GPU
+    side = asyncio.run(watched(Probe(target(metrics=HERE, pids=(none_such,)))))
+    assert (side.cpu, side.memory_bytes, len(side.gpus)) == (None, None, 1)
 
 
 def test_a_probe_that_was_not_started_or_was_stopped_sees_nothing() -> None:
