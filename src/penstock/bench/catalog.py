@@ -29,7 +29,8 @@ def kind_of(
         return "oip", None
     ping = ask(endpoint, "GET", "/ping", token=token).json()
     if isinstance(ping, dict) and "status" in ping:
-        return "torchserve", None
+        management = _management(endpoint, token)
+        return "torchserve", None if management is None else models_of(management, token)
     if said != "auto":
         return said, None
     raise PenstockError(
@@ -68,7 +69,7 @@ def described(endpoint: Endpoint, model: str, names: list[str] | None, token: st
 
 def check_torchserve(endpoint: Endpoint, model: str, token: str | None) -> None:
     """Raises ModelNotFound, ModelNotReady; nothing where no management API is found."""
-    management = listeners_beside(endpoint, process_at(endpoint.port), token)[1] if endpoint.local else None
+    management = _management(endpoint, token)
     if management is None:
         return
     reply = ask(management, "GET", f"/models/{quote(model, safe='')}", token=token)
@@ -79,6 +80,11 @@ def check_torchserve(endpoint: Endpoint, model: str, token: str | None) -> None:
         raise ModelNotReady(
             f"model '{model}' of {endpoint.url} has no worker that is ready; scale it, or try again later"
         )
+
+
+def _management(endpoint: Endpoint, token: str | None) -> Endpoint | None:
+    """The management API of a TorchServe of this machine."""
+    return listeners_beside(endpoint, process_at(endpoint.port), token)[1] if endpoint.local else None
 
 
 def _asked(endpoint: Endpoint, path: str, token: str | None) -> Reply:

@@ -185,6 +185,7 @@ def test_a_torchserve_is_asked_for_its_workers(serve: Callable[..., None]) -> No
     serve(TORCHSERVE, {**models, "/models/bert": described("UNLOADING", "READY")})
     found = opened(near)
     assert (found.protocol, found.path, found.inputs) == ("torchserve", "/predictions/bert", ())
+    assert opened("http://127.0.0.1:8080").model == "bert"  # the only one
     serve(TORCHSERVE, {**models, "/models/bert": described("UNLOADING")})
     with pytest.raises(ModelNotReady, match="no worker"):
         opened(near)
@@ -193,6 +194,8 @@ def test_a_torchserve_is_asked_for_its_workers(serve: Callable[..., None]) -> No
         opened("http://127.0.0.1:8080/predictions/bern")
     serve(TORCHSERVE)  # far away, its management API is not there to be asked
     assert opened(f"{FAR}/predictions/bert").model == "bert"
+    with pytest.raises(ConfigError, match="does not tell its models; choose one with --model"):
+        opened(FAR)
 
 
 def test_what_is_no_target_is_refused_with_what_may_be_one() -> None:
