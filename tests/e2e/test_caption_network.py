@@ -21,7 +21,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "video_captioning"
-FRAMES = 150
+FRAMES = 60
 START_S = 60.0
 
 
