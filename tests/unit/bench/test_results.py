@@ -262,6 +262,24 @@ def test_the_summary_has_no_number_of_an_invalid_run() -> None:
     assert second["invalid"] == "the generator was late"
 
 
+def test_the_summary_tells_the_servers_side_where_it_is_known() -> None:
+    side = ServerSide(
+        queue_s=0.1, preprocess_s=0.2, run_s=0.3, postprocess_s=0.4, mean_batch=5.5, cpu=1.5, memory_bytes=9
+    )
+    told, untold = csv.DictReader(summary([measured(50.0, server=side), measured(60.0)]).splitlines())
+    names = ("queue_s", "preprocess_s", "run_s", "postprocess_s", "mean_batch", "cpu_cores", "memory_bytes")
+    assert [told[name] for name in names] == ["0.1", "0.2", "0.3", "0.4", "5.5", "1.5", "9"]
+    assert [untold[name] for name in names] == [""] * 7
+
+
+def test_a_machine_is_busy_with_more_work_than_half_its_cores_do() -> None:
+    def busy(load: float) -> str:
+        return structs.replace(ORIGIN, machine={"load_before": load, "cores": 8}).busy
+
+    assert (ORIGIN.busy, busy(0.5), busy(4.0)) == ("", "", "")
+    assert busy(4.2) == "the machine was busy before the run began: load 4.2 on 8 cores"
+
+
 def test_the_summary_is_written_at_the_end_also_of_a_run_that_fails(tmp_path: Path) -> None:
     def run() -> None:
         with Results.open(tmp_path, ORIGIN) as results:
