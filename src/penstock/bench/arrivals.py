@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 
 _EXPECTED: Final = "expected poisson, constant, gamma:CV or trace:FILE"
 _CV: Final = (0.01, 100.0)
+_MOST: Final = 30_000_000  # arrivals of one run: 1 GB of samples
 
 
 class Arrival(Struct, frozen=True):
@@ -71,6 +72,9 @@ def times(arrival: Arrival, rate: float, seconds: float, seed: int, trace: Seque
         return _replayed(trace, rate, seconds)
     if not (0 < rate < math.inf and 0 < seconds < math.inf):
         raise ConfigError(f"arrivals at {rate:g}/s for {seconds:g} s: expected a rate and a time over 0")
+    if rate * seconds > _MOST:
+        many = f"{rate * seconds:.3g}"
+        raise ConfigError(f"arrivals at {rate:g}/s for {seconds:g} s are {many}; expected at most {_MOST:g}")
     if arrival.kind == "constant":
         return array("d", (n / rate for n in range(math.ceil(seconds * rate - 1e-9))))
     draw = random.Random(seed)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
+MOST_ERRORS = 0.01  # where the SLO says nothing of errors
 SCHEMA = 1  # of everything that is written to a results folder
 
 
@@ -134,7 +135,10 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
     @property
     def met(self) -> bool | None:
-        """Whether the whole SLO was: None if it cannot be told, or there is none."""
+        """Whether the whole SLO was: None if it cannot be told, or there is none. Errors over 1 % break one that does
+        not name them."""
         if self.invalid or not self.slo or any(clause.met is None for clause in self.slo):
             return None
+        if self.error_share > MOST_ERRORS and not any(clause.text.startswith("error") for clause in self.slo):
+            return False
         return all(clause.met for clause in self.slo)

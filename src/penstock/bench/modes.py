@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from penstock.bench.measurement import Load, Measurement
+from penstock.bench.measurement import MOST_ERRORS, Load, Measurement
 from penstock.bench.slo import Slo, parse_slo
 
 Mode = Literal["closed", "open", "ramp", "saturate"]
@@ -21,7 +21,6 @@ STEP: Final = 1.5  # from one rate of a ramp to the next
 NEAR: Final = 1.06  # between the last rate that holds and the first that does not: 1.5 halved three times
 DOWN: Final = 64.0  # so far below the first rate one is looked for that holds
 KNEE: Final = 5.0  # without an SLO: so many times the p99 of the lowest rate
-MOST_ERRORS: Final = 0.01  # where the SLO says nothing of errors
 GAIN: Final = 1.03  # less is none
 MOST_CLIENTS: Final = 4096
 

@@ -142,6 +142,8 @@ def _why(run: Measurement, met: bool | None) -> str:
     if run.invalid:
         return f" ({INVALID})"
     broken = [clause for clause in run.slo if clause.met is met]
+    if not broken:
+        return f" ({run.error_share:.1%} errors)"
     texts = [clause.text if clause.value is None else _found(clause) for clause in broken]
     return f" ({', '.join(texts)}{': too few samples' if met is None else ''})"
 

@@ -40,6 +40,11 @@ def test_arrivals_have_the_rate_and_the_burstiness_that_were_asked_for(text: str
     assert statistics.stdev(found) / statistics.mean(found) == pytest.approx(variation, rel=0.08)
 
 
+def test_more_arrivals_than_memory_can_hold_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at 1e\+09/s for 3600 s are 3\.6e\+12; expected at most 3e\+07"):
+        times(parse_arrival("poisson"), 1e9, 3600.0, 0)
+
+
 @pytest.mark.parametrize("text", ["poisson", "gamma:10", "gamma:0.1"])
 def test_the_rate_holds_from_the_first_second_on_however_bursty_arrivals_are(text: str) -> None:
     counts = [len(times(parse_arrival(text), 100.0, 1.0, seed)) for seed in range(500)]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from msgspec import structs
+
 from penstock.bench.measurement import Clause, Gpu, Latency, Load, Measurement, ServerSide
 from penstock.bench.slo import parse_slo
 from penstock.bench.table import line, name_of, notes, plain, rows, server_lines, verdict
@@ -104,6 +106,16 @@ def test_the_servers_side_is_one_line_a_run() -> None:
 def test_a_run_is_told_in_a_line_when_it_is_done() -> None:
     assert line(RUN, 1) == "8 clients: 1,234.6/s, p50 5 ms, p99 12.3 ms, 0.2% errors"
     assert line(BROKEN, 2) == "64 clients #1: INVALID"
+
+
+def test_an_slo_that_says_nothing_of_errors_is_not_kept_with_many() -> None:
+    kept = Clause(text="p99<=10ms", value=0.009, met=True)
+    few = Measurement(load=Load(mode="closed", concurrency=1), requests=100, errors={"503": 1}, slo=[kept])
+    many = structs.replace(few, load=Load(mode="closed", concurrency=8), errors={"503": 50})
+    borne = structs.replace(many, slo=[kept, Clause(text="error<=60%", value=0.5, met=True)])
+    assert (few.met, many.met, borne.met) == (True, False, True)
+    slo = parse_slo("p99<=10ms")
+    assert verdict([few, many], slo) == "SLO p99<=10ms: kept at 1 client; MISSED at 8 clients (50.0% errors)"
 
 
 def test_the_verdict_says_where_the_slo_is_kept_and_why_not_elsewhere() -> None:
