@@ -72,6 +72,8 @@ class Run(ABC):
     async def run(self, connections: int) -> Samples:
         """The samples, when all is over."""
         if connections > self.most:
+            if self.most == MOST_CONNECTIONS:
+                raise ConfigError(f"{connections} connections: expected at most {self.most} of one generator")
             raise ConfigError(
                 f"{connections} connections take as many open files, found a limit of {self.most + SPARE_FILES}; "
                 "raise it (ulimit -n), or ask for fewer"
