@@ -36,8 +36,9 @@ class FakeGpus:
 async def watched(probe: Probe) -> Any:
     await probe.start()
     for _ in range(3):  # as its timer would
+        if probe._looking is not None:
+            await asyncio.wait([probe._looking])
         probe._look()
-        await asyncio.sleep(0)
     return await probe.stop()
 
 
@@ -45,7 +46,7 @@ def test_processes_and_gpus_are_looked_at_while_the_run_goes_on(monkeypatch: pyt
     monkeypatch.setattr(module, "Gpus", FakeGpus)
     used_s = iter([10.0, 12.0])  # the kernel counts in hundredths, and this run is shorter
     monkeypatch.setattr(module, "_cpu_s", lambda processes: next(used_s) if processes else 0.0)
-    clock = iter(range(100))
+    clock = iter(range(50, 100))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
     probe = Probe(target(pids=(os.getpid(),)))
     side = asyncio.run(watched(probe))
@@ -54,8 +55,8 @@ def test_processes_and_gpus_are_looked_at_while_the_run_goes_on(monkeypatch: pyt
     assert side.memory_bytes == max(held for _, held in probe.memory) > 2**20
     assert [at for at, _ in probe.memory] == sorted(at for at, _ in probe.memory)
     (gpu,) = side.gpus
-    assert gpu.name == "0 H"
-    assert 0.1 <= gpu.utilization < gpu.memory_bytes / 1000 / 10 + 1e-9
+    assert (gpu.name, gpu.memory_bytes) == ("0 H", 5000)  # the last of five looks, one of them before the run
+    assert gpu.utilization == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
 
 
 class Process:
@@ -115,6 +116,14 @@ def test_a_server_that_shows_nothing_is_no_server_side(monkeypatch: pytest.Monke
     none_such = 2**22 + 1  # beyond what Linux gives
     side = asyncio.run(watched(Probe(target(metrics=HERE, pids=(none_such,)))))
     assert (side.cpu, side.memory_bytes, len(side.gpus)) == (None, None, 1)
+
+
+def test_a_page_that_is_there_only_once_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = b"penstock_queue_seconds_sum 1\npenstock_queue_seconds_count 2\n"
+    for statuses in ((503, 200), (200, 503)):
+        replies = iter(statuses)
+        monkeypatch.setattr(module, "ask", lambda *_, replies=replies, **__: Reply(next(replies), page))
+        assert asyncio.run(watched(Probe(target(metrics=HERE)))) is None
 
 
 def test_a_probe_that_was_not_started_or_was_stopped_sees_nothing() -> None:
