@@ -175,10 +175,9 @@ def _loads(found: Sequence[Point]) -> list[Block]:
     for p in found:
         row = [p.load.label, _count(p)]
         if p.runs:
-            errors = sum(p.errors.values())
             row += [
                 f"{sum(run.requests for run in p.runs):,}",
-                f"{errors:,}" if errors else "0",
+                f"{sum(p.errors.values()):,}",
                 _spread(p, throughput),
             ]
             row += [number(p.median(lambda m: m.goodput)), seconds(p.median(lambda m: m.latency.p50_s))]

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from penstock.bench.document import Report, Table, markdown
-from penstock.bench.measurement import Latency, Measurement
+from penstock.bench.measurement import Latency, Measurement, ServerSide
 from penstock.bench.report import RunnerUp, Verdict, compose
 from penstock.bench.results import Origin
 
@@ -171,3 +171,15 @@ def test_text_of_others_stays_text() -> None:
     assert "| cpu | Some \\| CPU |" in text
     verdict = Verdict(slo=SLO, chosen="<script>`x`\n# big", default="a")
     assert "Chosen: \\<script>\\`x\\` # big within" in markdown(compose(ORIGIN, [], verdict))
+
+
+def test_loads_whose_server_was_not_seen_are_left_out_of_its_table(make_measurement: Make) -> None:
+    runs = [make_measurement(rate=100.0), make_measurement(rate=200.0, server=None, errors={"503": 1000, "lost": 200})]
+    report = compose(ORIGIN, runs)
+    assert [row["errors"] for row in loads(report)] == ["0", "1,200"]
+    (server,) = (block for block in report.rest if isinstance(block, Table) and "queue" in block.header)
+    assert [row[0] for row in server.rows] == ["100/s poisson"]
+    assert (server.header[-1], server.rows[0][-1]) == ("GPU", "10 %, 1,024 MiB")
+    no_gpu = compose(ORIGIN, [make_measurement(rate=100.0, server=ServerSide(queue_s=0.1))])
+    (server,) = (block for block in no_gpu.rest if isinstance(block, Table) and "queue" in block.header)
+    assert server.header[-1] == "memory"
