@@ -89,6 +89,12 @@ class Point(Struct, frozen=True, kw_only=True):
         knobs = f"instances={self.workers},batch={self.batch_size},hold={self.case.batch_delay_ms}ms"
         return f"{self.case.text},device={self.processor.text},{knobs}"
 
+    @property
+    def short(self) -> str:
+        """What tells it from the others of its mode, as it stands in plots."""
+        device = f",device={self.processor.text}" if len(self.case.processors) > 1 else ""
+        return f"batch={self.batch_size},instances={self.workers}{device}"
+
 
 def points(case: Case) -> list[Point]:
     """All ways in which the case's model is registered, in the order in which they are measured."""

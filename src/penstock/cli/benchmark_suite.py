@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, run_async, warmup
 from penstock.errors import ConfigError, PenstockError
@@ -236,7 +236,8 @@ def _plots(jobs: Sequence[Job], measurements: Sequence[Measurement], slo: str) -
 
     if len(jobs) > 1:
         return [], f"they are of one model at a time, and here are {len(jobs)}"
+    short = {point.label: point.short for point in jobs[0].points}
     try:
-        return draw(measurements, slo), ""
+        return draw([structs.replace(m, label=short[m.label]) for m in measurements], slo), ""
     except ConfigError as error:
         return [], error.message

@@ -65,12 +65,14 @@ def test_the_guides_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
     assert len(found) == 16
     assert found[0].label == "Model_name eager_mode,device=cpu,instances=1,batch=1,hold=100ms"
     assert found[1].settings == "cpu, 1 worker, batch 2"
+    assert found[1].short == "batch=2,instances=1,device=cpu"
     assert found[-1].label == "Model_name eager_mode,device=gpus all,instances=4,batch=8,hold=100ms"
 
 
 def test_what_a_file_leaves_out_is_as_the_suite_has_it(tmp_path: Path) -> None:
     (case,), notes = read(tmp_path, "m:\n  any:\n    url: app.py:Model\n    concurrency: [1, 8, 1]\n")
     assert (case.workers, case.batch_size, case.batch_delay_ms, case.requests) == ((1,), (1,), 200, 100)
+    assert points(case)[0].short == "batch=1,instances=1"
     assert (case.concurrency, case.processors, case.input, notes) == ((1, 8), (Processor(),), None, [])
 
 
