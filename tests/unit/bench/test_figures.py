@@ -187,6 +187,13 @@ def test_what_waits_in_a_queue_at_the_end_of_a_closed_loop_adds_nothing() -> Non
     assert run.throughput == pytest.approx(50, rel=0.01)
 
 
+@pytest.mark.parametrize("load", [Load(mode="closed", concurrency=1, seconds=10.0), Load(mode="closed", concurrency=1)])
+def test_a_first_answer_that_took_most_of_the_time_or_is_one_of_a_number_counts(load: Load) -> None:
+    took = 6.0 if load.seconds else 2.0
+    run = summarise(load, samples((0.0, took, 200), (took, 10.0 - took, 200), (10.0, 0.0, 200)))
+    assert run.throughput == pytest.approx(0.2)
+
+
 def test_nothing_that_was_answered_is_no_throughput() -> None:
     run = summarise(OPEN, samples((0.0, math.inf, LOST)), parse_slo("p99<=1s"))
     assert (run.throughput, run.goodput, run.histogram != "") == (0.0, 0.0, True)
@@ -225,6 +232,7 @@ def test_what_is_the_generators_own_in_the_rarest_latencies_is_told() -> None:
     assert summarise(OPEN, late(9, 0.015)).caveats == [told]
     assert summarise(OPEN, late(9, 0.005)).caveats == [told.replace(" and max", "").replace("15", "5")]
     assert summarise(OPEN, late(9, 0.0019)).caveats == [], "a small part of 20 ms"
+    assert summarise(OPEN, late(9, 0.0009, took=0.001)).caveats == [], "less than is ever late"
     assert summarise(OPEN, late(1, 0.015, of=50)).caveats == [told.replace("p99.9 and ", "")]
     assert summarise(CLOSED, late(9, 0.015)).caveats == [figures.CLOSED]
 

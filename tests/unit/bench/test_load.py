@@ -545,8 +545,8 @@ def test_more_clients_than_files_may_be_open_are_refused(virtually: Run, monkeyp
     with pytest.raises(ConfigError, match="5000 connections take as many open files, found a limit of 1024"):
         virtually(closed(concurrency=5000, seconds=1.0), Server())
     assert limits[-1] == (1024, 1024), "raised as far as it may be"
+    monkeypatch.setattr(drive.resource, "getrlimit", lambda _: (9000, 9000))
     with pytest.raises(ConfigError, match="8001 connections: expected at most 8000 of one generator"):
-        monkeypatch.setattr(drive.resource, "getrlimit", lambda _: (9000, 9000))
         virtually(closed(concurrency=8001, seconds=1.0), Server())
     monkeypatch.setattr(drive.resource, "getrlimit", lambda _: limits[-1])
     virtually(open_(times=[0.0], connections=5000), Server())
