@@ -36,7 +36,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
 def read_job(target: str, flags: dict[str, Any]) -> Job:
     """The job that the flags describe. Raises ConfigError."""
-    from penstock.bench.modes import MOST_ERRORS
+    from penstock.bench.measurement import MOST_ERRORS
     from penstock.bench.slo import parse_slo
     from penstock.tune.accuracy import read_samples
     from penstock.tune.config import TunedFile
