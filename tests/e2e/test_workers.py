@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -278,10 +279,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("answer", [*FINE, *REFUSED])
-def test_an_answer_of_any_kind_costs_no_worker(serve: Callable[..., Any], answer: str) -> None:
-    server = serve(
-        f"""
+@pytest.fixture(scope="module")
+def answering(serve_all: Callable[..., Any]) -> Any:
+    """A server whose model answers what it is told to."""
+    return serve_all(
+        """
         import os
         import numpy as np
         from penstock import Response
@@ -301,16 +303,20 @@ def test_an_answer_of_any_kind_costs_no_worker(serve: Callable[..., Any], answer
         def predict(items):
             if items[0] == "pid":
                 return [os.getpid()]
-            found = {answer}
+            found = eval(items[0])
             return [found] if isinstance(found, Response) else found
         """,
         "predict",
     )
-    _, pid = server.post("/predictions/predict", b'"pid"')
-    status, body = server.post("/predictions/predict", b"1")
+
+
+@pytest.mark.parametrize("answer", [*FINE, *REFUSED])
+def test_an_answer_of_any_kind_costs_no_worker(answering: Any, answer: str) -> None:
+    _, pid = answering.post("/predictions/predict", b'"pid"')
+    status, body = answering.post("/predictions/predict", json.dumps(answer).encode())
     assert status == (200 if answer in FINE else 500), body
     assert b"worker" not in body
-    assert server.post("/predictions/predict", b'"pid"') == (200, pid)
+    assert answering.post("/predictions/predict", b'"pid"') == (200, pid)
 
 
 async def test_an_answer_that_no_message_can_hold_fails_alone(app: Callable[..., ModelConfig]) -> None:

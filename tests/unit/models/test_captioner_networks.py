@@ -114,9 +114,10 @@ def test_buckets_of_a_compiled_network_change_no_caption(
     monkeypatch.setattr(compiled._model, "generate", spy)
     assert compiled.tokens(pixels(rows)) == plain.tokens(pixels(rows))
     assert seen == runs
-    seen.clear()
-    compiled.compile()
-    assert seen == [1, 8, 32, 64]
+    if rows == 1:  # once is enough
+        seen.clear()
+        compiled.compile()
+        assert seen == [1, 8, 32, 64]
 
 
 def test_a_network_that_cannot_be_compiled_is_refused(captioner_folder: Folder) -> None:
