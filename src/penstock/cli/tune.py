@@ -110,7 +110,7 @@ def _effort(name: str) -> Effort:
     if name == "quick":
         return Effort(
             probe_s=0.4, probe_samples=100, sure_s=1.0, sure_samples=300, latencies=3.0, most_s=6.0, precision=0.1,
-            repeats=2, finalists=2,
+            proof=1.0, repeats=2, finalists=2,
         )  # fmt: skip
     return Effort(probe_s=3.0, sure_s=10.0, sure_samples=10_000, repeats=5) if name == "thorough" else Effort()
 

@@ -28,7 +28,8 @@ _KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the
 
 class Effort(Struct, frozen=True, kw_only=True):
     """How long is measured. A run lasts for so many samples, not less than its seconds and than `latencies` times the
-    SLO's latency (queues need a while to show), not more than `most_s`. `precision` is that of rates."""
+    SLO's latency (queues need a while to show), not more than `most_s`. Runs of the proof are `proof` times as long as
+    sure ones: what is rare, such as a batch that takes thrice as long, should be in each. `precision` is of rates."""
 
     probe_s: float = 1.5
     probe_samples: int = 600
@@ -37,6 +38,7 @@ class Effort(Struct, frozen=True, kw_only=True):
     latencies: float = 15.0
     most_s: float = 30.0
     precision: float = 0.04
+    proof: float = 2.0
     repeats: int = 3
     finalists: int = 3
 
@@ -47,6 +49,10 @@ class Effort(Struct, frozen=True, kw_only=True):
     def sure(self, rate: float, slo: Slo) -> float:
         """Seconds of a run that decides."""
         return self._seconds(rate, slo, self.sure_s, self.sure_samples)
+
+    def proves(self, rate: float, slo: Slo) -> float:
+        """Seconds of one repeat of the proof."""
+        return min(self.most_s, self.proof * self.sure(rate, slo))
 
     def _seconds(self, rate: float, slo: Slo, least_s: float, samples: int) -> float:
         wanted = max(least_s, self.latencies * (slo.latency_s or 0.0), samples / rate)

@@ -21,10 +21,9 @@ MOST_LOWERED: Final = 8  # times that a rate is lowered before settings are give
 _STEP: Final = 0.05  # the rate is lowered by, when the mean breaks the SLO
 _SMALL_STEP: Final = 0.02  # the same when only the bound does
 _LONGER: Final = 1.3  # each step than the one before
-_ROUNDS: Final = 3  # at one rate, while the mean keeps the SLO and the bound does not
+_ROUNDS: Final = 3  # at one rate, while neither is certain: that the SLO is kept, or that it is broken
 _CONTENDS: Final = 0.9  # of the best rate: with less it does not pay to know more
 _CHANCE: Final = 0.05  # that the true value is above its bound
-_Z: Final = 1.96  # an interval of 95 % is so many deviations to either side
 
 
 class Finalist:
@@ -72,7 +71,7 @@ def _measure(meter: Meter, slo: Slo, effort: Effort, one: Finalist) -> None:
     if one.met is not None:
         return
     try:
-        reading = meter.measure(one.settings, one.rate, effort.sure(one.rate, slo))
+        reading = meter.measure(one.settings, one.rate, effort.proves(one.rate, slo))
     except Unfit as e:
         one.met, one.why = False, str(e)
         return
@@ -89,13 +88,13 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
     if len(one.readings) < 2:
         one.met = False
         return
-    mean_breaks, bound_breaks = (broken(slo, one.readings, upper=upper) for upper in (False, True))
+    best_case, mean_breaks, bound_breaks = (broken(slo, one.readings, side) for side in (-1, 0, 1))
     if bound_breaks is None:
         one.met, one.why = True, ""
         return
     one.why = f"at {one.rate:g}/s: {mean_breaks or bound_breaks}"
     contends = one.rate >= _CONTENDS * max(other.rate for other in finalists if other.met is not False)
-    if mean_breaks is None and contends and len(one.readings) < _ROUNDS * effort.repeats:
+    if best_case is None and contends and len(one.readings) < _ROUNDS * effort.repeats:
         return
     one.rate = neat(one.rate * (1 - (_STEP if mean_breaks else _SMALL_STEP) * _LONGER**one.lowered))
     one.readings, one.lowered = [], one.lowered + 1
@@ -104,35 +103,52 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
         one.met = False
 
 
-def broken(slo: Slo, readings: Sequence[Reading], *, upper: bool) -> str | None:
-    """What of the SLO the repeats break together; None if they keep it. "throughput" parts are not looked at."""
+def broken(slo: Slo, readings: Sequence[Reading], side: int) -> str | None:
+    """What of the SLO the repeats break together; None if they keep it. "throughput" parts are not looked at.
+
+    `side` 0: by the mean of the repeats; 1 and -1: by its upper and lower bound, each with 95 % confidence.
+    """
+    which = {-1: "at least ", 0: "", 1: "up to "}[side]
     for part in slo.parts:
         if part.name == "throughput":
             continue
-        value = _together(part, readings, upper)
+        if part.name == "p99" and part.limit == slo.latency_s and all(r.run.goodput is not None for r in readings):
+            over = _bounded([_over(reading) for reading in readings], math.sqrt(0.01 / readings[0].run.requests), side)
+            if over > 0.01:
+                return f"{which}{over * 100:.2g} % of all answers come later (wanted {part.text})"
+            continue
+        value = _together(part, readings, side)
         if value is None or not part.met_by(value):
-            which = "up to " if upper else ""
             return f"{part.name} {which}{told(part.name, value)} (wanted {part.text})"
     return None
 
 
-def _together(part: Part, readings: Sequence[Reading], upper: bool) -> float | None:
-    """The value of the part over all repeats; with `upper` the upper bound, with 95 % confidence, of its mean."""
+def _over(reading: Reading) -> float:
+    """The share of the answers that came too late.
+
+    The p99 of all repeats together is within the limit if and only if this is at most 1 % of them all. The mean of
+    their p99 is more: what is rare and slow is the whole p99 of one repeat, and is not in another.
+    """
+    return max(0.0, 1 - reading.goodput / reading.throughput) if reading.throughput else 1.0
+
+
+def _together(part: Part, readings: Sequence[Reading], side: int) -> float | None:
+    """The value of the part over all repeats, or a bound of its mean."""
     if part.name == "error":
         requests = sum(r.run.requests for r in readings)
         return sum(sum(r.run.errors.values()) for r in readings) / requests if requests else None
     values = [value for r in readings if (value := r.value(part.name)) is not None]
-    if len(values) < len(readings) or len(values) < 2:
-        return None
+    return _bounded(values, 0.0, side) if len(values) == len(readings) else None
+
+
+def _bounded(values: Sequence[float], least: float, side: int) -> float:
+    """The mean, or its bound with 95 % confidence by Student's t. The deviation is at least `least`: by chance a few
+    values lie closer to each other than each is known."""
     mean = statistics.fmean(values)
-    if not upper:
+    if side == 0:
         return mean
-    highs = [r.run.latency.p99_high_s for r in readings]
-    within = 0.0
-    if part.name == "p99":  # by chance repeats are closer to each other than each is known
-        within = statistics.fmean((high or value) - value for high, value in zip(highs, values, strict=True)) / _Z
-    deviation = max(statistics.stdev(values), within)
-    return mean + student_at(2 * _CHANCE, len(values) - 1) * deviation / math.sqrt(len(values))
+    deviation = max(statistics.stdev(values), least if mean else 0.0)
+    return mean + side * student_at(2 * _CHANCE, len(values) - 1) * deviation / math.sqrt(len(values))
 
 
 def gain(chosen: Finalist, default: Finalist, seed: int) -> tuple[float, tuple[float, float] | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Final
 
@@ -157,6 +158,7 @@ class SyntheticBench:
 
     def _reading(self, settings: Settings, load: Load, found: SimResult) -> Reading:
         self.spent_s += (cost_s := load.seconds / (1 - WARM))
+        limit_s, latencies_s = self.slo.latency_s or math.inf, found.latencies_s
         run = Measurement(
             load=load,
             label=str(settings),
@@ -164,7 +166,7 @@ class SyntheticBench:
             requests=len(found.latencies_s),
             answered=len(found.latencies_s),
             throughput=found.throughput,
-            goodput=found.goodput,
+            goodput=found.throughput * bisect_right(latencies_s, limit_s) / max(1, len(latencies_s)),
             latency=latency_of(found.latencies_s),
         )
         return Reading(run=run, cost_s=cost_s)

@@ -13,7 +13,8 @@ from penstock.tune.trial import Curve, Reading
 
 
 class Hill:
-    """A Bench: settings that can do `able(settings)` requests a second answer in `base_s / (1 - rate / able)`.
+    """A Bench: settings that can do `able(settings)` requests a second answer in `base_s / (1 - rate / able)`, which is
+    their p99. Of answers 1 % take longer than 100 ms where that is the p99, more where it is more.
 
     `asked` has what was measured, as (settings, rate); `closed` how often it was told to end.
     """
@@ -61,6 +62,7 @@ class Hill:
             requests=n,
             answered=n,
             throughput=throughput,
+            goodput=throughput * (1 - min(1.0, 0.01 * (p99 / 0.1) ** 2)),
             latency=latency,
             invalid=["the generator was too slow"] if self.invalid >= 0 and load.mode == "open" else [],
         )
