@@ -30,6 +30,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "tests")
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # no test tells anybody
 
+# OpenMP's idle threads must not spin beside the servers that tests wait for; what tests start chooses for itself.
+_OMP = os.environ.get("OMP_WAIT_POLICY")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 if sys.dont_write_bytecode:  # each of many hundred processes would compile Penstock for itself, a third of its start
     compileall.compile_dir(Path(__file__).parents[1] / "src", quiet=2, workers=os.cpu_count() or 1)
 
@@ -38,6 +42,8 @@ def pytest_collection_finish() -> None:
     """Leaves what all tests have in common, millions of objects, out of every garbage collection that follows."""
     gc.collect()
     gc.freeze()
+    if _OMP is None:
+        os.environ.pop("OMP_WAIT_POLICY", None)  # torch, which reads it once, is loaded
 
 
 @pytest.hookimpl(trylast=True)
