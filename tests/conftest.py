@@ -54,11 +54,15 @@ def pytest_exception_interact(node: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_path() -> Iterator[None]:
-    """Takes back what a test put on `sys.path`, which workers get too: an `app.py` there hides those of others."""
-    before = sys.path[:]
+def own_surroundings() -> Iterator[None]:
+    """Takes back what a test put on `sys.path` and into the environment: workers and later tests get both."""
+    path, env = sys.path[:], dict(os.environ)
     yield
-    sys.path[:] = before
+    sys.path[:] = path
+    if os.environ != env:
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        os.environ.update(env)
 
 
 SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]

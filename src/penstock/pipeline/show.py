@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
+from msgspec.structs import replace
+
 from penstock.config.words import found
 from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, Step
@@ -21,8 +23,8 @@ _LONGEST, _WIDTH = 60, 76
 
 def shown(graph: Graph) -> str:
     """The graph as text; lines end in "\\n". Raises ConfigError: its edges do not fit."""
-    placed_nodes = placed(graph).nodes
-    nodes = [placed_nodes[name] for name in graph.order()]
+    here = placed(graph).nodes
+    nodes = [replace(graph.nodes[name], device=here[name].device) for name in graph.order()]
     count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
     head = f"pipeline {graph.name}: {count}, from {graph.entry} to {', '.join(graph.outputs)}"
     notes = [f"[{node.name}] {note}" for node in nodes for note in _notes(node)]
