@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock import metrics
-from penstock.pipeline import inline
+from penstock.pipeline import inline, placing
 from penstock.pipeline.graph import Step
 from penstock.pipeline.meter import FLUSH_S
 
@@ -26,6 +26,7 @@ TWO = {"instances": 2}
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline, "cores", lambda: 2)
+    monkeypatch.setattr(placing, "cores", lambda: 2)
 
 
 def preparing(make_graph: Any, **more: Any) -> Any:
