@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock import metrics
 from penstock.config.schema import BatchingConfig
 from penstock.models.python import PythonModel
 from penstock.transports.wide import Wide
@@ -86,6 +87,7 @@ class Stage:
 
 @pytest.fixture
 def stage() -> Stage:
+    metrics.drain()  # what other tests counted would be news
     return Stage()
 
 
