@@ -205,7 +205,7 @@ async def test_ten_thousand_connections_at_once_are_served_or_refused(
             s.close()
     assert took < 15.0  # 1.5 s on two idle cores, of which this client takes most
     assert len(waits) > 50  # 500 and more
-    assert max(waits) < max(2.0, took / 2)  # 0.1; on a busy machine at least not after the crowd
+    assert max(waits) < 2.0  # 0.1
     assert found.total() == number
     if room > number:
         assert found["200"] == number

@@ -16,29 +16,7 @@ from click.testing import CliRunner
 from penstock.bench.results import read
 from penstock.cli.benchmark_suite import benchmark_suite
 
-GUIDE = """\
-Model_name:
-    eager_mode:
-        benchmark_engine: "ab"
-        url: "Path to .mar file"
-        workers:
-            - 1
-            - 4
-        batch_delay: 100
-        batch_size:
-            - 1
-            - 2
-            - 4
-            - 8
-        requests: 10000
-        concurrency: 10
-        input: "Path to model input"
-        backend_profiling: False
-        exec_env: "local"
-        processors:
-            - "cpu"
-            - "gpus": "all"
-"""
+GUIDE = (Path(__file__).parents[1] / "unit" / "bench" / "guide.yaml").read_text()
 # Both take long beside what the generator does for a request: else it is the generator that is measured.
 ECHO = """
 import time

@@ -9,29 +9,7 @@ import pytest
 from penstock.bench.suite_yaml import Case, Processor, points, read_suite
 from penstock.errors import ConfigError
 
-GUIDE = """\
-Model_name:
-    eager_mode:
-        benchmark_engine: "ab"
-        url: "Path to .mar file"
-        workers:
-            - 1
-            - 4
-        batch_delay: 100
-        batch_size:
-            - 1
-            - 2
-            - 4
-            - 8
-        requests: 10000
-        concurrency: 10
-        input: "Path to model input"
-        backend_profiling: False
-        exec_env: "local"
-        processors:
-            - "cpu"
-            - "gpus": "all"
-"""
+GUIDE = Path(__file__).with_name("guide.yaml").read_text()
 TEMPLATE = """\
 ts_version:
     branch: &ts_version "master"
