@@ -64,6 +64,7 @@ def _tune(target: str, flags: dict[str, Any]) -> int:
         if len(journal):
             click.echo(f"goes on in {job.folder}: {len(journal)} answers are there (--no-resume begins anew)", err=True)
         click.echo(f"{job.subject.name}: {len(job.space)} settings, search {job.flags['search']}", err=True)
+        _warn_of_the_budget(job)
         outcome, payload_bytes = _searched(job, results, journal, origin.line)
     return _told(job, outcome, payload_bytes)
 
@@ -101,6 +102,17 @@ def _searched(job: Job, results: Results, journal: Journal, command: str) -> tup
         return outcome, app.payload_bytes
     finally:
         app.close()
+
+
+def _warn_of_the_budget(job: Job) -> None:
+    """Says at once that a budget leaves no time for the proof, however fast the model is."""
+    least_s, budget_s = _effort(job.flags["effort"]).proof_s(math.inf, job.slo), job.flags["budget"]
+    if budget_s and budget_s < least_s:
+        click.echo(
+            f"--budget {budget_s:g}s is over before anything is proven: the runs of the proof alone take {least_s:g}s "
+            f"or more with --effort {job.flags['effort']}",
+            err=True,
+        )
 
 
 def _effort(name: str) -> Effort:

@@ -54,6 +54,10 @@ class Effort(Struct, frozen=True, kw_only=True):
         """Seconds of one repeat of the proof."""
         return min(self.most_s, self.proof * self.sure(rate, slo))
 
+    def proof_s(self, rate: float, slo: Slo) -> float:
+        """Seconds of all repeats of the proof of one."""
+        return self.repeats * self.proves(rate, slo)
+
     def _seconds(self, rate: float, slo: Slo, least_s: float, samples: int) -> float:
         wanted = max(least_s, self.latencies * (slo.latency_s or 0.0), samples / rate)
         return round(min(self.most_s, wanted), 2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -27,15 +29,23 @@ class Unfit(Exception):
 
 class Meter:
     """`spent_s` is what all measurements took, those of earlier starts included: a search that was killed decides as
-    one that was not. `limit_s` may be moved."""
+    one that was not. `limit_s` may be moved; `kept_s` tells how much of it is kept back, as far as is known now."""
 
     def __init__(
         self, bench: Bench, journal: Journal, *, seed: int = 0, limit_s: float = math.inf, watch: Watch | None = None
     ) -> None:
         self.bench, self.limit_s, self.spent_s = bench, limit_s, 0.0
         self._journal, self._seed, self._watch = journal, seed, watch
+        self.kept_s: Callable[[], float] = lambda: 0.0
         self._asked = 0
+        self._last: Settings | None = None
+        self._changes: list[float] = []
         self._curves: dict[Settings, Curve | None] = {}
+
+    @property
+    def change_s(self) -> float:
+        """What a run takes beyond its own seconds when the settings are others than before: the mean; 0 if none was."""
+        return statistics.fmean(self._changes) if self._changes else 0.0
 
     def curve(self, settings: Settings) -> Curve | None:
         """The offline curve of these settings' family: all that differ in batch, instances and holds alone."""
@@ -69,7 +79,7 @@ class Meter:
         )
 
     def _ask(self, what: str, settings: Settings, answer: Callable[[int], Reading]) -> Reading:
-        if self.spent_s >= self.limit_s:
+        if self.spent_s >= self.limit_s - self.kept_s():
             raise BudgetOver
         self._asked += 1
         seed = self._seed * 100_003 + self._asked
@@ -81,14 +91,18 @@ class Meter:
         self.spent_s += entry.cost_s
         if entry.reading is None:
             raise Unfit(entry.failed)
+        if settings != self._last:
+            self._last = settings
+            self._changes.append(entry.cost_s - entry.reading.run.load.seconds)
         if self._watch is not None:
             self._watch(settings, entry.reading, replayed)
         return entry.reading
 
     def _answered(self, key: str, settings: Settings, seed: int, answer: Callable[[int], Reading]) -> Entry:
+        started = time.monotonic()
         try:
             self.bench.prepare(settings)
             reading = answer(seed)
         except LoadFailed as e:
-            return Entry(key=key, failed=e.message)
+            return Entry(key=key, failed=e.message, cost_s=round(time.monotonic() - started, 1))
         return Entry(key=key, reading=reading, cost_s=reading.cost_s)

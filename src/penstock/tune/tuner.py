@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from penstock.bench.slo import Slo
@@ -19,7 +20,8 @@ from penstock.tune.search import strategy
 from penstock.tune.space import Settings, Space
 from penstock.tune.trial import Bench
 
-_RESERVED: Final = 0.4  # of the budget at most is kept for the proof
+_KEPT: Final = 0.5  # of the budget at most is kept for the proof
+_ROUNDS: Final = 1.5  # of the proof: one, and of some another at a lower rate
 
 
 def tune(
@@ -58,19 +60,22 @@ class _Tuning:
     """A search, and the proof of what it found."""
 
     def __init__(self, field: Field, default: Settings, budget_s: float) -> None:
-        self.field, self.default, self.budget_s = field, default, budget_s
+        self.field, self.default = field, default
         self.finalists: list[Finalist] = []
+        field.meter.limit_s = budget_s
 
     def go(self, run: Callable[[Field], None]) -> Ending:
-        """Searches and proves; tells how it ended."""
-        meter, ended = self.field.meter, False
+        """Searches and proves; tells how it ended. Neither the search nor what is settled after it takes the time that
+        the proof needs."""
+        most, ended = self.field.effort.finalists + 1, False
         try:
-            try:
-                meter.limit_s = self.budget_s - self._reserve()
-                run(self.field)
-            except BudgetOver:
-                ended = True
-            meter.limit_s = self.budget_s
+            for step, proven in ((partial(run, self.field), most), (self._settle, 2)):
+                self.field.meter.kept_s = partial(self._kept_s, proven)
+                try:
+                    step()
+                except BudgetOver:
+                    ended = True
+            self.field.meter.kept_s = lambda: 0.0
             self._prove()
         except BudgetOver:
             ended = True
@@ -78,31 +83,19 @@ class _Tuning:
             return "interrupted"
         return "budget" if ended else "done"
 
-    def _reserve(self) -> float:
-        """Seconds that the proof takes."""
-        if self.budget_s == math.inf:
-            return 0.0
-        effort = self.field.effort
-        runs = (effort.finalists + 1) * (effort.repeats + 2)
-        return min(_RESERVED * self.budget_s, runs * effort.sure(1e9, self.field.slo))
+    def _kept_s(self, proven: int) -> float:
+        """Seconds of the budget that are kept for the proof of so many, some rounds of it at a lower rate."""
+        rate = max((trial.rate for trial in self.field.trials.values()), default=0.0) or math.inf
+        return min(_KEPT * self.field.meter.limit_s, proven * _ROUNDS * self._proof_s(rate))
 
-    def _prove(self) -> None:
-        field = self.field
-        top = self._top()
-        if not top:
-            return
-        if not any(trial.settings == self.default for trial in top):
-            top.append(field.settle(self.default, enters=False))
-        self.finalists = [
-            Finalist(trial.settings, trial.rate, reference=trial.settings == self.default)
-            for trial in top
-            if trial.rate
-        ]
-        confirm(field.meter, field.slo, field.effort, self.finalists)
+    def _proof_s(self, rate: float) -> float:
+        """Seconds that the repeats of settings take which sustain so much."""
+        effort, meter = self.field.effort, self.field.meter
+        return effort.proof_s(rate, self.field.slo) + effort.repeats * meter.change_s
 
-    def _top(self) -> list[Trial]:
-        """The best few at rates that they are known to sustain. Who may be close to the best is measured as well as it;
-        others only if they were measured already."""
+    def _settle(self) -> None:
+        """Makes sure of the rates of the best few, and of the default's. Who may be close to the best is measured as
+        well as it; others only if they were measured already."""
         field, close = self.field, 1 - 2 * self.field.effort.precision
         for _ in range(field.effort.finalists):
             best = next(iter(field.ranked()), None)
@@ -111,9 +104,27 @@ class _Tuning:
             field.settle(best.settings)
         best = max(field.ranked(), key=lambda trial: trial.rate, default=None)
         if best is None or not best.rate:
-            return []
+            return
         for trial in field.ranked()[: field.effort.finalists + 1]:
             unclear = trial.rate < best.rate < trial.bad_rate / close
             if unclear and (trial.rate >= close * best.rate or field.prober.probe(trial, close * best.rate)):
                 field.settle(trial.settings)
-        return [trial for trial in field.ranked() if trial.rate][: field.effort.finalists]
+        if not any(trial.settings == self.default for trial in self._top()):
+            field.settle(self.default, enters=False)
+
+    def _top(self) -> list[Trial]:
+        return [trial for trial in self.field.ranked() if trial.rate][: self.field.effort.finalists]
+
+    def _prove(self) -> None:
+        """Measures the best few and the default again: the best in any case, then the default, others as far as there
+        is time for them."""
+        field, top = self.field, self._top()
+        default = field.trials.get(self.default)
+        if default is not None and default.rate:
+            top = list(dict.fromkeys([*top[:1], default, *top[1:]]))
+        self.finalists = [Finalist(t.settings, t.rate, reference=t is default) for t in top]
+        left_s, proven = field.meter.limit_s - field.meter.spent_s, self.finalists[:1]
+        for one in self.finalists[1:]:
+            if sum(self._proof_s(other.rate) for other in [*proven, one]) <= left_s:
+                proven.append(one)
+        confirm(field.meter, field.slo, field.effort, proven)

@@ -152,3 +152,9 @@ def test_a_folder_of_another_run_is_refused(folder: Path) -> None:
 def test_a_token_file_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         job.read_job("app.py:Net", flags(token_file="none"))
+
+
+@pytest.mark.parametrize(("effort", "told"), [("normal", True), ("quick", False)])
+def test_a_budget_too_short_for_any_proof_is_told_before_it_is_spent(effort: str, told: bool) -> None:
+    said = run("app.py:Net", "--slo", "p99<=2s", "--budget", "20s", "--effort", effort).stderr
+    assert ("--budget 20s is over before anything is proven: the runs of the proof alone take 90s" in said) == told

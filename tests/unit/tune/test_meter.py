@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.tune.journal import Journal
@@ -22,6 +24,43 @@ def test_the_time_of_all_measurements_counts_and_the_limit_ends_them(hill: Any) 
     assert meter.spent_s == 5.0
     with pytest.raises(BudgetOver):
         meter.measure(ONE, 100, 3)
+
+
+def test_what_is_kept_back_ends_them_earlier_as_far_as_is_known_by_then(hill: Any) -> None:
+    meter = Meter(hill(lambda _: 1000), Journal(), limit_s=6.0)
+    meter.kept_s = lambda: meter.spent_s
+    meter.measure(ONE, 100, 2)
+    meter.measure(ONE, 100, 1)
+    with pytest.raises(BudgetOver):
+        meter.measure(ONE, 100, 1)
+    meter.kept_s = lambda: 0.0
+    meter.measure(ONE, 100, 1)
+
+
+def test_what_a_change_of_settings_takes_beyond_the_run_is_known(hill: Any) -> None:
+    class Reloaded(hill):  # type: ignore[misc]
+        def measure(self, settings: Settings, *args: Any) -> Reading:
+            found: Reading = super().measure(settings, *args)
+            new = len(self.asked) < 2 or self.asked[-2][0] != settings
+            change_s = float(settings.get("batch") or 0) if new else 0.5
+            return msgspec.structs.replace(found, cost_s=found.cost_s + change_s)
+
+    meter = Meter(Reloaded(lambda _: 1000), Journal())
+    assert meter.change_s == 0
+    for batch in (4, 4, 8, 8, 8, 3):
+        meter.measure(ONE.put(batch=batch), 100, 2)
+    assert meter.change_s == 5
+
+
+def test_a_load_that_fails_takes_its_time_too(hill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = hill(lambda _: 1000)
+    bench.fails.add(ONE)
+    now = itertools.count(step=7.04)
+    monkeypatch.setattr("penstock.tune.meter.time.monotonic", lambda: next(now))
+    meter = Meter(bench, Journal())
+    with pytest.raises(Unfit):
+        meter.measure(ONE, 100, 2)
+    assert meter.spent_s == 7.0
 
 
 def test_each_measurement_has_a_seed_of_its_own(hill: Any) -> None:

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.bench.report import Verdict
@@ -18,6 +19,7 @@ from penstock.tune.journal import Journal
 from penstock.tune.meter import Watch
 from penstock.tune.space import Settings, parse_settings, parse_space
 from penstock.tune.synthetic import SyntheticBench, drawn
+from penstock.tune.trial import Reading
 from penstock.tune.tuner import Outcome, tune
 
 SLO = parse_slo("p99<=100ms")
@@ -167,6 +169,28 @@ def test_a_budget_that_is_over_leaves_the_best_of_what_was_measured(hill: Any, b
         assert outcome.rate <= 900
     else:
         assert outcome.chosen is None or not outcome.confirmed
+
+
+def test_a_budget_that_is_too_short_for_the_search_leaves_enough_for_the_proof(hill: Any) -> None:
+    """Runs are as long as they are at few requests a second, and each change of settings takes some seconds."""
+
+    class Slow(hill):  # type: ignore[misc]
+        def measure(self, *args: Any) -> Reading:
+            found: Reading = super().measure(*args)
+            return msgspec.structs.replace(found, cost_s=found.cost_s + 5)
+
+    full = tune(Slow(slow), SPACE, SLO, default=DEFAULT)
+    for share in (0.4, 0.6, 0.8):
+        outcome = tune(Slow(slow), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s)
+        assert (outcome.ended, outcome.confirmed) == ("budget", True)
+        assert outcome.spent_s <= share * full.spent_s + 40
+        assert outcome.rate <= 90
+    assert outcome.verdict.interval is not None, "the default was proven, too"
+
+
+def slow(settings: Settings) -> float:
+    """A tenth of `able`."""
+    return able(settings) / 10
 
 
 @pytest.mark.parametrize("at", [1, 2, 10, 25])
