@@ -53,7 +53,8 @@ def simulate(**flags: Any) -> None:
     """Replay arrivals through each batching policy and batch size, in virtual time.
 
     The scheduler is the one that serves; only time and the model are not real. Nothing is refused or given up, so that
-    what a setting cannot do shows as latency. The cost of a batch is what `penstock tune` tells as the curve.
+    what a setting cannot do shows as latency. The cost of a batch is what a server has learned under load:
+    penstock_cost_fixed_seconds and penstock_cost_row_seconds of its metrics.
     """
     sys.exit(exit_code(lambda: _simulate(flags)))
 
