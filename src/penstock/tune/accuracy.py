@@ -1,13 +1,15 @@
 """The accuracy guard: what a model answers to known inputs, held against what it should answer.
 
 Answers are compared as callers get them. JSON is compared value by value: numbers may differ by the tolerance, of
-themselves or of 1, whichever is more; everything else, also the length of a list, must be equal. So must other bytes.
+themselves or of 1, whichever is more, and two whole ones by the tolerance itself: they are labels and counts, of which
+281 is not nearly 282. Everything else, also the length of a list, must be equal. So must other bytes.
 """
 
 from __future__ import annotations
 
 import mimetypes
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +24,7 @@ from penstock.tune.curve import Body, Given
 JSON: Final = "application/json"
 TOLERANCE: Final = 0.01
 _EXPECTED: Final = "expected.jsonl"
+_NO_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Sample(Struct, frozen=True):
@@ -120,7 +123,7 @@ def _lines(file: Path) -> list[tuple[int, Any]]:
             continue
         try:
             found.append((number, msgspec.json.decode(line)))
-        except (msgspec.DecodeError, RecursionError) as error:
+        except _NO_JSON as error:
             raise ConfigError(f"--accuracy-check {file}: line {number} is no JSON: {error}") from None
     return found
 
@@ -129,12 +132,14 @@ def _of_arrays(file: Path) -> list[Sample]:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # TypeError: a .npy
         raise ConfigError(f"--accuracy-check {file}: cannot be read as .npz: {error}") from None
-    for name in found:
+    for name, array in found.items():
         if name not in ("inputs", "outputs"):
             hint = nearest(name, ("inputs", "outputs"))
             raise ConfigError(f"--accuracy-check {file}: found an array '{name}', expected inputs and outputs{hint}")
+        if array.dtype.kind not in "biufU":
+            raise ConfigError(f"--accuracy-check {file}: {name} are {array.dtype}, expected numbers, truths or texts")
     if "inputs" not in found or not found["inputs"].ndim:
         raise ConfigError(f"--accuracy-check {file}: found no array 'inputs' whose axis 0 are the requests")
     inputs, outputs = found["inputs"], found.get("outputs")
@@ -195,7 +200,7 @@ def _value(given: Given) -> Any:
     if kind == JSON or kind.endswith("+json"):
         try:
             return msgspec.json.decode(given.body)
-        except (msgspec.DecodeError, RecursionError):
+        except _NO_JSON:
             return given.body
     if kind.startswith("text/"):
         return given.body.decode(errors="replace")
@@ -206,7 +211,7 @@ def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
     """(the largest difference, as it counts against the tolerance, where it is in words); infinite if no number can be
     put to it."""
     if _is_number(expected) and _is_number(found):
-        return _of_numbers(np.array([expected], float), np.array([found], float), where, "")
+        return _of_numbers([expected], [found], where, "")
     if isinstance(expected, dict) and isinstance(found, dict):
         missing = [key for key in (*expected, *found) if key not in expected or key not in found]
         if missing:
@@ -215,9 +220,8 @@ def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
     elif isinstance(expected, list) and isinstance(found, list):
         if len(expected) != len(found):
             return float("inf"), f"{where or 'the answer'}: found {len(found)} elements, expected {len(expected)}"
-        arrays = _arrays(expected, found)
-        if arrays is not None:
-            return _of_numbers(*arrays, where, "[]")
+        if _are_numbers(expected, found):
+            return _of_numbers(expected, found, where, "[]")
         pairs = [(f"{where}[{i}]", e, f) for i, (e, f) in enumerate(zip(expected, found, strict=True))]
     elif type(expected) is type(found) and expected == found:
         return 0.0, ""
@@ -230,27 +234,37 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _arrays(expected: list[Any], found: list[Any]) -> tuple[Any, Any] | None:
-    """Both as arrays of numbers of one shape; None where they are none."""
+def _are_numbers(expected: list[Any], found: list[Any]) -> bool:
+    """Whether both are numbers alone that can be compared at once: whole ones in both, or none in one of the two."""
+    kinds = set(map(type, expected)), set(map(type, found))
+    return bool(expected) and ({float} in kinds or kinds == ({int}, {int})) and kinds[0] | kinds[1] <= {int, float}
+
+
+def _of_numbers(expected: list[Any], found: list[Any], where: str, brackets: str) -> tuple[float, str]:
+    """Of lists as `_are_numbers` says; whole numbers may be of any size."""
+    if type(expected[0]) is type(found[0]) is int:
+        away = [abs(f - e) for e, f in zip(expected, found, strict=True)]
+        at = away.index(max(away))
+        size = float(min(away[at], 2**1000))
+    else:
+        a, b = np.array([_as_float(e) for e in expected]), np.array([_as_float(f) for f in found])
+        with np.errstate(invalid="ignore", over="ignore"):
+            sizes = np.abs(b - a) / np.maximum(1.0, np.abs(a))
+        sizes = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.where(np.isnan(sizes), np.inf, sizes))
+        at = int(sizes.argmax())
+        size = float(sizes[at])
+    place = f"{where}[{at}]" if brackets else where
+    return size, f"{place or 'the answer'}: found {_shown(found[at])}, expected {_shown(expected[at])}"
+
+
+def _as_float(number: float) -> float:
+    """Of a whole number that no float can hold, infinity."""
     try:
-        arrays = np.asarray(expected), np.asarray(found)
-    except ValueError:  # lists of different lengths within
-        return None
-    if not expected or arrays[0].shape != arrays[1].shape or any(a.dtype.kind not in "iuf" for a in arrays):
-        return None
-    return arrays[0].astype(float), arrays[1].astype(float)
-
-
-def _of_numbers(expected: Any, found: Any, where: str, brackets: str) -> tuple[float, str]:
-    with np.errstate(invalid="ignore"):
-        sizes = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
-    same = (expected == found) | (np.isnan(expected) & np.isnan(found))
-    sizes = np.where(same, 0.0, np.where(np.isnan(sizes), np.inf, sizes))
-    at = np.unravel_index(int(sizes.argmax()), sizes.shape)
-    place = where + "".join(f"[{i}]" for i in at) * bool(brackets)
-    return float(sizes[at]), f"{place or 'the answer'}: found {found[at]:g}, expected {expected[at]:g}"
+        return float(number)
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = f"{value:g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

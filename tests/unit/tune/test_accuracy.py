@@ -47,6 +47,19 @@ def sample(name: str = "line 1", expected: Any = UNSET) -> Sample:
         ([math.nan, math.inf], [math.nan, math.inf], 0.0, ""),
         ([1.0], [math.nan], math.inf, "[0]: found nan"),
         ([math.inf], [1.0], math.inf, "[0]"),
+        ([1e308], [-1e308], math.inf, "[0]"),
+        (281, 282, 1.0, "found 282, expected 281"),
+        ([7, 281], [7, 282], 1.0, "[1]: found 282, expected 281"),
+        ([[281, 0.5], [7, 0.5]], [[282, 0.5], [7, 0.5]], 1.0, "[0][0]: found 282, expected 281"),
+        (281, 282.0, 1 / 281, ""),
+        ([281.0], [282], 1 / 281, ""),
+        (2**60, 2**60 + 1, 1.0, ""),
+        ([0, 2**64], [0, -(2**64)], 2.0**65, "[1]"),
+        (10**400, 1, 2.0**1000, ""),
+        (1.0, 10**400, math.inf, ""),
+        ([True, 2], [1, 2], math.inf, "[0]: found 1, expected True"),
+        ([[], []], [[], []], 0.0, ""),
+        ([[], [1.0]], [[], [1.25]], 0.25, "[1][0]"),
     ],
 )
 def test_a_difference_is_the_largest_of_all_values_and_tells_its_place(
@@ -81,6 +94,12 @@ def test_text_and_bytes_are_compared_as_they_are() -> None:
     text, png = Given("Straße".encode(), "text/plain; charset=utf-8"), Given(b"\x89PNG", "image/png")
     assert agreement([sample(), sample()], truth_of([sample(), sample()], [text, png]), [text, png], 0.0).holds
     assert not agreement([sample()], ["Strasse"], [text], 1e9).holds
+
+
+def test_what_says_that_it_is_json_and_is_none_is_compared_as_bytes() -> None:
+    latin = Given(b'"\xe9"', JSON)
+    assert agreement([sample()], truth_of([sample()], [latin]), [latin], 0.0).holds
+    assert not agreement([sample()], truth_of([sample()], [latin]), [given("e")], 0.0).holds
 
 
 def test_what_the_file_expects_counts_more_than_what_the_reference_answers() -> None:
@@ -126,10 +145,10 @@ def test_a_folder_holds_a_request_a_file_and_may_tell_the_answers(tmp_path: Path
     assert [s.expected for s in read_samples(str(tmp_path))] == [1, 2]
 
 
-def make(folder: Path, name: str, content: str | dict[str, Any]) -> str:
+def make(folder: Path, name: str, content: str | bytes | dict[str, Any]) -> str:
     path = folder / name
-    if isinstance(content, str):
-        path.write_text(content)
+    if not isinstance(content, dict):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     else:
         np.savez(path, **content)
     return str(path)
@@ -146,11 +165,31 @@ def make(folder: Path, name: str, content: str | dict[str, Any]) -> str:
         ("a.npz", {"outputs": np.zeros(3)}, "found no array 'inputs'"),
         ("a.npz", {"inputs": np.array([{}], dtype=object)}, r"cannot be read as \.npz"),
         ("a.npz", "no archive", r"cannot be read as \.npz"),
+        ("a.npz", "", r"cannot be read as \.npz"),
+        ("a.npz", {"inputs": np.array([1j])}, "inputs are complex128, expected numbers"),
+        ("a.npz", {"inputs": np.zeros(1), "outputs": np.array([b"x"])}, r"outputs are \|S1, expected numbers"),
+        ("a.jsonl", b'"\xff"\n', "line 1 is no JSON"),
     ],
 )
 def test_a_file_of_the_wrong_length_or_form_is_refused(tmp_path: Path, name: str, content: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_samples(make(tmp_path, name, content))
+
+
+def test_one_array_is_no_npz_whatever_its_name(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(2))
+    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
+    with pytest.raises(ConfigError, match=r"cannot be read as \.npz"):
+        read_samples(str(tmp_path / "a.npz"))
+
+
+def test_an_npz_that_is_broken_within_is_refused(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", inputs=np.arange(10_000))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[100:160] = b"\xff" * 60
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"cannot be read as \.npz"):
+        read_samples(str(tmp_path / "a.npz"))
 
 
 def test_a_folder_with_too_few_answers_is_refused(tmp_path: Path) -> None:
