@@ -18,7 +18,7 @@ from msgspec import Struct, convert, to_builtins
 from penstock.bench.ask import Reply, ask
 from penstock.bench.target import Target, open_target
 from penstock.config.schema import ModelConfig
-from penstock.errors import LoadFailed
+from penstock.errors import LoadFailed, PenstockError
 from penstock.tune.config import changed_keys
 from penstock.tune.space import KEYS, Settings, Value
 
@@ -51,7 +51,7 @@ class Subject(Struct, frozen=True, kw_only=True):
             *tables, last = key.split(".")
             table = tree
             for name in tables:
-                table = table[name]
+                table = table.setdefault(name, {})
             table[last] = value
         return convert(tree, ModelConfig)
 
@@ -73,6 +73,7 @@ class Served:
         self._open = ExitStack()
         self._target: Target | None = None
         self._settings: Settings | None = None  # None: nobody knows what is loaded
+        self._started = False
 
     @property
     def target(self) -> Target:
@@ -85,8 +86,8 @@ class Served:
         return self._settings
 
     def use(self, settings: Settings) -> bool:
-        """Serves with these settings, True if something had to be changed. Raises LoadFailed, and PenstockError if the
-        server does not start."""
+        """Serves with these settings, True if something had to be changed. Raises LoadFailed, and at the first call any
+        PenstockError: then there is no server that could be tuned."""
         if settings == self._settings and self._alive:
             return False
         if self._settings is None or not self._alive or self._is_configured(self._settings, settings):
@@ -94,7 +95,7 @@ class Served:
         else:
             before, self._settings = self._settings, None
             if self._only_scaled(before, settings):
-                self._scale(int(settings.get("instances") or 1))
+                self._scale(self.subject.with_settings(settings).instances)
             else:
                 self._load(settings)
         self._settings = settings
@@ -120,15 +121,24 @@ class Served:
         subject = self.subject
         sets = [*subject.sets, *(_set(subject.section, key, value) for key, value in keys_of(settings).items())]
         log.info("start settings=%s", settings)
-        self._target = self._open.enter_context(
-            open_target(subject.target, model=subject.name, token=subject.token, sets=sets, management=True)
-        )
+        try:
+            self._target = self._open.enter_context(
+                open_target(subject.target, model=subject.name, token=subject.token, sets=sets, management=True)
+            )
+        except PenstockError as error:
+            if not self._started:
+                raise
+            raise LoadFailed(f"no server starts: {_last_words(error.message)}", detail=error.message) from error
+        self._started = True
 
     @staticmethod
     def _is_configured(before: Settings, after: Settings) -> bool:
-        """Whether a key differs that no request may set."""
-        differing = {knob for knob, _ in set(before.items) ^ set(after.items)}
-        return any(KEYS.get(knob, knob).split(".")[0] in _CONFIGURED for knob in differing)
+        """Whether a key differs that no request may set: also a class, as of a policy of one's own."""
+        return any(
+            KEYS.get(knob, knob).split(".")[0] in _CONFIGURED or ":" in str(value)
+            for knob, value in set(before.items) ^ set(after.items)
+            if knob != "device"
+        )
 
     def _only_scaled(self, before: Settings, after: Settings) -> bool:
         """Whether only the number of instances differs, and with it nothing else: threads that nobody set are shared
@@ -138,8 +148,8 @@ class Served:
         numbers = now.instances != "auto" and then.instances != "auto"
         return differing == {"instances"} and numbers and then.threads is not None and then.transport != "inline"
 
-    def _scale(self, instances: int) -> None:
-        log.info("scale instances=%d", instances)
+    def _scale(self, instances: int | str) -> None:
+        log.info("scale instances=%s", instances)
         self._change("PUT", "/scale", {"instances": instances})
 
     def _load(self, settings: Settings) -> None:
@@ -151,17 +161,19 @@ class Served:
         self._change("PUT", version, keys)
 
     def _change(self, method: str, route: str, body: Any) -> None:
-        """Raises LoadFailed."""
-        reply = self._asked(method, route, body)
-        if reply.ok:
-            return
-        said: Any = reply.json()
-        why = said.get("error", {}).get("message") if isinstance(said, dict) else None
+        """Raises LoadFailed, also when the server dies of it."""
+        try:
+            reply = self._asked(method, route, body)
+        except PenstockError as error:
+            why = f"the server gave up on the settings: {error.message}"
+        else:
+            if reply.ok:
+                return
+            said: Any = reply.json()
+            told = said.get("error", {}).get("message") if isinstance(said, dict) else None
+            why = f"the server did not take the settings ({reply.status}): {told or reply.text}"
         server = self.target.server
-        raise LoadFailed(
-            f"the server did not take the settings ({reply.status}): {why or reply.text}",
-            detail=server.said()[-_PRINTED:].strip() if server is not None else "",
-        )
+        raise LoadFailed(why, detail=server.said()[-_PRINTED:].strip() if server is not None else "")
 
     def _asked(self, method: str, route: str, body: Any) -> Reply:
         assert self.target.management is not None
@@ -174,6 +186,12 @@ class Served:
             token=self.subject.token,
             timeout_s=model.load_timeout_s + _GRACE_S,
         )
+
+
+def _last_words(text: str) -> str:
+    """What a server that did not start said of it: the last line that tells an error, else the first of all."""
+    lines, ours = text.splitlines() or [""], "penstock: "
+    return next((line for line in reversed(lines) if line.startswith(ours)), lines[0]).removeprefix(ours)
 
 
 def _set(section: str, key: str, value: Any) -> str:
@@ -192,6 +210,6 @@ def reachable(devices: Sequence[str], gpus: int) -> str | None:
         kind, _, number = device.partition(":")
         if kind == "cuda" and not gpus:
             return f"device={device}: this machine has no GPU that CUDA shows; leave it out, or tune on one that has"
-        if kind == "cuda" and number and int(number) >= gpus:
+        if kind == "cuda" and number and not (number.isdecimal() and int(number) < gpus):
             return f"device={device}: there are {gpus} GPUs, cuda:0 to cuda:{gpus - 1}"
     return None

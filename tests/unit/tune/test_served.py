@@ -10,8 +10,9 @@ import pytest
 from penstock.bench.ask import Reply
 from penstock.bench.target import Target
 from penstock.client.endpoint import Endpoint
+from penstock.client.errors import ConnectionLost
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.errors import LoadFailed
+from penstock.errors import LoadFailed, ModelNotReady, PenstockError
 from penstock.tune import served as module
 from penstock.tune.served import Served, Subject, keys_of, reachable
 from penstock.tune.space import Settings, parse_settings
@@ -26,18 +27,23 @@ class Server:
         self.starts: list[list[str]] = []
         self.stops = 0
         self.asked: list[tuple[str, str, Any]] = []
-        self.answer = Reply(200, b'{"versions": [{"instances": 3, "max_batch_size": 8}]}')
+        self.answer: Reply | PenstockError = Reply(200, b'{"versions": [{"instances": 3, "max_batch_size": 8}]}')
+        self.fails: PenstockError | None = None  # each start
 
     @contextmanager
     def open_target(self, text: str, *, sets: list[str], **flags: Any) -> Iterator[Target]:
         assert flags == {"model": "net", "token": None, "management": True}
         self.starts.append(sets)
+        if self.fails is not None:
+            raise self.fails
         there = Endpoint("127.0.0.1", 1)
         yield Target(text=text, endpoint=there, model="net", path="", management=there, server=self)  # type: ignore[arg-type]
         self.stops += 1
 
     def ask(self, endpoint: Endpoint, method: str, path: str, body: bytes | None, **flags: Any) -> Reply:
         self.asked.append((method, path, None if body is None else msgspec.json.decode(body)))
+        if isinstance(self.answer, PenstockError):
+            raise self.answer
         return self.answer
 
     def said(self) -> str:
@@ -74,11 +80,11 @@ def test_settings_are_keys_of_the_model() -> None:
 def test_a_model_keeps_what_no_knob_turns() -> None:
     model = ModelConfig(target="a:b", threads=2, options={"k": 1}, batching=BatchingConfig(slo_s=0.1))
     subject = Subject(target="x.toml", section="net", model=model)
-    found = subject.with_settings(at("batch=4,device=cuda,options.k=2"))
+    found = subject.with_settings(at("batch=4,device=cuda,options.k=2,options.deep.er=3"))
     assert found == ModelConfig(
         target="a:b",
         threads=2,
-        options={"k": 2},
+        options={"k": 2, "deep": {"er": 3}},
         devices=("cuda",),
         batching=BatchingConfig(slo_s=0.1, max_batch_size=4),
     )
@@ -109,6 +115,13 @@ def test_instances_with_threads_of_their_own_are_scaled(server: Server) -> None:
     assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
 
 
+def test_the_app_as_it_is_is_scaled_to_the_instances_that_it_has(server: Server) -> None:
+    found = served(instances=3, threads=1)
+    found.use(at("instances=2"))
+    assert found.use(Settings())
+    assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -136,6 +149,21 @@ def test_keys_that_no_request_may_set_start_the_server_anew(server: Server) -> N
     assert (server.stops, server.asked) == (1, [])
 
 
+@pytest.mark.parametrize("texts", [("policy=none", "policy=pkg.mod:Mine"), ("policy=pkg.mod:Mine", "policy=none")])
+def test_a_class_that_no_request_may_name_starts_the_server_anew(server: Server, texts: tuple[str, str]) -> None:
+    found = served()
+    for text in texts:
+        found.use(at(text))
+    assert (len(server.starts), server.asked) == (2, [])
+
+
+def test_another_gpu_is_no_class(server: Server) -> None:
+    found = served()
+    found.use(at("device=cuda:0"))
+    found.use(at("device=cuda:1"))
+    assert (len(server.starts), len(server.asked)) == (1, 2)
+
+
 def test_configured_options_are_left_to_the_configuration(server: Server) -> None:
     found = served(options={"k": 1}, weights="w.pt", name="net", traffic={"1": 1.0})
     found.use(at("batch=2"))
@@ -151,6 +179,37 @@ def test_settings_that_do_not_load_are_told_and_the_next_ones_get_a_server_of_th
         found.use(at("batch=4"))
     assert caught.value.detail == "OSError: no weights"
     found.use(at("batch=2"))
+    assert (len(server.starts), server.stops) == (2, 1)
+
+
+def test_a_server_that_does_not_start_at_all_ends_it(server: Server) -> None:
+    server.fails = ModelNotReady("not ready")
+    with pytest.raises(ModelNotReady):
+        served().use(Settings())
+
+
+def test_settings_with_which_no_later_server_starts_are_told_in_a_line_and_it_goes_on(server: Server) -> None:
+    found = served()
+    found.use(at("options.width=1"))
+    server.fails = PenstockError("the server did not start; it said:\n  net  loading\npenstock: no room\nTraceback")
+    with pytest.raises(LoadFailed, match=r"^no server starts: no room$") as caught:
+        found.use(at("options.width=2"))
+    assert "Traceback" in caught.value.detail
+    server.fails = PenstockError("the server is not ready after 300 s; it said:\n")
+    with pytest.raises(LoadFailed, match=r"^no server starts: the server is not ready after 300 s; it said:$"):
+        found.use(at("options.width=3"))
+    server.fails = None
+    assert found.use(at("options.width=1"))
+
+
+def test_a_server_that_dies_of_the_settings_is_no_end_of_the_search(server: Server) -> None:
+    found = served()
+    found.use(at("batch=2"))
+    server.answer = ConnectionLost("127.0.0.1: the connection ended before the answer")
+    with pytest.raises(LoadFailed, match=r"gave up on the settings: 127\.0\.0\.1: the connection ended") as caught:
+        found.use(at("batch=4"))
+    assert caught.value.detail == "OSError: no weights"
+    found.use(at("batch=8"))
     assert (len(server.starts), server.stops) == (2, 1)
 
 
@@ -176,6 +235,8 @@ def test_clients_are_twice_the_rows_that_all_instances_hold(server: Server) -> N
         ("cuda:1", 2, None),
         ("cuda", 0, "this machine has no GPU"),
         ("cuda:2", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
+        ("cuda:x", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
+        ("cuda:-1", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
     ],
 )
 def test_a_device_that_is_not_there_is_told(device: str, gpus: int, said: str | None) -> None:
