@@ -56,6 +56,7 @@ class PythonModel:
         self._options = options or {}
         self._extras = extras
         self._model: Any = None
+        self.takes: frozenset[str] = frozenset()  # names of extras that the loaded model has a use for
         self.predict: Callable[[list[Any]], Any] = self._not_loaded
         self.preprocess: Callable[[Any], Any] | None = None
         self.postprocess: Callable[[Any], Any] | None = None
@@ -92,6 +93,7 @@ class PythonModel:
                 raise LoadFailed(f"'{hook}' of the model is async: of its methods only 'predict' may be")
         load = getattr(found, "load", None)
         if load is not None:
+            self.takes = frozenset(getattr(found, "__penstock_takes__", inspect.signature(load).parameters))
             load(device, **_accepted(load, self._extras))
         self.predict = cast(Callable[[list[Any]], Any], predict)
         for hook in ("preprocess", "postprocess", "warmup"):

@@ -71,6 +71,8 @@ class Request(Struct):
 class TensorModel:
     """The model around a program, which `open_program` makes as the settings say."""
 
+    __penstock_takes__ = ("precision", "optimize", "threads")  # by its settings, not by its `load`
+
     def __init__(self, open_program: Callable[[Settings], Program], settings: Settings) -> None:
         self._open, self._settings = open_program, settings
         self._program: Program | None = None

@@ -70,6 +70,7 @@ class App:
         self._data, self._seed = data, seed
         self._served = Served(subject)
         self._payloads: list[Payload] = []
+        self._bodies: list[Body] = []  # the same, as a worker sees them
         self._rehearsed: dict[Settings, Rehearsal | LoadFailed] = {}
         self._costs: dict[Settings, float] = {}
         self._truth: list[Any] | None = None
@@ -83,21 +84,28 @@ class App:
     def start(self) -> None:
         """Serves the app as it is, finds what to send, and lets one instance of it answer that.
 
-        Raises PenstockError: it does not load, or cannot answer what is sent; ConfigError for data that cannot be, and
-        for samples that its own answers differ from.
+        Raises PenstockError: it does not load, or cannot answer what is sent; ConfigError for data that cannot be, for
+        samples that its own answers differ from, and for knobs that it has no use for.
         """
         self._served.use(Settings())
         self._payloads = payloads(self._data, self._served.target, self._seed)
+        self._bodies = [_body(payload, self._served.target.path) for payload in self._payloads]
         found = self._alone(Settings())
         if isinstance(found, LoadFailed):
             raise found
-        if found.error:
-            raise PenstockError(f"the app cannot answer what is sent: {found.error}; give --data that it takes")
-        samples, answers = self._samples(), self._reference().answers
-        self._truth = truth_of(samples, answers)
-        agreed = agreement(samples, self._truth, answers, self._check.tolerance)
+        if why := _wrong(found):
+            raise PenstockError(f"the app cannot answer what is sent: {why}; give --data that it takes")
+        for knob in self._space.knobs:
+            if knob.name in found.ignores:
+                raise ConfigError(
+                    f"--space {knob.name}: the model has no use for it, for its `load` has no parameter of that name;"
+                    " add that, or leave the knob out"
+                )
+        samples, (reference, how) = self._samples(), self._reference(found)
+        self._truth = truth_of(samples, reference.answers)
+        agreed = agreement(samples, self._truth, reference.answers, self._check.tolerance)
         if not agreed.holds:
-            raise ConfigError(f"the app as it is does not pass --accuracy-check: {agreed.text}")
+            raise ConfigError(f"the app {how} does not pass --accuracy-check: {agreed.text}")
 
     @property
     def payload_bytes(self) -> int:
@@ -111,8 +119,8 @@ class App:
         found = self._alone(settings)
         if isinstance(found, LoadFailed):
             return f"does not load: {found.message}"
-        if found.error:
-            return f"cannot answer: {found.error}"
+        if why := _wrong(found):
+            return f"cannot answer: {why}"
         assert self._truth is not None, "started"
         agreed = agreement(self._samples(), self._truth, found.answers, self._check.tolerance)
         return None if agreed.holds else agreed.text
@@ -206,13 +214,13 @@ class App:
         kept = [knob for knob, _ in settings.items if knob not in _SHARED and not knob.startswith("batching.")]
         return settings.only(*kept)
 
-    def _reference(self) -> Rehearsal:
-        """What the app as it is does, in fp32 where that is among what is tried. Raises LoadFailed."""
-        precise = any(knob.name == "precision" and "fp32" in knob.values for knob in self._space.knobs)
-        found = self._alone(Settings().put(precision="fp32") if precise else Settings())
-        if isinstance(found, LoadFailed):
-            raise found
-        return found
+    def _reference(self, plain: Rehearsal) -> tuple[Rehearsal, str]:
+        """What the app as it is does, in fp32 where that is among what is tried and runs; and that in words."""
+        if any(knob.name == "precision" and "fp32" in knob.values for knob in self._space.knobs):
+            found = self._alone(Settings().put(precision="fp32"))
+            if not isinstance(found, LoadFailed) and not _wrong(found):
+                return found, "in fp32"
+        return plain, "as it is"
 
     def _order(self, settings: Settings) -> Order:
         largest = max(
@@ -224,7 +232,7 @@ class App:
             config=self._subject.with_settings(settings),
             device=self._devices(settings)[0],
             sys_path=_paths(),
-            bodies=[self._body(payload) for payload in self._payloads],
+            bodies=self._bodies,
             samples=[sample.body for sample in self._samples()],
             sizes=sizes,
             limit_s=self._slo.latency_s or 60.0,
@@ -236,16 +244,24 @@ class App:
     def _samples(self) -> Sequence[Sample]:
         if self._check.samples is not None:
             return self._check.samples
-        return [Sample(payload.name, self._body(payload)) for payload in self._payloads[:SAMPLES]]
+        first = zip(self._payloads[:SAMPLES], self._bodies[:SAMPLES], strict=True)
+        return [Sample(payload.name, body) for payload, body in first]
 
-    def _body(self, payload: Payload) -> Body:
-        if not (payload.path or self._served.target.path).startswith("/v2/"):
-            codec = "native"
-        elif HEADER_LENGTH in payload.headers:
-            codec = "oip_binary"
-        else:
-            codec = "oip_npy" if payload.content_type == NPY else "oip_json"
-        return Body(payload.body, payload.content_type, codec, payload.headers)
+
+def _wrong(found: Rehearsal) -> str:
+    """Why one instance alone cannot serve what is sent; "" if it can."""
+    return found.error or ("a single request runs out of memory" if found.oom_rows == 1 else "")
+
+
+def _body(payload: Payload, path: str) -> Body:
+    """What a worker gets of it; `path` is that of requests without one of their own."""
+    if not (payload.path or path).startswith("/v2/"):
+        codec = "native"
+    elif HEADER_LENGTH in payload.headers:
+        codec = "oip_binary"
+    else:
+        codec = "oip_npy" if payload.content_type == NPY else "oip_json"
+    return Body(payload.body, payload.content_type, codec, payload.headers)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

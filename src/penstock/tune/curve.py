@@ -30,6 +30,7 @@ from penstock.worker.spec import WorkerSpec
 from penstock.worker.threads import environment
 
 RUNS: Final = 3
+HANDED: Final = ("precision", "optimize")  # keys that a model may have no use for
 BUDGET_S: Final = 20.0  # of all timed runs; one that has begun is ended
 _PRINTED: Final = 4000  # characters of what the process printed, in an error
 
@@ -72,7 +73,8 @@ class Rehearsal(Struct):
 
     `curve`: rows -> seconds of a batch, of its runs the median. `memory_bytes`: what the process, at the end, shared
     with no other; `device_bytes`: the most that PyTorch held on the GPU, 0 without. `oom_rows`: the size that ran out
-    of memory. `error`: the model failed on a request of `bodies`, and nothing more was timed.
+    of memory. `error`: the model failed on a request of `bodies`, and nothing more was timed. `ignores` are those keys
+    of `HANDED` that change nothing about this model.
     """
 
     load_s: float = 0.0
@@ -82,6 +84,7 @@ class Rehearsal(Struct):
     oom_rows: int | None = None
     answers: list[Given] = field(default_factory=list)
     error: str = ""
+    ignores: list[str] = field(default_factory=list)
 
 
 class _Failed(Struct):
@@ -120,7 +123,8 @@ def rehearse(order: Order, *, instances: int = 1) -> Rehearsal:
                 os.killpg(process.pid, 9)
             process.wait()
             assert process.stdin is not None
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # what it never read
+                process.stdin.close()
         printed.seek(0)
         text = printed.read()[-_PRINTED:].decode(errors="replace").strip()
     if answer is None:
@@ -182,7 +186,8 @@ def perform(order: Order) -> Rehearsal:
     config = msgspec.structs.replace(order.config, batching=batching)
     spec = WorkerSpec(order.name, config.version, config, config.target, sys_path=order.sys_path)
     runner, _ = open_model(spec, order.device)
-    found = Rehearsal(load_s=time.monotonic() - started)
+    ignores = [key for key in HANDED if key not in runner.model.takes]
+    found = Rehearsal(load_s=time.monotonic() - started, ignores=ignores)
     found.answers = [_given(_run(runner, [sample])) for sample in order.samples]
     _time(runner, order, found)
     found.memory_bytes, found.device_bytes = _memory()

@@ -113,10 +113,35 @@ def test_data_that_the_app_cannot_answer_ends_it(world: World, apps: list[App]) 
         make(apps).start()
 
 
-def test_samples_that_the_app_as_it_is_gets_wrong_end_it(world: World, apps: list[App]) -> None:
+def test_data_of_which_one_request_is_too_much_ends_it(world: World, apps: list[App]) -> None:
+    world.rehearsals[None] = rehearsal(oom_rows=1, curve={})
+    with pytest.raises(PenstockError, match="cannot answer what is sent: a single request runs out of memory"):
+        make(apps).start()
+
+
+@pytest.mark.parametrize(("space", "how"), [("batch=1,2", "as it is"), ("precision=fp32,bf16", "in fp32")])
+def test_samples_that_the_app_as_it_is_gets_wrong_end_it(world: World, apps: list[App], space: str, how: str) -> None:
     check = Check(samples=[Sample("line 1", Body(b"[1]", "application/json"), [2.0])])
-    with pytest.raises(ConfigError, match=r"as it is does not pass --accuracy-check: 1 of 1 answers differ"):
-        make(apps, check=check).start()
+    with pytest.raises(ConfigError, match=f"the app {how} does not pass --accuracy-check: 1 of 1 answers differ"):
+        make(apps, space, check=check).start()
+
+
+def test_a_knob_that_changes_nothing_about_the_model_is_refused(world: World, apps: list[App]) -> None:
+    world.rehearsals[None] = rehearsal(ignores=["precision", "optimize"])
+    make(apps, "batch=1,2,instances=1,2").start()
+    with pytest.raises(ConfigError, match="--space precision: the model has no use for it"):
+        make(apps).start()
+
+
+@pytest.mark.parametrize("fp32", [LoadFailed("it was exported in fp16"), rehearsal(error="the model raised TypeError")])
+def test_where_fp32_does_not_run_the_truth_is_what_the_app_as_it_is_answers(
+    world: World, apps: list[App], fp32: Rehearsal | LoadFailed
+) -> None:
+    world.rehearsals |= {"fp32": fp32, "bf16": rehearsal(b"[2.0]")}
+    app = make(apps)
+    app.start()
+    assert "found 2, expected 1" in str(app.refusal(parse_settings("precision=bf16")))
+    assert app.refusal(parse_settings("precision=fp32"))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +151,8 @@ def test_samples_that_the_app_as_it_is_gets_wrong_end_it(world: World, apps: lis
         (rehearsal(b"[1.005]"), None),
         (rehearsal(b"[1.5]"), "1 of 1 answers differ; a.json: [0]: found 1.5, expected 1"),
         (rehearsal(error="the model raised KeyError"), "cannot answer: the model raised KeyError"),
+        (rehearsal(oom_rows=1, curve={}), "cannot answer: a single request runs out of memory"),
+        (rehearsal(oom_rows=2, curve={1: 0.01}), None),
         (LoadFailed("export it as it shall run"), "does not load: export it as it shall run"),
     ],
 )
@@ -148,6 +175,15 @@ def test_what_changes_nothing_of_one_instance_is_not_rehearsed_again(world: Worl
     assert len(world.orders) == 2
     app.refusal(parse_settings("threads=2"))
     assert world.orders[2].config.threads == 2
+
+
+def test_settings_are_looked_at_also_while_no_server_runs(
+    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make(apps)
+    app.start()
+    monkeypatch.delattr(world, "target")
+    assert app.refusal(parse_settings("threads=2")) is None
 
 
 def test_the_curve_has_times_and_memory_with_its_limit(world: World, apps: list[App]) -> None:

@@ -68,7 +68,9 @@ def test_sizes_after_one_that_took_longer_than_the_limit_are_not_run(tmp_path: P
 def test_the_keys_of_the_model_reach_it(tmp_path: Path) -> None:
     asked = order(tmp_path, MODEL, samples=[Body(b"1", "application/json")])
     asked.config = ModelConfig(target=asked.config.target, precision="fp16", batching=BatchingConfig(max_batch_size=64))
-    assert rehearse(asked).answers[0].body == b'{"twice":3}'
+    found = rehearse(asked)
+    assert found.answers[0].body == b'{"twice":3}'
+    assert found.ignores == ["optimize"]
 
 
 def test_tensors_come_as_from_an_open_inference_caller(tmp_path: Path) -> None:
@@ -138,6 +140,18 @@ def test_the_parts_of_an_answer_in_parts_are_put_end_to_end(tmp_path: Path) -> N
     found = rehearse(order(tmp_path, source, sizes=[1], samples=[Body(b"1", "application/json")]))
     assert found.answers[0].body == b"1 a 1 b"
     assert not found.error
+
+
+def test_a_process_that_reads_nothing_is_told_as_one_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = order(tmp_path, MODEL, samples=[Body(b"1" * 2**20, "text/plain")])
+    (tmp_path / "python").write_text("#!/bin/sh\necho no room\n")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr("penstock.tune.curve.sys.executable", str(tmp_path / "python"))
+    with pytest.raises(LoadFailed, match="the process of 'm' ended") as caught:
+        rehearse(asked)
+    assert caught.value.detail == "no room"
 
 
 @pytest.mark.parametrize(
