@@ -5,6 +5,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -145,13 +146,16 @@ def test_the_parts_of_an_answer_in_parts_are_put_end_to_end(tmp_path: Path) -> N
 def test_a_process_that_reads_nothing_is_told_as_one_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = order(tmp_path, MODEL, samples=[Body(b"1" * 2**20, "text/plain")])
-    (tmp_path / "python").write_text("#!/bin/sh\necho no room\n")
-    (tmp_path / "python").chmod(0o700)
-    monkeypatch.setattr("penstock.tune.curve.sys.executable", str(tmp_path / "python"))
-    with pytest.raises(LoadFailed, match="the process of 'm' ended") as caught:
-        rehearse(asked)
-    assert caught.value.detail == "no room"
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **keys: Any) -> None:
+            super().__init__(*arguments, **keys)
+            self.wait()
+
+    monkeypatch.setattr("penstock.tune.curve.subprocess.Popen", Ended)
+    monkeypatch.setattr("penstock.tune.curve.sys.executable", "/bin/false")
+    for size in (1, 2**20):
+        with pytest.raises(LoadFailed, match="the process of 'm' ended"):
+            rehearse(order(tmp_path, MODEL, samples=[Body(b"1" * size, "text/plain")]))
 
 
 @pytest.mark.parametrize(
