@@ -16,6 +16,7 @@ from msgspec import Struct
 from penstock.bench.ask import reach
 from penstock.bench.catalog import Protocol, check_torchserve, described, kind_of, models_of
 from penstock.bench.listening import listeners_beside, process_at
+from penstock.bench.redact import redacted
 from penstock.bench.server import ServerProcess
 from penstock.client.endpoint import Endpoint, parse_url
 from penstock.client.errors import Unreachable
@@ -57,8 +58,8 @@ class Target(Struct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str:
-        """Where inference requests go."""
-        return self.endpoint.url + self.path
+        """Where inference requests go, as it may be told."""
+        return redacted(self.endpoint.url + self.path)
 
 
 class _Asked(Struct, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -155,12 +154,13 @@ def _measured(target: Target, plan: Plan, slo: Slo, flags: dict[str, Any]) -> in
 
 def _origin(target: Target, slo: Slo, seed: int) -> Origin:
     from penstock.bench.machine import machine, versions
+    from penstock.bench.redact import redacted, typed
     from penstock.bench.results import Origin
 
     return Origin(
         command="bench",
-        line=shlex.join(["penstock", *sys.argv[1:]]),
-        target=target.text,
+        line=typed(sys.argv[1:]),
+        target=redacted(target.text),
         slo=slo.text,
         seed=seed,
         started=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -197,11 +197,12 @@ def _forget(folder: Path) -> None:
 
 def _origin(job: Job) -> Origin:
     from penstock.bench.machine import machine, versions
+    from penstock.bench.redact import typed
     from penstock.bench.results import Origin
 
     return Origin(
         command="tune",
-        line=shlex.join(["penstock", *sys.argv[1:]]),
+        line=typed(sys.argv[1:]),
         target=job.subject.target,
         slo=job.slo.text,
         seed=job.flags["seed"],
