@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,8 @@ class TunedFile:
         folder = os.path.dirname(self.path)
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
             raise ConfigError(f"--write {path}: there is no folder {folder} that can be written to")
+        if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
+            raise ConfigError(f"--write {path}: the file may not be written to; change its mode, or name another")
         begin = self.path if os.path.exists(self.path) else source
         if begin is None:
             self._text = None
@@ -65,8 +67,8 @@ class TunedFile:
         changed = patched(text, self.name, values, note)
         aside = f"{self.path}.{os.getpid()}.new"
         try:
-            with open(aside, "x", encoding="utf-8") as file:
-                file.write(changed)
+            with open(aside, "xb") as file:
+                file.write(changed.encode())
                 file.flush()
                 os.fsync(file.fileno())
             with suppress(FileNotFoundError):
@@ -107,38 +109,106 @@ def _changed(found: Any, default: Any) -> dict[str, Any]:
 
 
 def patched(text: str, section: str, values: Mapping[str, Any], note: str) -> str:
-    """The text of a TOML in which those keys of `[models.SECTION]` have these values, under the note as a comment."""
-    document = _tomlkit().parse(_without_mark(text))
-    model: Any = document["models"][section]
+    """The text of a TOML in which those keys of `[models.SECTION]` have these values, under the note as a comment.
+
+    None takes a key away. One that is there keeps its place and its comment, a new one comes right behind the header of
+    its table; where that would mean something else, tomlkit finds a place. Raises ConfigError if it finds none.
+    """
+    text = _without_mark(text)
+    wanted = tomllib.loads(text)
+    _put(wanted["models"][section], values)
+    comment = [f"{MARK}: {line}" for line in note.splitlines()]
+    for changed in _ways(text, section, values, comment):
+        if _means(changed, wanted):
+            return changed
+    raise ConfigError(f"found no place for the tuned keys; expected [models.{section}] as a table with a header")
+
+
+def _ways(text: str, section: str, values: Mapping[str, Any], comment: list[str]) -> Iterator[str]:
+    """The text with the keys and the comment, the neatest first. None is sure to mean what it should."""
+    tomlkit, path = _tomlkit(), ("models", section)
+    document = tomlkit.parse(text)
+    _put(document["models"][section], values, tomlkit.inline_table)
+    changed = document.as_string()
+    if _header(text, path) is not None:
+        yield _by_lines(text, path, values, comment)
+        yield _below_header(changed, path, comment)
+    yield "".join(line + "\n" for line in comment) + changed
+
+
+def _by_lines(text: str, path: tuple[str, ...], values: Mapping[str, Any], comment: list[str]) -> str:
+    """With new keys as lines below a header: that of their own table, else that of the model's."""
+    document = _tomlkit().parse(text)
+    model: Any = document["models"][path[-1]]
+    below: dict[tuple[str, ...], list[str]] = {path: list(comment)}
     for key, value in values.items():
         *tables, last = key.split(".")
-        table = model
-        for name in tables:
-            table = table.setdefault(name, {})
+        if value is None or last in _table(model, tables, dict, make=False):
+            _put(model, {key: value})
+        else:
+            own = (*path, *tables) if _header(text, (*path, *tables)) else path
+            below.setdefault(own, []).append(_line([*path, *tables, last][len(own) :], value))
+    changed: str = document.as_string()
+    for table, lines in below.items():
+        changed = _below_header(changed, table, lines)
+    return changed
+
+
+def _put(model: Any, values: Mapping[str, Any], new: Callable[[], Any] = dict) -> None:
+    """Sets the keys of a model, None takes one away; a table that is not there is made by `new`."""
+    for key, value in values.items():
+        *tables, last = key.split(".")
+        table = _table(model, tables, new, make=value is not None)
         if value is None:
             table.pop(last, None)
         else:
             table[last] = list(value) if isinstance(value, tuple) else value
-    lines = [f"{MARK}: {line}" for line in note.splitlines()]
-    return _with_comment(document.as_string(), section, lines)
+
+
+def _table(model: Any, names: Sequence[str], new: Callable[[], Any], *, make: bool) -> Any:
+    """The table of a model; one that is not there is made in the model, or only given back."""
+    for name in names:
+        if name not in model:
+            if not make:
+                return new()
+            model[name] = new()
+        model = model[name]
+    return model
+
+
+def _line(path: Sequence[str], value: Any) -> str:
+    tomlkit = _tomlkit()
+    shown = tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()
+    return f"{tomlkit.key(path).as_string()} = {shown}"
+
+
+def _means(text: str, wanted: toml.Tree) -> bool:
+    try:
+        return tomllib.loads(text) == wanted
+    except tomllib.TOMLDecodeError:
+        return False
 
 
 def _without_mark(text: str) -> str:
     """The text without the comment of an earlier run; as it is where that would change a value."""
     kept = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(MARK))
-    return kept if tomllib.loads(kept) == tomllib.loads(text) else text
+    return kept if _means(kept, tomllib.loads(text)) else text
 
 
-def _with_comment(text: str, section: str, lines: list[str]) -> str:
-    """The text with these lines under the header of the model's table; at the top where it has none."""
-    name = rf'(?:"{re.escape(section)}"|\'{re.escape(section)}\'|{re.escape(section)})'
-    header = re.search(rf"^[ \t]*\[[ \t]*models[ \t]*\.[ \t]*{name}[ \t]*\][^\n]*\n", text, re.MULTILINE)
-    comment = "".join(line + "\n" for line in lines)
-    if header is not None:
-        placed = text[: header.end()] + comment + text[header.end() :]
-        if tomllib.loads(placed) == tomllib.loads(text):  # else it stood in a text of more lines than one
-            return placed
-    return comment + text
+def _header(text: str, path: Sequence[str]) -> re.Match[str] | None:
+    """Where the header of a table seems to stand: a text of more lines than one may have the like."""
+    names = (rf'(?:"{re.escape(name)}"|\'{re.escape(name)}\'|{re.escape(name)})' for name in path)
+    dotted = r"[ \t]*\.[ \t]*".join(names)
+    return re.search(rf"^[ \t]*\[[ \t]*{dotted}[ \t]*\][^\n]*\n", text, re.MULTILINE)
+
+
+def _below_header(text: str, path: Sequence[str], lines: Sequence[str]) -> str:
+    """The text with these lines behind the header of a table; as it is without a header."""
+    header = _header(text, path)
+    if header is None:
+        return text
+    end = "\r\n" if header[0].endswith("\r\n") else "\n"
+    return text[: header.end()] + "".join(line + end for line in lines) + text[header.end() :]
 
 
 def _section(tree: toml.Tree, path: str, name: str, model: ModelConfig) -> str:

@@ -46,7 +46,29 @@ def test_only_the_keys_that_were_tuned_change_and_every_comment_stays(tmp_path: 
     expected["models"]["digits"]["batching"]["max_batch_size"] = 16
     assert tomllib.loads(text) == expected
     assert set(comments(TEXT)) < set(comments(text))
-    assert f"[models.digits]\n{MARK}: p99<=50ms\n{MARK}: see there\n# the team's\n" in text
+    new = 'devices = ["cpu"]\nprecision = "fp16"\n'
+    assert f"[models.digits]\n{MARK}: p99<=50ms\n{MARK}: see there\n{new}# the team's\n" in text
+
+
+def test_a_comment_stays_with_what_it_is_about_and_lines_end_as_they_did() -> None:
+    text = (
+        '[models.a] # ours\ntarget = "x:y"\n\n# of what is loaded\n[models.a.options]\nwidth = 3\n\n'
+        '# of the other one\n[models.b]\ntarget = "x:y"\n'
+    )
+    values = {"threads": 1, "batching.max_batch_size": 2, "options.width": 4, "options.height": 5}
+    found = patched(text, "a", values, "why")
+    assert found == (
+        f'[models.a] # ours\n{MARK}: why\nthreads = 1\nbatching.max_batch_size = 2\ntarget = "x:y"\n\n'
+        "# of what is loaded\n[models.a.options]\nheight = 5\nwidth = 4\n\n# of the other one\n[models.b]\n"
+        'target = "x:y"\n'
+    )
+    assert patched(text.replace("\n", "\r\n"), "a", values, "why") == found.replace("\n", "\r\n")
+
+
+def test_where_no_place_is_found_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.tune.config._ways", lambda *_: iter(["[", TEXT]))
+    with pytest.raises(ConfigError, match=r"found no place for the tuned keys; expected \[models\.digits\]"):
+        patched(TEXT, "digits", {"threads": 1}, "why")
 
 
 def test_a_second_run_takes_the_comment_of_the_first_one_away() -> None:
@@ -72,17 +94,25 @@ def test_a_text_of_more_lines_than_one_that_looks_like_a_header_or_like_our_comm
         'models.m.target = "x:y"\n',
         '[models."m"]\ntarget = "x:y"\n',
         '[models]\nm.target = "x:y"\nm.batching.policy = "none"\n',
+        'models.m.target = "x:y"\nmodels.n.target = "x:y"\n[server]\nport = 1\n',
+        '[models.m]\ntarget = "x:y"\nbatching = { slo_s = 1.0 }\n',
+        '[models.m]\ntarget = "x:y"\nbatching.slo_s = 1.0\n',
+        '[models.m.batching]\nslo_s = 1.0\n[server]\nport = 1\n[models.m]\ntarget = "x:y"\n',
     ],
 )
 def test_a_model_may_be_told_in_any_form_of_toml(text: str) -> None:
     found = patched(text, "m", {"batching.max_batch_size": 2, "threads": 1, "precision": None}, "why")
-    model = tomllib.loads(found)["models"]["m"]
-    assert (model["batching"]["max_batch_size"], model["threads"], model["target"]) == (2, 1, "x:y")
+    expected = tomllib.loads(text)
+    expected["models"]["m"] |= {"threads": 1}
+    expected["models"]["m"].setdefault("batching", {})["max_batch_size"] = 2
+    assert tomllib.loads(found) == expected
     assert found.count(f"{MARK}: why") == 1
 
 
 def test_a_key_whose_value_is_none_goes() -> None:
-    assert "instances" not in patched(TEXT, "digits", {"instances": None, "threads": None}, "why")
+    found = patched(TEXT, "digits", {"instances": None, "threads": None, "options.width": None}, "why")
+    assert "instances" not in found
+    assert "options" not in found
 
 
 def test_a_new_file_has_the_model_as_it_was_named_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +177,14 @@ def test_a_file_that_is_malformed_or_lacks_the_model_is_refused_before_anything_
 def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         TunedFile(str(tmp_path / "no/penstock.toml"), "digits", DIGITS)
+
+
+def test_a_file_that_may_not_be_written_to_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    monkeypatch.setattr("penstock.tune.config.os.access", lambda path, mode: path != str(file))
+    with pytest.raises(ConfigError, match="the file may not be written to; change its mode, or name another"):
+        TunedFile(str(file), "digits", DIGITS)
 
 
 def test_a_value_that_no_configuration_takes_leaves_the_file_as_it_was(tmp_path: Path) -> None:
