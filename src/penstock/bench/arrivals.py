@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from array import array
@@ -12,6 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from penstock.errors import ConfigError
+
+log = logging.getLogger("penstock.bench")
 
 _EXPECTED: Final = "expected poisson, constant, gamma:CV or trace:FILE"
 _CV: Final = (0.01, 100.0)
@@ -98,7 +101,8 @@ def _replayed(trace: Sequence[float], rate: float, seconds: float) -> array[floa
 def read_trace(path: str, model: str = "") -> Trace:
     """What `penstock serve --record` wrote, or any JSON lines with `t` in seconds, and `rows` and `bytes` where known.
 
-    With `model` what came for it alone. Other keys are passed over. Raises ConfigError with file and line.
+    With `model` what came for it alone. Other keys are passed over, and so is a last line that was cut short. Raises
+    ConfigError with file and line.
     """
     decode = msgspec.json.Decoder(_Line).decode
     lines: list[_Line] = []
@@ -108,15 +112,17 @@ def read_trace(path: str, model: str = "") -> Trace:
                 if not text.strip():
                     continue
                 line = decode(text)
-                if not (math.isfinite(line.t) and line.rows >= 1 and line.bytes >= 0):
+                if not (math.isfinite(line.t) and 1 <= line.rows < 2**31 and 0 <= line.bytes < 2**63):
                     raise ConfigError(
                         f"{path}:{number}: found {text.strip()[:80]!r}, expected rows over 0, bytes from 0"
                     )
                 lines.append(line)
     except OSError as exc:
         raise ConfigError(f"trace {path} cannot be read: {exc.strerror or exc}") from None
-    except msgspec.MsgspecError as exc:
-        raise ConfigError(f'{path}:{number}: {exc}; expected for instance {{"t": 0.25, "rows": 1}}') from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        if text.endswith(b"\n") or not lines:
+            raise ConfigError(f'{path}:{number}: {exc}; expected for instance {{"t": 0.25, "rows": 1}}') from None
+        log.warning("file=%s line=%d dropped=true reason=it was cut short", path, number)  # as by a server's end
     models = tuple(sorted({line.model for line in lines if line.model}))
     if model:
         lines = [line for line in lines if line.model == model]

@@ -133,7 +133,10 @@ def _table(found: Sequence[Outcome]) -> Iterator[str]:
     first = best(found)
     slo = ",".join(clause.text for clause in found[0].slo)
     if first is None:
-        yield f"none of them meets {slo}" if slo else "none of them keeps up"
+        if any(one.keeps_up and one.met is None for one in found):
+            yield "too few requests to tell the best; expected some hundreds, of a longer time or at a higher rate"
+        else:
+            yield f"none of them meets {slo}" if slo else "none of them keeps up"
         return
     why = f"meets {slo} with the fewest instances" if slo else "keeps up with the lowest p99"
     yield f"{first.policy}, {first.instances} x {first.batch}: {why}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -98,7 +99,7 @@ def parse_cost(text: str) -> tuple[float, float]:
 
 
 def parse_policies(text: str) -> list[Policy]:
-    """Those of "adaptive,fixed:5ms,none"; the delay is the longest hold. Raises ConfigError."""
+    """Those of "adaptive,fixed:5ms,none", each once; the delay is the longest hold. Raises ConfigError."""
     found = []
     for piece in text.split(","):
         name, _, delay = piece.strip().partition(":")
@@ -107,7 +108,7 @@ def parse_policies(text: str) -> list[Policy]:
         if delay and name == "none":
             raise ConfigError(f'policy "{piece}": none holds nothing; expected none without a delay')
         found.append(policy)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def replay(
@@ -185,5 +186,10 @@ def _offered(arrivals: Sequence[float]) -> float:
 def best(outcomes: Sequence[Outcome]) -> Outcome | None:
     """The cheapest that meets the SLO: fewest instances, then the lowest p99. Without an SLO the lowest p99 of all that
     keep up. None if there is none."""
-    able = [one for one in outcomes if (one.met if one.slo else one.keeps_up) and one.latency.p99_s is not None]
-    return min(able, key=lambda one: (one.instances if one.slo else 0, one.latency.p99_s), default=None)
+    able = [one for one in outcomes if (one.met if one.slo else one.keeps_up and one.latency.p99_s is not None)]
+
+    def dear(one: Outcome) -> tuple[int, float]:
+        p99_s = one.latency.p99_s
+        return (one.instances if one.slo else 0, math.inf if p99_s is None else p99_s)
+
+    return min(able, key=dear, default=None)

@@ -77,7 +77,7 @@ def test_no_rate_and_no_time_are_refused(rate: float, seconds: float) -> None:
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], str]:
     def file(text: str) -> str:
-        (tmp_path / "trace.jsonl").write_text(text)
+        (tmp_path / "trace.jsonl").write_text(text, errors="surrogateescape")
         return str(tmp_path / "trace.jsonl")
 
     return file
@@ -116,11 +116,25 @@ def test_a_trace_comes_at_its_own_rate_or_stretched_to_another(write: Callable[[
         ('{"t": 1}\nnothing\n', ":2: "),
         ('{"t": 1, "rows": 0}\n', ":1: .*rows over 0"),
         ('{"t": 1, "bytes": -1}\n', ":1: .*bytes from 0"),
+        (f'{{"t": 1, "rows": {10**30}}}\n', ":1: .*rows over 0"),
+        (f'{{"t": 1, "bytes": {10**30}}}\n', ":1: .*bytes from 0"),
+        ('{"t": 1, "model": "\udcff"}\n', ":1: .*can't decode byte 0xff"),
     ],
 )
 def test_a_trace_that_cannot_be_read_is_told_with_its_line(write: Callable[[str], str], text: str, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         read_trace(write(text))
+
+
+def test_a_last_line_that_was_cut_short_is_left_out_and_told(
+    write: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert list(read_trace(write('{"t": 1}\n{"t": 3}\n{"t": 4, "mod')).times_s) == [0.0, 2.0]
+    assert [record.message.partition("trace.jsonl ")[2] for record in caplog.records] == [
+        "line=3 dropped=true reason=it was cut short"
+    ]
+    with pytest.raises(ConfigError, match=":1: Input data was truncated"):
+        read_trace(write('{"t": 1'))
 
 
 def test_a_trace_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -63,6 +63,12 @@ def test_that_nothing_is_good_enough_is_told() -> None:
     assert told("--arrivals", "gamma:2:50", "--slo", "p99<=1ms").endswith("none of them meets p99<=1ms\n")
 
 
+@pytest.mark.parametrize("slo", [[], ["--slo", "p99<=1s"]])
+def test_that_too_few_came_to_tell_is_no_verdict(slo: list[str]) -> None:
+    last = told("--arrivals", "constant:20", "--batch", "1", *slo).splitlines()[-1]
+    assert last.startswith("too few requests to tell the best")
+
+
 def test_what_was_recorded_is_replayed_with_its_rows(trace: str) -> None:
     lines = told("--arrivals", trace, "--model", "a", "--policies", "adaptive", "--batch", "16", "--json").splitlines()
     outcome = json.loads(lines[0])

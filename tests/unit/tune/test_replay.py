@@ -39,7 +39,7 @@ def test_what_is_no_cost_is_refused(text: str) -> None:
 
 
 def test_policies_are_read_with_their_delays() -> None:
-    found = parse_policies("adaptive, fixed:5ms,fixed,none,adaptive:0ms")
+    found = parse_policies("adaptive, fixed:5ms,fixed,none,adaptive:0ms,fixed:5ms")
     assert [policy.text for policy in found] == ["adaptive", "fixed:5ms", "fixed", "none", "adaptive:0ms"]
     assert found[1].make().explain() == {"policy": "fixed", "max_hold_s": 0.005}
     assert found[1].make() is not found[1].make(), "a policy learns"
@@ -107,6 +107,14 @@ def test_the_best_meets_the_slo_with_the_fewest_instances() -> None:
     assert best(outcomes(rate=2000.0, batches=[1], slo=slo)) is None
 
 
+def test_an_slo_that_needs_no_p99_is_met_without_one() -> None:
+    found = outcomes(arrivals=[n * 0.1 for n in range(40)], instances=[2, 1], slo=parse_slo("p50<=50ms"))
+    assert [one.latency.p99_s for one in found] == [None, None]
+    first = best(found)
+    assert first is not None
+    assert first.instances == 1
+
+
 def test_without_an_slo_the_best_keeps_up_with_the_lowest_p99() -> None:
     found = outcomes(rate=2000.0, batches=[1, 64], instances=[1, 4])
     first = best(found)
@@ -119,4 +127,5 @@ def test_too_few_requests_tell_nothing() -> None:
     found = outcomes(arrivals=[0.0, 0.1], slo=parse_slo("p99<=1s"))
     assert found[0].met is None
     assert best(found) is None
+    assert best(outcomes(arrivals=[0.0, 0.1, 0.2])) is None
     assert outcomes(arrivals=[0.0])[0].offered == 0
