@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 from msgspec import Struct, ValidationError, convert, structs
@@ -13,7 +15,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.config.words import expected
 from penstock.errors import ConfigError, nearest
 
-Value = int | float | str
+Value = bool | int | float | str
 
 KEYS: Final = {
     "batch": "batching.max_batch_size",
@@ -38,7 +40,7 @@ _NOT_KNOBS: Final = (
     "trust",
     "priority",
 )
-_RANGE: Final = re.compile(r"(\d+)\.\.(\d+)(?:/(\d+))?", re.ASCII)
+_RANGE: Final = re.compile(r"(\d{1,15})\.\.(\d{1,15})(?:/(\d{1,15}))?", re.ASCII)
 _EXAMPLE: Final = 'expected for instance "batch=1..32,instances=1..16,precision=fp32,fp16"'
 MOST: Final = 20_000  # settings of one space: nobody can measure more, and each is looked at
 
@@ -83,8 +85,12 @@ def settings(values: dict[str, Value]) -> Settings:
 
 
 def shown(value: Value) -> str:
-    """A value as it is written: 0.005 and not 5e-3, 8 and not 8.0."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """A value as it is written and can be read again: 0.005 and not 5e-3, 8 and not 8.0, true and not True."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return short if float(short := f"{value:g}") == value else repr(value)
+    return str(value)
 
 
 class Knob(Struct, frozen=True):
@@ -218,26 +224,35 @@ def _values(name: str, text: str) -> list[Value]:
         raise ConfigError(f"space: '{name}' has an empty value; {_EXAMPLE}")
     if ".." in text:
         return [_checked(name, value) for value in _range(name, text)]
-    for kind in (int, float):
-        try:
-            return [_checked(name, kind(text))]
-        except ValueError:
-            continue
-    return [_checked(name, text)]
+    return [_checked(name, _read(text))]
+
+
+def _read(text: str) -> Value:
+    """A value as in TOML; what is no number, true or false is a text without quotes."""
+    if text in ("true", "false"):
+        return text == "true"
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    return text
 
 
 def _range(name: str, text: str) -> list[int]:
     whole = _RANGE.fullmatch(text)
     if whole is None:
         raise ConfigError(f"space: '{name}={text}' is no range; expected whole numbers such as 1..32, or 1..32/4")
-    first, last = int(whole[1]), int(whole[2])
+    first, last, step = int(whole[1]), int(whole[2]), int(whole[3] or 1)
     if first > last:
         raise ConfigError(f"space: '{name}={text}' runs backwards; expected {last}..{first}")
     if whole[3] is None:
         return sorted({first, last} | {2**k for k in range(last.bit_length()) if first < 2**k < last})
-    if whole[3].strip("0") == "":
+    if not step:
         raise ConfigError(f"space: '{name}={text}' has steps of 0; expected 1 or more")
-    return list(range(first, last + 1, int(whole[3])))
+    if (many := (last - first) // step + 1) > MOST:
+        raise ConfigError(f"space: '{name}={text}' has {many:,} values; expected at most {MOST:,} settings in all")
+    return list(range(first, last + 1, step))
 
 
 def _checked(name: str, value: Value) -> Value:

@@ -40,6 +40,21 @@ def test_a_whole_space_is_read_and_written_again() -> None:
     assert values("device=cpu,cuda:0", "device") == ("cpu", "cuda:0")
 
 
+def test_values_are_what_they_would_be_in_toml_and_in_no_other_way_after_they_were_written() -> None:
+    assert [type(v) for v in values("options.a=true,2,0.5,nan,inf,yes", "options.a")] == [
+        bool,
+        int,
+        float,
+        str,
+        str,
+        str,
+    ]
+    assert values("batching.idempotent=true,false", "batching.idempotent") == (True, False)
+    text = "hold=0.0012345678,options.half=false,options.large=1234567.5"
+    assert parse_settings(text).text == text
+    assert parse_settings(text).get("options.half") is False
+
+
 def test_settings_of_the_same_values_have_one_text_which_is_read_again() -> None:
     one, other = settings({"instances": 2, "batch": 8}), parse_settings("batch=8,instances=2")
     assert one == other
@@ -102,6 +117,10 @@ def test_neighbours_differ_in_one_knob_by_one_step_or_in_a_word() -> None:
         ("batch=32..1", "runs backwards; expected 1..32"),
         ("batch=1..", "is no range"),
         ("batch=1..8/0", "steps of 0"),
+        ("batch=0..999999999999/1", "has 1,000,000,000,000 values; expected at most 20,000"),
+        ("batch=1..9999999999999999", "is no range"),
+        ("batch=true", "batch=true: expected a whole number"),
+        ("batching.idempotent=1", "batching.idempotent=1: expected true or false"),
         ("batch=0..8", "batch=0: expected a whole number, 1 or more"),
         ("batch=2.5", "batch=2.5: expected a whole number"),
         ("instances=some", "instances=some: expected a whole number"),
