@@ -97,8 +97,13 @@ def _content(path: Path, most_bytes: int) -> bytes:
         raise ConfigError(f"--data {path}: cannot be read: {exc.strerror}") from None
 
 
+def type_of(path: Path) -> str:
+    """The content type that a file of that name is sent as."""
+    return _TYPES.get(path.suffix.lower()) or mimetypes.guess_type(path.name)[0] or BYTES
+
+
 def _payload(body: bytes, path: Path, target: Target) -> Payload:
-    content_type = _TYPES.get(path.suffix.lower()) or mimetypes.guess_type(path.name)[0] or BYTES
+    content_type = type_of(path)
     if target.protocol != "oip" or content_type in (JSON, NPY):
         return Payload(body, content_type, path.name)
     wanted = [spec for spec in target.inputs if not spec.optional]
@@ -119,7 +124,7 @@ def _lines(path: Path) -> list[Payload]:
             continue
         try:
             msgspec.json.decode(line)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise ConfigError(f"--data {path}, line {number}: no JSON: {exc}") from None
         found.append(Payload(line, JSON, f"{path.name}:{number}"))
     if not found:

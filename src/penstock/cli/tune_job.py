@@ -49,7 +49,7 @@ def read_job(target: str, flags: dict[str, Any]) -> Job:
         slo = parse_slo(f"{slo.text},error<={MOST_ERRORS:.0%}")
     if slo.latency_s is None:
         raise ConfigError(f'--slo "{flags["slo"]}" bounds no latency; expected for instance "p99<=100ms"')
-    space = parse_space(flags["space"] or default_space())
+    space = parse_space(default_space() if flags["space"] is None else flags["space"])
     if flags["gpu"] and not any(knob.name == "device" for knob in space.knobs):
         space = parse_space(f"{space.text},device=cpu,cuda")
     strategy(flags["search"])
@@ -123,13 +123,14 @@ def _check_devices(subject: Subject, space: Space) -> None:
 
 
 def identity(job: Job) -> dict[str, str]:
-    """What must be the same for earlier measurements to count: also the app's own file, and what is sent."""
-    flags = job.flags
-    file = job.subject.model.target.rpartition(":")[0] or job.subject.model.target
+    """What must be the same for earlier measurements to count: also the app's own file, and what is sent. Raises
+    ConfigError for a file that cannot be read."""
+    flags, model = job.flags, job.subject.model
+    files = [model.target.rpartition(":")[0] or model.target, *([model.weights] if model.weights else [])]
     return {
         "target": job.subject.target,
-        "model": hashlib.sha256(msgspec.json.encode([job.subject.model, job.subject.sets])).hexdigest()[:16],
-        "file": _digest(Path(file)),
+        "model": hashlib.sha256(msgspec.json.encode([model, job.subject.sets])).hexdigest()[:16],
+        "file": " ".join(_digest(Path(file)) for file in files),
         "space": job.space.text,
         "slo": job.slo.text,
         "search": f"{flags['search']} {flags['effort']}",
@@ -142,6 +143,10 @@ def _digest(path: Path) -> str:
     """Of a file, or of all in a folder; "" for what is none."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] if path.is_file() else []
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for each in files:
+        try:
+            with each.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ConfigError(f"{each}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()[:16] if files else ""

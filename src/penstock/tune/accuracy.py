@@ -7,7 +7,6 @@ themselves or of 1, whichever is more, and two whole ones by the tolerance itsel
 
 from __future__ import annotations
 
-import mimetypes
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Struct
 
+from penstock.bench.payload import JSON, type_of
 from penstock.errors import ConfigError, nearest
 from penstock.tune.curve import Body, Given
 
-JSON: Final = "application/json"
 TOLERANCE: Final = 0.01
 _EXPECTED: Final = "expected.jsonl"
 _NO_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -82,8 +81,7 @@ def read_samples(path: str) -> list[Sample]:
 
 
 def _of_file(file: Path, expected: Any = UNSET) -> Sample:
-    kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-    return Sample(file.name, Body(_bytes(file), kind), expected)
+    return Sample(file.name, Body(_bytes(file), type_of(file)), expected)
 
 
 def _of_folder(folder: Path) -> list[Sample]:

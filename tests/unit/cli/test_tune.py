@@ -58,6 +58,8 @@ def run(*words: str) -> Result:
         (["app.py:Net", "--slo", "error<=1%"], '--slo "error<=1%" bounds no latency'),
         (["app.py:Net", "--space", "batsh=1"], "there is no knob 'batsh'; did you mean 'batch'?"),
         (["app.py:Net", "--space", "batch="], "'batch' has an empty value"),
+        (["app.py:Net", "--space", ""], "space: '' names no knob; expected for instance"),
+        (["app.py:Net", "--space", "instances=0"], "space: instances=0: expected a whole number, 1 or more"),
         (["app.py:Net", "--space", "device=cuda"], "device=cuda: this machine has no GPU"),
         (["app.py:Net", "--set", 'models.net.devices=["cuda"]'], "device=cuda: this machine has no GPU"),
         (["app.py:Net", "--accuracy-check", "no.jsonl"], "--accuracy-check no.jsonl: no such file"),
@@ -130,6 +132,26 @@ def test_an_app_that_has_changed_is_another_search(folder: Path) -> None:
     assert job.identity(job.read_job("app.py:Net", flags())) != before
     for other in ({"slo": "p99<=99ms"}, {"space": "batch=1,2"}, {"seed": 1}, {"effort": "quick"}, {"data": "app.py"}):
         assert job.identity(job.read_job("app.py:Net", flags(**other))) != before
+
+
+def test_other_weights_are_another_search(folder: Path) -> None:
+    weights = flags(sets=('models.net.weights="net.pt"',))
+    found = []
+    for content in (b"1", b"2", b"1"):
+        (folder / "net.pt").write_bytes(content)
+        found.append(job.identity(job.read_job("app.py:Net", weights)))
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_file_that_cannot_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = job.read_job("app.py:Net", flags())
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(job.Path, "open", refused)
+    with pytest.raises(ConfigError, match=r"app\.py: cannot be read: Permission denied"):
+        job.identity(asked)
 
 
 def test_beginning_anew_takes_away_only_what_a_run_writes(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from msgspec import UNSET
 
 from penstock.errors import ConfigError
+from penstock.protocols.oip_npy import NPY
 from penstock.tune.accuracy import Sample, agreement, difference, read_samples, truth_of
 from penstock.tune.curve import Body, Given
 
@@ -136,13 +137,15 @@ def test_arrays_are_inputs_and_outputs_by_axis_0(tmp_path: Path) -> None:
 def test_a_folder_holds_a_request_a_file_and_may_tell_the_answers(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_bytes(b"\x89PNG")
     (tmp_path / "a.json").write_bytes(b"[1]")
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY")
     found = read_samples(str(tmp_path))
     assert [(s.name, s.body.content_type, s.expected) for s in found] == [
         ("a.json", JSON, UNSET),
+        ("a.npy", NPY, UNSET),
         ("b.png", "image/png", UNSET),
     ]
-    (tmp_path / "expected.jsonl").write_text("1\n2\n")
-    assert [s.expected for s in read_samples(str(tmp_path))] == [1, 2]
+    (tmp_path / "expected.jsonl").write_text("1\n2\n3\n")
+    assert [s.expected for s in read_samples(str(tmp_path))] == [1, 2, 3]
 
 
 def make(folder: Path, name: str, content: str | bytes | dict[str, Any]) -> str:
