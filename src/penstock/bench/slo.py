@@ -12,7 +12,14 @@ from penstock.errors import ConfigError
 
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LATENCIES: Final = ("mean", "p50", "p75", "p90", "p95", "p99")
-_NAMES: Final = (*_LATENCIES, "p99.9", "max", "error", "throughput")
+_TAIL: Final = ("p99", "p99.9", "max")
+_NAMES: Final = (
+    *_LATENCIES,
+    "p99.9",
+    "max",
+    "error",
+    "throughput",
+)  # of latencies, each binds more than the one before
 _CLAUSE: Final = re.compile(r"\s*([a-z0-9.]+)\s*(<=|<|>=|>)\s*([0-9]*\.?[0-9]+)\s*(us|ms|s|%|/s|)\s*", re.ASCII)
 
 
@@ -46,8 +53,14 @@ class Slo(Struct, frozen=True):
 
     @property
     def latency_s(self) -> float | None:
-        """What a single request may take to count as goodput: the tightest of the latency parts; None without one."""
-        return min((p.limit for p in self.parts if p.is_latency), default=None)
+        """What a single request may take to count as goodput; None without a latency part.
+
+        The tightest of the parts that bind nearly all requests; without one that of the highest percentile: half of
+        all requests may be over a median.
+        """
+        parts = sorted((p for p in self.parts if p.is_latency), key=lambda p: _NAMES.index(p.name))
+        tail = [p.limit for p in parts if p.name in _TAIL]
+        return min(tail or [p.limit for p in parts[-1:]], default=None)
 
     def judge(self, run: Measurement, *, upper: bool = False) -> list[Clause]:
         """Each part, measured. With `upper` the p99 counts with the upper bound of its interval."""
