@@ -35,8 +35,9 @@ class Field:
     def trial(self, settings: Settings) -> Trial:
         """What is known; what needs no load to be ruled out is so the first time."""
         if settings not in self.trials:
-            self.trials[settings] = trial = Trial(settings)
+            trial = Trial(settings)
             trial.out = self.meter.bench.refusal(settings) or self._by_curve(settings)
+            self.trials[settings] = trial
         return self.trials[settings]
 
     def _by_curve(self, settings: Settings) -> str:
@@ -57,26 +58,33 @@ class Field:
         return [settings for settings in self.space if not self.trial(settings).out]
 
     def bound(self, settings: Settings) -> float | None:
-        """Requests a second that the curve allows at most, with instances that do not disturb each other."""
+        """Requests a second that the curve allows at most, with instances that do not disturb each other; None where
+        the app says how many there are, or how large batches get."""
+        told = isinstance(settings.get("instances"), int) and isinstance(settings.get("batch"), int)
+        return self.promise(settings) if told else None
+
+    def promise(self, settings: Settings) -> float | None:
+        """What the curve promises beside other settings: as `bound`, with one instance and batches as large as were
+        looked at where it is not known."""
         curve = self.meter.curve(settings)
-        batch, instances = settings.get("batch", "auto"), settings.get("instances", 1)
-        if curve is None or not isinstance(instances, int):
+        if curve is None:
             return None
-        largest = batch if isinstance(batch, int) else max(n for n, _ in curve.points)
-        return instances * curve.per_second(largest, self.slo.latency_s)
+        batch, instances = settings.get("batch"), settings.get("instances")
+        largest = batch if isinstance(batch, int) else curve.points[-1][0]
+        return (instances if isinstance(instances, int) else 1) * curve.per_second(largest, self.slo.latency_s)
 
     def guess(self, settings: Settings) -> float:
-        """What the settings may sustain: as much of their bound as the nearest ones that were measured."""
+        """What the settings may sustain: as much of their promise as the nearest ones that were measured."""
         near = min(
             (t for t in self.trials.values() if t.estimate),
             key=lambda t: self._apart(t.settings, settings),
             default=None,
         )
-        bound = self.bound(settings)
+        promise = self.promise(settings)
         if near is None:
-            return 0.7 * bound if bound else 0.0
-        other = self.bound(near.settings)
-        return near.estimate * bound / other if bound and other else near.estimate
+            return 0.7 * promise if promise else 0.0
+        other = self.promise(near.settings)
+        return near.estimate * promise / other if promise and other else near.estimate
 
     def _apart(self, one: Settings, other: Settings) -> float:
         """How unlike two settings are: steps of each knob, where those of instances weigh most."""
@@ -118,7 +126,7 @@ class Field:
 
     def _step(self, trial: Trial) -> None:
         met = None if trial.good is None and not trial.out else bool(trial.rate)
-        goodput = trial.good.goodput if trial.good else None
+        goodput = trial.good.throughput if trial.good else None
         self.steps.append(Step(settings=str(trial.settings), goodput=goodput, met=met, elapsed_s=self.meter.spent_s))
 
     def _start(self, trial: Trial) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from penstock.bench.slo import parse_slo
 from penstock.tune.capacity import Effort
 from penstock.tune.field import Field
@@ -82,6 +84,22 @@ def test_what_cannot_reach_the_best_by_its_curve_is_not_probed(hill: Any) -> Non
     assert not found.challenge(ONE.put(batch=1))
     assert len(bench.asked) == before
     assert found.trial(ONE.put(batch=1)).why_bad == "at most 500/s by its curve"
+
+
+@pytest.mark.parametrize("space", ["batch=1..8", "instances=1..4", "batch=4,auto,instances=1..4"])
+def test_what_the_app_itself_says_is_not_ruled_out_by_a_curve(hill: Any, space: str) -> None:
+    """It may have more instances than one, and larger batches than were looked at."""
+    bench = hill(lambda settings: 5_000 if "1" in settings.text else 10_000)
+    bench.curves[Settings()] = Curve(points=((1, 0.002), (4, 0.004)))
+    found = Field(Meter(bench, Journal()), parse_space(space), SLO, Effort(), 0)
+    one, *others = [settings for settings in found.space if not isinstance(settings.get("batch", "auto"), int)] or list(
+        found.space
+    )
+    found.measure(one)
+    assert found.best is not None
+    assert found.best.rate > 4_000
+    assert all(found.bound(settings) is None and found.can_win(settings) for settings in others)
+    assert found.guess(others[-1]) >= found.guess(one)
 
 
 def test_what_is_refused_or_does_not_load_is_ruled_out_and_the_search_goes_on(hill: Any) -> None:

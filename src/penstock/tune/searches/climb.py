@@ -34,7 +34,7 @@ def look(field: Field) -> None:
 
 
 def _starts(field: Field) -> list[Settings]:
-    """Where to begin, the best place first: the middle of all numbers of instances, and the highest bound there."""
+    """Where to begin, the best place first: the middle of all numbers of instances, and the most promising there."""
     found = field.open()
     counts = sorted({_number(settings.get("instances", 1)) for settings in found})
     if not counts:
@@ -42,7 +42,7 @@ def _starts(field: Field) -> list[Settings]:
     middle = counts[len(counts) // 2]
 
     def merit(settings: Settings) -> tuple[bool, float]:
-        return _number(settings.get("instances", 1)) == middle, field.bound(settings) or 0.0
+        return _number(settings.get("instances", 1)) == middle, field.promise(settings) or 0.0
 
     return sorted(found, key=merit, reverse=True)
 
