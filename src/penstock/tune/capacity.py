@@ -24,12 +24,15 @@ _FASTEST: Final = 3.0
 _BELOW: Final = 4  # probes that all fail: then the light one
 _NARROW: Final = 1.1  # times the SLO: by so little a short run may miss it by chance
 _KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the server can
+_FEW: Final = 8  # requests that a run has at least: with none in its time it would not be one
+TELL_P99: Final = 299  # answers, none of them late: fewer do not tell with 95 % confidence that at most 1 % are
 
 
 class Effort(Struct, frozen=True, kw_only=True):
     """How long is measured. A run lasts for so many samples, not less than its seconds and than `latencies` times the
-    SLO's latency (queues need a while to show), not more than `most_s`. Runs of the proof are `proof` times as long as
-    sure ones: what is rare, such as a batch that takes thrice as long, should be in each. `precision` is of rates."""
+    SLO's latency (queues need a while to show), not more than `most_s` unless it had hardly a request by then. Runs of
+    the proof are `proof` times as long as sure ones: what is rare, such as a batch that takes thrice as long, should be
+    in each; those of a slow model longer yet, until all repeats together can tell a p99. `precision` is of rates."""
 
     probe_s: float = 1.5
     probe_samples: int = 600
@@ -52,7 +55,10 @@ class Effort(Struct, frozen=True, kw_only=True):
 
     def proves(self, rate: float, slo: Slo) -> float:
         """Seconds of one repeat of the proof."""
-        return min(self.most_s, self.proof * self.sure(rate, slo))
+        seconds = min(self.most_s, self.proof * self.sure(rate, slo))
+        if any(part.name == "p99" for part in slo.parts):
+            seconds = max(seconds, 1.2 * TELL_P99 / (self.repeats * rate))  # 1.2: how many requests come is chance
+        return round(seconds, 2)
 
     def proof_s(self, rate: float, slo: Slo) -> float:
         """Seconds of all repeats of the proof of one."""
@@ -60,7 +66,7 @@ class Effort(Struct, frozen=True, kw_only=True):
 
     def _seconds(self, rate: float, slo: Slo, least_s: float, samples: int) -> float:
         wanted = max(least_s, self.latencies * (slo.latency_s or 0.0), samples / rate)
-        return round(min(self.most_s, wanted), 2)
+        return round(max(min(self.most_s, wanted), _FEW / rate), 2)
 
 
 class Trial:
@@ -80,8 +86,8 @@ class Trial:
 
     @property
     def rate(self) -> float:
-        """Requests a second that it is known to sustain; 0 if none."""
-        return self.good.rate if self.good else 0.0
+        """Requests a second that it is known to sustain; 0 if none, and for what was ruled out."""
+        return self.good.rate if self.good and not self.out else 0.0
 
     @property
     def bad_rate(self) -> float:
@@ -92,9 +98,7 @@ class Trial:
     def estimate(self) -> float:
         """A guess at what it sustains, of what there is: the less, the more a probe broke the SLO; 0 for what was ruled
         out."""
-        if self.out:
-            return 0.0
-        if self.good or self.bad is None:
+        if self.out or self.good or self.bad is None:
             return self.rate
         return min(self.bad.rate, self.bad.throughput) / math.sqrt(min(2.0, self._excess))
 
@@ -146,13 +150,10 @@ class Prober:
 
     def _run(self, trial: Trial, rate: float, seconds: float) -> Reading | None:
         try:
-            reading = self.meter.measure(trial.settings, rate, seconds)
-            if reading.invalid:  # the generator's fault may pass
-                reading = self.meter.measure(trial.settings, rate, seconds)
+            return self.meter.measure(trial.settings, rate, seconds)
         except Unfit as e:
             trial.out = str(e)
             return None
-        return reading
 
     def narrow(self, trial: Trial, start: float, precision: float) -> None:
         """Probes until the largest rate lies between two that differ by `precision`, or it is clear that none does.
@@ -167,9 +168,14 @@ class Prober:
                 trial.out = f"at {trial.bad_rate:g}/s already: {trial.why_bad}"
                 return
             rate = self._next(trial, start, step)
-            if trial.good is None and trial.bad is not None and step >= _BELOW:
-                light = rate = neat(_LIGHT * min(trial.bad_rate, trial.throughput or math.inf))
+            if trial.good is None and trial.bad is not None and (step >= _BELOW or not trial.throughput):
+                light = rate = self._light(trial)
             self.probe(trial, rate)
+
+    def _light(self, trial: Trial) -> float:
+        """A rate at which requests hardly meet; but a run shall have a few."""
+        able = min(trial.bad_rate, trial.throughput or math.inf)
+        return neat(max(_LIGHT * able, min(trial.bad_rate / 2, _FEW / self.effort.most_s)))
 
     def _next(self, trial: Trial, start: float, step: int) -> float:
         """The rate to probe now, after so many probes."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from penstock.bench.slo import Part, Slo
 from penstock.bench.stats import bootstrap, student_at
-from penstock.tune.capacity import Effort, neat
+from penstock.tune.capacity import TELL_P99, Effort, neat
 from penstock.tune.meter import BudgetOver, Meter, Unfit
 from penstock.tune.space import Settings
 from penstock.tune.trial import Reading, told
@@ -41,8 +41,16 @@ class Finalist:
 
     @property
     def goodput(self) -> float:
-        """Good answers a second in time, of its repeats the mean; before there are any, the rate."""
-        return statistics.fmean(r.goodput for r in self.readings) if self.readings else self.rate
+        """Good answers a second, of its repeats the mean; before there are any, the rate.
+
+        How many of them are late the SLO says; of two that keep it the one with more answers is better.
+        """
+        return statistics.fmean(self.repeats)
+
+    @property
+    def repeats(self) -> list[float]:
+        """Good answers a second of each repeat that had any; the rate alone where there is none yet."""
+        return [reading.throughput for reading in self.readings if reading.throughput] or [self.rate]
 
 
 def confirm(meter: Meter, slo: Slo, effort: Effort, finalists: Sequence[Finalist]) -> None:
@@ -107,29 +115,26 @@ def broken(slo: Slo, readings: Sequence[Reading], side: int) -> str | None:
     """What of the SLO the repeats break together; None if they keep it. "throughput" parts are not looked at.
 
     `side` 0: by the mean of the repeats; 1 and -1: by its upper and lower bound, each with 95 % confidence.
+
+    The p99 of all repeats together is within the limit if and only if at most 1 % of them all are late. The mean of
+    their p99 is more: what is rare and slow is the whole p99 of one repeat, and is not in another.
     """
     which = {-1: "at least ", 0: "", 1: "up to "}[side]
     for part in slo.parts:
         if part.name == "throughput":
             continue
-        if part.name == "p99" and part.limit == slo.latency_s and all(r.run.goodput is not None for r in readings):
-            over = _bounded([_over(reading) for reading in readings], math.sqrt(0.01 / readings[0].run.requests), side)
+        late = [share for r in readings if (share := r.late_share) is not None]
+        if part.name == "p99" and part.limit == slo.latency_s and len(late) == len(readings):
+            over = _bounded(late, math.sqrt(0.01 / max(1, readings[0].run.requests)), side)
             if over > 0.01:
                 return f"{which}{over * 100:.2g} % of all answers come later (wanted {part.text})"
+            if side > 0 and (count := sum(r.run.answered for r in readings)) < TELL_P99:
+                return f"{count} answers are too few to tell (wanted {part.text}, which takes {TELL_P99})"
             continue
         value = _together(part, readings, side)
         if value is None or not part.met_by(value):
             return f"{part.name} {which}{told(part.name, value)} (wanted {part.text})"
     return None
-
-
-def _over(reading: Reading) -> float:
-    """The share of the answers that came too late.
-
-    The p99 of all repeats together is within the limit if and only if this is at most 1 % of them all. The mean of
-    their p99 is more: what is rare and slow is the whole p99 of one repeat, and is not in another.
-    """
-    return max(0.0, 1 - reading.goodput / reading.throughput) if reading.throughput else 1.0
 
 
 def _together(part: Part, readings: Sequence[Reading], side: int) -> float | None:
@@ -156,7 +161,6 @@ def gain(chosen: Finalist, default: Finalist, seed: int) -> tuple[float, tuple[f
 
     A bootstrap over the repeats of both; None where there are too few to tell how far they lie apart.
     """
-    ours = [r.goodput for r in chosen.readings] or [chosen.rate]
-    theirs = [r.goodput for r in default.readings] or [default.rate]
+    ours, theirs = chosen.repeats, default.repeats
     low, high = bootstrap([ours, theirs], lambda a, b: a.mean(axis=1) / b.mean(axis=1) - 1, seed=seed)
     return statistics.fmean(ours) / statistics.fmean(theirs) - 1, (low, high) if math.isfinite(high) else None

@@ -48,11 +48,13 @@ class Meter:
         return statistics.fmean(self._changes) if self._changes else 0.0
 
     def curve(self, settings: Settings) -> Curve | None:
-        """The offline curve of these settings' family: all that differ in batch, instances and holds alone."""
+        """The offline curve of these settings' family: all that differ in batch, instances and holds alone. Raises
+        BudgetOver."""
         family = Settings(
             tuple(item for item in settings.items if item[0] not in _LOADS and not item[0].startswith("batching."))
         )
         if family not in self._curves:
+            self._in_time()
             entry = self._journal.get(key := f"curve {family}")
             if entry is None:
                 found = self.bench.curve(family)
@@ -63,7 +65,11 @@ class Meter:
         return self._curves[family]
 
     def measure(self, settings: Settings, rate: float, seconds: float) -> Reading:
-        """One open loop. Raises BudgetOver, Unfit."""
+        """One open loop; once more if it was INVALID: what kept the generator may pass. Raises BudgetOver, Unfit."""
+        reading = self._open(settings, rate, seconds)
+        return self._open(settings, rate, seconds) if reading.invalid else reading
+
+    def _open(self, settings: Settings, rate: float, seconds: float) -> Reading:
         return self._ask(
             f"open {settings} rate={rate:g} seconds={seconds:g}",
             settings,
@@ -79,8 +85,7 @@ class Meter:
         )
 
     def _ask(self, what: str, settings: Settings, answer: Callable[[int], Reading]) -> Reading:
-        if self.spent_s >= self.limit_s - self.kept_s():
-            raise BudgetOver
+        self._in_time()
         self._asked += 1
         seed = self._seed * 100_003 + self._asked
         entry = self._journal.get(key := f"{self._asked} {what} seed={seed}")
@@ -97,6 +102,10 @@ class Meter:
         if self._watch is not None:
             self._watch(settings, entry.reading, replayed)
         return entry.reading
+
+    def _in_time(self) -> None:
+        if self.spent_s >= self.limit_s - self.kept_s():
+            raise BudgetOver
 
     def _answered(self, key: str, settings: Settings, seed: int, answer: Callable[[int], Reading]) -> Entry:
         started = time.monotonic()

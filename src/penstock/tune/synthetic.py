@@ -158,16 +158,16 @@ class SyntheticBench:
 
     def _reading(self, settings: Settings, load: Load, found: SimResult) -> Reading:
         self.spent_s += (cost_s := load.seconds / (1 - WARM))
-        limit_s, latencies_s = self.slo.latency_s or math.inf, found.latencies_s
+        latencies_s, limit_s = found.latencies_s, self.slo.latency_s
         run = Measurement(
             load=load,
             label=str(settings),
             seconds=load.seconds,
-            requests=len(found.latencies_s),
-            answered=len(found.latencies_s),
+            requests=len(latencies_s),
+            answered=len(latencies_s),
             throughput=found.throughput,
-            goodput=found.throughput * bisect_right(latencies_s, limit_s) / max(1, len(latencies_s)),
-            latency=latency_of(found.latencies_s),
+            goodput=None if limit_s is None else bisect_right(latencies_s, limit_s) / load.seconds,
+            latency=latency_of(latencies_s),
         )
         return Reading(run=run, cost_s=cost_s)
 

@@ -29,11 +29,6 @@ class Reading(Struct, frozen=True, kw_only=True):
         return self.run.throughput
 
     @property
-    def goodput(self) -> float:
-        """Good answers a second that came within the SLO's latency; without one, all good answers."""
-        return self.run.throughput if self.run.goodput is None else self.run.goodput
-
-    @property
     def p99_s(self) -> float | None:
         """None when there are too few samples."""
         return self.run.latency.p99_s
@@ -42,6 +37,15 @@ class Reading(Struct, frozen=True, kw_only=True):
     def error_share(self) -> float:
         """Of all requests."""
         return self.run.error_share
+
+    @property
+    def late_share(self) -> float | None:
+        """Of the latencies the share over the SLO's: of answers, and of requests that were given up, which its
+        percentiles count, too. None if the SLO has no latency; 1 if nothing was answered."""
+        if self.run.goodput is None:
+            return None
+        counted = self.run.answered + self.run.errors.get("timeout", 0)
+        return max(0.0, round(1 - self.run.goodput * self.run.seconds / counted, 9)) if counted else 1.0
 
     @property
     def invalid(self) -> str | None:

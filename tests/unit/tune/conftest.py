@@ -58,7 +58,7 @@ class Hill:
         run = Measurement(
             load=load,
             label=settings.text,
-            seconds=load.seconds,
+            seconds=n / throughput,
             requests=n,
             answered=n,
             throughput=throughput,

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from penstock.bench.measurement import Load, Measurement
 from penstock.bench.slo import parse_slo
 from penstock.tune.capacity import Effort, Prober, Trial, neat
 from penstock.tune.journal import Journal
 from penstock.tune.meter import Meter
 from penstock.tune.space import Settings
+from penstock.tune.trial import Reading
 
 SLO = parse_slo("p99<=100ms")
 ANY = Settings()
@@ -48,6 +50,32 @@ def test_an_slo_that_breaks_under_light_load_already_is_told_with_its_numbers(hi
     assert "p99 2" in trial.out
     assert "(wanted p99<=100ms)" in trial.out
     assert len(bench.asked) <= 6
+
+
+def test_settings_that_answer_nothing_are_ruled_out_by_a_few_runs_that_have_requests(hill: Any) -> None:
+    class Silent(hill):  # type: ignore[misc]
+        def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:
+            self.asked.append((settings, rate, rate * seconds))
+            load = Load(mode="open", rate=rate, seconds=seconds)
+            return Reading(
+                run=Measurement(load=load, seconds=seconds, requests=9, errors={"timeout": 9}), cost_s=seconds
+            )
+
+    for start in (0.1, 500):
+        bench, trial = Silent(constant(1)), Trial(ANY)
+        prober(bench).narrow(trial, start, 0.04)
+        assert "already: p99 unknown" in trial.out
+        assert len(bench.asked) == 2
+        assert all(requests >= 7.9 for *_, requests in bench.asked)
+
+
+def test_what_does_not_load_any_more_sustains_nothing(hill: Any) -> None:
+    bench, trial = hill(constant(1000)), Trial(ANY)
+    assert prober(bench).probe(trial, 500)
+    assert trial.rate == 500
+    bench.fails.add(ANY)
+    assert not prober(bench).probe(trial, 600)
+    assert (trial.rate, trial.estimate, trial.out) == (0.0, 0.0, "no room for it")
 
 
 def test_settled_is_what_a_long_run_bore(hill: Any) -> None:
@@ -93,6 +121,10 @@ def test_runs_last_for_enough_samples_and_long_enough_for_queues_to_show() -> No
     assert effort.probe(1000, parse_slo("p99<=500ms")) == 10
     assert effort.probe(1, parse_slo("p99<=10ms")) == 30
     assert effort.probe(1000, parse_slo("error<=1%")) == 2
+    assert effort.probe(0.1, parse_slo("p99<=10ms")) == 80, "of which 8 requests are to be expected"
+    assert effort.proves(1, parse_slo("p99<=10ms")) == pytest.approx(120, rel=0.01), "three of it tell a p99"
+    assert effort.proves(1, parse_slo("p95<=10ms")) == 30
+    assert effort.proves(1000, parse_slo("p99<=10ms")) == 2 * effort.sure(1000, parse_slo("p99<=10ms"))
 
 
 def test_rates_are_neat() -> None:

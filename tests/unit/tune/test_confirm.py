@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.bench.measurement import Measurement
 from penstock.bench.slo import parse_slo
 from penstock.tune.capacity import Effort
 from penstock.tune.confirm import MOST_LOWERED, Finalist, broken, confirm, gain
@@ -103,6 +104,37 @@ def test_contenders_are_measured_again_while_it_is_open_what_they_bear(hill: Any
     assert (one.met, one.rate, len(one.readings)) == (True, 500, 9)
 
 
+def test_a_repeat_that_the_generator_spoiled_is_measured_again(hill: Any) -> None:
+    bench, one, other = hill(lambda _: 1000), Finalist(A, 500), Finalist(B, 500)
+    bench.invalid = 1
+    proven(bench, one)
+    assert (one.met, len(one.readings), len(bench.asked)) == (True, 3, 4)
+    bench.invalid = 100
+    proven(bench, other)
+    assert (other.met, other.why) == (False, "invalid: the generator was too slow")
+
+
+def test_a_p99_is_kept_for_sure_only_by_so_many_answers_as_can_tell_one(hill: Any) -> None:
+    """Of 299 answers that are all in time at most 1 % are late, with 95 % confidence; of fewer it cannot be said."""
+    bench = hill(lambda _: 1e9, base_s=1e-6)
+    few = [bench.measure(A, 10, 9.9, seed) for seed in range(3)]
+    assert broken(SLO, few, 0) is None
+    assert broken(SLO, few, 1) == "297 answers are too few to tell (wanted p99<=100ms, which takes 299)"
+    assert broken(SLO, [*few[:2], bench.measure(A, 10, 10.1, 3)], 1) is None
+    one = Finalist(A, 0.5)
+    proven(hill(lambda _: 2, base_s=1e-6), one)
+    assert one.met
+    assert sum(reading.run.answered for reading in one.readings) >= 299
+
+
+def test_of_two_that_keep_the_slo_the_one_with_more_answers_is_better(hill: Any) -> None:
+    """A mean is kept though a quarter of the answers are over it: how many are says not which settings are better."""
+    bench, one = hill(lambda _: 1e9, base_s=0.5), Finalist(A, 100)
+    one.readings = [bench.measure(A, rate, 10, 0) for rate in (98, 100, 103)]
+    assert one.readings[0].late_share == pytest.approx(0.25)
+    assert one.goodput == pytest.approx(301 / 3)
+
+
 def test_time_that_is_over_leaves_what_is_known(hill: Any) -> None:
     one, other = Finalist(A, 500), Finalist(B, 500)
     with pytest.raises(BudgetOver):
@@ -136,3 +168,5 @@ def test_a_gain_has_the_interval_of_its_repeats(hill: Any) -> None:
     assert same[0] <= 0 <= same[1]
     default.readings = default.readings[:1]
     assert gain(chosen, default, seed=1)[1] is None
+    default.readings = [msgspec.structs.replace(r, run=Measurement(load=r.run.load)) for r in default.readings]
+    assert gain(chosen, default, seed=1)[0] == pytest.approx(1.0), "its rate: a server that died answered nothing"

@@ -63,6 +63,12 @@ def test_a_load_that_fails_takes_its_time_too(hill: Any, monkeypatch: pytest.Mon
     assert meter.spent_s == 7.0
 
 
+def test_when_the_time_is_over_no_curve_is_measured_either(hill: Any) -> None:
+    meter = Meter(hill(lambda _: 1000), Journal(), limit_s=0.0)
+    with pytest.raises(BudgetOver):
+        meter.curve(ONE)
+
+
 def test_each_measurement_has_a_seed_of_its_own(hill: Any) -> None:
     meter = Meter(hill(lambda _: 1000), Journal(), seed=2)
     seeds = [meter.measure(ONE, 100, 1).run.load.seed for _ in range(3)]
