@@ -92,9 +92,11 @@ class Telling:
 
     def _best(self) -> Finalist | None:
         """Of the finalists that keep the SLO the one with the most goodput; what is as good and cheaper goes first, and
-        what is of the space before a default that is not. Before any is proven the one with the largest rate."""
+        what is of the space before a default that is not. Before any is proven the best of the search, at the rate to
+        which its repeats have lowered it."""
         space = self.field.space
         able = [one for one in self.finalists if one.met]
+        able = [one for one in able if self._too_little(one) is None] or able
         if able:
             top = max(one.goodput for one in able)
             as_good = [one for one in able if one.goodput >= top * (1 - _SAME)]
@@ -102,8 +104,10 @@ class Telling:
         failed = {one.settings for one in self.finalists if one.met is False}
         if self.finalists and len(failed) == len(self.finalists):
             return None
-        left = (trial for trial in self.field.ranked() if trial.rate and trial.settings not in failed)
-        return next((Finalist(trial.settings, trial.rate) for trial in left), None)
+        known = {one.settings: one for one in self.finalists}
+        left = [trial for trial in self.field.ranked() if trial.rate and trial.settings not in failed]
+        rated = [known.get(trial.settings) or Finalist(trial.settings, trial.rate) for trial in left]
+        return max(rated, key=lambda one: one.rate, default=None)
 
     def _say_if_the_generator_was_too_slow(self, best: Finalist) -> None:
         trial = self.field.trials.get(best.settings)
@@ -139,7 +143,7 @@ class Telling:
 
     def _nothing(self, command: str) -> Outcome:
         """Nothing keeps the SLO, or nothing is known: the nearest."""
-        chosen, how = self._nearest()
+        chosen, why = self._nearest()
         verdict = Verdict(
             slo=self.slo.text,
             chosen=chosen,
@@ -148,24 +152,27 @@ class Telling:
             command=command,
             runners_up=self._runners_up(None),
             trajectory=self.field.steps,
-            notes=[f"no settings keep {self.slo.text}{how}", *self.notes],
+            notes=[why, *self.notes],
         )
         return self._made(verdict, None, 0.0, False)
 
     def _nearest(self) -> tuple[str, str]:
-        """The settings that break the SLO least, and how they do."""
+        """The settings that break the SLO least, and how they do; "" where nothing valid tells."""
+        none = f"no settings keep {self.slo.text}"
         if self.finalists:
             one = max(self.finalists, key=lambda one: one.rate)
-            return str(one.settings), f" for sure: the nearest, {one.settings}, {one.why}"
+            return str(one.settings), f"{none} for sure: the nearest, {one.settings}, {one.why}"
         trials = self.field.trials.values()
         if found := [(t.settings, t.bad) for t in trials if t.bad is not None and not t.bad.invalid]:
             settings, reading = min(found, key=lambda pair: pair[1].excess(self.slo))
             parts = [part.name for part in self.slo.parts if part.name != "throughput"]
             values = ", ".join(f"{name} {told(name, reading.value(name))}" for name in parts)
-            return str(settings), f": the nearest, {settings}, come to {values} at {reading.rate:g}/s"
+            return str(settings), f"{none}: the nearest, {settings}, come to {values} at {reading.rate:g}/s"
+        if spoiled := next((trial.bad for trial in trials if trial.bad is not None), None):
+            return "", f"whether any settings keep {self.slo.text} could not be measured: {spoiled.invalid}"
         if out := next((trial for trial in trials if trial.out), None):
-            return str(out.settings), f": {out.settings}: {out.out}"
-        return "", " as far as is known: nothing was measured"
+            return str(out.settings), f"{none}: {out.settings}: {out.out}"
+        return "", f"{none} as far as is known: nothing was measured"
 
 
 def _beaten(one: Finalist, best: Finalist) -> str:
