@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.bench.measurement import Load, Measurement
+from penstock.bench.slo import parse_slo
 from penstock.errors import ConfigError, PenstockError
 from penstock.tune.journal import Entry, Journal
+from penstock.tune.space import Settings, parse_space
 from penstock.tune.trial import Curve, Reading
+from penstock.tune.tuner import Outcome, tune
 
 RUN = {"target": "app.py:Model", "space": "batch=1,2", "seed": "0"}
 
@@ -105,6 +110,48 @@ def test_two_runs_do_not_share_one(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with Journal.open(path, RUN), pytest.raises(ConfigError, match="written to by another run"):
         Journal.open(path, RUN)
+
+
+@pytest.mark.parametrize("search", ["auto", "halving"])
+def test_a_search_cut_off_anywhere_goes_on_as_if_it_had_not_been(
+    hill: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search: str
+) -> None:
+    """On a machine that is never the same twice, so that a measurement that is there and asked again would show."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+    class Drifting(hill):  # type: ignore[misc]
+        taken = 0
+
+        def _reading(self, *args: Any) -> Reading:
+            self.taken += 1
+            return super()._reading(*args)  # type: ignore[no-any-return]
+
+        def measure(self, settings: Settings, rate: float, *args: Any) -> Reading:
+            self.base_s = 0.01 * random.Random(self.taken).uniform(1, 3)
+            self.invalid = int(self.taken % 9 == 4)
+            return super().measure(settings, rate, *args)  # type: ignore[no-any-return]
+
+    def able(settings: Settings) -> float:
+        return 300 * len(settings.text) if settings.items else 900
+
+    def searched(path: Path, taken: int) -> Outcome:
+        bench = Drifting(able)
+        bench.taken = taken
+        bench.fails.add(next(iter(space)))
+        with Journal.open(path, RUN) as journal:
+            return tune(bench, space, parse_slo("p99<=100ms"), search=search, seed=3, journal=journal, budget_s=400)
+
+    space = parse_space("batch=1..32,instances=1..4")
+    whole = searched(tmp_path / "whole", 0)
+    content = (tmp_path / "whole").read_bytes()
+    assert content.count(b'"reading"') > 40
+    assert b'"failed"' in content
+    for cut in random.Random(search).sample(range(len(content)), 12):
+        path = tmp_path / f"{cut}"
+        path.write_bytes(content[:cut])
+        kept = content[: content.rfind(b"\n", 0, cut) + 1]
+        assert searched(path, kept.count(b'"reading"')) == whole
+        assert path.read_bytes() == content
 
 
 def test_a_full_disk_is_told_and_loses_nothing_that_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
