@@ -9,13 +9,18 @@ to 1 %; the best one is looked for among the best six of the exhaustive search, 
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import harness
+from report import KEPT_ROUNDS
 
 from penstock.tune.space import parse_settings, parse_space
 from penstock.tune.synthetic import SyntheticBench, drawn
@@ -28,14 +33,14 @@ SEEDS_A_ROUND = 2
 CANDIDATES = 6  # of the exhaustive search, for the one that is truly the best
 
 
-def one_seed(seed: int) -> dict[str, Any]:
+def one_seed(seed: int, searches: Sequence[str]) -> dict[str, Any]:
     """What each search finds on the machine of this seed, and the truth."""
     machine, slo = drawn(seed)
     limit_s = slo.latency_s
     assert limit_s is not None
     begin = time.perf_counter()
     found, candidates = {}, {}
-    for search in ("grid", *SEARCHES):
+    for search in ("grid", *searches):
         bench = SyntheticBench(machine, slo, has_curve=search != "grid")
         outcome = tune(bench, SPACE, slo, search=search, default=DEFAULT, seed=seed)
         assert outcome.chosen is not None, f"seed {seed}: {search} finds nothing within {slo.text}"
@@ -62,16 +67,23 @@ def one_seed(seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--first", type=int, default=0, help="seed; with another than 0 nothing is kept")
+    parser.add_argument("--searches", default=",".join(SEARCHES), help="without all of them nothing is kept")
+    ours, sys.argv[1:] = parser.parse_known_args()
+    searches = ours.searches.split(",")
     options = harness.options(__doc__, seconds=None)
     seeds = SEEDS_A_ROUND * options.rounds
-    method = f"Seeds 0 to {seeds - 1}. All but the seconds behind a seed are of virtual time."
+    drawn_from = range(ours.first, ours.first + seeds)
+    method = f"Seeds {drawn_from[0]} to {drawn_from[-1]}. All but the seconds behind a seed are of virtual time."
     report = harness.Report(__file__, __doc__, options, {}, libraries=["optuna"], method=method)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = []
-        for result in pool.map(one_seed, range(seeds)):
+        for result in pool.map(partial(one_seed, searches=searches), drawn_from):
             results.append(result)
-            print({k: v for k, v in result.items() if k not in SEARCHES}, result["auto"], sep="\n", flush=True)
-    for search in (*SEARCHES, "grid"):
+            told = {k: v for k, v in result.items() if k not in searches}
+            print(told, result[searches[0]], sep="\n", flush=True)
+    for search in (*searches, "grid"):
         header = [
             "seed",
             "SLO",
@@ -90,7 +102,7 @@ def main() -> None:
             row += [f"{it['goodput']:.1%}", f"{it['promised']:.1%}", f"{it['p99']:.2f}"]
             rows.append([*row, f"{it['time']:.1%} of {r['grid']['measured_s']:,.0f} s"])
         report.table(f"search: {search}", header, rows)
-    for search in SEARCHES:
+    for search in searches:
         all_of = [r[search] for r in results]
         able = sum(it["goodput"] >= 0.95 and it["time"] <= 0.2 for it in all_of)
         need = round(0.9 * seeds) if search == "auto" else None
@@ -98,7 +110,8 @@ def main() -> None:
         report.target(what, [able], least=0 if need is None else need)
         report.target(f"{search}: largest true p99 over the SLO's", [max(it["p99"] for it in all_of)], most=1.05)
         print(f"{search}: median time {statistics.median(it['time'] for it in all_of):.1%}")
-    report.save()
+    whole = options.rounds >= KEPT_ROUNDS and ours.first == 0 and searches == list(SEARCHES)
+    report.save(whole=whole)
 
 
 if __name__ == "__main__":
