@@ -172,8 +172,8 @@ class App:
         started, change_s, self._change_s = time.monotonic(), self._change_s, 0.0
         try:
             run = self._runner.run(self._measured(settings, load()))
-        except (Failing, Unreachable) as error:  # in time before any load: these settings are no good
-            raise LoadFailed(f"loaded, but {error.message}") from error
+        except (Failing, Unreachable, ConfigError) as error:  # in time before any load: these settings are no good
+            raise LoadFailed(f"loaded, but {error.message}") from error  # ConfigError: so slow that no request comes
         self._warm = True
         self._invalid = self._invalid + 1 if run.invalid else 0
         if self._invalid == MOST_INVALID:
@@ -202,6 +202,8 @@ class App:
         key = self._key(settings)
         if key not in self._rehearsed:
             started = time.monotonic()
+            if self._crowded(key):
+                self._served.close()
             try:
                 self._rehearsed[key] = rehearse(self._order(key))
             except LoadFailed as error:
@@ -209,6 +211,10 @@ class App:
             self._costs[key] = time.monotonic() - started
             log.info("alone settings=%s cost_s=%.3g", key, self._costs[key])
         return self._rehearsed[key]
+
+    def _crowded(self, settings: Settings) -> bool:
+        """Whether the model may have no room for one instance more beside those of the server."""
+        return self._devices(settings)[0].startswith("cuda") or 2 * _free_bytes() < self._free_bytes
 
     def _key(self, settings: Settings) -> Settings:
         kept = [knob for knob, _ in settings.items if knob not in _SHARED and not knob.startswith("batching.")]

@@ -40,6 +40,8 @@ class TunedFile:
             raise ConfigError(f"--write {path}: there is no folder {folder} that can be written to")
         if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
             raise ConfigError(f"--write {path}: the file may not be written to; change its mode, or name another")
+        if is_whole_file(model.target) and os.path.realpath(model.target) == self.path:
+            raise ConfigError(f"--write {path}: is what is tuned, and no configuration; name a new file")
         begin = self.path if os.path.exists(self.path) else source
         if begin is None:
             self._text = None

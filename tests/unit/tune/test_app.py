@@ -22,6 +22,7 @@ from penstock.tune.served import Subject
 from penstock.tune.space import Settings, parse_settings, parse_space
 
 SPACE = "batch=1..8,instances=1,2,precision=fp32,bf16"
+CLOSED = Settings((("closed", 1),))  # in the place of what a server is asked for
 
 
 class World:
@@ -45,7 +46,7 @@ class World:
         return 12
 
     def close(self) -> None:
-        self.used.append(Settings((("closed", 1),)))
+        self.used.append(CLOSED)
 
     def rehearse(self, order: Order) -> Rehearsal:
         self.orders.append(order)
@@ -205,6 +206,24 @@ def test_on_a_gpu_its_memory_counts(world: World, apps: list[App], monkeypatch: 
     assert (found.memory_bytes, found.limit_bytes, world.orders[0].device) == (7, 160, "cuda:0")
 
 
+@pytest.mark.parametrize(("left", "closed"), [(1000, 0), (500, 0), (499, 2)])
+def test_where_memory_is_short_no_server_holds_the_model_while_an_instance_alone_does(
+    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch, left: int, closed: int
+) -> None:
+    app = make(apps)
+    monkeypatch.setattr(module, "_free_bytes", lambda: left)
+    app.start()
+    assert world.used[1:] == [CLOSED] * closed
+
+
+def test_on_a_gpu_the_server_ends_before_an_instance_is_tried_alone(
+    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0",))
+    make(apps, "batch=1,2").start()
+    assert world.used == [Settings(), CLOSED]
+
+
 def test_there_is_no_curve_of_what_does_not_load(world: World, apps: list[App]) -> None:
     world.rehearsals["bf16"] = LoadFailed("no")
     app = make(apps)
@@ -240,11 +259,16 @@ def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps:
     assert world.loads == [Load(mode="closed", concurrency=12, seconds=2.0, seed=3)]
 
 
-def test_settings_under_which_nothing_is_answered_did_not_load(world: World, apps: list[App]) -> None:
+@pytest.mark.parametrize(
+    "error", [Failing("answers nothing but errors; the first: 503"), ConfigError("no request comes within 30 s")]
+)
+def test_settings_under_which_nothing_is_answered_did_not_load(
+    world: World, apps: list[App], error: PenstockError
+) -> None:
     app = make(apps)
     app.start()
-    world.run = Failing("answers nothing but errors; the first: 503")
-    with pytest.raises(LoadFailed, match="the first: 503"):
+    world.run = error
+    with pytest.raises(LoadFailed, match=f"loaded, but {error.message}"):
         app.measure(Settings(), 50.0, 2.0, 3)
 
 
@@ -311,4 +335,4 @@ def test_the_size_of_what_is_sent_is_told_on_average(
 
 def test_closing_ends_the_server(world: World, apps: list[App]) -> None:
     make(apps).close()
-    assert world.used == [Settings((("closed", 1),))]
+    assert world.used == [CLOSED]

@@ -174,6 +174,13 @@ def test_a_file_that_is_malformed_or_lacks_the_model_is_refused_before_anything_
     assert file.read_text() == text
 
 
+def test_the_pipeline_that_is_tuned_is_no_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.toml"
+    file.write_text('[decode]\nops = "decode_image"\n')
+    with pytest.raises(ConfigError, match=r"pipeline\.toml: is what is tuned, and no configuration; name a new file"):
+        TunedFile(str(file), "pipeline", ModelConfig(target=str(file)))
+
+
 def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         TunedFile(str(tmp_path / "no/penstock.toml"), "digits", DIGITS)
