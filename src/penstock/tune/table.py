@@ -10,6 +10,7 @@ from typing import Final
 from penstock.bench.measurement import Measurement
 from penstock.bench.slo import Slo
 from penstock.config.schema import ModelConfig
+from penstock.tune.capacity import Trial
 from penstock.tune.space import Settings, parse_settings, shown
 from penstock.tune.trial import Reading
 
@@ -21,7 +22,8 @@ COLUMNS: Final = (
 
 def rows(runs: Sequence[Measurement], slo: Slo, model: ModelConfig, payload_bytes: int) -> list[list[str]]:
     """The heading, then a row for each of the settings, most throughput first: its valid run with the largest rate that
-    kept the SLO, else that with the smallest rate. Closed loops, which only explore, have none.
+    kept the SLO, else that with the smallest rate. Closed loops, which only explore, have none. As in the search a run
+    that a longer one contradicts counts for nothing.
 
     `model` is the app as it is; `concurrency` is how many requests were under way on average.
     """
@@ -43,10 +45,12 @@ def as_csv(table: Sequence[Sequence[str]]) -> str:
 
 def _of_settings(runs: Sequence[Measurement], slo: Slo) -> tuple[Measurement, bool]:
     """(the run that tells most of them, whether it kept the SLO)."""
-    kept = [run for run in runs if Reading(run=run, cost_s=0.0).breaks(slo) is None]
-    if kept:
-        return max(kept, key=lambda run: (run.load.rate, run.requests)), True
-    return min(runs, key=lambda run: run.load.rate), False
+    trial = Trial(Settings())
+    for run in runs:
+        trial.add(Reading(run=run, cost_s=0.0), slo)
+    told = trial.good or trial.bad
+    assert told is not None, "one of them is valid"
+    return told.run, told is trial.good
 
 
 def _row(run: Measurement, kept: bool, model: ModelConfig, payload_bytes: int) -> list[str]:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
+
 from penstock.bench.measurement import Latency, Load, Measurement
 from penstock.bench.slo import parse_slo
 from penstock.config.schema import BatchingConfig, ModelConfig
@@ -39,6 +41,14 @@ def test_settings_are_told_at_the_largest_rate_that_kept_the_slo() -> None:
         "slo": "kept",
         "settings": "batch=8,instances=2",
     }
+
+
+def test_a_short_run_that_a_longer_one_contradicts_counts_for_nothing() -> None:
+    lucky, longer = run("batch=1", 90, 0.09), structs.replace(run("batch=1", 80, 0.2), requests=1000)
+    (found,) = table(run("batch=1", 60, 0.06), lucky, longer)
+    assert (found["offered_per_s"], found["slo"]) == ("60", "kept")
+    (found,) = table(lucky, longer)
+    assert (found["offered_per_s"], found["slo"]) == ("80", "missed")
 
 
 def test_settings_that_never_kept_it_come_last_at_their_smallest_rate() -> None:
