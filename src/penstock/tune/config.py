@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,9 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 from penstock.plugins import is_whole_file
 
+log = logging.getLogger("penstock.tune")
+
+_NAMED: Final = ("target", "weights", "name")  # keys that a file may say in other words
 MARK: Final = "# penstock tune"
 """How the comment begins that is ours: the next run replaces it."""
 
@@ -75,13 +79,19 @@ class TunedFile:
                 os.fsync(file.fileno())
             with suppress(FileNotFoundError):
                 os.chmod(aside, os.stat(self.path).st_mode & 0o7777)
-            load_config(aside, env={})
+            there = load_config(aside, env={}).models[self.name]
             os.replace(aside, self.path)
         except OSError as error:
             raise PenstockError(f"{self.path}: cannot be written: {error.strerror}; it is as it was") from None
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(aside)
+        if other := _differing(self._model, there, values):
+            log.warning(
+                "file=%s other=%s consequence=this file serves the model otherwise than it was measured",
+                self.path,
+                ",".join(other),
+            )
 
     def _new(self) -> str:
         """A file with the model as it was named, and nothing else."""
@@ -92,6 +102,19 @@ class TunedFile:
             keys["weights"] = os.path.relpath(self._model.weights, folder)
         text: str = _tomlkit().dumps({"models": {self.name: keys}})
         return text
+
+
+def _differing(measured: ModelConfig, there: ModelConfig, tuned: Collection[str]) -> list[str]:
+    """The keys in which the two differ, but for those that were tuned, and for paths."""
+    one, other = _flat(changed_keys(measured)), _flat(changed_keys(there))
+    return [k for k in {**one, **other} if one.get(k) != other.get(k) and k not in (*tuned, *_NAMED)]
+
+
+def _flat(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def changed_keys(model: ModelConfig) -> dict[str, Any]:

@@ -132,6 +132,23 @@ def test_a_module_stays_the_name_that_it_is(tmp_path: Path) -> None:
     assert tomllib.loads((tmp_path / "new.toml").read_text())["models"]["m"]["target"] == "pkg.mod:M"
 
 
+def test_what_the_file_says_otherwise_than_it_was_measured_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT + "[models.digits.options]\nwidth = 3\nheight = 4\n")
+    model = ModelConfig(target=f"{tmp_path}/app.py:Digits", threads=2, options={"width": 4})
+    tuned = TunedFile(str(file), "digits", model)
+    tuned.write({"instances": 1, "options.width": 5}, "why")
+    (record,) = caplog.records
+    assert "other=threads,options.height,batching.slo_s consequence=this file serves" in record.message
+    caplog.clear()
+    as_there = load_config(str(file), env={}).models["digits"]
+    TunedFile(str(file), "digits", as_there).write({"instances": 4, "batching.max_batch_size": 8}, "why")
+    TunedFile(str(tmp_path / "new.toml"), "digits", model).write({"instances": 4, "options.width": 5}, "why")
+    assert not caplog.records
+
+
 def test_a_section_of_another_name_with_the_same_target_is_the_model(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT)
