@@ -36,6 +36,7 @@ def test_a_class_is_made_and_loaded_with_what_its_load_accepts():
     assert wrapped.postprocess is None
     wrapped.unload()
     assert wrapped._model.calls == [("cuda:1", "fp16"), "unload"]
+    assert wrapped.takes == {"device", "precision"}
     assert wrapped.metadata("m", "2").inputs == Full.inputs
     assert isinstance(wrapped, Model)
 
@@ -45,6 +46,7 @@ def test_functions_and_instances_are_models(target):
     wrapped = PythonModel(target)
     wrapped.load("cpu")
     assert sorted(wrapped.predict([1, 2])) == [1, 2]
+    assert "optimize" not in wrapped.takes
     wrapped.unload()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadOutput, BadRequest, LoadFailed
+from penstock.models.python import PythonModel
 from penstock.models.tensors import ANY_ROWS, Input, Settings, TensorModel
 from penstock.types import TensorSpec
 
@@ -55,8 +56,10 @@ def test_the_program_is_opened_on_the_device_with_the_settings():
         seen.append((settings.device, settings.precision))
         return Summing(X)
 
-    TensorModel(open_program, Settings(precision="fp16")).load("cuda:1")
+    found = PythonModel(TensorModel(open_program, Settings(precision="fp16")), precision="fp16")
+    found.load("cuda:1")
     assert seen == [("cuda:1", "fp16")]
+    assert found.takes == {"precision", "optimize", "threads"}
     with pytest.raises(LoadFailed, match="not loaded"):
         TensorModel(open_program, Settings()).preprocess([1, 2])
 

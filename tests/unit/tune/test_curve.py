@@ -177,6 +177,19 @@ def test_an_app_that_does_not_load_says_why(tmp_path: Path, source: str, message
     assert detail in caught.value.detail
 
 
+def test_ctrl_c_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 601\n")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr("penstock.tune.curve.sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("penstock.tune.curve.select.select", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(order(tmp_path, MODEL))
+    assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "601"]]
+
+
 def test_a_model_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.tune.curve.BUDGET_S", 0.1)
     asked = order(tmp_path, "import time\n\ntime.sleep(600)", sizes=[1])
