@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +224,26 @@ def test_on_a_gpu_the_server_ends_before_an_instance_is_tried_alone(
     monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0",))
     make(apps, "batch=1,2").start()
     assert world.used == [Settings(), CLOSED]
+
+
+@pytest.mark.parametrize(("told", "free"), [("max\n", 800), ("900\n", 800), ("300\n", 300), (None, 800)])
+def test_a_container_has_the_memory_that_it_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, free: int
+) -> None:
+    def read_text(path: Path) -> str:
+        if told is None:
+            raise FileNotFoundError
+        return told
+
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=800))
+    monkeypatch.setattr(module.Path, "read_text", read_text)
+    assert module._free_bytes() == free
+
+
+@pytest.mark.parametrize(("totals", "limit"), [([], 0), ([80, 40], 120)])
+def test_gpus_have_the_memory_of_the_smallest(monkeypatch: pytest.MonkeyPatch, totals: list[int], limit: int) -> None:
+    monkeypatch.setattr(module, "Gpus", lambda: SimpleNamespace(read=lambda: [("0", 0.5, 1, n) for n in totals]))
+    assert module._gpu_bytes(3) == limit
 
 
 def test_there_is_no_curve_of_what_does_not_load(world: World, apps: list[App]) -> None:

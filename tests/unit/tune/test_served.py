@@ -27,12 +27,13 @@ class Server:
         self.starts: list[list[str]] = []
         self.stops = 0
         self.asked: list[tuple[str, str, Any]] = []
+        self.flags: list[dict[str, Any]] = []  # of what was asked
         self.answer: Reply | PenstockError = Reply(200, b'{"versions": [{"instances": 3, "max_batch_size": 8}]}')
         self.fails: PenstockError | None = None  # each start
 
     @contextmanager
     def open_target(self, text: str, *, sets: list[str], **flags: Any) -> Iterator[Target]:
-        assert flags == {"model": "net", "token": None, "management": True}
+        assert flags == {"model": "net", "token": "secret", "management": True}
         self.starts.append(sets)
         if self.fails is not None:
             raise self.fails
@@ -42,6 +43,7 @@ class Server:
 
     def ask(self, endpoint: Endpoint, method: str, path: str, body: bytes | None, **flags: Any) -> Reply:
         self.asked.append((method, path, None if body is None else msgspec.json.decode(body)))
+        self.flags.append(flags)
         if isinstance(self.answer, PenstockError):
             raise self.answer
         return self.answer
@@ -59,7 +61,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def served(**keys: Any) -> Served:
-    return Served(Subject(target="app.py:Net", section="net", model=ModelConfig(target="/there/app.py:Net", **keys)))
+    model = ModelConfig(target="/there/app.py:Net", **keys)
+    return Served(Subject(target="app.py:Net", section="net", model=model, token="secret"))
 
 
 def at(text: str) -> Settings:
@@ -109,10 +112,11 @@ def test_the_same_settings_change_nothing(server: Server) -> None:
 
 
 def test_instances_with_threads_of_their_own_are_scaled(server: Server) -> None:
-    found = served()
+    found = served(load_timeout_s=100.0)
     found.use(at("instances=1,threads=1"))
     assert found.use(at("instances=3,threads=1"))
     assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
+    assert server.flags == [{"token": "secret", "timeout_s": 160.0}]
 
 
 def test_the_app_as_it_is_is_scaled_to_the_instances_that_it_has(server: Server) -> None:
@@ -221,10 +225,20 @@ def test_a_server_that_died_is_started_again(server: Server) -> None:
     assert (len(server.starts), server.stops) == (2, 1)
 
 
-def test_clients_are_twice_the_rows_that_all_instances_hold(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("answer", "clients"),
+    [
+        (b'{"versions": [{"instances": 3, "max_batch_size": 8}]}', 48),
+        (b'{"versions": [{"instances": 1, "max_batch_size": 1}]}', 4),
+        (b'{"versions": [{"instances": 8, "max_batch_size": 64}]}', 512),
+        (b"", 4),
+    ],
+)
+def test_clients_are_twice_the_rows_that_all_instances_hold(server: Server, answer: bytes, clients: int) -> None:
     found = served()
     found.use(at("batch=8"))
-    assert found.clients() == 48
+    server.answer = Reply(200, answer)
+    assert found.clients() == clients
 
 
 @pytest.mark.parametrize(
