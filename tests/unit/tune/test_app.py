@@ -306,7 +306,7 @@ def test_a_machine_on_which_no_run_is_valid_ends_it(world: World, apps: list[App
         app.measure(Settings(), 50.0, 2.0, 3)
 
 
-def test_the_cost_of_a_reading_has_the_change_of_settings_in_it(
+def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_what_failed_before(
     world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make(apps)
@@ -316,10 +316,26 @@ def test_the_cost_of_a_reading_has_the_change_of_settings_in_it(
 
     def use(settings: Settings) -> bool:
         now[0] += 3.0
+        if settings.get("batch") == 1:
+            raise LoadFailed("no")
         return True
+
+    def rehearse(order: Order) -> Rehearsal:
+        now[0] += 100.0
+        raise LoadFailed("no")
 
     monkeypatch.setattr(world, "use", use)
     app.prepare(parse_settings("batch=8"))
+    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 6.0
+    with pytest.raises(LoadFailed):
+        app.prepare(parse_settings("batch=1"))
+    monkeypatch.setattr(module, "rehearse", rehearse)
+    assert app.refusal(parse_settings("threads=2"))
+    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 106.0
+    world.run = Failing("503")
+    with pytest.raises(LoadFailed):
+        app.measure(parse_settings("batch=8"), 50.0, 2.0, 3)
+    world.run = None
     assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 6.0
 
 
