@@ -97,7 +97,12 @@ def read_subject(target: str, flags: dict[str, Any]) -> tuple[Subject, str | Non
     sets = [*flags["sets"], *(f'models."{section}".options.{text}' for text in flags["options"])]
     model = config.models[section]
     return Subject(
-        target=target, section=section, model=model, sets=tuple(sets), token=read_token(flags["token_file"])
+        target=target,
+        section=section,
+        model=model,
+        sets=tuple(sets),
+        token=read_token(flags["token_file"]),
+        tls_cert=config.server.tls_cert,
     ), toml
 
 

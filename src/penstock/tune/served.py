@@ -7,6 +7,7 @@ it in memory. Keys that only a configuration may set (`options`, `weights`) star
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final
@@ -17,6 +18,7 @@ from msgspec import Struct, convert, to_builtins
 
 from penstock.bench.ask import Reply, ask
 from penstock.bench.target import Target, open_target
+from penstock.client.endpoint import tls_context
 from penstock.config.schema import ModelConfig
 from penstock.errors import LoadFailed, PenstockError
 from penstock.tune.config import changed_keys
@@ -31,13 +33,17 @@ _MOST_CLIENTS: Final = 512
 
 
 class Subject(Struct, frozen=True, kw_only=True):
-    """What is tuned: `target` and `sets` as `penstock serve` takes them, and the model's section there, as it is."""
+    """What is tuned: `target` and `sets` as `penstock serve` takes them, and the model's section there, as it is.
+
+    `tls_cert` is the certificate that its server shows, if it speaks TLS.
+    """
 
     target: str
     section: str
     model: ModelConfig
     sets: tuple[str, ...] = ()
     token: str | None = None
+    tls_cert: str | None = None
 
     @property
     def name(self) -> str:
@@ -123,7 +129,14 @@ class Served:
         log.info("start settings=%s", settings)
         try:
             self._target = self._open.enter_context(
-                open_target(subject.target, model=subject.name, token=subject.token, sets=sets, management=True)
+                open_target(
+                    subject.target,
+                    model=subject.name,
+                    token=subject.token,
+                    tls=None if subject.tls_cert is None else _trusting(subject.tls_cert),
+                    sets=sets,
+                    management=True,
+                )
             )
         except PenstockError as error:
             if not self._started:
@@ -186,6 +199,14 @@ class Served:
             token=self.subject.token,
             timeout_s=model.load_timeout_s + _GRACE_S,
         )
+
+
+def _trusting(cert: str) -> ssl.SSLContext:
+    """Trusts this certificate alone, which names a host where the server of a search has only an address."""
+    context = tls_context(cert)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 def _last_words(text: str) -> str:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +28,7 @@ class Server:
     def __init__(self) -> None:
         self.starts: list[list[str]] = []
         self.stops = 0
+        self.tls: Any = None
         self.asked: list[tuple[str, str, Any]] = []
         self.flags: list[dict[str, Any]] = []  # of what was asked
         self.answer: Reply | PenstockError = Reply(200, b'{"versions": [{"instances": 3, "max_batch_size": 8}]}')
@@ -33,6 +36,7 @@ class Server:
 
     @contextmanager
     def open_target(self, text: str, *, sets: list[str], **flags: Any) -> Iterator[Target]:
+        self.tls = flags.pop("tls")
         assert flags == {"model": "net", "token": "secret", "management": True}
         self.starts.append(sets)
         if self.fails is not None:
@@ -102,6 +106,25 @@ def test_the_server_starts_with_the_settings(server: Server) -> None:
             'models."net".batching.policy="none"',
         ]
     ]
+
+
+def test_a_server_that_speaks_tls_is_trusted_by_its_own_certificate_alone(server: Server) -> None:
+    served().use(Settings())
+    assert server.tls is None
+    folder = Path(__file__).parents[1] / "frontends" / "tls"
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    model = ModelConfig(target="/there/app.py:Net")
+    Served(Subject(target="app.py:Net", section="net", model=model, token="secret", tls_cert=cert)).use(Settings())
+    theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.load_cert_chain(cert, key)
+    to_us, to_them = ssl.MemoryBIO(), ssl.MemoryBIO()
+    one = server.tls.wrap_bio(to_us, to_them, server_hostname="127.0.0.1")
+    other = theirs.wrap_bio(to_them, to_us, server_side=True)
+    for side in (one, other):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    one.do_handshake()
+    assert len(server.tls.get_ca_certs()) == 1
 
 
 def test_the_same_settings_change_nothing(server: Server) -> None:
