@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import Protocol, cast
 
 import httptools
 
-from penstock.bench.samples import LOST
+from penstock.bench.samples import LOST, Samples
 
-if TYPE_CHECKING:
-    from penstock.bench.drive import Run
+
+class Run(Protocol):
+    """What a connection is used by: it has the requests, and is told what became of them."""
+
+    requests: Sequence[bytes]
+    samples: Samples
+    pieces: float  # kept of an answer
+    over: bool
+
+    def answer(self, index: int, status: int, body: list[bytes]) -> None:
+        """A request was answered."""
+
+    def fail(self, index: int, status: int, why: bytes = b"") -> None:
+        """A request was not answered."""
+
+    def free(self, connection: Connection) -> None:
+        """A connection has no request under way."""
+
+    def lost(self, connection: Connection, index: int) -> None:
+        """A connection ended, with the request `index` under way unless that is negative."""
+
+    def broken(self, error: BaseException) -> None:
+        """What is told of answers raised."""
 
 
 class Connection(asyncio.Protocol):
