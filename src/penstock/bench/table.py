@@ -59,10 +59,10 @@ def name_of(run: Measurement, repeats: int) -> str:
 
 
 def rows(runs: Sequence[Measurement]) -> list[list[str]]:
-    """The heading, then a row a run; columns that nothing is known for are left out. An invalid run has no numbers."""
+    """The heading, then a row a run, with the columns that any of them knows. An invalid run has no numbers."""
     repeats = max((run.repeat for run in runs), default=0) + 1
     cells = [["" if run.invalid else cell(run) for _, cell in _COLUMNS] for run in runs]
-    shown = [i for i in range(len(_COLUMNS)) if any(row[i] for row in cells)]
+    shown = [i for i in range(len(_COLUMNS)) if i == 0 or any(row[i] for row in cells)]  # the first has INVALID too
     table = [["load", *(_COLUMNS[i][0] for i in shown)]]
     for run, row in zip(runs, cells, strict=True):
         figures = [row[i] for i in shown]

@@ -60,6 +60,10 @@ def test_an_invalid_run_has_a_word_in_the_place_of_its_numbers() -> None:
     assert "9" not in " ".join(table[2][2:])
 
 
+def test_a_table_of_invalid_runs_only_tells_so_below_its_heading() -> None:
+    assert rows([BROKEN, BROKEN]) == [["load", "good/s"], *[["64 clients", "INVALID"]] * 2]
+
+
 def test_columns_that_nothing_is_known_of_are_left_out() -> None:
     heading, _ = rows([Measurement(load=Load(mode="open", rate=10))])
     assert "batch" not in heading
