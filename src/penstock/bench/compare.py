@@ -10,7 +10,7 @@ from msgspec import Struct, field, structs
 from penstock.bench.document import NOT_TOLD, number, percent, seconds
 from penstock.bench.measurement import Load, Measurement
 from penstock.bench.points import Get, Point, p99, points, throughput
-from penstock.bench.results import Origin
+from penstock.bench.results import MACHINE, Origin
 from penstock.bench.stats import LEAST, Difference, difference, ratio
 
 Run = tuple[Origin, Sequence[Measurement]]
@@ -19,7 +19,6 @@ Judged = Literal["better", "worse", "same", "n/a"]
 TOLERANCE: Final = 0.05
 CONFIDENCE: Final = 0.95  # for all changes of a comparison together
 SEES: Final = 0.10  # an interval wider than that on either side would hide a change that matters
-_MACHINE: Final = ("cpu", "cores", "memory_gib", "gpus")
 
 
 class Metric(Struct, frozen=True):
@@ -174,7 +173,7 @@ def _length(load: Load) -> str:
 
 
 def _machines(before: Origin, after: Origin) -> list[str]:
-    sides = [(name, before.machine.get(name), after.machine.get(name)) for name in _MACHINE]
+    sides = [(name, before.machine.get(name), after.machine.get(name)) for name in MACHINE]
     return [f"{name}: {old} in the first run, {new} in the second" for name, old, new in sides if old != new]
 
 

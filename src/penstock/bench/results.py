@@ -28,6 +28,7 @@ log = logging.getLogger("penstock.bench")
 
 RUN, RECORDS, SUMMARY = "run.json", "records.jsonl", "summary.csv"
 _SAME: Final = ("command", "target", "slo", "seed", "penstock")  # of two starts that may share a folder
+MACHINE: Final = ("cpu", "cores", "memory_gib", "gpus")  # what figures depend on
 _FULL: Final = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -35,8 +36,14 @@ _FULL: Final = {
 }
 
 
+class NotWritten(PenstockError):
+    """A folder of results takes no more."""
+
+    code = "not_written"
+
+
 class Origin(Struct, frozen=True, kw_only=True):
-    """Where results come from, as run.json tells it. `command` is the verb ("bench"), `line` all that was typed."""
+    """Where results come from, as in run.json. `command` is the verb ("bench"), `line` what was typed, redacted."""
 
     command: str
     line: str = ""
@@ -71,8 +78,7 @@ class Results:
     def open(cls, folder: Path | str, origin: Origin, *, resume: bool = False) -> Self:
         """The folder's results, made when it is not there. One that holds a run is gone on with only on `resume`.
 
-        Raises ConfigError for a folder of another run, version or schema, or of other things; PenstockError when it
-        cannot be written to.
+        Raises ConfigError for a folder of another run, machine, version or schema, or of other things; NotWritten.
         """
         folder = Path(folder)
         try:
@@ -106,7 +112,7 @@ class Results:
         return cls(folder, origin, measurements, records)
 
     def append(self, measurement: Measurement) -> None:
-        """Keeps one more. Raises PenstockError when it cannot be written; what was kept before stays, whole."""
+        """Keeps one more. Raises NotWritten when it cannot be; what was kept before stays, whole."""
         self.measurements.append(measurement)
         line = memoryview(msgspec.json.encode(measurement) + b"\n")
         start = self._records.tell()
@@ -120,7 +126,7 @@ class Results:
             raise not_written(self.folder, e) from e
 
     def close(self) -> None:
-        """Writes the summary. Raises PenstockError when it cannot."""
+        """Writes the summary. Raises NotWritten."""
         if self._records.closed:
             return
         try:
@@ -158,12 +164,12 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def not_written(folder: Path, error: OSError) -> PenstockError:
+def not_written(folder: Path, error: OSError) -> NotWritten:
     """The error to raise when the folder does not take what it is given."""
     reason = _FULL.get(error.errno or 0)
     if reason is None:
-        return PenstockError(f"cannot write to {folder}: {error.strerror or error}")
-    return PenstockError(f"{reason}: {folder} takes no more results; what is there is whole. Make room, then go on")
+        return NotWritten(f"cannot write to {folder}: {error.strerror or error}")
+    return NotWritten(f"{reason}: {folder} takes no more results; what is there is whole. Make room for the next run")
 
 
 _COLUMNS: Final = (
@@ -241,8 +247,10 @@ class _Schema(Struct):
 def _same_run(folder: Path, origin: Origin) -> Origin:
     """What the folder says it comes from, if that is the same run. Raises ConfigError."""
     there = _origin(folder)
-    for name in _SAME:
-        found, expected = getattr(there, name), getattr(origin, name)
+    for name, found, expected in [
+        *((name, getattr(there, name), getattr(origin, name)) for name in _SAME),
+        *((name, there.machine.get(name), origin.machine.get(name)) for name in MACHINE),
+    ]:
         if found != expected:
             raise ConfigError(
                 f'{folder} has results of another run: its {name} is "{found}", now it is "{expected}"; '

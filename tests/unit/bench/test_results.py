@@ -60,6 +60,7 @@ def test_a_folder_with_a_run_is_gone_on_with_only_on_resume(tmp_path: Path) -> N
         ({"slo": "p99<=5ms"}, "its slo"),
         ({"seed": 8}, "its seed"),
         ({"penstock": "0.0.1"}, "its penstock"),
+        ({"machine": {"cpu": "D"}}, "its cpu"),
     ],
 )
 def test_a_folder_of_another_run_is_refused(tmp_path: Path, change: dict[str, object], named: str) -> None:
