@@ -52,7 +52,10 @@ def _sentence(change: Change) -> str:
 
 
 def junit(comparison: Comparison, decision: Decision) -> bytes:
-    """The decision as a test suite: a case for each load and metric, and one for what makes it invalid as a whole."""
+    """The decision as a test suite: a case for each load and metric, and one for what makes it invalid as a whole.
+
+    What is worse is a failure where it counts: not on another machine.
+    """
     suite = ElementTree.Element("testsuite", name="penstock gate")
     counts = {"failure": 0, "error": 0, "skipped": 0}
 
@@ -62,9 +65,10 @@ def junit(comparison: Comparison, decision: Decision) -> bytes:
             ElementTree.SubElement(found, kind, message=_printable(message))
             counts[kind] += 1
 
+    kinds = {"worse": "failure" if decision.code == REGRESSION else "skipped", "n/a": "skipped"}
     for change in comparison.changes:
-        kind = {"worse": "failure", "n/a": "skipped"}.get(change.judged, "")
-        case(change.load, change.metric, kind, change.why if kind == "skipped" else _sentence(change))
+        told = change.why if change.judged == "n/a" else _sentence(change)
+        case(change.load, change.metric, kinds.get(change.judged, ""), told)
     regressions = [_sentence(change) for change in comparison.changes if change.judged == "worse"]
     for text in decision.why:
         if text not in regressions:

@@ -80,3 +80,23 @@ def test_junit_has_a_case_for_each_metric_and_counts_them() -> None:
     failure = suite.find(".//failure")
     assert failure is not None
     assert failure.get("message") == "8 clients: p99 10 ms -> 12 ms, +20 % (+15 % .. +25 %)"
+
+
+def test_on_another_machine_what_is_worse_is_no_failure_in_junit_either() -> None:
+    comparison = Comparison(changes=[WORSE], other_machine=["cpu: A, B"])
+    suite = ElementTree.fromstring(junit(comparison, decide(comparison)))
+    assert [(case.get("name"), [kind.tag for kind in case]) for case in suite] == [
+        ("p99", ["skipped"]),
+        ("valid", ["error"]),
+        ("valid", ["error"]),
+    ]
+    anyhow = ElementTree.fromstring(junit(comparison, decide(comparison, any_machine=True)))
+    assert anyhow.get("failures") == "1"
+
+
+def test_junit_is_xml_whatever_loads_are_called() -> None:
+    odd = "".join(map(chr, (0, 8, 0x1B, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "<&\"'>]]> é 速"
+    few = Change(load=odd, metric="throughput/s", judged="n/a", why=odd)
+    (case, error) = ElementTree.fromstring(junit(told := Comparison(changes=[few]), decide(told)))
+    assert str(case.get("classname")).split() == ["<&\"'>]]>", "é", "速"]
+    assert str(error[0].get("message")).endswith("<&\"'>]]> é 速")
