@@ -62,11 +62,12 @@ class Generator(Struct, frozen=True, kw_only=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    """One GPU during the run: mean utilisation from 0 to 1, most memory in use."""
+    """One GPU during the run: mean utilisation from 0 to 1, most memory in use by anybody, of `total_bytes`."""
 
     name: str
     utilization: float
     memory_bytes: int
+    total_bytes: int = 0
 
 
 class ServerSide(Struct, frozen=True, kw_only=True):
@@ -76,7 +77,7 @@ class ServerSide(Struct, frozen=True, kw_only=True):
     itself. `queue_at_s` and `worker_at_s` ("p50", "p90", "p99" -> seconds) are read between the steps of the server's
     histograms: the wait of a request, and all of the worker's time on a batch. `batches`: rows -> how many batches had
     at most so many (and more than the next smaller key). `cpu` counts cores, of all of the server's processes;
-    `memory_bytes` is the most that they held together.
+    `memory_bytes` is the most that they held together: a page that several share counts for each of them.
     """
 
     queue_s: float | None = None

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 from msgspec import Struct, field
 
+from penstock.bench.figures import enough
+
 Buckets = dict[float, float]
 
 _HISTOGRAMS: Final = {
@@ -117,8 +119,9 @@ def _new(before: Page, after: Page, name: str) -> Buckets:
 
 
 def _quantiles(new: Buckets) -> dict[str, float]:
+    """Those that there are values enough for."""
     total = sum(new.values())
-    return {name: _quantile(new, share * total) for name, share in _AT.items()} if total else {}
+    return {name: _quantile(new, share * total) for name, share in _AT.items() if enough(int(total), share)}
 
 
 def _quantile(new: Buckets, rank: float) -> float:

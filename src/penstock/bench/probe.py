@@ -130,15 +130,16 @@ def _cpu_s(processes: Iterable[psutil.Process]) -> float:
 
 def _joined(seen: list[list[GpuReading]]) -> list[Gpu]:
     """The looks at each GPU as one."""
-    by_gpu: dict[tuple[str, str], list[tuple[float, int]]] = {}
+    by_gpu: dict[tuple[str, str], list[tuple[float, int, int]]] = {}
     for readings in seen:
-        for labels, busy, used, _ in readings:
-            by_gpu.setdefault(labels, []).append((busy, used))
+        for labels, busy, used, total in readings:
+            by_gpu.setdefault(labels, []).append((busy, used, total))
     return [
         Gpu(
             name=f"{index} {name}",
-            utilization=sum(busy for busy, _ in looks) / len(looks),
-            memory_bytes=max(used for _, used in looks),
+            utilization=sum(busy for busy, _, _ in looks) / len(looks),
+            memory_bytes=max(used for _, used, _ in looks),
+            total_bytes=looks[-1][2],
         )
         for (index, name), looks in by_gpu.items()
     ]

@@ -48,7 +48,7 @@ def test_percentiles_lie_between_the_bounds_of_their_bucket() -> None:
 
 
 def test_percentiles_are_found_over_all_buckets_in_whatever_order_they_stand() -> None:
-    counts = {"4": 20, "2": 10, "1": 10, "+Inf": 20}
+    counts = {"4": 200, "2": 100, "1": 100, "+Inf": 200}
     page = read_page("".join(f'penstock_run_seconds_bucket{{le="{le}"}} {n}\n' for le, n in counts.items()), "m")
     assert between(Page(), page)["worker_at_s"] == pytest.approx({"p50": 1.0, "p90": 3.6, "p99": 3.96})
 
@@ -68,8 +68,14 @@ def test_values_beyond_the_last_bound_stand_at_it() -> None:
     observer.on_complete(batch(5000, None))
     told = between(before, shown(observer))
     assert told["batches"] == {"2048": 1}
-    inf = read_page('penstock_run_seconds_bucket{model="m",le="1"} 0\npenstock_run_seconds_bucket{le="+Inf"} 4\n', "m")
-    assert between(Page(), inf)["worker_at_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+    inf = 'penstock_run_seconds_bucket{model="m",le="1"} 0\npenstock_run_seconds_bucket{le="+Inf"} 100\n'
+    assert between(Page(), read_page(inf, "m"))["worker_at_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, []), (2, ["p50"]), (10, ["p50", "p90"]), (99, ["p50", "p90"])])
+def test_a_percentile_of_too_few_values_is_not_told(count: int, told: list[str]) -> None:
+    page = read_page(f'penstock_queue_seconds_bucket{{le="1"}} {count}\n', "m")
+    assert list(between(Page(), page).get("queue_at_s", {})) == told
 
 
 def test_a_server_that_began_anew_meanwhile_tells_nothing() -> None:

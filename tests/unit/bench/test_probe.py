@@ -55,7 +55,11 @@ def test_processes_and_gpus_are_looked_at_while_the_run_goes_on(monkeypatch: pyt
     assert side.memory_bytes == max(held for _, held in probe.memory) > 2**20
     assert [at for at, _ in probe.memory] == sorted(at for at, _ in probe.memory)
     (gpu,) = side.gpus
-    assert (gpu.name, gpu.memory_bytes) == ("0 H", 5000)  # the last of five looks, one of them before the run
+    assert (gpu.name, gpu.memory_bytes, gpu.total_bytes) == (
+        "0 H",
+        5000,
+        9000,
+    )  # the last of five looks, one of them before the run
     assert gpu.utilization == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
 
 
