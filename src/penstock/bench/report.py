@@ -142,8 +142,10 @@ def _judged(origin: Origin, found: Sequence[Point]) -> list[Block]:
         told.append(
             Says(f"SLO {origin.slo} kept up to {number(best.median(worth))} good answers/s ({best.name}).", "good")
         )
-    else:
+    elif any(point.met is False for point in seen):
         told.append(Says(f"SLO {origin.slo} kept at no load that was measured.", "bad"))
+    else:
+        told.append(Says(f"Whether SLO {origin.slo} is kept cannot be told.", "bad"))
     missed = [f"missed, {p.name}: {_worst(p)}" for p in seen if p.met is False]
     untold = [f"cannot be told, {p.name}: too few requests" for p in seen if p.met is None]
     if missed or untold:
@@ -229,7 +231,8 @@ def _server(found: Sequence[Point]) -> list[Block]:
         if any(run.server for run in p.runs)
     ]
     header = ["load", *SPLIT, "mean batch", "CPU cores", "memory", "GPU"]
-    return [Heading("In the server"), Table(header[: len(rows[0])], rows)] if rows else []
+    shared = "Memory is what its processes hold; a page that several share counts for each of them."
+    return [Heading("In the server"), Table(header[: len(rows[0])], rows), Says(shared)] if rows else []
 
 
 SPLIT: dict[str, Get] = {

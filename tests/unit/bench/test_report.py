@@ -94,7 +94,14 @@ def test_an_slo_that_no_load_keeps_is_said(make_measurement: Make) -> None:
 
 def test_too_few_requests_for_the_slo_are_no_verdict_on_it(make_measurement: Make) -> None:
     run = make_measurement(rate=5.0, slo=SLO, latency=Latency(p50_s=0.01))
-    assert "- cannot be told, 5/s poisson: too few requests" in lines(compose(ORIGIN, [run]))
+    text = lines(compose(ORIGIN, [run]))
+    assert text[2:5] == [
+        f"**Whether SLO {SLO} is kept cannot be told.**",
+        "",
+        "- cannot be told, 5/s poisson: too few requests",
+    ]
+    missed = make_measurement(rate=500.0, base_s=0.2, slo=SLO)
+    assert f"**SLO {SLO} kept at no load that was measured.**" in lines(compose(ORIGIN, [run, missed]))
 
 
 def test_without_an_slo_the_most_throughput_is_told(make_measurement: Make) -> None:
