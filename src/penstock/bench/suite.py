@@ -84,7 +84,10 @@ def prepare(
 
 def digest(jobs: Sequence[Job]) -> str:
     """Tells whether two suites ask for the same runs."""
-    said = [(structs.replace(job.case, where="", folder=Path()), job.data) for job in jobs]
+    said = [
+        (structs.replace(job.case, where="", folder=Path()), "" if _is_remote(job.case.url) else job.source, job.data)
+        for job in jobs
+    ]
     return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 
 
@@ -120,8 +123,9 @@ def _needed(processor: Processor) -> int:
 
 def _job(case: Case, wishes: Wishes, downloads: Path) -> Job:
     source = _source(case, wishes.store, downloads)
-    said = wishes.data or case.input
-    data = said if said in (None, RANDOM) else _file(case, str(said), "input")
+    data = wishes.data or case.input
+    if data not in (None, RANDOM):
+        data = _file(case, str(data), "input") if wishes.data is None else _typed_file(wishes.data)
     if data is None and _is_archive(source):
         raise ConfigError(f"{case.where}: {case.text} has no input, and an archive tells no example; give --data FILE")
     return Job(case=case, source=source, data=data)
@@ -129,8 +133,8 @@ def _job(case: Case, wishes: Wishes, downloads: Path) -> Job:
 
 def _source(case: Case, store: Path | None, downloads: Path) -> str:
     """Where the model is: the archive's path, or a target of `penstock serve` that begins with a whole path."""
-    if case.url.startswith(("http://", "https://")):
-        return str(ModelStore(downloads, allowed_urls=[re.escape(case.url)]).locate(case.url))
+    if _is_remote(case.url):
+        return str(_download(case.url, downloads))
     if case.url.startswith("file://"):
         return _file(case, unquote(urlsplit(case.url).path), "url")
     module, colon, attribute = case.url.rpartition(":")
@@ -143,6 +147,25 @@ def _source(case: Case, store: Path | None, downloads: Path) -> str:
     return _file(case, case.url, "url")
 
 
+def _is_remote(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _download(url: str, downloads: Path) -> Path:
+    """The archive, in a folder of its own: the names of others may be the same, and it may be asked for again."""
+    folder = downloads / hashlib.sha256(url.encode()).hexdigest()[:12]
+    if folder.exists():
+        return next(folder.iterdir())
+    folder.mkdir()
+    return ModelStore(folder, allowed_urls=[re.escape(url)]).locate(url)
+
+
+def _typed_file(name: str) -> str:
+    if not Path(name).exists():
+        raise ConfigError(f"--data {name}: no such file or folder")
+    return str(Path(name).resolve())
+
+
 def _file(case: Case, name: str, key: str) -> str:
     """The path of what a file of the suite names, from its own folder or from here. Raises ConfigError."""
     for found in (case.folder / name, Path(name)):
@@ -153,7 +176,7 @@ def _file(case: Case, name: str, key: str) -> str:
 
 
 def _is_archive(source: str) -> bool:
-    return source.endswith(".mar") or Path(source).is_dir()
+    return source.endswith((".mar", ".tar.gz", ".tgz")) or Path(source).is_dir()
 
 
 # ---- archives, served as TorchServe does

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct, structs
 
-from penstock.bench.yaml_page import Page, kind_of
+from penstock.bench.yaml_page import Page, kind_of, shown
 from penstock.errors import ConfigError, nearest
 
 _TEMPLATE: Final = ("ts_version", "models", "hardware", "metrics_cmd", "report_cmd")
@@ -116,11 +116,13 @@ def read_suite(paths: Sequence[Path]) -> tuple[list[Case], list[str]]:
     for path in paths:
         page = Page(path)
         cases += _template(page, notes) if isinstance(page.data.get("models"), list) else _models(page, notes)
-    seen: dict[tuple[str, str], str] = {}
+    seen: dict[str, str] = {}
     for case in cases:
-        first = seen.setdefault((case.model, case.mode), case.where)
-        if first != case.where:
+        if first := seen.get(case.text):
             raise ConfigError(f"{case.where}: {case.text} is described twice, first at {first}; rename one")
+        seen[case.text] = case.where
+    if not cases:
+        raise ConfigError(f"{', '.join(map(str, paths))}: nothing is left to run: {'; '.join(notes)}")
     return cases, list(notes)
 
 
@@ -133,11 +135,11 @@ def _template(page: Page, notes: dict[str, None]) -> list[Case]:
             notes.setdefault(f"{key} is ignored: {_IGNORED[key]}")
     hardware = page.data.get("hardware") or "cpu"
     if hardware not in ("cpu", "gpu"):
-        raise page.wrong(("hardware",), f"{hardware!r}", "cpu or gpu")
+        raise page.wrong(("hardware",), shown(hardware), "cpu or gpu")
     found: list[Case] = []
     for index, name in enumerate(page.data["models"]):
         if not isinstance(name, str):
-            raise page.wrong(("models", index), f"{name!r}", "the name of a YAML file")
+            raise page.wrong(("models", index), shown(name), "the name of a YAML file")
         places = [page.path.parent / name, page.path.parent / "models_config" / name, Path(name)]
         path = next((place for place in places if place.is_file()), None)
         if path is None:
@@ -166,7 +168,10 @@ def _models(page: Page, notes: dict[str, None]) -> list[Case]:
         for mode, said in modes.items():
             if not isinstance(said, dict):
                 raise page.wrong((model, mode), kind_of(said), f"the keys of {mode}, for instance url:")
-            found.append(_case(_Part(page, (model, mode), said), notes))
+            if str(said.get("url")).endswith(".war"):
+                notes.setdefault(f"{model} {mode} is left out: workflows are not served")
+            else:
+                found.append(_case(_Part(page, (model, mode), said), notes))
     return found
 
 
@@ -219,7 +224,7 @@ class _Part:
         value = self.said.get(key)
         if value is None or (isinstance(value, str) and value):
             return value
-        raise self.wrong(key, f"{key}: {value!r}", "a text")
+        raise self.wrong(key, f"{key}: {shown(value)}", "a text")
 
     def one_of(self, key: str, words: tuple[str, ...]) -> str | None:
         value = self.text(key)
@@ -231,7 +236,7 @@ class _Part:
         value = self.said.get(key)
         if value is None or (type(value) is int and value >= least):
             return value
-        raise self.wrong(key, f"{key}: {value!r}", f"a whole number from {least}")
+        raise self.wrong(key, f"{key}: {shown(value)}", f"a whole number from {least}")
 
     def numbers(self, key: str) -> tuple[int, ...] | None:
         value = self.said.get(key)
@@ -240,7 +245,7 @@ class _Part:
         found: list[Any] = value if isinstance(value, list) else [value]
         if found and all(type(each) is int and each >= 1 for each in found):
             return tuple(dict.fromkeys(found))
-        raise self.wrong(key, f"{key}: {value!r}", "a whole number from 1, or a list of such")
+        raise self.wrong(key, f"{key}: {shown(value)}", "a whole number from 1, or a list of such")
 
     def processors(self) -> tuple[Processor, ...] | None:
         value = self.said.get("processors")
@@ -260,4 +265,4 @@ class _Part:
                 return Processor(gpus)
             if isinstance(gpus, str) and gpus.isdecimal() and int(gpus):
                 return Processor(int(gpus))
-        raise self.wrong("processors", f"processors: {said!r}", "cpu, gpus: all, or gpus: N from 1")
+        raise self.wrong("processors", f"processors: {shown(said)}", "cpu, gpus: all, or gpus: N from 1")

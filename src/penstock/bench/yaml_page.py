@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,4 +82,9 @@ def kind_of(value: object) -> str:
     """What a value is, as an error tells it."""
     if value is None:
         return "nothing"
-    return "keys" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)[:60]
+    return "keys" if isinstance(value, dict) else "a list" if isinstance(value, list) else shown(value)
+
+
+def shown(value: object) -> str:
+    """The value, in as many characters as an error has room for: lists in lists in lists may have no end."""
+    return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]

@@ -86,11 +86,26 @@ def test_a_model_without_the_templates_hardware_is_left_out(tmp_path: Path) -> N
     assert "other e is left out: it has no gpu among its processors" in notes[-1]
 
 
+def test_a_workflow_is_left_out_and_alone_refused(tmp_path: Path) -> None:
+    workflow = "dog:\n  workflow:\n    url: https://h/dog_wf.war\n    retry_attempts: 5\n"
+    (case,), notes = read(tmp_path, workflow + "m:\n  e:\n    url: a.mar\n")
+    assert (case.model, notes) == ("m", ["dog workflow is left out: workflows are not served"])
+    with pytest.raises(ConfigError, match=r"models\.yaml: nothing is left to run: dog workflow is left out"):
+        read(tmp_path, workflow)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
         ("m:\n  e:\n    url: [\n", 4, "no valid YAML"),
         ("m:\n\te:\n", 2, "no valid YAML"),
+        (
+            "m:\n  e:\n    url: !!python/object/apply:os.system [exit]\n",
+            3,
+            "no valid YAML: could not determine a const",
+        ),
+        ("a: {e: {url: u}}\n---\nb: {e: {url: u}}\n", 2, "no valid YAML: but found another document"),
+        ("m:\n  e:\n    url: a.mar\n    ? [a]\n    : 1\n", 4, "no valid YAML: found unhashable key"),
         ("- a\n", None, "found a list, expected Model_name"),
         ("", None, "found nothing"),
         ("m:\n", 1, "found nothing, expected modes of the model m"),
@@ -126,6 +141,19 @@ def test_one_name_in_two_files_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text(GUIDE)
     with pytest.raises(ConfigError, match=r"b.yaml:2: Model_name eager_mode is described twice, first at .*a.yaml:2"):
         read_suite([tmp_path / "a.yaml", tmp_path / "b.yaml"])
+    with pytest.raises(ConfigError, match=r"described twice, first at .*a.yaml:2"):
+        read_suite([tmp_path / "a.yaml", tmp_path / "a.yaml"])
+    with pytest.raises(ConfigError, match=r":2: a b c is described twice, first at .*:1"):
+        read(tmp_path, "a: {b c: {url: u}}\na b: {c: {url: u}}\n")
+
+
+def test_lists_in_lists_without_end_are_refused_with_few_words(tmp_path: Path) -> None:
+    lists = "".join(f"        - &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    with pytest.raises(ConfigError, match=r"m\.e: workers: .*, expected a whole number from 1") as found:
+        read(tmp_path, f"m:\n  e:\n    url: a.mar\n    workers:\n        - &l0 [1]\n{lists}")
+    assert len(found.value.message) < 400
+    with pytest.raises(ConfigError, match=r"m\.e: workers: "):
+        read(tmp_path, "m:\n  e:\n    url: a.mar\n    workers: &a [*a]\n")
 
 
 def test_no_file_and_too_long_a_file_are_told(tmp_path: Path) -> None:
