@@ -8,64 +8,59 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final
 
-from msgspec import Struct
-
-from penstock.bench.document import NOT_TOLD, Block, Bullets, Code, Heading, Report, Says, Table, number
-from penstock.bench.measurement import Measurement, ServerSide
+from penstock.bench.document import NOT_TOLD, Block, Bullets, Code, Heading, Report, Says, Table, number, seconds
+from penstock.bench.measurement import Gpu, Load, Measurement, ServerSide
+from penstock.bench.points import Get as Figure
+from penstock.bench.points import Point as Repeats
+from penstock.bench.points import p99, throughput
+from penstock.bench.points import points as joined
+from penstock.bench.redact import redacted
 from penstock.bench.suite_yaml import Point
 
 Value = float | int | str | None
-Figure = Callable[[Measurement], float | None]
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class Row(Repeats, frozen=True, kw_only=True):
     """All repeats of one run; none yet, or some of them invalid."""
 
     point: Point
-    concurrency: int
-    repeats: list[Measurement]
 
     @property
-    def clients(self) -> str:
+    def repeats(self) -> int:
+        """How many there are."""
+        return len(self.runs) + len(self.invalid)
+
+    @property
+    def name(self) -> str:
         """As it stands in sentences."""
-        return f"{self.concurrency} client{'s' * (self.concurrency != 1)}"
-
-    @property
-    def valid(self) -> list[Measurement]:
-        """Those that say something about the server."""
-        return [m for m in self.repeats if not m.invalid]
-
-    @property
-    def met(self) -> bool | None:
-        """Whether every repeat kept the SLO; None if that cannot be told."""
-        told = [m.met for m in self.repeats]
-        return None if not told or None in told else all(told)
-
-    def median(self, figure: Figure) -> float | None:
-        """Of what the valid repeats tell."""
-        found = [value for m in self.valid if (value := figure(m)) is not None]
-        return median(found) if found else None
+        return f"{self.point.settings}, {self.load.label}"
 
     @property
     def spread(self) -> float | None:
         """How far the throughputs of repeats lie apart, by their median; None for a single one."""
-        found = [m.throughput for m in self.valid]
+        found = self.values(throughput)
         return (max(found) - min(found)) / median(found) if len(found) > 1 and median(found) else None
 
 
 def rows_of(points: Sequence[Point], measurements: Sequence[Measurement]) -> list[Row]:
     """A row for each registration and number of clients, in their order, with what was measured of it."""
-    found: dict[tuple[str, int], list[Measurement]] = {}
-    for m in measurements:
-        found.setdefault((m.label, m.load.concurrency), []).append(m)
-    return [
-        Row(point=point, concurrency=clients, repeats=found.get((point.label, clients), []))
-        for point in points
-        for clients in point.case.concurrency
-    ]
+    found = {(each.label, each.load.concurrency): each for each in joined(measurements)}
+    rows = []
+    for point in points:
+        for clients in point.case.concurrency:
+            there = found.get((point.label, clients))
+            row = Row(
+                point=point,
+                label=point.label,
+                load=Load(mode="closed", concurrency=clients),
+                runs=there.runs if there else [],
+                invalid=there.invalid if there else [],
+            )
+            rows.append(row)
+    return rows
 
 
 # ---- ab_report.csv
@@ -101,12 +96,19 @@ def _handler_s(s: ServerSide) -> float | None:
     return sum(parts) if s.run_s is not None else None
 
 
-def _gpu(read: Callable[[Any], float]) -> Figure:
-    return _server(lambda s: sum(read(gpu) for gpu in s.gpus) / len(s.gpus) if s.gpus else None)
+def _gpu(read: Callable[[Gpu], float | None]) -> Figure:
+    """The mean of the GPUs that tell it."""
+
+    def figure(s: ServerSide) -> float | None:
+        found = [value for gpu in s.gpus if (value := read(gpu)) is not None]
+        return fmean(found) if found else None
+
+    return _server(figure)
 
 
 _FIGURES: Final[Mapping[str, Figure]] = {
-    "TS throughput": lambda m: m.throughput,
+    "TS failed requests": lambda m: sum(m.errors.values()),
+    "TS throughput": throughput,
     "TS latency P50": _ms("p50_s"),
     "TS latency P90": _ms("p90_s"),
     "TS latency P99": _ms("p99_s"),
@@ -122,6 +124,9 @@ _FIGURES: Final[Mapping[str, Figure]] = {
     "handler_time_mean": _server(_handler_s, 1e3),
     "waiting_time_mean": _server(lambda s: s.queue_s, 1e3),
     "gpu_percentage_mean": _gpu(lambda gpu: gpu.utilization * 100),
+    "gpu_memory_percentage_mean": _gpu(
+        lambda gpu: gpu.memory_bytes / gpu.total_bytes * 100 if gpu.total_bytes else None
+    ),
     "gpu_memory_used_mean": _gpu(lambda gpu: gpu.memory_bytes / 2**20),
     "TS latency P75": _ms("p75_s"),
     "TS latency P95": _ms("p95_s"),
@@ -156,14 +161,13 @@ def _cells(row: Row, machine: Mapping[str, Any]) -> dict[str, Value]:
     case = row.point.case
     cells: dict[str, Value] = {
         "Benchmark": "penstock", "Batch size": row.point.batch_size, "Batch delay": case.batch_delay_ms,
-        "Workers": row.point.workers, "Model": case.model, "Concurrency": row.concurrency, "Input": case.input,
+        "Workers": row.point.workers, "Model": case.model, "Concurrency": row.load.concurrency, "Input": case.input,
         "Requests": case.requests, "Mode": case.mode, "Processor": row.point.processor.text,
-        "Repeats": len(row.repeats), "Machine": machine_text(machine),
-        "Invalid": "; ".join(dict.fromkeys(text for m in row.repeats for text in m.invalid)),
+        "Repeats": row.repeats, "Machine": machine_text(machine),
+        "Invalid": "; ".join(dict.fromkeys(text for m in row.invalid for text in m.invalid)),
     }  # fmt: skip
-    if not row.valid:
+    if not row.runs:
         return cells
-    cells["TS failed requests"] = sum(sum(m.errors.values()) for m in row.valid)
     cells["SLO met"] = {True: "yes", False: "no", None: None}[row.met]
     cells |= {name: _rounded(row.median(figure)) for name, figure in _FIGURES.items()}
     cells["Throughput spread %"] = _rounded(None if row.spread is None else row.spread * 100)
@@ -216,25 +220,31 @@ def _caveats(rows: Sequence[Row]) -> list[str]:
     """Each once, with the runs that it is true of, unless that is all."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        name = f"{row.point.case.text}, {row.point.settings}, {row.clients}"
-        for text in dict.fromkeys(text for m in row.valid for text in m.caveats):
-            found.setdefault(text, []).append(name)
-    all_of_them = sum(bool(row.valid) for row in rows)
+        texts = [text for m in row.runs for text in m.caveats]
+        texts += [f"the first error: {m.first_error}" for m in row.runs if m.first_error]
+        texts += [f"INVALID, repeat {m.repeat + 1}: {text}" for m in row.invalid for text in m.invalid if row.runs]
+        for text in dict.fromkeys(texts):
+            found.setdefault(text, []).append(f"{row.point.case.text}, {row.name}")
+    all_of_them = sum(bool(row.runs) for row in rows)
     return [text if len(names) == all_of_them else f"{'; '.join(names)}: {text}" for text, names in found.items()]
 
 
 def _choice(name: str, rows: Sequence[Row], slo: str) -> Says:
     """What got the most through, within the SLO if there is one."""
-    own = [row for row in rows if row.point.case.text == name and row.valid]
+    own = [row for row in rows if row.point.case.text == name and row.runs]
     kept = [row for row in own if row.met] if slo else own
     if not own:
         return Says(f"{name}: nothing was measured.", "bad")
+    if not kept and any(row.met is None for row in own):
+        return Says(
+            f"{name}: nothing is known to keep {slo}; where the table says {NOT_TOLD}, a run was too short.", "bad"
+        )
     if not kept:
         return Says(f"{name}: nothing that was tried keeps {slo}.", "bad")
     best = max(kept, key=lambda row: row.median(_FIGURES["TS throughput"]) or 0.0)
     within = f" within {slo}" if slo else ""
-    told = f"{best.point.settings}, {best.clients}: {_shown(best, 'TS throughput')}/s{within}"
-    return Says(f"{name}: {told}, p99 {_shown(best, 'TS latency P99')} ms.", "good")
+    told = f"{best.name}: {_shown(best, 'TS throughput')}/s{within}"
+    return Says(f"{name}: {told}, p99 {seconds(best.median(p99))}.", "good")
 
 
 _SHOWN: Final = {
@@ -246,19 +256,19 @@ _SHOWN: Final = {
 
 def _section(rows: Sequence[Row]) -> list[Block]:
     case = rows[0].point.case
-    slo = any(m.slo for row in rows for m in row.repeats)
+    slo = any(m.slo for row in rows for m in row.runs)
     header = ["processor", "workers", "batch", "clients", *_SHOWN, *(["SLO"] * slo)]
-    what = f"{case.url}: {case.requests} requests a run, of {case.input or 'its own example'}"
+    what = f"{redacted(case.url)}: {case.requests} requests a run, of {case.input or 'its own example'}"
     delay = f"a batch is held {case.batch_delay_ms} ms at most to be filled"
     return [Heading(case.text), Says(f"{what}; {delay}."), Table(header, [_line(row, slo) for row in rows])]
 
 
 def _line(row: Row, slo: bool) -> list[str]:
-    cells = [row.point.processor.text, str(row.point.workers), str(row.point.batch_size), str(row.concurrency)]
-    if row.valid:
+    cells = [row.point.processor.text, str(row.point.workers), str(row.point.batch_size), str(row.load.concurrency)]
+    if row.runs:
         cells += [_shown(row, column) for column in _SHOWN.values()]
     else:
-        why = f"INVALID: {row.repeats[0].invalid[0][:200]}" if row.repeats else "not run"
+        why = f"INVALID: {row.invalid[0].invalid[0][:200]}" if row.invalid else "not run"
         cells += [why, *[""] * (len(_SHOWN) - 1)]
     return cells + [{True: "met", False: "missed", None: NOT_TOLD}[row.met]] * slo
 

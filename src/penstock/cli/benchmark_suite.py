@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, PenstockError
 if TYPE_CHECKING:
     from penstock.bench.measurement import Measurement
     from penstock.bench.plots import Plot
-    from penstock.bench.results import Results
+    from penstock.bench.results import Origin, Results
     from penstock.bench.slo import Slo
     from penstock.bench.suite import Job, Wishes
     from penstock.bench.suite_yaml import Point
@@ -54,7 +54,7 @@ class _How(Struct, frozen=True, kw_only=True):
     "--model-store", type=click.Path(exists=True, file_okay=False, path_type=Path), help="where archives are found"
 )
 @click.option("--skip-missing-hardware", is_flag=True, help="leave out runs on GPUs that are not there")
-@click.option("--seed", type=int, default=0, show_default=True, help="of payloads of chance")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of payloads of chance")
 @click.option("--skip", hidden=True, help="of TorchServe's suite: nothing is installed in any case")
 def benchmark_suite(files: tuple[str, ...], inputs: tuple[str, ...], **flags: Any) -> None:
     """Run the models of TorchServe's benchmark YAML, or of its template, in every way that it names.
@@ -66,6 +66,7 @@ def benchmark_suite(files: tuple[str, ...], inputs: tuple[str, ...], **flags: An
 
 def _read_flags(flags: dict[str, Any]) -> tuple[Wishes, _How, Path]:
     """What is wished of all runs, how they are measured, and the folder of the results. Raises ConfigError."""
+    from penstock.bench.results import RUN
     from penstock.bench.slo import Slo, parse_slo
     from penstock.bench.suite import Wishes
 
@@ -77,16 +78,18 @@ def _read_flags(flags: dict[str, Any]) -> tuple[Wishes, _How, Path]:
     )
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
     how = _How(slo=slo, warm_s=flags["warmup"], repeat=flags["repeat"], seed=flags["seed"])
-    if flags["resume"] and flags["output"] is None:
+    folder = flags["output"]
+    if flags["resume"] and folder is None:
         raise ConfigError("--resume goes on in a folder; name it by --output DIR")
-    return wishes, how, flags["output"] or Path(f"benchmark-suite-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    if folder is not None and not flags["resume"] and (folder / RUN).exists():
+        raise ConfigError(f"{folder} holds a run already; go on with it by --resume, or name another folder")
+    return wishes, how, folder or Path(f"benchmark-suite-{datetime.now(UTC):%Y%m%d-%H%M%S}")
 
 
 def _suite(paths: Sequence[Path], flags: dict[str, Any]) -> int:
     """The exit status: 0 when each run says something. Raises PenstockError."""
-    from penstock.bench.machine import machine, versions
-    from penstock.bench.results import Origin, Results
-    from penstock.bench.suite import digest, prepare
+    from penstock.bench.results import Results
+    from penstock.bench.suite import prepare
     from penstock.bench.suite_yaml import read_suite
 
     if not paths:
@@ -98,25 +101,37 @@ def _suite(paths: Sequence[Path], flags: dict[str, Any]) -> int:
         notes = [*notes, *left_out]
         for note in notes:
             click.echo(f"penstock: {note}", err=True)
-        origin = Origin(
-            command="benchmark-suite",
-            line=shlex.join(["penstock", *sys.argv[1:]]),
-            target=f"{', '.join(map(str, paths))} ({digest(jobs)})",
-            slo=how.slo.text,
-            seed=how.seed,
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=machine(),
-            versions=versions(["torch", "onnxruntime", "numpy"]),
-        )
-        with Results.open(folder, origin, resume=flags["resume"]) as results:
+        with Results.open(folder, _origin(paths, jobs, how), resume=flags["resume"]) as results:
             interrupted = False
             try:
                 _Runs(jobs, how, results).all()
             except KeyboardInterrupt:
                 click.echo("penstock: interrupted; this is what there is", err=True)
                 interrupted = True
+            except PenstockError:
+                with suppress(PenstockError):
+                    _reported(jobs, how, results, notes)
+                raise
             code = _reported(jobs, how, results, notes)
             return INTERRUPTED if interrupted else code
+
+
+def _origin(paths: Sequence[Path], jobs: Sequence[Job], how: _How) -> Origin:
+    from penstock.bench.machine import machine, versions
+    from penstock.bench.redact import typed
+    from penstock.bench.results import Origin
+    from penstock.bench.suite import digest
+
+    return Origin(
+        command="benchmark-suite",
+        line=typed(sys.argv[1:]),
+        target=f"{', '.join(map(str, paths))} ({digest(jobs)})",
+        slo=how.slo.text,
+        seed=how.seed,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine(),
+        versions=versions(["torch", "onnxruntime", "numpy"]),
+    )
 
 
 class _Runs:
@@ -129,7 +144,7 @@ class _Runs:
         self._count = how.repeat * sum(len(job.points) * len(job.case.concurrency) for job in jobs)
 
     def all(self) -> None:
-        """Measures what is not measured yet. Raises ConfigError, and PenstockError when nothing can be kept."""
+        """Measures what is not measured yet. Raises NotWritten."""
         for repeat in range(self._how.repeat):
             for job in self._jobs:
                 for point in job.points:
@@ -137,6 +152,7 @@ class _Runs:
 
     def _point(self, job: Job, point: Point, repeat: int) -> None:
         """Every number of clients that is not measured yet, on one server."""
+        from penstock.bench.results import NotWritten
         from penstock.bench.suite import serving
 
         first = self._number
@@ -150,9 +166,9 @@ class _Runs:
                     while left:
                         self._keep(left[0][0], point, self._run(job, point, target, left[0][1], repeat))
                         del left[0]
-        except ConfigError:
+        except NotWritten:
             raise
-        except PenstockError as error:
+        except PenstockError as error:  # also a ConfigError: an input that does not fit the model
             for number, clients in left:  # the next has a server of its own
                 self._keep(number, point, self._failed(job, point, clients, repeat, error))
 
@@ -184,7 +200,6 @@ class _Runs:
         return Measurement(load=load, label=point.label, repeat=repeat, started=started, invalid=[error.message[:2000]])
 
     def _keep(self, number: int, point: Point, found: Measurement) -> None:
-        self._results.append(found)
         told = f"{found.throughput:,.5g}/s"
         if found.latency.p99_s is not None:
             told += f", p99 {found.latency.p99_s * 1e3:,.4g} ms"
@@ -193,6 +208,7 @@ class _Runs:
         if found.invalid:
             told = f"INVALID: {found.invalid[0]}"
         click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {found.load.label}: {told}")
+        self._results.append(found)
 
 
 def _show(seconds: float, answered: int) -> None:
@@ -217,15 +233,15 @@ def _reported(jobs: Sequence[Job], how: _How, results: Results, notes: Sequence[
     origin = results.origin
     told = report(rows, origin.machine, origin.versions, slo=how.slo.text, line=origin.line, notes=notes)
     plots, without = _plots(jobs, list(latest.values()), how.slo.text)
+    for block in told.verdict:
+        if isinstance(block, Says):
+            click.echo(block.text)
     try:
         write_whole(results.folder / "ab_report.csv", ab_report(rows, origin.machine).encode())
         write_whole(results.folder / REPORT, markdown(told).encode())
         write_whole(results.folder / PAGE, page(told, plots, without).encode())
     except OSError as error:
         raise not_written(results.folder, error) from None
-    for block in told.verdict:
-        if isinstance(block, Says):
-            click.echo(block.text)
     click.echo(f"{results.folder}: ab_report.csv, {REPORT}, {PAGE}")
     return FAILED if any(m.invalid for m in latest.values()) else 0
 

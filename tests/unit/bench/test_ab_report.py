@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 
+import pytest
+from msgspec import structs
+
 from penstock.bench.ab_report import COLUMNS, Row, ab_report, report, rows_of
 from penstock.bench.document import markdown
-from penstock.bench.measurement import Gpu, Latency, Load, Measurement, ServerSide
+from penstock.bench.measurement import Clause, Gpu, Latency, Load, Measurement, ServerSide
 from penstock.bench.slo import parse_slo
 from penstock.bench.suite_yaml import Case, Processor, points
 
@@ -24,7 +27,10 @@ SERVER = ServerSide(
     mean_batch=6.5,
     cpu=2.0,
     memory_bytes=2**30,
-    gpus=[Gpu(name="Card", utilization=0.5, memory_bytes=2**31), Gpu(name="Card", utilization=0.7, memory_bytes=2**30)],
+    gpus=[
+        Gpu(name="Card", utilization=0.5, memory_bytes=2**31, total_bytes=2**32),
+        Gpu(name="Card", utilization=0.7, memory_bytes=2**30, total_bytes=2**31),
+    ],
 )
 
 
@@ -52,15 +58,17 @@ def test_the_columns_of_torchserves_report_come_first_and_in_its_order() -> None
 
 
 def test_a_row_tells_the_medians_of_its_repeats_and_how_far_they_lie_apart() -> None:
-    runs = [measured(SINGLE.label, rate) for rate in (90.0, 100.0, 120.0)]
+    errors = ({"503": 4}, {}, {"lost": 1, "503": 1})
+    runs = [measured(SINGLE.label, rate, errors=e) for rate, e in zip((90.0, 100.0, 120.0), errors, strict=True)]
     first, second = cells(rows_of([SINGLE, EIGHT], runs))
     expected = {
         "Batch size": "1", "Batch delay": "50", "Workers": "1", "Model": "resnet", "Concurrency": "10",
-        "Input": "cat.jpg", "Requests": "100", "TS failed requests": "0", "TS throughput": "100.0",
-        "TS latency P50": "100.0", "TS latency P99": "300.0", "TS error rate": "0.0", "Model_p90": "7.0",
+        "Input": "cat.jpg", "Requests": "100", "TS failed requests": "2", "TS throughput": "100.0",
+        "TS latency P50": "100.0", "TS latency P99": "300.0", "TS error rate": "2.0", "Model_p90": "7.0",
         "Queue time p99": "9.0", "predict_mean": "4.0", "handler_time_mean": "6.0", "waiting_time_mean": "2.0",
         "cpu_percentage_mean": "50.0", "memory_percentage_mean": "12.5", "gpu_percentage_mean": "60.0",
-        "gpu_memory_used_mean": "1536.0", "TS latency P99.9": "", "Mode": "eager_mode", "Processor": "cpu",
+        "gpu_memory_percentage_mean": "50.0", "gpu_memory_used_mean": "1536.0", "TS latency P99.9": "",
+        "Mode": "eager_mode", "Processor": "cpu",
         "Batch size mean": "6.5", "Repeats": "3", "Throughput spread %": "30.0", "SLO met": "", "Invalid": "",
         "Machine": "Fast CPU, 4 cores, 2 x Card",
     }  # fmt: skip
@@ -78,9 +86,51 @@ def test_an_invalid_run_has_no_numbers_and_tells_why() -> None:
 
 
 def test_a_repeat_that_was_invalid_does_not_count_with_the_others() -> None:
-    runs = [measured(SINGLE.label, 100.0), measured(SINGLE.label, 5.0, invalid=["overloaded"])]
-    (row,) = cells(rows_of([SINGLE], runs))
+    runs = [measured(SINGLE.label, 100.0), measured(SINGLE.label, 5.0, invalid=["overloaded"], repeat=1)]
+    (row,) = cells(found := rows_of([SINGLE], runs))
     assert (row["TS throughput"], row["Throughput spread %"], row["Invalid"]) == ("100.0", "", "overloaded")
+    page = markdown(report(found, MACHINE, {}))
+    assert "\n- INVALID, repeat 2: overloaded\n" in page
+    assert "100/s, p99 300 ms." in page
+
+
+def judged(*clauses: bool | None) -> list[Row]:
+    """A row whose repeats kept the SLO, missed it, or cannot tell; and one INVALID repeat."""
+    runs = [measured(SINGLE.label, 100.0, slo=[Clause(text="p99<=1s", value=0.1, met=met)]) for met in clauses]
+    return rows_of([SINGLE], [*runs, measured(SINGLE.label, 5.0, invalid=["overloaded"])])
+
+
+@pytest.mark.parametrize(
+    ("clauses", "cell", "choice"),
+    [
+        ((True, True), "yes", "100/s within p99<=1s, p99 300 ms."),
+        ((True, False, None), "no", "nothing that was tried keeps p99<=1s."),
+        ((True, None), "", "nothing is known to keep p99<=1s; where the table says n/a, a run was too short."),
+        ((), "", "nothing was measured."),
+    ],
+)
+def test_the_slo_is_kept_by_what_all_valid_repeats_say(
+    clauses: tuple[bool | None, ...], cell: str, choice: str
+) -> None:
+    (row,) = cells(found := judged(*clauses))
+    assert row["SLO met"] == cell
+    assert choice in markdown(report(found, MACHINE, {}, slo="p99<=1s")).splitlines()[2]
+
+
+def test_a_percentile_that_one_repeat_cannot_tell_is_not_told() -> None:
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0), measured(SINGLE.label, 1.0, latency=Latency())]))
+    assert (row["TS throughput"], row["TS latency P99"], row["Model_p50"]) == ("50.5", "", "6.0")
+    page = markdown(report(rows_of([SINGLE], [measured(SINGLE.label, 1.0, latency=Latency())]), MACHINE, {}))
+    assert "10 clients: 1/s, p99 n/a.**" in page
+
+
+def test_the_first_error_of_a_run_is_on_the_page_and_no_secret_of_its_archive() -> None:
+    case = structs.replace(CASE, url="https://me:t0p@h/r.mar?sig=1&token=t0p")
+    point = points(case)[0]
+    runs = [measured(point.label, 9.0, errors={"500": 3}, first_error="500: no <b>", repeat=n) for n in range(2)]
+    page = markdown(report(rows_of([point], runs), MACHINE, {}))
+    assert "\n- the first error: 500: no \\<b>\n" in page
+    assert "https://\\*\\*\\*@h/r.mar?sig=1&token=\\*\\*\\*: 100 requests a run" in page
 
 
 def test_a_server_that_tells_nothing_leaves_its_columns_empty() -> None:
@@ -112,7 +162,7 @@ def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
 def test_runs_differ_by_registration_and_by_clients() -> None:
     case = Case(model="m", mode="e", url="m.mar", concurrency=(10, 20), processors=(Processor(), Processor("all")))
     rows = rows_of(points(case), [measured(points(case)[1].label, 7.0)])
-    assert [(r.point.processor.text, r.concurrency, len(r.repeats)) for r in rows] == [
+    assert [(r.point.processor.text, r.load.concurrency, r.repeats) for r in rows] == [
         ("cpu", 10, 0),
         ("cpu", 20, 0),
         ("gpus all", 10, 1),

@@ -13,13 +13,13 @@ from click.testing import CliRunner, Result
 
 from penstock.bench import run, suite
 from penstock.bench.measurement import Latency, Load, Measurement
-from penstock.bench.results import Results
+from penstock.bench.results import Results, not_written
 from penstock.bench.suite import Job
 from penstock.bench.suite_yaml import Point
 from penstock.bench.target import Target
 from penstock.cli.benchmark_suite import benchmark_suite
 from penstock.client.endpoint import Endpoint
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 YAML = """
 good:
@@ -110,7 +110,7 @@ def test_on_resume_only_what_says_nothing_yet_is_measured(servers: Servers) -> N
     servers.asked.clear()
     servers.lost.clear()
     servers.broken.clear()
-    assert "holds a run already" in invoke().stderr
+    assert "out holds a run already; go on with it by --resume" in invoke().stderr
     assert servers.asked == []
     done = invoke("--resume")
     assert (done.exit_code, servers.asked) == (
@@ -121,11 +121,60 @@ def test_on_resume_only_what_says_nothing_yet_is_measured(servers: Servers) -> N
     assert [(row["Repeats"], row["Invalid"]) for row in rows()] == [("1", "")] * 4
 
 
-def test_a_disk_that_is_full_ends_the_suite(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_ends_the_suite_and_what_found_no_room_is_told(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Results.append
+
     def full(self: Results, measurement: Measurement) -> None:
-        raise PenstockError("the disk is full")
+        if measurement.load.concurrency == 2:  # and there is room again for what is smaller
+            raise not_written(self.folder, OSError(28, "No space left on device"))
+        append(self, measurement)
 
     monkeypatch.setattr(Results, "append", full)
     done = invoke()
-    assert (done.exit_code, servers.asked) == (1, ["start good", "1 clients"])
-    assert done.stderr.endswith("penstock: the disk is full\n")
+    assert (done.exit_code, servers.asked) == (1, ["start good", "1 clients", "2 clients"])
+    assert done.stdout.splitlines()[1] == "[2/4] good e, cpu, 1 worker, batch 1, 2 clients: 100/s, p99 3 ms"
+    assert done.stderr.endswith(
+        "disk is full: out takes no more results; what is there is whole. Make room for the next run\n"
+    )
+    assert [row["Repeats"] for row in rows()] == ["1", "0", "0", "0"]
+
+
+def test_a_mistake_that_only_a_server_can_tell_does_not_end_the_suite(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.broken = set()
+    wrong = iter([True, False, False])
+
+    def requests_of(*_: object) -> list[bytes]:
+        if next(wrong):
+            raise ConfigError("the input does not fit")
+        return [b'{"x":1}']
+
+    monkeypatch.setattr(suite, "requests_of", requests_of)
+    done = invoke()
+    assert done.exit_code == 1
+    fits = "the input does not fit"
+    assert [row["Invalid"] for row in rows()] == [fits, fits, "", ""]
+
+
+def test_a_report_that_finds_no_room_is_told_all_the_same(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, _: bytes) -> None:
+        if path.suffix == ".csv":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.bench.results.write_whole", full)
+    done = invoke()
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, "bad e: nothing was measured.")
+    assert "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms." in done.stdout
+    assert "the disk is full: out takes no more results" in done.stderr
+
+
+def test_secrets_that_were_typed_are_not_kept(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["penstock", "benchmark-suite", "https://me:t0p@h/m.yaml?token=t0p"])
+    Path("models.yaml").write_text("m:\n  e: {url: app.py:M, requests: 7, concurrency: 1}\n")
+    assert invoke().exit_code == 0
+    for path in Path("out").iterdir():
+        assert "t0p" not in path.read_text(), path
+    assert "https://***@h/m.yaml?token=***" in Path("out/report.md").read_text().replace("\\*", "*")
