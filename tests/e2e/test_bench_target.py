@@ -21,7 +21,7 @@ from penstock.bench.probe import Probe
 from penstock.bench.server import ServerProcess
 from penstock.bench.target import Target, open_target
 from penstock.client.endpoint import parse_url
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 APP = """
 import sys
@@ -139,11 +139,10 @@ def test_an_archive_is_served_as_torchserve_does(tmp_path: Path) -> None:
             assert (found.protocol, found.metrics) == ("torchserve", target.metrics)
 
 
-def test_what_a_server_said_that_does_not_start_is_told(folder: Path) -> None:
+def test_a_name_that_is_not_in_the_app_is_wrong_usage_and_told_in_a_line(folder: Path) -> None:
     server = ServerProcess(["app.py:Summ"], cwd=folder)
-    with pytest.raises(PenstockError, match="the server did not start") as told:
+    with pytest.raises(ConfigError, match=r"^'.*/app\.py' has no 'Summ'; did you mean 'Sum'\? \(it has: .*\)$"):
         server.start()
-    assert "Summ" in str(told.value)
     assert not server.alive
     server.stop()
 

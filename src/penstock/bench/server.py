@@ -15,12 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 Verb = Literal["serve", "torchserve"]
 
 START_S: Final = 300.0  # the first start of a model may compile it
 STOP_S: Final = 15.0
+USAGE: Final = 2  # exit status of `penstock serve` for what is wrong in its words, which it tells in a line
+TOLD: Final = "penstock: "  # at the beginning of that line
 _SAID: Final = 4000  # characters of what it said, in the error of one that did not start
 _KEPT: Final = 2**20  # bytes of what it said: a model may print for ever
 _TORCHSERVE_FLAGS: Final = ("--foreground", "--no-config-snapshots")
@@ -59,7 +61,8 @@ class ServerProcess:
     def start(self) -> ServerProcess:
         """Returns it once its models can answer; blocks, and `stop` of another thread ends the wait.
 
-        Raises PenstockError, with the last it said, if it does not start.
+        Raises PenstockError, with the last it said, if it does not start; ConfigError if it takes what it is to serve
+        for wrong usage.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
         ready, told = os.pipe()
@@ -78,6 +81,8 @@ class ServerProcess:
             raise
         if not line:
             self.stop()
+            if wrong := self._wrong_usage():
+                raise ConfigError(wrong)
             why = f"is not ready after {self._start_s:g} s" if line is None else "did not start"
             raise PenstockError(f"the server {why}; it said:\n{self.last_words()}")
         self.urls = json.loads(line)
@@ -118,6 +123,13 @@ class ServerProcess:
     def last_words(self) -> str:
         """The end of what it said, for an error."""
         return self.said()[-_SAID:].strip()
+
+    def _wrong_usage(self) -> str:
+        """What it said of it; "" if it did not end by that."""
+        if self._verb != "serve" or self._process is None or self._process.returncode != USAGE:
+            return ""
+        told = [line for line in self.said().splitlines() if line.startswith(TOLD)]
+        return told[-1].removeprefix(TOLD) if told else ""
 
     def stop(self) -> None:
         """Ends it: what it has is answered, and after 15 s it is killed. May be called more than once."""

@@ -14,7 +14,7 @@ from penstock.cli.only_model import only_model
 from penstock.cli.pipelines import Checking, pipelines_of, tells_pipeline, warn_of_sections
 from penstock.config.load import check_bind, load_config, toml_value
 from penstock.config.schema import Config
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, TargetNotFound
 from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # what says a key, where it is not its name
@@ -188,5 +188,5 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
         click.echo(f"penstock: {e}", err=True)
         if e.detail:
             click.echo(e.detail, err=True)
-        code = 1
+        code = 2 if isinstance(e, TargetNotFound) else 1
     sys.exit(code)

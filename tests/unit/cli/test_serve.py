@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from penstock.cli.serve import build_config, read_options, split_targets
-from penstock.errors import ConfigError
+from penstock.cli.serve import build_config, read_options, serve, split_targets
+from penstock.errors import ConfigError, LoadFailed, PenstockError, TargetNotFound
 
 
 def test_targets_are_models_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +106,15 @@ def test_several_devices_have_an_instance_each(
     flags = {**FLAGS, "options": (), "devices": devices, "instances": instances}
     assert build_config(("pkg:A",), flags, ()).models["a"].instances == made
     assert build_config(("pkg:A",), flags, ("models.a.instances=3",)).models["a"].instances == 3
+
+
+@pytest.mark.parametrize(("error", "code"), [(TargetNotFound("there is no 'Nte'"), 2), (LoadFailed("no weights"), 1)])
+def test_a_target_that_names_nothing_is_wrong_usage_and_one_that_does_not_load_is_not(
+    error: PenstockError, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr("penstock.cli.server.run", run)
+    found = CliRunner().invoke(serve, ["pkg.mod:Nte"])
+    assert (found.exit_code, found.stderr) == (code, f"penstock: {error.message}\n")
