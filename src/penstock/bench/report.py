@@ -120,7 +120,7 @@ def _gain(v: Verdict) -> str:
     if v.chosen == v.default:
         return "That is the default: nothing that was tried is better."
     if v.gain is None:
-        return f"The default ({v.default}) keeps the SLO at no rate that was tried, so there is no gain to tell."
+        return f"The default ({v.default}) is not known to keep the SLO at any rate, so there is no gain to tell."
     between = ""
     if v.interval is not None:
         between = f", between {percent(v.interval[0], signed=True)} and {percent(v.interval[1], signed=True)} (95 %)"

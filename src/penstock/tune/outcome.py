@@ -64,6 +64,10 @@ class Telling:
         default = next((one for one in self.finalists if one.settings == self.default and one.met is not False), None)
         if default is None:
             self.notes.append(f"the default ({self.default}) {self._why_not_default()}")
+        elif default is not best and self._may_do_more(default):
+            self.notes.append(
+                "the default may sustain more than was measured, and the gain be less: there was no time left to find out"
+            )
         more = gain(best, default, seed) if default is not None else None
         short = self._too_little(best)
         verdict = Verdict(
@@ -129,7 +133,13 @@ class Telling:
         proven = next((one.why for one in self.finalists if one.settings == self.default), "")
         if why := proven or (trial.out if trial else ""):
             return f"does not keep the SLO: {why}"
-        return "was not measured: there was no time left"
+        tried = trial is not None and (trial.good or trial.bad)
+        return f"was {'not measured to the end' if tried else 'not measured'}: there was no time left"
+
+    def _may_do_more(self, one: Finalist) -> bool:
+        """Whether the search for its rate was cut short."""
+        trial, precision = self.field.trials[one.settings], self.field.effort.precision
+        return self.ended in _EARLY and trial.bad_rate > trial.rate * (1 + 2 * precision)
 
     def _runners_up(self, best: Finalist | None) -> list[RunnerUp]:
         """Why not each: the finalists, then the others, by what was learned of them."""

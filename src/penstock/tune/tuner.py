@@ -20,7 +20,8 @@ from penstock.tune.search import strategy
 from penstock.tune.space import Settings, Space
 from penstock.tune.trial import Bench
 
-_KEPT: Final = 0.5  # of the budget at most is kept for the proof
+_SEARCH: Final = 0.4  # of the budget is the search's in any case
+_SETTLE: Final = 0.6  # and so much by the end of what is settled after it
 _ROUNDS: Final = 1.5  # of the proof: one, and of some another at a lower rate
 
 
@@ -69,8 +70,8 @@ class _Tuning:
         the proof needs."""
         most, ended = self.field.effort.finalists + 1, False
         try:
-            for step, proven in ((partial(run, self.field), most), (self._settle, 2)):
-                self.field.meter.kept_s = partial(self._kept_s, proven)
+            for step, share, proven in ((partial(run, self.field), _SEARCH, most), (self._settle, _SETTLE, 2)):
+                self.field.meter.kept_s = partial(self._kept_s, 1 - share, proven)
                 try:
                     step()
                 except BudgetOver:
@@ -83,10 +84,11 @@ class _Tuning:
             return "interrupted"
         return "budget" if ended else "done"
 
-    def _kept_s(self, proven: int) -> float:
-        """Seconds of the budget that are kept for the proof of so many, some rounds of it at a lower rate."""
+    def _kept_s(self, most: float, proven: int) -> float:
+        """Seconds of the budget that are kept for the proof of so many, some rounds of it at a lower rate; at most that
+        part of it."""
         rate = max((trial.rate for trial in self.field.trials.values()), default=0.0) or math.inf
-        return min(_KEPT * self.field.meter.limit_s, proven * _ROUNDS * self._proof_s(rate))
+        return min(most * self.field.meter.limit_s, proven * _ROUNDS * self._proof_s(rate))
 
     def _proof_s(self, rate: float) -> float:
         """Seconds that the repeats of settings take which sustain so much."""

@@ -61,7 +61,7 @@ def test_a_search_that_could_measure_nothing_says_so() -> None:
     ("change", "told"),
     [
         ({"chosen": "batch=1,instances=1"}, "That is the default: nothing that was tried is better."),
-        ({"gain": None}, "keeps the SLO at no rate that was tried, so there is no gain to tell."),
+        ({"gain": None}, "is not known to keep the SLO at any rate, so there is no gain to tell."),
         ({"interval": None}, "298/s): +38 %."),
         ({"gain": -0.02, "interval": (-0.04, 0.01)}, "-2.0 %, between -4.0 % and +1.0 % (95 %)."),
     ],

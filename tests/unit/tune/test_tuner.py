@@ -172,25 +172,39 @@ def test_a_budget_that_is_over_leaves_the_best_of_what_was_measured(hill: Any, b
 
 
 def test_a_budget_that_is_too_short_for_the_search_leaves_enough_for_the_proof(hill: Any) -> None:
-    """Runs are as long as they are at few requests a second, and each change of settings takes some seconds."""
-
-    class Slow(hill):  # type: ignore[misc]
-        def measure(self, *args: Any) -> Reading:
-            found: Reading = super().measure(*args)
-            return msgspec.structs.replace(found, cost_s=found.cost_s + 5)
-
-    full = tune(Slow(slow), SPACE, SLO, default=DEFAULT)
+    full = tune(slow(hill), SPACE, SLO, default=DEFAULT)
     for share in (0.4, 0.6, 0.8):
-        outcome = tune(Slow(slow), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s)
+        outcome = tune(slow(hill), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s)
         assert (outcome.ended, outcome.confirmed) == ("budget", True)
         assert outcome.spent_s <= share * full.spent_s + 40
         assert outcome.rate <= 90
     assert outcome.verdict.interval is not None, "the default was proven, too"
 
 
-def slow(settings: Settings) -> float:
-    """A tenth of `able`."""
-    return able(settings) / 10
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [
+        (0.2, "the default (batch=1,instances=1) was not measured: there was no time left"),
+        (0.45, "the default (batch=1,instances=1) was not measured to the end: there was no time left"),
+        (0.55, "the default may sustain more than was measured, and the gain be less"),
+    ],
+)
+def test_what_is_not_known_of_the_default_when_the_time_is_over_is_told(hill: Any, share: float, told: str) -> None:
+    full = tune(slow(hill), SPACE, SLO, default=DEFAULT)
+    notes = tune(slow(hill), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s).verdict.notes
+    assert [note for note in notes if note.startswith(told)]
+    assert not [note for note in full.verdict.notes if "default" in note]
+
+
+def slow(hill: Any) -> Any:
+    """Can do a tenth, so that runs are long; and takes 5 s more for each."""
+
+    class Slow(hill):  # type: ignore[misc]
+        def measure(self, *args: Any) -> Reading:
+            found: Reading = super().measure(*args)
+            return msgspec.structs.replace(found, cost_s=found.cost_s + 5)
+
+    return Slow(lambda settings: able(settings) / 10)
 
 
 @pytest.mark.parametrize("at", [1, 2, 10, 25])
