@@ -66,7 +66,7 @@ class Telling:
             self.notes.append(f"the default ({self.default}) {self._why_not_default()}")
         elif default is not best and self._may_do_more(default):
             self.notes.append(
-                "the default may sustain more than was measured, and the gain be less: there was no time left to find out"
+                "the default may sustain more than was measured, and the gain be less: no time was left to find out"
             )
         more = gain(best, default, seed) if default is not None else None
         short = self._too_little(best)
