@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -56,16 +57,24 @@ def _tune(target: str, flags: dict[str, Any]) -> int:
     job = read_job(target, flags)
     if not flags["resume"]:
         _forget(job.folder)
-    origin = _origin(job)
-    with (
-        Results.open(job.folder, origin, resume=True) as results,
-        Journal.open(job.folder / JOURNAL, identity(job)) as journal,
-    ):
-        if len(journal):
-            click.echo(f"goes on in {job.folder}: {len(journal)} answers are there (--no-resume begins anew)", err=True)
-        click.echo(f"{job.subject.name}: {len(job.space)} settings, search {job.flags['search']}", err=True)
-        _warn_of_the_budget(job)
-        outcome, payload_bytes = _searched(job, results, journal, origin.line)
+    origin, measured = _origin(job), True
+    try:
+        with (
+            Results.open(job.folder, origin, resume=True) as results,
+            Journal.open(job.folder / JOURNAL, identity(job)) as journal,
+        ):
+            if n := len(journal):
+                click.echo(f"goes on in {job.folder}: {n} answers are there (--no-resume begins anew)", err=True)
+            click.echo(f"{job.subject.name}: {len(job.space)} settings, search {job.flags['search']}", err=True)
+            _warn_of_the_budget(job)
+            try:
+                outcome, payload_bytes = _searched(job, results, journal, origin.line)
+            finally:
+                measured = bool(len(journal) or results.measurements)
+    except BaseException:
+        if not measured:  # the next one may be of other words
+            _forget(job.folder)
+        raise
     return _told(job, outcome, payload_bytes)
 
 
@@ -187,12 +196,14 @@ def _write(job: Job, outcome: Outcome, page: Path) -> None:
 
 
 def _forget(folder: Path) -> None:
-    """Takes away what an earlier run left there, and nothing else."""
+    """Takes away what a run left there, and nothing else but the folder that is empty then."""
     from penstock.bench.publish import PAGE, REPORT, VERDICT
     from penstock.bench.results import RECORDS, RUN, SUMMARY
 
     for name in (RUN, RECORDS, SUMMARY, JOURNAL, REPORT, PAGE, VERDICT, TABLE):
         (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _origin(job: Job) -> Origin:

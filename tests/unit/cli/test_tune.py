@@ -10,6 +10,7 @@ from penstock.cli import tune as verb
 from penstock.cli import tune_job as job
 from penstock.cli.main import main
 from penstock.errors import ConfigError
+from penstock.tune.journal import Entry, Journal
 
 APP = """
 class Net:
@@ -161,6 +162,27 @@ def test_beginning_anew_takes_away_only_what_a_run_writes(folder: Path) -> None:
         (results / name).write_text("")
     verb._forget(results)
     assert [p.name for p in results.iterdir()] == ["mine.txt"]
+
+
+def test_a_search_that_ends_before_its_first_answer_leaves_nothing_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Entry] = []
+
+    def search(_: object, __: object, journal: Journal, ___: str) -> None:
+        for answer in answers:
+            journal.add(answer)
+        raise ConfigError("the app cannot answer what is sent")
+
+    monkeypatch.setattr(verb, "_searched", search)
+    words = ("app.py:Net", "--slo", "p99<=100ms")
+    assert run(*words).exit_code == 2
+    assert not (folder / "tune-net").exists()
+    answers.append(Entry(key="1", failed="no room"))
+    for _ in range(2):
+        assert run(*words).exit_code == 2
+        assert (folder / "tune-net" / "journal.jsonl").read_text().count("no room") == 1
+        answers.clear()
 
 
 def test_a_folder_of_another_run_is_refused(folder: Path) -> None:
