@@ -46,13 +46,14 @@ def main() -> None:
     parser.add_argument("answer", help="a file with what the server said, - for the standard input")
     parser.add_argument("png", type=Path, help="to write")
     options = parser.parse_args()
-    said = sys.stdin.read() if options.answer == "-" else Path(options.answer).read_text()
     try:
-        answer = json.loads(said)
-        image = shown(decoded(options.picture.read_bytes()), answer)
+        said = sys.stdin.read() if options.answer == "-" else Path(options.answer).read_text()
+        image = shown(decoded(options.picture.read_bytes()), json.loads(said))
+        options.png.write_bytes(bytes(cv2.imencode(".png", image)[1]))
     except (KeyError, TypeError, ValueError) as e:
         raise SystemExit(f"{options.answer} and {options.picture} cannot be shown: {e!r}") from None
-    options.png.write_bytes(bytes(cv2.imencode(".png", image)[1]))
+    except OSError as e:
+        raise SystemExit(str(e)) from None
 
 
 if __name__ == "__main__":

@@ -18,12 +18,17 @@ def export(path: Path, network: str = SMALL, weights: str = "") -> None:
 
 
 def main() -> None:
+    from penstock.errors import LoadFailed
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--network", choices=NETWORKS, default=SMALL)
     parser.add_argument("--weights", default="", help="a file of that network's own")
     options = parser.parse_args()
-    export(options.file, options.network, options.weights)
+    try:
+        export(options.file, options.network, options.weights)
+    except LoadFailed as e:
+        raise SystemExit(e.message) from None
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ import json
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "animated_drawings"
-MODULES = ("things", "drawings", "pictures", "network", "networks", "score", "train")
+MODULES = ("things", "drawings", "pictures", "network", "networks", "score", "train", "draw", "export")
 PREDICT = "/predictions/figuredetector"
 README = (EXAMPLE / "README.md").read_text()
 
@@ -50,6 +52,17 @@ def server(serve_all: Callable[..., Any]) -> Any:
 
 def drawing() -> bytes:
     return (EXAMPLE / "drawing.jpg").read_bytes()
+
+
+def blank(side: int) -> bytes:
+    """A black PNG of so many pixels a side, a multiple of eight, in a thousandth of as many bytes."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    rows = zlib.compress((b"\0" + bytes(side // 8)) * side)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 # ---- drawings
@@ -140,6 +153,20 @@ def test_boxes_and_outlines_go_around_the_mask_in_parts_of_the_picture(parts: An
     assert np.abs([*np.min(corners, axis=0), *np.max(corners, axis=0)] - around).max() < 0.01
     empty = parts.pictures.answer((640, 640), np.array([0.9]), np.array([0]), box, mask * 0, outlines=True)
     assert empty["outlines"] == [[]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(None, "No such file or directory: '.*answer.json'"), ('{"code": 400}', "cannot be shown")]
+)
+def test_what_cannot_be_drawn_is_told_in_a_line(
+    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, said: str
+) -> None:
+    file = tmp_path / "answer.json"
+    if answer is not None:
+        file.write_text(answer)
+    monkeypatch.setattr(sys, "argv", ["draw.py", str(EXAMPLE / "drawing.jpg"), str(file), str(tmp_path / "a.png")])
+    with pytest.raises(SystemExit, match=said):
+        parts.draw.main()
 
 
 # ---- the score
@@ -255,6 +282,8 @@ def test_json_and_forms_bring_pictures_too(server: Any) -> None:
     ("body", "content_type", "said"),
     [
         (b"no image", "image/jpeg", "these 8 bytes are no image"),
+        (b"", "image/jpeg", "these 0 bytes are no image"),
+        (b"a cat", "text/plain", "found a str; send"),
         (b'{"image": "%%"}', "application/json", "no base64"),
         (b'{"image": 7}', "application/json", "found a int; send"),
         (b'{"a": "", "b": ""}', "application/json", "found a dict; send"),
@@ -265,6 +294,13 @@ def test_what_is_no_picture_is_refused(server: Any, body: bytes, content_type: s
     status, answer = server.post(PREDICT, body, content_type)
     assert status == 400
     assert said in answer.decode()
+
+
+def test_a_picture_that_is_small_as_a_file_and_huge_when_decoded_is_refused(server: Any) -> None:
+    assert server.post(PREDICT, blank(64), "image/png")[0] == 200
+    status, answer = server.post(PREDICT, blank(8200), "image/png")
+    assert status == 400
+    assert "a PNG or JPEG of at most 64 megapixels" in answer.decode()
 
 
 def test_the_model_tells_an_example_that_it_can_answer(server: Any) -> None:
@@ -292,6 +328,9 @@ def test_mask_rcnn_says_what_it_needs_when_torchvision_is_not_there(
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(LoadFailed, match="network maskrcnn needs torchvision: pip install torchvision"):
         parts.networks.load_network("maskrcnn")
+    monkeypatch.setattr(sys, "argv", ["export.py", "figures.pt", "--network", "maskrcnn"])
+    with pytest.raises(SystemExit, match="network maskrcnn needs torchvision: pip install torchvision"):
+        parts.export.main()
 
 
 # ---- torchserve
