@@ -279,7 +279,10 @@ def _best_of_cells(seen: Seen) -> dict[tuple[int, int], float]:
 
 
 def _short(text: str, most: int = 44) -> str:
+    """At most so many characters; of settings that are longer the values alone, which tell them apart."""
     text = " ".join(text.split())
+    if len(text) > most and all("=" in part for part in text.split(",")):
+        text = ", ".join(part.partition("=")[2] for part in text.split(","))
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

@@ -112,6 +112,13 @@ def test_names_of_others_are_text_and_no_formula(make_measurement: Make) -> None
     assert max(map(len, texts(first))) < 50
 
 
+def test_long_settings_are_told_apart_by_their_values(make_measurement: Make) -> None:
+    most = "batch=4,instances=2,precision=bf16,optimize="
+    runs = [make_measurement(label=most + what, clients=2, server=None) for what in ("none", "optimize_for_inference")]
+    found = set(texts(by_title(draw(runs))["Throughput against p99"]))
+    assert {"4, 2, bf16, none", "4, 2, bf16, optimize_for_inference"} <= found
+
+
 def test_of_many_settings_the_best_are_shown_and_the_rest_is_told(make_measurement: Make) -> None:
     runs = [make_measurement(label=f"threads={n}", rate=50.0 * n, most=60.0 * n, server=None) for n in range(1, 12)]
     plot = by_title(draw(runs))["Throughput against p99"]
