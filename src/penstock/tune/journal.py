@@ -119,9 +119,11 @@ class Journal:
 
 
 def _read(path: Path, content: bytes, head: Mapping[str, str]) -> tuple[dict[str, Entry], int]:
-    """All whole entries, and how many bytes they and the head take; a last line that was cut short is none."""
+    """All whole entries, and how many bytes they and the head take; a last line that was cut short is none. Nor are
+    INVALID readings after the last valid one: what held up the generator may have passed."""
     entries: dict[str, Entry] = {}
-    start = number = 0
+    last: dict[str, Entry] = {}  # invalid ones
+    start = told = number = 0
     while (end := content.find(b"\n", start)) >= 0:
         number += 1
         line = content[start:end]
@@ -130,13 +132,17 @@ def _read(path: Path, content: bytes, head: Mapping[str, str]) -> tuple[dict[str
                 _same(path, msgspec.json.decode(line, type=_Head).run, head)
             else:
                 entry = msgspec.json.decode(line, type=Entry)
-                entries[entry.key] = entry
+                last[entry.key] = entry
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}, line {number}: not of a journal ({e}); name another folder") from None
         start = end + 1
+        if number == 1 or entry.reading is None or not entry.reading.invalid:
+            entries.update(last)
+            last.clear()
+            told = start
     if start < len(content):
         log.warning("file=%s bytes=%d dropped=true reason=the last line was cut short", path, len(content) - start)
-    return entries, start
+    return entries, told
 
 
 def _same(path: Path, found: Mapping[str, str], expected: Mapping[str, str]) -> None:

@@ -53,6 +53,23 @@ def test_a_last_line_that_was_cut_short_is_dropped_and_written_over(tmp_path: Pa
         assert journal.get("3") == entry("3")
 
 
+def test_invalid_readings_at_the_end_are_asked_again_and_those_before_a_valid_one_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    run = Measurement(load=Load(mode="open", rate=100, seconds=2), invalid=["the generator was late"])
+    late = {key: Entry(key=key, reading=Reading(run=run, cost_s=2.5)) for key in "1346"}
+    for _ in range(2):
+        with Journal.open(path, RUN) as journal:
+            for key in "123456":
+                if journal.get(key) is None:
+                    journal.add(late.get(key) or entry(key))
+    with Journal.open(path, RUN) as journal:
+        assert [key for key in "123456" if journal.get(key) is not None] == ["1", "2", "3", "4", "5"]
+        journal.add(entry("6"))
+    with Journal.open(path, RUN) as journal:
+        assert journal.get("6") == entry("6")
+        assert len(journal) == 6
+
+
 def test_a_head_that_was_cut_short_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"run":{"pens')
