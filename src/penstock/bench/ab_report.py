@@ -166,8 +166,6 @@ def _cells(row: Row, machine: Mapping[str, Any]) -> dict[str, Value]:
         "Repeats": row.repeats, "Machine": machine_text(machine),
         "Invalid": "; ".join(dict.fromkeys(text for m in row.invalid for text in m.invalid)),
     }  # fmt: skip
-    if not row.runs:
-        return cells
     cells["SLO met"] = {True: "yes", False: "no", None: None}[row.met]
     cells |= {name: _rounded(row.median(figure)) for name, figure in _FIGURES.items()}
     cells["Throughput spread %"] = _rounded(None if row.spread is None else row.spread * 100)

@@ -69,11 +69,14 @@ def test_a_row_tells_the_medians_of_its_repeats_and_how_far_they_lie_apart() -> 
         "cpu_percentage_mean": "50.0", "memory_percentage_mean": "12.5", "gpu_percentage_mean": "60.0",
         "gpu_memory_percentage_mean": "50.0", "gpu_memory_used_mean": "1536.0", "TS latency P99.9": "",
         "Mode": "eager_mode", "Processor": "cpu",
-        "Batch size mean": "6.5", "Repeats": "3", "Throughput spread %": "30.0", "SLO met": "", "Invalid": "",
+        "Batch size mean": "6.5", "Server CPU cores": "2.0", "Server memory MB": "1024.0",
+        "Repeats": "3", "Throughput spread %": "30.0", "SLO met": "", "Invalid": "",
         "Machine": "Fast CPU, 4 cores, 2 x Card",
     }  # fmt: skip
     assert {name: first[name] for name in expected} == expected
     assert (second["Batch size"], second["Repeats"], second["TS throughput"]) == ("8", "0", "")
+    (two, _) = cells(rows_of([SINGLE, EIGHT], runs[:2]))
+    assert float(two["Throughput spread %"]) == pytest.approx(10.526)
 
 
 def test_an_invalid_run_has_no_numbers_and_tells_why() -> None:
@@ -137,6 +140,11 @@ def test_a_server_that_tells_nothing_leaves_its_columns_empty() -> None:
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=None)]))
     assert row["TS throughput"] == "100.0"
     assert not row["Model_p50"] + row["handler_time_mean"] + row["cpu_percentage_mean"] + row["gpu_percentage_mean"]
+    side = ServerSide(preprocess_s=0.1, gpus=[Gpu(name="Card", utilization=0.5, memory_bytes=2**20)])
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=side)]))
+    assert (row["handler_time_mean"], row["gpu_memory_percentage_mean"], row["gpu_percentage_mean"]) == ("", "", "50.0")
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=structs.replace(side, gpus=[]))]))
+    assert row["gpu_memory_used_mean"] == ""
 
 
 def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:

@@ -77,7 +77,9 @@ def test_junit_has_a_case_for_each_metric_and_counts_them() -> None:
         ("8 clients <", "p50", ["skipped"]),
         ("penstock gate", "valid", ["error"]),
     ]
-    failure = suite.find(".//failure")
+    failure, skipped = suite.find(".//failure"), suite.find(".//skipped")
+    assert skipped is not None
+    assert skipped.get("message") == "too few"
     assert failure is not None
     assert failure.get("message") == "8 clients: p99 10 ms -> 12 ms, +20 % (+15 % .. +25 %)"
 
