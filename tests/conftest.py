@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,19 @@ settings.load_profile("ci" if os.environ.get("CI") else "tests")
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # no test tells anybody
 
-# OpenMP's idle threads must not spin beside the servers that tests wait for; what tests start chooses for itself.
 _OMP = os.environ.get("OMP_WAIT_POLICY")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if sys.dont_write_bytecode:  # each of many hundred processes would compile Penstock for itself, a third of its start
     compileall.compile_dir(Path(__file__).parents[1] / "src", quiet=2, workers=os.cpu_count() or 1)
+
+
+def pytest_collectstart() -> None:
+    """Lets no idle threads of OpenMP spin beside the servers that tests wait for; what tests start chooses for itself.
+
+    Asked before the first test is imported, and not by the process which only hands out the tests of `pytest -n`: what
+    it has in its environment, the others would have for good.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_finish() -> None:
@@ -51,6 +58,20 @@ def pytest_exception_interact(node: pytest.Item) -> None:
     """Arms again the watch over hanging tests, which pytest disarms here: a failed test may hang when torn down."""
     seconds = float(node.config.getini("faulthandler_timeout"))
     faulthandler.dump_traceback_later(seconds, exit=True, file=node.config.stash[fault_handler_stderr_fd_key])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """What a process of `pytest -n` tells of a test, where half a character, which no UTF-8 has, is spelt out."""
+    return _spelt_out((yield))
+
+
+def _spelt_out(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _spelt_out(each) for key, each in value.items()}
+    return type(value)(map(_spelt_out, value)) if isinstance(value, list | tuple) else value
 
 
 @pytest.fixture(autouse=True)
@@ -179,9 +200,11 @@ class RunningRedis:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self._folder, self._options = folder, options
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        # Held as long as it is wanted: nobody else is given the port between two starts, nor before the first.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port: int = self._held.getsockname()[1]
         self.start()
 
     def start(self, *options: str) -> None:
@@ -224,6 +247,11 @@ class RunningRedis:
             self.process.kill()
         self.process.wait()
 
+    def close(self) -> None:
+        """Ends it for good."""
+        self.kill()
+        self._held.close()
+
 
 def _running_redis(folder: Path) -> Iterator[Callable[..., RunningRedis]]:
     if shutil.which("redis-server") is None:
@@ -236,7 +264,7 @@ def _running_redis(folder: Path) -> Iterator[Callable[..., RunningRedis]]:
 
     yield start
     for server in servers:
-        server.kill()
+        server.close()
 
 
 @pytest.fixture

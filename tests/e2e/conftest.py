@@ -71,7 +71,9 @@ class RunningExample:
                 return found[0]
             time.sleep(0.05)
         self.process.kill()
-        raise RuntimeError(f"no address was said within {START_S:g} s, exit {self.process.wait()}\n{self.said()}")
+        status, said = self.process.wait(), self.said()
+        self.close()
+        raise RuntimeError(f"no address was said within {START_S:g} s, exit {status}\n{said}")
 
     def get(self, path: str) -> tuple[int, Any]:
         return self._fetch(urllib.request.Request(self.url + path))
