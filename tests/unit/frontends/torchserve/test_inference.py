@@ -62,7 +62,13 @@ class Peer:
         self.administration = administration
 
     async def connect(self, port: int) -> None:
+        self.port = port
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def come_again(self) -> None:
+        """On a connection of its own."""
+        self.writer.close()
+        await self.connect(self.port)
 
     def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -305,8 +311,8 @@ def keys() -> FakeAdministration:
 async def test_nothing_is_told_without_the_inference_token(target, wrong):
     text = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
     refused = error(400, "Bad Request", "InvalidKeyException", text)
-    for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
-        async with listening(administration=keys()) as peer:
+    async with listening(administration=keys()) as peer:
+        for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
             peer.ask(method, target, b"hello", *WRONG_TOKENS[wrong])
             if method == "HEAD":
                 assert (await peer.head()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -314,6 +320,7 @@ async def test_nothing_is_told_without_the_inference_token(target, wrong):
                 assert await peer.answer() == refused
             assert await peer.rest() == b""
             assert peer.backend.calls == []
+            await peer.come_again()
 
 
 async def test_the_token_is_asked_for_before_a_large_body_is_taken():
