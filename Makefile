@@ -14,8 +14,11 @@ demo: $(VENV)/.demo
 demo-captions: $(VENV)/.captions
 	$(BIN)/python examples/video_captioning/demo.py
 
+# what looks at how long things take has the machine to itself; all else goes two at a time
+ALONE = tests/chaos $(wildcard tests/e2e/test_bench*.py) tests/e2e/test_tune.py tests/e2e/test_tuning_docs.py
 test: $(VENV)/.dev redis-server
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(ALONE)
 
 # beside TorchServe 0.12.0 in a virtual environment of its own: a minute at first, then seconds
 test-peers: $(VENV)/.dev $(PEERS)/.peers java
