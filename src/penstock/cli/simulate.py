@@ -100,7 +100,7 @@ def _arrivals(flags: dict[str, Any]) -> Trace:
 
     text = flags["arrivals"]
     kind, _, rate = text.rpartition(":")
-    if kind.partition(":")[0] not in ("poisson", "constant", "gamma"):
+    if text.partition(":")[0] not in ("poisson", "constant", "gamma"):
         trace = read_trace(text, flags["model"])
         if len(trace.models) > 1 and not flags["model"]:
             raise ConfigError(f"{text} has requests for {', '.join(trace.models)}; name one with --model")

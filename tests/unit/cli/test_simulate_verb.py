@@ -91,7 +91,7 @@ def test_a_trace_of_several_models_asks_for_one(trace: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["--arrivals", "poisson"], "cannot be read"),
+        (["--arrivals", "poisson"], "expected a rate behind the kind"),
         (["--arrivals", "poisson:x"], "expected a rate behind the kind"),
         (["--arrivals", "poisson:0"], "expected a rate and a time over 0"),
         (["--arrivals", "poisson:0.001"], "no request comes in"),
