@@ -167,6 +167,26 @@ def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
     assert "**resnet eager_mode: nothing that was tried keeps p99<=250ms.**" in none
 
 
+def test_the_page_has_a_line_for_each_run_as_far_as_it_is_known() -> None:
+    (_, *wide) = points(structs.replace(CASE, batch_size=(1, 8, 16)))
+    runs = [measured(SINGLE.label, 100.0), measured(wide[0].label, 200.0)]
+    page = markdown(report(rows_of([SINGLE, *wide], runs), MACHINE, {})).splitlines()
+    assert page[2] == "**resnet eager_mode: cpu, 1 worker, batch 8, 10 clients: 200/s, p99 150 ms.**"
+    assert "r.mar: 100 requests a run, of cat.jpg; a batch is held 50 ms at most to be filled." in page
+    header, _, *lines = [line.strip("| ").split(" | ") for line in page if line.startswith("| ")]
+    assert [dict(zip(header, line, strict=False)) for line in lines[:2]] == [
+        {
+            "processor": "cpu", "workers": "1", "batch": batch, "clients": "10", "requests/s": rate, "p50 ms": p50,
+            "p90 ms": p90, "p99 ms": p99, "mean ms": p50, "errors %": "0", "wait ms": "2", "batch ms": "6",
+            "mean batch": "6.5", "CPU cores": "2",
+        }
+        for batch, rate, p50, p90, p99 in (("1", "100", "100", "200", "300"), ("8", "200", "50", "100", "150"))
+    ]  # fmt: skip
+    assert [cell for cell in lines[2] if cell.strip()] == ["cpu", "1", "16", "10", "not run"]
+    own = structs.replace(CASE, input=None)
+    assert "of its own example; a batch" in markdown(report(rows_of(points(own), []), MACHINE, {}))
+
+
 def test_runs_differ_by_registration_and_by_clients() -> None:
     case = Case(model="m", mode="e", url="m.mar", concurrency=(10, 20), processors=(Processor(), Processor("all")))
     rows = rows_of(points(case), [measured(points(case)[1].label, 7.0)])
