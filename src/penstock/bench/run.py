@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 from msgspec import structs
 
@@ -58,6 +58,7 @@ async def measure(
     request, in an open loop after the last. When the task is cancelled, `on_partial` gets what there is. Raises Failing
     if the first five answers are errors, Unreachable, ConfigError for arrivals that cannot be.
     """
+    asyncio.get_running_loop().set_exception_handler(_told)
     loops = _Loops(target, requests, load, check, timeout_s)
     await loops.look()
     await warm_up(loops.speed, warm_s, slice_s=loops.slice_s)
@@ -82,6 +83,12 @@ async def measure(
             on_partial(run)
         raise interrupted
     return run
+
+
+def _told(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """As ever, but for what uvloop says of each TLS connection that is given up while something comes: a page each."""
+    if "SSL protocol" not in context["message"]:
+        loop.default_exception_handler(context)
 
 
 def _doubted(run: Measurement, samples: Samples, probe: Probe) -> Measurement:

@@ -89,6 +89,14 @@ async def test_a_run_counts_what_comes_after_the_first_look_and_the_warm_up() ->
     assert run.started.endswith("+00:00")
 
 
+async def test_connections_of_tls_that_are_given_up_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted() as server:
+        await measure(server.target, server.requests, CLOSED, warm_s=0)
+    for message in ("Fatal error on SSL protocol", "Task exception was never retrieved"):
+        asyncio.get_running_loop().call_exception_handler({"message": message})
+    assert [record.message for record in caplog.records] == ["Task exception was never retrieved"]
+
+
 async def test_an_open_loop_sends_what_was_planned_for_its_time() -> None:
     async with scripted() as server:
         load = Load(mode="open", rate=200, seconds=0.2, arrival="constant", connections=4)
