@@ -25,6 +25,7 @@ _BELOW: Final = 4  # probes that all fail: then the light one
 _NARROW: Final = 1.1  # times the SLO: by so little a short run may miss it by chance
 _KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the server can
 _FEW: Final = 8  # requests that a run has at least: with none in its time it would not be one
+PROVEN: Final = 15.0  # times the SLO's latency that a run of the proof lasts: a shorter one ends before a queue is long
 TELL_P99: Final = 299  # answers, none of them late: fewer do not tell with 95 % confidence that at most 1 % are
 
 
@@ -55,7 +56,8 @@ class Effort(Struct, frozen=True, kw_only=True):
 
     def proves(self, rate: float, slo: Slo) -> float:
         """Seconds of one repeat of the proof."""
-        seconds = min(self.most_s, self.proof * self.sure(rate, slo))
+        shows = PROVEN * (slo.latency_s or 0.0)
+        seconds = min(self.most_s, max(self.proof * self.sure(rate, slo), shows))
         if any(part.name == "p99" for part in slo.parts):
             seconds = max(seconds, 1.2 * TELL_P99 / (self.repeats * rate))  # 1.2: how many requests come is chance
         return round(seconds, 2)
