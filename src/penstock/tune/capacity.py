@@ -23,7 +23,7 @@ _GROWTH: Final = 1.3  # of the rate while no probe fails, faster with each
 _FASTEST: Final = 3.0
 _BELOW: Final = 4  # probes that all fail: then the light one
 _NARROW: Final = 1.1  # times the SLO: by so little a short run may miss it by chance
-_KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the server can
+KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the server can
 _FEW: Final = 8  # requests that a run has at least: with none in its time it would not be one
 PROVEN: Final = 15.0  # times the SLO's latency that a run of the proof lasts: a shorter one ends before a queue is long
 TELL_P99: Final = 299  # answers, none of them late: fewer do not tell with 95 % confidence that at most 1 % are
@@ -188,7 +188,7 @@ class Prober:
             return start if start > good.rate * 1.02 else good.rate * min(_FASTEST, _GROWTH ** max(1, step))
         if bad is None:
             return start
-        if bad.throughput < _KEPT_UP * bad.rate:
+        if bad.throughput < KEPT_UP * bad.rate:
             return 0.93 * bad.throughput
         p99, limit = bad.p99_s, self.slo.latency_s
         return bad.rate * (0.4 if p99 is not None and limit is not None and p99 > 2 * limit else 0.75)

@@ -12,7 +12,7 @@ from typing import Final
 
 from penstock.bench.slo import Part, Slo
 from penstock.bench.stats import bootstrap, student_at
-from penstock.tune.capacity import TELL_P99, Effort, neat
+from penstock.tune.capacity import KEPT_UP, TELL_P99, Effort, neat
 from penstock.tune.meter import BudgetOver, Meter, Unfit
 from penstock.tune.space import Settings
 from penstock.tune.trial import Reading, told
@@ -104,11 +104,18 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
     contends = one.rate >= _CONTENDS * max(other.rate for other in finalists if other.met is not False)
     if best_case is None and contends and len(one.readings) < _ROUNDS * effort.repeats:
         return
-    one.rate = neat(one.rate * (1 - (_STEP if mean_breaks else _SMALL_STEP) * _LONGER**one.lowered))
+    one.rate = neat(_lower(one, _STEP if mean_breaks else _SMALL_STEP))
     one.readings, one.lowered = [], one.lowered + 1
     beaten = any(other.met and one.rate < _CONTENDS * other.rate for other in finalists)
     if one.lowered > MOST_LOWERED or (beaten and not one.reference):
         one.met = False
+
+
+def _lower(one: Finalist, step: float) -> float:
+    """A rate to try next; of settings that did not keep up at most what they answered."""
+    lower = one.rate * (1 - step * _LONGER**one.lowered)
+    answered = max(reading.throughput for reading in one.readings)
+    return min(lower, answered) if 0 < answered < KEPT_UP * one.rate else lower
 
 
 def broken(slo: Slo, readings: Sequence[Reading], side: int) -> str | None:

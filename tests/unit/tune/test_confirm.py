@@ -46,8 +46,15 @@ def test_a_rate_that_breaks_the_slo_is_lowered_until_it_is_kept(hill: Any) -> No
     assert len(one.readings) == 3
 
 
-def test_what_is_never_kept_is_given_up_with_a_reason(hill: Any) -> None:
+def test_of_settings_that_did_not_keep_up_the_rate_is_lowered_to_what_they_answered(hill: Any) -> None:
     bench, one = hill(lambda _: 100), Finalist(A, 900)
+    proven(bench, one)
+    assert one.met
+    assert [rate for _, rate in bench.asked[::3]] == pytest.approx([900, 100, 93.5, 85.6], abs=0.1)
+
+
+def test_what_is_never_kept_is_given_up_with_a_reason(hill: Any) -> None:
+    bench, one = hill(lambda _: 1000, base_s=0.2), Finalist(A, 900)
     proven(bench, one)
     assert one.met is False
     assert "(wanted p99<=100ms)" in one.why
