@@ -73,6 +73,7 @@ def test_too_few_repeats_tell_nothing(side: Callable[..., list[Measurement]]) ->
     change = by(comparison, "throughput/s")
     assert (change.judged, change.why) == ("n/a", "2 valid repeats, expected 3 or more: --repeat")
     assert change.before is not None
+    assert change.cells()[4:7] == ["n/a", "", "n/a"]
 
 
 def test_a_percentile_without_enough_samples_is_not_compared(make_measurement: Make) -> None:

@@ -48,6 +48,10 @@ def test_the_guides_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_what_a_file_leaves_out_is_as_the_suite_has_it(tmp_path: Path) -> None:
+    (case,), notes = read(tmp_path, "m:\n  any:\n    url: app.py:Model\n")
+    assert case.concurrency == (10,)
+    (case,), notes = read(tmp_path, "m:\n  any: {url: a.mar, batch_delay: 0, requests: 1}\n")
+    assert (case.batch_delay_ms, case.requests) == (0, 1)
     (case,), notes = read(tmp_path, "m:\n  any:\n    url: app.py:Model\n    concurrency: [1, 8, 1]\n")
     assert (case.workers, case.batch_size, case.batch_delay_ms, case.requests) == ((1,), (1,), 200, 100)
     assert points(case)[0].short == "batch=1,instances=1"
@@ -109,6 +113,8 @@ def test_a_workflow_is_left_out_and_alone_refused(tmp_path: Path) -> None:
         ("- a\n", None, "found a list, expected Model_name"),
         ("", None, "found nothing"),
         ("m:\n", 1, "found nothing, expected modes of the model m"),
+        ("m: {}\n", 1, "found keys, expected modes of the model m"),
+        ("m: [e]\n", 1, "found a list, expected modes of the model m"),
         ("m:\n  e: 3\n", 2, "found 3, expected the keys of e"),
         ("m:\n  e:\n    workers: 2\n", 2, "found no url"),
         ("m:\n  e:\n    url: a.mar\n    batchsize: 2\n", 4, "unknown key 'batchsize'.*did you mean 'batch_size'"),
@@ -124,7 +130,8 @@ def test_a_workflow_is_left_out_and_alone_refused(tmp_path: Path) -> None:
         ("m:\n  e:\n    url: a.mar\n    processors: [gpus: 0]\n", 4, "gpus: N from 1"),
         ("m:\n  e:\n    url: a.mar\n    url: b.mar\n", 4, "the key 'url' stands twice"),
         ("7:\n  e:\n    url: a.mar\n", 1, "found the key 7, expected a text"),
-        ("models: [none.yaml]\n", 1, "no file 'none.yaml'"),
+        ("models: [none.yaml]\n", 1, "no file 'none.yaml', expected it at [^,]*[^g]/none.yaml"),
+        ("models: []\nhardware: gpu\n", 2, "found gpu, expected one that a model of the template has"),
         ("models:\n- 3\n", 2, "found 3, expected the name of a YAML file"),
         ("models: []\nhardwear: cpu\n", 2, "unknown key 'hardwear'.*did you mean 'hardware'"),
         ("models: []\nhardware: neuron\n", 2, "found 'neuron', expected cpu or gpu"),
