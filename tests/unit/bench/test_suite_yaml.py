@@ -90,6 +90,29 @@ def test_a_model_without_the_templates_hardware_is_left_out(tmp_path: Path) -> N
     assert "other e is left out: it has no gpu among its processors" in notes[-1]
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("cpu", [0]),
+        ("{gpus: all}", ["all"]),
+        ("[cpu, gpus: 1, gpus: '2', cpu]", [0, 1, 2]),
+        ("[]", r"processors: \[\], expected cpu"),
+        ("[gpus: '0']", "gpus: N from 1"),
+        ("[gpus: few]", "gpus: N from 1"),
+        ("[gpus: true]", "gpus: N from 1"),
+        ("[{gpus: 1, tpus: 1}]", "cpu, gpus: all, or gpus: N"),
+        ("[[gpus]]", r"processors: \['gpus'\], expected"),
+    ],
+)
+def test_processors_are_the_cpu_all_gpus_or_some(tmp_path: Path, said: str, found: list[int | str] | str) -> None:
+    text = f"m:\n  e:\n    url: a.mar\n    processors: {said}\n"
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=f"models.yaml:4: found m.e: .*{found}"):
+            read(tmp_path, text)
+    else:
+        assert [each.gpus for each in read(tmp_path, text)[0][0].processors] == found
+
+
 def test_a_workflow_is_left_out_and_alone_refused(tmp_path: Path) -> None:
     workflow = "dog:\n  workflow:\n    url: https://h/dog_wf.war\n    retry_attempts: 5\n"
     (case,), notes = read(tmp_path, workflow + "m:\n  e:\n    url: a.mar\n")
