@@ -121,7 +121,6 @@ def changed_keys(model: ModelConfig) -> dict[str, Any]:
     """The keys of a model that are not at their default, as in `[models.NAME]`."""
     keys = _changed(model, ModelConfig(target=""))
     batching = _changed(model.batching, BatchingConfig())
-    keys.pop("batching", None)
     return {**keys, **({"batching": batching} if batching else {})}
 
 

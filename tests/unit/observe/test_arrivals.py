@@ -140,5 +140,9 @@ def test_a_file_that_is_there_or_cannot_be_made_is_refused(tmp_path: Path) -> No
 
 
 def test_where_nothing_came_no_file_is_left(tmp_path: Path) -> None:
-    ArrivalRecorder(str(tmp_path / "arrivals.jsonl")).close()
+    recorder = ArrivalRecorder(str(tmp_path / "arrivals.jsonl"))
+    fd = recorder._fd
+    recorder.close()
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -39,6 +39,7 @@ def sample(name: str = "line 1", expected: Any = UNSET) -> Sample:
         ({"label": "cat"}, {"label": "dog"}, math.inf, "label: found 'dog', expected 'cat'"),
         ([1, 2], [1, 2, 3], math.inf, "found 3 elements, expected 2"),
         ({"a": 1}, {"b": 1}, math.inf, "only one of the two has 'a'"),
+        ({"a": 1}, ["a"], math.inf, "found ['a'], expected {'a': 1}"),
         (True, 1, math.inf, "found 1, expected True"),
         (1, "1", math.inf, "found '1', expected 1"),
         ([], [], 0.0, ""),

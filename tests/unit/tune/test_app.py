@@ -324,19 +324,24 @@ def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_what_failed_
         now[0] += 100.0
         raise LoadFailed("no")
 
+    async def measure(*arguments: Any, **keys: Any) -> Measurement:
+        now[0] += 2.0
+        return await world.measure(*arguments, **keys)
+
+    monkeypatch.setattr(module, "measure", measure)
     monkeypatch.setattr(world, "use", use)
     app.prepare(parse_settings("batch=8"))
-    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 6.0
+    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 8.0
     with pytest.raises(LoadFailed):
         app.prepare(parse_settings("batch=1"))
     monkeypatch.setattr(module, "rehearse", rehearse)
     assert app.refusal(parse_settings("threads=2"))
-    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 106.0
+    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 108.0
     world.run = Failing("503")
     with pytest.raises(LoadFailed):
         app.measure(parse_settings("batch=8"), 50.0, 2.0, 3)
     world.run = None
-    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 6.0
+    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 10.0
 
 
 @pytest.mark.parametrize(

@@ -203,9 +203,12 @@ def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
         TunedFile(str(tmp_path / "no/penstock.toml"), "digits", DIGITS)
 
 
-def test_a_file_that_may_not_be_written_to_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_be_written_to_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT)
+    monkeypatch.setattr("penstock.tune.config.os.access", lambda path, mode: path != str(tmp_path))
+    with pytest.raises(ConfigError, match=r"there is no folder .* that can be written to"):
+        TunedFile(str(file), "digits", DIGITS)
     monkeypatch.setattr("penstock.tune.config.os.access", lambda path, mode: path != str(file))
     with pytest.raises(ConfigError, match="the file may not be written to; change its mode, or name another"):
         TunedFile(str(file), "digits", DIGITS)
