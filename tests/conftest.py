@@ -53,6 +53,14 @@ def pytest_collection_finish() -> None:
         os.environ.pop("OMP_WAIT_POLICY", None)  # torch, which reads it once, is loaded
 
 
+@pytest.fixture(scope="module", autouse=True)
+def left_out() -> None:
+    """Leaves out, too, what the tests of other files have loaded since, where that is much: some collect very often."""
+    if len(gc.get_objects()) > 100_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item) -> None:
     """Arms again the watch over hanging tests, which pytest disarms here: a failed test may hang when torn down."""
