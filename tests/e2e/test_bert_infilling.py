@@ -35,7 +35,7 @@ def check_answers(server: Any, route: str) -> None:
     assert server.post(route, form(BIRTHDAY)) == (200, ["you"])
     assert server.post(route, form(*KNOWN)) == (200, list(KNOWN.values()))
     with ThreadPoolExecutor(32) as pool:
-        texts = [*KNOWN, "no blank here"] * 16
+        texts = [*KNOWN, "no blank here"] * 8
         for text, (status, answer) in zip(
             texts, pool.map(lambda text: server.post(route, form(text)), texts), strict=True
         ):
