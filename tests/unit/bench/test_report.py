@@ -55,6 +55,7 @@ def test_a_search_that_could_measure_nothing_says_so() -> None:
     text = lines(compose(ORIGIN, [], Verdict(slo=SLO, chosen="", default="batch=1", met=False)))
     assert text[2] == "**Nothing was measured that could tell whether p99<=100ms can be kept.**"
     assert text[3:5] == ["", "## Machine"]
+    assert lines(compose(Origin(command="tune"), []))[0] == "# penstock tune"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,13 @@ def test_an_slo_that_no_load_keeps_is_said(make_measurement: Make) -> None:
     assert text[4].endswith("in 3 of 3")
 
 
+def test_each_missed_part_of_an_slo_is_told_in_its_unit(make_measurement: Make) -> None:
+    slo = "p99<=1ms,error<=0.1%,throughput>=5000/s,p50<=9s"
+    run = make_measurement(clients=8, slo=slo, errors={"503": 40})
+    text = markdown(compose(ORIGIN, [run]))
+    assert "\n- missed, 8 clients: p99<=1ms is 31 ms, error<=0.1% is 0.50 %, throughput>=5000/s is 800\n" in text
+
+
 def test_too_few_requests_for_the_slo_are_no_verdict_on_it(make_measurement: Make) -> None:
     run = make_measurement(rate=5.0, slo=SLO, latency=Latency(p50_s=0.01))
     text = lines(compose(ORIGIN, [run]))
@@ -114,6 +122,17 @@ def test_repeats_are_one_row_with_their_spread(make_measurement: Make) -> None:
     (row,) = loads(compose(ORIGIN, runs))
     assert (row["load"], row["runs"], row["throughput/s"]) == ("8 clients", "3", "510 (500..520)")
     assert row["p99 (95 %)"] == "54.9 ms (53.8..56)"
+
+
+def test_a_single_run_has_the_interval_of_its_p99_and_invalid_repeats_are_counted(make_measurement: Make) -> None:
+    invalid = make_measurement(clients=8, repeat=1, invalid=["late"])
+    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8), invalid]))
+    assert (row["runs"], row["throughput/s"], row["p99 (95 %)"]) == ("1 (+1 invalid)", "800", "31 ms (29.4..33.2)")
+    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, most=most) for most in (500.0, 520.0)]))
+    assert (row["runs"], row["throughput/s"], row["p99 (95 %)"]) == ("2", "510 (500..520)", "54.9 ms (53.8..56)")
+    unbound = structs.replace(make_measurement(clients=8).latency, p99_high_s=None)
+    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, latency=unbound)]))
+    assert row["p99 (95 %)"] == "31 ms"
 
 
 def test_a_percentile_without_enough_samples_is_not_told(make_measurement: Make) -> None:
