@@ -196,6 +196,8 @@ def test_the_pipeline_that_is_tuned_is_no_configuration(tmp_path: Path) -> None:
     file.write_text('[decode]\nops = "decode_image"\n')
     with pytest.raises(ConfigError, match=r"pipeline\.toml: is what is tuned, and no configuration; name a new file"):
         TunedFile(str(file), "pipeline", ModelConfig(target=str(file)))
+    TunedFile(str(tmp_path / "new.toml"), "pipeline", ModelConfig(target=str(file))).write({"instances": 2}, "why")
+    assert load_config(str(tmp_path / "new.toml"), env={}).models["pipeline"].instances == 2
 
 
 def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
