@@ -207,8 +207,10 @@ class _Runs:
             told += f", {found.error_share:.1%} errors"
         if found.invalid:
             told = f"INVALID: {found.invalid[0]}"
-        click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {found.load.label}: {told}")
-        self._results.append(found)
+        try:
+            self._results.append(found)
+        finally:  # who sees the line may press Ctrl-C at once: it is kept by then; what found no room is told, too
+            click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {found.load.label}: {told}")
 
 
 def _show(seconds: float, answered: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -119,6 +120,19 @@ def test_on_resume_only_what_says_nothing_yet_is_measured(servers: Servers) -> N
     )
     assert done.stdout.startswith("[2/4] good e, cpu, 1 worker, batch 1, 2 clients: 100/s")
     assert [(row["Repeats"], row["Invalid"]) for row in rows()] == [("1", "")] * 4
+
+
+def test_what_was_told_when_ctrl_c_comes_is_kept(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = click.echo
+
+    def told(message: str = "", **how: Any) -> None:
+        echo(message, **how)
+        if message.startswith("[1/"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(click, "echo", told)
+    assert invoke().exit_code == 130
+    assert [row["Repeats"] for row in rows()] == ["1", "0", "0", "0"]
 
 
 def test_a_disk_that_is_full_ends_the_suite_and_what_found_no_room_is_told(
