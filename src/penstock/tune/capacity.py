@@ -23,6 +23,7 @@ _GROWTH: Final = 1.3  # of the rate while no probe fails, faster with each
 _FASTEST: Final = 3.0
 _BELOW: Final = 4  # probes that all fail: then the light one
 _NARROW: Final = 1.1  # times the SLO: by so little a short run may miss it by chance
+_RARE: Final = 0.02  # of the answers late, of which 0.01 may be: in a short run that may be one slow batch
 KEPT_UP: Final = 0.95  # of the rate: less throughput than that is all that the server can
 _FEW: Final = 8  # requests that a run has at least: with none in its time it would not be one
 PROVEN: Final = 15.0  # times the SLO's latency that a run of the proof lasts: a shorter one ends before a queue is long
@@ -142,7 +143,14 @@ class Prober:
         reading = self._run(trial, rate, self.effort.probe(rate, self.slo))
         if reading is None or trial.add(reading, self.slo):
             return reading is not None
-        return reading.excess(self.slo) <= _NARROW and self.sure(trial, rate)
+        return self._narrowly(reading) and self.sure(trial, rate)
+
+    def _narrowly(self, reading: Reading) -> bool:
+        """Whether a run may have missed the SLO by chance: by little, or a p99 by few answers."""
+        late, parts = reading.late_share, self.slo.parts
+        if late is not None and late <= _RARE:
+            parts = tuple(part for part in parts if part.name != "p99" or part.limit != self.slo.latency_s)
+        return reading.excess(Slo(parts)) <= _NARROW
 
     def sure(self, trial: Trial, rate: float) -> bool:
         """Whether it was kept, by a long run."""

@@ -33,7 +33,7 @@ def test_the_rate_is_found_from_any_guess(hill: Any, start: float) -> None:
     prober(bench).narrow(trial, start, 0.04)
     assert trial.rate <= 900 <= trial.bad_rate
     assert trial.bad_rate <= trial.rate * 1.04
-    assert len(bench.asked) <= 14
+    assert len(bench.asked) <= 15
 
 
 def test_a_probe_that_is_not_kept_up_with_tells_what_to_try_next(hill: Any) -> None:
@@ -105,9 +105,9 @@ def test_a_generator_that_was_too_slow_once_is_asked_again(hill: Any) -> None:
     assert trial.why_bad == "invalid: the generator was too slow"
 
 
-@pytest.mark.parametrize(("rate", "looks"), [(905, 2), (912, 1)])
+@pytest.mark.parametrize(("rate", "looks"), [(905, 2), (940, 1)])
 def test_a_narrow_miss_is_looked_at_longer_and_no_other(hill: Any, rate: float, looks: int) -> None:
-    """p99 is 105 ms at 905/s, 114 ms at 912/s; a long run finds the server in a better mood."""
+    """At 905/s the p99 is 105 ms, at 940/s 2.8 % are late; a long run finds the server in a better mood."""
 
     class Moody(hill):  # type: ignore[misc]
         def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:

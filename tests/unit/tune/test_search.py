@@ -73,6 +73,17 @@ def test_a_climb_that_begins_where_nothing_keeps_the_slo_goes_elsewhere(hill: An
     assert found.settings == parse_settings("batch=2,instances=4,precision=bf16")
 
 
+def test_a_climb_looks_beside_what_it_passed_on_its_way_too(hill: Any) -> None:
+    """From batches of 2 it goes to those of 4, which promise more than single ones, and are less good than these."""
+    bench = hill(lambda settings: {1: 95, 2: 80, 4: 85, 8: 10}[settings.get("batch")])
+    bench.curves[Settings()] = Curve(points=((1, 0.010), (2, 0.012), (4, 0.030), (8, 0.200)))
+    found = searched(bench, "climb", parse_space("batch=1..8,instances=1"))
+    tried = list(dict.fromkeys(settings.get("batch") for settings, _ in bench.asked))
+    assert tried == [2, 4, 8, 1]
+    assert found.best is not None
+    assert found.best.settings == parse_settings("batch=1,instances=1")
+
+
 def test_a_search_with_nothing_to_measure_ends(hill: Any) -> None:
     for name in ("grid", "climb", "halving", "auto"):
         bench = hill(able)

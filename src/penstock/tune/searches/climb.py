@@ -9,6 +9,8 @@ from penstock.tune.space import Settings, Value
 
 _MOVES: Final = 200  # more only go in circles, by noise
 _LOSSES: Final = 6  # in a row: then what is promising has been seen
+_CLOSE: Final = 0.9  # of the best rate: from there the way may go on, too
+_OTHERS: Final = 2  # of those that close
 
 
 def climb(field: Field) -> None:
@@ -48,19 +50,28 @@ def _starts(field: Field) -> list[Settings]:
 
 
 def _ascend(field: Field) -> None:
-    """To better neighbours. A long run tells what won by a lucky probe; then those that it beat are asked again."""
+    """To better neighbours. A long run tells what won by a lucky probe; then those that it beat are asked again, and at
+    last the neighbours of those that it passed on its way and are nearly as good."""
     settled = set[Settings]()
     for _ in range(_MOVES):
         best = field.best
         if best is None:
             return
-        near = sorted(field.space.neighbours(best.settings), key=field.guess, reverse=True)
-        if any(field.challenge(settings) for settings in near):
+        if _beaten(field, best.settings):
             continue
-        if best.settings in settled:
+        if best.settings not in settled:
+            settled.add(best.settings)
+            field.settle(best.settings)
+            continue
+        close = [t.settings for t in field.ranked() if t is not best and t.rate >= _CLOSE * best.rate]
+        if not any(_beaten(field, other) for other in close[:_OTHERS]):
             return
-        settled.add(best.settings)
-        field.settle(best.settings)
+
+
+def _beaten(field: Field, settings: Settings) -> bool:
+    """Whether a neighbour of these is the best now, the most promising asked first."""
+    near = sorted(field.space.neighbours(settings), key=field.guess, reverse=True)
+    return any(field.challenge(other) for other in near)
 
 
 def _number(value: Value | None) -> float:
