@@ -142,6 +142,40 @@ def test_of_two_that_keep_the_slo_the_one_with_more_answers_is_better(hill: Any)
     assert one.goodput == pytest.approx(301 / 3)
 
 
+def test_a_reference_far_behind_others_counts_as_it_is_on_the_whole(hill: Any) -> None:
+    """At 89.9/s 0.98 % of its answers are late: it keeps the SLO, if not for sure."""
+    able = {A: 1000, B: 100, C: 2}
+    found: dict[str, tuple[bool | None, float, int]] = {}
+    for name, best, reference in (("far behind", A, True), ("no reference", A, False), ("nothing better", C, True)):
+        bench, other = hill(lambda settings: able[settings]), Finalist(B, 89.9, reference=reference)
+        first = Finalist(best, 850)
+        proven(bench, first, other)
+        assert first.met is (best == A)
+        found[name] = other.met, other.rate, len(other.readings)
+    assert found["far behind"] == (True, 89.9, 3)
+    assert found["no reference"][0] is False
+    met, rate, _ = found["nothing better"]
+    assert met
+    assert rate < 89.9
+
+
+def test_repeats_that_agree_by_chance_are_no_proof(hill: Any) -> None:
+    bench = hill(lambda _: 1e9, base_s=0.09)  # of 400 answers each 0.81 % are late
+    assert broken(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 0) is None
+    assert "up to 1.7 %" in str(broken(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 1))
+
+
+def test_one_valid_repeat_is_no_proof(hill: Any) -> None:
+    class Busy(hill):  # type: ignore[misc]
+        def measure(self, *args: Any) -> Any:
+            self.invalid = int(len(self.asked) > 0)
+            return super().measure(*args)
+
+    one = Finalist(A, 500)
+    proven(Busy(lambda _: 1000), one)
+    assert (one.met, len(one.readings)) == (False, 1)
+
+
 def test_time_that_is_over_leaves_what_is_known(hill: Any) -> None:
     one, other = Finalist(A, 500), Finalist(B, 500)
     with pytest.raises(BudgetOver):

@@ -186,7 +186,7 @@ def test_a_budget_that_is_too_short_for_the_search_leaves_enough_for_the_proof(h
     [
         (0.2, "the default (batch=1,instances=1) was not measured: there was no time left"),
         (0.45, "the default (batch=1,instances=1) was not measured to the end: there was no time left"),
-        (0.55, "the default may sustain more than was measured, and the gain be less"),
+        (0.7, "the default may sustain more than was measured, and the gain be less"),
     ],
 )
 def test_what_is_not_known_of_the_default_when_the_time_is_over_is_told(hill: Any, share: float, told: str) -> None:
