@@ -45,8 +45,18 @@ class Broken:
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
+# A machine that is busy with other tests makes no run invalid: what is invalid is measured again on resume.
+ANY_MACHINE = """
+import penstock.bench.figures as figures
+from penstock.cli.main import main
+
+figures.MOST_LATE, figures.MOST_CPU = 2.0, 100.0
+main()
+"""
+
+
 def arguments(*words: str) -> list[str]:
-    return [sys.executable, "-m", "penstock.cli.main", *words]
+    return [sys.executable, "-c", ANY_MACHINE, *words]
 
 
 def suite(folder: Path, *words: str) -> tuple[int, str, str]:
