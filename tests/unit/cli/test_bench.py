@@ -121,13 +121,13 @@ def test_results_are_kept_and_a_folder_that_has_some_is_refused(
     elsewhere: Elsewhere, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--data", body, "--concurrency", "1", "--requests", "20", "--warmup", "0", "--output", str(tmp_path / "r")]
-    url = f"{elsewhere.url}?token=t0p"
+    url = f"{elsewhere.url}?token=not-for-files"
     monkeypatch.setattr("sys.argv", ["penstock", "bench", url])
     done = told(url, *flags)
     assert f"{elsewhere.url}?token=***: one request" in done.stderr
     origin = json.loads((tmp_path / "r" / "run.json").read_text())
     assert (origin["command"], origin["target"]) == ("bench", f"{elsewhere.url}?token=***")
-    assert "t0p" not in "".join(path.read_text() for path in (tmp_path / "r").iterdir())
+    assert "not-for-files" not in "".join(path.read_text() for path in (tmp_path / "r").iterdir())
     assert len((tmp_path / "r" / "records.jsonl").read_text().splitlines()) == 1
     assert {"summary.csv", "report.md", "report.html"} <= {path.name for path in (tmp_path / "r").iterdir()}
     again = told(elsewhere.url, *flags)
