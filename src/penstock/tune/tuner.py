@@ -98,7 +98,7 @@ class _Tuning:
     def _settle(self) -> None:
         """Makes sure of the rates of the best few, and of the default's. Who may be close to the best is measured as
         well as it; others only if they were measured already."""
-        field, close = self.field, 1 - 2 * self.field.effort.precision
+        field, close = self.field, max(0.1, 1 - 2 * self.field.effort.precision)
         for _ in range(field.effort.finalists):
             best = next(iter(field.ranked()), None)
             if best is None or field.prober.settled(best):
