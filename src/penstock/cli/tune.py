@@ -175,7 +175,11 @@ def _unproven(job: Job, outcome: Outcome) -> str:
         return "the search was interrupted"
     if outcome.chosen is None:
         return f"nothing keeps {job.slo.text}"
-    return "" if outcome.confirmed else "there was no time left to prove the choice; give a longer --budget"
+    if outcome.confirmed:
+        return ""
+    if outcome.ended == "failed":
+        return "the search failed before the choice was proven; the same command goes on"
+    return "there was no time left to prove the choice; give a longer --budget"
 
 
 def _write(job: Job, outcome: Outcome, page: Path) -> None:

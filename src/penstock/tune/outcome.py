@@ -17,7 +17,7 @@ from penstock.tune.trial import told
 
 log = logging.getLogger("penstock.tune")
 
-Ending = Literal["done", "budget", "interrupted"]
+Ending = Literal["done", "budget", "interrupted", "failed"]
 
 _SAME: Final = 0.02  # settings whose goodput differs by less are as good
 _TOLD: Final = 100  # runners-up
@@ -43,16 +43,18 @@ class Telling:
     """The outcome of a search in words. `finalists` are those of which at least the rate is known, the default among
     them if it bears any."""
 
-    def __init__(self, field: Field, default: Settings, finalists: Sequence[Finalist], ended: Ending) -> None:
+    def __init__(
+        self, field: Field, default: Settings, finalists: Sequence[Finalist], ended: Ending, error: str = ""
+    ) -> None:
         self.field, self.slo = field, field.slo
         self.default, self.finalists, self.ended = default, finalists, ended
+        self.early = error or _EARLY.get(ended, "")
         self.notes: list[str] = []
 
     def outcome(self, *, seed: int, price: float | None, command: str) -> Outcome:
         """All of it. `price` is that of an hour, `command` what reproduces the search."""
-        if self.ended in _EARLY:
-            why = _EARLY[self.ended]
-            self.notes.append(f"the search did not end by itself: {why}; this is the best of what was measured")
+        if self.early:
+            self.notes.append(f"the search did not end by itself: {self.early}; this is the best of what was measured")
         best = self._best()
         if best is None:
             return self._nothing(command)
@@ -66,7 +68,7 @@ class Telling:
             self.notes.append(f"the default ({self.default}) {self._why_not_default()}")
         elif default is not best and self._may_do_more(default):
             self.notes.append(
-                "the default may sustain more than was measured, and the gain be less: no time was left to find out"
+                "the default may sustain more than was measured, and the gain be less: the search ended before"
             )
         more = gain(best, default, seed) if default is not None else None
         short = self._too_little(best)
@@ -134,12 +136,12 @@ class Telling:
         if why := proven or (trial.out if trial else ""):
             return f"does not keep the SLO: {why}"
         tried = trial is not None and (trial.good or trial.bad)
-        return f"was {'not measured to the end' if tried else 'not measured'}: there was no time left"
+        return f"was {'not measured to the end' if tried else 'not measured'}: {self.early or 'nothing is known of it'}"
 
     def _may_do_more(self, one: Finalist) -> bool:
         """Whether the search for its rate was cut short."""
         trial, precision = self.field.trials[one.settings], self.field.effort.precision
-        return self.ended in _EARLY and trial.bad_rate > trial.rate * (1 + 2 * precision)
+        return bool(self.early) and trial.bad_rate > trial.rate * (1 + 2 * precision)
 
     def _runners_up(self, best: Finalist | None) -> list[RunnerUp]:
         """Why not each: the finalists, then the others, by what was learned of them."""
@@ -190,7 +192,7 @@ def _beaten(one: Finalist, best: Finalist) -> str:
     if one.met is False:
         return f"not sure to keep the SLO: {one.why}"
     if one.met is None:
-        return "not confirmed: there was no time left"
+        return "not confirmed: the search ended before"
     less = 1 - one.goodput / best.goodput
     if less > _SAME:
         return f"sustains {one.goodput:.3g}/s, {less * 100:.0f} % less"

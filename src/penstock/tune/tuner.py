@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from penstock.bench.slo import Slo
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.tune.capacity import Effort, Trial
 from penstock.tune.confirm import Finalist, confirm
 from penstock.tune.field import Field
@@ -43,8 +43,9 @@ def tune(
     """The best of `space` on `bench`, beside `default` (by default the app as it is).
 
     `price` is that of an hour of the machine, `command` what reproduces this search. `watch` is told of each reading.
-    Ends before it is done when `budget_s` of measuring are over or on KeyboardInterrupt, with what is known by then.
-    Raises ConfigError for an unknown search, or an SLO without a latency or error part; PenstockError of the bench.
+    Ends before it is done when `budget_s` of measuring are over, on KeyboardInterrupt, and when the bench fails, with
+    what is known by then. Raises ConfigError for an unknown search, or an SLO without a latency or error part;
+    PenstockError of a bench that fails before anything is known.
     """
     if all(part.name == "throughput" for part in slo.parts):
         raise ConfigError(f'SLO "{slo.text}" bounds no latency and no errors; expected for instance "p99<=100ms"')
@@ -53,7 +54,7 @@ def tune(
     field = Field(meter, space, slo, effort, seed)
     tuning = _Tuning(field, default or Settings(), budget_s)
     ended = tuning.go(run)
-    telling = Telling(field, tuning.default, tuning.finalists, ended)
+    telling = Telling(field, tuning.default, tuning.finalists, ended, tuning.error)
     return telling.outcome(seed=seed, price=price, command=command)
 
 
@@ -63,6 +64,7 @@ class _Tuning:
     def __init__(self, field: Field, default: Settings, budget_s: float) -> None:
         self.field, self.default = field, default
         self.finalists: list[Finalist] = []
+        self.error = ""  # that ended it
         field.meter.limit_s = budget_s
 
     def go(self, run: Callable[[Field], None]) -> Ending:
@@ -82,6 +84,11 @@ class _Tuning:
             ended = True
         except KeyboardInterrupt:
             return "interrupted"
+        except PenstockError as error:
+            if not any(trial.good or trial.bad for trial in self.field.trials.values()):
+                raise
+            self.error = error.message
+            return "failed"
         return "budget" if ended else "done"
 
     def _kept_s(self, most: float, proven: int) -> float:

@@ -184,8 +184,8 @@ def test_a_budget_that_is_too_short_for_the_search_leaves_enough_for_the_proof(h
 @pytest.mark.parametrize(
     ("share", "told"),
     [
-        (0.2, "the default (batch=1,instances=1) was not measured: there was no time left"),
-        (0.45, "the default (batch=1,instances=1) was not measured to the end: there was no time left"),
+        (0.2, "the default (batch=1,instances=1) was not measured: the time for measuring was over"),
+        (0.45, "the default (batch=1,instances=1) was not measured to the end: the time for measuring was over"),
         (0.7, "the default may sustain more than was measured, and the gain be less"),
     ],
 )
@@ -205,6 +205,21 @@ def slow(hill: Any) -> Any:
             return msgspec.structs.replace(found, cost_s=found.cost_s + 5)
 
     return Slow(lambda settings: able(settings) / 10)
+
+
+def test_a_bench_that_fails_later_leaves_what_was_measured(hill: Any) -> None:
+    class Failing(hill):  # type: ignore[misc]
+        def measure(self, *args: Any) -> Reading:
+            found: Reading = super().measure(*args)
+            if len(self.asked) == 12:
+                raise PenstockError("the machine is too busy")
+            return found
+
+    outcome = tune(Failing(able), SPACE, SLO, default=DEFAULT)
+    assert (outcome.ended, outcome.confirmed) == ("failed", False)
+    assert outcome.chosen is not None
+    told = "the search did not end by itself: the machine is too busy; this is the best of what was measured"
+    assert told in outcome.verdict.notes
 
 
 @pytest.mark.parametrize("at", [1, 2, 10, 25])
