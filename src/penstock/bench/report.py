@@ -46,7 +46,8 @@ class Step(Struct, frozen=True, kw_only=True):
 class Verdict(Struct, frozen=True, kw_only=True):
     """What tuning came to. Settings are their canonical text, "batch=8,instances=2", as in `Measurement.label`.
 
-    `met` False: nothing tried keeps the SLO, and `chosen` is only what comes nearest ("": nothing was measured).
+    `met` False: nothing tried keeps the SLO, and `chosen` is only what comes nearest ("": nothing was measured). Not
+    `proven`: the search ended before repeats made sure of it.
     `gain` is goodput over that of `default`, less one (0.4: 40 % more), within `interval` with 95 % confidence; None
     where the default has none. `command` reproduces the search, `cost_per_million` is the price of a million requests,
     in the unit of --price. `table` is what each of the settings bore: the heading, then a row each.
@@ -56,6 +57,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     chosen: str
     default: str
     met: bool = True
+    proven: bool = True
     goodput: float | None = None
     default_goodput: float | None = None
     gain: float | None = None
@@ -95,7 +97,8 @@ def _tuned(v: Verdict) -> list[Block]:
     if not v.chosen:
         told = [Says(f"Nothing was measured that could tell whether {v.slo} can be kept.", "bad")]
     elif v.met:
-        told = [Says(f"Chosen: {v.chosen}{borne} within {v.slo}.", "good"), Says(_gain(v))]
+        says = Says(f"Chosen: {v.chosen}{borne} within {v.slo}.", "good")
+        told = [says if v.proven else Says(f"Not proven: {v.chosen}{borne} within {v.slo}.", "bad"), Says(_gain(v))]
     else:
         told = [Says(f"Nothing that was tried keeps {v.slo}. Nearest: {v.chosen}{borne}.", "bad"), Says(_gain(v))]
     if v.cost_per_million is not None:

@@ -188,7 +188,7 @@ def _write(job: Job, outcome: Outcome, page: Path) -> None:
     if job.file is None:
         return
     if why := _unproven(job, outcome):
-        click.echo(f"{job.file.path} is as it was: {why}", err=True)
+        click.echo(f"nothing is written to {job.file.path}: {why}", err=True)
         return
     assert outcome.chosen is not None, "proven"
     note = (

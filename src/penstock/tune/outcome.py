@@ -77,6 +77,7 @@ class Telling:
             chosen=str(best.settings),
             default=str(self.default),
             met=short is None,
+            proven=best.met is True,
             goodput=best.goodput,
             default_goodput=default.goodput if default else None,
             gain=more[0] if more else None,

@@ -51,6 +51,12 @@ def test_an_slo_that_nothing_keeps_is_said_with_what_comes_nearest() -> None:
     assert "**Nothing that was tried keeps p99<=100ms. Nearest: batch=1.**" in lines(compose(ORIGIN, [], verdict))
 
 
+def test_what_no_repeats_have_proven_is_not_told_as_chosen() -> None:
+    verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", proven=False, goodput=90.0)
+    text = lines(compose(ORIGIN, [], verdict))
+    assert "**Not proven: batch=1: 90 good answers/s within p99<=100ms.**" in text
+
+
 def test_a_search_that_could_measure_nothing_says_so() -> None:
     text = lines(compose(ORIGIN, [], Verdict(slo=SLO, chosen="", default="batch=1", met=False)))
     assert text[2] == "**Nothing was measured that could tell whether p99<=100ms can be kept.**"
