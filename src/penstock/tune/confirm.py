@@ -60,10 +60,17 @@ def confirm(meter: Meter, slo: Slo, effort: Effort, finalists: Sequence[Finalist
     """
     left = list(finalists)
     while left:
-        open_ones = [one for one in left if not _good_enough(one, slo, finalists)]
+        top = max((one.rate for one in finalists if one.met is not False), default=0.0)
+        behind = [one for one in left if one.lowered and not one.reference and one.rate < _CONTENDS * top]
+        if any(one.met and one.rate == top for one in finalists):
+            for one in behind:
+                one.met = False
+        # until those before them are proven, or fail, who fell behind waits
+        open_ones = [one for one in left if one not in behind and not _good_enough(one, slo, finalists)]
         if not open_ones:  # contenders have shown what they bear, so that references need not be proven
             for one in left:
-                one.met, one.why = True, ""
+                if one not in behind:
+                    one.met, one.why = True, ""
             return
         try:
             for repeat in range(effort.repeats):
@@ -122,8 +129,7 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
         return
     one.rate = neat(_lower(one, _STEP if mean_breaks else _SMALL_STEP))
     one.readings, one.lowered = [], one.lowered + 1
-    beaten = any(other.met and one.rate < _CONTENDS * other.rate for other in finalists)
-    if one.lowered > MOST_LOWERED or (beaten and not one.reference):
+    if one.lowered > MOST_LOWERED:
         one.met = False
 
 

@@ -10,7 +10,7 @@ from penstock.tune.space import Settings, Value
 _MOVES: Final = 200  # more only go in circles, by noise
 _LOSSES: Final = 6  # in a row: then what is promising has been seen
 _CLOSE: Final = 0.9  # of the best rate: from there the way may go on, too
-_OTHERS: Final = 2  # of those that close
+_OTHERS: Final = 1  # of those that close
 
 
 def climb(field: Field) -> None:
@@ -63,7 +63,7 @@ def _ascend(field: Field) -> None:
             settled.add(best.settings)
             field.settle(best.settings)
             continue
-        close = [t.settings for t in field.ranked() if t is not best and t.rate >= _CLOSE * best.rate]
+        close = [t.settings for t in field.ranked() if t is not best and t.estimate >= _CLOSE * best.rate]
         if not any(_beaten(field, other) for other in close[:_OTHERS]):
             return
 
