@@ -53,6 +53,28 @@ def test_of_settings_that_did_not_keep_up_the_rate_is_lowered_to_what_they_answe
     assert [rate for _, rate in bench.asked[::3]] == pytest.approx([900, 100, 93.5, 85.6], abs=0.1)
 
 
+def test_who_fell_behind_waits_until_those_before_are_proven(hill: Any) -> None:
+    bench = hill(lambda settings: 1000 if settings == A else 300)
+    first, second = Finalist(A, 950), Finalist(B, 940)  # A bears 900
+    proven(bench, first, second)
+    assert (first.met, first.lowered, second.met) == (True, 2, False)
+    assert [settings for settings, _ in bench.asked].count(B) == 3
+    assert "(wanted p99<=100ms)" in second.why
+
+
+def test_who_fell_behind_has_its_turn_when_those_before_fail(hill: Any) -> None:
+    class OneNever(hill):  # type: ignore[misc]
+        def measure(self, settings: Settings, *args: Any) -> Reading:
+            self.base_s = 0.2 if settings == A else 0.01
+            found: Reading = super().measure(settings, *args)
+            return found
+
+    first, second = Finalist(A, 950), Finalist(B, 940)
+    proven(OneNever(lambda settings: 1000 if settings == A else 100), first, second)
+    assert (first.met, second.met) == (False, True)
+    assert second.rate < 100
+
+
 def test_what_is_never_kept_is_given_up_with_a_reason(hill: Any) -> None:
     bench, one = hill(lambda _: 1000, base_s=0.2), Finalist(A, 900)
     proven(bench, one)
