@@ -76,7 +76,7 @@ class App:
         self._truth: list[Any] | None = None
         self._warm_s, self._warm = warm_s, False  # whether what is loaded was under load before
         self._warm_again_s = WARM_S if warm_s is None else min(WARM_S, warm_s)
-        self._spent_s = 0.0  # that changes of settings and all that failed took, and no reading has counted yet
+        self._spent_s = 0.0  # that changes of settings and failed rehearsals took, and no reading has counted yet
         self._invalid = 0  # how many of the last runs were
         self._free_bytes = _free_bytes()
         self._runner = asyncio.Runner(loop_factory=_loop_factory())
@@ -145,11 +145,9 @@ class App:
     def prepare(self, settings: Settings) -> None:
         """See Bench. Raises LoadFailed."""
         started = time.monotonic()
-        try:
-            if self._served.use(settings):
-                self._warm = False
-        finally:
-            self._spent_s += time.monotonic() - started
+        if self._served.use(settings):
+            self._warm = False
+        self._spent_s += time.monotonic() - started
 
     def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:
         """See Bench. Raises PenstockError when the load generator itself is too slow for anything."""
@@ -175,16 +173,15 @@ class App:
         try:
             run = self._runner.run(self._measured(settings, load()))
         except (Failing, Unreachable, ConfigError) as error:  # in time before any load: these settings are no good
+            self._spent_s = 0.0  # whoever asks for what fails counts its time
             raise LoadFailed(f"loaded, but {error.message}") from error  # ConfigError: so slow that no request comes
-        finally:
-            self._spent_s += time.monotonic() - started
         self._warm = True
         self._invalid = self._invalid + 1 if run.invalid else 0
         if self._invalid == MOST_INVALID:
             raise PenstockError(
                 f"{MOST_INVALID} runs in a row were INVALID, so nothing can be told here: {run.invalid[0]}"
             )
-        cost_s, self._spent_s = self._spent_s, 0.0
+        cost_s, self._spent_s = self._spent_s + time.monotonic() - started, 0.0
         return Reading(run=run, cost_s=cost_s)
 
     async def _measured(self, settings: Settings, load: Load) -> Measurement:
