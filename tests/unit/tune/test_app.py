@@ -306,7 +306,7 @@ def test_a_machine_on_which_no_run_is_valid_ends_it(world: World, apps: list[App
         app.measure(Settings(), 50.0, 2.0, 3)
 
 
-def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_what_failed_before(
+def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_failed_rehearsals(
     world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make(apps)
@@ -336,12 +336,12 @@ def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_what_failed_
         app.prepare(parse_settings("batch=1"))
     monkeypatch.setattr(module, "rehearse", rehearse)
     assert app.refusal(parse_settings("threads=2"))
-    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 108.0
+    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 105.0
     world.run = Failing("503")
     with pytest.raises(LoadFailed):
         app.measure(parse_settings("batch=8"), 50.0, 2.0, 3)
     world.run = None
-    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 10.0
+    assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 5.0
 
 
 @pytest.mark.parametrize(
