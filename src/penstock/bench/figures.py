@@ -114,8 +114,12 @@ def summarise(
     repeat: int = 0,
     started: str = "",
     server: ServerSide | None = None,
+    late_s: float = 0.0,
 ) -> Measurement:
-    """One run as it is kept, with the verdict on the SLO, and what speaks against believing it."""
+    """One run as it is kept, with the verdict on the SLO, and what speaks against believing it.
+
+    By `late_s` the generator may be late for a caveat only, however short the latencies are.
+    """
     status, took = np.asarray(samples.status), np.asarray(samples.latency_s)
     good = (status >= 200) & (status < 300)
     ordered = _sorted(took[good | (status == TIMED_OUT)])
@@ -124,7 +128,7 @@ def summarise(
     health = _health(samples, late)
     limit_s = slo.latency_s if slo else None
     histogram = encode(ordered)
-    invalid = _invalid(samples, health, late, latency)
+    invalid = _invalid(samples, health, late, latency, late_s)
     run = Measurement(
         load=load,
         label=label,
@@ -204,10 +208,10 @@ def _health(samples: Samples, late: Sequence[float]) -> Generator:
     return Generator(cpu=cpu, late_share=share, late_p99_s=percentile(late, 0.99) if late else 0.0)
 
 
-def _invalid(samples: Samples, health: Generator, late: Sequence[float], latency: Latency) -> list[str]:
+def _invalid(samples: Samples, health: Generator, late: Sequence[float], latency: Latency, late_s: float) -> list[str]:
     """Why the run says nothing about the server. Lateness that is a small part of the latencies is a caveat only."""
     found = []
-    if _late(health, late) and _matters(late, latency):
+    if _late(health, late) and _matters(late, latency, late_s):
         found.append(
             f"the generator was late: found {health.late_share:.1%} of the sends over {LATE_S * 1e3:g} ms after their "
             f"time (p99 {health.late_p99_s * 1e3:.3g} ms), expected under {MOST_LATE:.0%}; lower the rate, or run it "
@@ -226,10 +230,10 @@ def _invalid(samples: Samples, health: Generator, late: Sequence[float], latency
     return found
 
 
-def _matters(late: Sequence[float], latency: Latency) -> bool:
+def _matters(late: Sequence[float], latency: Latency, late_s: float) -> bool:
     """Whether the lateness is more than a small part of the median latency, or of the p99: both include it."""
     parts = ((0.5, latency.p50_s), (0.99, latency.p99_s or latency.max_s))
-    return any(percentile(late, q) > MATTERS * (whole or 0.0) for q, whole in parts)
+    return any(percentile(late, q) > max(late_s, MATTERS * (whole or 0.0)) for q, whole in parts)
 
 
 def _late(health: Generator, late: Sequence[float]) -> bool:

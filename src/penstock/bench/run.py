@@ -49,14 +49,16 @@ async def measure(
     repeat: int = 0,
     check: Check | None = None,
     timeout_s: float | None = None,
+    late_s: float = 0.0,
     on_progress: Progress | None = None,
     on_partial: Callable[[Measurement], None] | None = None,
 ) -> Measurement:
     """What the load saw. `requests` are whole messages, sent in turn; `check` tells good answers of 2xx from others.
 
     `warm_s` None warms up until the load gets no faster, 10 s at most; 0 not at all. `timeout_s` is the patience with a
-    request, in an open loop after the last. When the task is cancelled, `on_partial` gets what there is. Raises Failing
-    if the first five answers are errors, Unreachable, ConfigError for arrivals that cannot be.
+    request, in an open loop after the last. `late_s`: see `summarise`. When the task is cancelled, `on_partial` gets
+    what there is. Raises Failing if the first five answers are errors, Unreachable, ConfigError for arrivals that
+    cannot be.
     """
     asyncio.get_running_loop().set_exception_handler(_told)
     loops = _Loops(target, requests, load, check, timeout_s)
@@ -76,7 +78,7 @@ async def measure(
     finally:
         gc.unfreeze()
         side = await probe.stop()
-    run = summarise(load, samples, slo, label=label, repeat=repeat, started=started, server=side)
+    run = summarise(load, samples, slo, label=label, repeat=repeat, started=started, server=side, late_s=late_s)
     run = _doubted(run, samples, probe)
     if interrupted is not None:
         if on_partial is not None and samples.status:

@@ -37,6 +37,7 @@ log = logging.getLogger("penstock.tune")
 WARM_S: Final = 0.5  # of load that is not counted, on settings that were warmed up before
 PATIENCE: Final = 3.0  # times the latency of the SLO: what takes longer has broken it
 LEAST_PATIENCE_S: Final = 1.0
+LATE: Final = 0.1  # of the SLO's latency: late by so little the generator only makes it harder to keep
 MOST_INVALID: Final = 8  # runs in a row: then it is no rate that is too high, but the machine that is too busy
 SAMPLES: Final = 16  # requests whose answers are compared where no file of samples is given
 _SHARED: Final = ("batch", "instances", "hold", "policy")  # knobs that change nothing about one batch alone
@@ -195,6 +196,7 @@ class App:
             label=str(settings),
             check=check_of(target),
             timeout_s=None if limit_s is None else max(LEAST_PATIENCE_S, PATIENCE * limit_s),
+            late_s=LATE * (limit_s or 0.0),
         )
 
     # ---- one instance alone

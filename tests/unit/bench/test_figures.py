@@ -250,6 +250,13 @@ def test_a_lateness_that_is_small_beside_the_latency_is_only_told() -> None:
     assert run.caveats == ["2.0% of the sends were over 1 ms late (p99 5.0 ms), which latencies include"]
 
 
+def test_a_lateness_that_is_tolerated_is_only_told() -> None:
+    assert summarise(OPEN, late(20, 0.005), late_s=0.004).invalid
+    run = summarise(OPEN, late(20, 0.005), late_s=0.005)
+    assert run.invalid == []
+    assert "2.0% of the sends were over 1 ms late" in run.caveats[0]
+
+
 @pytest.mark.parametrize("load", [OPEN, CLOSED])
 def test_a_generator_without_processor_time_left_makes_the_run_invalid(load: Load) -> None:
     busy = samples(*even(1000), cpu_s=9.1, busy_s=10.0)
