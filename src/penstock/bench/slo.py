@@ -13,13 +13,8 @@ from penstock.errors import ConfigError
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LATENCIES: Final = ("mean", "p50", "p75", "p90", "p95", "p99")
 _TAIL: Final = ("p99", "p99.9", "max")
-_NAMES: Final = (
-    *_LATENCIES,
-    "p99.9",
-    "max",
-    "error",
-    "throughput",
-)  # of latencies, each binds more than the one before
+# of the latencies each binds more than the one before
+_NAMES: Final = (*_LATENCIES, "p99.9", "max", "error", "throughput")
 _CLAUSE: Final = re.compile(r"\s*([a-z0-9.]+)\s*(<=|<|>=|>)\s*([0-9]*\.?[0-9]+)\s*(us|ms|s|%|/s|)\s*", re.ASCII)
 
 
