@@ -45,7 +45,7 @@ bench: $(VENV)/.dev wrk redis-server
 docs: $(VENV)/.dev
 	$(BIN)/python -m penstock.config.document > docs/configuration.md
 
-PROTOS = src/penstock/frontends/grpc/protos
+PROTOS = src/penstock/torchserve/grpc/protos
 protos: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -I $(PROTOS) --include_imports --descriptor_set_out=$(PROTOS)/descriptors.binpb \
 		$(PROTOS)/*.proto

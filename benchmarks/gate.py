@@ -16,14 +16,14 @@ import harness
 import uvloop
 from report import number
 
-from penstock.bench.compare import METRICS, compare
-from penstock.bench.gate import REGRESSION, decide
-from penstock.bench.measurement import Load, Measurement
-from penstock.bench.payload import Payload
-from penstock.bench.protocol import check_of, request_of
-from penstock.bench.results import Origin
-from penstock.bench.run import measure
-from penstock.bench.target import Target, open_target
+from penstock.perf.bench.compare import METRICS, compare
+from penstock.perf.bench.gate import REGRESSION, decide
+from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.payload import Payload
+from penstock.perf.bench.protocol import check_of, request_of
+from penstock.perf.bench.results import Origin
+from penstock.perf.bench.run import measure
+from penstock.perf.bench.target import Target, open_target
 
 TRIALS_A_ROUND = 4
 REPEATS = 10

@@ -11,10 +11,10 @@ from closed_loop import Sample, percentiles, timed, wrk
 from report import Report, Runs, options
 from servers import HERE, Server, Workload, free_ports, python_of, same, serving, tuned
 
-from penstock.bench.arrivals import Arrival, times
-from penstock.bench.load import Samples, http_request
-from penstock.bench.load import open_loop as run_open_loop
 from penstock.client.endpoint import Endpoint, parse_url
+from penstock.perf.bench.arrivals import Arrival, times
+from penstock.perf.bench.load import Samples, http_request
+from penstock.perf.bench.load import open_loop as run_open_loop
 
 __all__ = [
     "HERE",

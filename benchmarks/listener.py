@@ -20,7 +20,7 @@ WORKLOAD = harness.Workload("echo", f'{{"text": "{TEXT}"}}'.encode(), {"text": T
 async def ours() -> None:
     """Serves on a free port, which is printed, until stdin closes."""
     from penstock.config.schema import LimitsConfig
-    from penstock.frontends.http.server import HttpServer
+    from penstock.serving.http.server import HttpServer
     from penstock.testing.backend import Call, FakeBackend
     from penstock.types import Item, ItemResult, Sink
 

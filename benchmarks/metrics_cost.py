@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import harness
 
-from penstock.observe.base import BatchRecord, HttpReading, ModelReading, Observer, Reading, tell
-from penstock.observe.prometheus import PrometheusObserver
-from penstock.observe.records import BatchRecords
+from penstock.serving.observe.base import BatchRecord, HttpReading, ModelReading, Observer, Reading, tell
+from penstock.serving.observe.prometheus import PrometheusObserver
+from penstock.serving.observe.records import BatchRecords
 from penstock.types import ModelStatus
 
 BATCHES = 1280  # so many that the counting into buckets is in it

@@ -7,10 +7,10 @@ import tomllib
 import numpy as np
 from pipeline_servers import IMAGES, SCALED, variant
 
-from penstock.ops.decode import DecodeMat
-from penstock.ops.resize import sized
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.local import LocalPipeline
+from penstock.pipeline.ops.decode import DecodeMat
+from penstock.pipeline.ops.resize import sized
 
 HEADER = ("net", "pixels differ by, of 255", "99 % of them by at most", "same best class")
 

@@ -17,10 +17,10 @@ from typing import Any
 import harness
 import numpy as np
 
-from penstock.ops import catalog
-from penstock.ops.base import BatchOp, ItemOp
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.local import LocalPipeline
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import BatchOp, ItemOp
 
 IN_FLIGHT = 64
 IMAGE_BYTES = 100_000

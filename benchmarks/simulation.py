@@ -16,13 +16,13 @@ import harness
 import models
 import uvloop
 
-from penstock.batching.policies.adaptive import Adaptive
-from penstock.bench.figures import latency_of, summarise
-from penstock.bench.load import closed_loop
-from penstock.bench.measurement import Latency, Load
-from penstock.bench.slo import Slo
-from penstock.tune.replay import DEPTH, Machine, parse_policies, replay
-from penstock.tune.simulate import Service, simulate
+from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.perf.bench.figures import latency_of, summarise
+from penstock.perf.bench.load import closed_loop
+from penstock.perf.bench.measurement import Latency, Load
+from penstock.perf.bench.slo import Slo
+from penstock.perf.simulate.replay import DEPTH, Machine, parse_policies, replay
+from penstock.perf.simulate.simulate import Service, simulate
 
 BODY = b'{"id": 12345, "text": "a small request of 50 bytes"}'
 WORKLOAD = harness.Workload("accelerator", BODY, {"id": 12345, "text": "a small request of 50 bytes"})

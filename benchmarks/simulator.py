@@ -16,10 +16,10 @@ from typing import Any
 
 import harness
 
-from penstock.batching.policies.adaptive import Adaptive
-from penstock.batching.policies.base import BatchPolicy
-from penstock.batching.policies.fixed import Fixed
-from penstock.tune.simulate import Service, SimResult, best_closed, poisson, simulate
+from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.policies.fixed import Fixed
+from penstock.perf.simulate.simulate import Service, SimResult, best_closed, poisson, simulate
 
 SEEDS = 3
 REFERENCE = harness.HERE / "simulator_reference.json"

@@ -22,9 +22,9 @@ from typing import Any
 import harness
 from report import KEPT_ROUNDS
 
-from penstock.tune.space import parse_settings, parse_space
-from penstock.tune.synthetic import SyntheticBench, drawn
-from penstock.tune.tuner import tune
+from penstock.perf.simulate.synthetic import SyntheticBench, drawn
+from penstock.perf.tune.space import parse_settings, parse_space
+from penstock.perf.tune.tuner import tune
 
 SPACE = parse_space("batch=1..32,instances=1..16,precision=fp32,fp16,bf16")
 DEFAULT = parse_settings("batch=32,instances=1,precision=fp32")

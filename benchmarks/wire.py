@@ -13,11 +13,11 @@ import harness
 import numpy as np
 from metrics_cost import cost
 
-from penstock.protocols.base import Codec
-from penstock.protocols.oip import HEADER_LENGTH
-from penstock.protocols.oip_binary import OipBinaryCodec, decode_answer, encode_request, peek_head
-from penstock.protocols.oip_json import OipJsonCodec, peek_rows
-from penstock.protocols.oip_npy import OipNpyCodec, write_head
+from penstock.serving.protocols.base import Codec
+from penstock.serving.protocols.oip import HEADER_LENGTH
+from penstock.serving.protocols.oip_binary import OipBinaryCodec, decode_answer, encode_request, peek_head
+from penstock.serving.protocols.oip_json import OipJsonCodec, peek_rows
+from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
 from penstock.types import Item, ModelMetadata, TensorSpec
 
 ROWS = 64

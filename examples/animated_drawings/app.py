@@ -21,7 +21,7 @@ from pictures import CLASSES, Pixels, answer, decoded, fitted
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.models.torch import prepare
+from penstock.runtimes.torch import prepare
 
 FOLDER = Path(__file__).parent
 EXAMPLE = FOLDER / "drawing.jpg"

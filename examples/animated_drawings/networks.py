@@ -21,7 +21,7 @@ def load_network(name: str, weights: str = "") -> nn.Module:
 
     Raises LoadFailed when a library or the file misses.
     """
-    from penstock.models.torch import load_weights
+    from penstock.runtimes.torch import load_weights
 
     if name == SMALL:
         return load_weights(FigureNet(), weights or str(WEIGHTS))

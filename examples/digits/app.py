@@ -8,11 +8,11 @@ A model is a class with
 
 and, when it likes, `preprocess(item)` and `postprocess(result)` for one item each, `warmup()` with sample items for the
 first runs, `unload()`, and `inputs` and `outputs` for Open Inference clients. `@penstock.model(...)` sets defaults for
-its batching. The class itself is in `src/penstock/demo/digits.py`, because `penstock demo` serves it too.
+its batching. The class itself is in `src/penstock/cli/demo/digits.py`, because `penstock demo` serves it too.
 """
 
 from __future__ import annotations
 
-from penstock.demo.digits import Digits
+from penstock.cli.demo.digits import Digits
 
 __all__ = ["Digits"]

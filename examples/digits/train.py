@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from penstock.demo.digits import FIRST, SECOND, SIDE, WHITE, Digits, relu, taps, unroll
+from penstock.cli.demo.digits import FIRST, SECOND, SIDE, WHITE, Digits, relu, taps, unroll
 
 DATA = Path(__file__).parents[2] / "src" / "penstock" / "demo" / "data"
 SEED = 20

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import penstock
-from penstock.models.captioner import TransformersCaptioner
+from penstock.bulk.captioner.model import TransformersCaptioner
 
 
 @penstock.model

@@ -18,17 +18,17 @@ from penstock.types import Item, ItemResult, ModelMetadata, Response, TensorSpec
 
 if TYPE_CHECKING:
     from penstock import metrics as metrics
-    from penstock.engine.engine import Engine as Engine
-    from penstock.engine.portal import Portal as Portal
-    from penstock.engine.waiters import Future as Future
-    from penstock.models.python import model as model
+    from penstock.core.engine.engine import Engine as Engine
+    from penstock.core.engine.portal import Portal as Portal
+    from penstock.core.engine.waiters import Future as Future
     from penstock.pipeline.builder import Pipeline as Pipeline
+    from penstock.runtimes.python import model as model
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
     from penstock.streamer.model import ManagedModel as ManagedModel
-    from penstock.streamer.redis import RedisStreamer as RedisStreamer
-    from penstock.streamer.redis_workers import RedisWorker as RedisWorker
-    from penstock.streamer.redis_workers import run_redis_workers_forever as run_redis_workers_forever
+    from penstock.streamer.redis.streamer import RedisStreamer as RedisStreamer
+    from penstock.streamer.redis.workers import RedisWorker as RedisWorker
+    from penstock.streamer.redis.workers import run_redis_workers_forever as run_redis_workers_forever
 
 __version__ = "0.1.0"
 __all__ = [
@@ -60,18 +60,18 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Engine": "penstock.engine.engine",
-    "Future": "penstock.engine.waiters",
+    "Engine": "penstock.core.engine.engine",
+    "Future": "penstock.core.engine.waiters",
     "ManagedModel": "penstock.streamer.model",
     "Pipeline": "penstock.pipeline.builder",
-    "Portal": "penstock.engine.portal",
-    "RedisStreamer": "penstock.streamer.redis",
-    "RedisWorker": "penstock.streamer.redis_workers",
+    "Portal": "penstock.core.engine.portal",
+    "RedisStreamer": "penstock.streamer.redis.streamer",
+    "RedisWorker": "penstock.streamer.redis.workers",
     "Streamer": "penstock.streamer.local",
     "ThreadedStreamer": "penstock.streamer.local",
     "metrics": "penstock.metrics",
-    "model": "penstock.models.python",
-    "run_redis_workers_forever": "penstock.streamer.redis_workers",
+    "model": "penstock.runtimes.python",
+    "run_redis_workers_forever": "penstock.streamer.redis.workers",
 }
 
 

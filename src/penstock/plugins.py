@@ -21,19 +21,19 @@ _loading = threading.RLock()
 
 BUILTIN: dict[str, dict[str, str]] = {
     "codec": {
-        "native": "penstock.protocols.native:NativeCodec",
-        "oip_binary": "penstock.protocols.oip_binary:OipBinaryCodec",
-        "oip_json": "penstock.protocols.oip_json:OipJsonCodec",
-        "oip_npy": "penstock.protocols.oip_npy:OipNpyCodec",
-        "thrift": "penstock.protocols.thrift:ThriftCodec",
-        "torchserve": "penstock.protocols.torchserve.codec:TorchServeCodec",
-        "torchserve_inputs": "penstock.protocols.torchserve.codec:InputsCodec",
-        "torchserve_raw": "penstock.protocols.torchserve.codec:RawCodec",
+        "native": "penstock.serving.protocols.native:NativeCodec",
+        "oip_binary": "penstock.serving.protocols.oip_binary:OipBinaryCodec",
+        "oip_json": "penstock.serving.protocols.oip_json:OipJsonCodec",
+        "oip_npy": "penstock.serving.protocols.oip_npy:OipNpyCodec",
+        "thrift": "penstock.torchpipe.thrift.protocol:ThriftCodec",
+        "torchserve": "penstock.torchserve.protocol.codec:TorchServeCodec",
+        "torchserve_inputs": "penstock.torchserve.protocol.codec:InputsCodec",
+        "torchserve_raw": "penstock.torchserve.protocol.codec:RawCodec",
     },
     "transport": {
-        "inline": "penstock.transports.inline:InlineTransport",
-        "thread": "penstock.transports.thread:ThreadTransport",
-        "process": "penstock.transports.process:ProcessTransport",
+        "inline": "penstock.core.transports.inline:InlineTransport",
+        "thread": "penstock.core.transports.thread:ThreadTransport",
+        "process": "penstock.core.transports.process:ProcessTransport",
     },
 }
 

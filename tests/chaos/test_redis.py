@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, PenstockError, QueueFull, WorkerDied
-from penstock.streamer.redis import RedisStreamer
+from penstock.streamer.redis.streamer import RedisStreamer
 
 QUEUE = "{penstock:}:queue"
 APP = """
@@ -327,7 +327,7 @@ def test_memory_is_bounded_when_callers_do_not_read(worker, redis_server):
     worker("echo")
 
     async def ask_and_leave() -> None:
-        from penstock.broker.client import BrokerClient
+        from penstock.streamer.redis.client import BrokerClient
         from penstock.types import Item
 
         client = BrokerClient(redis_server.address)

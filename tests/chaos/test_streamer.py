@@ -48,7 +48,7 @@ def workers(parent: int) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(parent).children():
         with suppress(psutil.Error):  # it has just ended
-            if "penstock.transports.child" in child.cmdline():
+            if "penstock.core.transports.child" in child.cmdline():
                 found.append(child)
     return found
 

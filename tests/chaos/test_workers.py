@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.core.transports.make import make_transport
 from penstock.errors import WorkerDied
 from penstock.testing.transports import Desk, values
-from penstock.transports.make import make_transport
 from penstock.types import Item
 
 
@@ -185,7 +185,7 @@ def test_a_forked_child_forgets_its_parents_workers(tmp_path: Path):
         """
 import asyncio, os
 from penstock.testing.transports import Desk
-from penstock.transports.make import make_transport
+from penstock.core.transports.make import make_transport
 
 async def main():
     make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)

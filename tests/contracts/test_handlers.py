@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.core.transports.make import make_transport
+from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, LoadOutOfMemory, OutOfMemory, WorkerDied
 from penstock.testing.transports import Desk
-from penstock.transports.make import make_transport
 from penstock.types import BatchPart, Item, ItemResult
-from penstock.worker.spec import Wrapped
 
 HEADERS = [(b"X-Foo", b"bar"), (b"explain", b"False")]
 
@@ -58,7 +58,7 @@ def handler_desk(folder: Path, source: str, *, run_timeout_s: float = 60.0, **se
         return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
 
     again = said.get("retry_split", False)
-    target = Wrapped(None, "penstock.models.handler:HandlerModel", {"setup": said})
+    target = Wrapped(None, "penstock.torchserve.handlers.handler:HandlerModel", {"setup": said})
     return Desk(make, target, retry_split=again, idempotent=again, run_timeout_s=run_timeout_s)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.config.schema import ModelConfig
-from penstock.models.files import file_model
+from penstock.runtimes.files import file_model
 from penstock.testing import scripted
 from penstock.testing.models import check_model
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.ops import catalog
-from penstock.ops.base import BatchOp, ItemOp
-from penstock.ops.scaled import picture
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import BatchOp, ItemOp
+from penstock.pipeline.ops.scaled import picture
 from penstock.testing.ops import check_op
 
 MAT = picture(40, 60, 1)

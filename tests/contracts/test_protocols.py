@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.protocols.native import NativeCodec
-from penstock.protocols.oip_binary import OipBinaryCodec, encode_request
-from penstock.protocols.oip_json import OipJsonCodec
-from penstock.protocols.oip_npy import OipNpyCodec, write_head
-from penstock.protocols.thrift import ThriftCodec
-from penstock.protocols.torchserve.codec import InputsCodec, RawCodec, TorchServeCodec
-from penstock.protocols.torchserve.requests import HandlerAnswer
+from penstock.serving.protocols.native import NativeCodec
+from penstock.serving.protocols.oip_binary import OipBinaryCodec, encode_request
+from penstock.serving.protocols.oip_json import OipJsonCodec
+from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
 from penstock.testing.protocols import check_protocol
+from penstock.torchpipe.thrift.protocol import ThriftCodec
+from penstock.torchserve.protocol.codec import InputsCodec, RawCodec, TorchServeCodec
+from penstock.torchserve.protocol.requests import HandlerAnswer
 from penstock.types import Item, ModelMetadata, Response, TensorSpec
 
 FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'

@@ -21,8 +21,8 @@ import pytest
 
 import penstock
 from penstock import DeadlineExceeded, ItemFailed, ModelNotReady, PenstockError, QueueFull
-from penstock.compat.service_streamer import __all__ as COMPAT_NAMES
 from penstock.errors import BadOutput, BadRequest, LoadFailed, WorkerDied
+from penstock.streamer.service_streamer import __all__ as COMPAT_NAMES
 
 HERE = Path(__file__).parent
 COMPAT = HERE.parents[1] / "compat" / "service_streamer"

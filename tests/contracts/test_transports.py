@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from penstock.core.transports.make import make_transport
+from penstock.core.worker.spec import Wrapped
 from penstock.testing.beside import BESIDE_CHECKS, TARGET
 from penstock.testing.transports import TRANSPORT_CHECKS, Desk, check_transport
-from penstock.transports.make import make_transport
-from penstock.worker.spec import Wrapped
 
 
 @pytest.mark.parametrize("name", ["inline", "thread", "process"])

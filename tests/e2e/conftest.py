@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from penstock.compat.torchserve import launch
+from penstock.torchserve.admin import launch
 
 START_S = 60.0
 

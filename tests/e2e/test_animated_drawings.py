@@ -209,7 +209,7 @@ def test_the_weights_are_plain_tensors_of_less_than_a_megabyte() -> None:
 
 @pytest.mark.parametrize(("precision", "optimize"), [("bf16", "none"), ("fp32", "optimize_for_inference")])
 def test_half_precision_and_fused_operators_find_the_same_figures(parts: Any, precision: str, optimize: str) -> None:
-    from penstock.models.torch import prepare
+    from penstock.runtimes.torch import prepare
 
     images = torch.from_numpy(parts.pictures.fitted(parts.pictures.decoded(drawing()))[None].repeat(3, axis=0))
     with torch.inference_mode():
@@ -367,7 +367,7 @@ def test_the_archive_of_the_readme_serves_the_same_figures(torchserve: Any) -> N
 
 def test_the_file_for_the_benchmark_suite_is_read_as_it_stands_there() -> None:
     pytest.importorskip("yaml")
-    from penstock.bench.suite_yaml import points, read_suite
+    from penstock.perf.bench.suite_yaml import points, read_suite
 
     cases, _ = read_suite([EXAMPLE / "models.yaml"])
     (case,) = cases
@@ -376,11 +376,11 @@ def test_the_file_for_the_benchmark_suite_is_read_as_it_stands_there() -> None:
 
 
 def test_the_commands_of_the_readme_that_measure_are_understood() -> None:
-    from penstock.bench.slo import parse_slo
     from penstock.cli.bench import bench
     from penstock.cli.benchmark_suite import benchmark_suite
     from penstock.cli.tune import tune
-    from penstock.tune.space import parse_space
+    from penstock.perf.bench.slo import parse_slo
+    from penstock.perf.tune.space import parse_space
 
     verbs = {"tune": tune, "bench": bench, "benchmark-suite": benchmark_suite}
     lines = [line for line in README.splitlines() if re.match(r"penstock (tune|bench|benchmark-suite) ", line)]

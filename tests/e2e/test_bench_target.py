@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.bench.ask import ask
-from penstock.bench.measurement import ServerSide
-from penstock.bench.payload import payloads
-from penstock.bench.probe import Probe
-from penstock.bench.server import ServerProcess
-from penstock.bench.target import Target, open_target
 from penstock.client.endpoint import parse_url
 from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench.ask import ask
+from penstock.perf.bench.measurement import ServerSide
+from penstock.perf.bench.payload import payloads
+from penstock.perf.bench.probe import Probe
+from penstock.perf.bench.server import ServerProcess
+from penstock.perf.bench.target import Target, open_target
 
 APP = """
 import sys
@@ -187,7 +187,7 @@ def test_the_wait_for_a_server_ends_when_another_thread_stops_it(folder: Path) -
 
 PARENT = """
 import sys, time
-from penstock.bench.server import ServerProcess
+from penstock.perf.bench.server import ServerProcess
 
 server = ServerProcess(["app.py:Sum"]).start()
 print(server.pid, flush=True)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from penstock.bench.results import read
 from penstock.cli.benchmark_suite import benchmark_suite
+from penstock.perf.bench.results import read
 
-GUIDE = (Path(__file__).parents[1] / "unit" / "bench" / "guide.yaml").read_text()
+GUIDE = (Path(__file__).parents[1] / "unit" / "perf" / "bench" / "guide.yaml").read_text()
 # Both take long beside what the generator does for a request: else it is the generator that is measured.
 ECHO = """
 import time
@@ -47,7 +47,7 @@ NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 # A machine that is busy with other tests makes no run invalid: what is invalid is measured again on resume.
 ANY_MACHINE = """
-import penstock.bench.figures as figures
+import penstock.perf.bench.figures as figures
 from penstock.cli.main import main
 
 figures.MOST_LATE, figures.MOST_CPU = 2.0, 100.0

@@ -19,7 +19,7 @@ from penstock.bulk.types import Chunk, Video
 from penstock.client.endpoint import tls_context
 from penstock.errors import ModelNotFound, PayloadTooLarge, PenstockError, Unauthorized
 
-TLS = Path(__file__).parents[1] / "unit" / "frontends" / "tls"
+TLS = Path(__file__).parents[1] / "tls"
 SOURCE = """
     import time
     import zlib

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_sample_images
 
-from penstock.models.onnx import OnnxProgram, open_session
-from penstock.models.tensors import ANY_ROWS
+from penstock.runtimes.onnx import OnnxProgram, open_session
+from penstock.runtimes.tensors import ANY_ROWS
 
 cv2 = pytest.importorskip("cv2")
 pytest.importorskip("onnxruntime")

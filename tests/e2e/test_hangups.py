@@ -17,11 +17,11 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
-from penstock.engine.engine import Engine
-from penstock.frontends.http.admin import UvicornServer
-from penstock.frontends.http.asgi import InferenceApp
-from penstock.frontends.http.server import HttpServer
-from penstock.observe.prometheus import PrometheusObserver
+from penstock.core.engine.engine import Engine
+from penstock.serving.http.admin import UvicornServer
+from penstock.serving.http.asgi import InferenceApp
+from penstock.serving.http.server import HttpServer
+from penstock.serving.observe.prometheus import PrometheusObserver
 
 LARGE = 300_000
 BODY = b"x" * LARGE

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.engine.engine import Engine
-from penstock.protocols.oip import HEADER_LENGTH
-from penstock.protocols.oip_binary import decode_answer, encode_arrays
+from penstock.core.engine.engine import Engine
+from penstock.serving.protocols.oip import HEADER_LENGTH
+from penstock.serving.protocols.oip_binary import decode_answer, encode_arrays
 
 PATIENCE_S = 60.0
 

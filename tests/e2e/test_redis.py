@@ -15,7 +15,7 @@ import pytest
 
 from penstock import RedisStreamer
 
-TLS = Path(__file__).parents[1] / "unit" / "frontends" / "tls"
+TLS = Path(__file__).parents[1] / "tls"
 APP = """
     from penstock import ManagedModel, model
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-TLS = Path(__file__).parents[1] / "unit" / "frontends" / "tls"
+TLS = Path(__file__).parents[1] / "tls"
 TOKEN = "open-sesame-0123456789"
 MODELS = """
     import os

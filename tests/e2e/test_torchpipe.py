@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_sample_images
 
-import penstock.compat.torchpipe as torchpipe
-from penstock.compat.torchpipe import TASK_DATA_KEY, TASK_RESULT_KEY, pipe
+import penstock.torchpipe as torchpipe
+from penstock.torchpipe import TASK_DATA_KEY, TASK_RESULT_KEY, pipe
 
 cv2 = pytest.importorskip("cv2")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -11,7 +11,7 @@ import pytest
 
 FORKS = """
 import os, sys, warnings
-import penstock.compat.torchpipe as torchpipe
+import penstock.torchpipe as torchpipe
 
 pipe = torchpipe.pipe({"a": {"backend": "Identity", "next": "b"}, "b": {"backend": "Identity"}})
 
@@ -41,7 +41,7 @@ from gevent import monkey
 monkey.patch_all()
 import time
 import gevent
-import penstock.compat.torchpipe as torchpipe
+import penstock.torchpipe as torchpipe
 
 class Slow:
     def forward(self, items):
@@ -77,7 +77,7 @@ print([c.value for c in calls], others, event.wait(20_000), len(turns) > 1, [i["
 
 NEVER_ENDS = """
 import time
-import penstock.compat.torchpipe as torchpipe
+import penstock.torchpipe as torchpipe
 
 class Slow:
     def forward(self, items):

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.frontends.grpc import messages
+from penstock.torchserve.grpc import messages
 
-CERTIFICATE, KEY = (str(Path(__file__).parents[1] / "unit/frontends/tls" / name) for name in ("cert.pem", "key.pem"))
+CERTIFICATE, KEY = (str(Path(__file__).parents[1] / "tls" / name) for name in ("cert.pem", "key.pem"))
 CONFIG = """
 inference_address=http://127.0.0.1:0
 management_address=http://127.0.0.1:0

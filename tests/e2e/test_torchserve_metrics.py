@@ -13,7 +13,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.frontends.grpc import messages
+from penstock.torchserve.grpc import messages
 
 CONFIG = """
 inference_address=http://127.0.0.1:0

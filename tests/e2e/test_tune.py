@@ -60,10 +60,10 @@ TUNE = [
 ]  # fmt: skip
 # What a busy machine makes of latencies is not what is tested here: runs are short, and the SLO bears much.
 LENIENT = """
-import penstock.bench.figures as figures
+import penstock.perf.bench.figures as figures
 import penstock.cli.tune as verb
 from penstock.cli.main import main
-from penstock.tune.capacity import Effort
+from penstock.perf.simulate.capacity import Effort
 
 figures.MATTERS = figures.MOST_CPU = 1e9
 verb._effort = lambda name: Effort(

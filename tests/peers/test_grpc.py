@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.frontends.grpc import messages
+from penstock.torchserve.grpc import messages
 
 pytestmark = pytest.mark.peer
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ops import catalog
-from penstock.ops.base import BatchOp, ItemOp
 from penstock.pipeline.graph import Graph, Input, Node, Step
 from penstock.pipeline.host import Host
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import BatchOp, ItemOp
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.runner import Runner
 

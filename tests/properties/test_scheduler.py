@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.batching.cost import Cost
-from penstock.batching.entry import Dispatch, Entry, Event
-from penstock.batching.policies.adaptive import Adaptive
-from penstock.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
-from penstock.batching.policies.fixed import Fixed
-from penstock.batching.policies.none import Unbatched
-from penstock.batching.scheduler import Scheduler
+from penstock.core.batching.cost import Cost
+from penstock.core.batching.entry import Dispatch, Entry, Event
+from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
+from penstock.core.batching.policies.fixed import Fixed
+from penstock.core.batching.policies.none import Unbatched
+from penstock.core.batching.scheduler import Scheduler
 from penstock.testing.policies import INVARIANTS, Checker, Violation, check_invariance, check_policy
 from penstock.testing.scripts import Setup, Step, random_setup
 

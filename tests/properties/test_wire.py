@@ -17,11 +17,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.protocols.oip import HEADER_LENGTH
-from penstock.protocols.oip_binary import OipBinaryCodec, decode_answer, encode_arrays, encode_request, peek_head
-from penstock.protocols.oip_json import OipJsonCodec, peek_rows, peek_shape
-from penstock.protocols.oip_npy import OipNpyCodec, peek, write_head
-from penstock.protocols.oip_tensors import DTYPES
+from penstock.serving.protocols.oip import HEADER_LENGTH
+from penstock.serving.protocols.oip_binary import (
+    OipBinaryCodec,
+    decode_answer,
+    encode_arrays,
+    encode_request,
+    peek_head,
+)
+from penstock.serving.protocols.oip_json import OipJsonCodec, peek_rows, peek_shape
+from penstock.serving.protocols.oip_npy import OipNpyCodec, peek, write_head
+from penstock.serving.protocols.oip_tensors import DTYPES
 from penstock.types import Item, ItemResult, ModelMetadata, TensorSpec
 
 Array = np.ndarray[Any, Any]

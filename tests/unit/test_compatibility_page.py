@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from penstock.archive.pack import BUILT_IN
-from penstock.cli.archive import archive
-from penstock.cli.torchserve_flags import parser
-from penstock.compat.torchserve import settings
-from penstock.compat.ts.context import Context
-from penstock.config.properties import IGNORED, Properties
-from penstock.frontends.torchserve.base import Face
-from penstock.frontends.torchserve.descriptions import listener_templates
-from penstock.frontends.torchserve.inference import inference_routes, legacy_routes
 from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.admin import settings
+from penstock.torchserve.archive.pack import BUILT_IN
+from penstock.torchserve.cli.archive import archive
+from penstock.torchserve.cli.flags import parser
+from penstock.torchserve.config.properties import IGNORED, Properties
+from penstock.torchserve.http.base import Face
+from penstock.torchserve.http.descriptions import listener_templates
+from penstock.torchserve.http.inference import inference_routes, legacy_routes
+from penstock.torchserve.ts.context import Context
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "torchserve-compatibility.md").read_text()
@@ -101,7 +101,7 @@ def test_every_route_of_the_listeners_is_there_and_those_for_later_are_not() -> 
 
 
 def test_every_call_of_the_services_is_there() -> None:
-    messages = import_module("penstock.frontends.grpc.messages")
+    messages = import_module("penstock.torchserve.grpc.messages")
     calls = {
         f"{name.rpartition('.')[2]}.{method.name}" for name in SERVICES for method in messages.service(name).methods
     }
@@ -125,12 +125,12 @@ def test_every_member_of_the_context_is_there() -> None:
     members = {name for name in dir(context) if not name.startswith("_")}
     metrics = {name for name in rows("Members of the context") if name.startswith(("add_", "get_metric"))}
     assert set(rows("Members of the context")) - metrics == members | {"cache"}
-    cache = import_module("penstock.compat.ts.metrics.metric_cache").MetricsCache
+    cache = import_module("penstock.torchserve.ts.metrics.metric_cache").MetricsCache
     assert {name for name in dir(cache) if name.startswith(("add_", "get_metric"))} == metrics
 
 
 def test_every_built_in_handler_and_envelope_is_there() -> None:
-    folder = Path(str(find_spec("penstock.compat.ts.torch_handler.request_envelope.base").origin)).parent  # type: ignore[union-attr]
+    folder = Path(str(find_spec("penstock.torchserve.ts.torch_handler.request_envelope.base").origin)).parent  # type: ignore[union-attr]
     envelopes = {file.stem for file in folder.glob("[a-z]*.py")} - {"base"}
     assert set(rows("Built-in handlers and envelopes")) == {*BUILT_IN, *envelopes}
 

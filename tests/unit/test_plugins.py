@@ -46,11 +46,11 @@ def test_candidates_are_what_the_file_defines_itself(app):
 
 
 def test_candidates_of_a_module_without_any(tmp_path):
-    import penstock.models
+    import penstock.runtimes
 
-    assert candidates(penstock.models) == []
+    assert candidates(penstock.runtimes) == []
     with pytest.raises(TargetNotFound, match="defines no function or class"):
-        load_object("penstock.models:Model")
+        load_object("penstock.runtimes:Model")
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_a_file_has_its_own_name_unless_that_is_anothers(tmp_path, monkeypatch):
 
 
 def test_plugins_are_built_in_or_named_by_module():
-    from penstock.transports.inline import InlineTransport
+    from penstock.core.transports.inline import InlineTransport
 
     assert resolve("transport", "inline") is InlineTransport
-    assert resolve("transport", "penstock.transports.inline:InlineTransport") is InlineTransport
+    assert resolve("transport", "penstock.core.transports.inline:InlineTransport") is InlineTransport
     with pytest.raises(ConfigError, match="unknown transport 'proces'; did you mean 'process'"):
         resolve("transport", "proces")
 

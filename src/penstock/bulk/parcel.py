@@ -8,8 +8,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from penstock.bulk.types import Chunk, Video
-from penstock.protocols.oip import HEADER_LENGTH
-from penstock.protocols.oip_binary import Buffer, encode_request
+from penstock.serving.protocols.oip import HEADER_LENGTH
+from penstock.serving.protocols.oip_binary import Buffer, encode_request
 
 if TYPE_CHECKING:
     from penstock.bulk.lane import Lane

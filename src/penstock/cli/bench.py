@@ -15,10 +15,10 @@ from penstock.cli.measuring import FAILED, INTERRUPTED, USAGE, exit_code, run_as
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.bench.modes import Mode, Plan
-    from penstock.bench.results import Origin
-    from penstock.bench.slo import Slo
-    from penstock.bench.target import Target
+    from penstock.perf.bench.modes import Mode, Plan
+    from penstock.perf.bench.results import Origin
+    from penstock.perf.bench.slo import Slo
+    from penstock.perf.bench.target import Target
 
 N = TypeVar("N", int, float)
 
@@ -45,8 +45,8 @@ def _numbers(kind: Callable[[str], N]) -> Callable[[click.Context, click.Paramet
 
 def make_plan(flags: dict[str, Any]) -> Plan:
     """The loads that the flags describe. Raises ConfigError for flags that do not go together."""
-    from penstock.bench.arrivals import parse_arrival
-    from penstock.bench.modes import Plan
+    from penstock.perf.bench.arrivals import parse_arrival
+    from penstock.perf.bench.modes import Plan
 
     mode: Mode = flags["mode"] or ("open" if flags["rate"] or flags["arrival"] else "closed")
     arrival = parse_arrival(flags["arrival"] or "poisson")
@@ -88,10 +88,10 @@ def make_plan(flags: dict[str, Any]) -> Plan:
 
 def _bench(text: str, flags: dict[str, Any]) -> int:
     """The exit status. Raises PenstockError."""
-    from penstock.bench.slo import Slo, parse_slo
-    from penstock.bench.target import open_target
     from penstock.cli.tokens import read_token
     from penstock.client.endpoint import tls_context
+    from penstock.perf.bench.slo import Slo, parse_slo
+    from penstock.perf.bench.target import open_target
 
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
     plan = make_plan(flags)
@@ -115,10 +115,10 @@ def _bench(text: str, flags: dict[str, Any]) -> int:
 
 def _measured(target: Target, plan: Plan, slo: Slo, flags: dict[str, Any]) -> int:
     """Sends the load, tells what it saw, whatever ends it, and gives the exit status."""
-    from penstock.bench.payload import payloads
-    from penstock.bench.protocol import request_of
-    from penstock.bench.results import Results
     from penstock.cli.bench_session import Session
+    from penstock.perf.bench.payload import payloads
+    from penstock.perf.bench.protocol import request_of
+    from penstock.perf.bench.results import Results
 
     bodies = payloads(flags["data"], target, flags["seed"])
     requests = [request_of(target, body) for body in bodies]
@@ -153,9 +153,9 @@ def _measured(target: Target, plan: Plan, slo: Slo, flags: dict[str, Any]) -> in
 
 
 def _origin(target: Target, slo: Slo, seed: int) -> Origin:
-    from penstock.bench.machine import machine, versions
-    from penstock.bench.redact import redacted, typed
-    from penstock.bench.results import Origin
+    from penstock.perf.bench.machine import machine, versions
+    from penstock.perf.bench.redact import redacted, typed
+    from penstock.perf.bench.results import Origin
 
     return Origin(
         command="bench",

@@ -11,16 +11,16 @@ import click
 import msgspec
 from msgspec import Struct
 
-from penstock.bench.measurement import Load, Measurement
-from penstock.bench.modes import Plan, carry_out
-from penstock.bench.protocol import check_of
-from penstock.bench.publish import publish
-from penstock.bench.results import Origin, Results
-from penstock.bench.run import measure
-from penstock.bench.slo import Slo
-from penstock.bench.table import line, notes, plain, rows, server_lines, verdict
-from penstock.bench.target import Target
 from penstock.cli.measuring import FAILED
+from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.modes import Plan, carry_out
+from penstock.perf.bench.protocol import check_of
+from penstock.perf.bench.publish import publish
+from penstock.perf.bench.results import Origin, Results
+from penstock.perf.bench.run import measure
+from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.table import line, notes, plain, rows, server_lines, verdict
+from penstock.perf.bench.target import Target
 
 _CLEAR: Final = "\r\x1b[K"  # the line of a terminal
 

@@ -17,13 +17,13 @@ from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, run_async, wa
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.bench.measurement import Measurement
-    from penstock.bench.plots import Plot
-    from penstock.bench.results import Origin, Results
-    from penstock.bench.slo import Slo
-    from penstock.bench.suite import Job, Wishes
-    from penstock.bench.suite_yaml import Point
-    from penstock.bench.target import Target
+    from penstock.perf.bench.measurement import Measurement
+    from penstock.perf.bench.plots import Plot
+    from penstock.perf.bench.results import Origin, Results
+    from penstock.perf.bench.slo import Slo
+    from penstock.perf.bench.suite import Job, Wishes
+    from penstock.perf.bench.suite_yaml import Point
+    from penstock.perf.bench.target import Target
 
 
 class _How(Struct, frozen=True, kw_only=True):
@@ -66,9 +66,9 @@ def benchmark_suite(files: tuple[str, ...], inputs: tuple[str, ...], **flags: An
 
 def _read_flags(flags: dict[str, Any]) -> tuple[Wishes, _How, Path]:
     """What is wished of all runs, how they are measured, and the folder of the results. Raises ConfigError."""
-    from penstock.bench.results import RUN
-    from penstock.bench.slo import Slo, parse_slo
-    from penstock.bench.suite import Wishes
+    from penstock.perf.bench.results import RUN
+    from penstock.perf.bench.slo import Slo, parse_slo
+    from penstock.perf.bench.suite import Wishes
 
     wishes = Wishes(
         store=flags["model_store"],
@@ -88,9 +88,9 @@ def _read_flags(flags: dict[str, Any]) -> tuple[Wishes, _How, Path]:
 
 def _suite(paths: Sequence[Path], flags: dict[str, Any]) -> int:
     """The exit status: 0 when each run says something. Raises PenstockError."""
-    from penstock.bench.results import Results
-    from penstock.bench.suite import prepare
-    from penstock.bench.suite_yaml import read_suite
+    from penstock.perf.bench.results import Results
+    from penstock.perf.bench.suite import prepare
+    from penstock.perf.bench.suite_yaml import read_suite
 
     if not paths:
         raise ConfigError("no file of models is named; expected for instance penstock benchmark-suite models.yaml")
@@ -117,10 +117,10 @@ def _suite(paths: Sequence[Path], flags: dict[str, Any]) -> int:
 
 
 def _origin(paths: Sequence[Path], jobs: Sequence[Job], how: _How) -> Origin:
-    from penstock.bench.machine import machine, versions
-    from penstock.bench.redact import typed
-    from penstock.bench.results import Origin
-    from penstock.bench.suite import digest
+    from penstock.perf.bench.machine import machine, versions
+    from penstock.perf.bench.redact import typed
+    from penstock.perf.bench.results import Origin
+    from penstock.perf.bench.suite import digest
 
     return Origin(
         command="benchmark-suite",
@@ -152,8 +152,8 @@ class _Runs:
 
     def _point(self, job: Job, point: Point, repeat: int) -> None:
         """Every number of clients that is not measured yet, on one server."""
-        from penstock.bench.results import NotWritten
-        from penstock.bench.suite import serving
+        from penstock.perf.bench.results import NotWritten
+        from penstock.perf.bench.suite import serving
 
         first = self._number
         left = [
@@ -173,9 +173,9 @@ class _Runs:
                 self._keep(number, point, self._failed(job, point, clients, repeat, error))
 
     def _run(self, job: Job, point: Point, target: Target, clients: int, repeat: int) -> Measurement:
-        from penstock.bench.protocol import check_of
-        from penstock.bench.run import measure
-        from penstock.bench.suite import load_of, requests_of
+        from penstock.perf.bench.protocol import check_of
+        from penstock.perf.bench.run import measure
+        from penstock.perf.bench.suite import load_of, requests_of
 
         return run_async(
             measure(
@@ -192,8 +192,8 @@ class _Runs:
         )
 
     def _failed(self, job: Job, point: Point, clients: int, repeat: int, error: PenstockError) -> Measurement:
-        from penstock.bench.measurement import Measurement
-        from penstock.bench.suite import load_of
+        from penstock.perf.bench.measurement import Measurement
+        from penstock.perf.bench.suite import load_of
 
         started = datetime.now(UTC).isoformat(timespec="seconds")
         load = load_of(job, clients, self._how.seed)
@@ -224,11 +224,11 @@ def _key(m: Measurement) -> tuple[str, int, int]:
 
 def _reported(jobs: Sequence[Job], how: _How, results: Results, notes: Sequence[str]) -> int:
     """Writes ab_report.csv and the report, tells what to choose; 1 if a run says nothing. Raises PenstockError."""
-    from penstock.bench.ab_report import ab_report, report, rows_of
-    from penstock.bench.document import Says, markdown
-    from penstock.bench.html import page
-    from penstock.bench.publish import PAGE, REPORT
-    from penstock.bench.results import not_written, write_whole
+    from penstock.perf.bench.ab_report import ab_report, report, rows_of
+    from penstock.perf.bench.document import Says, markdown
+    from penstock.perf.bench.html import page
+    from penstock.perf.bench.publish import PAGE, REPORT
+    from penstock.perf.bench.results import not_written, write_whole
 
     latest = {_key(m): m for m in results.measurements}  # one that was invalid is measured again on --resume
     rows = rows_of([point for job in jobs for point in job.points], list(latest.values()))
@@ -250,7 +250,7 @@ def _reported(jobs: Sequence[Job], how: _How, results: Results, notes: Sequence[
 
 def _plots(jobs: Sequence[Job], measurements: Sequence[Measurement], slo: str) -> tuple[list[Plot], str]:
     """The plots, and why there are none."""
-    from penstock.bench.plots import draw
+    from penstock.perf.bench.plots import draw
 
     if len(jobs) > 1:
         return [], f"they are of one model at a time, and here are {len(jobs)}"

@@ -12,7 +12,7 @@ import click
 from penstock.cli.measuring import exit_code
 
 if TYPE_CHECKING:
-    from penstock.bench.compare import Comparison
+    from penstock.perf.bench.compare import Comparison
 
 FOLDER = click.Path(path_type=Path)
 
@@ -35,16 +35,16 @@ tolerance = click.option(
 
 def compared(before: Path, after: Path, tolerance: float) -> Comparison:
     """How the folder `after` differs from `before`. Raises ConfigError for what is no folder of results."""
-    from penstock.bench.compare import compare
-    from penstock.bench.results import read
+    from penstock.perf.bench.compare import compare
+    from penstock.perf.bench.results import read
 
     return compare(read(before), read(after), tolerance=tolerance)
 
 
 def lines(comparison: Comparison) -> Sequence[str]:
     """The comparison as it is read on a terminal."""
-    from penstock.bench.compare import HEADER
-    from penstock.bench.table import plain
+    from penstock.perf.bench.compare import HEADER
+    from penstock.perf.bench.table import plain
 
     told = [f"ANOTHER MACHINE: {text}" for text in comparison.other_machine]
     told += comparison.notes

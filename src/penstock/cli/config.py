@@ -23,7 +23,7 @@ def check(file: str) -> None:
     from penstock.cli.pipelines import check_pipelines, pipelines_of, tells_pipeline
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
-    from penstock.engine.rules import check_rules
+    from penstock.core.engine.rules import check_rules
     from penstock.errors import ConfigError, PenstockError
     from penstock.plugins import resolve
 

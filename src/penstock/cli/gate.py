@@ -20,7 +20,7 @@ class _Gate(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: object
     ) -> click.Context:
-        from penstock.bench.gate import USAGE
+        from penstock.perf.bench.gate import USAGE
 
         try:
             return super().make_context(info_name, args, parent, **extra)
@@ -42,7 +42,7 @@ def gate(run: Path, baseline: Path, tolerance: float, junit: Path | None, any_ma
 
     Exit status: 0 pass, 1 regression, 2 invalid (the runs cannot tell), 3 wrong usage.
     """
-    from penstock.bench.gate import USAGE
+    from penstock.perf.bench.gate import USAGE
 
     try:
         sys.exit(_gate(run, baseline, tolerance, junit, any_machine))
@@ -52,7 +52,7 @@ def gate(run: Path, baseline: Path, tolerance: float, junit: Path | None, any_ma
 
 
 def _gate(run: Path, baseline: Path, tolerance: float, junit: Path | None, any_machine: bool) -> int:
-    from penstock.bench import gate
+    from penstock.perf.bench import gate
 
     comparison = compared(baseline, run, tolerance)
     decision = gate.decide(comparison, any_machine=any_machine)

@@ -9,18 +9,18 @@ import click
 from penstock import __version__
 
 _VERBS = {
-    "archive": "penstock.cli.archive:archive",
+    "archive": "penstock.torchserve.cli.archive:archive",
     "benchmark-suite": "penstock.cli.benchmark_suite:benchmark_suite",
     "bench": "penstock.cli.bench:bench",
     "caption": "penstock.cli.caption:caption",
     "compare": "penstock.cli.compare:compare",
     "config": "penstock.cli.config:config",
-    "demo": "penstock.cli.demo:demo",
+    "demo": "penstock.cli.demo.command:demo",
     "gate": "penstock.cli.gate:gate",
     "pipeline": "penstock.cli.pipeline:pipeline",
     "serve": "penstock.cli.serve:serve",
     "simulate": "penstock.cli.simulate:simulate",
-    "torchserve": "penstock.cli.torchserve:torchserve",
+    "torchserve": "penstock.torchserve.cli.torchserve:torchserve",
     "tune": "penstock.cli.tune:tune",
     "worker": "penstock.cli.worker:worker",
 }

@@ -117,7 +117,7 @@ def check_pipelines(pipelines: dict[str, bool], *, models: bool = False) -> None
 
 
 def _check_models(graph: Graph, file: str) -> None:
-    from penstock.ops.catalog import is_model
+    from penstock.pipeline.ops.catalog import is_model
 
     for node in graph.nodes.values():
         for step in node.steps:

@@ -18,19 +18,19 @@ from penstock import __version__
 from penstock.cli.running import Stop, runner, settle, tell_ready
 from penstock.config.checks import thrift_model, tokens_for
 from penstock.config.schema import Config
-from penstock.engine.engine import Engine
-from penstock.engine.management import Management
+from penstock.core.engine.engine import Engine
+from penstock.core.engine.management import Management
 from penstock.errors import PenstockError
-from penstock.frontends.http.auth import make_ssl_context
-from penstock.frontends.http.server import HttpServer
-from penstock.observe.arrivals import ArrivalRecorder
-from penstock.observe.base import HttpReading, Reading
-from penstock.observe.prometheus import PrometheusObserver
-from penstock.observe.records import BatchRecords
+from penstock.serving.http.auth import make_ssl_context
+from penstock.serving.http.server import HttpServer
+from penstock.serving.observe.arrivals import ArrivalRecorder
+from penstock.serving.observe.base import HttpReading, Reading
+from penstock.serving.observe.prometheus import PrometheusObserver
+from penstock.serving.observe.records import BatchRecords
 from penstock.types import ModelStatus, TensorSpec
 
 if TYPE_CHECKING:
-    from penstock.frontends.thrift.server import ThriftServer
+    from penstock.torchpipe.thrift.server import ThriftServer
 
 _MOST_ROWS = 5  # of the banner's table of models
 _MOST_ELEMENTS = 64  # of an input that the banner writes out
@@ -117,7 +117,7 @@ class Server:
         s = self._config.server
         if s.thrift_port is None:
             return
-        from penstock.frontends.thrift.server import ThriftServer
+        from penstock.torchpipe.thrift.server import ThriftServer
 
         context = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
         self._thrift = ThriftServer(engine, thrift_model(self._config), self._config.limits, ssl=context)
@@ -125,7 +125,7 @@ class Server:
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
         """The management and metrics listeners. Imported here: the workers load meanwhile."""
-        from penstock.frontends.http.admin import UvicornServer, admin_app, metrics_app
+        from penstock.serving.http.admin import UvicornServer, admin_app, metrics_app
 
         s = self._config.server
         for name, app, host, port in (

@@ -12,8 +12,8 @@ import click
 from penstock.cli.measuring import exit_code, seconds
 
 if TYPE_CHECKING:
-    from penstock.bench.arrivals import Trace
-    from penstock.tune.replay import Outcome
+    from penstock.perf.bench.arrivals import Trace
+    from penstock.perf.simulate.replay import Outcome
 
 SECONDS: Final = 30.0
 HEADER: Final = (
@@ -62,9 +62,9 @@ def simulate(**flags: Any) -> None:
 def _simulate(flags: dict[str, Any]) -> int:
     import msgspec
 
-    from penstock.bench.slo import Slo, parse_slo
-    from penstock.tune.replay import Machine, parse_cost, parse_duration, parse_policies, replay
-    from penstock.tune.simulate import Service
+    from penstock.perf.bench.slo import Slo, parse_slo
+    from penstock.perf.simulate.replay import Machine, parse_cost, parse_duration, parse_policies, replay
+    from penstock.perf.simulate.simulate import Service
 
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
     a, b = parse_cost(flags["cost"])
@@ -85,7 +85,7 @@ def _simulate(flags: dict[str, Any]) -> int:
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    from penstock.tune.space import parse_space
+    from penstock.perf.tune.space import parse_space
 
     values = parse_space(f"{name}={text}").knobs[0].values
     if not all(isinstance(value, int) for value in values):
@@ -95,8 +95,8 @@ def _numbers(name: str, text: str) -> list[int]:
 
 def _arrivals(flags: dict[str, Any]) -> Trace:
     """Raises ConfigError."""
-    from penstock.bench.arrivals import Trace, parse_arrival, read_trace, times
     from penstock.errors import ConfigError
+    from penstock.perf.bench.arrivals import Trace, parse_arrival, read_trace, times
 
     text = flags["arrivals"]
     kind, _, rate = text.rpartition(":")
@@ -126,8 +126,8 @@ def _offered(trace: Trace) -> str:
 
 def _table(found: Sequence[Outcome]) -> Iterator[str]:
     """A line a setting, and which is the best."""
-    from penstock.bench.table import plain
-    from penstock.tune.replay import best
+    from penstock.perf.bench.table import plain
+    from penstock.perf.simulate.replay import best
 
     yield from plain([HEADER, *(_cells(one) for one in found)])
     first = best(found)

@@ -17,13 +17,13 @@ from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, seconds, warm
 from penstock.cli.tune_job import Job, identity, read_job
 
 if TYPE_CHECKING:
-    from penstock.bench.results import Origin, Results
-    from penstock.bench.slo import Slo
-    from penstock.tune.capacity import Effort
-    from penstock.tune.journal import Journal
-    from penstock.tune.space import Settings
-    from penstock.tune.trial import Reading
-    from penstock.tune.tuner import Outcome
+    from penstock.perf.bench.results import Origin, Results
+    from penstock.perf.bench.slo import Slo
+    from penstock.perf.simulate.capacity import Effort
+    from penstock.perf.tune.journal import Journal
+    from penstock.perf.tune.space import Settings
+    from penstock.perf.tune.trial import Reading
+    from penstock.perf.tune.tuner import Outcome
 
 SEARCHES: Final = ("auto", "grid", "climb", "halving", "tpe")
 JOURNAL: Final = "journal.jsonl"
@@ -51,8 +51,8 @@ class _Watch:
 
 def _tune(target: str, flags: dict[str, Any]) -> int:
     """The exit status. Raises PenstockError."""
-    from penstock.bench.results import Results
-    from penstock.tune.journal import Journal
+    from penstock.perf.bench.results import Results
+    from penstock.perf.tune.journal import Journal
 
     job = read_job(target, flags)
     if not flags["resume"]:
@@ -80,8 +80,8 @@ def _tune(target: str, flags: dict[str, Any]) -> int:
 
 def _searched(job: Job, results: Results, journal: Journal, command: str) -> tuple[Outcome, int]:
     """(what came of it, the mean size of what was sent)."""
-    from penstock.tune.app import App, Check
-    from penstock.tune.tuner import tune as search
+    from penstock.perf.tune.app import App, Check
+    from penstock.perf.tune.tuner import tune as search
 
     flags = job.flags
     app = App(
@@ -126,7 +126,7 @@ def _warn_of_the_budget(job: Job) -> None:
 
 def _effort(name: str) -> Effort:
     """How long is measured, by the word of --effort."""
-    from penstock.tune.capacity import Effort
+    from penstock.perf.simulate.capacity import Effort
 
     if name == "quick":
         return Effort(
@@ -141,12 +141,12 @@ def _effort(name: str) -> Effort:
 
 def _told(job: Job, outcome: Outcome, payload_bytes: int) -> int:
     """Writes the reports and the configuration, tells the verdict, and gives the exit status."""
-    from penstock.bench.document import Report, markdown
-    from penstock.bench.publish import publish
-    from penstock.bench.report import compose
-    from penstock.bench.results import not_written, read, write_whole
-    from penstock.bench.table import plain
-    from penstock.tune.table import as_csv, rows
+    from penstock.perf.bench.document import Report, markdown
+    from penstock.perf.bench.publish import publish
+    from penstock.perf.bench.report import compose
+    from penstock.perf.bench.results import not_written, read, write_whole
+    from penstock.perf.bench.table import plain
+    from penstock.perf.tune.table import as_csv, rows
 
     origin, measurements = read(job.folder)
     table = rows(measurements, job.slo, job.subject.model, payload_bytes)
@@ -183,7 +183,7 @@ def _unproven(job: Job, outcome: Outcome) -> str:
 
 
 def _write(job: Job, outcome: Outcome, page: Path) -> None:
-    from penstock.tune.served import keys_of
+    from penstock.perf.tune.served import keys_of
 
     if job.file is None:
         return
@@ -201,8 +201,8 @@ def _write(job: Job, outcome: Outcome, page: Path) -> None:
 
 def _forget(folder: Path) -> None:
     """Takes away what a run left there, and nothing else but the folder that is empty then."""
-    from penstock.bench.publish import PAGE, REPORT, VERDICT
-    from penstock.bench.results import RECORDS, RUN, SUMMARY
+    from penstock.perf.bench.publish import PAGE, REPORT, VERDICT
+    from penstock.perf.bench.results import RECORDS, RUN, SUMMARY
 
     for name in (RUN, RECORDS, SUMMARY, JOURNAL, REPORT, PAGE, VERDICT, TABLE):
         (folder / name).unlink(missing_ok=True)
@@ -211,9 +211,9 @@ def _forget(folder: Path) -> None:
 
 
 def _origin(job: Job) -> Origin:
-    from penstock.bench.machine import machine, versions
-    from penstock.bench.redact import typed
-    from penstock.bench.results import Origin
+    from penstock.perf.bench.machine import machine, versions
+    from penstock.perf.bench.redact import typed
+    from penstock.perf.bench.results import Origin
 
     return Origin(
         command="tune",

@@ -13,11 +13,11 @@ from msgspec import Struct
 from penstock.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from penstock.bench.slo import Slo
-    from penstock.tune.accuracy import Sample
-    from penstock.tune.config import TunedFile
-    from penstock.tune.served import Subject
-    from penstock.tune.space import Space
+    from penstock.perf.bench.slo import Slo
+    from penstock.perf.tune.accuracy import Sample
+    from penstock.perf.tune.config import TunedFile
+    from penstock.perf.tune.served import Subject
+    from penstock.perf.tune.space import Space
 
 MOST_INSTANCES: Final = 16  # of the space that is searched where none is named
 
@@ -36,12 +36,12 @@ class Job(Struct, frozen=True, kw_only=True):
 
 def read_job(target: str, flags: dict[str, Any]) -> Job:
     """The job that the flags describe. Raises ConfigError."""
-    from penstock.bench.measurement import MOST_ERRORS
-    from penstock.bench.slo import parse_slo
-    from penstock.tune.accuracy import read_samples
-    from penstock.tune.config import TunedFile
-    from penstock.tune.search import strategy
-    from penstock.tune.space import parse_space
+    from penstock.perf.bench.measurement import MOST_ERRORS
+    from penstock.perf.bench.slo import parse_slo
+    from penstock.perf.tune.accuracy import read_samples
+    from penstock.perf.tune.config import TunedFile
+    from penstock.perf.tune.search import strategy
+    from penstock.perf.tune.space import parse_space
 
     slo = parse_slo(flags["slo"])
     if not any(part.name == "error" for part in slo.parts):
@@ -78,8 +78,8 @@ def read_subject(target: str, flags: dict[str, Any]) -> tuple[Subject, str | Non
     from penstock.cli.serve import read_options, split_targets
     from penstock.cli.tokens import read_token
     from penstock.config.load import load_config
+    from penstock.perf.tune.served import Subject
     from penstock.plugins import is_pipeline_file
-    from penstock.tune.served import Subject
 
     if "://" in target or target.endswith(".mar"):
         what = "a server that runs" if "://" in target else "an archive of TorchServe"
@@ -116,8 +116,8 @@ def _section(target: str, known: list[str], wanted: str | None) -> str:
 
 def _check_devices(subject: Subject, space: Space) -> None:
     """Raises ConfigError for a device that this machine has not."""
-    from penstock.tune.served import reachable
-    from penstock.worker.devices import visible_gpus
+    from penstock.core.worker.devices import visible_gpus
+    from penstock.perf.tune.served import reachable
 
     turned = [str(v) for knob in space.knobs if knob.name == "device" for v in knob.values]
     if wrong := reachable(turned or subject.model.devices, visible_gpus()):

@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
-from penstock.broker.address import parse
 from penstock.cli.serve import devices_list, number_or_auto, split_targets
 from penstock.config.load import load_config
 from penstock.config.schema import ModelConfig
+from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
-from penstock.streamer.redis_workers import run_until_told, serve_queue
-from penstock.worker.spec import Wrapped
+from penstock.streamer.redis.address import parse
+from penstock.streamer.redis.workers import run_until_told, serve_queue
 
 SERVED = "penstock.streamer.model:served"
 

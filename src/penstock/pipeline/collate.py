@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.errors import ConfigError
-from penstock.models.tensors import Input
+from penstock.runtimes.tensors import Input
 
 Array = np.ndarray[Any, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from penstock.batching.entry import INF
+from penstock.core.batching.entry import INF
 from penstock.pipeline.graph import Graph
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from penstock.errors import ConfigError
-from penstock.ops.base import DATA, RESULT
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.lower import op_class
+from penstock.pipeline.ops.base import DATA, RESULT
 
 Kinds = dict[str, str]
 """Kinds by field: those of `ops.base.Op`. The field OPEN says that there may be others, too."""

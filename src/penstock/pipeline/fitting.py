@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadRequest
-from penstock.models.tensors import Input
-from penstock.ops.arrays import found
 from penstock.pipeline.collate import Normalization
-from penstock.protocols.oip_tensors import DTYPES
+from penstock.pipeline.ops.arrays import found
+from penstock.runtimes.tensors import Input
+from penstock.serving.protocols.oip_tensors import DTYPES
 
 Array = np.ndarray[Any, Any]
 PIXELS = np.dtype(np.uint8)

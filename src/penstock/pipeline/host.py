@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from penstock.batching.policies.adaptive import Adaptive
-from penstock.batching.policies.base import BatchPolicy
-from penstock.batching.policies.linger import Linger
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.engine.batcher import Batcher
-from penstock.engine.handle import ModelHandle
+from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.policies.linger import Linger
+from penstock.core.engine.batcher import Batcher
+from penstock.core.engine.handle import ModelHandle
+from penstock.core.transports.thread import ThreadTransport
+from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import ItemFailed, LoadFailed, PenstockError
-from penstock.observe.base import Observer
-from penstock.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.inline import chain
 from penstock.pipeline.journey import MOST_PARTS, Journey, Stop, budget_of, nbytes_of, shape_of
 from penstock.pipeline.meter import Meter
 from penstock.pipeline.node import NodeModel, Shared
+from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.pipeline.padding import PadTo
 from penstock.pipeline.routes import needs
-from penstock.transports.thread import ThreadTransport
+from penstock.serving.observe.base import Observer
 from penstock.types import Item
-from penstock.worker.spec import WorkerSpec, Wrapped
 
 QUEUED_BATCHES = 2  # that may wait for each instance, without `queue`
 WAITS_S = 30.0  # the least that an item may wait for a node; a node whose runs may take long, for four of them

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.ops import catalog
-from penstock.ops.base import ItemOp, Op
 from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import ItemOp, Op
 from penstock.pipeline.runtimes import cores
 
-_HOMES = tuple(f"penstock.ops.{name}" for name in ("bridge", "color", "crop", "decode", "resize", "tensor"))
+_HOMES = tuple(f"penstock.pipeline.ops.{name}" for name in ("bridge", "color", "crop", "decode", "resize", "tensor"))
 """Where ops are that do nothing but compute on one image: none waits, none is a user's."""
 
 

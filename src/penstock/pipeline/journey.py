@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.call import Call
+from penstock.core.engine.call import Call
 from penstock.errors import PenstockError, describe
-from penstock.ops.base import Fields
 from penstock.pipeline.node import Stamp, Visit
+from penstock.pipeline.ops.base import Fields
 from penstock.pipeline.outcome import Hop, Outcome
 from penstock.pipeline.routes import Route
 from penstock.types import ItemResult

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from penstock.config.words import found
 from penstock.errors import ConfigError
-from penstock.ops.parameters import convert, describe_type
+from penstock.pipeline.ops.parameters import convert, describe_type
 
 Names = tuple[str, ...]
 Numbers = tuple[int, ...]

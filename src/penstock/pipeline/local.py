@@ -6,16 +6,16 @@ import concurrent.futures
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.portal import Portal
-from penstock.engine.waiters import Future
+from penstock.core.engine.portal import Portal
+from penstock.core.engine.waiters import Future
 from penstock.errors import PenstockError
-from penstock.frontends.base import Ticket
-from penstock.ops.base import Fields
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.journey import Done
 from penstock.pipeline.line import Begin, Line
+from penstock.pipeline.ops.base import Fields
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.routes import check_runnable
+from penstock.serving.base import Ticket
 from penstock.types import Item, ItemResult, ModelMetadata
 
 

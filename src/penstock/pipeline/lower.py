@@ -10,11 +10,11 @@ from msgspec import Struct
 
 from penstock.config.words import found
 from penstock.errors import ConfigError
-from penstock.ops.base import BatchOp, Op
-from penstock.ops.catalog import ALIASES, BUILTIN, canonical, class_of, find
-from penstock.ops.parameters import check_params, make_op, parameters_of, takes_any
 from penstock.pipeline.expression import Expression, parse
 from penstock.pipeline.graph import Step
+from penstock.pipeline.ops.base import BatchOp, Op
+from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, canonical, class_of, find
+from penstock.pipeline.ops.parameters import check_params, make_op, parameters_of, takes_any
 
 SEQUENCES = {"sequential", "s"}
 SCOPES = {"synctensor", "tensorsync", "torch", "streamguard"}

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.ops.base import Op
-from penstock.ops.catalog import ALIASES, BUILTIN, NOT_HERE, canonical, find, names
-from penstock.ops.parameters import Parameter, describe_type, parameters_of
 from penstock.pipeline.keys import NODE, PIPELINE, Key, torchpipe_keys
+from penstock.pipeline.ops.base import Op
+from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, NOT_HERE, canonical, find, names
+from penstock.pipeline.ops.parameters import Parameter, describe_type, parameters_of
 
 BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
 """Between these lines of the page stands a table of this module."""

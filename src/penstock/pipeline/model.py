@@ -10,18 +10,18 @@ from typing import Any
 from msgspec import structs
 
 from penstock.errors import ConfigError
-from penstock.models.python import Answer, model, options_of
-from penstock.ops import catalog
-from penstock.ops.base import DATA, RESULT
 from penstock.pipeline.check import check
 from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline, Started
 from penstock.pipeline.lower import op_class
 from penstock.pipeline.node import tune_process
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import DATA, RESULT
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.placing import AUTO
 from penstock.pipeline.questions import Question, answer_of, question_of, server_timing
+from penstock.runtimes.python import Answer, model, options_of
 from penstock.types import Headed, ModelMetadata, TensorSpec
 
 

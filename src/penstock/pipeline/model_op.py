@@ -11,15 +11,15 @@ from msgspec import Struct
 
 from penstock import metrics
 from penstock.errors import BadOutput, BadRequest, ConfigError
-from penstock.models.onnx import PROFILE_ROWS
-from penstock.models.onnx_fuse import RAW, plain_input
-from penstock.models.tensors import ANY_ROWS, Input, Program
-from penstock.ops.arrays import found
-from penstock.ops.base import BatchOp, Fields
 from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations
 from penstock.pipeline.fitting import PIXELS, array_of, check, dtype_of
+from penstock.pipeline.ops.arrays import found
+from penstock.pipeline.ops.base import BatchOp, Fields
 from penstock.pipeline.runtimes import Precision, Runtime, Wanted, cores, open_program, warn_once
-from penstock.protocols.oip_tensors import DTYPES
+from penstock.runtimes.onnx import PROFILE_ROWS
+from penstock.runtimes.onnx_fuse import RAW, plain_input
+from penstock.runtimes.tensors import ANY_ROWS, Input, Program
+from penstock.serving.protocols.oip_tensors import DTYPES
 from penstock.types import TensorSpec
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from penstock.config.words import found
 from penstock.errors import ConfigError, nearest
-from penstock.ops.parameters import parameters_of
 from penstock.pipeline.graph import Each, Input, Node
 from penstock.pipeline.keys import NODE, ONLY_WITH_A_MODEL, torchpipe_keys
 from penstock.pipeline.lower import (
@@ -26,6 +25,7 @@ from penstock.pipeline.lower import (
     steps_of,
     takes_size,
 )
+from penstock.pipeline.ops.parameters import parameters_of
 from penstock.pipeline.placing import AUTO
 from penstock.pipeline.source import Source
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ops.base import Fields, ItemOp
+from penstock.pipeline.ops.base import Fields, ItemOp
 
 
 class PadTo(ItemOp):

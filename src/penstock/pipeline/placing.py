@@ -6,15 +6,15 @@ import logging
 
 from msgspec.structs import replace
 
+from penstock.core.worker.devices import visible_gpus
 from penstock.errors import LoadFailed
-from penstock.models.onnx import CUDA, TENSORRT, import_onnxruntime
-from penstock.models.torch import import_torch
-from penstock.ops import catalog
 from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.inline import computes
 from penstock.pipeline.model_op import ModelOp
+from penstock.pipeline.ops import catalog
 from penstock.pipeline.runtimes import cores
-from penstock.worker.devices import visible_gpus
+from penstock.runtimes.onnx import CUDA, TENSORRT, import_onnxruntime
+from penstock.runtimes.torch import import_torch
 
 log = logging.getLogger("penstock.pipeline")
 

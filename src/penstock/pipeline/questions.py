@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest, ItemFailed
-from penstock.ops.base import DATA, NODE_NAME, Fields
 from penstock.pipeline.graph import Graph
+from penstock.pipeline.ops.base import DATA, NODE_NAME, Fields
 from penstock.pipeline.outcome import Hop, Outcome
 
 NAMELESS = "input_0"  # an array that came alone, without a name (`protocols/oip_npy.py`)

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, nearest
-from penstock.observe.base import Observer
-from penstock.ops.base import NODE_NAME, Fields
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.host import Host
 from penstock.pipeline.inline import chain
 from penstock.pipeline.journey import Done, Journey
 from penstock.pipeline.node import Shared
+from penstock.pipeline.ops.base import NODE_NAME, Fields
 from penstock.pipeline.placing import placed
 from penstock.pipeline.routes import Route, check_runnable, route
+from penstock.serving.observe.base import Observer
 
 LONGEST_NAME = 128  # of a node; what callers give instead may be of any length
 

@@ -16,9 +16,9 @@ from typing import Any, Final, Literal
 from msgspec import Struct
 
 from penstock.errors import ConfigError, LoadFailed
-from penstock.models import onnx, onnx_fuse
-from penstock.models.tensors import Input, Program
 from penstock.pipeline.collate import Normalization
+from penstock.runtimes import onnx, onnx_fuse
+from penstock.runtimes.tensors import Input, Program
 
 log = logging.getLogger("penstock.pipeline")
 
@@ -192,7 +192,7 @@ def _open_on_gpu(wanted: Wanted, runtime: str, device: str, precision: str, grap
 
 
 def _open_torch(wanted: Wanted, device: str, precision: str) -> Program:
-    from penstock.models import torch, torch_program
+    from penstock.runtimes import torch, torch_program
 
     torch.import_torch().set_num_threads(wanted.threads)
     if torch.kind_of(wanted.model) == "exported":

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 
-from penstock.engine.inbox import PortalBackend
-from penstock.engine.portal import Portal
-from penstock.engine.waiters import Future, all_items, every_item
+from penstock.core.engine.inbox import PortalBackend
+from penstock.core.engine.portal import Portal
+from penstock.core.engine.waiters import Future, all_items, every_item
 from penstock.errors import DeadlineExceeded
 from penstock.streamer.errors import tell, told
 from penstock.types import ItemResult
 
-WORKER_MODULES = ("penstock.transports.child",)  # what the `__main__` of a worker process is while it loads a model
+WORKER_MODULES = (
+    "penstock.core.transports.child",
+)  # what the `__main__` of a worker process is while it loads a model
 
 
 class StreamerBackend(PortalBackend, Protocol):

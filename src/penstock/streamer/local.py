@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.engine.portal import Portal
+from penstock.core.engine.portal import Portal
+from penstock.core.transports.launch import pack_target
+from penstock.core.worker.spec import Wrapped
 from penstock.streamer.base import _Streamer, in_worker
 from penstock.streamer.model import StreamerModel
 from penstock.streamer.pool import Pool
-from penstock.transports.launch import pack_target
-from penstock.worker.spec import Wrapped
 
 MAX_QUEUE = 65_536  # items: a loop of many thousands of `submit` needs no other bound
 NEVER_S = 1e7  # without `timeout_s`: a future may wait for as long as it takes

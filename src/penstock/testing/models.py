@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config.schema import BatchingConfig
-from penstock.models.python import PythonModel
+from penstock.core.worker.loop import BatchRunner
+from penstock.runtimes.python import PythonModel
 from penstock.types import BatchPart, Item
-from penstock.worker.loop import BatchRunner
 
 
 def check_model(

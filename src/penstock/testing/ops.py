@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op
-from penstock.ops.parameters import make_op, parameters_of
+from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op
+from penstock.pipeline.ops.parameters import make_op, parameters_of
 
 KINDS = ("any", "bytes", "mat", "tensor")
 

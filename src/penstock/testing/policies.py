@@ -12,13 +12,13 @@ from random import Random
 
 from msgspec import Struct
 
-from penstock.batching.cost import Cost
-from penstock.batching.entry import INF, Dispatch, Entry, Event, Expire, Fail, Outcome, Shed
-from penstock.batching.policies.adaptive import Adaptive
-from penstock.batching.policies.base import BatchPolicy
-from penstock.batching.policies.fixed import Fixed
-from penstock.batching.policies.none import Unbatched
-from penstock.batching.queues import MAX_BYPASSES
+from penstock.core.batching.cost import Cost
+from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Expire, Fail, Outcome, Shed
+from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.policies.fixed import Fixed
+from penstock.core.batching.policies.none import Unbatched
+from penstock.core.batching.queues import MAX_BYPASSES
 from penstock.testing.scripts import TICK, Player, Setup, random_setup
 
 INVARIANTS = {

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.protocols.base import Codec
+from penstock.serving.protocols.base import Codec
 from penstock.types import Item, ItemResult
 
 

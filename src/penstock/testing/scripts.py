@@ -12,9 +12,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from penstock.batching.entry import INF, Dispatch, Entry, Event, Outcome
-from penstock.batching.policies.base import BatchPolicy
-from penstock.batching.scheduler import Scheduler
+from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
+from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.scheduler import Scheduler
 from penstock.errors import QueueFull
 
 TICK = 2.0**-12

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from penstock.frontends.torchserve.base import Group
-from penstock.protocols.torchserve.api import ApiError, Done, Registration
+from penstock.torchserve.http.base import Group
+from penstock.torchserve.protocol.api import ApiError, Done, Registration
 
 REFUSED: Final = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 

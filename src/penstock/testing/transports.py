@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.transports.base import Transport
+from penstock.core.wire.slabs import SlabPool
+from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied
-from penstock.transports.base import Transport
 from penstock.types import Batch, BatchPart, Item, MetricDelta, Ready
-from penstock.wire.slabs import SlabPool
-from penstock.worker.spec import WorkerSpec
 
 MakeTransport = Callable[[WorkerSpec, SlabPool], Transport]
 """A transport of one slot on "cpu" that is not started yet."""

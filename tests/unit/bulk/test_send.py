@@ -21,7 +21,7 @@ from penstock.bulk.types import Chunk, Video
 from penstock.client.endpoint import tls_context
 from penstock.client.errors import AnswerTooLarge, ConnectionLost
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
-from penstock.frontends.http.auth import make_ssl_context
+from penstock.serving.http.auth import make_ssl_context
 from penstock.testing.captioner import (
     Answerer,
     FakeCaptioner,
@@ -41,7 +41,7 @@ from penstock.testing.captioner import (
     with_wait,
 )
 
-TLS = Path(__file__).parents[1] / "frontends" / "tls"
+TLS = Path(__file__).parents[2] / "tls"
 CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
 ROWS = 4
 QUICK = {"backoff_s": 0.005, "longest_backoff_s": 0.02, "connect_timeout_s": 5.0, "fingerprint": "0123456789abcdef"}

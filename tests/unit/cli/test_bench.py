@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.bench import figures
-from penstock.bench.measurement import Clause, Load, Measurement
-from penstock.bench.results import Origin, Results
-from penstock.bench.slo import Slo, parse_slo
 from penstock.cli.bench import bench, make_plan
 from penstock.cli.bench_session import Session
 from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench import figures
+from penstock.perf.bench.measurement import Clause, Load, Measurement
+from penstock.perf.bench.results import Origin, Results
+from penstock.perf.bench.slo import Slo, parse_slo
 
 FLAGS: dict[str, Any] = {
     "mode": None, "concurrency": None, "rate": None, "arrival": None, "duration": None, "requests": None,

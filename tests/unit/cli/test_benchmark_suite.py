@@ -12,15 +12,15 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.bench import run, suite
-from penstock.bench.measurement import Latency, Load, Measurement
-from penstock.bench.results import Results, not_written
-from penstock.bench.suite import Job
-from penstock.bench.suite_yaml import Point
-from penstock.bench.target import Target
 from penstock.cli.benchmark_suite import benchmark_suite
 from penstock.client.endpoint import Endpoint
 from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench import run, suite
+from penstock.perf.bench.measurement import Latency, Load, Measurement
+from penstock.perf.bench.results import Results, not_written
+from penstock.perf.bench.suite import Job
+from penstock.perf.bench.suite_yaml import Point
+from penstock.perf.bench.target import Target
 
 YAML = """
 good:
@@ -178,7 +178,7 @@ def test_a_report_that_finds_no_room_is_told_all_the_same(servers: Servers, monk
         if path.suffix == ".csv":
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.bench.results.write_whole", full)
+    monkeypatch.setattr("penstock.perf.bench.results.write_whole", full)
     done = invoke()
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, "bad e: nothing was measured.")
     assert "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms." in done.stdout

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.bench.measurement import Latency, Load, Measurement
-from penstock.bench.results import Origin, Results
 from penstock.cli.main import main
+from penstock.perf.bench.measurement import Latency, Load, Measurement
+from penstock.perf.bench.results import Origin, Results
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from penstock.cli import tune as verb
 from penstock.cli import tune_job as job
 from penstock.cli.main import main
 from penstock.errors import ConfigError
-from penstock.tune.journal import Entry, Journal
+from penstock.perf.tune.journal import Entry, Journal
 
 APP = """
 class Net:
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("penstock.tune.served.open_target", start)
+    monkeypatch.setattr("penstock.perf.tune.served.open_target", start)
     return tmp_path
 
 
@@ -79,7 +79,7 @@ def run(*words: str) -> Result:
 def test_what_cannot_be_meant_is_told_in_one_line_before_anything_is_started(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.worker.devices.visible_gpus", lambda: 0)
+    monkeypatch.setattr("penstock.core.worker.devices.visible_gpus", lambda: 0)
     slo = [] if "--slo" in words else ["--slo", "p99<=100ms"]
     found = run(*words, *slo)
     assert (found.exit_code, found.stderr.count("\n")) == (2, 1)
@@ -107,7 +107,7 @@ def test_without_a_space_batches_and_instances_are_tried(monkeypatch: pytest.Mon
 
 
 def test_a_gpu_is_tried_beside_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.worker.devices.visible_gpus", lambda: 1)
+    monkeypatch.setattr("penstock.core.worker.devices.visible_gpus", lambda: 1)
     assert job.read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"
     assert job.read_job("app.py:Net", flags(gpu=True, space="device=cuda")).space.text == "device=cuda"
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.client.endpoint import parse_url, tls_context
 from penstock.errors import ConfigError
 
-CERT = str(Path(__file__).parents[1] / "frontends" / "tls" / "cert.pem")
+CERT = str(Path(__file__).parents[2] / "tls" / "cert.pem")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from penstock.client.errors import AnswerTooLarge, ConnectionLost, MalformedAnsw
 from penstock.client.http import Connection
 from penstock.client.link import Answer
 from penstock.errors import BadRequest, DeadlineExceeded
-from penstock.frontends.http.auth import make_ssl_context
+from penstock.serving.http.auth import make_ssl_context
 from penstock.testing.captioner import (
     FakeCaptioner,
     Incoming,
@@ -27,7 +27,7 @@ from penstock.testing.captioner import (
     with_wait,
 )
 
-TLS = Path(__file__).parents[1] / "frontends" / "tls"
+TLS = Path(__file__).parents[2] / "tls"
 CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 

@@ -8,7 +8,7 @@ from penstock.config.checks import check_model
 from penstock.config.schema import ModelConfig
 from penstock.config.tensors import DATATYPES, specs_of
 from penstock.errors import ConfigError
-from penstock.protocols.oip_tensors import DTYPES
+from penstock.serving.protocols.oip_tensors import DTYPES
 from penstock.types import TensorSpec
 
 

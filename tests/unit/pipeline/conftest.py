@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.ops import catalog
-from penstock.ops.base import BatchOp, ItemOp
 from penstock.pipeline.graph import Graph, Input, Node, Step
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import BatchOp, ItemOp
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.runner import Runner
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.models.tensors import Input
 from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations
+from penstock.runtimes.tensors import Input
 
 FLOAT = np.dtype(np.float32)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.batching.entry import INF
+from penstock.core.batching.entry import INF
 from penstock.pipeline.credits import QUEUE_BYTES, Flow
 from penstock.pipeline.graph import Graph, Input, Node
 

@@ -40,8 +40,8 @@ def preparing(make_graph: Any, **more: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.ops import catalog
-    from penstock.ops.base import ItemOp
+    from penstock.pipeline.ops import catalog
+    from penstock.pipeline.ops.base import ItemOp
 
     class Shape(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:

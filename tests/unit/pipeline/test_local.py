@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
-from penstock.ops import catalog
-from penstock.ops.base import ItemOp
 from penstock.pipeline.graph import Graph, Step
 from penstock.pipeline.journey import nbytes_of, shape_of
 from penstock.pipeline.local import LocalPipeline
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import ItemOp
 from penstock.pipeline.outcome import Outcome
 
 A, B = Step("Words", {"word": "a"}), Step("Words", {"word": "b"})

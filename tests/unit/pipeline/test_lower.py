@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.ops.base import BatchOp, Fields
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.node import NodeModel, Visit
+from penstock.pipeline.ops.base import BatchOp, Fields
 
 
 def double(data: Any) -> Any:

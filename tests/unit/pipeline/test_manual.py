@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.ops.catalog import find
-from penstock.ops.parameters import make_op
 from penstock.pipeline.check import check
 from penstock.pipeline.keys import NODE, PIPELINE
 from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.manual import BEGIN, END, filled, listed, tables
+from penstock.pipeline.ops.catalog import find
+from penstock.pipeline.ops.parameters import make_op
 
 PAGE = Path(__file__).parents[3] / "docs" / "pipelines.md"
 

@@ -11,13 +11,13 @@ import pytest
 from msgspec import structs
 
 from penstock.config.schema import ModelConfig
+from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed
-from penstock.ops.python import op
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.model import PipelineModel, described, outputs_of, placed
+from penstock.pipeline.ops.python import op
 from penstock.types import Headed, Item, ModelMetadata, TensorSpec
-from penstock.worker.main import open_model
-from penstock.worker.spec import WorkerSpec, Wrapped
 
 TWO_NODES = """
 [pipeline]

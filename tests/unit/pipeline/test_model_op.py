@@ -9,11 +9,11 @@ import pytest
 
 from penstock import metrics
 from penstock.errors import BadOutput, BadRequest, ConfigError, LoadFailed
-from penstock.models import onnx as loaders
-from penstock.ops import catalog
-from penstock.ops.parameters import make_op
 from penstock.pipeline import model_op
 from penstock.pipeline.model_op import MOST_VIEWED, ModelOp
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.parameters import make_op
+from penstock.runtimes import onnx as loaders
 from penstock.testing.files import scores, write_onnx
 
 ort = pytest.importorskip("onnxruntime")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory
-from penstock.ops import catalog
-from penstock.ops.base import BatchOp, ItemOp
 from penstock.pipeline.graph import Node, Step
 from penstock.pipeline.node import MODEL_ROWS, SLICE_ROWS, NodeModel, Shared, Visit, one_thread, tune_process
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import BatchOp, ItemOp
 
 A, B = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}, "swap")
 BATCH = Step("BatchWords", {"word": "!"}, "swap")

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.ops.base import BatchOp, Fields
 from penstock.pipeline.journey import shape_of
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.node import NodeModel, Visit
+from penstock.pipeline.ops.base import BatchOp, Fields
 from penstock.pipeline.padding import PadTo
 
 

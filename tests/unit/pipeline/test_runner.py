@@ -17,9 +17,9 @@ from penstock.errors import (
     LoadFailed,
     ModelNotReady,
 )
-from penstock.ops import catalog
-from penstock.ops.base import ItemOp
 from penstock.pipeline.graph import Each, Step
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import ItemOp
 from penstock.pipeline.runner import Runner
 
 A, B, C = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}), Step("Words", {"word": "c"})

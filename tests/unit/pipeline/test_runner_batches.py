@@ -14,10 +14,10 @@ from penstock import metrics
 from penstock.errors import (
     QueueFull,
 )
-from penstock.ops import catalog
-from penstock.ops.base import BatchOp, ItemOp
 from penstock.pipeline.graph import Step
 from penstock.pipeline.meter import FLUSH_S
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import BatchOp, ItemOp
 
 A, B, C = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}), Step("Words", {"word": "c"})
 

@@ -16,9 +16,9 @@ from penstock.errors import (
     ModelNotReady,
     WorkerDied,
 )
-from penstock.ops import catalog
-from penstock.ops.base import BatchOp, ItemOp
 from penstock.pipeline.graph import Step
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.base import BatchOp, ItemOp
 
 A, B, C = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}), Step("Words", {"word": "c"})
 

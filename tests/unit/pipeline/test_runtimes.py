@@ -11,11 +11,11 @@ import pytest
 from msgspec import structs
 
 from penstock.errors import ConfigError, LoadFailed
-from penstock.models import onnx as loaders
-from penstock.models.tensors import Input
 from penstock.pipeline import runtimes
 from penstock.pipeline.collate import normalizations
 from penstock.pipeline.runtimes import OPENVINO, Wanted, cores, open_program, resolve
+from penstock.runtimes import onnx as loaders
+from penstock.runtimes.tensors import Input
 from penstock.testing.files import write_onnx
 
 ort = pytest.importorskip("onnxruntime")

@@ -1,0 +1,144 @@
+"""Frames on their way to the device: gathered, copied, resized and normalised while another batch is captioned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import numpy as np
+import torch
+from msgspec import Struct
+from torch.nn.functional import interpolate
+
+from penstock.bulk.captioner.requests import Request
+from penstock.errors import PenstockError
+
+Array = np.ndarray[Any, Any]
+
+_RESIZE_BYTES: Final = 8 * 2**20  # of frames that are resized in one call: they are held as floats on a GPU
+
+
+class Looks(Struct, frozen=True):
+    """What a network takes: RGB frames of one size, `(pixel / 255 - mean) / std`; `kernel` resizes others."""
+
+    height: int
+    width: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    kernel: str
+
+
+class Fed:
+    """The pixels of a batch, of the requests that have no error, in their order."""
+
+    def __init__(self, pixels: torch.Tensor, errors: list[PenstockError | None], ready: Any = None) -> None:
+        self._pixels, self._ready = pixels, ready
+        self.rows = len(pixels)
+        self.errors = errors
+
+    def take(self) -> torch.Tensor:
+        """Floats `[rows, 3, height, width]`, for the stream of the calling thread."""
+        if self._ready is not None:
+            stream = torch.cuda.current_stream(self._pixels.device)
+            stream.wait_event(self._ready)
+            self._pixels.record_stream(stream)  # made on another stream: not to be given away before this one is done
+        return self._pixels
+
+
+class Feed:
+    """Makes device batches of requests, in any thread, one at a time.
+
+    Frames of the network's size are gathered in memory of our own: on a GPU two pinned buffers in turn, which the copy
+    engine reads while the other is filled. Others are resized on the device.
+    """
+
+    def __init__(self, looks: Looks, device: str, dtype: torch.dtype) -> None:
+        self._looks, self._dtype = looks, dtype
+        self._device = torch.device(device)
+        self._cuda = self._device.type == "cuda"
+        # Of a whole line of pixels: with three numbers along the last axis the same takes three times as long.
+        mean, std = (torch.tensor(v, device=device).repeat(looks.width) for v in (looks.mean, looks.std))
+        self._scale, self._shift = 1 / (255 * std), -mean / std
+        self._lock = threading.Lock()
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(self._device) if self._cuda else None
+        if self._stream is not None:  # which else may read these numbers before they are there
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._buffers: list[torch.Tensor] = [torch.empty((0, looks.height, looks.width, 3))] * (2 if self._cuda else 1)
+        self._copied: list[Any] = [cuda.Event() if self._cuda else None for _ in self._buffers]
+        self._turn = 0
+
+    def __call__(self, requests: Sequence[Request | PenstockError]) -> Fed:
+        """One batch. A request that cannot be decoded has its error in it. Raises what befalls the device."""
+        with self._lock, torch.inference_mode(), self._on_stream():
+            self._turn = (self._turn + 1) % len(self._buffers)
+            host = self._buffer(sum(r.rows for r in requests if isinstance(r, Request)))
+            rows, resized, errors = self._gather(requests, host.numpy())
+            pixels = host[:rows].to(self._device, non_blocking=True)
+            if self._stream is not None:
+                self._copied[self._turn].record(self._stream)
+            for start, frames in resized:
+                pixels[start : start + len(frames)] = frames
+            lines = (
+                pixels.view(rows, self._looks.height, 3 * self._looks.width).float().mul_(self._scale).add_(self._shift)
+            )
+            pixels = lines.to(self._dtype).view(pixels.shape).permute(0, 3, 1, 2)
+            ready = None if self._stream is None else self._stream.record_event()
+        return Fed(pixels, errors, ready)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _buffer(self, rows: int) -> torch.Tensor:
+        """uint8 `[rows, height, width, 3]` that nothing is copied from any more."""
+        if self._cuda:
+            self._copied[self._turn].synchronize()
+        if len(self._buffers[self._turn]) < rows:
+            shape = (rows, self._looks.height, self._looks.width, 3)
+            self._buffers[self._turn] = torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda)
+        return self._buffers[self._turn][:rows]
+
+    def _gather(
+        self, requests: Sequence[Request | PenstockError], host: Array
+    ) -> tuple[int, list[tuple[int, torch.Tensor]], list[PenstockError | None]]:
+        """Rows in `host`, those among them that were resized, with their place, and the error of each request."""
+        size = (self._looks.height, self._looks.width)
+        at = 0
+        resized: list[tuple[int, torch.Tensor]] = []
+        errors: list[PenstockError | None] = []
+        for request in requests:
+            if isinstance(request, PenstockError):
+                errors.append(request)
+                continue
+            start, known = at, len(resized)
+            try:
+                for piece in request.pieces():
+                    if piece.shape[1:3] == size:
+                        host[at : at + len(piece)] = piece
+                    else:
+                        resized.append((at, self._resized(piece)))
+                    at += len(piece)
+            except PenstockError as e:
+                at = start
+                del resized[known:]
+                errors.append(e)
+            else:
+                errors.append(None)
+        return at, resized, errors
+
+    def _resized(self, frames: Array) -> torch.Tensor:
+        """uint8 `[n, height, width, 3]` on the device: antialiased, equal to Pillow's within one level."""
+        step = max(1, _RESIZE_BYTES // frames[0].nbytes)
+        parts = []
+        for start in range(0, len(frames), step):
+            part = torch.from_numpy(np.array(frames[start : start + step])).to(self._device).permute(0, 3, 1, 2)
+            size = (self._looks.height, self._looks.width)
+            if self._cuda:  # there are no whole numbers for it there
+                floats = interpolate(part.float(), size, mode=self._looks.kernel, antialias=True, align_corners=False)
+                small = floats.round_().clamp_(0, 255).to(torch.uint8)
+            else:
+                small = interpolate(part, size, mode=self._looks.kernel, antialias=True, align_corners=False)
+            parts.append(small.permute(0, 2, 3, 1))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -1,0 +1,128 @@
+"""One run of the demo: a server in a process of its own, the held-out images sent to it, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from penstock.cli.demo.digits import data, encode
+from penstock.cli.measuring import run_async
+from penstock.client.endpoint import parse_url
+from penstock.perf.bench.ask import ask
+from penstock.perf.bench.figures import percentile
+from penstock.perf.bench.load import closed_loop, http_request
+from penstock.perf.bench.page import read_page
+from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT
+from penstock.perf.bench.server import ServerProcess
+
+Show = Callable[[float, int], None]
+"""Called a few times a second with the share that is done, from 0 to 1, and the number of answers."""
+
+PATH = "/predictions/digits"
+_FAILED = {
+    LOST: "the connection was lost",
+    REFUSED: "no connection to the server",
+    TIMED_OUT: "no answer within a minute",
+}
+
+
+class Answer(msgspec.Struct):
+    """What the model answers to one image."""
+
+    digit: int
+    probability: float
+
+
+@dataclass
+class Row:
+    """The figures of one run. `failures` counts the requests that were not answered with a digit, by reason."""
+
+    accuracy: float
+    rate: float
+    p50_ms: float
+    p99_ms: float
+    mean_batch: float
+    failures: Counter[str]
+
+
+def make_server(policy: str, port: int = 0) -> ServerProcess:
+    """`penstock serve` with the digits model and the given policy, not started yet."""
+    # one thread: a network this small only loses time handing its pieces to others, most of all on a busy machine
+    sets = ("models.digits.threads=1", f"models.digits.batching.policy={policy}")
+    return ServerProcess(
+        ["penstock.cli.demo.digits:Digits", *(word for text in sets for word in ("--set", text))], port=port
+    )
+
+
+def _batches(server: ServerProcess) -> tuple[float, float]:
+    """How many rows were run so far, and in how many batches."""
+    page = read_page(ask(parse_url(server.urls["metrics"]), "GET", "/metrics").body.decode(), "")
+    return page.sums.get("rows_sum", 0.0), page.sums.get("rows_count", 0.0)
+
+
+class Trial:
+    """The held-out images as PNG requests, and their labels. Raises PenstockError without OpenCV."""
+
+    def __init__(self) -> None:
+        heldout = data("heldout.npz")
+        self.images, self.labels = heldout["images"], heldout["labels"].tolist()
+        self._pngs = [encode(image) for image in self.images]
+
+    def sample(self) -> str:
+        """The first image as the JSON body of a request."""
+        return json.dumps(self.images[0].tolist(), separators=(",", ":"))
+
+    def run(self, server: ServerProcess, connections: int, requests: int | None, seconds: float, show: Show) -> Row:
+        """One uncounted pass over the images, then the counted run. Raises PenstockError if the server is lost."""
+        endpoint = parse_url(server.urls["inference"])
+        decode = msgspec.json.Decoder(Answer).decode
+        failures: Counter[str] = Counter()
+        right = 0
+
+        def check(number: int, status: int, body: bytes) -> bool:
+            nonlocal right
+            if status != 200:
+                failures[f"status {status}: {body[:200].decode(errors='replace')}"] += 1
+                return False
+            try:
+                right += decode(body).digit == self.labels[number]
+            except msgspec.DecodeError as error:
+                failures[f"{error}: {body[:200].decode(errors='replace')}"] += 1
+            return True
+
+        def told(elapsed_s: float, answers: int) -> None:
+            show(elapsed_s / seconds if seconds else answers / at_least, answers)
+
+        posts = [http_request(endpoint, "POST", PATH, {"Content-Type": "image/png"}, png) for png in self._pngs]
+        at_least = requests or 1
+        send = partial(closed_loop, endpoint, posts, concurrency=connections, whole_passes=True, check=check)
+        warm = run_async(send(at_least=1))
+        rows, batches = _batches(server)
+        right = 0
+        counted = run_async(send(at_least=at_least, seconds=seconds, on_progress=told))
+        more_rows, more_batches = _batches(server)
+        for status in (*warm.status, *counted.status):
+            if status in _FAILED:
+                failures[_FAILED[status]] += 1
+        latencies_s = sorted(took for took, s in zip(counted.latency_s, counted.status, strict=True) if s > 0)
+        return Row(
+            accuracy=right / max(1, len(latencies_s)),
+            rate=len(latencies_s) / counted.seconds,
+            p50_ms=percentile(latencies_s, 0.5) * 1e3,
+            p99_ms=percentile(latencies_s, 0.99) * 1e3,
+            mean_batch=(more_rows - rows) / max(1.0, more_batches - batches),
+            failures=failures,
+        )
+
+
+def forward_terminations() -> None:
+    """Makes SIGTERM and SIGHUP end this process as Ctrl-C does, so that its server is stopped too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with "&"
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))

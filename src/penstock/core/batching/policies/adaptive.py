@@ -1,0 +1,295 @@
+"""Adaptive: the default. Work-conserving, with four learned refinements; nothing has to be configured.
+
+1. An idle slot is held only to *stagger* several slots or to *regroup* a closed loop, at most t(min(n*, a/b))/m.
+2. With deadlines: the largest batch that enough waiting rows can bear; tighter heads stay for another slot.
+3. A batch that an urgent request leads is filled by lower classes only as far as their throughput needs it.
+4. What cannot be in time is dropped; when the queue as a whole cannot, the oldest of the lowest class go first.
+5. t(n) = a + b*n is measured (`cost.py`). m slots, n* the batch of the even schedule: lam*a / (m - lam*b).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil
+
+from penstock.core.batching.entry import INF, Entry
+from penstock.core.batching.policies.base import Choice, Drop, Running, Take, View, WaitUntil
+
+BINS = 8  # of the time a/m after a completion, in which a closed loop's clients return
+EDGE = 1e-6  # of a bin: a timer set to its end, rounded, is at its end
+RATE_WINDOW = 32  # arrivals over which the rate is measured
+CLOSED = 0.4  # share of the served rows that must come straight back
+MOST = 0.8  # a hold must bring so much of all that can still be expected
+SPEED = 0.93  # of a full batch: what lower classes may fill a batch for that an urgent request leads
+GATE = 1.2  # stagger only while n* <= GATE * (1 - 1/m) * a/b: beyond, greedy batches are large anyway
+
+
+class Returns:
+    """When the rows of a completed batch come back: arrivals per completed row, a bin per 1/8 of a/m."""
+
+    __slots__ = (
+        "_arrived",
+        "_excess",
+        "_rate",
+        "_seen",
+        "_served",
+        "closed",
+        "counts",
+        "rounds",
+        "rows",
+        "since_s",
+        "width",
+    )
+
+    def __init__(self) -> None:
+        self.since_s = -INF  # the last completion
+        self.rows = 0  # rows that it answered
+        self.width = 0.0  # of a bin, seconds; 0 while the set-up cost is not known
+        self.counts = [0] * BINS  # rows that arrived since, by bin
+        self.rounds = 0
+        self.closed = 0.0  # share of the served rows that come back at once, beyond the mean rate
+        self._rate = 0.0  # mean rate when the last completion came, rows a second
+        self._arrived, self._served, self._excess = [0.0] * BINS, [0.0] * BINS, [0.0] * BINS
+        self._seen = 0.0
+
+    def learn(self, now: float) -> None:
+        """Closes the round that the last completion opened; only the bins that are over count."""
+        gain, slow = max(0.1, 1 / (self.rounds + 1)), max(0.05, 1 / (self.rounds + 1))
+        self._seen += slow * (self.rows - self._seen)
+        cum = 0
+        for j in range(BINS):
+            end = self.width * (j + 1)
+            if now - self.since_s < end * (1 - EDGE):
+                break
+            cum += self.counts[j]
+            self._arrived[j] += gain * (self.counts[j] - self._arrived[j])
+            self._served[j] += gain * (self.rows - self._served[j])
+            self._excess[j] += slow * (cum - self._rate * end - self._excess[j])
+        self.rounds += 1
+        self.closed = max(self._excess) / self._seen
+
+    def open(self, rows: int, width: float, rate: float, now: float) -> None:
+        """Begins a round: a batch of `rows` rows was answered now."""
+        self.since_s, self.rows, self.width, self._rate = now, rows, width, rate
+        self.counts = [0] * BINS
+
+    def expected(self, served: int, j: int, left_s: float, room: float) -> list[tuple[float, float]]:
+        """(D, rows of the `served` ones that return in the next D seconds, at most `room`), to the end of each bin
+        from `j` on."""
+        rows, ahead, out = 0.0, 0.0, []
+        for i in range(j, BINS):
+            part = left_s if i == j else self.width
+            if self._served[i] > 0:
+                rows += served * self._arrived[i] / self._served[i] * part / self.width
+            ahead += part
+            out.append((ahead, min(rows, room)))
+        return out
+
+
+class Adaptive:
+    """See the module. `max_hold_s` caps every hold; 0 makes it strictly work-conserving."""
+
+    def __init__(self, max_hold_s: float | None = None) -> None:
+        self.max_hold_s = INF if max_hold_s is None else max_hold_s
+        self._returns = Returns()
+        self._times: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._rows: deque[int] = deque(maxlen=RATE_WINDOW)
+        self._peak = 0.0  # recent peak of the rows inside: the clients of a closed loop
+        self._batch = 1.0  # n*, for people
+        self._holds = {"stagger": 0, "regroup": 0}
+
+    # ---- learning
+
+    def on_arrival(self, entry: Entry, now: float) -> None:
+        self._times.append(now)
+        self._rows.append(entry.rows)
+        r = self._returns
+        if r.width > 0:
+            j = int((now - r.since_s) / r.width + EDGE)
+            if j < BINS:
+                r.counts[j] += entry.rows
+
+    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
+        r, cost = self._returns, view.cost
+        if r.width > 0:
+            r.learn(now)
+        self._peak = max(self._peak, view.inside_rows)
+        self._peak = max(view.inside_rows - batch.rows, self._peak - max(0.02 * self._peak, 0.1))  # clients that left
+        width = cost.a / max(1, view.slots) / BINS if cost.ready else 0.0
+        rate = self._rate(now) if len(self._times) > 7 else 0.0
+        r.open(batch.rows, width, rate if rate < INF else 0.0, now)
+
+    def _rate(self, now: float) -> float:
+        """Rows a second over the last arrivals."""
+        span = now - self._times[0]
+        return (sum(self._rows) - self._rows[0]) / span if span > 0 else INF
+
+    def even_batch(self, view: View, now: float) -> float:
+        """n*: every slot takes n* rows every t(n*), starts evenly spaced. 1 while the rate is not known."""
+        if len(self._times) < 8:
+            return 1.0
+        rate = self._rate(now)
+        room = view.slots - rate * view.cost.b
+        return view.max_rows if room <= 0 else min(view.max_rows, rate * view.cost.a / room)
+
+    # ---- release
+
+    def select(self, view: View, now: float) -> Choice:
+        bucket, cost = view.bucket, view.cost
+        if bucket.finite:
+            late = self._hopeless(view, now)
+            if late:
+                return Drop(late, "expired")
+            surplus = self._surplus(view, now)
+            if surplus:
+                return Drop(surplus, "overload")
+        if not view.idle:
+            return None
+        self._peak = max(self._peak, view.inside_rows)
+        most = min(view.max_rows, bucket.rows)
+        few = self._led(view, most, now) if bucket.low and cost.ready else most
+        rows, until_s = self._bearable(view, few, now)
+        if rows < 1:
+            return None
+        if rows >= view.max_rows or not cost.ready:
+            full = rows >= view.max_rows
+            return Take(rows, until_s, full, fill=True, reason="full" if full else "all that waits")
+        if rows == few < most:
+            return Take(rows, until_s, fill=True, reason="urgent")
+        if rows < bucket.rows:
+            return Take(rows, until_s, reason="deadline")
+        wake = self._hold(view, rows, now + view.ahead_s)
+        if view.ahead:
+            return None if wake else Take(rows, until_s, reason="ahead")
+        if wake:
+            return WaitUntil(wake)
+        if view.idle > 1:
+            parts = min(view.idle, max(1, int(bucket.rows / max(1.0, cost.knee))))
+            return Take(ceil(rows / parts), until_s, reason="spread" if parts > 1 else "all that waits")
+        return Take(rows, until_s, reason="all that waits")
+
+    def _hopeless(self, view: View, now: float) -> list[Entry]:
+        """Entries that would be late even alone and at once."""
+        bucket, cost = view.bucket, view.cost
+        if not cost.ready:
+            return bucket.tight(now)
+        if bucket.rows == len(bucket.entries):
+            return bucket.tight(now + cost.high(1))
+        most = view.max_rows
+        return [e for e in bucket.tight(now + cost.high(most)) if e.deadline_s < now + cost.high(min(e.rows, most))]
+
+    def _surplus(self, view: View, now: float) -> list[Entry]:
+        """Entries to give up, because even at full speed the last one would be late. The oldest go: what is left is
+        fresher. Judged only where every entry has a deadline, which then is its place in the queue."""
+        bucket, cost, full = view.bucket, view.cost, view.max_rows
+        if bucket.loose or not cost.ready or bucket.rows <= full:
+            return []
+        t = cost.t(full)
+        fit = (bucket.keys[-1] - now - t) * view.slots - view.busy_s  # slot time before the last batch must start
+        surplus = bucket.rows - max(full, int(fit / t * full) + full)
+        if surplus <= 0:
+            return []
+        out: list[Entry] = []
+        order = bucket.entries if not bucket.low else sorted(bucket.entries, key=lambda e: -e.priority)
+        for e in order:
+            if surplus < e.rows:
+                break
+            out.append(e)
+            surplus -= e.rows
+        return out
+
+    def _led(self, view: View, most: int, now: float) -> int:
+        """Rows of the batch, `most` or less: lower classes fill one that an urgent request leads only until it runs
+        `SPEED` as many rows a second as a full one, and not at all if that would make the leader late."""
+        bucket, cost, full = view.bucket, view.cost, view.max_rows
+        leader = bucket.entries[0]
+        urgent = 0
+        for entry in bucket.entries:
+            if entry.priority > leader.priority:
+                break
+            urgent += entry.rows
+            if urgent >= most:
+                return most
+        enough = ceil(SPEED * cost.a * full / (cost.a + (1 - SPEED) * cost.b * full))
+        late = leader.deadline_s < now + view.ahead_s + cost.high(enough)
+        return min(most, urgent if late else max(urgent, enough))
+
+    def _bearable(self, view: View, most: int, now: float) -> tuple[int, float]:
+        """(rows, earliest deadline): the largest batch, up to `most`, such that so many waiting rows can bear it."""
+        bucket, cost = view.bucket, view.cost
+        if not bucket.finite or not cost.ready:
+            return most, -INF
+        start = now + view.ahead_s
+        until = start + cost.high(most)
+        low, high = 0, most
+        if bucket.rows_bearing(until) >= most:
+            return most, until
+        while low < high:
+            mid = (low + high + 1) // 2
+            if bucket.rows_bearing(start + cost.high(mid)) >= mid:
+                low = mid
+            else:
+                high = mid - 1
+        return low, start + cost.high(low)
+
+    # ---- holding
+
+    def _hold(self, view: View, rows: int, now: float) -> float:
+        """When to look again, if the `rows` that wait are to be held at `now`; else 0. For a batch that would be sent
+        ahead, `now` is when the running one ends: what is worth a hold then must not be sent before."""
+        cost, m = view.cost, view.slots
+        if not self.max_hold_s or cost.a <= 0:
+            return 0.0
+        even = self.even_batch(view, now) if m > 1 else 0.0
+        most = min(cost.t(min(even, cost.knee)) / m, self.max_hold_s)
+        end = min(view.held_s, now) + most
+        if now >= end:
+            return 0.0
+        wake = self._stagger(view, rows, even, most, now)
+        kind = "stagger"
+        if not wake:
+            wake, kind = self._regroup(view, rows, now), "regroup"
+        wake = min(wake, end)
+        if wake <= now or wake >= view.bucket.entries[0].expires_s:
+            return 0.0
+        if view.held_s >= now and not view.ahead:
+            self._batch = even
+            self._holds[kind] += 1
+        return wake
+
+    def _stagger(self, view: View, rows: int, even: float, most: float, now: float) -> float:
+        cost, m, head = view.cost, view.slots, view.bucket.entries[0]
+        if m < 2 or rows >= even or even > GATE * (1 - 1 / m) * cost.knee:
+            return 0.0
+        due = head.arrival_s + most
+        return due if now < due and due + cost.high(rows + 1) <= head.deadline_s else 0.0
+
+    def _regroup(self, view: View, rows: int, now: float) -> float:
+        cost, r, deadline = view.cost, self._returns, view.bucket.entries[0].deadline_s
+        since, served, inside = now - r.since_s, r.rows, view.inside_rows
+        if view.ahead:  # the running batch has just been answered
+            since, served, inside = 0.0, view.ahead_rows, inside - view.ahead_rows
+        if r.width <= 0 or r.rounds < 5 or r.closed < CLOSED or self._peak < view.slots + 0.5:
+            return 0.0
+        j = int(since / r.width + EDGE)
+        room = min(view.max_rows - rows, self._peak - inside)
+        if j >= BINS or room < 0.5:
+            return 0.0
+        left = r.width * (j + 1) - since
+        expected = r.expected(served, j, left, room)
+        for ahead, back in expected:
+            pays = back * cost.a * (1 - EDGE) > rows * view.slots * ahead  # often nearly equal: not by rounding, then
+            if back >= 0.5 and pays and back >= MOST * expected[-1][1]:
+                late = deadline < INF and now + ahead + cost.high(rows + back) > deadline
+                return 0.0 if late else now + left
+        return 0.0
+
+    def explain(self) -> dict[str, object]:
+        """Keys: n_star (at the last hold), holds_by_kind, closed_share, clients."""
+        return {
+            "policy": "adaptive",
+            "n_star": self._batch,
+            "holds_by_kind": dict(self._holds),
+            "closed_share": self._returns.closed,
+            "clients": self._peak,
+        }

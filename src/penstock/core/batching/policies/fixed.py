@@ -1,0 +1,37 @@
+"""Fixed: a size and a delay, as ServiceStreamer, TorchServe and Triton have it."""
+
+from __future__ import annotations
+
+from penstock.core.batching.entry import Entry
+from penstock.core.batching.policies.base import Choice, Running, Take, View, WaitUntil
+
+DEFAULT_DELAY_S = 0.1
+
+
+class Fixed:
+    """Sends a batch when it is full, when its head is `max_hold_s` old, or when the head's time would run out. With 0
+    it is greedy: all that waits, at once."""
+
+    def __init__(self, max_hold_s: float = DEFAULT_DELAY_S) -> None:
+        self.max_hold_s = max_hold_s
+
+    def on_arrival(self, entry: Entry, now: float) -> None:
+        pass
+
+    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
+        pass
+
+    def select(self, view: View, now: float) -> Choice:
+        if not view.idle:
+            return None
+        if view.bucket.rows >= view.max_rows:
+            return Take(view.max_rows, full=True, reason="full")
+        head, cost = view.bucket.entries[0], view.cost
+        last = min(head.deadline_s, head.expires_s) - (cost.high(view.bucket.rows) if cost.ready else 0.0)
+        due = min(head.arrival_s + self.max_hold_s, last)
+        if now >= due:
+            return Take(view.max_rows, reason="delay")
+        return WaitUntil(due)
+
+    def explain(self) -> dict[str, object]:
+        return {"policy": "fixed", "max_hold_s": self.max_hold_s}

@@ -1,0 +1,22 @@
+"""Unbatched: every request alone."""
+
+from __future__ import annotations
+
+from penstock.core.batching.entry import Entry
+from penstock.core.batching.policies.base import Choice, Running, Take, View
+
+
+class Unbatched:
+    """One request a batch, as soon as a slot is idle."""
+
+    def on_arrival(self, entry: Entry, now: float) -> None:
+        pass
+
+    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
+        pass
+
+    def select(self, view: View, now: float) -> Choice:
+        return Take(1, full=True, reason="unbatched") if view.idle else None
+
+    def explain(self) -> dict[str, object]:
+        return {"policy": "none"}

@@ -1,0 +1,346 @@
+"""Room: all that waits. Buckets, split requests, re-runs, and the ends of waiting; every request leaves it once."""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from msgspec import Struct
+
+from penstock.core.batching.entry import INF, Entry, Event, Expire, Fail
+from penstock.core.batching.queues import Bucket, Ends
+from penstock.core.batching.split import Split, cut, cut_off
+from penstock.core.batching.states import SOURCES, EntryState, move
+
+FILL = 8  # a request is cut where more than this part of a batch would stay empty: each part costs a decoding
+
+_WAITING, _RUNNING = int(EntryState.WAITING), int(EntryState.RUNNING)
+_RUNNABLE = SOURCES[EntryState.RUNNING]
+
+
+class Rerun(Struct, eq=False):
+    """Entries to be sent as they are: a half of a batch that killed a worker, to another slot than `avoid` if one is
+    idle."""
+
+    entries: list[Entry]
+    avoid: int
+
+
+class Room:
+    """The waiting entries of one Scheduler. No entry has more than `max_rows` rows: larger ones wait as parts.
+
+    `events` collects what the next poll has to tell. `waiting` are the requests that wait, at least in part. `dirty`
+    are the buckets that got an entry with a deadline since they were last looked at.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.waiting: dict[int, Entry] = {}
+        self.rows = 0
+        self.nbytes = 0
+        self.reruns: deque[Rerun] = deque()
+        self._rerun_rows = self._most_rows = 0  # of all re-runs: now, and at most since there were none
+        self.ends = Ends(_WAITING)
+        self.events: list[Event] = []
+        self.dirty: dict[str, None] = {}
+        self.buckets: dict[str, Bucket] = {}  # none is empty
+        self._heads: list[tuple[float, int, str]] = []  # heap of bucket heads; stale ones are skipped
+        self._splits: dict[int, Split] = {}
+        self._rerun_of: dict[int, Rerun] = {}  # id() of an entry -> the half that holds it
+        self._seq = 0
+
+    # ---- in
+
+    def add(self, entry: Entry) -> None:
+        """Lets a new request wait. Its virtual deadline is set."""
+        self._seq += 1
+        entry.seq = self._seq
+        self.waiting[entry.id] = entry
+        self.rows += entry.rows
+        self.nbytes += entry.nbytes
+        if entry.rows > self.max_rows:
+            for part in self._cut(entry, cut(entry, self.max_rows)):
+                self._push(part)
+        else:
+            assert entry.state == 0, f"request {entry.id} was offered before"
+            entry.state = _WAITING
+            self._push(entry)
+
+    def _push(self, entry: Entry) -> None:
+        name = entry.bucket
+        bucket = self.buckets.get(name)
+        if bucket is None:
+            bucket = self.buckets[name] = Bucket(name)
+        if bucket.push(entry):
+            heappush(self._heads, (entry.vdeadline_s, entry.seq, name))
+        self.ends.add(entry)
+        if entry.deadline_s != INF:
+            self.dirty[name] = None
+
+    def _cut(self, entry: Entry, parts: list[Entry]) -> list[Entry]:
+        """`parts`, that wait instead of `entry`; not yet in any queue."""
+        root = entry.parent or entry
+        split = self._splits.get(root.id)
+        if split is None:
+            split = self._splits[root.id] = Split(root, [], rows_left=root.rows)
+        if entry.parent is not None:
+            split.waiting.remove(entry)
+        move([entry], EntryState.SPLIT)
+        move(parts, EntryState.WAITING)
+        split.waiting += parts
+        return parts
+
+    def resize(self, max_rows: int) -> None:
+        """Sets the most rows of an entry; what has become too large is cut, in its place."""
+        smaller, self.max_rows = max_rows < self.max_rows, max_rows
+        if not smaller:
+            return
+        for bucket in list(self.buckets.values()):
+            for entry in [e for e in bucket.entries if e.rows > max_rows]:
+                bucket.remove(entry)
+                for part in reversed(self._cut(entry, cut(entry, max_rows))):
+                    bucket.push_back(part)
+                    self.ends.add(part)
+            self._touch(bucket)
+        for rerun in self.reruns:
+            fitting: list[Entry] = []
+            for entry in rerun.entries:
+                if entry.rows <= max_rows:
+                    fitting.append(entry)
+                    continue
+                del self._rerun_of[id(entry)]
+                for part in self._cut(entry, cut(entry, max_rows)):
+                    self._rerun_of[id(part)] = rerun
+                    self.ends.add(part)
+                    fitting.append(part)
+            rerun.entries = fitting
+
+    def put_back(self, entries: list[Entry], halves: int, avoid: int) -> None:
+        """Lets entries wait again that were running: as `halves` exact groups, or, with 0, in their old places."""
+        move(entries, EntryState.WAITING)
+        fitting: list[Entry] = []
+        for e in entries:
+            root = e.parent or e
+            if root.id not in self.waiting:
+                self.waiting[root.id] = root
+                self.nbytes += root.nbytes
+            if e.parent is not None:
+                self._splits[e.id].waiting.append(e)
+            self.rows += e.rows
+            small = e.rows <= self.max_rows  # else the ceiling sank while it ran
+            fitting += [e] if small else self._cut(e, cut(e, self.max_rows))
+        for e in fitting:
+            self.ends.add(e)
+        if halves:
+            size = -(-len(fitting) // halves)
+            self._most_rows = self._most_rows if self._rerun_rows else 0
+            for i in range(0, len(fitting), size):
+                rerun = Rerun(fitting[i : i + size], avoid)
+                self.reruns.append(rerun)
+                self._rerun_rows += sum([e.rows for e in rerun.entries])
+                self._rerun_of.update((id(e), rerun) for e in rerun.entries)
+            self._most_rows = max(self._most_rows, self._rerun_rows)
+        else:
+            for e in reversed(fitting):
+                bucket = self.buckets.setdefault(e.bucket, Bucket(e.bucket))
+                if bucket.push_back(e):
+                    heappush(self._heads, (e.vdeadline_s, e.seq, e.bucket))
+
+    # ---- who is next
+
+    def head(self) -> Bucket | None:
+        """The bucket whose head has the smallest virtual deadline."""
+        heads = self._heads
+        while heads:
+            v, seq, name = heads[0]
+            bucket = self.buckets.get(name)
+            if bucket is not None and bucket.keys[0] == v and bucket.entries[0].seq == seq:
+                return bucket
+            heappop(heads)
+        return None
+
+    def _touch(self, bucket: Bucket) -> None:
+        """The head of a bucket may have changed; an empty bucket is forgotten."""
+        if bucket.keys:
+            heappush(self._heads, (bucket.keys[0], bucket.entries[0].seq, bucket.name))
+        else:
+            del self.buckets[bucket.name]
+
+    # ---- out, to a slot
+
+    def take(self, bucket: Bucket, rows: int, until_s: float, fill: bool) -> list[Entry]:
+        """Removes and returns entries of a bucket, see `Bucket.take`. They run now. `fill`: if an eighth of the rows
+        is left empty, a divisible entry of those that are too large for it is cut."""
+        entries = bucket.take(min(rows, self.max_rows), until_s)
+        left = min(rows, self.max_rows) - sum([e.rows for e in entries]) if fill else 0
+        if left * FILL > rows and (large := bucket.first(until_s)) is not None and large.divisible:
+            bucket.remove(large)
+            part, rest = self._cut(large, cut_off(large, left))
+            entries.append(part)
+            bucket.push_back(rest)
+            self.ends.add(rest)
+        self._touch(bucket)
+        return self._run(entries)
+
+    def take_rerun(self, rerun: Rerun) -> list[Entry]:
+        """Removes and returns as much of a re-run as fits a batch; the rest, if any, stays first."""
+        rows = count = 0
+        for e in rerun.entries:
+            rows += e.rows
+            if rows > self.max_rows:
+                break
+            count += 1
+        entries, rerun.entries = rerun.entries[:count], rerun.entries[count:]
+        self._rerun_rows -= sum([e.rows for e in entries])
+        for e in entries:
+            del self._rerun_of[id(e)]
+        if not rerun.entries:
+            self.reruns.remove(rerun)
+        return self._run(entries)
+
+    def take_reruns(self, rows: int, pieces: int) -> list[Entry]:
+        """As `take_rerun`, and more of the same bucket, up to so many rows and one of `pieces` of all there were."""
+        most = min(rows, self.max_rows, -(-self._most_rows // pieces))
+        taken = self.take_rerun(self.reruns[0])
+        left = most - sum([e.rows for e in taken])
+        while left > 0 and self.reruns and self.reruns[0].entries[0].bucket == taken[0].bucket:
+            left -= sum([e.rows for e in self.reruns[0].entries])
+            if left >= 0:
+                taken += self.take_rerun(self.reruns[0])
+        return taken
+
+    def _run(self, entries: list[Entry]) -> list[Entry]:
+        waiting, rows, nbytes = self.waiting, 0, 0
+        for e in entries:
+            assert e.state in _RUNNABLE
+            e.state = _RUNNING
+            rows += e.rows
+            if e.parent is None:
+                del waiting[e.id]
+                nbytes += e.nbytes
+            else:
+                split = self._splits[e.id]
+                split.waiting.remove(e)
+                split.running += 1
+                if not split.waiting:
+                    self._left(split.root)
+        self.rows -= rows
+        self.nbytes -= nbytes
+        return entries
+
+    def answered(self, entries: list[Entry], failed: frozenset[int]) -> list[int]:
+        """Ends entries that ran. Returns the ids of the split requests that ended with them."""
+        move(entries, EntryState.DONE)
+        ended = []
+        for part in entries:
+            if part.parent is None:
+                continue
+            split = self._splits[part.id]
+            split.running -= 1
+            split.rows_left -= part.rows
+            if part.id in failed and not split.over:
+                self._purge(split, None)
+            if not split.running and (split.over or not split.rows_left):
+                if split.verdict is None:
+                    ended.append(part.id)
+                self._close(split)
+        return ended
+
+    # ---- out, without an answer
+
+    def due(self, now: float) -> None:
+        """Ends what waits past its deadline or timeout."""
+        for e in self.ends.due(now):
+            if e.state == _WAITING:  # else purged a moment ago, with another part of its request
+                self.drop(e, Expire(e.id, "timeout" if e.expires_s < e.deadline_s else "expired"))
+        self.ends.compact(len(self.waiting))
+
+    def drop(self, entry: Entry, verdict: Event) -> None:
+        """Ends a request, of which `entry` waits, with an event."""
+        if entry.parent is not None:
+            split = self._splits[entry.id]
+            self._purge(split, verdict)
+            if not split.running:
+                self._close(split)
+        else:
+            self._remove(entry)
+            self._left(entry)
+            self._tell(verdict)
+
+    def cancel(self, id: int) -> bool:
+        """True: the request waited and is gone. False: a part of it runs (it ends later), or it does not wait."""
+        entry = self.waiting.get(id)
+        if entry is None:
+            return False
+        if entry.state == _WAITING:
+            self._remove(entry)
+            self._left(entry)
+            return True
+        split = self._splits[id]
+        self._purge(split, None)
+        if split.running:
+            return False
+        self._close(split)
+        return True
+
+    def lose(self, entries: list[Entry], died: bool, retry: bool) -> list[Entry]:
+        """The entries of a batch without an answer that may run again. If their worker `died` on them, those that were
+        in a death before fail, and all of them without `retry`."""
+        again: list[tuple[Entry, Split | None]] = []
+        for e in entries:
+            split = self._splits[e.id] if e.parent is not None else None
+            if split is not None:
+                split.running -= 1
+            if (split is None or not split.over) and not (died and (e.deaths or not retry)):
+                e.deaths += died
+                again.append((e, split))
+                continue
+            move([e], EntryState.DROPPED)
+            fail = Fail(e.id, "worker_died")
+            if split is None:
+                self._tell(fail)
+                continue
+            if not split.over:
+                self._purge(split, fail)
+            if not split.running:
+                split.verdict = split.verdict or fail  # after a failed part or a cancel: this batch tells no more
+                self._close(split)
+        move([e for e, split in again if split is not None and split.over], EntryState.DROPPED)
+        return [e for e, split in again if split is None or not split.over]
+
+    def _remove(self, entry: Entry) -> None:
+        """Takes an entry out of the place where it waits."""
+        rerun = self._rerun_of.pop(id(entry), None)
+        if rerun is not None:
+            rerun.entries.remove(entry)
+            self._rerun_rows -= entry.rows
+            if not rerun.entries:
+                self.reruns.remove(rerun)
+        else:
+            bucket = self.buckets[entry.bucket]
+            bucket.remove(entry)
+            self._touch(bucket)
+        self.rows -= entry.rows
+        move([entry], EntryState.DROPPED)
+
+    def _left(self, request: Entry) -> None:
+        """Nothing of a request waits any more."""
+        if self.waiting.pop(request.id, None) is not None:
+            self.nbytes -= request.nbytes
+
+    def _purge(self, split: Split, verdict: Event | None) -> None:
+        """Ends the waiting of all parts. The request is to be closed as soon as nothing of it runs."""
+        for part in split.waiting:
+            self._remove(part)
+        split.waiting = []
+        self._left(split.root)
+        split.over, split.verdict = True, verdict
+
+    def _close(self, split: Split) -> None:
+        del self._splits[split.root.id]
+        move([split.root], EntryState.DROPPED if split.over else EntryState.DONE)
+        if split.verdict is not None:
+            self._tell(split.verdict)
+
+    def _tell(self, verdict: Event) -> None:
+        self.events.append(verdict)

@@ -1,0 +1,384 @@
+"""Scheduler: which entries become which batch, when, on which slot. A state machine that is told the time.
+
+`room.py` holds what waits, `slots.py` what runs, and the policy decides how many go, when, and what is given up. Here
+they meet: bounds, the turn (`poll`), sending ahead, re-runs after a death, and the ceiling learned from out-of-memory.
+Nothing reads a clock, waits or draws lots: the same calls give the same events.
+"""
+
+from __future__ import annotations
+
+from penstock.core.batching.cost import Cost
+from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Expire, Outcome, Shed
+from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Running, Take, View, WaitUntil
+from penstock.core.batching.queues import Bucket
+from penstock.core.batching.room import Room
+from penstock.core.batching.slots import BRIEF_S, Slots
+from penstock.core.batching.states import EntryState
+from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
+
+CEILING_S = 600.0
+"""How long an out-of-memory is remembered: other users of the device come and go."""
+RERUNS = 8
+"""What was on a wide slot that died is run again in about so many pieces: each has a slot for itself, one after the
+other, and fails as a whole if that dies again."""
+KEPT = 8
+"""One part in so many of the queue is for the most urgent class: a bulk job that fills the rest refuses nobody else."""
+
+
+class Scheduler:
+    """See the module. `max_queue` counts rows, `depth` batches may be on a slot. In the order of service a request has
+    the budget `horizon_s` + `priority[class]` (the last one holds for higher classes too), or its deadline if earlier.
+    Parts of a request larger than the batch are Entries with its id, `parent` and `start`."""
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        *,
+        max_batch_size: int,
+        max_queue: int,
+        max_queue_bytes: int,
+        depth: int = 1,
+        idempotent: bool = True,
+        priority: tuple[float, ...] = (0.0,),
+        horizon_s: float = 30.0,
+    ) -> None:
+        if not horizon_s < INF or not priority or max_batch_size < 1:
+            raise ValueError("expected a finite horizon_s, at least one priority class and max_batch_size >= 1")
+        self._policy = policy
+        self._cost = Cost()
+        self._slots = Slots(self._cost, depth)
+        self._room = Room(max_batch_size)
+        self._view = View(Bucket(""), self._cost, max_rows=max_batch_size)
+        self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
+        self._depth, self._idempotent = depth, idempotent
+        self._budgets = [horizon_s + extra for extra in priority]
+        self._max_batch_size = max_batch_size
+        self._ceiling: int | None = None
+        self._ceiling_end_s = INF
+        self._running_rows = 0
+        self._batch_id = 0
+        self._held_since_s = INF
+        self._holds, self._held_s = 0, 0.0
+        self._wake_s = INF
+
+    # ---- what others may know
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait, at least in part."""
+        return len(self._room.waiting)
+
+    @property
+    def queued_rows(self) -> int:
+        return self._room.rows
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._room.nbytes
+
+    @property
+    def running(self) -> int:
+        """Batches on slots."""
+        return len(self._slots.running)
+
+    @property
+    def running_rows(self) -> int:
+        """Rows of the batches on slots."""
+        return self._running_rows
+
+    def next_end(self) -> tuple[float, int]:
+        """(when the first of the batches on slots is predicted to end, its rows); (INF, 0) while nothing runs."""
+        return min(((batch.end_s, batch.rows) for batch in self._slots.running.values()), default=(INF, 0))
+
+    def seconds(self, rows: int) -> float:
+        """Predicted seconds of a batch; 0 while nothing was learned."""
+        return self._cost.t(rows) if self._cost.ready else 0.0
+
+    @property
+    def wake_at(self) -> float | None:
+        """When poll could change its mind unasked; None: only after an event."""
+        wake = min(self._wake_s, self._room.ends.next())
+        return wake if wake < INF else None
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most rows of a batch; while an out-of-memory is remembered, batches are smaller (`explain`)."""
+        return self._max_batch_size
+
+    @property
+    def max_queue(self) -> int:
+        """Most rows that may wait. A smaller one drops nothing: it refuses until there is room."""
+        return self._max_queue
+
+    @max_queue.setter
+    def max_queue(self, rows: int) -> None:
+        if rows < 1:
+            raise ValueError(f"max_queue must be at least 1, found {rows}")
+        self._max_queue = rows
+
+    def prime(self, samples: list[tuple[int, float]]) -> None:
+        """Learns from (rows, seconds) of warm-up runs."""
+        for rows, seconds in samples:
+            self._cost.add(rows, seconds)
+
+    def drain_s(self) -> float | None:
+        """Predicted seconds until all that waits now would have run; None while it cannot be told."""
+        slots, full = self._slots.up, self._view.max_rows
+        if not self._cost.ready or not slots:
+            return None
+        return self._room.rows / full * self._cost.t(full) / slots
+
+    def explain(self) -> dict[str, object]:
+        """Why batches are as they are: the learned model, holds, the ceiling; and the policy's own."""
+        cost = self._cost
+        return {
+            "a_s": cost.a,
+            "b_s": cost.b,
+            "upper_ratio": cost.ratio,
+            "ready": cost.ready,
+            "handover_s": self._slots.handover_s,
+            "max_batch_size": self._max_batch_size,
+            "ceiling": self._ceiling,
+            "slots": self._slots.up,
+            "holds": self._holds,
+            "held_s": self._held_s,
+            **self._policy.explain(),
+        }
+
+    # ---- events
+
+    def offer(self, entry: Entry, now: float) -> None:
+        """Queues a request. Raises QueueFull at once; BadRequest, PayloadTooLarge if it could never be queued."""
+        room = self._room
+        rows, priority, budgets = entry.rows, entry.priority, self._budgets
+        most, most_bytes = self._max_queue, self._max_queue_bytes
+        if priority:
+            most, most_bytes = most - most // KEPT, most_bytes - most_bytes // KEPT
+        if rows < 1 or room.rows + rows > most or room.nbytes + entry.nbytes > most_bytes:
+            self._refuse(entry, most, most_bytes)
+        v = entry.arrival_s + budgets[priority if priority < len(budgets) else -1]
+        entry.vdeadline_s = v if v < entry.deadline_s else entry.deadline_s
+        room.add(entry)
+        self._policy.on_arrival(entry, now)
+
+    def _refuse(self, entry: Entry, most: int, most_bytes: int) -> None:
+        rows, room = entry.rows, self._room
+        if rows < 1:
+            raise BadRequest(f"the request has {rows} rows, expected at least 1")
+        if rows > most:
+            raise BadRequest(f"the request has {rows} rows, more than the queue may hold ({most}): send it in pieces")
+        if entry.nbytes > most_bytes:
+            raise PayloadTooLarge(f"the request has {entry.nbytes} bytes, more than the queue may hold ({most_bytes})")
+        full = f"{room.rows} of {most} rows, {room.nbytes} of {most_bytes} bytes"
+        raise QueueFull(f"the queue is full ({full} wait): try again later", retry_after_s=self.drain_s())
+
+    def cancel(self, id: int, now: float) -> bool:
+        """True: the request waited and is gone, no event follows. False: it runs (at least a part of it; what waited is
+        gone) and ends later, or it is unknown."""
+        return self._room.cancel(id)
+
+    def slot_up(self, slot: int, now: float, width: int = 1) -> None:
+        """The slot can take batches: one after the other, or, with a `width` > 1, so many rows side by side."""
+        self._slots.raise_up(slot, width)
+
+    def slot_down(self, slot: int, now: float) -> None:
+        """The slot is gone. What was on it has been completed before, as died or lost."""
+        self._slots.take_down(slot)
+
+    def slot_retired(self, slot: int, now: float) -> None:
+        """The slot is taken away: it answers what it has, and gets nothing more. Once it is empty it is forgotten, and
+        its number may come up again."""
+        self._slots.retire(slot)
+
+    def answered(self, batch_id: int, entries: list[Entry], failed: frozenset[int]) -> list[int]:
+        """Some entries of a batch on a wide slot are answered, and not yet all. Returns the ids of the split requests
+        that ended with them."""
+        rows = sum([e.rows for e in entries])
+        self._slots.answered(batch_id, rows)
+        self._running_rows -= rows
+        return self._room.answered(entries, failed)
+
+    def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
+        """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
+        the caller gone; a request is told only when nothing of it runs any more. What a death ends is told by poll."""
+        answered = outcome.kind == "ok"
+        batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, outcome.prepare_s, now)
+        entries = [e for e in batch.entries if e.state == EntryState.RUNNING] if batch.wide else batch.entries
+        if outcome.oom is not None:
+            self._shrink(outcome.oom, now)
+        if answered:
+            if not batch.wide:
+                if outcome.oom is None:  # else it was run in pieces: not what a batch of this size takes
+                    self._cost.add(batch.rows, seconds)
+                self._see()
+                self._policy.on_complete(batch, seconds, self._view, now)
+            self._running_rows -= batch.rows
+            return self._room.answered(entries, outcome.failed)
+        self._running_rows -= batch.rows
+        died = outcome.kind == "died"
+        again = self._room.lose(entries, died, self._idempotent)
+        if again:
+            self._room.put_back(again, 2 if died else int(batch.exact), batch.slot)
+        return []
+
+    # ---- the turn
+
+    def poll(self, now: float) -> list[Event]:
+        """All that is to be done now. Asked again at the same time, it gives nothing."""
+        room = self._room
+        if not room.waiting and not room.events and not room.dirty and self._held_since_s == INF == self._ceiling_end_s:
+            self._wake_s = INF
+            return []
+        if now >= self._ceiling_end_s:
+            self._ceiling, self._ceiling_end_s = None, INF
+            self._resize()
+        room.due(now)
+        if room.dirty:
+            self._prune(now)
+        while room.waiting and self._place(now):
+            pass
+        if not room.waiting:
+            self._wake_s = INF
+        if self._held_since_s < INF and not (self._slots.idle and room.waiting):
+            self._held_s += now - self._held_since_s
+            self._held_since_s = INF
+        events, room.events = room.events, []
+        return events
+
+    def _see(self) -> None:
+        """Brings the view up to date."""
+        view = self._view
+        view.slots = self._slots.up
+        view.inside_rows = self._room.rows + self._running_rows
+
+    def _ask(self, bucket: Bucket, idle: int, now: float) -> Choice:
+        """The policy's choice for a bucket. A Drop is carried out: the queue has changed, look at it anew."""
+        view = self._view
+        self._see()
+        view.bucket, view.idle = bucket, idle
+        view.held_s = self._held_since_s if self._held_since_s < now else now
+        if bucket.finite:
+            view.busy_s = self._slots.busy_s(now)
+        choice = self._policy.select(view, now)
+        if type(choice) is Drop:
+            for entry in choice.entries:
+                if entry.state == EntryState.WAITING:  # else purged a moment ago, with another part of its request
+                    expired = choice.reason == "expired"
+                    self._room.drop(entry, Expire(entry.id, "expired") if expired else Shed(entry.id, "overload"))
+        return choice
+
+    def _prune(self, now: float) -> None:
+        """Lets the policy give up what cannot be in time, in buckets that got a deadline; also while all slots work."""
+        dirty, self._room.dirty = self._room.dirty, {}
+        for name in dirty:
+            while (bucket := self._room.buckets.get(name)) is not None:
+                if type(self._ask(bucket, 0, now)) is not Drop:
+                    break
+
+    def _place(self, now: float) -> bool:
+        """Sends one batch, or drops something; True: look again."""
+        room, idle = self._room, self._slots.idle
+        self._wake_s = INF
+        if not idle:
+            return self._depth > 1 and not room.reruns and self._send_ahead(now)
+        beside = 0
+        if room.reruns:
+            if self._rerun(now):
+                return True
+            beside = int(not any(running.exact for running in self._slots.running.values()))
+        bucket = room.head()
+        if bucket is None:
+            return False
+        choice = self._ask(bucket, len(idle), now)
+        if type(choice) is WaitUntil:
+            choice = self._hold(choice.t, bucket, now)
+            bucket = self._view.bucket
+        if type(choice) is not Take:
+            return type(choice) is Drop
+        slot = self._slots.roomiest(beside)
+        rows = choice.rows
+        if slot is not None and slot.width > 1:
+            first = bucket.first(choice.until_s)
+            rows = min(rows, slot.room)
+            if slot.batches and first is not None and first.rows > rows:
+                slot = None  # it gets the next room: nobody may overtake it for ever
+        if slot is None:
+            return False
+        self._dispatch(slot.number, room.take(bucket, rows, choice.until_s, choice.fill), choice.reason, now)
+        return True
+
+    def _rerun(self, now: float) -> bool:
+        """Sends some of what was in a death to a slot with nothing else on it: so it is known what ends that. False:
+        there is none; where no other one runs some, that with the most room is given nothing until it is empty."""
+        room = self._room
+        slot = self._slots.empty(room.reruns[0].avoid)
+        if slot is None:
+            return False
+        entries = room.take_rerun(room.reruns[0]) if slot.width == 1 else room.take_reruns(slot.width, RERUNS)
+        self._dispatch(slot.number, entries, "rerun", now, exact=True)
+        return True
+
+    def _hold(self, until_s: float, held: Bucket, now: float) -> Choice:
+        """Notes a hold. A full batch of another bucket does not wait for it: the choice for that bucket."""
+        assert until_s > now, f"a policy must wait for a later time than now, found {until_s} at {now}"
+        self._wake_s = until_s
+        if self._held_since_s == INF:
+            self._held_since_s = now
+            self._holds += 1
+        if self._room.rows - held.rows >= self._view.max_rows:
+            for bucket in self._room.buckets.values():
+                if bucket is not held and bucket.rows >= self._view.max_rows:
+                    return self._ask(bucket, len(self._slots.idle), now)
+        return None
+
+    def _send_ahead(self, now: float) -> bool:
+        """Sends a batch behind a running one: a full one, behind brief ones more of them; or any, when the running one
+        ends so soon that it would else not be ready. So does a full one with rows of a lower class: until then a more
+        urgent request may take their place."""
+        bucket = self._room.head()
+        if bucket is None:
+            return False
+        view = self._view
+        near = self._slots.nearest(now, self._cost.ready and bucket.rows >= view.max_rows)
+        if near is None:
+            return False
+        soon_s = near.end_s - self._slots.lead_s
+        soon = self._cost.ready and soon_s <= now
+        view.ahead, view.ahead_s, view.ahead_rows = True, max(0.0, near.end_s - now), near.rows
+        choice = self._ask(bucket, 1, now)
+        view.ahead, view.ahead_s, view.ahead_rows = False, 0.0, 0
+        if type(choice) is Take and (soon or (choice.full and self._keeps_place(bucket, near, now))):
+            entries = self._room.take(bucket, choice.rows, choice.until_s, choice.fill)
+            self._dispatch(near.slot, entries, choice.reason, now)
+            return True
+        if not soon and self._cost.ready:
+            self._wake_s = soon_s
+        return type(choice) is Drop
+
+    def _keeps_place(self, bucket: Bucket, near: Running, now: float) -> bool:
+        """Whether nothing that may still come should go before rows of a full batch, or the slot ends too soon."""
+        brief = self._depth > 2 and near.end_s <= now + BRIEF_S
+        urgent = len(bucket.entries) - bucket.low
+        return brief or not self._cost.ready or not bucket.low or urgent >= self._view.max_rows
+
+    def _dispatch(self, slot: int, entries: list[Entry], reason: str, now: float, exact: bool = False) -> None:
+        self._batch_id += 1
+        rows = sum([e.rows for e in entries])
+        batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
+        self._running_rows += rows
+        self._room.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.wide))
+
+    # ---- the ceiling
+
+    def _shrink(self, oom: tuple[int, int], now: float) -> None:
+        """Lowers the ceiling: `oom` is (fewest rows that ran out of memory, most rows that ran)."""
+        bad, good = oom
+        ceiling = max(1, good if good >= 0.8 * bad else (good + bad) // 2)
+        self._ceiling = ceiling if self._ceiling is None else min(ceiling, self._ceiling)
+        self._ceiling_end_s = now + CEILING_S
+        self._resize()
+
+    def _resize(self) -> None:
+        rows = self._max_batch_size if self._ceiling is None else min(self._max_batch_size, self._ceiling)
+        self._view.max_rows = rows
+        self._room.resize(rows)

@@ -1,0 +1,302 @@
+"""Batcher: the asyncio shell of one Scheduler. It owns the clock, the timer and the callers; it decides nothing.
+
+All methods run on the event loop's thread. A *turn* polls the scheduler and carries out what it says; turns follow an
+arrival, a completion, a slot's coming or going, or the timer, and those of one pass of the loop are one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from penstock.config.schema import BatchingConfig
+from penstock.core.batching.entry import INF, Dispatch, Entry, Expire, Fail, Outcome, Shed
+from penstock.core.batching.scheduler import Scheduler
+from penstock.core.batching.states import EntryState
+from penstock.core.engine.call import Call, Running, release
+from penstock.core.engine.joining import Joiner
+from penstock.core.engine.telling import Teller
+from penstock.core.engine.timer import Timer
+from penstock.core.engine.verdicts import error_of, reason_of
+from penstock.core.transports.base import Transport
+from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.serving.observe.base import Observer
+from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
+
+_DIVISIBLE = frozenset({"oip_binary"})  # codecs that decode some rows of a request without the others
+
+log = logging.getLogger("penstock.engine")
+
+
+class Batcher:
+    """Queues requests of one model version, and drives them as batches onto its transport."""
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        transport: Transport,
+        scheduler: Scheduler,
+        config: BatchingConfig,
+        observers: Sequence[Observer],
+    ) -> None:
+        self.name, self.version = name, version
+        self.scheduler = scheduler
+        self._transport = transport
+        self._config = config
+        self._joiner = Joiner(name, version)
+        self._teller = Teller(name, version, observers)
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, Call] = {}  # queued, or running at least in part
+        self._running: dict[int, Running] = {}
+        self._loop = asyncio.get_running_loop()
+        self._turn_due = False
+        self._timer = Timer(self._loop, self._turn)
+        self._closed = False
+        self._emptied: asyncio.Event | None = None  # made by drain()
+        self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: nothing is taken any more
+        self.on_dispatch: Callable[[Dispatch], None] | None = None  # a batch is about to be sent
+
+    # ---- requests
+
+    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int) -> Call:
+        """Queues one item. Raises what it is refused for; that is left to the caller to tell observers."""
+        now = time.monotonic()
+        config = self._config
+        budget = budget_s if budget_s is not None else INF
+        if budget <= 0:
+            raise DeadlineExceeded("the deadline had passed when the request arrived")
+        if config.slo_s is not None:
+            budget = min(budget, config.slo_s + config.priority[min(priority, len(config.priority) - 1)])
+        entry = Entry(
+            id=next(self._ids),
+            rows=item.rows,
+            nbytes=nbytes,
+            arrival_s=now,
+            deadline_s=now + budget,
+            expires_s=now + config.timeout_s,
+            priority=priority,
+            bucket=bucket,
+            divisible=item.codec in _DIVISIBLE,
+        )
+        call = Call(item, sink, entry, self._cancelled)
+        try:
+            self.scheduler.offer(entry, now)
+        except PenstockError:
+            raise
+        except Exception:  # it may be half in the queue: nobody must run it, its memory is about to be given back
+            self._break()
+            raise PenstockError("internal error") from None
+        self._waiting[entry.id] = call
+        if not self._turn_due:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+        return call
+
+    def _cancelled(self, call: Call) -> None:
+        """A caller left. Its payload is given back at once if no worker has it, or a part of it."""
+        now = time.monotonic()
+        if self.scheduler.cancel(call.entry.id, now):
+            self._left([call.entry.id], now)
+            self.wake()
+            return
+        running = self._running.get(call.batch_id)
+        if running is not None and running.dispatch.wide:
+            running.unwanted = True
+            self._abandon_unwanted(running)
+
+    def _left(self, requests: Iterable[int], now: float) -> None:
+        """Lets go of requests that have ended, and tells how: the only way out, once for each."""
+        ended = list(map(self._waiting.pop, requests))
+        for call in ended:
+            release(call.item)
+        self._teller.ended(ended, now)
+
+    @property
+    def pending(self) -> int:
+        """Requests that wait or run."""
+        return len(self._waiting)
+
+    # ---- turns
+
+    def wake(self) -> None:
+        """Asks for a turn in this pass of the loop."""
+        if not self._turn_due and not self._closed:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_due = False
+        if self._closed:
+            return
+        now = time.monotonic()
+        try:
+            events = self.scheduler.poll(now)
+            last = {e.slot: e.batch_id for e in events if isinstance(e, Dispatch)}  # of each slot
+            for event in events:
+                if isinstance(event, Dispatch):
+                    self._dispatch(event, now, more=last[event.slot] != event.batch_id)
+                else:
+                    self._dropped(event, now)
+            self._timer.at(self.scheduler.wake_at)
+        except Exception:
+            self._break()
+        if self._emptied is not None and not self._waiting:
+            self._emptied.set()
+
+    def _dispatch(self, dispatch: Dispatch, now: float, more: bool) -> None:
+        calls: list[Call] = []
+        items: list[Item] = []
+        for entry in dispatch.entries:
+            call = self._waiting[entry.id]  # parts have the id of their request
+            call.sent_s, call.batch_id = now, dispatch.batch_id
+            calls.append(call)
+            item = call.item
+            if entry.parent is not None:
+                stop = entry.start + entry.rows
+                item = msgspec.structs.replace(item, rows=entry.rows, start=entry.start, stop=stop)
+            if dispatch.wide and entry.deadline_s != INF:
+                item.budget_s = entry.deadline_s - now
+            items.append(item)
+        self._running[dispatch.batch_id] = Running(dispatch, calls, now)
+        if self.on_dispatch is not None:
+            self.on_dispatch(dispatch)
+        try:
+            self._transport.send(Batch(dispatch.batch_id, dispatch.slot, items, more), self._on_part)
+        except Exception:
+            log.exception("dispatch_failed model=%s batch=%d: its callers get an error", self.name, dispatch.batch_id)
+            bad = ItemResult(error=PenstockError("internal error"))
+            self._on_part(BatchPart(dispatch.batch_id, [bad] * len(items)))
+
+    def _dropped(self, event: Expire | Shed | Fail, now: float) -> None:
+        call = self._waiting.get(event.id)
+        if call is None:  # it had been answered, or its caller had left: it ended with its batch, in `_lost`
+            return
+        error = error_of(event, self._config.timeout_s)
+        if not isinstance(event, Fail):
+            error.retry_after_s = self.scheduler.drain_s()
+        call.settle(ItemResult(error=error), event.reason)
+        self._left([event.id], now)
+
+    # ---- answers
+
+    def _on_part(self, part: BatchPart) -> None:
+        running = self._running.get(part.batch_id)
+        if running is None:
+            return
+        if part.final or part.at is not None:
+            if part.final:
+                del self._running[part.batch_id]
+            try:
+                if part.error is not None:
+                    self._lost(running, part, part.error)
+                else:
+                    self._completed(running, part)
+                if not part.final and running.unwanted:
+                    self._abandon_unwanted(running)
+            except Exception:
+                self._break()
+            self.wake()
+            return
+        for call, entry, result in zip(running.calls, running.dispatch.entries, part.results, strict=True):
+            if result is None:
+                continue
+            if not result.final:
+                call.streamed = True
+                call.hand(result)
+                continue
+            self._note_failures(running, entry, call, result)
+            if entry.parent is None:
+                call.streamed = True
+                call.settle(result)
+            else:
+                call.keep(entry.start, result)
+        self._abandon_unwanted(running)
+
+    def _abandon_unwanted(self, running: Running) -> None:
+        if all(call.sink is None for call in running.calls):
+            self._transport.abandon(running.dispatch.slot, running.dispatch.batch_id)
+
+    def _completed(self, running: Running, part: BatchPart) -> None:
+        """A batch is answered, or some of it, of one beside others."""
+        now = time.monotonic()
+        whole: list[int] = []
+        calls, entries = running.calls, running.dispatch.entries
+        if part.at is not None:
+            calls, entries = [calls[i] for i in part.at], [entries[i] for i in part.at]
+        for call, entry, result in zip(calls, entries, part.results, strict=True):
+            if result is not None and (result.error is not None or call.item.many):
+                self._note_failures(running, entry, call, result)
+            if entry.parent is None:
+                call.settle(result or ItemResult())
+                whole.append(entry.id)
+            elif result is not None:
+                call.keep(entry.start, result)
+        self._left(whole, now)
+        batch_id, failed = running.dispatch.batch_id, frozenset(running.failed)
+        if part.final:
+            split = self.scheduler.complete(batch_id, Outcome("ok", part.run_s, failed, part.oom, part.prepare_s), now)
+        else:
+            split = self.scheduler.answered(batch_id, entries, failed)
+        if split:
+            for request in split:
+                call = self._waiting[request]
+                call.settle(self._joiner.join(call))
+            self._left(split, now)
+        if part.final:
+            self._teller.batch(running, part, now, "ok", self.scheduler.max_batch_size)
+
+    def _note_failures(self, running: Running, entry: Entry, call: Call, result: ItemResult) -> None:
+        running.failures += self._teller.failures(call, result)
+        if result.error is not None:
+            running.failed.add(entry.id)
+
+    def _lost(self, running: Running, part: BatchPart, error: PenstockError) -> None:
+        """The worker died. What nobody waits for any more, or has had a part of its answer, is not run again."""
+        now = time.monotonic()
+        outcome = Outcome("died" if part.started else "lost", part.run_s)
+        self.scheduler.complete(running.dispatch.batch_id, outcome, now)
+        for call, entry in zip(running.calls, running.dispatch.entries, strict=True):
+            if entry.state == EntryState.DONE or (call.sink is not None and not call.streamed):
+                continue
+            call.settle(ItemResult(error=error), "worker_died")
+            gone = self.scheduler.cancel(entry.id, now)
+            if gone or entry.parent is None:  # of a split one another part may run: it ends with that
+                self._left([entry.id], now)
+        self._teller.batch(running, part, now, outcome.kind, self.scheduler.max_batch_size)
+
+    # ---- end
+
+    def _break(self) -> None:
+        """A bug in the scheduler or its policy: what it knows cannot be trusted any more. Everybody is answered."""
+        log.exception("batcher_broken model=%s: it answers nobody any more until it is loaded anew", self.name)
+        self.on_broken()  # first: who is told may ask again at once
+        self.close(PenstockError("internal error"))
+
+    async def drain(self, seconds: float) -> bool:
+        """Waits until nothing waits or runs, at most so long; True when it is empty."""
+        if self._waiting:
+            self._emptied = self._emptied or asyncio.Event()
+            try:
+                await asyncio.wait_for(self._emptied.wait(), seconds)
+            except TimeoutError:
+                return False
+        return True
+
+    def close(self, error: PenstockError) -> None:
+        """Answers everybody who still waits with `error`; nothing is dispatched any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._timer.close()
+        for call in list(self._waiting.values()):
+            call.settle(ItemResult(error=error), reason_of(error))
+        self._left(list(self._waiting), time.monotonic())  # memory that a worker still reads is pinned till it is gone
+        self._running.clear()
+        if self._emptied is not None:
+            self._emptied.set()

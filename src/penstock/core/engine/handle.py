@@ -1,0 +1,244 @@
+"""ModelHandle: one version of one model, from loading to unloading."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.config.schema import BatchingConfig, with_options
+from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.scheduler import Scheduler
+from penstock.core.engine.batcher import Batcher
+from penstock.core.engine.call import Call
+from penstock.core.engine.instances import Instances, WorkerReading
+from penstock.core.engine.peek import bucket_rule, rows_rule
+from penstock.core.engine.rules import check_rules, policy_of, queue_bound
+from penstock.core.engine.verdicts import reason_of
+from penstock.core.transports.base import Transport
+from penstock.core.wire.slabs import Slab
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import ModelNotReady
+from penstock.serving.observe.base import ModelReading, Observer, hearing, tell
+from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
+
+log = logging.getLogger("penstock.engine")
+
+_DEFAULT_BATCH = 64
+_PATIENCE_S = 1.0  # a worker that is back so soon is waited for
+
+
+class ModelHandle:
+    """Owns instances, scheduler and batcher of one model version: who may be answered, and what it says of itself.
+
+    `policy` makes the one that is used in place of what the configuration names.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        transport: Transport,
+        devices: Sequence[str],
+        max_queue_bytes: int,
+        observers: Sequence[Observer],
+        policy: Callable[[], BatchPolicy] | None = None,
+    ) -> None:
+        self.name, self.version = spec.name, spec.version
+        self.config = spec.config
+        self.metadata: ModelMetadata | None = None
+        self.state = "LOADING"
+        self.batching: BatchingConfig = spec.config.batching  # with the model's own options, once it is loaded
+        check_rules(spec.config.batching)
+        self._policy = policy
+        self._transport = transport
+        self._max_queue_bytes = max_queue_bytes
+        self._observers = observers
+        self._hear_arrivals = hearing(observers, "on_arrival")
+        self._hear_requests = hearing(observers, "on_request")
+        self._batcher: Batcher | None = None
+        self._broken = False
+        self._instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
+
+    # ---- life
+
+    async def load(self) -> None:
+        """Returns when every slot has reported and one is up. Raises LoadFailed, ConfigError; Conflict if aborted."""
+        await self._instances.load()
+
+    def abort(self) -> bool:
+        """Ends a load or a scale-up under way, which raises Conflict; true if it was a load. An unload follows."""
+        return self._instances.abort()
+
+    async def scale(self, instances: int, drain_s: float) -> None:
+        """Returns when there are so many: new ones are up, those that go have answered what they had.
+
+        Raises ModelNotReady while it is loading or draining; LoadFailed if a new one does not load, and BadRequest if
+        the transport can have no more: nothing has changed then.
+        """
+        if self.state not in ("READY", "FAILED"):
+            raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
+        await self._instances.scale(instances, drain_s)
+
+    async def close(self, drain_s: float) -> None:
+        """Answers what was accepted, at most for `drain_s`, and ends every worker."""
+        self.state = "DRAINING"
+        self._instances.closing()
+        end = time.monotonic() + drain_s
+        if self._batcher is not None and not await self._batcher.drain(drain_s):
+            log.warning(
+                "drain_timeout model=%s pending=%d: their callers get an error", self.name, self._batcher.pending
+            )
+        await self._instances.close(max(0.0, end - time.monotonic()))
+        if self._batcher is not None:
+            self._batcher.close(ModelNotReady(f"model '{self.name}' was stopped before the request was run"))
+
+    def forget(self) -> None:
+        """See `Engine.forget`."""
+        self._instances.forget()
+
+    # ---- what the instances tell
+
+    def _on_up(self, ready: Ready) -> Batcher:
+        self.metadata = ready.metadata
+        if self._batcher is None:
+            self._batcher = self._make_batcher(ready)
+            self._batcher.on_broken = self._on_broken
+        return self._batcher
+
+    def _make_batcher(self, ready: Ready) -> Batcher:
+        """Raises ConfigError, or whatever a policy raises."""
+        b = self.batching = with_options(self.config.batching, ready.options)
+        self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
+        size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
+        size = size if ready.width == 1 else min(size, ready.width)
+        scheduler = Scheduler(
+            policy_of(b) if self._policy is None else self._policy(),
+            max_batch_size=size,
+            max_queue=queue_bound(b, self._instances.count, size),
+            max_queue_bytes=self._max_queue_bytes,
+            depth=self._transport.depth,
+            idempotent=b.idempotent,
+            priority=b.priority,
+            horizon_s=b.slo_s or b.timeout_s,
+        )
+        scheduler.prime(ready.profile)
+        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers)
+
+    def _on_broken(self) -> None:
+        self._broken = self._instances.broken = True
+        self._on_change()
+
+    def _on_change(self) -> None:
+        """Instances came or went: the state and the bound of the queue follow."""
+        if self._batcher is not None:
+            scheduler = self._batcher.scheduler
+            scheduler.max_queue = queue_bound(self.batching, self._instances.count, scheduler.max_batch_size)
+        if self.state == "DRAINING":
+            return
+        if self._instances.up and not self._broken:
+            self.state = "READY"
+        elif self.state == "READY" or self._instances.loaded:
+            self.state = "FAILED"
+
+    # ---- requests
+
+    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
+        """Queues one item. Raises ModelNotReady, QueueFull, DeadlineExceeded, BadRequest."""
+        tell(self._hear_arrivals, "on_arrival", self.name, self.version)
+        try:
+            batcher = self._batcher
+            if batcher is None or self.state != "READY":
+                self._refuse(batcher)
+                assert batcher is not None
+            if item.codec != "object":
+                item.rows = self._rows_of(item)
+            bucket = self._bucket_of(item) if self._bucket_of is not None else ""
+            payload = item.payload
+            if isinstance(payload, (bytes, memoryview)):
+                nbytes = len(payload)
+            else:
+                nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
+                if not isinstance(nbytes, int):  # any object may be a payload
+                    nbytes = 0
+            if self._hear_requests:
+                tell(self._hear_requests, "on_request", self.name, self.version, item.rows, nbytes)
+            return batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
+        except Exception as e:
+            tell(self._observers, "on_reject", self.name, self.version, reason_of(e))
+            raise
+
+    def _refuse(self, batcher: Batcher | None) -> None:
+        """Raises ModelNotReady, unless the only reason is a worker that will be back soon."""
+        if batcher is not None and self.state == "FAILED" and not self._broken:
+            back_in_s = self._instances.back_in_s()
+            if back_in_s is not None and back_in_s <= _PATIENCE_S:
+                return
+            raise ModelNotReady(
+                f"model '{self.name}' has no worker that runs",
+                retry_after_s=self._instances.retry_in_s(),
+                detail=self._instances.why_down(),
+            )
+        raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
+
+    # ---- what it says of itself
+
+    @property
+    def batcher(self) -> Batcher | None:
+        """What its requests wait in; None before the first worker is up."""
+        return self._batcher
+
+    @property
+    def ready(self) -> bool:
+        """True while a worker is up to answer."""
+        return self.state == "READY"
+
+    def status(self) -> ModelStatus:
+        scheduler = self._batcher.scheduler if self._batcher else None
+        return ModelStatus(
+            name=self.name,
+            version=self.version,
+            state=self.state,
+            instances=self._instances.count,
+            ready_instances=self._instances.up,
+            max_batch_size=scheduler.max_batch_size if scheduler else 0,
+            devices=self._instances.devices(),
+            queue=scheduler.queued if scheduler else 0,
+        )
+
+    @property
+    def pending(self) -> int:
+        """Requests that were accepted and not answered yet."""
+        return self._batcher.pending if self._batcher else 0
+
+    @property
+    def up(self) -> int:
+        """Workers that are up."""
+        return self._instances.up
+
+    def why_down(self) -> str:
+        """What an instance that is not up said last."""
+        return self._instances.why_down()
+
+    def workers(self) -> list[WorkerReading]:
+        """The places for workers, those that are leaving left out."""
+        return self._instances.workers()
+
+    def reading(self) -> ModelReading:
+        """What the gauges of metrics show."""
+        batcher = self._batcher
+        if batcher is None:
+            return ModelReading(self.status())
+        scheduler = batcher.scheduler
+        return ModelReading(
+            status=self.status(),
+            in_flight=batcher.pending,
+            queue_rows=scheduler.queued_rows,
+            queue_bytes=scheduler.queued_bytes,
+            max_queue_rows=scheduler.max_queue,
+            told=scheduler.explain(),
+            pids=self._instances.pids(),
+        )
+
+    def statistics(self) -> dict[str, object]:
+        """What the scheduler has learned and done; empty before the first worker is up."""
+        return self._batcher.scheduler.explain() if self._batcher else {}

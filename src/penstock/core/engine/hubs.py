@@ -1,0 +1,104 @@
+"""How greenlets wait for an answer: through their hub, so that the others of their thread go on.
+
+Only for programs that gevent has patched. The portal's thread never touches what belongs to greenlets, but hands calls
+over to the loop of their hub.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import gevent
+import gevent.event
+
+from penstock.core.engine.waiters import Convert, Future, Post, Waiter
+from penstock.types import ItemResult
+
+
+class Hub:
+    """Calls from the portal's thread to one gevent hub. While some are expected, the hub's loop does not end."""
+
+    def __init__(self, hub: Any) -> None:
+        self.pid = os.getpid()
+        self._watcher = hub.loop.async_()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._expected = 0
+
+    def expect(self) -> None:
+        """In the hub's thread: one call will come."""
+        self._expected += 1
+        if self._expected == 1:
+            self._watcher.start(self._woken)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """From any thread: the call that was expected."""
+        self._calls.append(call)
+        self._watcher.send()
+
+    def stop(self) -> None:
+        """Expects nothing any more."""
+        self._watcher.stop()
+
+    def _woken(self) -> None:
+        gevent.spawn(self._run)  # callbacks of futures may block; the hub may not
+
+    def _run(self) -> None:
+        while self._calls:
+            call = self._calls.popleft()
+            self._expected -= 1
+            if not self._expected:
+                self._watcher.stop()
+            call()
+
+
+def this_hub() -> Hub:
+    """The one of this thread; of a hub that was forked, another."""
+    hub: Any = gevent.get_hub()
+    mine: Hub | None = getattr(hub, "penstock", None)
+    if mine is None or mine.pid != os.getpid():
+        if mine is not None:
+            mine.stop()  # what it expects comes to the parent
+        mine = hub.penstock = Hub(hub)
+    return mine
+
+
+class HubWaiter(Waiter):
+    """What one greenlet sleeps on, for one call."""
+
+    __slots__ = ("_event", "_hub", "_over")
+
+    def __init__(self) -> None:
+        self._hub = this_hub()
+        self._event = gevent.event.Event()
+        self._over = False  # on the portal's loop: settled, or left
+        self.ticket = None
+        self.value = None
+        self._hub.expect()
+
+    def settle(self, value: Any) -> None:
+        if not self._over:
+            self._over = True
+            self.value, self.ticket = value, None
+            self._hub.post(self._event.set)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return bool(self._event.wait(timeout_s))
+
+    def leave(self) -> None:
+        super().leave()
+        self.settle(None)  # nobody looks, but the hub expects a call
+
+
+class HubFuture(Future):
+    """A Future whose callbacks run in a greenlet of the hub that it was made in."""
+
+    def __init__(self, post: Post, convert: Convert) -> None:
+        super().__init__(post, convert)
+        self._hub = this_hub()
+        self._hub.expect()
+
+    def _settle(self, result: ItemResult | None) -> None:
+        self._hub.post(lambda: super(HubFuture, self)._settle(result))

@@ -1,0 +1,332 @@
+"""Instances: the places of one model's workers, from the first start to the last end. It hears of them alone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import Struct, field
+
+from penstock.core.batching.scheduler import Scheduler
+from penstock.core.engine.batcher import Batcher
+from penstock.core.engine.rules import next_device
+from penstock.core.transports.base import Transport
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady, PenstockError, describe
+from penstock.serving.observe.base import Observer, tell
+from penstock.types import MetricDelta, Ready
+
+log = logging.getLogger("penstock.engine")
+
+HOPELESS = 2  # failures in a row after which nobody is let wait for the next attempt
+
+
+class Instance(Struct, eq=False):
+    """One place for a worker. `retry_at` is when the next one is tried, in the past while it is starting."""
+
+    device: str
+    up: bool = False
+    reported: bool = False  # it came up once, or failed to
+    leaving: bool = False  # out of sight, but it still runs something
+    pid: int = 0  # of the last worker that came up
+    failures: int = 0  # in a row
+    retry_at: float | None = None
+    error: PenstockError | None = None
+    since_s: float = field(default_factory=time.time)  # seconds since the epoch when the place was made
+
+
+class WorkerReading(Struct, frozen=True):
+    """One place for a worker as it stands; `pid` is 0 without a process of its own."""
+
+    slot: int
+    device: str
+    up: bool
+    pid: int
+    since_s: float
+
+
+class Instances:
+    """Starts, counts, scales and ends the instances of one model version (a TransportListener).
+
+    `on_up` is called with what a worker tells that came up, and gives back the batcher, which the first call makes.
+    `on_change` is called whenever the number of instances, or of those that are up, may have changed.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        transport: Transport,
+        devices: Sequence[str],
+        observers: Sequence[Observer],
+        on_up: Callable[[Ready], Batcher],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._transport = transport
+        self._observers = observers
+        self._on_up, self._on_change = on_up, on_change
+        self._slots = {slot: Instance(device) for slot, device in enumerate(devices)}
+        self._batcher: Batcher | None = None
+        self.broken = False  # the scheduler failed: it hears of no slot any more
+        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._scaling = asyncio.Lock()
+        self._report_came = asyncio.Event()
+        self._end: PenstockError | None = None  # why no scale goes on
+        self._removals: set[asyncio.Task[None]] = set()
+
+    # ---- what there is
+
+    def _seen(self) -> dict[int, Instance]:
+        return {slot: i for slot, i in self._slots.items() if not i.leaving}
+
+    @property
+    def count(self) -> int:
+        """How many there are to be, up or not."""
+        return len(self._seen())
+
+    @property
+    def up(self) -> int:
+        return sum(i.up for i in self._slots.values())
+
+    @property
+    def loaded(self) -> bool:
+        """True once the first load has ended, well or not."""
+        return self._loaded.done()
+
+    def devices(self) -> tuple[str, ...]:
+        return tuple(i.device for _, i in sorted(self._seen().items()))
+
+    def pids(self) -> dict[int, int]:
+        """The worker processes that are up, by slot; a thread is no process of its own."""
+        return {slot: i.pid for slot, i in self._slots.items() if i.up and i.pid not in (0, os.getpid())}
+
+    def workers(self) -> list[WorkerReading]:
+        """What there is to be, by slot."""
+        pids = self.pids()
+        return [
+            WorkerReading(slot, i.device, i.up, pids.get(slot, 0), i.since_s)
+            for slot, i in sorted(self._seen().items())
+        ]
+
+    def retry_in_s(self) -> float | None:
+        """Seconds until the next worker is tried, 0 while one is starting; None if none will be."""
+        return self._soonest(self._slots.values())
+
+    def back_in_s(self) -> float | None:
+        """As `retry_in_s`, of those that one may hope for: what failed again and again may need long to fail anew."""
+        return self._soonest(i for i in self._slots.values() if i.failures < HOPELESS)
+
+    @staticmethod
+    def _soonest(instances: Iterable[Instance]) -> float | None:
+        soonest = min((i.retry_at for i in instances if i.retry_at is not None and not i.leaving), default=None)
+        return None if soonest is None else max(0.0, soonest - time.monotonic())
+
+    # ---- life
+
+    async def load(self) -> None:
+        """Returns when every slot has reported and one is up. Raises LoadFailed, ConfigError, and what ends it."""
+        await self._transport.start(self)
+        await self._loaded
+
+    def abort(self) -> bool:
+        """Ends a load or a growth under way: it raises Conflict. True if the first load had not ended."""
+        loading = not self._loaded.done()
+        self._fail(Conflict(f"model '{self._spec.name}' was unloaded while it was loading"))
+        if self._scaling.locked():
+            self._stop(Conflict(f"model '{self._spec.name}' was unloaded while it was scaled"))
+        return loading
+
+    def closing(self) -> None:
+        """Nothing is begun any more; what was begun raises ModelNotReady."""
+        self._stop(ModelNotReady(f"model '{self._spec.name}' was stopped while it was scaled"))
+
+    async def close(self, drain_s: float) -> None:
+        """Ends every worker; waits up to `drain_s` for what runs."""
+        self.closing()
+        await self._transport.close(drain_s)
+        await asyncio.gather(*self._removals, return_exceptions=True)
+        for slot in list(self._slots):
+            self._gone(slot)
+        self._fail(ModelNotReady(f"model '{self._spec.name}' was stopped while it was loading"))
+
+    def forget(self) -> None:
+        """See `Engine.forget`."""
+        self._transport.forget()
+
+    def _stop(self, why: PenstockError) -> None:
+        self._end = self._end or why
+        self._report_came.set()
+
+    def _fail(self, error: PenstockError) -> None:
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
+            self._loaded.exception()  # nobody may be waiting for it: that is no mistake
+
+    # ---- scale
+
+    async def scale(self, instances: int, drain_s: float) -> None:
+        """See `ModelHandle.scale`."""
+        async with self._scaling:
+            if self._end is not None:
+                raise self._end
+            missing = instances - self.count
+            if missing > 0:
+                await self._grow(missing, drain_s)
+            elif missing < 0:
+                # those without a worker go first, then the youngest
+                seen = self._seen()
+                await self._take_away(sorted(seen, key=lambda slot: (seen[slot].up, -slot))[:-missing], drain_s)
+
+    async def _grow(self, missing: int, drain_s: float) -> None:
+        new: list[int] = []
+        self._spec.instances = self.count + missing  # they share the threads of the machine so
+        try:
+            for _ in range(missing):
+                if self._end is not None:
+                    break
+                new.append(self._add())
+                await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let others in between
+            while self._end is None and not self._settled(new):
+                self._report_came.clear()
+                await self._report_came.wait()
+            if self._end is not None:
+                raise self._end
+            if not all(self._slots[slot].up for slot in new):
+                raise self._failure(new, f"a new instance of model '{self._spec.name}' did not load")
+        except BaseException:
+            await self._take_away(new, drain_s)  # one that came up has work already
+            raise
+
+    def _add(self) -> int:
+        """Begins to start one more worker: its slot."""
+        slot = next(n for n in itertools.count() if n not in self._slots)
+        device = next_device(self._spec.config, [i.device for i in self._slots.values()])
+        self._slots[slot] = Instance(device)
+        try:
+            self._transport.add_slot(slot, device)
+        except BaseException:
+            del self._slots[slot]
+            raise
+        return slot
+
+    def _settled(self, slots: Sequence[int]) -> bool:
+        """Each of them is up, or one is known not to be."""
+        found = [self._slots[slot] for slot in slots]
+        return all(i.up for i in found) or any(i.reported and not i.up for i in found)
+
+    async def _take_away(self, slots: Sequence[int], drain_s: float) -> None:
+        """Out of sight at once; then each answers what it has, and its worker ends, also if the caller leaves."""
+        slots = [slot for slot in slots if slot in self._slots]  # `close` may have been faster
+        for slot in slots:
+            self._slots[slot].leaving, self._slots[slot].up = True, False
+            if (scheduler := self._scheduler()) is not None:
+                scheduler.slot_retired(slot, time.monotonic())
+        self._spec.instances = max(1, self.count)
+        self._changed()
+        removals = [asyncio.create_task(self._remove(slot, drain_s)) for slot in slots]
+        for removal in removals:
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
+        await asyncio.shield(asyncio.gather(*removals))
+
+    async def _remove(self, slot: int, drain_s: float) -> None:
+        try:
+            await self._transport.remove_slot(slot, drain_s)
+        finally:
+            self._gone(slot)
+
+    def _gone(self, slot: int) -> None:
+        if self._slots.pop(slot, None) is not None:
+            self._tell(slot, "removed")
+
+    # ---- slots (TransportListener)
+
+    def slot_up(self, slot: int, ready: Ready) -> None:
+        instance = self._slots.get(slot)
+        if instance is None or instance.leaving:
+            return
+        try:
+            self._batcher = self._on_up(ready)
+        except Exception as e:  # another worker would say the same
+            self._fail(_load_error(e, f"the batcher of model '{self._spec.name}' could not be made"))
+            self._on_change()
+            return
+        instance.pid, instance.up = ready.pid, True
+        seconds = time.time() - instance.since_s if instance.retry_at is None else time.monotonic() - instance.retry_at
+        instance.failures, instance.retry_at, instance.error = 0, None, None
+        if (scheduler := self._scheduler()) is not None:
+            scheduler.slot_up(slot, time.monotonic(), ready.width)
+        tell(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
+        self._tell(slot, "ready")
+        self._report(instance)
+
+    def slot_down(self, slot: int, error: PenstockError, retry_in_s: float | None) -> None:
+        instance = self._slots.get(slot)
+        if instance is None or instance.leaving:
+            return
+        was_up, instance.up = instance.up, False
+        instance.error, instance.failures = error, instance.failures + 1
+        instance.retry_at = None if retry_in_s is None else time.monotonic() + retry_in_s
+        if was_up and (scheduler := self._scheduler()) is not None:
+            scheduler.slot_down(slot, time.monotonic())
+        self._tell(slot, "died" if was_up else "failed")
+        told = self._loaded.done()
+        self._report(instance)
+        if told or not self._loaded.done() or self.up:  # else `load` raises it
+            detail = f"\n{error.detail}" if error.detail else ""
+            log.warning(
+                "slot_down model=%s slot=%d retry_in_s=%s error=%s%s", self._spec.name, slot, retry_in_s, error, detail
+            )
+
+    def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
+        tell(self._observers, "on_model_metrics", self._spec.name, self._spec.version, slot, deltas)
+
+    def _report(self, instance: Instance) -> None:
+        instance.reported = True
+        self._report_came.set()
+        if not self._loaded.done() and all(i.reported for i in self._slots.values()):
+            if self.up:
+                self._loaded.set_result(None)
+            else:
+                self._fail(self._failure(self._slots, f"model '{self._spec.name}' did not load"))
+        self._changed()
+
+    def _changed(self) -> None:
+        self._on_change()
+        if self._batcher is not None:
+            self._batcher.wake()
+
+    def _scheduler(self) -> Scheduler | None:
+        """None while there is none, and once it is broken: what it knows of the slots is not true any more."""
+        return None if self._batcher is None or self.broken else self._batcher.scheduler
+
+    def why_down(self) -> str:
+        """What an instance that is not up said last, for `detail`."""
+        error = self._failure(self._slots, "")
+        return error.detail or error.message
+
+    def _failure(self, slots: Iterable[int], what: str) -> PenstockError:
+        """Why the first of these that is not up is not."""
+        found = (self._slots[slot] for slot in slots)
+        error = next((i.error for i in found if not i.up and i.error is not None), None)
+        return LoadFailed(what) if error is None else _load_error(error, what)
+
+    def _tell(self, slot: int, state: str) -> None:
+        tell(self._observers, "on_worker", self._spec.name, self._spec.version, slot, state)
+
+
+def _load_error(error: Exception, what: str) -> PenstockError:
+    """The error as one of loading, with itself as cause: a death, too, is a load that failed for whoever waited."""
+    if isinstance(error, (LoadFailed, ConfigError)):
+        return error
+    if isinstance(error, PenstockError):
+        failed = LoadFailed(f"{what}: {error.message}", detail=error.detail)
+    else:
+        failed = LoadFailed(f"{what}: {describe(error)}", detail="".join(traceback.format_exception(error)))
+    failed.__cause__ = error
+    return failed

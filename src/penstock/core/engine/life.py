@@ -1,0 +1,99 @@
+"""Life: what runs behind a portal in one process, a thread with a loop and a backend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from penstock.core import native
+from penstock.core.engine.inbox import Inbox, PortalBackend
+from penstock.core.engine.waiters import Waiter
+
+
+class Life:
+    """One background thread with its loop, its inbox and its backend, from start to close."""
+
+    def __init__(self, make: Callable[[], PortalBackend]) -> None:
+        self.backend: PortalBackend
+        self._started, self._ended = native.new_lock(), native.new_lock()
+        self._error: BaseException | None = None
+        self._started.acquire()
+        self._ended.acquire()
+        native.start_thread(self._main, make, name="penstock-portal")
+        self._started.acquire()
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # the frames of the other thread tell nothing
+
+    def _main(self, make: Callable[[], PortalBackend]) -> None:
+        self._thread = native.thread_id()
+        loop = self._loop = _new_loop()
+        asyncio.set_event_loop(loop)
+        self.post = loop.call_soon_threadsafe
+
+        async def made() -> PortalBackend:
+            backend = make()
+            await asyncio.sleep(0)  # lets it begin: what it imports there, a fork must not find half imported
+            return backend
+
+        try:
+            self.backend = loop.run_until_complete(made())
+            self.inbox = Inbox(loop, self.backend)
+        except BaseException as e:
+            self._error = e
+        self._started.release()
+        try:
+            if self._error is None:
+                loop.run_forever()
+            _cancel_tasks(loop)
+            loop.close()
+        finally:  # whoever closes the portal waits for this
+            self._ended.release()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], waiter: Waiter) -> None:
+        """On the loop: runs the coroutine as a task, with which the waiter is settled."""
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(waiter.settle)
+        waiter.accepted(task)
+
+    def post_if_open(self, callback: Callable[[], None]) -> None:
+        try:
+            self.post(callback)
+        except RuntimeError:  # the loop is closed: nothing is left to be taken back
+            pass
+
+    def on_loop(self) -> bool:
+        return native.thread_id() == self._thread
+
+    def not_on_loop(self) -> None:
+        """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""
+        if self.on_loop():
+            raise RuntimeError(
+                "a call that blocks was made on the thread of the answers, where it would wait for itself"
+            )
+
+    def close(self, drain_s: float, waiter: Waiter) -> None:
+        """Closes the backend, then the loop. Returns when the thread is at its end."""
+        self.post(self.start, self.backend.close(drain_s), waiter)
+        waiter.wait(None)
+        self.inbox.close()
+        self.post(self._loop.stop)
+        self._ended.acquire()
+        waiter.value.result()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Ends what still runs on a loop that was stopped, so that no thread waits for it for ever."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))

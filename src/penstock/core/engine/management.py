@@ -1,0 +1,223 @@
+"""Management: load, swap, unload, scale, default and traffic while the server runs, one change of a model at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+from msgspec import Struct, structs
+
+from penstock.config.checks import check_model
+from penstock.config.load import model_config
+from penstock.config.schema import Config, ModelConfig
+from penstock.core.engine.engine import Engine
+from penstock.core.engine.rules import devices_of
+from penstock.core.engine.targets import Targets
+from penstock.errors import (
+    BadRequest,
+    ConfigError,
+    Conflict,
+    Forbidden,
+    LoadFailed,
+    ModelNotFound,
+    ModelNotReady,
+    PenstockError,
+    describe,
+)
+from penstock.types import ModelStatus
+
+log = logging.getLogger("penstock.engine")
+
+_OWN = ("env", "options", "trust", "weights")  # keys that only the server's configuration sets
+Change = Callable[[], Coroutine[Any, Any, None]]
+
+
+class _Unload(Struct, eq=False):
+    """An unload that waits for its turn, or has it; `version` None: of all. It may find nothing but a load to end."""
+
+    model: str
+    version: str | None
+    ended_a_load: bool = False
+
+
+class Management:
+    """See `frontends.base.Management`. Until `started` is set, the models of the configuration are still loading."""
+
+    def __init__(self, engine: Engine, config: Config, sys_path: Sequence[str] = ()) -> None:
+        self.started = False
+        self._engine = engine
+        self._config = config
+        self._sys_path = list(sys_path)
+        self._targets = Targets(config)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by model, while anybody has it
+        self._unloads: list[_Unload] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def check_open(self) -> None:
+        if not self._config.server.management:
+            raise Forbidden("changing models is off: set management = true in [server]")
+        if self._engine.draining:
+            raise ModelNotReady("the server is draining: nothing is changed any more", retry_after_s=1.0)
+        if not self.started:
+            raise ModelNotReady("the server is starting: its models are still loading", retry_after_s=1.0)
+
+    def statuses(self) -> list[ModelStatus]:
+        return self._engine.all_statuses()
+
+    def learned(self, model: str, version: str) -> dict[str, object]:
+        try:
+            return self._engine.statistics(model, version)
+        except ModelNotFound:  # it is out of sight
+            return {}
+
+    # ---- changes
+
+    async def put(self, model: str, version: str | None, keys: Mapping[str, Any]) -> None:
+        self.check_open()
+        config = self._config_of(model, version, keys)
+        await self._change(self._in_turn(model, partial(self._put, model, config)))
+
+    async def unload(self, model: str, version: str | None) -> None:
+        """Loads and scale-ups of the same end first, those under way and those that wait: they may never end by
+        themselves."""
+        self.check_open()
+        await self._change(self._unload(_Unload(model, version)))
+
+    async def scale(self, model: str, version: str | None, instances: int) -> None:
+        self.check_open()
+        self._bound(instances)
+        await self._change(self._in_turn(model, partial(self._scale, model, version, instances)))
+
+    async def set_default(self, model: str, version: str) -> None:
+        self.check_open()
+        await self._change(self._in_turn(model, partial(self._set_default, model, version)))
+
+    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> None:
+        self.check_open()
+        await self._change(self._in_turn(model, partial(self._set_traffic, model, weights)))
+
+    async def _change(self, change: Coroutine[Any, Any, None]) -> None:
+        """Makes the change to its end, also if the caller leaves meanwhile."""
+        task = asyncio.create_task(change)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, PenstockError):  # the caller, who may have left, is not told why
+            log.error("change_failed error=%s", describe(error), exc_info=error)
+
+    async def _in_turn(self, model: str, change: Change) -> None:
+        lock = self._locks.get(model)
+        if lock is None:
+            lock = self._locks[model] = asyncio.Lock()
+        async with lock:
+            self.check_open()  # much may have happened before it was our turn
+            await change()
+
+    async def _put(self, model: str, config: ModelConfig) -> None:
+        self._unless_unloaded(model, config.version)
+        try:
+            handle = self._engine.prepare(model, config, sys_path=self._sys_path)
+        except ConfigError as e:
+            raise BadRequest(e.message) from None
+        try:
+            await self._engine.put(handle, drain_s=self._config.server.drain_s)
+        except (LoadFailed, ConfigError) as e:
+            raise self._not_loaded(e, f"model '{model}' version '{config.version}' could not be loaded") from None
+        log.info("loaded model=%s version=%s", model, config.version)
+
+    async def _unload(self, unload: _Unload) -> None:
+        self._unloads.append(unload)
+        try:
+            unload.ended_a_load = self._engine.abort(unload.model, unload.version)
+            await self._in_turn(unload.model, partial(self._unload_now, unload))
+        finally:
+            self._unloads.remove(unload)
+
+    async def _unload_now(self, unload: _Unload) -> None:
+        there = [s.version for s in self._engine.statuses() if s.name == unload.model]
+        going: Sequence[str | None] = there if unload.version is None else [unload.version]
+        if unload.ended_a_load and not set(there) & set(going):
+            return
+        drain_s = self._config.server.drain_s
+        await asyncio.gather(*(self._engine.unload(unload.model, v, drain_s=drain_s) for v in going or [None]))
+        log.info("unloaded model=%s versions=%s", unload.model, ",".join(v for v in going if v))
+
+    def _unless_unloaded(self, model: str, version: str) -> None:
+        """Raises Conflict if an unload waits behind the change whose turn it is: nobody wants its end any more."""
+        for unload in self._unloads:
+            if unload.model == model and unload.version in (None, version):
+                unload.ended_a_load = True
+                raise Conflict(f"model '{model}' version '{version}' is to be unloaded: nothing was begun")
+
+    async def _scale(self, model: str, version: str | None, instances: int) -> None:
+        self._unless_unloaded(model, self._engine.version_of(model, version))
+        try:
+            await self._engine.scale(model, instances, version, drain_s=self._config.server.drain_s)
+        except (LoadFailed, ConfigError) as e:
+            raise self._not_loaded(e, f"a new instance of model '{model}' could not be loaded") from None
+
+    async def _set_default(self, model: str, version: str) -> None:
+        self._engine.set_default(model, version)
+
+    async def _set_traffic(self, model: str, weights: Mapping[str, float]) -> None:
+        try:
+            self._engine.set_traffic(model, weights)
+        except ConfigError as e:
+            raise BadRequest(e.message) from None
+
+    # ---- what is allowed
+
+    def _config_of(self, model: str, version: str | None, keys: Mapping[str, Any]) -> ModelConfig:
+        """Raises BadRequest, Forbidden."""
+        keys = dict(keys)
+        if keys.pop("name", model) != model:
+            raise BadRequest(f"name: the path names the model '{model}'; leave the key out")
+        if keys.setdefault("version", version or "1") != (version or keys["version"]):
+            raise BadRequest(f"version: the path names version '{version}'; leave the key out")
+        if "traffic" in keys:
+            raise BadRequest("traffic: set it by PUT /models/{model}/traffic, once the version is loaded")
+        if "target" not in keys:
+            raise BadRequest('target: found none, expected for instance "app.py:Model"')
+        try:
+            config = model_config(keys, model)
+            check_model(config)
+        except ConfigError as e:
+            raise BadRequest(e.message) from None
+        self._bound(len(devices_of(config)))
+        return self._guarded(model, config)
+
+    def _guarded(self, model: str, config: ModelConfig) -> ModelConfig:
+        """With a target that is allowed. What would run other code, or run it otherwise, is the configuration's alone
+        to say: `env`, `options`, `trust`, `weights`, and classes for transport and policy."""
+        target, section = self._targets.resolve(config.target, model, config.version)
+        own = section or ModelConfig(target=target)
+        default = ModelConfig(target=target)
+        for key in _OWN:
+            if getattr(config, key) not in (getattr(default, key), getattr(own, key)):
+                raise Forbidden(f"{key}: it can only be set in the server's configuration")
+        for key, value, known in (
+            ("transport", config.transport, own.transport),
+            ("batching.policy", config.batching.policy, own.batching.policy),
+        ):
+            if ":" in value and value != known:
+                raise Forbidden(f"{key}: a class can only be named in the server's configuration")
+        return structs.replace(config, target=target, **{key: getattr(own, key) for key in _OWN})
+
+    def _bound(self, instances: int) -> None:
+        most = self._config.limits.max_instances
+        if not 1 <= instances <= most:
+            raise BadRequest(f"instances: found {instances}, expected 1 to {most} (limits.max_instances)")
+
+    @staticmethod
+    def _not_loaded(error: PenstockError, what: str) -> LoadFailed:
+        """What may leave the process: the reason, which may name paths, is in the log."""
+        log.warning("load_failed error=%s%s: %s", error, f"\n{error.detail}" if error.detail else "", what)
+        return LoadFailed(f"{what}; nothing has changed, and the server's log tells why")

@@ -1,0 +1,335 @@
+"""The worker's end of the process transport: `python -m penstock.core.transports.child`, started by `launch.py` alone.
+
+The main thread runs the model and sends the answers; a reader thread receives and decodes the batch that was sent
+ahead. What is different for a model that works on batches side by side is in `wide.py`. The child ends when its socket
+closes, and with its parent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import Queue, SimpleQueue
+from typing import NoReturn
+
+from penstock.core.transports.leases import Held, Lease
+from penstock.core.transports.wide import Wide
+from penstock.core.wire import frames
+from penstock.core.wire.messages import (
+    PREDICTED,
+    Abandon,
+    Failed,
+    Free,
+    Inbox,
+    Outbox,
+    Part,
+    Run,
+    Stop,
+    ToWorker,
+    Up,
+    sendable,
+    write,
+)
+from penstock.core.wire.slabs import Slab, SlabPool, lease, map_read_only
+from penstock.core.worker.batch import Decoded
+from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.main import open_model
+from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound, describe
+from penstock.plugins import load_object
+from penstock.types import BatchPart, Ready
+
+ORPHAN_GRACE_S = 1.0
+RECEIVE_BYTES = 256 * 2**10
+
+
+class Worker:
+    """One loaded model at the end of a socket."""
+
+    def __init__(self, sock: socket.socket, pool: tuple[int, int] | None, replies: SlabPool) -> None:
+        """`pool`: descriptor and size of the parent's."""
+        self._sock = sock
+        self._pool = pool
+        self._requests = map_read_only(*pool) if pool else None
+        self._objects: mmap.mmap | None = None  # the same memory, writable; made by the first object that needs it
+        predicted = replies.allocate(PREDICTED.size)
+        assert predicted is not None
+        assert not predicted.offset, "the parent reads it at the start of the region"
+        self._predicted = predicted
+        self._replies = replies
+        self._sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
+        self._leases: list[Lease] = []  # of the message that is being read
+        self._held = Held()
+        self._batches: SimpleQueue[tuple[Run, Decoded, list[Lease]] | None] = SimpleQueue()
+        self._frames = self._receive()
+        self._finishing: Queue[tuple[Run, list[Lease], Callable[[], BatchPart]] | None] = Queue()
+        self._runner: BatchRunner | None = None
+        self._wide: Wide | None = None
+        self._abandoned = 0  # the last batch that nobody waits for any more
+
+    def main(self) -> None:
+        """Loads the model, then runs batches until the parent says stop or its socket closes."""
+        hello = next(self._frames)
+        threading.Thread(target=self._read, name="penstock-reader", daemon=True).start()
+        try:
+            self._runner, ready = _open(hello)
+        except PenstockError as e:
+            error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
+            self._send(write(Failed(error)))
+            _end(1)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: later collections need not look at it
+        if self._runner.model.width > 1:
+            ready.width = self._runner.model.width
+            self._wide = Wide(self._runner, self._replies, self._pack, self._send)
+            self._send(write(Up(ready)))
+            self._wide.attend()
+        else:
+            self._send(write(Up(ready)))
+            self._run_all()
+        self._runner.close()
+        if self._wide is not None:
+            self._wide.tell_news()  # what the model counted of itself as it ended
+
+    # ---- main thread
+
+    def _run_all(self) -> None:
+        """Runs one batch after the other."""
+        assert self._runner is not None
+        finisher = None
+        if self._runner.model.finishes_apart:
+            finisher = threading.Thread(target=self._finish, name="penstock-finisher", daemon=True)
+            finisher.start()
+        while self._run_one(apart=finisher is not None):
+            pass
+        if finisher is not None:
+            self._finishing.put(None)
+            finisher.join()
+
+    def _run_one(self, apart: bool) -> bool:
+        """Runs the next batch; False when there is none to come. `apart`: the finisher makes its final part."""
+        work = self._batches.get()
+        if work is None:
+            return False
+        assert self._runner is not None
+        if apart:
+            PREDICTED.pack_into(self._predicted.view, 0, work[0].id)
+            box = [work]
+            del work
+            self._finishing.put(self._begun(box))  # nothing here looks at the payloads once the finisher does
+            return True
+        run, decoded, leases = work
+        del work
+        final: list[BatchPart] = []
+        self._runner.run(run.id, decoded, partial(self._emit, run, final))
+        # Nothing of ours looks at the payloads any more: what is still alive, the model keeps.
+        del decoded
+        self._answer(run, leases, final[0])
+        return True
+
+    def _begun(self, box: list[tuple[Run, Decoded, list[Lease]]]) -> tuple[Run, list[Lease], Callable[[], BatchPart]]:
+        """What is left to do of the batch that is taken out of the box, once it is predicted."""
+        run, decoded, leases = box.pop()
+        assert self._runner is not None
+        return run, leases, self._runner.begin(run.id, decoded, partial(self._emit, run, None))
+
+    def _emit(self, run: Run, final: list[BatchPart] | None, part: BatchPart) -> None:
+        """Sends a part of a stream; the final one is kept in `final`, which is None where the finisher makes that."""
+        if final is None:
+            self._finishing.join()  # the parent takes answers in the order of batches, and the socket one at a time
+        elif part.final:
+            final.append(part)
+            return
+        if self._abandoned == run.id:
+            raise Cancelled("nobody waits for this stream any more")
+        outbox = Outbox(self._replies)
+        outbox.results(run.items, part.results)
+        self._send_packed(Part(part, [], []), outbox)
+
+    def _answer(self, run: Run, leases: list[Lease], part: BatchPart) -> None:
+        outbox = Outbox(self._replies)
+        outbox.results(run.items, part.results)
+        if leases or self._held:
+            for item in run.items:
+                item.payload = None
+            self._send_packed(Part(part, *self._held.after(leases)), outbox)
+        else:
+            self._send_packed(Part(part, [], []), outbox)
+
+    def _finish(self) -> None:
+        """The finisher's thread: final parts in the order of their batches, while the next one is predicted."""
+        try:
+            while (work := self._finishing.get()) is not None:
+                run, leases, finish = work
+                part = finish()
+                del work, finish  # they look at the payloads
+                self._answer(run, leases, part)
+                self._finishing.task_done()
+        except SystemExit as e:
+            PREDICTED.pack_into(self._predicted.view, 0, run.id)  # it is this one that ends the worker
+            _end(e.code if isinstance(e.code, int) else int(e.code is not None))
+        except BaseException:
+            traceback.print_exc()
+            _end(1)
+
+    def _send_packed(self, message: Part, outbox: Outbox) -> None:
+        self._send(self._pack(message, outbox))
+
+    def _pack(self, message: Part, outbox: Outbox) -> list[frames.Buffer]:
+        for slab in outbox.slabs:
+            self._sent[slab.offset] = slab
+        try:
+            return write(message, outbox.buffers)
+        except Exception as e:  # a codec, or a model, made what no message can hold
+            sendable(message.part, e)
+            return write(message, outbox.buffers)
+
+    def _send(self, pieces: list[frames.Buffer]) -> None:
+        try:
+            for piece in pieces:
+                self._sock.sendall(piece)
+        except OSError:
+            _end(0)  # the parent is gone: nobody waits for anything
+
+    # ---- reader thread, after the first frame
+
+    def _receive(self) -> Iterator[frames.Frame]:
+        decoder = frames.Decoder()
+        buffer = memoryview(bytearray(RECEIVE_BYTES))
+        while True:
+            try:
+                count = self._sock.recv_into(buffer)
+            except OSError:
+                count = 0
+            if count == 0:
+                return
+            yield from decoder.feed(buffer[:count])
+
+    def _read(self) -> None:
+        try:
+            inbox = Inbox(ToWorker, self._lease)
+            for frame in self._frames:
+                self._take(inbox.read(frame))
+                del frame  # it holds the payloads
+        except BaseException:
+            traceback.print_exc()
+            _end(1)
+        # The parent is gone. An idle model is unloaded in order; one that is busy, or still loading, has a moment.
+        self._stop()
+        threading.Event().wait(ORPHAN_GRACE_S)
+        _end(0)
+
+    def _take(self, message: ToWorker) -> None:
+        if isinstance(message, (Run, Free)):
+            for offset in message.free:
+                self._sent.pop(offset).release()
+        if isinstance(message, Run):
+            assert self._runner is not None
+            leases, self._leases = self._leases, []
+            decoded = self._runner.decode(message.items)
+            if self._wide is None:
+                self._batches.put((message, decoded, leases))
+            else:
+                self._wide.run(message, decoded, leases)
+        elif isinstance(message, Abandon):
+            if self._wide is None:
+                self._abandoned = message.id
+            else:
+                self._wide.abandon(message.id)
+        elif isinstance(message, Stop):
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._wide is None:
+            self._batches.put(None)
+        else:
+            self._wide.stop()
+
+    def _lease(self, offset: int, length: int, writable: bool) -> memoryview:
+        """A view of the parent's pool. What an object lies in was made for this message alone: the model may write."""
+        assert self._pool is not None
+        assert self._requests is not None
+        memory = self._requests
+        if writable:
+            memory = self._objects = self._objects or mmap.mmap(*self._pool)
+        view, alive = lease(memory, offset, length, writable)
+        self._leases.append((offset, alive))
+        return view
+
+
+def _open(hello: frames.Frame) -> tuple[BatchRunner, Ready]:
+    """Loads what the first message names: paths and script first, because the rest may need them to be unpickled."""
+    paths, device, shown_device, (script, name) = pickle.loads(hello.head)  # from our own parent
+    sys.path[:] = paths
+    if script:  # the parent's: what it pickles as `__main__.X` is found there, also if multiprocessing has spawned it
+        load_object(f"{script}:__name__", name)
+        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = sys.modules[name]
+        main.__spec__ = None  # as of a script: processes that multiprocessing spawns look for its file, not its name
+    try:
+        spec = pickle.loads(hello.buffers[0])
+    except Exception as e:
+        text = "".join(traceback.format_exception(e))
+        raise LoadFailed(f"the target cannot be unpickled in the worker: {describe(e)}", detail=text) from e
+    return open_model(spec, device, shown_device)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process from any thread, without the finalizers of native libraries, which may hang or crash."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(code)
+
+
+def _default_signals() -> None:
+    """In what a model forks: else `Process.terminate` would do nothing."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process with its parent: also when the model holds the GIL for ever."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before the call
+        _end(0)
+
+
+def main(arguments: list[str]) -> None:
+    """Arguments: pid of the parent; socket; request pool and its size; reply region and its size. -1: no pool."""
+    parent, sock_fd, pool_fd, pool_bytes, reply_fd, reply_bytes = map(int, arguments)
+    faulthandler.enable()  # SIGABRT, a segmentation fault ...: the stacks of all threads on stderr
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # the parent decides; what a model starts gets the default back
+    os.register_at_fork(after_in_child=_default_signals)
+    _end_with_parent(parent)
+    for fd in (sock_fd, pool_fd, reply_fd):
+        if fd >= 0:
+            os.set_inheritable(fd, False)
+    pool = (pool_fd, pool_bytes) if pool_fd >= 0 else None
+    worker = Worker(socket.socket(fileno=sock_fd), pool, SlabPool(reply_bytes, reply_fd))
+    try:
+        worker.main()
+    except SystemExit as e:
+        _end(e.code if isinstance(e.code, int) else int(e.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        _end(1)
+    _end(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,110 @@
+"""The inline transport: the model runs on the event loop's own thread. For tests, and for functions of microseconds."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+
+from penstock.core.transports.slot import Slot, SlotTransport
+from penstock.core.transports.thread import Lease, abandon, let_go, readable
+from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import BadRequest, Cancelled, LoadFailed, PenstockError, WorkerDied
+from penstock.types import Batch, BatchPart, Item, Ready
+
+log = logging.getLogger("penstock.transports")
+
+
+class InlineTransport(SlotTransport):
+    """One slot, whatever is asked for: there is one event loop. Async models need another transport."""
+
+    depth = 1
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        slots: int = 1,
+        devices: Sequence[str] = ("cpu",),
+        pool: SlabPool | None = None,
+        reply_bytes: int = 0,
+    ) -> None:
+        super().__init__(spec, devices[:1])
+
+    def _make(self, number: int, device: str) -> Slot:
+        return _InlineSlot(self._spec, number, device)
+
+    def add_slot(self, slot: int, device: str) -> None:
+        """Raises BadRequest: there is one event loop."""
+        raise BadRequest("the inline transport has one instance: use transport = 'thread' or 'process' for more")
+
+
+class _InlineSlot(Slot):
+    """Runs each batch in a callback of the loop. `run_timeout_s` cannot be kept here."""
+
+    _runner: BatchRunner | None = None
+    _unwanted = 0
+    _held: list[Lease]
+
+    def launch(self) -> None:
+        """Raises LoadFailed, TargetNotFound."""
+        runner, ready = open_model(self.spec, self.device)
+        predict = runner.model.predict
+        if inspect.iscoroutinefunction(predict) or inspect.isasyncgenfunction(predict):
+            raise LoadFailed("an async model cannot run on the event loop's thread: use transport = 'thread'")
+        self._runner = runner
+        self._held = []
+        self.loop.call_soon(self._loaded, ready)
+
+    def _loaded(self, ready: Ready) -> None:
+        if self._runner is not None:
+            self.is_up(ready)
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        items, leases = readable(batch.items)
+        self.loop.call_soon(self._run, batch.id, items, leases)
+        return [slab for slab, _ in leases]
+
+    def _run(self, batch_id: int, items: list[Item], leases: list[Lease]) -> None:
+        if self._runner is None or batch_id not in self.sent:
+            return  # the model ended in between, and the caller was told
+        final: list[BatchPart] = []
+
+        def emit(part: BatchPart) -> None:
+            if part.final:
+                final.append(part)
+            elif self._unwanted == batch_id:
+                raise Cancelled("nobody waits for this stream any more")
+            else:
+                self.tell(self.answered(part).on_part, part)
+
+        try:
+            self._runner.run(batch_id, self._runner.decode(items), emit)
+        except SystemExit as e:
+            self.kill(WorkerDied(f"the model called sys.exit({e.code})"))
+            return
+        del items
+        sent = self.answered(final[0])
+        self._held = let_go([*self._held, *leases])
+        self.tell(sent.on_part, final.pop())
+
+    def abandon(self, batch_id: int) -> None:
+        self._unwanted = batch_id
+
+    def kill(self, why: PenstockError) -> None:
+        self._runner = None
+        abandon(self._held)
+        self._held = []
+        self.down(why)
+
+    async def stop(self, idle: bool) -> None:
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        try:
+            runner.close()
+        except Exception:
+            log.exception("unload_failed model=%s", self.spec.name)
+        self.kill(WorkerDied("the workers were stopped before the batch was answered"))

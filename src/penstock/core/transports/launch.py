@@ -1,0 +1,181 @@
+"""Starts a worker process: its socket, its shared memory, its environment. Nothing of it has a name."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.core import native
+from penstock.core.wire import frames
+from penstock.core.wire.messages import Pickled
+from penstock.core.wire.slabs import SlabPool, anonymous_file, map_read_only
+from penstock.core.worker.spec import WorkerSpec, Wrapped
+from penstock.core.worker.threads import environment
+from penstock.errors import LoadFailed
+from penstock.plugins import module_name
+
+_MAINS = (b"__main__", b"__mp_main__")  # of a script, and of one that multiprocessing has spawned
+
+
+class Child:
+    """A running worker process, as its parent holds it."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        sock: socket.socket,
+        pidfd: int | None,
+        replies: mmap.mmap,
+        output_fd: int | None = None,
+    ) -> None:
+        self.process = process
+        self.sock = sock
+        self.pidfd = pidfd  # readable when the process has ended; None where the system has none
+        self.replies = replies
+        self.output_fd = output_fd  # what it prints; None: it prints where the parent does
+
+    def kill(self) -> None:
+        """Kills the process and what it has started. Only before `ended`: later the number may be another's."""
+        with suppress(ProcessLookupError, PermissionError):  # macOS: all of them are zombies
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ended(self) -> str:
+        """How the process ended, in words. It must have ended, or be about to. Ends what it has left behind."""
+        if hasattr(os, "waitid"):
+            with suppress(ChildProcessError):  # the parent ignores SIGCHLD
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+                self.kill()  # its number is still its own: it is not reaped yet
+        code = self.process.wait()
+        if code >= 0:
+            return f"exited with code {code}"
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+
+    def close(self) -> None:
+        """Closes what the parent has of it."""
+        self.sock.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        self.replies.close()
+
+    def forget(self) -> None:
+        """In a forked child: closes its copies, and keeps it from waiting for a process that is not its own."""
+        self.process.returncode = 0
+        self.close()
+        if self.output_fd is not None:
+            os.close(self.output_fd)
+
+
+def pack_spec(spec: WorkerSpec) -> tuple[bytes, tuple[str, str]]:
+    """(the spec for the worker, (script to load before it, its name there), both "" when it needs none).
+
+    Raises LoadFailed, naming what cannot be sent.
+    """
+    data = _dumps(spec, spec.target)
+    return data, _script() if any(name in data for name in _MAINS) else ("", "")
+
+
+def pack_target(target: Any) -> Pickled:
+    """The target on its way to workers that start later: a module that is being imported can be sent only by the thread
+    that imports it. Raises LoadFailed, naming what cannot be sent."""
+    return Pickled(_dumps(target, target), [])
+
+
+def _dumps(value: object, target: Any) -> bytes:
+    try:
+        return pickle.dumps(value, 5)
+    except Exception as e:
+        raise LoadFailed(_unsendable(target, e), detail=repr(e)) from e
+
+
+def _unsendable(target: Any, why: Exception) -> str:
+    arguments: dict[str, Any] = {}
+    if isinstance(target, Wrapped):
+        target, arguments = target.target, target.arguments
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value, 5)
+        except Exception as e:
+            return f"{name}, a {type(value).__name__}, cannot be sent to a worker process ({e})"
+    return (
+        f"the target, a {type(target).__name__}, cannot be sent to a worker process ({why}): "
+        "give a function or class at the top level of a file, or a string such as app.py:Model"
+    )
+
+
+def _script() -> tuple[str, str]:
+    """(where the parent's script is, name for it in a worker), whose own `__main__` is another. Raises LoadFailed."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        where = name = str(main.__spec__.name)  # type: ignore[union-attr]
+    else:
+        file = getattr(main, "__file__", None)
+        if not file or not os.path.isfile(file):
+            raise LoadFailed(
+                "what the target needs of the main program cannot be found by a worker process, which has no file of "
+                "it to load: give a function or class at the top level of a file"
+            )
+        path = Path(file).resolve()
+        where, name = str(path), module_name(path)
+    sys.modules.setdefault(name, main)  # results whose classes are of the script come back under this name
+    return where, name
+
+
+def _python() -> str:
+    """The interpreter, also where `sys.executable` is a server that Python is built into."""
+    if "python" in os.path.basename(sys.executable) or "pypy" in os.path.basename(sys.executable):
+        return sys.executable
+    found = os.path.join(sys.prefix, "bin", "python3")
+    return found if os.path.exists(found) else sys.executable
+
+
+def launch(
+    spec: WorkerSpec, packed: tuple[bytes, tuple[str, str]], device: str, pool: SlabPool | None, reply_bytes: int
+) -> tuple[Child, list[frames.Buffer]]:
+    """(a started child, the first message for it). Raises OSError."""
+    env, inner_device = environment(spec, device, os.environ)
+    ours, theirs = native.socketpair()
+    reply_fd = write_fd = -1
+    read_fd = None
+    try:
+        reply_fd = anonymous_file(reply_bytes)
+        pool_fd, pool_bytes = (pool.fd, pool.capacity_bytes) if pool is not None else (-1, 0)
+        if spec.capture_output:
+            read_fd, write_fd = os.pipe()
+        numbers = [os.getpid(), theirs.fileno(), pool_fd, pool_bytes, reply_fd, reply_bytes]
+        process = native.popen(
+            [_python(), "-P", "-m", "penstock.core.transports.child", *map(str, numbers)],
+            pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=write_fd if write_fd >= 0 else None,
+            stderr=write_fd if write_fd >= 0 else None,
+            process_group=0,  # its own, so that what it starts ends with it, and Ctrl-C is the parent's alone
+        )
+        replies = map_read_only(reply_fd, reply_bytes)
+    except BaseException:
+        ours.close()
+        if read_fd is not None:
+            os.close(read_fd)
+        raise
+    finally:
+        theirs.close()
+        for fd in (reply_fd, write_fd):
+            if fd >= 0:
+                os.close(fd)
+    pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+    ours.setblocking(False)
+    paths = list(dict.fromkeys([*spec.sys_path, *(p or os.getcwd() for p in sys.path)]))
+    head = pickle.dumps((paths, inner_device, device, packed[1]), 5)
+    return Child(process, ours, pidfd, replies, read_fd), frames.encode(head, [packed[0]])

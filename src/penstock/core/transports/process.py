@@ -1,0 +1,274 @@
+"""The process transport, parent's end: one child process a slot, one message a batch over a socketpair.
+
+A death is noticed by the process's descriptor (or the end of its socket) and told at once. The other end is `child.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from penstock.core.transports.base import TransportListener
+from penstock.core.transports.channel import Channel
+from penstock.core.transports.launch import Child, launch, pack_spec
+from penstock.core.transports.output import Output
+from penstock.core.transports.slot import Sent, Slot, SlotTransport, unpin, within
+from penstock.core.wire import frames
+from penstock.core.wire.messages import (
+    PREDICTED,
+    Abandon,
+    Failed,
+    Free,
+    FromWorker,
+    Inbox,
+    News,
+    Outbox,
+    Part,
+    Pickled,
+    Run,
+    Stop,
+    Up,
+    write,
+)
+from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, WorkerDied
+from penstock.types import Batch, BatchPart, ItemResult
+
+log = logging.getLogger("penstock.transports")
+
+END_GRACE_S = 0.03  # from the end of the socket to that of the process; then it is killed
+DUMP_S = 1.0  # for the stack dump of a worker that hangs
+STOP_S = 5.0  # for `unload`
+MAX_FREE = 16  # places of answers that were read and wait for the next batch to tell so
+
+
+class ProcessTransport(SlotTransport):
+    """`slots` worker processes; slot i is on `devices[i % len(devices)]`.
+
+    `pool` is the shared memory of request slabs, `reply_bytes` the size of each worker's own for its answers.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, slots: int, devices: Sequence[str], pool: SlabPool | None, reply_bytes: int
+    ) -> None:
+        self._pool, self._reply_bytes = pool, reply_bytes
+        self._packed: tuple[bytes, tuple[str, str]] | None = None
+        super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
+
+    def _make(self, number: int, device: str) -> Slot:
+        return _ProcessSlot(self._spec, number, device, self._pool, self._reply_bytes, self._pack)
+
+    def _pack(self) -> tuple[bytes, tuple[str, str]]:
+        if self._packed is None:
+            self._packed = pack_spec(self._spec)
+        return self._packed
+
+    async def start(self, listener: TransportListener) -> None:
+        """See `Transport.start`. Raises LoadFailed when the target cannot be sent to another process."""
+        self._pack()
+        await super().start(listener)
+
+
+class _ProcessSlot(Slot):
+    """One place for a worker process."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        number: int,
+        device: str,
+        pool: SlabPool | None,
+        reply_bytes: int,
+        pack: Callable[[], tuple[bytes, tuple[str, str]]],
+    ) -> None:
+        super().__init__(spec, number, device)
+        self._pack = pack
+        self._pool = pool
+        self._reply_bytes = reply_bytes
+        self._child: Child | None = None
+        self._output: Output | None = None
+        self._error: PenstockError | None = None  # what the worker said, or what it is killed for
+        self._held: dict[int, Slab] = {}  # by offset: pinned because the model still looks at them
+        self._free: list[int] = []  # offsets of the reply region to give back
+        self._finisher: asyncio.TimerHandle | None = None
+        self._inbox = Inbox(FromWorker, self._read_reply)
+
+    # ---- life
+
+    def launch(self) -> None:
+        """Raises LoadFailed."""
+        self._error, self._free = None, []
+        try:
+            child, hello = launch(self.spec, self._pack(), self.device, self._pool, self._reply_bytes)
+        except OSError as e:
+            raise LoadFailed(f"a worker process could not be started: {e}") from e
+        self._child = child
+        self._gone = asyncio.Event()
+        self._channel = Channel(self.loop, child.sock, self._on_frame, self._on_end)
+        if child.pidfd is not None:
+            self.loop.add_reader(child.pidfd, self._on_exit)
+        if child.output_fd is not None:
+            self._output = Output(self.loop, child.output_fd, self.spec.name, self.spec.version, self.number)
+        self._channel.send(hello)
+
+    def abandon(self, batch_id: int) -> None:
+        if self._child is not None:
+            self._channel.send(write(Abandon(batch_id)))
+
+    def kill(self, why: PenstockError) -> None:
+        """Asks for a dump of all stacks, and for the end a second later."""
+        if self._child is not None:
+            self._error = why
+            with suppress(ProcessLookupError):  # not `send_signal`: it would reap a worker that has just ended
+                os.kill(self._child.process.pid, signal.SIGABRT)
+            self._finish_in(DUMP_S)
+
+    async def stop(self, idle: bool) -> None:
+        if self._child is None:
+            return
+        gone = self._gone
+        if idle and self.up:
+            self._channel.send(write(Stop()))
+            if await within(gone, STOP_S):
+                return
+        self._error = WorkerDied("the workers were stopped before the batch was answered")
+        self._finish()
+        await gone.wait()
+
+    def forget(self) -> None:
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.forget()
+
+    def _on_end(self) -> None:
+        """The socket ended: the process is about to, or it has broken the stream and is killed."""
+        if self._child is not None and self._finisher is None:
+            self._finish_in(END_GRACE_S)
+
+    def _finish_in(self, seconds: float) -> None:
+        if self._finisher is not None:
+            self._finisher.cancel()
+        self._finisher = self.loop.call_later(seconds, self._finish)
+
+    def _finish(self) -> None:
+        child = self._child
+        if child is not None:
+            child.kill()
+            if child.pidfd is None:
+                self._on_exit()
+
+    def _on_exit(self) -> None:
+        child = self._child
+        if child is None:
+            return
+        self._channel.drain()  # what it answered before it died counts
+        self._channel.close()
+        self._child = None
+        how = child.ended()
+        # Who was killed from here is at fault with the batch that was waited for, not with the one it predicted.
+        predicted = PREDICTED.unpack_from(child.replies)[0] if self._error is None else 0
+        if child.pidfd is not None:
+            self.loop.remove_reader(child.pidfd)
+        child.close()
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+        if self._finisher is not None:
+            self._finisher.cancel()
+            self._finisher = None
+        unpin(list(self._held.values()))
+        self._held.clear()
+        self._gone.set()
+        if self._error is None:
+            dead = WorkerDied(f"the worker {how}")
+            self._error = dead if self.up else LoadFailed(f"the worker {how} while it loaded the model")
+        self.down(self._error, predicted)
+
+    # ---- batches
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        outbox = Outbox(self._pool)
+        try:
+            items = outbox.items(batch.items, self.spec.wants_headers)
+            pieces = write(Run(batch.id, items, self._free), outbox.buffers)
+        except Exception as e:
+            log.exception("batch_not_sent model=%s: its callers get an error", self.spec.name)
+            for slab in outbox.slabs:
+                slab.release()
+            self._channel.flush()
+            error = ItemFailed(f"the batch cannot be sent to a worker: {type(e).__name__}", detail=repr(e))
+            return BatchPart(batch.id, [ItemResult(error=error) for _ in batch.items])
+        self._free = []
+        self._channel.send(pieces, batch.more)
+        slabs = [item.payload for item in batch.items if type(item.payload) is Slab] + outbox.slabs
+        for slab in slabs:
+            slab.pin()
+        for slab in outbox.slabs:
+            slab.release()  # made here: freed with the pin
+        return slabs
+
+    def _on_frame(self, frame: frames.Frame) -> None:
+        try:
+            message = self._inbox.read(frame)
+            if isinstance(message, Part):
+                self._on_part(message)
+            elif isinstance(message, News):
+                for offset in message.let_go:
+                    self._held.pop(offset).unpin()
+                if message.metrics:
+                    self.listener.slot_metrics(self.number, message.metrics)
+            elif isinstance(message, Up):
+                self.is_up(message.ready)
+            elif isinstance(message, Failed):
+                self._error = message.error
+        except Exception as e:  # a worker that speaks nonsense is worth no more than a dead one
+            log.exception("worker_broken model=%s slot=%d: it is killed", self.spec.name, self.number)
+            self._error = self._error or WorkerDied(f"the worker's answer cannot be read: {type(e).__name__}")
+            self._finish_in(0)
+
+    def _on_part(self, message: Part) -> None:
+        part = message.part
+        sent = self.answered(part)
+        for i, result in enumerate(part.results):
+            if result is not None and type(result.body) is Pickled:
+                _unpickle(part.results, i, result.body)
+        if part.final:
+            self._let_go(sent, message)
+        if self._free and (not self.sent or len(self._free) > MAX_FREE):
+            self._channel.send(write(Free(self._free)))
+            self._free = []
+        self.tell(sent.on_part, part)
+
+    def _let_go(self, sent: Sent, message: Part) -> None:
+        """Unpins the slabs of an answered batch, but for those that the model still looks at."""
+        for offset in message.let_go:
+            self._held.pop(offset).unpin()
+        held = set(message.held)
+        for slab in sent.slabs:
+            if slab.offset in held and slab.offset not in self._held:
+                self._held[slab.offset] = slab
+            else:
+                slab.unpin()
+
+    def _read_reply(self, offset: int, length: int, writable: bool) -> bytes | bytearray:
+        assert self._child is not None
+        self._free.append(offset)
+        if not writable:
+            return self._child.replies[offset : offset + length]
+        with memoryview(self._child.replies) as region, region[offset : offset + length] as data:
+            return bytearray(data)
+
+
+def _unpickle(results: list[ItemResult | None], i: int, body: Pickled) -> None:
+    result = results[i]
+    assert result is not None
+    try:
+        result.body = body.load()
+    except Exception as e:
+        text = f"the result cannot be unpickled in the serving process: {type(e).__name__}"
+        results[i] = ItemResult(error=BadOutput(text, detail=repr(e)), final=result.final)

@@ -1,0 +1,294 @@
+"""What the transports have in common: a slot that starts a worker, feeds it, buries it, and starts the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from penstock.config.schema import with_options
+from penstock.core.transports.base import OnPart, TransportListener
+from penstock.core.wire.slabs import Slab
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import LoadFailed, PenstockError, WorkerDied, describe
+from penstock.types import Batch, BatchPart, Ready
+
+log = logging.getLogger("penstock.transports")
+
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 30.0
+
+
+class Sent(Struct):
+    """A batch that is out."""
+
+    batch: Batch
+    on_part: OnPart
+    slabs: list[Slab]  # pinned
+    started_s: float
+    open: set[int] | None = None  # places of the items without an answer, where batches run side by side
+
+
+class Slot:
+    """One place for a worker. A transport says how to `launch`, `submit`, `kill`, `stop` and `forget` one."""
+
+    def __init__(self, spec: WorkerSpec, number: int, device: str) -> None:
+        self.spec = spec
+        self.number = number
+        self.device = device
+        self.up = False
+        self.closing = False
+        self.sent: dict[int, Sent] = {}  # by batch, in the order of sending
+        self.wide = False  # the worker takes batches side by side
+        self._heard_s = 0.0  # of a wide one: when it last answered, or was sent a batch while it had none
+        self.idle = asyncio.Event()  # nothing is sent
+        self.idle.set()
+        self._retry_s = FIRST_RETRY_S
+        self._timeout_s = spec.config.batching.run_timeout_s
+        self._timer: asyncio.TimerHandle | None = None  # of the load, later of the running batch
+        self._restart: asyncio.TimerHandle | None = None
+
+    def launch(self) -> None:
+        """Starts a worker; later `is_up` or `down` is called. What it raises is the reason why there is none."""
+        raise NotImplementedError
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        """Hands the batch to the worker: the slabs it pinned, or the final part if it cannot be sent."""
+        raise NotImplementedError
+
+    def abandon(self, batch_id: int) -> None:
+        """See `Transport.abandon`."""
+        raise NotImplementedError
+
+    def kill(self, why: PenstockError) -> None:
+        """Ends the worker at once; `down` is called with `why`, now or soon."""
+        raise NotImplementedError
+
+    async def stop(self, idle: bool) -> None:
+        """Ends the worker and returns when it is gone; `idle`: it has answered everything, so in order."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """See `Transport.forget`."""
+
+    # ---- life
+
+    def start(self, listener: TransportListener) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.listener = listener
+        self._launch()
+
+    def _launch(self) -> None:
+        self._restart = None
+        try:
+            self.launch()
+        except PenstockError as e:
+            self.down(e)
+        except Exception as e:  # no more threads, for instance: the next attempt may have one
+            log.exception("worker_not_started model=%s slot=%d", self.spec.name, self.number)
+            self.down(LoadFailed(f"a worker could not be started: {describe(e)}"))
+        else:
+            if not self.up:
+                self._timer = self.loop.call_later(self.spec.config.load_timeout_s, self._load_hangs)
+
+    def _load_hangs(self) -> None:
+        self._timer = None
+        why = f"loading exceeded load_timeout_s={self.spec.config.load_timeout_s:g}; its worker was given up"
+        log.warning("worker_hangs model=%s slot=%d: %s", self.spec.name, self.number, why)
+        self.kill(LoadFailed(why))
+
+    def is_up(self, ready: Ready) -> None:
+        """The worker has loaded its model."""
+        self.up, self.wide = True, ready.width > 1
+        self._stop_timer()
+        self._timeout_s = with_options(self.spec.config.batching, ready.options).run_timeout_s
+        self.listener.slot_up(self.number, ready)
+
+    def down(self, error: PenstockError, predicted: int = 0) -> None:
+        """The worker is gone: everybody who waited for it is told, then the listener; the next is on its way.
+
+        It ended on the batch `predicted`, or, where nobody waits for that, on the first one; of batches side by side
+        on any."""
+        self.up = False
+        self._stop_timer()
+        lost, self.sent = list(self.sent.values()), {}
+        died = error if isinstance(error, WorkerDied) else WorkerDied(error.message, detail=error.detail)
+        guilty = next((sent for sent in lost if sent.batch.id == predicted), lost[0] if lost else None)
+        for sent in lost:
+            unpin(sent.slabs)
+            started = self.wide or sent is guilty
+            run_s = self.loop.time() - sent.started_s if started else 0.0
+            self.tell(sent.on_part, BatchPart(sent.batch.id, error=died, started=started, run_s=run_s))
+        self.idle.set()
+        if self.closing:
+            if lost:
+                self.listener.slot_down(self.number, error, None)
+            return
+        wait, self._retry_s = self._retry_s, min(2 * self._retry_s, LAST_RETRY_S)
+        self._restart = self.loop.call_later(wait, self._launch)
+        self.listener.slot_down(self.number, error, wait)
+
+    async def close(self, drain_s: float) -> None:
+        self.closing = True
+        if self._restart is not None:
+            self._restart.cancel()
+            self._restart = None
+        await within(self.idle, drain_s)
+        await self.stop(idle=self.idle.is_set())
+
+    # ---- batches
+
+    def send(self, batch: Batch, on_part: OnPart) -> None:
+        if not self.up:
+            part = BatchPart(batch.id, error=WorkerDied("no worker runs on this slot"), started=False)
+            self.loop.call_soon(self.tell, on_part, part)
+            return
+        found = self.submit(batch)
+        if isinstance(found, BatchPart):
+            self.loop.call_soon(self.tell, on_part, found)
+            return
+        now = self.loop.time()
+        if self.wide and not self.sent:
+            self._heard_s = now
+        self.sent[batch.id] = Sent(batch, on_part, found, now, set(range(len(batch.items))) if self.wide else None)
+        self.idle.clear()
+        if self._timer is None:
+            self._timer = self.loop.call_at(now + self._timeout_s, self._check_time)
+
+    def answered(self, part: BatchPart) -> Sent:
+        """Takes note of a part, before its caller hears of it: the batch it belongs to. Raises ValueError."""
+        sent = self.sent.get(part.batch_id)
+        if sent is None or not (self._fits_first(sent, part) if sent.open is None else _fits(sent.open, part)):
+            raise ValueError(f"{len(part.results)} answers to batch {part.batch_id} do not fit what was sent")
+        if self.wide:
+            self._heard_s = self.loop.time()
+        if part.final:
+            del self.sent[part.batch_id]
+            self._retry_s = FIRST_RETRY_S
+            if not self.sent:
+                self.idle.set()
+            elif not self.wide:
+                self._first().started_s = self.loop.time()
+        return sent
+
+    def _first(self) -> Sent:
+        return next(iter(self.sent.values()))
+
+    def _fits_first(self, sent: Sent, part: BatchPart) -> bool:
+        return sent is self._first() and len(part.results) == len(sent.batch.items)
+
+    def tell(self, on_part: OnPart, part: BatchPart) -> None:
+        try:
+            on_part(part)
+        except Exception:
+            log.exception("part_not_taken model=%s batch=%d", self.spec.name, part.batch_id)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_time(self) -> None:
+        """The one timer of the slot: often the batch that it was set for has long been answered.
+
+        A worker with batches side by side is given up when nothing was heard of it for `run_timeout_s`, or after
+        twice that when a batch is not answered while others are: its model, which has times of its own for what it
+        does, has forgotten one."""
+        self._timer = None
+        if not self.sent:
+            return
+        due = self._first().started_s + self._timeout_s
+        if self.wide:
+            due = min(due + self._timeout_s, self._heard_s + self._timeout_s)
+        if self.loop.time() < due:
+            self._timer = self.loop.call_at(due, self._check_time)
+            return
+        why = f"run exceeded run_timeout_s={self._timeout_s:g}; its worker was given up"
+        log.warning("worker_hangs model=%s slot=%d: %s", self.spec.name, self.number, why)
+        self.kill(WorkerDied(why))
+
+
+class SlotTransport:
+    """A Transport of independent slots. Slabs are pinned while a worker may read them, and stay the caller's."""
+
+    depth = 8
+
+    def __init__(self, spec: WorkerSpec, devices: Sequence[str]) -> None:
+        self._spec = spec
+        self._places = {number: self._make(number, device) for number, device in enumerate(devices)}
+        self._closing = False
+        self._parked: list[tuple[Batch, OnPart]] = []  # sent while closing: answered at its end, so that none spins
+
+    def _make(self, number: int, device: str) -> Slot:
+        """A slot that is not started yet."""
+        raise NotImplementedError
+
+    async def start(self, listener: TransportListener) -> None:
+        """See `Transport.start`."""
+        self._listener = listener
+        for place in list(self._places.values()):
+            if self._closing:
+                return
+            place.start(listener)
+            await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let others in between
+
+    def add_slot(self, slot: int, device: str) -> None:
+        """See `Transport.add_slot`."""
+        assert slot not in self._places, f"slot {slot} still has a worker"
+        place = self._places[slot] = self._make(slot, device)
+        place.start(self._listener)
+
+    async def remove_slot(self, slot: int, drain_s: float) -> None:
+        """See `Transport.remove_slot`."""
+        await self._places[slot].close(drain_s)
+        del self._places[slot]
+
+    def send(self, batch: Batch, on_part: OnPart) -> None:
+        """See `Transport.send`."""
+        if self._closing:
+            self._parked.append((batch, on_part))
+        else:
+            self._places[batch.slot].send(batch, on_part)
+
+    def abandon(self, slot: int, batch_id: int) -> None:
+        """See `Transport.abandon`."""
+        self._places[slot].abandon(batch_id)
+
+    async def close(self, drain_s: float) -> None:
+        """See `Transport.close`."""
+        self._closing = True
+        await asyncio.gather(*(place.close(drain_s) for place in list(self._places.values())))
+        parked, self._parked = self._parked, []
+        for batch, on_part in parked:
+            on_part(BatchPart(batch.id, error=WorkerDied("the workers were stopped"), started=False))
+
+    def forget(self) -> None:
+        """See `Transport.forget`."""
+        for place in self._places.values():
+            place.forget()
+
+
+async def within(event: asyncio.Event, seconds: float) -> bool:
+    """True if the event is set, or becomes so in time."""
+    if not event.is_set() and seconds > 0:
+        try:
+            await asyncio.wait_for(event.wait(), seconds)
+        except TimeoutError:
+            pass
+    return event.is_set()
+
+
+def _fits(open: set[int], part: BatchPart) -> bool:
+    """Takes the places that a part answers out of those that are open; false if that cannot be."""
+    places = part.at or []
+    if len(places) != len(part.results) or not open.issuperset(places) or len(set(places)) != len(places):
+        return False
+    open.difference_update(places)
+    return part.final == (not open)
+
+
+def unpin(slabs: Sequence[Slab]) -> None:
+    for slab in slabs:
+        slab.unpin()

@@ -1,0 +1,190 @@
+"""The thread transport: one thread and one loaded model a slot, in this process. For code that releases the GIL.
+
+A thread cannot be killed: one that exceeds `run_timeout_s` is abandoned, with its model, and another one is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from penstock import metrics
+from penstock.core import native
+from penstock.core.transports.slot import Slot, SlotTransport, within
+from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import Cancelled, PenstockError, WorkerDied
+from penstock.types import Batch, BatchPart, Item, Ready
+
+STOP_S = 5.0  # for `unload`; then the thread is left behind
+
+Lease = tuple[Slab, "weakref.ref[Any]"]
+
+
+class ThreadTransport(SlotTransport):
+    """`slots` threads; slot i is on `devices[i % len(devices)]`. Objects are handed over as they are."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        slots: int,
+        devices: Sequence[str],
+        pool: SlabPool | None = None,
+        reply_bytes: int = 0,
+    ) -> None:
+        super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
+
+    def _make(self, number: int, device: str) -> Slot:
+        return _ThreadSlot(self._spec, number, device)
+
+
+class _ThreadSlot(Slot):
+    """One place for a worker thread."""
+
+    _life: _Life | None = None
+
+    def launch(self) -> None:
+        self._held: list[Lease] = []
+        self._gone = asyncio.Event()
+        self._life = _Life(self, self.spec, self.device)
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        assert self._life is not None
+        items, leases = readable(batch.items)
+        self._life.batches.put((batch.id, items, leases))
+        return [slab for slab, _ in leases]
+
+    def abandon(self, batch_id: int) -> None:
+        if self._life is not None:
+            self._life.unwanted = batch_id
+
+    def kill(self, why: PenstockError) -> None:
+        """The thread goes on until its call returns, and then ends: what it looks at is never reused."""
+        if self._life is None:
+            return
+        self._life.abandoned = True
+        self._life = None
+        for sent in list(self.sent.values())[:1]:
+            for slab in sent.slabs:
+                slab.retire()
+        self._buried(why)
+
+    async def stop(self, idle: bool) -> None:
+        if self._life is None:
+            return
+        self._life.batches.put(None)
+        if not idle or not self.up or not await within(self._gone, STOP_S):  # one that still loads is not waited for
+            self.kill(WorkerDied("the workers were stopped before the batch was answered"))
+
+    # ---- called by the thread, on the loop
+
+    def on_up(self, life: _Life, ready: Ready) -> None:
+        if life is self._life:
+            self.is_up(ready)
+
+    def on_part(self, life: _Life, part: BatchPart, leases: list[Lease]) -> None:
+        if life is not self._life:
+            return
+        sent = self.answered(part)
+        if part.final:
+            self._held = let_go([*self._held, *leases])
+        self.tell(sent.on_part, part)
+
+    def on_end(self, life: _Life, error: PenstockError) -> None:
+        if life is self._life:
+            self._life = None
+            self._buried(error)
+
+    def _buried(self, error: PenstockError) -> None:
+        abandon(self._held)
+        self._held = []
+        self._gone.set()
+        self.down(error)
+
+
+class _Life:
+    """One thread with its model, until it ends or is abandoned."""
+
+    def __init__(self, slot: _ThreadSlot, spec: WorkerSpec, device: str) -> None:
+        self.batches: SimpleQueue[tuple[int, list[Item], list[Lease]] | None] = native.new_queue()
+        self.abandoned = False
+        self.unwanted = 0  # the last batch that nobody waits for any more
+        self._slot = slot
+        self._loop = slot.loop
+        name = f"penstock-{spec.name}-{slot.number}"
+        native.start_thread(self._main, spec, device, name=name)
+
+    def _main(self, spec: WorkerSpec, device: str) -> None:
+        error: PenstockError = WorkerDied("the worker thread was stopped")
+        try:
+            self._work(spec, device)
+        except PenstockError as e:
+            error = e
+        except BaseException as e:
+            error = WorkerDied(f"the worker thread ended with {type(e).__name__}: {e}")
+        self._post(self._slot.on_end, self, error)
+
+    def _work(self, spec: WorkerSpec, device: str) -> None:
+        metrics.own_registry()
+        runner, ready = open_model(spec, device)
+        self._post(self._slot.on_up, self, ready)
+        while (work := self.batches.get()) is not None and not self.abandoned:
+            batch_id, items, leases = work
+            final: list[BatchPart] = []
+
+            def emit(part: BatchPart, final: list[BatchPart] = final) -> None:
+                if part.final:
+                    final.append(part)
+                elif self.unwanted == part.batch_id:
+                    raise Cancelled("nobody waits for this stream any more")
+                else:
+                    self._post(self._slot.on_part, self, part, [])
+
+            runner.run(batch_id, runner.decode(items), emit)
+            del work, items  # what still looks at a slab after this is the model, or the answer
+            self._post(self._slot.on_part, self, final.pop(), leases)
+        runner.close()
+
+    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop is closed: this thread was abandoned, and nobody listens
+            pass
+
+
+def readable(items: list[Item]) -> tuple[list[Item], list[Lease]]:
+    """The items with read-only views in place of slabs, and what tells whether the slabs, now pinned, are looked at."""
+    leases: list[Lease] = []
+    for i, item in enumerate(items):
+        if type(item.payload) is Slab:
+            view, alive = item.payload.lease()
+            leases.append((item.payload, alive))
+            item.payload.pin()
+            items = items if len(leases) > 1 else list(items)
+            items[i] = msgspec.structs.replace(item, payload=view)
+    return items, leases
+
+
+def abandon(leases: list[Lease]) -> None:
+    """Unpins slabs whose model is gone; what is still looked at is never reused."""
+    for slab, alive in leases:
+        if alive() is not None:
+            slab.retire()
+        slab.unpin()
+
+
+def let_go(leases: list[Lease]) -> list[Lease]:
+    """Unpins the slabs that nobody looks at any more, and gives back the others."""
+    kept = []
+    for slab, alive in leases:
+        if alive() is None:
+            slab.unpin()
+        else:
+            kept.append((slab, alive))
+    return kept

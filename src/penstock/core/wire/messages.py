@@ -1,0 +1,297 @@
+"""What a process and its own child say to each other: msgpack heads, large payloads beside them.
+
+Payloads up to 64 KiB stand in the head; larger ones in shared memory, or behind the head when there is no room.
+Python objects (codec "object") are pickled, protocol 5, their large buffers treated alike: only between a process and
+its own child. Errors cross as data, so that neither side imports the other's classes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.msgpack import Ext
+
+from penstock.core.wire import frames
+from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.wire.tensors import dumps
+from penstock.errors import BadOutput, BadRequest, PenstockError, from_code, plain
+from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready
+
+LARGE_BYTES = 64 * 2**10
+_SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR = 1, 2, 3, 4, 5
+_READ_HEADERS = frozenset({"oip_binary", "oip_npy"})  # codecs that find out from the headers how a body is meant
+# At the start of a reply region, which is never given to an answer: the batch that the worker predicts, 0 where it is
+# the first one without an answer. It stands there still when the worker has died.
+PREDICTED = struct.Struct("<Q")
+_PLACE = struct.Struct("<QQ")
+_INDEX = struct.Struct("<I")
+
+
+class Run(Struct, array_like=True, tag="run"):
+    """To the worker: a batch. `free`: offsets of the reply region that were read."""
+
+    id: int
+    items: list[Item]
+    free: list[int]
+
+
+class Free(Struct, array_like=True, tag="free"):
+    """To the worker: offsets of the reply region that were read."""
+
+    free: list[int]
+
+
+class Abandon(Struct, array_like=True, tag="abandon"):
+    """To the worker: nobody waits for this batch any more; if it streams, it may end."""
+
+    id: int
+
+
+class Stop(Struct, array_like=True, tag="stop"):
+    """To the worker: unload and end, after what was sent before."""
+
+
+class Up(Struct, array_like=True, tag="up"):
+    """From the worker: the model is loaded."""
+
+    ready: Ready
+
+
+class Failed(Struct, array_like=True, tag="failed"):
+    """From the worker: the model could not be loaded; it ends."""
+
+    error: PenstockError
+
+
+class Part(Struct, array_like=True, tag="part"):
+    """From the worker: one part of a batch.
+
+    `held`: offsets of request slabs that the model still looks at; `let_go`: offsets that it held before.
+    """
+
+    part: BatchPart
+    held: list[int]
+    let_go: list[int]
+
+
+class News(Struct, array_like=True, tag="news"):
+    """From a worker with batches side by side: what belongs to none of them. `let_go` as in Part."""
+
+    let_go: list[int]
+    metrics: list[MetricDelta]
+
+
+ToWorker = Run | Free | Abandon | Stop
+FromWorker = Up | Failed | Part | News
+
+
+class Pickled:
+    """A Python object on its way. Not yet loaded: one that cannot be must fail alone."""
+
+    __slots__ = ("_buffers", "_data")
+
+    def __init__(self, data: Any, buffers: list[Any]) -> None:
+        self._data = data
+        self._buffers = buffers
+
+    def load(self) -> Any:
+        return pickle.loads(self._data, buffers=self._buffers)  # from our own child, or our own parent
+
+
+class Unsent:
+    """Stands for one item of a `many` that could not be sent."""
+
+    def __init__(self, error: PenstockError) -> None:
+        self.error = error
+
+
+class Outbox:
+    """The payloads of one message that is being written, and the slabs and buffers that go with it."""
+
+    __slots__ = ("_pool", "buffers", "slabs")
+
+    def __init__(self, pool: SlabPool | None) -> None:
+        self._pool = pool
+        self.buffers: list[frames.Buffer] = []
+        self.slabs: list[Slab] = []  # made for this message: whoever sends it frees them
+
+    def put(self, data: frames.Buffer) -> Any:
+        """What stands for `data` in the head."""
+        size = data.nbytes if isinstance(data, memoryview) else len(data)
+        if size <= LARGE_BYTES:
+            return bytes(data) if isinstance(data, memoryview) else data
+        slab = self._pool.allocate(size) if self._pool is not None and size <= self._pool.capacity_bytes else None
+        if slab is not None:
+            slab.view[:] = memoryview(data).cast("B")
+            self.slabs.append(slab)
+            return place(slab)
+        self.buffers.append(bytes(data) if isinstance(data, memoryview) else data)
+        return Ext(_BUFFER, _INDEX.pack(len(self.buffers) - 1))
+
+    def put_object(self, value: object) -> Ext:
+        """What stands for a Python object in the head. Raises what pickle raises."""
+        large: list[memoryview] = []
+
+        def in_band(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes <= LARGE_BYTES:
+                return True
+            large.append(raw)
+            return False
+
+        data = dumps(value, in_band)
+        if not large and len(data) <= LARGE_BYTES:
+            return Ext(_PICKLE, data)
+        return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self.put(raw) for raw in large]]))
+
+    def _put_all(self, values: list[Any], refuse: Callable[[Any, Exception], object]) -> Ext:
+        """As `put_object`, for a list of which each value that cannot be pickled is replaced by what `refuse` makes."""
+        try:
+            return self.put_object(values)
+        except Exception:
+            sendable: list[object] = []
+            for value in values:
+                try:
+                    dumps(value, lambda _: False)
+                    sendable.append(value)
+                except Exception as e:
+                    sendable.append(refuse(value, e))
+            return self.put_object(sendable)
+
+    def items(self, items: list[Item], with_headers: bool) -> list[Item]:
+        """The items as they stand in the head; one that cannot be pickled becomes its own error in the worker."""
+        packed = []
+        for item in items:
+            payload = item.payload
+            start, stop = item.start, item.stop
+            if item.codec == "object":
+                if item.many and stop >= 0:
+                    payload, start, stop = payload[start:stop], 0, -1  # the other rows have batches of their own
+                try:
+                    payload = self._put_all(payload, _unsent) if item.many else self.put_object(payload)
+                except Exception as e:
+                    payload = Ext(_ERROR, _encoder.encode(_unsent(payload, e).error))
+            elif type(payload) is Slab:
+                payload = place(payload)
+            elif len(payload) > LARGE_BYTES:
+                payload = self.put(payload)
+            headers = item.headers if with_headers or item.codec in _READ_HEADERS else None
+            if payload is not item.payload or headers is not item.headers:
+                item = Item(
+                    payload,
+                    item.codec,
+                    item.content_type,
+                    item.rows,
+                    item.many,
+                    item.request_id,
+                    headers,
+                    start,
+                    stop,
+                    item.budget_s,
+                )
+            packed.append(item)
+        return packed
+
+    def results(self, items: list[Item], results: list[ItemResult | None]) -> list[ItemResult | None]:
+        """The results of these items as they stand in the head. They may be the ones given, changed: nobody else has
+        them."""
+        for i, result in enumerate(results):
+            if result is None or result.error is not None:
+                continue
+            if items[i].codec == "object":
+                try:
+                    many = items[i].many
+                    result.body = self._put_all(result.body, _unsendable) if many else self.put_object(result.body)
+                except Exception as e:
+                    results[i] = ItemResult(error=_unsendable(result.body, e))
+            elif type(result.body) is not bytes or len(result.body) > LARGE_BYTES:
+                result.body = self.put(result.body)
+        return results
+
+
+class Inbox:
+    """Reads messages. `resolve(offset, length, writable)` gives what stands in shared memory at that place.
+
+    `writable`: it becomes the memory of a Python object, which should not differ from one that came another way.
+    """
+
+    def __init__(self, kind: Any, resolve: Callable[[int, int, bool], Any]) -> None:
+        self._resolve = resolve
+        self._buffers: list[bytearray] = []
+        self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._ext, dec_hook=_read_error)
+
+    def read(self, frame: frames.Frame) -> Any:
+        """The message in `frame`. Raises msgspec.DecodeError or ValueError: then the peer is broken."""
+        self._buffers = frame.buffers
+        return self._decoder.decode(frame.head)
+
+    def _ext(self, code: int, data: memoryview) -> Any:
+        if code == _PICKLE:
+            return Pickled(bytes(data), [])
+        if code == _SLAB:
+            offset, length = _PLACE.unpack(data)
+            return self._resolve(offset, length, False)
+        if code == _BUFFER:
+            return bytes(self._buffers[_INDEX.unpack(data)[0]])
+        if code == _PICKLE_PARTS:
+            return Pickled(*msgspec.msgpack.decode(data, ext_hook=self._memory_of_object))
+        if code == _ERROR:
+            return _read_error(PenstockError, msgspec.msgpack.decode(data))
+        raise ValueError(f"unknown extension {code}")
+
+    def _memory_of_object(self, code: int, data: memoryview) -> Any:
+        if code == _SLAB:
+            offset, length = _PLACE.unpack(data)
+            return self._resolve(offset, length, True)
+        return self._buffers[_INDEX.unpack(data)[0]]
+
+
+def write(message: Struct, buffers: list[frames.Buffer] | None = None) -> list[frames.Buffer]:
+    """The pieces of the frame of one message."""
+    return frames.encode(_encoder.encode(message), buffers or ())
+
+
+def sendable(part: BatchPart, why: Exception) -> None:
+    """Makes of each result that cannot be written its own error: the others must not fail with it."""
+    part.metrics = None
+    for i, result in enumerate(part.results):
+        try:
+            _encoder.encode(result)
+        except Exception:
+            part.results[i] = ItemResult(error=BadOutput("the model's answer cannot be sent", detail=repr(why)))
+
+
+def place(slab: Slab) -> Ext:
+    """What stands for a slab in the head."""
+    return Ext(_SLAB, _PLACE.pack(slab.offset, slab.length))
+
+
+def _unsent(value: object, why: Exception) -> Unsent:
+    text = f"the item is a {type(value).__name__} that cannot be pickled for the worker"
+    return Unsent(BadRequest(text, detail=repr(why)))
+
+
+def _unsendable(value: object, why: Exception) -> BadOutput:
+    return BadOutput(f"the model returned a {type(value).__name__} that cannot be pickled", detail=repr(why))
+
+
+def _write_error(value: object) -> object:
+    if isinstance(value, PenstockError):
+        retry_after_s = None if value.retry_after_s is None else float(value.retry_after_s)
+        return [value.code, plain(value.message), retry_after_s, plain(value.detail)]
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
+
+
+def _read_error(kind: type, value: Any) -> PenstockError:
+    code, message, retry_after_s, detail = value
+    error = from_code(code, message, detail)
+    error.retry_after_s = retry_after_s
+    return error
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_write_error)

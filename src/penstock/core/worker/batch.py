@@ -1,0 +1,302 @@
+"""One batch on its way through a model: which units are alive, what became of them, what was sent.
+
+One bad item fails alone (law 2): a result may be an exception; a call that raises is repeated in halves until the
+guilty item is alone; out of memory is treated likewise, and told.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+
+from penstock.core.wire.messages import Unsent
+from penstock.core.worker.early import Early
+from penstock.errors import BadOutput, BadRequest, Cancelled, OutOfMemory, PenstockError, describe
+from penstock.serving.protocols.oip import is_binary
+from penstock.types import BatchPart, Headed, Item, ItemResult
+
+if TYPE_CHECKING:
+    from penstock.core.worker.loop import BatchRunner
+
+Emit = Callable[[BatchPart], None]
+
+ENDS = (SystemExit, KeyboardInterrupt)  # of a worker; all else is an error of items, also panics of native code
+_NOTHING = object()  # no outcome yet
+_STREAMED = object()  # the parts were sent
+
+
+class Decoded(Struct):
+    """A batch that is ready for the model. A *unit* is what `predict` sees as one item: an Item, or one of a `many`."""
+
+    items: list[Item]
+    values: list[Any] = field(default_factory=list)  # of each unit
+    owners: list[int] = field(default_factory=list)  # the item of each unit
+    contexts: list[Any] = field(default_factory=list)  # of each item, for its codec
+    errors: dict[int, PenstockError] = field(default_factory=dict)  # items that cannot be decoded
+    seconds: float = 0.0  # that decoding took
+
+
+class BatchRun:
+    """The state of one batch while it runs."""
+
+    def __init__(self, runner: BatchRunner, batch_id: int, decoded: Decoded, emit: Emit) -> None:
+        self.runner = runner
+        self.batch_id = batch_id
+        self.d = decoded
+        self.emit = emit
+        # of each unit: a result, or a PenstockError
+        self.outcomes: list[Any] = [v.error if type(v) is Unsent else _NOTHING for v in decoded.values]
+        self.live = [u for u, outcome in enumerate(self.outcomes) if outcome is _NOTHING]
+        self.failed_rows: int | None = None  # fewest rows that ran out of memory
+        self.ran_rows = 0  # most rows that ran
+
+    def preprocess(self) -> None:
+        """Replaces values by what `preprocess` makes of them; a unit on which it raises is out."""
+        hook = self.runner.model.preprocess
+        if hook is None:
+            return
+        live = []
+        for u in self.live:
+            try:
+                self.d.values[u] = hook(self.d.values[u])
+            except ENDS:
+                raise
+            except BaseException as e:
+                self.outcomes[u] = self.runner.error_of(e, "preprocess raised")
+            else:
+                live.append(u)
+        self.live = live
+
+    def attempt(self, units: list[int]) -> None:
+        """Predicts these units; on an error in halves, when that is allowed."""
+        error: BaseException
+        early = Early(self, units)
+        try:
+            if self.runner.model.send_parts_to is not None:
+                self.runner.model.send_parts_to(early)
+            found = self.runner.predict(self._values(units))
+            if hasattr(found, "__next__"):
+                self._stream(units, found)
+                return
+        except ENDS:
+            raise
+        except BadOutput as e:  # of a wrapper around the model: the halves would return the like
+            self._fail(units, e.with_traceback(None))
+            return
+        except BaseException as e:
+            error = e
+        else:
+            self.ran_rows = max(self.ran_rows, self._rows(units))
+            results = _aligned(found, len(units))
+            if isinstance(results, PenstockError):
+                self._fail(units, results)
+                return
+            for u, result in zip(units, results, strict=True):
+                if u in early.alive:
+                    self.outcomes[u] = result
+            return
+        if early.sent:  # what was sent must not be sent again
+            self._fail(units, self.runner.error_of(error))
+        else:
+            self._failed(units, error)
+
+    def _failed(self, units: list[int], error: BaseException) -> None:
+        memory = out_of_memory(error)
+        if memory:
+            rows = self._rows(units)
+            self.failed_rows = rows if self.failed_rows is None else min(rows, self.failed_rows)
+        batching = self.runner.batching
+        if len(units) > 1 and batching.idempotent and (memory or batching.retry_split):
+            traceback.clear_frames(error.__traceback__)  # they keep the memory of the failed call
+            middle = (len(units) + 1) // 2
+            self.attempt(units[:middle])
+            self.attempt(units[middle:])
+            return
+        if memory and len(units) > 1:
+            text = f"the device ran out of memory on a batch of {len(units)} items"
+            self._fail(units, OutOfMemory(text, detail=self.runner.error_of(error).detail))
+        else:
+            self._fail(units, self.runner.error_of(error))
+
+    def _stream(self, units: list[int], steps: Iterator[Any]) -> None:
+        """Sends every step as a part. Raises the model's error only while no part was sent: then halving is safe."""
+        alive = set(units)
+        sent = False
+        wrong: PenstockError | None = None
+        try:
+            for step in steps:
+                results = _aligned(step, len(units))
+                if isinstance(results, PenstockError):
+                    wrong = results
+                    break
+                sent = self.emit_step(units, results, alive) or sent
+        except ENDS:
+            raise
+        except BaseException as e:
+            if not sent and not isinstance(e, Cancelled):  # what nobody waits for is not tried again
+                raise
+            wrong = self.runner.error_of(e)
+        finally:
+            close = getattr(steps, "close", None)
+            if close is not None:
+                close()
+        self.ran_rows = max(self.ran_rows, self._rows(units))
+        for u in alive:
+            self.outcomes[u] = _STREAMED if wrong is None else wrong
+
+    def emit_step(self, units: list[int], results: list[Any], alive: set[int]) -> bool:
+        """Sends a part of the results of these units; those that fail leave `alive`. False: there was nothing."""
+        parts: list[ItemResult | None] = [None] * len(self.d.items)
+        position = _positions(self.d.owners)
+        sent = False
+        for u, value in zip(units, results, strict=True):
+            if value is None or u not in alive:
+                continue
+            result = value if isinstance(value, Exception) else self._postprocessed(value)
+            i = self.d.owners[u]
+            item = self.d.items[i]
+            if isinstance(result, Exception):
+                self.outcomes[u] = self.runner.error_of(result, "the model returned")
+                alive.discard(u)
+                continue
+            if item.many:
+                part = parts[i] = parts[i] or ItemResult([None] * self.d.owners.count(i), final=False)
+                part.body[position[u]] = result
+            else:
+                encoded = self.encoded(i, result)
+                if encoded.error is None and is_binary(encoded):
+                    encoded.error = BadRequest("the model streams its answer, which is so in JSON only")
+                if encoded.error is not None:
+                    self.outcomes[u] = encoded.error
+                    alive.discard(u)
+                    continue
+                encoded.final = False
+                parts[i] = encoded
+            sent = True
+        if sent:
+            self.emit(BatchPart(self.batch_id, parts, final=False))
+        return sent
+
+    def final(self) -> BatchPart:
+        """The answer of every item."""
+        d = self.d
+        results: list[ItemResult | None] = [None] * len(d.items)
+        for i, error in d.errors.items():
+            results[i] = ItemResult(error=error)
+        for i, item in enumerate(d.items):
+            if item.many and i not in d.errors:
+                results[i] = ItemResult([])
+        for u, i in enumerate(d.owners):
+            item = d.items[i]
+            outcome = self.finished(self.outcomes[u])
+            if item.many:
+                results[i].body.append(bare(outcome))  # type: ignore[union-attr]
+            elif isinstance(outcome, PenstockError):
+                results[i] = ItemResult(error=outcome)
+            elif outcome is _STREAMED:
+                results[i] = ItemResult(None if item.codec == "object" else b"")
+            else:
+                results[i] = self.encoded(i, outcome)
+        for item, result in zip(d.items, results, strict=True):
+            if item.many and result is not None and result.error is None:
+                result.body = [None if value is _STREAMED else value for value in result.body]
+        oom = None if self.failed_rows is None else (self.failed_rows, self.ran_rows)
+        return BatchPart(self.batch_id, results, oom=oom)
+
+    def finished(self, outcome: Any) -> Any:
+        """The outcome after `postprocess`; exceptions as the errors that callers get."""
+        if outcome is _STREAMED:
+            return outcome
+        if not isinstance(outcome, Exception):
+            outcome = self._postprocessed(outcome)
+        if isinstance(outcome, Exception):
+            return self.runner.error_of(outcome, "the model returned")
+        return outcome
+
+    def _postprocessed(self, value: Any) -> Any:
+        hook = self.runner.model.postprocess
+        if hook is None:
+            return value
+        try:
+            return hook(value)
+        except ENDS:
+            raise
+        except BaseException as e:
+            return self.runner.error_of(e, "postprocess raised")
+
+    def encoded(self, i: int, value: Any) -> ItemResult:
+        item = self.d.items[i]
+        if type(value) is Headed:
+            result = self.encoded(i, value.value)
+            if result.error is None:
+                result.headers = [*(result.headers or ()), *value.headers]
+            return result
+        if item.codec == "object":
+            return ItemResult(value)
+        try:
+            return self.runner.codec(item.codec).encode(value, item, self.d.contexts[i])
+        except PenstockError as e:
+            return ItemResult(error=self.runner.error_of(e))
+        except Exception as e:
+            text = self.runner.error_of(e).detail
+            return ItemResult(
+                error=BadOutput(f"the result is a {type(value).__name__} that cannot be sent", detail=text)
+            )
+
+    def _fail(self, units: list[int], error: PenstockError) -> None:
+        for u in units:
+            self.outcomes[u] = error
+
+    def _values(self, units: list[int]) -> list[Any]:
+        """The values of these units: a list of their own, or the whole batch as it was prepared."""
+        values = self.d.values
+        prepared = type(values) is not list and len(units) == len(values)
+        return values if prepared else [values[u] for u in units]
+
+    def _rows(self, units: list[int]) -> int:
+        items, owners = self.d.items, self.d.owners
+        return sum(1 if items[owners[u]].many else items[owners[u]].rows for u in units)
+
+
+def bare(value: Any) -> Any:
+    """The value without headers beside it, for callers that take none."""
+    return value.value if type(value) is Headed else value
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """MemoryError, or one of that kind of a framework that is not imported here.
+
+    By its name (torch.cuda.OutOfMemoryError), or its text: drivers and libraries of CUDA raise plain RuntimeErrors.
+    """
+    if isinstance(error, MemoryError) or any("OutOfMemory" in c.__name__ for c in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and "out of memory" in describe(error).lower()
+
+
+def _positions(owners: list[int]) -> list[int]:
+    """The place of each unit among those of its item."""
+    seen: dict[int, int] = {}
+    places = []
+    for i in owners:
+        places.append(seen.get(i, 0))
+        seen[i] = places[-1] + 1
+    return places
+
+
+def _aligned(found: Any, expected: int) -> list[Any] | PenstockError:
+    """The results as a list, one for each item, or the error that says what is wrong with them."""
+    array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
+    if not isinstance(found, (list, tuple)) and (not array or hasattr(found, "columns")):  # a table gives its columns
+        return BadOutput(
+            f"predict returned a {type(found).__name__}, expected a list, a tuple or an array of {expected} results"
+        )
+    try:
+        results = list(found)
+    except Exception as e:
+        return BadOutput(f"predict returned a {type(found).__name__} that cannot be read: {describe(e)}")
+    if len(results) != expected:
+        return BadOutput(f"predict returned {len(results)} results for {expected} items, expected one for each item")
+    return results

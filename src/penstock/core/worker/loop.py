@@ -1,0 +1,197 @@
+"""Runs batches on one model: decode, preprocess, predict, postprocess, encode. The same for every transport."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any
+
+from penstock import metrics, plugins
+from penstock.config.schema import BatchingConfig
+from penstock.core.wire.messages import Pickled
+from penstock.core.worker.batch import BatchRun, Decoded, Emit, out_of_memory
+from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe
+from penstock.runtimes.python import PythonModel
+from penstock.serving.protocols.base import Codec
+from penstock.types import BatchPart, Item, ModelMetadata
+
+if TYPE_CHECKING:
+    import asyncio
+
+log = logging.getLogger("penstock.worker")
+
+LOG_AGAIN_S = 60.0
+MAX_LOGGED = 100
+
+
+class BatchRunner:
+    """Drives one loaded model. `decode` is pure and may run ahead in another thread; `run` is for the worker's own."""
+
+    def __init__(self, model: PythonModel, metadata: ModelMetadata, batching: BatchingConfig) -> None:
+        self.model = model
+        self.batching = batching
+        self._metadata = metadata
+        self._codecs: dict[str, Codec] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # made by the first coroutine
+        self._logged: dict[str, float] = {}
+
+    def decode(self, items: list[Item]) -> Decoded:
+        """The values of the items; one that cannot be decoded becomes its own error."""
+        started = time.perf_counter()
+        decoded = Decoded(items)
+        for i, item in enumerate(items):
+            context = None
+            value = item.payload
+            try:
+                if isinstance(value, PenstockError):
+                    raise value  # it could not be sent here
+                if item.codec != "object":
+                    value, context = self.codec(item.codec).decode(item)
+                elif type(value) is Pickled:
+                    value = value.load()
+                units = _units(item, value)
+            except Exception as e:
+                decoded.errors[i] = _decode_error(e)
+                units = []
+            decoded.contexts.append(context)
+            decoded.values += units
+            decoded.owners += [i] * len(units)
+        prepare = self.model.prepare
+        if prepare is not None and decoded.values:
+            decoded.values = prepare(decoded.values)
+        decoded.seconds = time.perf_counter() - started
+        return decoded
+
+    def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
+        """Calls `emit` with any number of parts and one final one. Raises only what ends a worker (`ENDS`)."""
+        started = time.perf_counter()
+        run, ready = self._predicted(batch_id, decoded, emit)
+        predicted = time.perf_counter()
+        part = run.final()
+        ended = time.perf_counter()
+        part.run_s = ended - started
+        _tell(part, decoded, (ready - started, predicted - ready, ended - predicted))
+        part.metrics = metrics.drain()
+        emit(part)
+
+    def begin(self, batch_id: int, decoded: Decoded, emit: Emit) -> Callable[[], BatchPart]:
+        """Predicts, and gives back what makes the final part, in one other thread; its time is not that of the run."""
+        started = time.perf_counter()
+        run, ready = self._predicted(batch_id, decoded, emit)
+        predicted, changes = time.perf_counter(), metrics.drain()
+
+        def finish() -> BatchPart:
+            began = time.perf_counter()
+            part = run.final()
+            part.run_s, part.metrics = predicted - started, changes
+            _tell(part, decoded, (ready - started, predicted - ready, time.perf_counter() - began))
+            return part
+
+        return finish
+
+    def _predicted(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchRun, float]:
+        """(the batch, when `predict` was about to begin)."""
+        run = BatchRun(self, batch_id, decoded, emit)
+        run.preprocess()
+        ready = time.perf_counter()
+        if run.live:
+            run.attempt(run.live)
+        return run, ready
+
+    def close(self) -> None:
+        """Unloads the model."""
+        try:
+            self.model.unload()
+        finally:
+            if self._loop is not None:
+                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+                self._loop.close()
+
+    def codec(self, name: str) -> Codec:
+        """The codec of that name, made for this model. Raises ConfigError."""
+        codec = self._codecs.get(name)
+        if codec is None:
+            make = plugins.resolve("codec", name)
+            m = self._metadata
+            knows = "metadata" in inspect.signature(make).parameters
+            codec = make(m.name, m.version, metadata=m) if knows else make(m.name, m.version)
+            self._codecs[name] = codec
+        return codec
+
+    def predict(self, values: list[Any]) -> Any:
+        """What the model returned: a sequence, or an iterator of sequences when it streams. Raises what it raised."""
+        found = self.model.predict(values)
+        if type(found) is list:
+            return found
+        if inspect.iscoroutine(found):
+            found = self._await(found)
+        if inspect.isasyncgen(found):
+            return self._steps(found)
+        return found
+
+    def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        import asyncio  # only models that are async load it
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        try:
+            return self._loop.run_until_complete(coroutine)
+        except asyncio.CancelledError:
+            raise RuntimeError("the model's coroutine was cancelled from inside") from None
+
+    def _steps(self, parts: Any) -> Iterator[Any]:
+        try:
+            while True:
+                try:
+                    step = self._await(parts.__anext__())
+                except StopAsyncIteration:
+                    return
+                yield step
+        finally:
+            self._await(parts.aclose())
+
+    def error_of(self, error: BaseException, doing: str = "the model raised") -> PenstockError:
+        """The error that the item gets. Its message may leave the process; text and traceback stay in its detail."""
+        text = "".join(traceback.format_exception(error))
+        if isinstance(error, PenstockError):
+            error.detail = error.detail or text
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # frames keep payloads alive
+            return error
+        kind = type(error).__name__
+        self._warn(f"{doing} {describe(error)}", text)
+        if out_of_memory(error):
+            return OutOfMemory("the device ran out of memory on this item alone", detail=text)
+        return ItemFailed(f"{doing} {kind}", detail=text)
+
+    def _warn(self, key: str, text: str) -> None:
+        """Logs each distinct error at most once a minute."""
+        now = time.monotonic()
+        if now - self._logged.get(key, -LOG_AGAIN_S) < LOG_AGAIN_S:
+            return
+        if len(self._logged) >= MAX_LOGGED:
+            self._logged.clear()
+        self._logged[key] = now
+        log.warning("item_failed model=%s error=%r: its callers get an error\n%s", self._metadata.name, key, text)
+
+
+def _tell(part: BatchPart, decoded: Decoded, stages_s: tuple[float, float, float]) -> None:
+    part.prepare_s = decoded.seconds
+    part.stages_s = (decoded.seconds + stages_s[0], stages_s[1], stages_s[2])
+
+
+def _units(item: Item, value: Any) -> list[Any]:
+    if not item.many:
+        return [value]
+    if not isinstance(value, (list, tuple)):
+        raise BadRequest(f"an item of many must be a list of items, found {type(value).__name__}")
+    return list(value[item.start : item.stop] if item.stop >= 0 else value)
+
+
+def _decode_error(error: Exception) -> PenstockError:
+    if isinstance(error, PenstockError):
+        return error
+    text = "".join(traceback.format_exception(error))
+    return BadRequest(f"the payload cannot be decoded: {type(error).__name__}", detail=text)

@@ -1,0 +1,98 @@
+"""What a worker does before its first batch: finds the target, loads the model, warms it up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from penstock.config.schema import with_options
+from penstock.core.wire.messages import Pickled
+from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.profile import warm_up
+from penstock.core.worker.spec import WorkerSpec, Wrapped
+from penstock.core.worker.threads import threads_of
+from penstock.errors import LoadFailed, PenstockError, describe
+from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at
+from penstock.runtimes.base import is_module
+from penstock.runtimes.python import PythonModel
+from penstock.types import Ready
+
+PIPELINE = "penstock.pipeline.model:PipelineModel"  # the model of a pipeline's file, a floor that stands above this one
+
+
+def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
+    """A runner around the loaded model, and what is told of it.
+
+    `device` is handed to `load`; `shown_device` is its name outside of this process, when that is another one.
+    Raises LoadFailed, TargetNotFound, ConfigError.
+    """
+    add_paths(spec.sys_path)
+    # the parser of forms warns of every malformed body; a request is never logged above DEBUG
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
+    try:
+        target = _model(_found(spec.target, spec), spec)
+        config = spec.config
+        extras = {"precision": config.precision, "optimize": config.optimize, "trust": config.trust}
+        options = config.options
+        named = spec.target.target if isinstance(spec.target, Wrapped) else spec.target
+        if isinstance(named, str) and is_pipeline_file(named):
+            options = {**options, "file": named}
+        model = PythonModel(target, options, **extras, threads=partial(_threads, spec))
+        model.load(device)
+        said = model.said()
+        batching = with_options(spec.config.batching, said)
+        metadata = model.metadata(spec.name, spec.version)
+        runner = BatchRunner(model, metadata, batching)
+        profile, best = warm_up(runner, batching)
+    except PenstockError:
+        raise
+    except SystemExit as e:
+        raise LoadFailed(f"loading '{spec.name}' called sys.exit({e.code})") from e
+    except Exception as e:
+        text = "".join(traceback.format_exception(e))
+        raise LoadFailed(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
+    return runner, Ready(metadata, shown_device or device, os.getpid(), said, profile, best)
+
+
+def _found(target: Any, spec: WorkerSpec) -> Any:
+    """The function, class or object that a spec's target means, the model of a file."""
+    if isinstance(target, Pickled):
+        return _found(target.load(), spec)
+    if isinstance(target, Wrapped):
+        wrap: Any = load_object(target.wrapper)
+        return wrap(_found(target.target, spec), **target.arguments)
+    if not isinstance(target, str):
+        return target
+    if is_model_file(target):
+        from penstock.runtimes.files import file_model  # NumPy, and soon a runtime: only such models load them
+
+        return file_model(target, spec.config, _threads(spec))
+    if is_pipeline_file(target):
+        return load_object(PIPELINE)
+    return load_object(target)
+
+
+def _model(found: Any, spec: WorkerSpec) -> Any:
+    """What was found, or the model of it if it is a module of PyTorch that does not say how it predicts."""
+    wanted = spec.config.weights is not None or bool(spec.config.inputs)
+    if not wanted and (not is_module(found) or hasattr(found, "predict")):
+        return found
+    from penstock.runtimes.files import module_model
+
+    return module_model(found, spec.config, _threads(spec))
+
+
+def _threads(spec: WorkerSpec) -> int:
+    """Threads of a runtime: those that the environment of the worker says, in the engine's own process as in others."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if spec.config.threads is None and said.isdecimal() and int(said) else threads_of(spec)
+
+
+def add_paths(paths: Sequence[str]) -> None:
+    """Puts `paths` in front of `sys.path`, in their order, those that are not there yet."""
+    sys.path[:0] = [p for p in paths if p not in sys.path]

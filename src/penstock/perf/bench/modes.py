@@ -1,0 +1,179 @@
+"""Which loads are run, one after the other: named ones, a rate that rises until the SLO breaks, clients that double.
+
+Nothing here sends anything: `measure` is handed in, so that the searches are tested without a server and a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from penstock.perf.bench.measurement import MOST_ERRORS, Load, Measurement
+from penstock.perf.bench.slo import Slo, parse_slo
+
+Mode = Literal["closed", "open", "ramp", "saturate"]
+Measure = Callable[[Load, int], Awaitable[Measurement]]
+"""One run under a load; the number tells which repeat it is."""
+
+STEP: Final = 1.5  # from one rate of a ramp to the next
+NEAR: Final = 1.06  # between the last rate that holds and the first that does not: 1.5 halved three times
+DOWN: Final = 64.0  # so far below the first rate one is looked for that holds
+KNEE: Final = 5.0  # without an SLO: so many times the p99 of the lowest rate
+GAIN: Final = 1.03  # less is none
+MOST_CLIENTS: Final = 4096
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What is to be run. In a ramp `rates` are the first rate and, if there are two, the last; searches of `saturate`
+    begin with the first of `concurrency`. `rates` may be empty for a ramp, and for the trace that `arrival` names."""
+
+    mode: Mode
+    concurrency: tuple[int, ...] = (1, 8, 64)
+    rates: tuple[float, ...] = ()
+    arrival: str = "poisson"
+    seconds: float = 10.0
+    requests: int = 0
+    seed: int = 0
+    connections: int = 256
+    repeat: int = 1
+
+    def closed(self, clients: int) -> Load:
+        """So many clients in a closed loop."""
+        seconds = 0.0 if self.requests else self.seconds
+        return Load(mode="closed", concurrency=clients, seconds=seconds, requests=self.requests, seed=self.seed)
+
+    def open(self, rate: float, seconds: float, repeat: int) -> Load:
+        """An open loop; each repeat has arrivals of its own."""
+        return Load(
+            mode="open",
+            rate=rate,
+            arrival=self.arrival,
+            seconds=seconds,
+            requests=self.requests,
+            seed=self.seed + repeat,
+            connections=self.connections,
+        )
+
+
+async def carry_out(plan: Plan, slo: Slo, measure: Measure) -> AsyncIterator[str]:
+    """Runs all of it, repeats interleaved; gives what a search found, in words, as soon as it is found."""
+    for repeat in range(plan.repeat):
+        if plan.mode == "closed":
+            for clients in plan.concurrency:
+                await measure(plan.closed(clients), repeat)
+        elif plan.mode == "open":
+            for rate in plan.rates or (0.0,):
+                await measure(plan.open(rate, plan.seconds, repeat), repeat)
+        elif plan.mode == "ramp":
+            yield await _Ramp(plan, slo, measure, repeat).run()
+        else:
+            yield await _saturate(plan, measure, repeat)
+
+
+async def _saturate(plan: Plan, measure: Measure, repeat: int) -> str:
+    """Doubles the clients until that has gained nothing twice: a batch may be no faster before it is twice as full."""
+    best: Measurement | None = None
+    clients, idle = plan.concurrency[0], 0
+    while idle < 2 and clients <= MOST_CLIENTS:
+        found = await _twice(measure, plan.closed(clients), repeat)
+        if found.invalid:
+            return _unknown("saturates", f"{best.load.label} get {best.throughput:,.6g}/s" if best else "")
+        if found.error_share > MOST_ERRORS:
+            break
+        if best is None or found.throughput > best.throughput * GAIN:
+            best, idle = found, 0
+        else:
+            idle += 1
+        clients *= 2
+    if best is None:
+        return f"no throughput: already {plan.concurrency[0]} clients get more than {MOST_ERRORS:.0%} errors"
+    why = "more clients gain less than 3 %" if idle else "more clients get errors"
+    return f"saturates at {best.load.label}: {best.throughput:,.6g}/s; {why}"
+
+
+async def _twice(measure: Measure, load: Load, repeat: int) -> Measurement:
+    """The run, or the one after it when it was invalid: something else may have held up the generator."""
+    found = await measure(load, repeat)
+    return await measure(load, repeat) if found.invalid else found
+
+
+def _unknown(what: str, so_far: str) -> str:
+    known = f"{so_far}; more" if so_far else "it"
+    return f"where it {what} is not known: {known} cannot be measured, see INVALID"
+
+
+class _Ramp:
+    """One search for the knee: the highest rate that holds."""
+
+    def __init__(self, plan: Plan, slo: Slo, measure: Measure, repeat: int) -> None:
+        self._plan, self._slo, self._measure, self._repeat = plan, slo, measure, repeat
+        self._good: float | None = None
+        self._bad: float | None = None
+        self._why = ""
+
+    async def run(self) -> str:
+        first = self._plan.rates[0] if self._plan.rates else await self._slow()
+        if not first:
+            return "no knee: one client alone gets no answers"
+        last = self._plan.rates[1] if len(self._plan.rates) > 1 else None
+        rate: float | None = first
+        while rate is not None:
+            found = await _twice(self._measure, self._plan.open(rate, self._seconds(rate), self._repeat), self._repeat)
+            if found.invalid:
+                return _unknown("breaks", f"{self._good:,.6g}/s hold {self._slo.text}" if self._good else "")
+            why = self._broken(found)
+            if why is None:
+                return f"no knee: {found.answered:,} good answers at {rate:,.6g}/s are too few to tell {self._slo.text}"
+            if why:
+                self._bad, self._why = rate, why
+            else:
+                self._good = rate
+            rate = self._next(first, last)
+        if self._good is None:
+            return f"no knee: {self._bad:,.6g}/s is too much already: {self._why}"
+        beyond = f"{self._bad:,.6g}/s do not: {self._why}" if self._bad else "nothing above was asked for"
+        return f"knee: {self._good:,.6g}/s hold {self._slo.text}; {beyond}"
+
+    async def _slow(self) -> float:
+        """Half of what one client gets: a server is hardly busy then."""
+        alone = await _twice(self._measure, self._plan.closed(1), self._repeat)
+        return 0.0 if alone.invalid else float(f"{alone.throughput / 2:.3g}")
+
+    def _next(self, first: float, last: float | None) -> float | None:
+        """The rate to try; None when the knee is known."""
+        if self._bad is None:
+            assert self._good is not None
+            higher = self._good * STEP
+            if last is None or self._good < last:
+                return float(f"{min(higher, last or higher):.4g}")
+            return None
+        if self._good is None:
+            return self._bad / 2 if self._bad > first / DOWN else None
+        return float(f"{(self._good * self._bad) ** 0.5:.4g}") if self._bad > self._good * NEAR else None
+
+    def _seconds(self, rate: float) -> float:
+        """Long enough for the samples that the SLO's percentiles take, with a fifth to spare."""
+        names = {part.name for part in self._slo.parts} or {"p99"}
+        samples = 1000 if "p99.9" in names else 100
+        return max(self._plan.seconds, 1.2 * samples / rate)
+
+    def _broken(self, run: Measurement) -> str | None:
+        """Why the rate does not hold: "" when it does, None when that cannot be told."""
+        if not self._slo.parts and run.latency.p99_s is not None:
+            self._slo = parse_slo(f"p99<={run.latency.p99_s * KNEE * 1e3:.4g}ms")
+        if run.error_share > MOST_ERRORS and all(part.name != "error" for part in self._slo.parts):
+            return f"{run.error_share:.1%} errors"
+        clauses = self._slo.judge(run)
+        if not clauses or any(clause.value is None for clause in clauses):
+            return None
+        parts = zip(self._slo.parts, clauses, strict=True)
+        return ", ".join(f"{part.name} is {in_units(part.name, c.value or 0.0)}" for part, c in parts if not c.met)
+
+
+def in_units(name: str, value: float) -> str:
+    """A value of an SLO's part as it is read: milliseconds, per cent, requests a second."""
+    if name == "error":
+        return f"{value:.2%}"
+    return f"{value:,.4g}/s" if name == "throughput" else f"{value * 1e3:,.4g} ms"

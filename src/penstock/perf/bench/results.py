@@ -1,0 +1,282 @@
+"""A folder of results: run.json tells where they come from, records.jsonl has each measurement, summary.csv a table.
+
+A measurement is on the disk before `append` is done, so that a run that is killed loses at most the one at work. A
+last line that a power failure or a full disk cut short is dropped when it is read.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import io
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+from msgspec import Struct, field
+
+from penstock import __version__
+from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench.measurement import SCHEMA, Measurement
+
+log = logging.getLogger("penstock.bench")
+
+RUN, RECORDS, SUMMARY = "run.json", "records.jsonl", "summary.csv"
+_SAME: Final = ("command", "target", "slo", "seed", "penstock")  # of two starts that may share a folder
+MACHINE: Final = ("cpu", "cores", "memory_gib", "gpus")  # what figures depend on
+_FULL: Final = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the limit on file sizes is reached",
+}
+
+
+class NotWritten(PenstockError):
+    """A folder of results takes no more."""
+
+    code = "not_written"
+
+
+class Origin(Struct, frozen=True, kw_only=True):
+    """Where results come from, as in run.json. `command` is the verb ("bench"), `line` what was typed, redacted."""
+
+    command: str
+    line: str = ""
+    target: str = ""
+    slo: str = ""
+    seed: int = 0
+    started: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    penstock: str = __version__
+    schema: int = SCHEMA
+
+    @property
+    def busy(self) -> str:
+        """That other work was on the machine when the run began, if there was."""
+        load, cores = self.machine.get("load_before", 0.0), self.machine.get("cores", 1)
+        return f"the machine was busy before the run began: load {load:g} on {cores} cores" if load > cores / 2 else ""
+
+
+class Results:
+    """What is measured goes here, at once. To be opened by `Results.open`; a context manager.
+
+    `measurements` has all of the folder, in their order, those of earlier starts first.
+    """
+
+    def __init__(self, folder: Path, origin: Origin, measurements: Sequence[Measurement], records: io.FileIO) -> None:
+        self.folder, self.origin = folder, origin
+        self.measurements = list(measurements)
+        self._records = records
+
+    @classmethod
+    def open(cls, folder: Path | str, origin: Origin, *, resume: bool = False) -> Self:
+        """The folder's results, made when it is not there. One that holds a run is gone on with only on `resume`.
+
+        Raises ConfigError for a folder of another run, machine, version or schema, or of other things; NotWritten.
+        """
+        folder = Path(folder)
+        try:
+            names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+        except OSError as e:
+            raise not_written(folder, e) from e
+        if RUN in names:
+            if not resume:
+                raise ConfigError(f"{folder} holds a run already; name another folder, or remove this one")
+            origin = _same_run(folder, origin)
+        elif others := sorted(names - {RECORDS, _part(RUN)}):
+            raise ConfigError(f"{folder} has no {RUN}, but {others[0]}: expected an empty folder, or one of results")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            records = _locked(folder / RECORDS)
+        except OSError as e:
+            raise not_written(folder, e) from e
+        try:
+            if RUN not in names:
+                if os.fstat(records.fileno()).st_size:
+                    raise ConfigError(f"{folder} has a {RECORDS} that no {RUN} tells of; name another folder")
+                write_whole(folder / RUN, msgspec.json.format(msgspec.json.encode(origin)) + b"\n")
+            measurements, length = _measurements(folder / RECORDS)
+            records.truncate(length)
+            records.seek(length)
+        except BaseException as e:
+            records.close()
+            if isinstance(e, OSError):
+                raise not_written(folder, e) from e
+            raise
+        return cls(folder, origin, measurements, records)
+
+    def append(self, measurement: Measurement) -> None:
+        """Keeps one more. Raises NotWritten when it cannot be; what was kept before stays, whole."""
+        self.measurements.append(measurement)
+        line = memoryview(msgspec.json.encode(measurement) + b"\n")
+        start = self._records.tell()
+        try:
+            while line:
+                line = line[self._records.write(line) or 0 :]
+            os.fsync(self._records.fileno())
+        except OSError as e:
+            self._records.truncate(start)
+            self._records.seek(start)
+            raise not_written(self.folder, e) from e
+
+    def close(self) -> None:
+        """Writes the summary. Raises NotWritten."""
+        if self._records.closed:
+            return
+        try:
+            write_whole(self.folder / SUMMARY, summary(self.measurements).encode())
+        except OSError as e:
+            raise not_written(self.folder, e) from e
+        finally:
+            self._records.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(folder: Path | str) -> tuple[Origin, list[Measurement]]:
+    """Where the folder's results come from, and what was measured. Raises ConfigError for what is no such folder."""
+    folder = Path(folder)
+    return _origin(folder), _measurements(folder / RECORDS)[0] if (folder / RECORDS).exists() else []
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Puts the content in the file's place, all or nothing. Raises OSError."""
+    part = path.with_name(_part(path.name))
+    try:
+        with part.open("wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def not_written(folder: Path, error: OSError) -> NotWritten:
+    """The error to raise when the folder does not take what it is given."""
+    reason = _FULL.get(error.errno or 0)
+    if reason is None:
+        return NotWritten(f"cannot write to {folder}: {error.strerror or error}")
+    return NotWritten(f"{reason}: {folder} takes no more results; what is there is whole. Make room for the next run")
+
+
+_COLUMNS: Final = (
+    "label", "load", "mode", "concurrency", "rate_per_s", "repeat", "started", "seconds", "requests", "answered",
+    "errors", "error_share", "throughput_per_s", "goodput_per_s", "mean_s", "p50_s", "p75_s", "p90_s", "p95_s",
+    "p99_s", "p99_low_s", "p99_high_s", "p999_s", "max_s", "slo_met", "queue_s", "preprocess_s", "run_s",
+    "postprocess_s", "mean_batch", "cpu_cores", "memory_bytes", "generator_cpu", "late_share", "invalid",
+)  # fmt: skip
+
+
+def summary(measurements: Sequence[Measurement]) -> str:
+    """The table as CSV, one row a measurement; what cannot be told is empty, also the numbers of invalid ones."""
+    out = io.StringIO()
+    table = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
+    table.writeheader()
+    table.writerows(_row(m) for m in measurements)
+    return out.getvalue()
+
+
+def _row(m: Measurement) -> dict[str, Any]:
+    row = {
+        "label": m.label, "load": m.load.label, "mode": m.load.mode, "concurrency": m.load.concurrency,
+        "rate_per_s": m.load.rate, "repeat": m.repeat, "started": m.started, "seconds": m.seconds,
+        "requests": m.requests, "generator_cpu": m.generator.cpu, "late_share": m.generator.late_share,
+        "invalid": "; ".join(m.invalid),
+    }  # fmt: skip
+    if m.invalid:
+        return row
+    errors = " ".join(f"{code}:{count}" for code, count in sorted(m.errors.items()))
+    row |= {"answered": m.answered, "errors": errors, "error_share": m.error_share, "throughput_per_s": m.throughput}
+    row |= {"goodput_per_s": m.goodput, "slo_met": m.met} | msgspec.structs.asdict(m.latency)
+    if m.server is not None:
+        row |= {name: getattr(m.server, name) for name in ("queue_s", "preprocess_s", "run_s", "postprocess_s")}
+        row |= {"mean_batch": m.server.mean_batch, "cpu_cores": m.server.cpu, "memory_bytes": m.server.memory_bytes}
+    return row
+
+
+def _part(name: str) -> str:
+    return f"{name}.part"
+
+
+def _locked(path: Path) -> io.FileIO:
+    """The file, open for reading and writing, ours alone until it is closed. Raises OSError, ConfigError."""
+    file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"{path.parent} is being written to by another run; name another folder") from None
+    return file
+
+
+def _origin(folder: Path) -> Origin:
+    try:
+        content = (folder / RUN).read_bytes()
+    except OSError as e:
+        reason = "there is no such folder" if not folder.is_dir() else f"{RUN}: {e.strerror}"
+        raise ConfigError(f"{folder} holds no results: {reason}; expected a folder of --output") from None
+    try:
+        schema = msgspec.json.decode(content, type=_Schema).schema
+        if schema == SCHEMA:
+            return msgspec.json.decode(content, type=Origin)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{folder / RUN} does not tell of a run: {e}") from None
+    raise ConfigError(
+        f"{folder} has results of schema {schema}, this penstock ({__version__}) reads {SCHEMA}; measure again, or use "
+        "the version that wrote them"
+    )
+
+
+class _Schema(Struct):
+    schema: int
+
+
+def _same_run(folder: Path, origin: Origin) -> Origin:
+    """What the folder says it comes from, if that is the same run. Raises ConfigError."""
+    there = _origin(folder)
+    for name, found, expected in [
+        *((name, getattr(there, name), getattr(origin, name)) for name in _SAME),
+        *((name, there.machine.get(name), origin.machine.get(name)) for name in MACHINE),
+    ]:
+        if found != expected:
+            raise ConfigError(
+                f'{folder} has results of another run: its {name} is "{found}", now it is "{expected}"; '
+                "name another folder"
+            )
+    return there
+
+
+def _measurements(path: Path) -> tuple[list[Measurement], int]:
+    """All whole measurements, and how many bytes they take. Raises ConfigError for a broken line before the last."""
+    try:
+        content = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror}") from None
+    decoder = msgspec.json.Decoder(Measurement)
+    found: list[Measurement] = []
+    start = number = 0
+    while (end := content.find(b"\n", start)) >= 0:
+        number += 1
+        try:
+            found.append(decoder.decode(content[start:end]))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            if end + 1 < len(content):
+                raise ConfigError(f"{path}, line {number}: no measurement: {e}") from None
+            break
+        start = end + 1
+    if start < len(content):
+        log.warning("file=%s bytes=%d dropped=true reason=the last line was cut short", path, len(content) - start)
+    return found, start

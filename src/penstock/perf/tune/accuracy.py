@@ -1,0 +1,268 @@
+"""The accuracy guard: what a model answers to known inputs, held against what it should answer.
+
+Answers are compared as callers get them. JSON is compared value by value: numbers may differ by the tolerance, of
+themselves or of 1, whichever is more, and two whole ones by the tolerance itself: they are labels and counts, of which
+281 is not nearly 282. Everything else, also the length of a list, must be equal. So must other bytes.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Struct
+
+from penstock.errors import ConfigError, nearest
+from penstock.perf.bench.payload import JSON, type_of
+from penstock.perf.tune.curve import Body, Given
+
+TOLERANCE: Final = 0.01
+_EXPECTED: Final = "expected.jsonl"
+_NO_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Sample(Struct, frozen=True):
+    """One input, and what should be answered (UNSET: what the reference settings answer). `name` is for people."""
+
+    name: str
+    body: Body
+    expected: Any = UNSET
+
+
+class Agreement(Struct, frozen=True):
+    """How many of the samples were answered as they should be, and the worst of the numbers that were compared."""
+
+    samples: int
+    differing: int
+    worst: float
+    first: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.differing
+
+    @property
+    def text(self) -> str:
+        """In words, with what differs first."""
+        if self.holds:
+            return f"all {self.samples} answers agree (largest difference {self.worst:.2g})"
+        return f"{self.differing} of {self.samples} answers differ; {self.first}"
+
+
+# ---- samples
+
+
+def read_samples(path: str) -> list[Sample]:
+    """The samples of a file: `.jsonl`, `.npz`, a folder, or any other file, which is one request. Raises ConfigError.
+
+    A line of `.jsonl` is a request's JSON, or `{"input": ..., "output": ...}` with what should be answered. `.npz` has
+    `inputs` and may have `outputs`, of which axis 0 are the requests. A folder's files are requests in the order of
+    their names; its `expected.jsonl`, if there, has a line for each.
+    """
+    file = Path(path)
+    if not file.exists():
+        raise ConfigError(f"--accuracy-check {path}: no such file; expected .jsonl, .npz, or a folder of inputs")
+    if file.is_dir():
+        samples = _of_folder(file)
+    elif file.suffix == ".jsonl":
+        samples = _of_lines(file)
+    elif file.suffix == ".npz":
+        samples = _of_arrays(file)
+    else:
+        samples = [_of_file(file)]
+    if not samples:
+        raise ConfigError(f"--accuracy-check {path}: holds no input; expected one or more")
+    return samples
+
+
+def _of_file(file: Path, expected: Any = UNSET) -> Sample:
+    return Sample(file.name, Body(_bytes(file), type_of(file)), expected)
+
+
+def _of_folder(folder: Path) -> list[Sample]:
+    files = sorted(f for f in folder.iterdir() if f.is_file() and f.name != _EXPECTED and not f.name.startswith("."))
+    told = folder / _EXPECTED
+    if not told.exists():
+        return [_of_file(f) for f in files]
+    expected = [value for _, value in _lines(told)]
+    if len(expected) != len(files):
+        raise ConfigError(
+            f"--accuracy-check {folder}: found {len(files)} inputs and {len(expected)} lines in {_EXPECTED}; expected a"
+            " line for each, in the order of their names"
+        )
+    return [_of_file(f, value) for f, value in zip(files, expected, strict=True)]
+
+
+def _of_lines(file: Path) -> list[Sample]:
+    samples = []
+    for number, value in _lines(file):
+        told = isinstance(value, dict) and set(value) == {"input", "output"}
+        asked, expected = (value["input"], value["output"]) if told else (value, UNSET)
+        samples.append(Sample(f"line {number}", Body(msgspec.json.encode(asked), JSON), expected))
+    without = next((s for s in samples if s.expected is UNSET), None)
+    told_of = sum(s.expected is not UNSET for s in samples)
+    if without is not None and told_of:
+        raise ConfigError(
+            f'--accuracy-check {file}: {told_of} of {len(samples)} lines have an "output", {without.name} has none;'
+            ' expected {"input": ..., "output": ...} in all lines, or in none'
+        )
+    return samples
+
+
+def _lines(file: Path) -> list[tuple[int, Any]]:
+    found = []
+    for number, line in enumerate(_bytes(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append((number, msgspec.json.decode(line)))
+        except _NO_JSON as error:
+            raise ConfigError(f"--accuracy-check {file}: line {number} is no JSON: {error}") from None
+    return found
+
+
+def _of_arrays(file: Path) -> list[Sample]:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # TypeError: a .npy
+        raise ConfigError(f"--accuracy-check {file}: cannot be read as .npz: {error}") from None
+    for name, array in found.items():
+        if name not in ("inputs", "outputs"):
+            hint = nearest(name, ("inputs", "outputs"))
+            raise ConfigError(f"--accuracy-check {file}: found an array '{name}', expected inputs and outputs{hint}")
+        if array.dtype.kind not in "biufU":
+            raise ConfigError(f"--accuracy-check {file}: {name} are {array.dtype}, expected numbers, truths or texts")
+    if "inputs" not in found or not found["inputs"].ndim:
+        raise ConfigError(f"--accuracy-check {file}: found no array 'inputs' whose axis 0 are the requests")
+    inputs, outputs = found["inputs"], found.get("outputs")
+    if outputs is not None and (not outputs.ndim or len(outputs) != len(inputs)):
+        raise ConfigError(
+            f"--accuracy-check {file}: found {len(inputs)} inputs and {len(outputs) if outputs.ndim else 'no'} outputs;"
+            " expected one for each"
+        )
+    bodies = [Body(msgspec.json.encode(row.tolist()), JSON) for row in inputs]
+    expected = [UNSET] * len(inputs) if outputs is None else outputs.tolist()
+    return [Sample(f"row {i}", body, e) for i, (body, e) in enumerate(zip(bodies, expected, strict=True))]
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--accuracy-check {file}: cannot be read: {error.strerror}") from None
+
+
+# ---- comparing
+
+
+def truth_of(samples: Sequence[Sample], reference: Sequence[Given]) -> list[Any]:
+    """What each sample should be answered: as its file tells, else as the reference did. Raises ConfigError when that
+    failed: nothing could be told by it."""
+    truth = []
+    for sample, given in zip(samples, reference, strict=True):
+        if sample.expected is UNSET and given.error:
+            raise ConfigError(
+                f"--accuracy-check: the model itself cannot answer {sample.name} ({given.error}), so nothing can be"
+                " compared with it; expected inputs that it takes"
+            )
+        truth.append(_value(given) if sample.expected is UNSET else sample.expected)
+    return truth
+
+
+def agreement(samples: Sequence[Sample], truth: Sequence[Any], answers: Sequence[Given], tolerance: float) -> Agreement:
+    """How the answers agree with the truth."""
+    differing, worst, first = 0, 0.0, ""
+    for sample, expected, given in zip(samples, truth, answers, strict=True):
+        if given.error:
+            size, where = float("inf"), f"the model failed: {given.error}"
+        else:
+            size, where = difference(expected, _value(given))
+        if size <= tolerance:
+            worst = max(worst, size)
+            continue
+        differing += 1
+        beyond = f", more than the tolerance of {tolerance:g}" if size < float("inf") else ""
+        first = first or f"{sample.name}: {where}{beyond}"
+    return Agreement(len(samples), differing, worst, first)
+
+
+def _value(given: Given) -> Any:
+    """An answer as it is compared: what JSON means, else its bytes."""
+    kind = given.content_type.partition(";")[0].strip().lower()
+    if kind == JSON or kind.endswith("+json"):
+        try:
+            return msgspec.json.decode(given.body)
+        except _NO_JSON:
+            return given.body
+    if kind.startswith("text/"):
+        return given.body.decode(errors="replace")
+    return given.body
+
+
+def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
+    """(the largest difference, as it counts against the tolerance, where it is in words); infinite if no number can be
+    put to it."""
+    if _is_number(expected) and _is_number(found):
+        return _of_numbers([expected], [found], where, "")
+    if isinstance(expected, dict) and isinstance(found, dict):
+        missing = [key for key in (*expected, *found) if key not in expected or key not in found]
+        if missing:
+            return float("inf"), f"{where or 'the answer'}: only one of the two has '{missing[0]}'"
+        pairs = [(f"{where}.{key}".lstrip("."), expected[key], found[key]) for key in expected]
+    elif isinstance(expected, list) and isinstance(found, list):
+        if len(expected) != len(found):
+            return float("inf"), f"{where or 'the answer'}: found {len(found)} elements, expected {len(expected)}"
+        if _are_numbers(expected, found):
+            return _of_numbers(expected, found, where, "[]")
+        pairs = [(f"{where}[{i}]", e, f) for i, (e, f) in enumerate(zip(expected, found, strict=True))]
+    elif type(expected) is type(found) and expected == found:
+        return 0.0, ""
+    else:
+        return float("inf"), f"{where or 'the answer'}: found {_shown(found)}, expected {_shown(expected)}"
+    return max((difference(e, f, at) for at, e, f in pairs), key=lambda d: d[0], default=(0.0, ""))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_numbers(expected: list[Any], found: list[Any]) -> bool:
+    """Whether both are numbers alone that can be compared at once: whole ones in both, or none in one of the two."""
+    kinds = set(map(type, expected)), set(map(type, found))
+    return bool(expected) and ({float} in kinds or kinds == ({int}, {int})) and kinds[0] | kinds[1] <= {int, float}
+
+
+def _of_numbers(expected: list[Any], found: list[Any], where: str, brackets: str) -> tuple[float, str]:
+    """Of lists as `_are_numbers` says; whole numbers may be of any size."""
+    if type(expected[0]) is type(found[0]) is int:
+        away = [abs(f - e) for e, f in zip(expected, found, strict=True)]
+        at = away.index(max(away))
+        size = float(min(away[at], 2**1000))
+    else:
+        a, b = np.array([_as_float(e) for e in expected]), np.array([_as_float(f) for f in found])
+        with np.errstate(invalid="ignore", over="ignore"):
+            sizes = np.abs(b - a) / np.maximum(1.0, np.abs(a))
+        sizes = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.where(np.isnan(sizes), np.inf, sizes))
+        at = int(sizes.argmax())
+        size = float(sizes[at])
+    place = f"{where}[{at}]" if brackets else where
+    return size, f"{place or 'the answer'}: found {_shown(found[at])}, expected {_shown(expected[at])}"
+
+
+def _as_float(number: float) -> float:
+    """Of a whole number that no float can hold, infinity."""
+    try:
+        return float(number)
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")
+
+
+def _shown(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

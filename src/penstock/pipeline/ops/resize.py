@@ -1,0 +1,275 @@
+"""Images to other sizes, keeping the proportions or not. Bilinear; OpenCV's without smoothing, but for Pillow's own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from penstock.errors import BadRequest, ConfigError
+from penstock.pipeline.ops.arrays import Array, as_mat, found
+from penstock.pipeline.ops.base import Fields, ItemOp
+from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.data import field
+
+MAX_SIDE = 1 << 20
+MAX_PIXELS = 100 << 20
+
+
+def check_size(op: str, **sides: int) -> None:
+    """Raises ConfigError where a side is not 1 to 2**20, or an image of all of them has more than 100 Mi pixels."""
+    for name, side in sides.items():
+        if not 1 <= side <= MAX_SIDE:
+            raise ConfigError(f"{op}: {name} = {side}, expected 1 to {MAX_SIDE}")
+    if math.prod(sides.values()) > MAX_PIXELS:
+        named = " and ".join(f"{name} = {side}" for name, side in sides.items())
+        raise ConfigError(f"{op}: {named} are {math.prod(sides.values())} pixels, expected at most {MAX_PIXELS}")
+
+
+def sized(mat: Array, height: int, width: int) -> Array:
+    """The image at another size, with the axes it has; the same array where it has that size."""
+    if mat.shape[:2] == (height, width):
+        return mat
+    resized = cv2.resize(mat, (width, height), interpolation=cv2.INTER_LINEAR)
+    return resized.reshape(height, width, *mat.shape[2:])  # OpenCV drops the axis of one channel
+
+
+class Inverse(Struct, frozen=True):
+    """Where a point of the new image was in the one before: `inverse(x, y)` -> (x, y).
+
+    `width` above 0: clipped to the old image, as ResizeCenterPadMat has it.
+    """
+
+    scale_x: float
+    scale_y: float
+    left: int = 0
+    top: int = 0
+    width: int = 0
+    height: int = 0
+
+    def __call__(self, x: float, y: float) -> tuple[float, float]:
+        x, y = self.scale_x * (x - self.left), self.scale_y * (y - self.top)
+        if not self.width:
+            return x, y
+        return min(max(x, 0.0), self.width - 1), min(max(y, 0.0), self.height - 1)
+
+
+def fitted(mat: Array, bounds: tuple[int, int], *, up: bool = False) -> tuple[int, int]:
+    """The largest (height, width) with an image's proportions inside the bounds, each at least 1. `up` rounds up.
+
+    In 32 bits, as TorchPipe counts: another rounding would be another image.
+    """
+    max_h, max_w = bounds
+    ratio = np.float32(mat.shape[1]) / np.float32(mat.shape[0])
+
+    def whole(value: np.float32) -> int:
+        return math.ceil(value) if up else math.floor(float(value) + 0.5)
+
+    if np.float32(max_h) * ratio <= max_w:
+        return max_h, max(1, whole(np.float32(max_h) * ratio))
+    return max(1, whole(np.float32(max_w) / ratio)), max_w
+
+
+class ResizeMat(ItemOp):
+    """The image at another size: `[height, width, channels]` -> `[resize_h, resize_w, channels]`.
+
+    - `resize_h`: the new height.
+    - `resize_w`: the new width.
+    """
+
+    takes = "mat"
+    gives = "mat"
+
+    def __init__(self, resize_h: int, resize_w: int) -> None:
+        check_size(type(self).__name__, resize_h=resize_h, resize_w=resize_w)
+        self.height, self.width = resize_h, resize_w
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        return sized(as_mat(data, "ResizeMat"), self.height, self.width)
+
+
+class PillowResizeMat(ResizeMat):
+    """The image at another size, bit for bit as Pillow's bilinear filter makes it: uint8 `[height, width, 3]` or gray.
+
+    Pillow smooths what it shrinks, as torchvision does; networks trained that way see what they were trained on.
+    """
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        return pillow_sized(as_mat(data, "PillowResizeMat"), self.height, self.width, "PillowResizeMat")
+
+
+def pillow_sized(mat: Array, height: int, width: int, op: str) -> Array:
+    """The image at another size by Pillow, with the axes it has. Raises BadRequest unless it is uint8, RGB or gray."""
+    from PIL import Image
+
+    channels = 1 if mat.ndim == 2 else mat.shape[2]
+    if mat.dtype != np.uint8 or channels not in (1, 3):
+        raise BadRequest(f"{op} found {found(mat)}, expected uint8 with 1 or 3 channels")
+    flat = mat[:, :, 0] if mat.ndim == 3 and channels == 1 else mat
+    resized = Image.fromarray(np.ascontiguousarray(flat)).resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(resized).reshape(height, width, *mat.shape[2:])
+
+
+class FixRatioResizeMat(ItemOp):
+    """The image as large as fits, its proportions kept: `[height, width, channels]` -> at most `max_h` x `max_w`.
+
+    `inverse_trans` leads points back.
+
+    - `max_h`: the most height.
+    - `max_w`: the most width.
+    """
+
+    takes = "mat"
+    gives = "mat"
+    writes = ("inverse_trans",)
+
+    def __init__(self, max_h: int, max_w: int) -> None:
+        check_size("FixRatioResizeMat", max_h=max_h, max_w=max_w)
+        self.bounds = (max_h, max_w)
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        mat = as_mat(data, "FixRatioResizeMat")
+        height, width = fitted(mat, self.bounds, up=True)
+        fields["inverse_trans"] = Inverse(mat.shape[1] / width, mat.shape[0] / height)
+        return sized(mat, height, width)
+
+
+def padded(mat: Array, height: int, width: int, value: tuple[float, ...], *, top: int = 0, left: int = 0) -> Array:
+    """The image with a border of one colour around it, `[height, width]` in all, with the axes it has."""
+    h, w = mat.shape[:2]
+    if (h, w) == (height, width):
+        return mat
+    border = (top, height - h - top, left, width - w - left)
+    framed = cv2.copyMakeBorder(mat, *border, cv2.BORDER_CONSTANT, value=value)
+    return framed.reshape(height, width, *mat.shape[2:])
+
+
+def four(pad_value: tuple[float, ...], op: str) -> tuple[float, ...]:
+    """A colour of four channels, the last of the given ones repeated, as OpenCV takes it. Raises ConfigError."""
+    if not 1 <= len(pad_value) <= 4 or not all(map(math.isfinite, pad_value)):
+        raise ConfigError(f"{op}: pad_value = {pad_value}, expected 1 to 4 numbers")
+    return tuple(map(float, (pad_value + pad_value[-1:] * 4)[:4]))
+
+
+class ResizePadMat(ItemOp):
+    """The image as large as fits, at the upper left of a frame: `[height, width, ...]` -> `[max_h, max_w, ...]`.
+
+    `inverse_trans` leads points back.
+
+    - `max_h`: the height of the frame.
+    - `max_w`: the width of the frame.
+    - `pad_value`: the colour of what is left over: a number, or one for each channel.
+    """
+
+    takes = "mat"
+    gives = "mat"
+    writes = ("inverse_trans",)
+
+    def __init__(self, max_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
+        check_size(type(self).__name__, max_h=max_h, max_w=max_w)
+        self.bounds = (max_h, max_w)
+        self.value = four(pad_value, type(self).__name__)
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        mat = as_mat(data, "ResizePadMat")
+        height, width = fitted(mat, self.bounds)
+        fields["inverse_trans"] = Inverse(mat.shape[1] / width, mat.shape[0] / height)
+        return padded(sized(mat, height, width), *self.bounds, self.value)
+
+
+class ResizeCenterPadMat(ResizePadMat):
+    """The image as large as fits, in the middle of a frame: `[height, width, ...]` -> `[max_h, max_w, ...]`.
+
+    float32 where `pad_value` has a fraction. `inverse_trans` leads points back, and into the image.
+    """
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        mat = as_mat(data, "ResizeCenterPadMat")
+        height, width = fitted(mat, self.bounds)
+        top, left = (self.bounds[0] - height) // 2, (self.bounds[1] - width) // 2
+        h, w = mat.shape[:2]
+        fields["inverse_trans"] = Inverse(w / width, h / height, left, top, w, h)
+        mat = sized(mat, height, width)
+        if (height, width) != self.bounds and not all(map(float.is_integer, self.value)):
+            mat = mat.astype(np.float32, copy=False)
+        return padded(mat, *self.bounds, self.value, top=top, left=left)
+
+
+class FixHResizePadMat(ItemOp):
+    """The image at a height, its proportions kept as long as the width allows, and filled up to the right:
+    `[height, width, channels]` -> `[resize_h, max_w, channels]`. For lines of text.
+
+    - `resize_h`: the new height.
+    - `max_w`: the new width.
+    - `pad_value`: the colour of what is left over: a number, or one for each channel.
+    """
+
+    takes = "mat"
+    gives = "mat"
+
+    def __init__(self, resize_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
+        check_size("FixHResizePadMat", resize_h=resize_h, max_w=max_w)
+        self.height, self.width = resize_h, max_w
+        self.value = four(pad_value, "FixHResizePadMat")
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        return fixed_height(as_mat(data, "FixHResizePadMat"), self.height, self.width, self.value)
+
+
+def fixed_height(mat: Array, height: int, max_w: int, value: tuple[float, ...]) -> Array:
+    """The image at a height, at most `max_w` wide, filled up to that."""
+    ratio = np.float32(mat.shape[1]) / np.float32(mat.shape[0])
+    width = min(math.ceil(np.float32(height) * ratio), max_w)
+    return padded(sized(mat, height, width), height, max_w, value)
+
+
+def side(fields: Fields, name: str, op: str) -> int:
+    """A side of an image out of a field. Raises BadRequest: none, or not 1 to 2**20."""
+    value = field(fields, name, op)
+    try:
+        whole = int(value)
+    except (TypeError, ValueError, OverflowError):
+        whole = 0
+    if not 1 <= whole <= MAX_SIDE:
+        raise BadRequest(f"{op} found {name} = {value!r}, expected 1 to {MAX_SIDE}")
+    return whole
+
+
+def sides(fields: Fields, height: str, width: str, op: str) -> tuple[int, int]:
+    """Height and width out of two fields. Raises BadRequest, also where the image would have over 100 Mi pixels."""
+    h, w = side(fields, height, op), side(fields, width, op)
+    if h * w > MAX_PIXELS:
+        raise BadRequest(f"{op} found {height} = {h} and {width} = {w}, expected at most {MAX_PIXELS} pixels")
+    return h, w
+
+
+class DynamicResizeMat(ItemOp):
+    """The image at the size that the item's fields `resize_h` and `resize_w` say: `[resize_h, resize_w, channels]`."""
+
+    takes = "mat"
+    gives = "mat"
+    reads = ("resize_h", "resize_w")
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        height, width = sides(fields, "resize_h", "resize_w", "DynamicResizeMat")
+        return sized(as_mat(data, "DynamicResizeMat"), height, width)
+
+
+class DynamicFixHResizePadMat(ItemOp):
+    """FixHResizePadMat at the size that the item's fields `resize_h` and `max_w` say.
+
+    - `pad_value`: the colour of what is left over: a number, or one for each channel.
+    """
+
+    takes = "mat"
+    gives = "mat"
+    reads = ("resize_h", "max_w")
+
+    def __init__(self, pad_value: tuple[float, ...] = (0.0,)) -> None:
+        self.value = four(pad_value, "DynamicFixHResizePadMat")
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        height, width = sides(fields, "resize_h", "max_w", "DynamicFixHResizePadMat")
+        return fixed_height(as_mat(data, "DynamicFixHResizePadMat"), height, width, self.value)

@@ -1,0 +1,199 @@
+"""Images as tensors: what TorchPipe does on the GPU, here on the CPU.
+
+They are `[1, channels, height, width]` unless said otherwise; `[height, width, channels]` is taken, too, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.errors import BadRequest
+from penstock.pipeline.ops.arrays import Array, as_tensor, found
+from penstock.pipeline.ops.base import BOX, Fields, ItemOp
+from penstock.pipeline.ops.bridge import image_of, interleaved, planes
+from penstock.pipeline.ops.crop import box_of
+from penstock.pipeline.ops.resize import Inverse, check_size, fitted, four, pillow_sized, sized
+
+
+class CvtColorTensor(ItemOp):
+    """The image with its colours in another order: `[rows, 3, height, width]` or `[height, width, 3]`, a view.
+
+    From what the field `color` says ("bgr" where there is none); sets it.
+
+    - `color`: "rgb" or "bgr".
+    """
+
+    takes = "tensor"
+    gives = "tensor"
+    writes = ("color",)
+
+    def __init__(self, color: Literal["rgb", "bgr"]) -> None:
+        self.color = color
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        tensor = as_tensor(data, "CvtColorTensor")
+        now = fields.get("color", "bgr")
+        if now not in ("rgb", "bgr"):
+            raise BadRequest(f"CvtColorTensor found the field color = {now!r}, expected 'rgb' or 'bgr'")
+        axis = {3: 2, 4: 1}.get(tensor.ndim, -1)
+        if axis < 0 or tensor.shape[axis] != 3:
+            raise BadRequest(
+                f"CvtColorTensor found {found(tensor)}, expected [rows, 3, height, width] or [height, width, 3]"
+            )
+        fields["color"] = self.color
+        return tensor if now == self.color else np.flip(tensor, axis)
+
+
+def aligned(mat: Array, height: int, width: int) -> Array:
+    """The image `[height, width, channels]` at another size, float32; the outermost pixels stay where they are.
+
+    As torch's `interpolate` with `align_corners`, which OpenCV has not.
+    """
+    mat = interleaved(mat)
+    for axis, size in ((0, height), (1, width)):
+        if (old := mat.shape[axis]) == size:
+            continue
+        at = np.arange(size, dtype=np.float32) * np.float32((old - 1) / (size - 1) if size > 1 else 0)
+        low = np.minimum(at.astype(np.intp), old - 1)
+        part = (at - low).astype(np.float32).reshape((-1, 1, 1) if axis == 0 else (1, -1, 1))
+        first = mat.take(low, axis).astype(np.float32, copy=False)
+        mat = mat.take(np.minimum(low + 1, old - 1), axis).astype(np.float32, copy=False)
+        mat -= first
+        mat *= part
+        mat += first
+    return mat.astype(np.float32, copy=False)
+
+
+class ResizeTensor(ItemOp):
+    """The image at another size: -> float32 `[1, channels, resize_h, resize_w]`; `[height, width, channels]` stays so.
+
+    - `resize_h`: the new height.
+    - `resize_w`: the new width.
+    - `align_corners`: whether the outermost pixels stay where they are, as TorchPipe has it; false is faster.
+    """
+
+    takes = "tensor"
+    gives = "tensor"
+
+    def __init__(self, resize_h: int, resize_w: int, align_corners: bool = True) -> None:
+        check_size("ResizeTensor", resize_h=resize_h, resize_w=resize_w)
+        self.size, self.align_corners = (resize_h, resize_w), align_corners
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        mat = image_of(data, "ResizeTensor")
+        if self.align_corners:
+            mat = aligned(mat, *self.size)
+        else:
+            mat = sized(interleaved(mat).astype(np.float32, copy=False), *self.size)
+        return mat if data.ndim == 3 else planes(mat)
+
+
+class PillowResizeTensor(ItemOp):
+    """The image at another size, bit for bit as Pillow's bilinear filter makes it: uint8, 1 or 3 channels,
+    -> uint8 `[1, channels, resize_h, resize_w]`.
+
+    - `resize_h`: the new height.
+    - `resize_w`: the new width.
+    """
+
+    takes = "tensor"
+    gives = "tensor"
+
+    def __init__(self, resize_h: int, resize_w: int) -> None:
+        check_size("PillowResizeTensor", resize_h=resize_h, resize_w=resize_w)
+        self.size = (resize_h, resize_w)
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        return planes(pillow_sized(image_of(data, "PillowResizeTensor"), *self.size, "PillowResizeTensor"))
+
+
+class ResizePadTensor(ItemOp):
+    """The image as large as fits, at the upper left of a frame: -> float32 `[1, channels, max_h, max_w]`.
+
+    `inverse_trans` leads points back.
+
+    - `max_h`: the height of the frame.
+    - `max_w`: the width of the frame.
+    - `pad_value`: what is left over is filled with; of several, the first.
+    """
+
+    takes = "tensor"
+    gives = "tensor"
+    writes = ("inverse_trans",)
+
+    def __init__(self, max_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
+        check_size("ResizePadTensor", max_h=max_h, max_w=max_w)
+        self.bounds = (max_h, max_w)
+        self.value = four(pad_value, "ResizePadTensor")[0]
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        mat = image_of(data, "ResizePadTensor")
+        height, width = fitted(mat, self.bounds)
+        fields["inverse_trans"] = Inverse(mat.shape[1] / width, mat.shape[0] / height)
+        frame = np.full((1, mat.shape[2], *self.bounds), self.value, np.float32)
+        frame[0, :, :height, :width] = aligned(mat, height, width).transpose(2, 0, 1)
+        return frame
+
+
+class CropTensor(ItemOp):
+    """The part of the image in the box: -> `[1, channels, y2 - y1, x2 - x1]`, a view.
+
+    `_box` is [x1, y1, x2, y2] in pixels, x2 and y2 not in it. A box that is empty or not inside is an error.
+    """
+
+    takes = "tensor"
+    gives = "tensor"
+    reads = (BOX,)
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        mat = image_of(data, "CropTensor")
+        x1, y1, x2, y2 = box_of(fields, "CropTensor", *mat.shape[:2])
+        return mat[y1:y2, x1:x2].transpose(2, 0, 1)[None]
+
+
+class FloatTensor(ItemOp):
+    """The tensor as float32, its values as they are: any shape."""
+
+    takes = "tensor"
+    gives = "tensor"
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        return as_tensor(data, "FloatTensor").astype(np.float32, copy=False)
+
+
+class NCHWTensor(ItemOp):
+    """The image as `[1, channels, height, width]`, of the same type; a view."""
+
+    takes = "tensor"
+    gives = "tensor"
+    writes = ("data_format",)
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        fields["data_format"] = "nchw"
+        return image_of(data, type(self).__name__).transpose(2, 0, 1)[None]
+
+
+class FloatNCHWTensor(NCHWTensor):
+    """The image as float32 `[1, channels, height, width]`, its numbers in a row."""
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        return np.ascontiguousarray(super().__call__(data, fields), np.float32)
+
+
+class CpuTensor(ItemOp):
+    """The tensor, or the list of them, as it is: tensors between nodes are on the CPU."""
+
+    takes = "tensor"
+    gives = "tensor"
+
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        name = type(self).__name__
+        for tensor in data if isinstance(data, list | tuple) else [data]:
+            as_tensor(tensor, name)
+        return data
+
+
+class GpuTensor(CpuTensor):
+    """The tensor, or the list of them, as it is: the model moves a whole batch to its device."""

@@ -1,0 +1,116 @@
+"""Models that are files: `model.onnx`, `model.ts`, `model.pt`, `model.pt2`; and PyTorch's modules with their weights.
+
+This is what a target that ends in one of these suffixes, or that is an `nn.Module` or a class of them, becomes in the
+worker. A runtime is imported when a file needs it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from penstock.config.schema import ModelConfig
+from penstock.config.tensors import specs_of
+from penstock.errors import ConfigError
+from penstock.runtimes.base import is_module
+from penstock.runtimes.tensors import Program, Settings, TensorModel
+
+
+def file_model(path: str, config: ModelConfig, threads: int) -> TensorModel:
+    """The model in a file, by its suffix; what a file of PyTorch holds is told by its content. Raises ConfigError."""
+    if config.weights is not None:
+        raise ConfigError(
+            f"weights: found beside the target {path}, which is no class; expected for instance net.py:Net"
+        )
+    opened = _open_onnx if path.lower().endswith(".onnx") else _open_torch
+    return TensorModel(partial(opened, path), settings_of(config, threads))
+
+
+def module_model(target: Any, config: ModelConfig, threads: int) -> TensorModel:
+    """The model of an `nn.Module`, or of a class of them, with the weights in a file if one is named; that of a file is
+    one already. Raises ConfigError for a target that does not take the weights, or the inputs.
+    """
+    if isinstance(target, TensorModel):
+        return target
+    if not is_module(target) or hasattr(target, "predict"):
+        key = "weights" if config.weights is not None else "inputs"
+        raise ConfigError(
+            f"{key}: the target takes none; expected a torch.nn.Module without `predict`, such as net.py:Net,"
+            " or a file such as model.pt"
+        )
+    return TensorModel(partial(_open_module, target, config.weights), settings_of(config, threads))
+
+
+def settings_of(config: ModelConfig, threads: int) -> Settings:
+    """What the keys of a model say of its program. Raises ConfigError."""
+    size = config.batching.max_batch_size
+    return Settings(
+        precision=config.precision or "fp32",
+        optimize=config.optimize or "none",
+        trust=config.trust,
+        threads=threads,
+        inputs=specs_of(config.inputs),
+        most_rows=None if size == "auto" else size,
+    )
+
+
+def _open_onnx(path: str, settings: Settings) -> Program:
+    from penstock.runtimes import onnx
+
+    _refuse_inputs(settings, "an ONNX graph")
+    if onnx.compiled(settings.device, settings.precision, settings.optimize):
+        return onnx.OnnxProgram(
+            onnx.open_tensorrt(
+                path,
+                settings.device,
+                threads=settings.threads,
+                precision=settings.precision,
+                most_rows=settings.most_rows or onnx.PROFILE_ROWS,
+            )
+        )
+    return onnx.OnnxProgram(onnx.open_session(path, settings.device, threads=settings.threads))
+
+
+def _open_torch(path: str, settings: Settings) -> Program:
+    from penstock.runtimes import torch, torch_program
+
+    _set_threads(settings)
+    if torch.kind_of(path) == "exported":
+        _refuse_inputs(settings, "an exported program")
+        program = torch.load_exported(path, settings.device)
+        return torch_program.of_exported(
+            program, settings.device, precision=settings.precision, optimize=settings.optimize
+        )
+    return _of_module(torch.load_module(path, settings.device, trust=settings.trust), settings)
+
+
+def _open_module(target: Any, weights: str | None, settings: Settings) -> Program:
+    from penstock.runtimes import torch
+
+    _set_threads(settings)
+    if weights is None:
+        return _of_module(torch.instance_of(target), settings)
+    return _of_module(torch.load_weights(target, weights, settings.device, trust=settings.trust), settings)
+
+
+def _of_module(module: Any, settings: Settings) -> Program:
+    from penstock.runtimes import torch_program
+
+    return torch_program.of_module(
+        module,
+        settings.device,
+        precision=settings.precision,
+        optimize=settings.optimize,
+        inputs=settings.inputs,
+    )
+
+
+def _set_threads(settings: Settings) -> None:
+    from penstock.runtimes import torch
+
+    torch.import_torch().set_num_threads(settings.threads)
+
+
+def _refuse_inputs(settings: Settings, what: str) -> None:
+    if settings.inputs:
+        raise ConfigError(f"inputs: {what} tells its own; leave the key out")

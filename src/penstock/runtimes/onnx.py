@@ -1,0 +1,254 @@
+"""ONNX models by ONNX Runtime: on the CPU, by CUDA, or compiled by TensorRT. One session an instance.
+
+Nothing here imports onnxruntime until it is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.errors import ConfigError, LoadFailed, describe
+from penstock.runtimes.base import OPTIMIZATIONS, PRECISIONS, not_installed
+from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input
+from penstock.runtimes.trt_cache import EngineCache, file_digest
+from penstock.serving.protocols.oip_tensors import DATATYPES
+from penstock.types import TensorSpec
+
+CPU: Final = "CPUExecutionProvider"
+CUDA: Final = "CUDAExecutionProvider"
+TENSORRT: Final = "TensorrtExecutionProvider"
+PROFILE_ROWS: Final = 64  # most rows of a TensorRT engine, where no batch size is configured
+
+_DATATYPES: Final = {
+    "tensor(float)": "FP32",
+    "tensor(float16)": "FP16",
+    "tensor(double)": "FP64",
+    "tensor(string)": "BYTES",
+    "tensor(bool)": "BOOL",
+} | {f"tensor({d})": DATATYPES[d] for d in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")}
+
+Provider = str | tuple[str, dict[str, Any]]
+
+
+def import_onnxruntime() -> Any:
+    """The module `onnxruntime`, silent towards its makers. Raises LoadFailed naming the extra that brings it."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # looked at when it is imported
+    try:
+        import onnxruntime
+    except ImportError as e:
+        raise not_installed("ONNX Runtime", "onnx", e) from e
+    return onnxruntime
+
+
+def open_session(
+    path: str,
+    device: str = "cpu",
+    *,
+    threads: int = 1,
+    providers: Sequence[Provider] | None = None,
+    graph: bytes | None = None,
+) -> Any:
+    """An InferenceSession on `device` ("cpu", "cuda:0") with `threads` threads inside an operator, which do not spin.
+
+    `providers` take the place of those that the device says, `graph` that of what is in the file. Raises LoadFailed.
+    """
+    ort = import_onnxruntime()
+    if not os.path.isfile(path):
+        raise LoadFailed(f"there is no file {path}")
+    wanted = list(providers) if providers is not None else providers_of(device)
+    first = wanted[0] if isinstance(wanted[0], str) else wanted[0][0]
+    available = ort.get_available_providers()
+    if first not in available:
+        raise LoadFailed(
+            f"device {device} needs the {first} of ONNX Runtime, and this one has {', '.join(available)}:"
+            " pip install onnxruntime-gpu in place of onnxruntime"
+        )
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # threads that wait must not take the cores of other workers
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    try:
+        session = ort.InferenceSession(graph or path, options, providers=wanted)
+    except Exception as e:  # its errors have no class of their own
+        raise LoadFailed(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {describe(e)[:500]}") from e
+    if session.get_providers()[0] != first:  # it would run on the CPU, and only a line of a log would tell
+        raise LoadFailed(f"the {first} of ONNX Runtime could not be started: its own log tells why")
+    return session
+
+
+def providers_of(device: str) -> list[Provider]:
+    """Those of a device; what CUDA lacks runs on the CPU. Raises ConfigError for a device that ONNX Runtime has not."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return [CPU]
+    if kind == "cuda":
+        return [(CUDA, {"device_id": int(index or 0)}), CPU]
+    raise ConfigError(f"devices: found {device!r}, expected cpu or cuda:0 for an ONNX model")
+
+
+def open_tensorrt(
+    path: str,
+    device: str,
+    *,
+    threads: int = 1,
+    precision: str = "fp32",
+    most_rows: int = PROFILE_ROWS,
+    least_rows: int = 1,
+    graph: bytes | None = None,
+    cache: str | None = None,
+) -> Any:
+    """A session that TensorRT compiles for the device; its engine is kept, and taken again by the next one.
+
+    It is kept beside the file `cache`, or where the user's caches are. `graph` takes the place of what is in the file.
+    Raises LoadFailed, ConfigError.
+    """
+    ort = import_onnxruntime()
+    if TENSORRT not in ort.get_available_providers():
+        raise LoadFailed(
+            "optimize = 'compile' needs the TensorRT provider of ONNX Runtime on a CUDA device, and this one has"
+            f" {', '.join(ort.get_available_providers())}"
+        )
+    index = int(device.partition(":")[2] or 0)
+    options: dict[str, Any] = {"device_id": index}
+    options |= {"trt_fp16_enable": precision == "fp16", "trt_bf16_enable": precision == "bf16"}
+    options |= {"trt_int8_enable": True} if precision == "int8" else {}
+    inputs = open_session(path, "cpu", threads=threads, graph=graph).get_inputs()
+    profile = _profile(inputs, least_rows, most_rows)
+    if profile is None:  # engines are made for the shapes that come, while it serves: there is none to be kept
+        wanted = [(TENSORRT, options), *providers_of(device)]
+        return open_session(path, device, threads=threads, providers=wanted, graph=graph)
+    key = {
+        "model": file_digest(path) if graph is None else hashlib.sha256(graph).hexdigest(),
+        "shapes": profile,
+        "precision": precision,
+        "device": gpu_name(device),
+        "onnxruntime": ort.__version__,
+        "tensorrt": tensorrt_version(),
+    }
+    with (EngineCache.beside(cache, key) if cache else EngineCache.of_user(key)).open() as folder:
+        options |= {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(folder), **profile}
+        wanted = [(TENSORRT, options), *providers_of(device)]
+        return open_session(path, device, threads=threads, providers=wanted, graph=graph)
+
+
+def _profile(inputs: Sequence[Any], least_rows: int, most_rows: int) -> dict[str, str] | None:
+    """The shapes that an engine is made for: {} when all stand in the graph, None when one besides the rows is open."""
+    shapes = {i.name: list(i.shape) for i in inputs}
+    if any(not isinstance(n, int) for shape in shapes.values() for n in shape[1:]):
+        return None
+    if all(isinstance(shape[0], int) for shape in shapes.values()):
+        return {}
+
+    def with_rows(rows: int) -> str:
+        return ",".join(f"{name}:{'x'.join(map(str, [rows, *shape[1:]]))}" for name, shape in shapes.items())
+
+    return {
+        "trt_profile_min_shapes": with_rows(least_rows),
+        "trt_profile_opt_shapes": with_rows(most_rows),
+        "trt_profile_max_shapes": with_rows(most_rows),
+    }
+
+
+def gpu_name(device: str) -> str:
+    """What an engine is bound to besides versions: the model of the GPU, and its driver. Raises LoadFailed."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        raise LoadFailed(f"there is no driver for {device}: {e}") from e
+    handle, version, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(128)
+    index = int(device.partition(":")[2] or 0)
+    if any((cuda.cuInit(0), cuda.cuDeviceGet(ctypes.byref(handle), index), cuda.cuDeviceGetName(name, 128, handle))):
+        raise LoadFailed(f"there is no GPU {device} that this process may use")
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    return f"{name.value.decode(errors='replace')} driver {version.value}"
+
+
+def tensorrt_version() -> str:
+    """Of the package, "" where TensorRT came another way; its engines then say themselves if they do not fit."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in ("tensorrt", "tensorrt-cu12", "tensorrt-cu13"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+class OnnxProgram:
+    """A session as a program over arrays: names, datatypes and shapes are those of its graph."""
+
+    platform = "onnxruntime_onnx"
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        specs = [_spec(i, "input") for i in session.get_inputs()]
+        self.inputs = tuple(Input(s.name, s.datatype, (-1, *s.shape[1:])) for s in specs)
+        self.outputs = tuple(_spec(o, "output") for o in session.get_outputs())
+        fixed = {s.shape[0] for s in specs} - {-1}
+        if len(fixed) > 1:
+            raise LoadFailed(f"the inputs of the graph have {sorted(fixed)} rows on axis 0, expected the same in all")
+        self.rows = (rows := fixed.pop(), rows) if fixed else ANY_ROWS
+        self._names = [o.name for o in self.outputs]
+
+    def run(self, arrays: Arrays) -> Arrays:
+        """Raises what ONNX Runtime raises; MemoryError when that is for want of memory."""
+        feeds = {i.name: _text(arrays[i.name]) if i.datatype == "BYTES" else arrays[i.name] for i in self.inputs}
+        try:
+            found = self._session.run(self._names, feeds)
+        except Exception as e:
+            if "allocate memory" in str(e) or "out of memory" in str(e).lower():
+                raise MemoryError(describe(e)) from e
+            raise
+        return dict(zip(self._names, found, strict=True))
+
+
+def _spec(value: Any, side: str) -> TensorSpec:
+    """An input or output of a graph. Raises LoadFailed for one that is no tensor with rows."""
+    datatype = _DATATYPES.get(value.type)
+    shape = tuple(n if isinstance(n, int) and n >= 0 else -1 for n in value.shape)
+    if datatype is None or (side == "input" and not shape):
+        raise LoadFailed(
+            f"{side} '{value.name}' of the graph is a {value.type} of shape {value.shape}; expected a tensor of numbers"
+            " or strings whose axis 0 is rows"
+        )
+    return TensorSpec(value.name, datatype, shape)
+
+
+def _text(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """BYTES as the strings that ONNX Runtime takes."""
+    cells = [cell.decode("utf-8", "surrogateescape") if isinstance(cell, bytes) else cell for cell in array.ravel()]
+    found = np.empty(array.shape, object)
+    found.ravel()[:] = cells
+    return found
+
+
+def compiled(device: str, precision: str, optimize: str) -> bool:
+    """Whether TensorRT shall compile the graph. Raises ConfigError for what ONNX Runtime cannot do on the device."""
+    cuda = device.startswith("cuda")
+    if precision not in PRECISIONS or optimize not in OPTIMIZATIONS:
+        raise ConfigError(
+            f"found precision {precision!r} and optimize {optimize!r}, expected one of {', '.join(PRECISIONS)} and of"
+            f" {', '.join(OPTIMIZATIONS)}"
+        )
+    if optimize == "compile" and not cuda:
+        raise ConfigError(
+            "optimize: found compile, which is TensorRT's for an ONNX model and needs a CUDA device; leave it out:"
+            " ONNX Runtime fuses operators by itself"
+        )
+    if precision != "fp32" and optimize != "compile":
+        where = "optimize = 'compile' (TensorRT)" if cuda else "a CUDA device and optimize = 'compile' (TensorRT)"
+        raise ConfigError(
+            f"precision: found {precision}, but an ONNX graph runs in the datatypes that stand in it; {precision} needs"
+            f" {where}, or a graph that was exported in {precision}"
+        )
+    return optimize == "compile"

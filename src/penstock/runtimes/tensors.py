@@ -1,0 +1,267 @@
+"""A model over tensors: requests of arrays are checked one by one, and become one call of a program a batch.
+
+What a request may be: a dict of input name to array `[rows, ...]` (Open Inference), the same in nested lists (a JSON
+object), or nested lists alone where the program has a single input. In lists, one axis less than the input has means a
+single row, whose answer has no axis of rows either; so it is also where the number of axes is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, cast
+
+import numpy as np
+from msgspec import Struct, structs
+
+from penstock.errors import BadOutput, BadRequest, LoadFailed
+from penstock.serving.protocols.oip_tensors import DATATYPES, DTYPES, array_of, has_text
+from penstock.types import TensorSpec
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+
+ANY_ROWS: Final = (1, 2**31 - 1)
+_PLAIN: Final = {"b": "BOOL", "i": "INT64", "u": "INT64", "f": "FP32"}  # of lists, where the program does not tell
+
+
+class Input(Struct, frozen=True):
+    """An input of a program; datatype and shape are None where it does not tell. Axis 0 is rows, -1 any size."""
+
+    name: str
+    datatype: str | None = None
+    shape: tuple[int, ...] | None = None
+    alias: str = ""  # another name that requests may use
+    required: bool = True
+
+
+class Program(Protocol):
+    """What a runtime loads. `rows` is the fewest and the most rows that one call takes."""
+
+    platform: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[TensorSpec, ...]
+    rows: tuple[int, int]
+
+    def run(self, arrays: Arrays) -> Arrays:
+        """Output name -> array `[rows, ...]`, of all rows at once. `arrays` are in C order."""
+        ...
+
+
+class Settings(Struct, frozen=True):
+    """How a program is opened: the keys of `[models.NAME]`. `most_rows` is the batch size, None if it is found out."""
+
+    device: str = "cpu"
+    precision: str = "fp32"
+    optimize: str = "none"
+    trust: str = "none"
+    threads: int = 1
+    inputs: tuple[TensorSpec, ...] = ()
+    most_rows: int | None = None
+
+
+class Request(Struct):
+    """A request whose arrays fit the program. `single`: one row without its axis; `named`: the answer is a dict."""
+
+    arrays: Arrays
+    rows: int
+    single: bool
+    named: bool
+
+
+class TensorModel:
+    """The model around a program, which `open_program` makes as the settings say."""
+
+    __penstock_takes__ = ("precision", "optimize", "threads")  # by its settings, not by its `load`
+
+    def __init__(self, open_program: Callable[[Settings], Program], settings: Settings) -> None:
+        self._open, self._settings = open_program, settings
+        self._program: Program | None = None
+        self.inputs: tuple[TensorSpec, ...] = ()  # all of them, or none where one is not known
+        self.outputs: tuple[TensorSpec, ...] = ()
+        self.platform = "python"
+
+    def load(self, device: str) -> None:
+        """Raises LoadFailed, ConfigError."""
+        program = self._program = self._open(structs.replace(self._settings, device=device))
+        self.platform, self.outputs = program.platform, program.outputs
+        known = [i for i in program.inputs if i.datatype is not None and i.shape is not None]
+        if len(known) == len(program.inputs):
+            self.inputs = tuple(TensorSpec(i.name, cast(str, i.datatype), cast(Any, i.shape)) for i in known)
+        self.__penstock_options__ = self._options()
+        if self._settings.optimize == "compile":
+            self._compile()
+
+    def _options(self) -> dict[str, Any]:
+        """What follows from the program for batching: see `@penstock.model`."""
+        found: dict[str, Any] = {}
+        if any(i.shape is None or -1 in i.shape[1:] for i in self._loaded.inputs):
+            found["bucket"] = "shape"  # requests of different shapes cannot run in one call
+        if self._loaded.rows[1] < ANY_ROWS[1]:
+            found["max_batch_size"] = self._loaded.rows[1]
+        return found
+
+    @property
+    def _loaded(self) -> Program:
+        if self._program is None:
+            raise LoadFailed("the model is not loaded")
+        return self._program
+
+    def unload(self) -> None:
+        """Lets the program go, and the memory of the device with it."""
+        self._program = None
+
+    def warmup(self) -> list[Arrays]:
+        """One row of zeros; nothing where a size is not known."""
+        inputs = self._loaded.inputs
+        if not self.inputs or any(i.datatype == "BYTES" or -1 in i.shape[1:] for i in self.inputs):
+            return []
+        return [{i.name: np.zeros((1, *cast(Any, i.shape)[1:]), DTYPES[cast(str, i.datatype)]) for i in inputs}]
+
+    def _compile(self) -> None:
+        """Runs what is compiled at its first call: one row and several are so apart, and take longer than a warm-up
+        waits."""
+        for rows in (1, 2):
+            for sample in self.warmup():
+                self._run({name: np.repeat(array, rows, axis=0) for name, array in sample.items()}, rows)
+
+    # ---- a request
+
+    def preprocess(self, item: Any) -> Request:
+        """The request as the program takes it. Raises BadRequest: this request fails, and no other."""
+        inputs = self._loaded.inputs
+        if isinstance(item, dict):
+            given = self._renamed(item)
+        elif isinstance(item, (bytes, bytearray, memoryview)):
+            raise BadRequest("found bytes; expected JSON, or tensors by the Open Inference Protocol")
+        elif len(inputs) > 1 and sum(i.required for i in inputs) != 1:
+            names = ", ".join(i.name for i in inputs)
+            raise BadRequest(f"the model has the inputs {names}; expected an object with one value for each")
+        else:
+            given = {next(i for i in inputs if i.required or len(inputs) == 1).name: item}
+        named = isinstance(item, dict)
+        tensors = named and all(isinstance(value, np.ndarray) for value in given.values())
+        specs = {i.name: i for i in inputs}
+        arrays: Arrays = {}
+        singles = set()
+        for name, value in given.items():
+            array = _array(specs[name], value)
+            rank = None if (shape := specs[name].shape) is None else len(shape)
+            single = not tensors and (rank is None or array.ndim == rank - 1)
+            singles.add(single)
+            arrays[name] = array[np.newaxis] if single else array
+            _check_shape(specs[name], arrays[name])
+        rows = {name: len(array) for name, array in arrays.items()}
+        if len(set(rows.values())) != 1 or len(singles) != 1:
+            told = ", ".join(f"'{name}' {n}" for name, n in rows.items())
+            raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {told}")
+        return Request(arrays, next(iter(rows.values())), singles == {True}, named)
+
+    def _renamed(self, item: dict[Any, Any]) -> dict[str, Any]:
+        inputs = self._loaded.inputs
+        names = {i.alias: i.name for i in inputs if i.alias} | {i.name: i.name for i in inputs}
+        given: dict[str, Any] = {}
+        known = ", ".join(i.name for i in inputs)
+        for key, value in item.items():
+            if key not in names:
+                raise BadRequest(f"unknown input '{str(key)[:100]}'; the model has {known}")
+            if names[key] in given:
+                raise BadRequest(f"input '{names[key]}' is given twice")
+            given[names[key]] = value
+        missing = [i.name for i in inputs if i.required and i.name not in given]
+        if missing or not given:
+            raise BadRequest(f"input '{(missing or [known])[0]}' is missing; the model needs {known}")
+        return given
+
+    # ---- a batch
+
+    def predict(self, requests: list[Request]) -> list[Any]:
+        """The answers: each a dict of output name to array, or the array of the one output. One call a shape."""
+        groups: dict[object, list[int]] = {}
+        for i, request in enumerate(requests):
+            key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(request.arrays.items()))
+            groups.setdefault(key, []).append(i)
+        answers: list[Any] = [None] * len(requests)
+        for places in groups.values():
+            found = self._together([requests[i] for i in places])
+            for i, answer in zip(places, found, strict=True):
+                answers[i] = answer
+        return answers
+
+    def _together(self, requests: Sequence[Request]) -> list[Any]:
+        first = requests[0].arrays
+        rows = sum(r.rows for r in requests)
+        arrays = {
+            name: np.ascontiguousarray(
+                array if len(requests) == 1 else np.concatenate([r.arrays[name] for r in requests])
+            )
+            for name, array in first.items()
+        }
+        outputs = self._run(arrays, rows)
+        for name, array in outputs.items():
+            if array.ndim == 0 or len(array) != rows:
+                wrong = BadOutput(
+                    f"output '{name}' has the shape {list(array.shape)} for {rows} rows; expected its axis 0 to be rows"
+                )
+                return [wrong] * len(requests)
+        answers = []
+        start = 0
+        for request in requests:
+            answers.append(_answer(request, {n: a[start : start + request.rows] for n, a in outputs.items()}))
+            start += request.rows
+        return answers
+
+    def _run(self, arrays: Arrays, rows: int) -> Arrays:
+        """The outputs of all rows, in as many calls as the program needs; what it lacks of rows is filled up."""
+        least, most = self._loaded.rows
+        parts = []
+        for start in range(0, rows, most):
+            chunk = arrays if rows <= most else {n: a[start : start + most] for n, a in arrays.items()}
+            count = min(most, rows - start)
+            if count < least:
+                chunk = {n: np.concatenate([a, np.repeat(a[-1:], least - count, axis=0)]) for n, a in chunk.items()}
+            outputs = self._loaded.run(chunk)
+            parts.append({n: a[:count] if a.ndim and count < least else a for n, a in outputs.items()})
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([np.atleast_1d(part[name]) for part in parts]) for name in parts[0]}
+
+
+def _answer(request: Request, outputs: Arrays) -> Any:
+    found = {name: array[0] for name, array in outputs.items()} if request.single else outputs
+    return found if request.named or len(found) != 1 else next(iter(found.values()))
+
+
+def _array(spec: Input, value: Any) -> Array:
+    """The value as an array of the input's datatype. Raises BadRequest."""
+    if not isinstance(value, (np.ndarray, np.generic)):
+        if spec.datatype is not None:
+            return array_of(spec.name, value, spec.datatype)
+        return _plain(spec.name, value)
+    array = np.asarray(value)
+    if spec.datatype is not None and array.dtype != np.dtype(DTYPES[spec.datatype]):
+        found = DATATYPES.get(array.dtype.name, array.dtype.name)
+        raise BadRequest(f"input '{spec.name}': datatype must be {spec.datatype}, found {found}")
+    if spec.datatype is None and array.dtype.kind not in _PLAIN:
+        raise BadRequest(f"input '{spec.name}': datatype must be one of numbers, found {array.dtype}")
+    return array
+
+
+def _plain(name: str, value: Any) -> Array:
+    """Lists of whole numbers as INT64, those with a fraction among them as FP32: what PyTorch's own literals are."""
+    try:
+        kind = "f" if has_text(value) else np.asarray(value).dtype.kind
+    except (ValueError, OverflowError):
+        kind = "f"  # `array_of` tells what is wrong
+    return array_of(name, value, _PLAIN.get(kind, "FP32"))
+
+
+def _check_shape(spec: Input, array: Array) -> None:
+    found, wanted = array.shape, spec.shape
+    if array.ndim == 0 or found[0] < 1:
+        raise BadRequest(f"input '{spec.name}': shape {list(found)} has no rows, expected at least 1 on axis 0")
+    if wanted is None:
+        return
+    fits = len(found) == len(wanted) and all(w in (-1, f) for w, f in zip(wanted[1:], found[1:], strict=True))
+    if not fits:
+        shown = [-1, *wanted[1:]]
+        raise BadRequest(f"input '{spec.name}': shape must be {shown} (-1 is any size), found {list(found)}")

@@ -1,0 +1,226 @@
+"""PyTorch models: TorchScript, exported programs, modules with a state dict; their precision and optimisation.
+
+Nothing here imports torch until it is called. A pickle in a file is read by `torch.load(weights_only=True)`, which runs
+no code, unless the model's configuration says `trust = "pickle"`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from penstock.errors import ConfigError, LoadFailed, describe
+from penstock.runtimes.base import OPTIMIZATIONS, PRECISIONS, not_installed
+
+KINDS: Final = {"script": "a TorchScript program", "exported": "an exported program", "pickled": "a pickled file"}
+
+
+def import_torch() -> Any:
+    """The module `torch`. Raises LoadFailed naming the extra that brings it."""
+    try:
+        import torch
+    except ImportError as e:
+        raise not_installed("PyTorch", "torch", e) from e
+    return torch
+
+
+# ---- what files hold
+
+
+def kind_of(path: str) -> str:
+    """What a PyTorch file holds, by what is in it: "script", "exported" or "pickled" (a state dict, a whole module).
+
+    Raises LoadFailed when there is no such file.
+    """
+    try:
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                return "pickled"  # as torch.save wrote until 1.6
+            with zipfile.ZipFile(file) as archive:
+                names = {name.partition("/")[2] or name for name in archive.namelist()}
+    except FileNotFoundError:
+        raise LoadFailed(f"there is no file {path}") from None
+    except (OSError, zipfile.BadZipFile) as e:
+        raise LoadFailed(f"{path} cannot be read: {describe(e)}") from e
+    if "constants.pkl" in names:
+        return "script"
+    # `torch.export.save` of 2.6 and later, and before
+    exported = "archive_format" in names or any("serialized_exported_program" in name for name in names)
+    return "exported" if exported else "pickled"
+
+
+def load_module(path: str, device: str = "cpu", *, trust: str = "none") -> Any:
+    """The module in a TorchScript file or an exported program, in evaluation mode on `device`.
+
+    A whole pickled module only with `trust` "pickle". Raises LoadFailed.
+    """
+    torch = import_torch()
+    kind = kind_of(path)
+    if kind == "script":
+        return load_script(path, device)
+    if kind == "exported":
+        return load_exported(path, device).module()
+    found = load_pickled(path, device, trust=trust)
+    if isinstance(found, torch.nn.Module):
+        return found.to(device).train(False)
+    holds = "a state dict" if isinstance(found, Mapping) else f"a {type(found).__name__}"
+    raise LoadFailed(
+        f"{path} holds {holds}, and no program: name its class too, target = 'net.py:Net' with weights = '{path}'"
+    )
+
+
+def load_script(path: str, device: str = "cpu") -> Any:
+    """The TorchScript module in a file, in evaluation mode. Raises LoadFailed."""
+    torch = import_torch()
+    with _quiet():
+        try:
+            return torch.jit.load(path, map_location=torch.device(device)).train(False)
+        except (RuntimeError, ValueError) as e:
+            raise _unreadable(path, KINDS["script"], torch, e) from e
+
+
+def load_exported(path: str, device: str = "cpu") -> Any:
+    """The ExportedProgram in a file, moved to `device`. Raises LoadFailed."""
+    torch = import_torch()
+    with _quiet():
+        try:
+            program = torch.export.load(path)
+            if torch.device(device).type != "cpu":
+                from torch.export.passes import move_to_device_pass
+
+                program = move_to_device_pass(program, device)
+        except Exception as e:  # of the archive, of its JSON, of an operator that this PyTorch has not
+            raise _unreadable(path, KINDS["exported"], torch, e) from e
+    return program
+
+
+def load_pickled(path: str, device: str = "cpu", *, trust: str = "none") -> Any:
+    """What `torch.save`, or safetensors, wrote: most often a state dict. Raises LoadFailed."""
+    torch = import_torch()
+    try:
+        if path.endswith(".safetensors"):
+            return _safetensors(path, device)
+        return torch.load(path, map_location=torch.device(device), weights_only=trust != "pickle")
+    except FileNotFoundError:
+        raise LoadFailed(f"there is no file {path}") from None
+    except LoadFailed:
+        raise
+    except Exception as e:  # a damaged pickle may raise anything
+        if trust != "pickle" and "GLOBAL" in str(e):
+            raise LoadFailed(
+                f"{path} holds more than tensors, and loading it may run any code: save the state dict"
+                ' (torch.save(model.state_dict(), ...)), or say trust = "pickle" if you trust whoever wrote the file',
+                detail=str(e),
+            ) from e
+        raise LoadFailed(
+            f"{path} is damaged, or no file of torch.save that PyTorch {torch.__version__} can read", detail=str(e)
+        ) from e
+
+
+def _safetensors(path: str, device: str) -> Any:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise LoadFailed(f"{path} needs safetensors, which is not installed: pip install safetensors") from None
+    return load_file(path, device=device)
+
+
+def load_weights(module: Any, path: str, device: str = "cpu", *, trust: str = "none") -> Any:
+    """The module with the weights of a state dict file, every one of them, on `device`, in evaluation mode.
+
+    `module` is an `nn.Module`, or its class, which is called without arguments. Raises LoadFailed.
+    """
+    module = instance_of(module)
+    state = load_pickled(path, device, trust=trust)
+    if not isinstance(state, Mapping):
+        raise LoadFailed(f"{path} holds a {type(state).__name__}, expected a state dict")
+    try:
+        module.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as e:
+        text = " ".join(str(e).split())[:500]
+        raise LoadFailed(f"the weights in {path} are not those of {type(module).__name__}: {text}") from e
+    return module.to(device).train(False)
+
+
+def instance_of(module: Any) -> Any:
+    """The module; one made of it without arguments when it is a class. Raises LoadFailed."""
+    if not inspect.isclass(module):
+        return module
+    try:
+        return module()
+    except TypeError as e:
+        raise LoadFailed(f"{module.__name__} cannot be made without arguments: {e}; name an instance of it") from e
+
+
+def _unreadable(path: str, what: str, torch: Any, error: Exception) -> LoadFailed:
+    return LoadFailed(f"{path} cannot be loaded as {what} by PyTorch {torch.__version__}: {describe(error)}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that TorchScript is deprecated: who has such a file cannot change that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\..*` is (deprecated|not supported)", DeprecationWarning)
+        yield
+
+
+# ---- precision and optimisation
+
+
+def prepare(module: Any, device: str = "cpu", *, precision: str = "fp32", optimize: str = "none") -> Any:
+    """The module as it shall run: moved, cast, and optimised. Raises ConfigError, LoadFailed.
+
+    `optimize_for_inference` freezes TorchScript and fuses its operators; a module in Python is scripted first.
+    `compile` is `torch.compile` with sizes that may change, for what is in Python or exported.
+    """
+    torch = import_torch()
+    dtype = dtype_of(precision)
+    try:
+        module = module.train(False).to(device)
+        exported = False
+    except NotImplementedError:  # an exported program is what it was exported as, on the device that it was loaded on
+        exported = True
+    if exported and dtype is not torch.float32:
+        raise ConfigError(
+            f"precision: found {precision}, but the dtypes of an exported program stand in its graph;"
+            " export the model as it shall run"
+        )
+    if dtype is not torch.float32:
+        module = module.to(dtype)
+    if optimize == "none":
+        return module
+    if optimize == "compile":
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError("optimize: found compile, which TorchScript does not take; use optimize_for_inference")
+        return torch.compile(module, dynamic=True)
+    if optimize != "optimize_for_inference":
+        raise ConfigError(f"optimize: found {optimize!r}, expected one of {', '.join(OPTIMIZATIONS)}")
+    if exported:
+        raise ConfigError("optimize: found optimize_for_inference, which exported programs do not take; use compile")
+    return _frozen(torch, module)
+
+
+def _frozen(torch: Any, module: Any) -> Any:
+    with _quiet():
+        if not isinstance(module, torch.jit.ScriptModule):
+            try:
+                module = torch.jit.script(module)
+            except Exception as e:
+                raise LoadFailed(
+                    f"optimize_for_inference needs TorchScript, and {type(module).__name__} cannot be scripted:"
+                    f" {describe(e)}; use optimize = 'compile'",
+                    detail=str(e),
+                ) from e
+        return torch.jit.optimize_for_inference(torch.jit.freeze(module))
+
+
+def dtype_of(precision: str) -> Any:
+    """The torch dtype of a precision. Raises ConfigError."""
+    torch = import_torch()
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision: found {precision!r}, expected one of {', '.join(PRECISIONS)}")
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]

@@ -1,0 +1,231 @@
+"""The routes of the listener as an ASGI app, to be mounted in an application that exists."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+from penstock.config.schema import LimitsConfig
+from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
+from penstock.serving.base import Backend, Ticket
+from penstock.serving.http.answering import STREAM_BACKLOG
+from penstock.serving.http.answers import error_result, sse_event, stream_part, stream_type
+from penstock.serving.http.intake import BIG_BYTES, Intake
+from penstock.serving.http.repeats import Repeats
+from penstock.serving.http.routes import SPECIAL_NAMES, Router, check_method, is_telling, read_special
+from penstock.serving.http.template import Route, error_body_of
+from penstock.types import Item, ItemResult
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class _Gone(Exception):
+    """The client has hung up."""
+
+
+class _Call:
+    """One request: what its headers wish, and the results that have come for it."""
+
+    def __init__(self, most_unread: int) -> None:
+        self.route: Route | None = None
+        self.target = b""
+        self.request_id = ""
+        self.sse = False
+        self.plain = True
+        self.budget_s: float | None = None
+        self.priority = 0
+        self.content_type = ""
+        self.codec = ""
+        self.key = b""
+        self.length = 0
+        self.results: asyncio.Queue[ItemResult] = asyncio.Queue()
+        self.ticket: Ticket | None = None
+        self._unread = most_unread
+
+    def sink(self, result: ItemResult) -> None:
+        """Keeps a result until the client takes it; one that falls too far behind a stream is given up."""
+        self._unread -= 0 if result.final else len(result.body)
+        if self._unread > 0:
+            self.results.put_nowait(result)
+        elif self.ticket is not None:
+            self.ticket.cancel()
+            self.ticket = None
+            self.results.put_nowait(ItemResult(error=Cancelled("the stream was read too slowly")))
+
+    async def next(self, gone: asyncio.Future[None]) -> ItemResult:
+        """The next result. Raises _Gone when the client hangs up first."""
+        if self.results.empty():
+            coming = asyncio.ensure_future(self.results.get())
+            await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
+                raise _Gone
+            result = coming.result()
+        else:
+            result = self.results.get_nowait()
+        self._unread += 0 if result.final else len(result.body)
+        return result
+
+
+class InferenceApp:
+    """ASGI 3 (http and lifespan) over a Backend. Mount it where you like: `root_path` is taken off the path."""
+
+    def __init__(
+        self, backend: Backend, config: LimitsConfig | None = None, *, tokens: frozenset[bytes] = frozenset()
+    ) -> None:
+        self.backend = backend
+        self.config = config or LimitsConfig()
+        self.tokens = tokens
+        self.router = Router()
+        self.repeats = Repeats(backend, time.monotonic)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answers one request, or the lifespan's two events."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            call = _Call(STREAM_BACKLOG * self.config.write_buffer_bytes)
+            try:
+                await self._http(call, scope, receive, send)
+            except PenstockError as error:
+                await self._whole(call, error_result(error, error_body_of(call.route, call.target)), send)
+            except _Gone:
+                pass
+        else:
+            raise RuntimeError(f"InferenceApp speaks http, found a {scope['type']} connection")
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        for event in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{event}.complete"})
+
+    async def _http(self, call: _Call, scope: Message, receive: Receive, send: Send) -> None:
+        raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode("ascii")
+        root = quote(scope.get("root_path", "").rstrip("/")).encode("ascii")
+        if root and raw.startswith(root + b"/"):
+            raw = raw[len(root) :]
+        special: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                call.content_type = value.decode("latin-1")
+                if is_telling(value):
+                    special[name] = value
+            elif name == b"content-length":
+                call.length = int(value)
+            elif name in SPECIAL_NAMES and name not in (b"expect", b"transfer-encoding"):  # these are the server's
+                special[name] = value
+        call.target = raw
+        call.route = route = self.router.resolve(raw)
+        check_method(route, scope["method"].encode("ascii"))
+        read_special(call, route, special, self.tokens)
+        template = route.template
+        if template.answer is not None:
+            await self._whole(call, template.answer(self.backend, route), send, head_only=scope["method"] == "HEAD")
+            return
+        payload = await self._body(call, route, receive)
+        headers = list(scope["headers"])
+        codec = call.codec or template.codec
+        item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
+        submit = partial(self.repeats.submit, call.key) if call.key else self.backend.submit
+        call.ticket = submit(
+            route.model,
+            route.version,
+            item,
+            call.sink,
+            budget_s=call.budget_s,
+            priority=call.priority,
+        )
+        try:
+            gone = asyncio.ensure_future(_until_gone(receive))
+            try:
+                await self._answer(call, gone, send)
+            finally:
+                gone.cancel()
+        except BaseException:
+            if call.ticket is not None:
+                call.ticket.cancel()
+            raise
+
+    async def _body(self, call: _Call, route: Route, receive: Receive) -> Any:
+        """The body, `bytes` or a Buffer. Raises PayloadTooLarge, ModelNotFound, QueueFull, _Gone."""
+        most = self.config.max_body_bytes
+        if call.length > most:
+            raise PayloadTooLarge(f"the body has {call.length} bytes, at most {most} are taken (limits.max_body_bytes)")
+        if call.length > BIG_BYTES:
+            self.backend.model_ready(route.model, route.version)
+        intake = Intake(self.backend, most)
+        try:
+            if call.length > BIG_BYTES:
+                intake.begin(call.length)
+                while not intake.reserve():
+                    free = asyncio.Event()
+                    self.backend.when_free(free.set)
+                    await free.wait()
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _Gone
+                if body := message.get("body", b""):
+                    intake.add(body)
+                more = message.get("more_body", False)
+            return intake.take()
+        except BaseException:
+            intake.release()
+            raise
+
+    async def _answer(self, call: _Call, gone: asyncio.Future[None], send: Send) -> None:
+        """Writes what comes for the call until its final result. Raises _Gone."""
+        started = False
+        while True:
+            result = await call.next(gone)
+            assert call.route is not None
+            error_body = call.route.template.error_body
+            if result.error is not None and not started:
+                result = error_result(result.error, error_body)
+                await self._whole(call, result, send)
+                return
+            if result.final and not started and not call.sse:
+                await self._whole(call, result, send)
+                return
+            if not started:
+                started = True
+                await self._start(call, result, stream_type(result.content_type, call.sse), send)
+            if result.error is not None:
+                if not call.sse:
+                    raise RuntimeError("the stream failed: the server cuts it off")  # ASGI has no other word for it
+                body = sse_event(error_body(result.error), b"error")
+            else:
+                body = stream_part(result, call.sse)
+            await send({"type": "http.response.body", "body": body, "more_body": not result.final})
+            if result.final:
+                return
+
+    async def _whole(self, call: _Call, result: ItemResult, send: Send, head_only: bool = False) -> None:
+        await self._start(call, result, result.content_type, send, len(result.body))
+        await send({"type": "http.response.body", "body": b"" if head_only else bytes(result.body)})
+
+    async def _start(
+        self, call: _Call, result: ItemResult, content_type: str, send: Send, length: int | None = None
+    ) -> None:
+        pairs = [(name.lower(), value) for name, value in result.headers or ()]
+        bodiless = result.status in (204, 304)
+        if content_type and not bodiless:
+            pairs.append(("content-type", content_type))
+        if length is not None and not bodiless:
+            pairs.append(("content-length", str(length)))
+        if call.request_id:
+            pairs.append(("x-request-id", call.request_id))
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+        await send({"type": "http.response.start", "status": result.status, "headers": headers})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

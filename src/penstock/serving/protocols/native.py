@@ -1,0 +1,112 @@
+"""The native protocol: the content type says what `predict` receives, the type of its result what goes out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import msgspec
+
+from penstock.errors import BadOutput, BadRequest, PenstockError
+from penstock.serving.protocols.bodies import (
+    MAX_FIELDS,
+    collect,
+    decode_form,
+    decode_json,
+    decode_text,
+    encode_json,
+    split_type,
+)
+from penstock.types import Item, ItemResult, Response
+
+JSON: Final = "application/json"
+TEXT: Final = "text/plain; charset=utf-8"
+BYTES: Final = "application/octet-stream"
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_FRAMING: Final = frozenset({"content-length", "transfer-encoding", "connection", "content-type", "date"})
+
+
+def error_body(error: PenstockError) -> bytes:
+    """`{"error": {"code", "message"}}`; the detail of an error stays inside."""
+    return msgspec.json.encode({"error": {"code": error.code, "message": error.message}})
+
+
+def encode_response(response: Response) -> ItemResult:
+    """The answer that a model wrote itself. Raises BadOutput for headers that would break the framing."""
+    body = response.body
+    for name, value in response.headers.items():
+        if not _HEADER_NAME.fullmatch(name) or any(c in value for c in "\r\n\0") or not value.isascii():
+            raise BadOutput(f"the model returned a Response with an invalid header {name[:60]!r}")
+        if name.lower() in _FRAMING:
+            raise BadOutput(f"the model returned a Response with the header {name!r}, which the server sets itself")
+    if any(c in response.content_type for c in "\r\n\0") or not response.content_type.isascii():
+        raise BadOutput("the model returned a Response with an invalid content type")
+    return ItemResult(
+        body=body.encode() if isinstance(body, str) else bytes(body),
+        content_type=str(response.content_type),
+        status=response.status,
+        headers=[(str(name), str(value)) for name, value in response.headers.items()] or None,
+    )
+
+
+class NativeCodec:
+    """Codec of `/predictions`: JSON, text, forms, or the bytes as they are."""
+
+    def __init__(self, model: str, version: str) -> None:
+        self.model = model
+        self.version = version
+
+    def decode(self, item: Item) -> tuple[Any, None]:
+        """JSON -> object, text -> str, form -> dict of name to str or bytes, anything else -> the payload itself."""
+        kind, charset = split_type(item.content_type)
+        value: Any = item.payload
+        if kind == JSON or kind.endswith("+json"):
+            value = decode_json(item.payload)
+        elif kind.startswith("text/"):
+            value = decode_text(item.payload, charset)
+        elif kind == "multipart/form-data":
+            from penstock.serving.protocols.multipart import (
+                parse_multipart,  # python-multipart is loaded by the first form
+            )
+
+            value = collect(parse_multipart(item.payload, item.content_type, MAX_FIELDS))
+        elif kind == "application/x-www-form-urlencoded":
+            value = decode_form(item.payload)
+        if item.stop < 0:
+            return value, None
+        if not isinstance(value, list):
+            raise BadRequest(
+                f"a request of {item.rows} rows is larger than the largest batch, and only a JSON list can be split"
+            )
+        return value[item.start : item.stop], None
+
+    def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
+        """bytes -> octet-stream, str -> text, Response as it says, anything else -> JSON."""
+        if isinstance(value, bytes):
+            return ItemResult(body=value if type(value) is bytes else bytes(value), content_type=BYTES)
+        if isinstance(value, str):
+            return ItemResult(body=value.encode("utf-8", "surrogatepass"), content_type=TEXT)
+        if isinstance(value, (bytearray, memoryview)):
+            return ItemResult(body=bytes(value), content_type=BYTES)
+        if isinstance(value, Response):
+            return encode_response(value)
+        if value is None:
+            raise BadOutput("the model returned None for this item; return a value, or an exception to fail the item")
+        return ItemResult(body=encode_json(value), content_type=JSON)
+
+    def join(self, parts: list[ItemResult]) -> ItemResult:
+        """The rows of all parts in one answer: JSON lists become one list, text and bytes are put end to end."""
+        first = parts[0]
+        for part in parts:
+            if part.error is not None or len(parts) == 1:
+                return part
+            if part.content_type != first.content_type:
+                raise BadOutput("the parts of a split request were answered with different content types")
+        bodies = [bytes(part.body) for part in parts]
+        if first.content_type == JSON:
+            if not all(body.startswith(b"[") for body in bodies):
+                raise BadOutput("the answers to the parts of a split request can be joined only if they are lists")
+            inner = b",".join(body[1:-1] for body in bodies if len(body) > 2)
+            return ItemResult(body=b"[" + inner + b"]", content_type=JSON)
+        return ItemResult(body=b"".join(bodies), content_type=first.content_type, status=first.status)

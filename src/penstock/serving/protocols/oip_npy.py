@@ -1,0 +1,135 @@
+"""Arrays of numpy's own file format as requests and answers of the Open Inference routes: one tensor without names.
+
+The format also holds pickled objects: these are refused by their dtype, and nothing here could load them.
+Source: numpy.lib.format, versions 1.0 to 3.0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import Struct
+
+from penstock.errors import BadOutput, BadRequest
+from penstock.serving.protocols.oip import Tensor
+from penstock.serving.protocols.oip_codec import Context, OipCodec, named_outputs
+from penstock.serving.protocols.oip_tensors import check_form, from_bytes, output_array, to_bytes
+from penstock.types import Headers, Item, ItemResult, Response
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NPY: Final = "application/x-npy"
+MAX_HEAD_BYTES: Final = 10_000  # as numpy's own reader
+_MAGIC: Final = b"\x93NUMPY"
+_DTYPES: Final = {
+    "b1": "BOOL", "u1": "UINT8", "u2": "UINT16", "u4": "UINT32", "u8": "UINT64", "i1": "INT8", "i2": "INT16",
+    "i4": "INT32", "i8": "INT64", "f2": "FP16", "f4": "FP32", "f8": "FP64",
+}  # fmt: skip
+_DESCRS: Final = {datatype: f"{'|' if name[1] == '1' else '<'}{name}" for name, datatype in _DTYPES.items()}
+# a Python literal of three keys; read by a pattern, since whatever evaluates a literal can be made to work hard
+_DICT: Final = re.compile(
+    r"\{(?:'descr':\s*'([^']*)'|'fortran_order':\s*(True|False)|'shape':\s*\(([0-9,\s]*)\)|[,\s])*\}\s*"
+)
+
+
+class NpyHead(Struct):
+    """What precedes the elements; they begin at byte `start`."""
+
+    datatype: str
+    shape: list[int]
+    fortran: bool
+    start: int
+
+
+def read_head(body: bytes | memoryview) -> NpyHead:
+    """The head of an array. Raises BadRequest for what is none, and for dtypes that no tensor has."""
+    begin = bytes(body[:12])
+    wide = begin[6:7] in (b"\2", b"\3")
+    start = 12 if wide else 10
+    if not begin.startswith(_MAGIC) or begin[6:7] not in (b"\1", b"\2", b"\3") or len(begin) < start:
+        raise BadRequest("the body is no array as numpy.save writes it, version 1 to 3")
+    size = int.from_bytes(begin[8:start], "little")
+    if size > MAX_HEAD_BYTES or size > len(body) - start:
+        raise BadRequest(f"the head of the array has {size} bytes, expected at most {MAX_HEAD_BYTES}, all of them here")
+    found = _DICT.fullmatch(str(body[start : start + size], "latin-1"))
+    if found is None or None in found.groups():
+        raise BadRequest("the head of the array is not that of a plain one: descr, fortran_order and shape")
+    descr, order, dims = found.groups()
+    datatype = _DTYPES.get(descr.lstrip("<|"))
+    if datatype is None:
+        raise BadRequest(f"the array has the dtype '{descr[:40]}', expected one of {', '.join(_DESCRS.values())}")
+    sizes = [n.strip() for n in dims.split(",") if n.strip()]
+    if any(len(n) > 18 or not n.isdigit() for n in sizes):
+        raise BadRequest(f"the shape of the array is ({dims[:80]}), expected whole numbers")
+    shape = [int(n) for n in sizes]
+    check_form("the array", datatype, shape, 1, BadRequest)
+    return NpyHead(datatype, shape, order == "True", start + size)
+
+
+def peek(body: bytes | memoryview) -> tuple[int, str]:
+    """Rows, at most the bytes there are, and a bucket key; (1, "") for what is no array."""
+    try:
+        head = read_head(body)
+    except BadRequest:  # the worker tells what is wrong with it
+        return 1, ""
+    rows = head.shape[0] if head.shape[0] <= len(body) else 1
+    return rows, f":{head.datatype}:{'x'.join(map(str, head.shape[1:]))}"
+
+
+def write_head(datatype: str, shape: Sequence[int]) -> bytes:
+    """The head of an array in C order, version 1.0; the elements behind it are aligned to 64 bytes."""
+    dims = "".join(f"{n}, " for n in shape)
+    text = f"{{'descr': '{_DESCRS[datatype]}', 'fortran_order': False, 'shape': ({dims}), }}".encode()
+    text += b" " * (-(10 + len(text) + 1) % 64) + b"\n"
+    return _MAGIC + b"\1\0" + len(text).to_bytes(2, "little") + text
+
+
+class OipNpyCodec(OipCodec):
+    """Codec of `/v2/models/{m}/infer` for one array: the first input that the model declares, or "input_0"."""
+
+    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], Context]:
+        """The input's name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
+        import numpy as np
+
+        body = memoryview(item.payload)
+        head = read_head(body)
+        name = next(iter(self.inputs), "input_0")
+        self._check(Tensor(name, head.shape, head.datatype))
+        data = body[head.start :]
+        if head.fortran:
+            array = np.ascontiguousarray(from_bytes("the array", head.datatype, head.shape[::-1], data).T)
+        else:
+            array = from_bytes("the array", head.datatype, head.shape, data)
+        return self._rows({name: array}, item), Context()
+
+    def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
+        """An array for those who accept one, if there is one output and it is not BYTES; else as for JSON."""
+        if not _accepts(item.headers) or isinstance(value, Response):
+            return super().encode(value, item, context)
+        outputs = named_outputs(value)
+        if len(outputs) == 1:
+            [(name, output)] = outputs.items()
+            datatype, array = output_array(name, output, self.outputs.get(name))
+            if datatype in _DESCRS:
+                body = b"".join([write_head(datatype, array.shape), to_bytes(name, datatype, array)])
+                return ItemResult(body=body, content_type=NPY)
+        return super().encode(value, item, context)
+
+    def join(self, parts: list[ItemResult]) -> ItemResult:
+        """The rows of all parts in one array, put end to end. Raises BadOutput when they do not fit."""
+        if len(parts) == 1 or any(part.error is not None or part.content_type != NPY for part in parts):
+            return super().join(parts)
+        heads = [read_head(part.body) for part in parts]
+        first = heads[0]
+        if any((h.datatype, h.shape[1:]) != (first.datatype, first.shape[1:]) for h in heads):
+            raise BadOutput("the array differs between the parts of a split request")
+        shape = [sum(h.shape[0] for h in heads), *first.shape[1:]]
+        bodies = [memoryview(part.body)[h.start :] for part, h in zip(parts, heads, strict=True)]
+        return ItemResult(body=b"".join([write_head(first.datatype, shape), *bodies]), content_type=NPY)
+
+
+def _accepts(headers: Headers | None) -> bool:
+    return any(name.lower() == b"accept" and b"application/x-npy" in value.lower() for name, value in headers or ())

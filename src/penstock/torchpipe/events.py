@@ -1,0 +1,160 @@
+"""Event: what tells that items which nobody waits for are done. Under the names of both of TorchPipe's branches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from penstock.core import native
+from penstock.core.engine.waiters import Waiter
+
+log = logging.getLogger("penstock.compat")
+
+_answering: set[int] = set()  # threads that give answers just now
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """What this thread does within is giving an answer: it must not wait for another."""
+    _answering.add(native.thread_id())
+    try:
+        yield
+    finally:
+        _answering.discard(native.thread_id())
+
+
+class Event:
+    """Done when `num` items are: those in whose dicts it stands as `event`, in one call or in many.
+
+    Callbacks run on the thread of the answers, once, before anybody who waits is woken; the one that was set last
+    runs first. They may begin other items with an event, and must not wait for any. An event serves `num` items once.
+    """
+
+    def __init__(self, num: int = 1) -> None:
+        if num < 1:
+            raise ValueError(f"an event is for {num} items, expected 1 or more")
+        self._num = num
+        self._begun = 0
+        self._left = num
+        self._over = False  # the callbacks have run
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], object]] = []
+        self._on_error: Callable[[str], object] | None = None
+        self._waiters: list[Waiter] = []
+        self._lock = native.new_lock()
+        self._born_s = time.monotonic()
+
+    # ---- for who begins items, and ends them
+
+    def begin(self) -> None:
+        """One more item is under way. Raises ValueError when it has all that it is for."""
+        with self._lock:
+            if self._begun >= self._num:
+                raise ValueError(f"the event was used for {self._num} items already, all that it was made for")
+            self._begun += 1
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """One item is done. The last one runs the callbacks and wakes who waits."""
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            if self._left:
+                return
+            callbacks, self._callbacks = self._callbacks[::-1], []
+            on_error, text = self._on_error, str(self._error)
+        for callback in callbacks:
+            _call(callback)
+        if self._error is not None and on_error is not None:
+            _call(lambda: on_error(text))
+        with self._lock:
+            self._over = True
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.settle(None)
+
+    # ---- for who waits
+
+    def wait(self, timeout_ms: float | None = None) -> bool:
+        """True when all items are done, False after `timeout_ms`. Raises the first error there was."""
+        self._sleep(None if timeout_ms is None else timeout_ms / 1000)
+        self.try_throw()
+        return self._over
+
+    Wait = wait
+
+    def _sleep(self, timeout_s: float | None) -> None:
+        with self._lock:
+            if self._over:
+                return
+            if native.thread_id() in _answering:
+                raise RuntimeError("a callback must not wait for an event: it stands on the thread of the answers")
+            waiter = _waiter()
+            self._waiters.append(waiter)
+        if not waiter.wait(timeout_s):
+            with self._lock:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                    waiter.leave()
+
+    def is_set(self) -> bool:
+        """Whether all items are done."""
+        return self._over
+
+    def valid(self) -> bool:
+        """Whether an item may still be begun with it."""
+        return self._begun < self._num
+
+    def time_passed(self) -> float:
+        """Milliseconds since it was made."""
+        return (time.monotonic() - self._born_s) * 1000
+
+    def get_exception(self) -> BaseException | None:
+        """The first error there was, if any."""
+        return self._error
+
+    def try_throw(self) -> None:
+        """Raises the first error there was, if any."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    # ---- callbacks
+
+    def set_callback(self, callback: Callable[[], object]) -> None:
+        """Adds what is called when all items are done, whether they failed or not; at once when they are."""
+        with self._lock:
+            if self._left:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def set_final_callback(self, callback: Callable[[], object]) -> None:
+        """As `set_callback`, if it is the only one. Raises RuntimeError when there is one."""
+        if self._callbacks:
+            raise RuntimeError("the event has a callback already: set_callback adds another")
+        self.set_callback(callback)
+
+    def set_exception_callback(self, callback: Callable[[str], object]) -> None:
+        """Sets what is called with the text of the first error, when all items are done and there was one."""
+        with self._lock:
+            if self._left:
+                self._on_error = callback
+                return
+        if self._error is not None:
+            callback(str(self._error))
+
+
+def _call(callback: Callable[[], object]) -> None:
+    try:
+        callback()
+    except Exception:
+        log.exception("callback_failed: who waits for the event is woken all the same")
+
+
+def _waiter() -> Waiter:
+    if native.patched():
+        from penstock.core.engine.hubs import HubWaiter
+
+        return HubWaiter()
+    return Waiter()

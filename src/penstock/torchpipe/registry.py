@@ -1,0 +1,90 @@
+"""Backends of a program's own: classes with `init(config)`, `forward(list of dicts)` and, if they like, `max()`."""
+
+from __future__ import annotations
+
+import inspect
+from enum import Enum
+from typing import Any
+
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.python import adapt
+from penstock.torchpipe.values import is_rows, to_array, to_tensor
+
+_filters: dict[str, Any] = {}
+
+
+class Status(Enum):
+    """What a filter says of an item."""
+
+    Run = 0
+    Continue = 0
+    Skip = 1
+    SerialSkip = 2
+    SubGraphSkip = 3
+    Break = 4
+    Error = 5
+
+
+def register_backend(cls: Any, register_name: str | None = None) -> Any:
+    """Makes a class known as `Python[NAME]` and as `NAME`: `register_backend(cls, "NAME")`, or as a decorator, of which
+    the name may be left out. Returns the class. Raises ConfigError.
+
+    `forward` gets tensors, and may give them, where the program has loaded torch; else arrays.
+    """
+    if isinstance(cls, str):
+        return lambda decorated: register_backend(decorated, cls)
+    name = register_name or cls.__name__
+    plain = inspect.isclass(cls) and callable(getattr(cls, "forward", None))
+    catalog.register(name, adapt(_with_tensors(cls) if plain else cls, name))
+    return cls
+
+
+def _with_tensors(cls: Any) -> type[Any]:
+    """The class, as one that is given arrays and gives them."""
+
+    class WithTensors:
+        def __init__(self) -> None:
+            self._inner = cls()
+            if hasattr(self._inner, "max"):
+                self.max = self._inner.max
+
+        def init(self, config: dict[str, str]) -> Any:
+            return self._inner.init(config) if hasattr(self._inner, "init") else None
+
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            arrays = [{name: value for name, value in fields.items() if is_rows(value)} for fields in items]
+            tensors = [{name: to_tensor(value) for name, value in found.items()} for found in arrays]
+            for fields, found in zip(items, tensors, strict=True):
+                fields.update(found)
+            self._inner.forward(items)
+            for fields, given, found in zip(items, arrays, tensors, strict=True):
+                for name, value in fields.items():
+                    unchanged = name in found and found[name] is value
+                    fields[name] = given[name] if unchanged else to_array(value)
+
+    WithTensors.__name__ = WithTensors.__qualname__ = cls.__name__
+    WithTensors.__doc__ = cls.__doc__
+    return WithTensors
+
+
+def register_filter(cls: Any, register_name: str | None = None) -> Any:
+    """Keeps a filter's class under a name, as `register_backend` does. A node that names it is refused."""
+    if isinstance(cls, str):
+        return lambda decorated: register_filter(decorated, cls)
+    _filters[register_name or cls.__name__] = cls
+    return cls
+
+
+def is_filter(name: str) -> bool:
+    """Whether a filter was registered under a name."""
+    return name in _filters
+
+
+def list_backends(kind: str = "Backend") -> list[str]:
+    """The names of all ops, those of this program among them."""
+    return catalog.names()
+
+
+def is_registered(name: str) -> bool:
+    """Whether there is an op of this name."""
+    return name.lower() in {known.lower() for known in catalog.names()}

@@ -1,0 +1,175 @@
+"""What `GET /models/{m}` tells of a version, and what a snapshot keeps of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import psutil
+
+from penstock.core.engine.engine import Engine
+from penstock.core.engine.instances import WorkerReading
+from penstock.errors import ModelNotFound, ModelNotReady, QueueFull
+from penstock.serving.observe.system import Gpus
+from penstock.torchserve.admin.devices import Devices
+from penstock.torchserve.admin.models import Version
+from penstock.torchserve.protocol.api import ApiError
+from penstock.types import Item, ItemResult
+
+
+class Describer:
+    """Describes versions. Workers are numbered as they come, over all models, from `initial_worker_port` on."""
+
+    def __init__(self, engine: Engine, devices: Devices, first_id: int) -> None:
+        self._engine = engine
+        self._devices = devices
+        self._ids = itertools.count(first_id)
+        self._gpus: Gpus | None = None
+
+    def number(self, version: Version) -> list[WorkerReading]:
+        """The version's workers, each with an id in `version.ids`; to be called when they have changed."""
+        workers = [] if version.handle is None else version.handle.workers()
+        version.ids = {w.slot: version.ids.get(w.slot) or next(self._ids) for w in workers}
+        return workers
+
+    async def describe(self, versions: Sequence[Version], *, customized: bool) -> list[dict[str, Any]]:
+        """The objects of the JSON. Raises ApiError if `customized` is asked of a version without workers."""
+        usage = await self._usage() if self._devices.gpus else {}
+        found = [self._describe(version, usage) for version in versions]
+        if customized:
+            told = await asyncio.gather(*(self._customized(version) for version in versions))
+            for description, metadata in zip(found, told, strict=True):
+                description["customizedMetadata"] = metadata
+        return found
+
+    def _describe(self, version: Version, usage: dict[str, str]) -> dict[str, Any]:
+        plan, s = version.plan, version.plan.settings
+        queued = len(version.held) + (0 if version.handle is None else version.handle.status().queue)
+        return {
+            "modelName": plan.name,
+            "modelVersion": plan.version,
+            "modelUrl": plan.url,
+            "runtime": plan.runtime,
+            "minWorkers": version.min_workers,
+            "maxWorkers": version.max_workers,
+            "batchSize": s.batch_size,
+            "maxBatchDelay": s.max_batch_delay,
+            "responseTimeout": s.response_timeout,
+            "startupTimeout": s.startup_timeout,
+            "maxRetryTimeoutInSec": s.max_retry_timeout,
+            "clientTimeoutInMills": s.client_timeout,
+            "parallelType": "",
+            "parallelLevel": s.parallel_level,
+            "deviceType": self._devices.kind(s),
+            **({"deviceIds": list(s.device_ids)} if s.device_ids else {}),
+            "continuousBatching": False,
+            "useJobTicket": s.use_job_ticket,
+            "useVenv": s.use_venv,
+            "stateful": False,
+            "sequenceMaxIdleMSec": s.sequence_max_idle,
+            "sequenceTimeoutMSec": s.sequence_timeout,
+            "maxNumSequence": s.max_num_sequence,
+            "maxSequenceJobQueueSize": s.max_sequence_job_queue_size,
+            "loadedAtStartup": version.at_startup,
+            "workers": [_worker(w, version.ids[w.slot], usage) for w in self.number(version)],
+            "jobQueueStatus": {
+                "remainingCapacity": max(0, s.job_queue_size - queued),
+                "pendingRequests": queued,
+            },
+        }
+
+    async def _customized(self, version: Version) -> dict[str, Any]:
+        """What the handler says of itself. Raises what it failed with."""
+        future: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
+
+        def sink(result: ItemResult) -> None:
+            if result.final and not future.done():
+                future.set_result(result)
+
+        item = Item(
+            b"",
+            codec="torchserve",
+            request_id=str(uuid.uuid4()),
+            headers=[(b"describe", b"True"), (b"explain", b"False")],
+        )
+        try:
+            call = self._engine.submit(version.name, version.version, item, sink)
+        except (ModelNotFound, ModelNotReady, QueueFull) as e:
+            raise ApiError(
+                "ServiceUnavailableException",
+                f'Model "{version.name}" has no worker to serve describe request. Please use scale workers API to add'
+                " workers.",
+            ) from e
+        try:
+            result = await future
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if result.error is not None:
+            raise result.error
+        try:
+            metadata = json.loads(bytes(result.body))
+        except ValueError:
+            metadata = None
+        return metadata if isinstance(metadata, dict) else {}
+
+    async def _usage(self) -> dict[str, str]:
+        """What each GPU has to do, by its device's name; on a thread, as the driver may take long."""
+
+        def look() -> dict[str, str]:
+            self._gpus = self._gpus or Gpus()
+            return {
+                f"cuda:{index}": f"gpuId::{index} utilization.gpu [%]::{busy:.0%} memory.used [MiB]::{used >> 20} MiB"
+                for (index, _), busy, used, _ in self._gpus.read()
+            }
+
+        return await asyncio.to_thread(look)
+
+
+def _worker(worker: WorkerReading, number: int, usage: dict[str, str]) -> dict[str, Any]:
+    since = datetime.fromtimestamp(worker.since_s, UTC).isoformat(timespec="milliseconds")
+    gpu = worker.device != "cpu"
+    return {
+        "id": str(number),
+        "startTime": since.replace("+00:00", "Z"),
+        "status": "READY" if worker.up else "UNLOADING",
+        "memoryUsage": _resident_bytes(worker.pid),
+        "pid": worker.pid,
+        "gpu": gpu,
+        "gpuUsage": usage.get(worker.device, "failed to obtained gpu usage") if gpu else "N/A",
+    }
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss) if pid else 0
+    except psutil.Error:  # it has just ended
+        return 0
+
+
+def state_of(version: Version, *, default: bool, weight: float | None) -> dict[str, Any]:
+    """What a snapshot keeps of a version, from which it can be started again."""
+    plan, s = version.plan, version.plan.settings
+    state: dict[str, Any] = {
+        "defaultVersion": default,
+        "marName": plan.mar_name,
+        "minWorkers": version.min_workers,
+        "maxWorkers": version.max_workers,
+        "batchSize": s.batch_size,
+        "maxBatchDelay": s.max_batch_delay,
+        "responseTimeout": s.response_timeout,
+        "startupTimeout": s.startup_timeout,
+        "runtimeType": plan.runtime,
+    }
+    if weight is not None:
+        state["traffic"] = weight
+    if plan.setup["handler"] != version.files.archive.manifest.handler:
+        state["handler"] = plan.setup["handler"]
+    if plan.url != plan.mar_name and not plan.url.startswith(("http://", "https://")):  # those are in the store now
+        state["modelUrl"] = plan.url
+    return state

@@ -1,0 +1,187 @@
+"""Plan: all that is needed to start workers of one model version, made of its archive, the configuration and a request.
+
+| TorchServe | the core |
+|---|---|
+| batchSize, maxBatchDelay | batching.max_batch_size, .max_hold_s; policy "fixed" with strict_delay, else "adaptive" |
+| responseTimeout, startupTimeout | batching.run_timeout_s, load_timeout_s |
+| clientTimeoutInMills, jobQueueSize | batching.timeout_s, .max_queue |
+| retry_split | batching.retry_split and .idempotent |
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+
+from penstock.config.checks import check_model
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.worker.spec import Wrapped
+from penstock.errors import ArchiveError, ConfigError
+from penstock.torchserve.admin.settings import Defaults, Settings, settle
+from penstock.torchserve.archive.manifest import check_handler, check_model_name
+from penstock.torchserve.archive.mar import Archive
+from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.protocol.api import ApiError, Registration
+
+WRAPPER: Final = "penstock.torchserve.handlers.handler:HandlerModel"
+FOREVER_S: Final = 30 * 24 * 3600.0  # of a request's wait: where clients have no timeout
+
+
+class Source(Struct, frozen=True):
+    """An archive, where it came from, and its model-config.yaml. `mar_name` is what a snapshot calls it."""
+
+    archive: Archive
+    url: str
+    mar_name: str
+    yaml: Mapping[str, Any]
+
+
+class Plan(Struct, frozen=True):
+    """One model version. `config.instances` and `.devices` are set when workers are started."""
+
+    name: str
+    version: str
+    url: str
+    mar_name: str
+    runtime: str
+    settings: Settings
+    config: ModelConfig
+    setup: dict[str, Any]  # see models.handler.HandlerSetup
+    folder: Path
+    requirements: str = ""  # the name of the file of the model's own packages
+
+    @property
+    def target(self) -> Wrapped:
+        """What workers load."""
+        return Wrapped(None, WRAPPER, {"setup": self.setup})
+
+
+def said_by(registration: Registration) -> dict[str, Any]:
+    """What a request says of the settings, by the keys of model-config.yaml."""
+    workers = None if registration.initial_workers is None else max(0, registration.initial_workers)
+    return {
+        "minWorkers": workers,
+        "maxWorkers": workers,
+        "batchSize": registration.batch_size,
+        "maxBatchDelay": registration.max_batch_delay,
+        "responseTimeout": registration.response_timeout,
+        "startupTimeout": registration.startup_timeout,
+    }
+
+
+def make_plan(
+    source: Source,
+    properties: Properties,
+    registration: Registration,
+    said: Mapping[str, Any],
+    *,
+    workers: int,
+    environment: Mapping[str, str] = os.environ,
+    model_metrics: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The plan of a version; `workers` is how many it has if nobody says so. Raises ApiError."""
+    manifest = source.archive.manifest
+    name, version = registration.model_name or manifest.model_name, manifest.model_version
+    runtime = registration.runtime or manifest.runtime
+    handler = registration.handler or manifest.handler or properties.default_service_handler
+    if runtime == "LSP":
+        raise ApiError("InvalidModelException", f"model {name}: runtime LSP (handlers in C++) is not supported")
+    if not handler:
+        raise ApiError(
+            "InvalidModelException",
+            f"model {name}: its archive names no handler; give one by the parameter handler, or by"
+            " default_service_handler in config.properties",
+        )
+    try:
+        check_model_name(name)
+        check_handler(handler)
+    except ArchiveError as e:
+        raise ApiError("InvalidModelException", e.message) from None
+    defaults = Defaults(
+        workers=workers,
+        response_timeout=properties.default_response_timeout,
+        startup_timeout=properties.default_startup_timeout,
+        job_queue_size=properties.job_queue_size,
+    )
+    own = properties.models.get(name, {}).get(version, {})
+    settings = settle(name, said, source.yaml, own, defaults, yaml_wins=properties.ts_yaml_wins)
+    yaml = dict(source.yaml)
+    if settings.trust != "none":
+        yaml["trust"] = settings.trust
+    setup = {
+        "model_name": name,
+        "model_version": version,
+        "model_dir": str(source.archive.folder),
+        "handler": handler,
+        "manifest": manifest.raw if source.archive.has_manifest else None,
+        "model_yaml_config": yaml,
+        "envelope": properties.service_envelope,
+        "batch_size": settings.batch_size,
+        "limit_max_image_pixels": properties.limit_max_image_pixels,
+        "hidden_env": [properties.blacklist_env_vars] if properties.blacklist_env_vars else [],
+        "max_response_size": properties.max_response_size,
+        "overlap": settings.overlap,
+        "retry_split": settings.retry_split,
+    }
+    if model_metrics is not None:
+        setup["model_metrics"] = dict(model_metrics)
+    config = _config(version, settings, _environment(source.archive.folder, settings, properties, environment))
+    try:
+        check_model(config)
+    except ConfigError as e:
+        raise ApiError("InvalidModelException", f"model {name}: {e.message}") from None
+    return Plan(
+        name,
+        version,
+        source.url,
+        source.mar_name,
+        runtime,
+        settings,
+        config,
+        setup,
+        source.archive.folder,
+        manifest.requirements_file,
+    )
+
+
+def _config(version: str, settings: Settings, env: dict[str, str]) -> ModelConfig:
+    return ModelConfig(
+        target=WRAPPER,
+        version=version,
+        load_timeout_s=float(settings.startup_timeout),
+        trust="pickle" if settings.trust == "pickle" else "none",
+        env=env,
+        batching=BatchingConfig(
+            policy="fixed" if settings.strict_delay else "adaptive",
+            max_batch_size=settings.batch_size,
+            max_hold_s=settings.max_batch_delay / 1000,
+            timeout_s=settings.client_timeout / 1000 or FOREVER_S,
+            max_queue=settings.job_queue_size,
+            rows="auto",
+            retry_split=settings.retry_split,
+            idempotent=settings.retry_split,
+            run_timeout_s=float(settings.response_timeout),
+        ),
+    )
+
+
+def _environment(
+    folder: Path, settings: Settings, properties: Properties, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that workers have beside the server's own."""
+    paths = [str(folder)]
+    if settings.use_venv:
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        paths.append(str(folder / "venv" / "lib" / python / "site-packages"))
+    if environment.get("PYTHONPATH"):
+        paths.append(environment["PYTHONPATH"])
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TS_DECODE_INPUT_REQUEST": str(properties.decode_input_request).lower(),
+        "TS_IPEX_ENABLE": str(properties.ipex_enable).lower(),
+    }

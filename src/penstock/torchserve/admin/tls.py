@@ -1,0 +1,109 @@
+"""The TLS context that config.properties asks for: PEM files, a PKCS12 keystore, or a certificate made on the spot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import ssl
+import subprocess
+import tempfile
+from typing import Final
+
+from penstock.errors import ConfigError
+from penstock.serving.http.auth import make_ssl_context
+from penstock.torchserve.config.properties import Properties
+
+log = logging.getLogger("penstock.compat")
+
+_SELF_SIGNED: Final = "req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost"
+
+
+class Pem:
+    """PEM files of certificate chain and key. Made ones lie in a folder of this process's own until `close`."""
+
+    def __init__(self, properties: Properties) -> None:
+        """Raises ConfigError."""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        certificate, key = properties.certificate_file, properties.private_key_file
+        if (certificate is None) != (key is None):
+            here, absent = (
+                ("certificate_file", "private_key_file") if certificate else ("private_key_file", "certificate_file")
+            )
+            raise ConfigError(f"{here}: found without {absent}; set both, or neither")
+        if certificate is not None and key is not None:
+            self.certificate, self.key = certificate, key
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-tls-")  # mode 0700
+        self.certificate = os.path.join(self._folder.name, "certificate.pem")
+        self.key = os.path.join(self._folder.name, "key.pem")
+        try:
+            if properties.keystore is not None:
+                self._unlock(properties.keystore, properties.keystore_pass, properties.keystore_type)
+            else:
+                self._sign()
+        except BaseException:
+            self.close()
+            raise
+
+    def context(self) -> ssl.SSLContext:
+        """A server's context. Raises ConfigError for files that cannot be read or do not fit together."""
+        context = make_ssl_context(self.certificate, self.key)
+        assert context is not None
+        return context
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _unlock(self, keystore: str, password: str, kind: str) -> None:
+        if kind.upper() not in ("PKCS12", "P12"):
+            raise ConfigError(
+                f"keystore_type: found {kind!r}, expected PKCS12; turn the keystore into one with: keytool"
+                f" -importkeystore -srckeystore {keystore} -destkeystore keystore.p12 -deststoretype PKCS12"
+            )
+        if not os.path.isfile(keystore):
+            raise ConfigError(f"keystore: there is no file {keystore}")
+        chain = os.path.join(os.path.dirname(self.certificate), "chain.pem")
+        for selection, path in (
+            (("-clcerts", "-nokeys"), self.certificate),
+            (("-cacerts", "-nokeys"), chain),
+            (("-nocerts", "-nodes"), self.key),
+        ):
+            self._openssl(
+                ["pkcs12", "-in", keystore, "-passin", "env:PENSTOCK_KEYSTORE_PASS", *selection, "-out", path],
+                f"keystore: {keystore} cannot be opened",
+                "set certificate_file and private_key_file to PEM files instead",
+                password,
+            )
+        with open(self.certificate, "ab") as whole, open(chain, "rb") as rest:
+            whole.write(rest.read())  # the server's own must stand first
+
+    def _sign(self) -> None:
+        self._openssl(
+            [*_SELF_SIGNED.split(), "-keyout", self.key, "-out", self.certificate],
+            "https: no certificate is named and none can be made",
+            "set certificate_file and private_key_file",
+        )
+        log.warning(
+            "event=self_signed_certificate consequence=clients_cannot_check_it hint=set private_key_file and"
+            " certificate_file, or keystore"
+        )
+
+    def _openssl(self, arguments: list[str], what: str, instead: str, password: str = "") -> None:
+        program = shutil.which("openssl")
+        if program is None:
+            raise ConfigError(f"{what}: the program openssl is missing; install it, or {instead}")
+        try:
+            subprocess.run(
+                [program, *arguments],
+                env={**os.environ, "PENSTOCK_KEYSTORE_PASS": password},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=True,
+                timeout=60,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            told = getattr(error, "stderr", None) or str(error).encode()
+            reason = told.decode(errors="replace").strip().splitlines()[-1:] or [type(error).__name__]
+            raise ConfigError(f"{what}: {reason[0][:200]}; {instead}") from None

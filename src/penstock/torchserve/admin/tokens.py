@@ -1,0 +1,103 @@
+"""Tokens: the keys that open TorchServe's APIs, and the file in which its users find them."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import ConfigError
+from penstock.torchserve.protocol.api import ApiError
+
+FILE: Final = "key_file.json"
+KEY_BYTES: Final = 24  # 192 random bits, 32 characters
+
+_WRONG: Final = "Token either incorrect, expired, or not provided correctly"
+
+
+class Tokens:
+    """A key for inference, one for management, which expire, and the API key, with which new ones are made.
+
+    The file has mode 0600. A server that cannot start leaves that of another one in the same folder as it is, so it is
+    not written before `publish`.
+    """
+
+    def __init__(self, folder: Path, expiration_s: float, now: Callable[[], datetime] = lambda: datetime.now(UTC)):
+        self.file = folder / FILE
+        self._now = now
+        self._expiration_s = expiration_s
+        self._api = secrets.token_urlsafe(KEY_BYTES)
+        self._keys = {kind: self._new_key() for kind in ("management", "inference")}
+
+    def publish(self) -> None:
+        """Writes the file. Raises ConfigError if it cannot be."""
+        try:
+            self._write()
+        except OSError as e:
+            raise ConfigError(
+                f"{self.file}: the file of tokens cannot be written: {e.strerror}; start in a folder of your own, or"
+                " with --disable-token-auth"
+            ) from None
+
+    def remove(self) -> None:
+        """Removes the file, whose keys open nothing any more, unless another server's is there by now."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if json.loads(self.file.read_bytes())["API"]["key"] == self._api:
+                self.file.unlink()
+
+    def check(self, kind: str, authorization: bytes | None) -> None:
+        """Raises ApiError unless the header is `Bearer` and the key of "management" or "inference"."""
+        key, expires = self._keys[kind]
+        if not _is(key, authorization) or self._now() >= expires:
+            raise ApiError("InvalidKeyException", f"Token Authorization failed. {_WRONG}")
+
+    def renew(self, kind: str, authorization: bytes | None) -> None:
+        """Makes a new key of "management" or "inference", if the header is `Bearer` and the API key. Raises ApiError;
+        an OSError that keeps the file from being written leaves the old key."""
+        if not _is(self._api, authorization):
+            raise ApiError("InvalidKeyException", f"Token Authentication failed. {_WRONG}")
+        if kind not in self._keys:
+            raise ApiError("BadRequestException", f"type: found {kind[:100]!r}, expected management or inference")
+        old, self._keys[kind] = self._keys[kind], self._new_key()
+        try:
+            self._write()
+        except OSError:
+            self._keys[kind] = old
+            raise
+
+    def _new_key(self) -> tuple[str, datetime]:
+        try:
+            expires = self._now() + timedelta(seconds=self._expiration_s)
+        except OverflowError:
+            expires = datetime.max.replace(tzinfo=UTC)
+        return secrets.token_urlsafe(KEY_BYTES), expires
+
+    def _write(self) -> None:
+        layout: dict[str, dict[str, str]] = {
+            kind: {"key": key, "expiration time": expires.isoformat().replace("+00:00", "Z")}
+            for kind, (key, expires) in self._keys.items()
+        }
+        write_private(self.file, json.dumps({**layout, "API": {"key": self._api}}, indent=2))
+
+
+def _is(key: str, authorization: bytes | None) -> bool:
+    return hmac.compare_digest(b"Bearer " + key.encode(), authorization or b"")
+
+
+def write_private(file: Path, text: str) -> None:
+    """Puts a file with this text in the place of the old one, whole or not at all; only its owner may read it."""
+    new = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as f:
+            f.write(text)
+        new.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise

@@ -1,0 +1,72 @@
+"""`torchserve`, and `penstock torchserve`: starts and stops a server as TorchServe's command does, flag by flag."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+import click
+
+from penstock import __version__
+from penstock.errors import Conflict, PenstockError
+from penstock.torchserve.admin.launch import ALREADY, PidFile, pid_path, running, stop
+from penstock.torchserve.cli.flags import parser, settings_of
+
+TORCHSERVE_VERSION: Final = "0.12.0"
+SERVER_MODULE: Final = "penstock.torchserve.cli.server"
+
+
+def main(words: Sequence[str] | None = None) -> NoReturn:
+    """The console script."""
+    given = list(sys.argv[1:] if words is None else words)
+    try:
+        code = _run(parser().parse_args(given), given)
+    except PenstockError as error:
+        print(error.message)  # on stdout, where scripts look for it
+        code = 1
+    sys.exit(code)
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def torchserve(words: tuple[str, ...]) -> None:
+    """Start or stop a server that takes the place of TorchServe: see `penstock torchserve --help`."""
+    main(words)
+
+
+def _run(args: argparse.Namespace, words: list[str]) -> int:
+    if args.version:
+        print(f"TorchServe Version is {TORCHSERVE_VERSION}")
+        print(f"Penstock {__version__}")
+        return 0
+    path = pid_path()
+    if args.stop:
+        print(stop(path))
+        return 0
+    if running(path) is not None:
+        raise Conflict(ALREADY)
+    logging.disable(logging.WARNING)  # the server says it again, into its files
+    try:
+        settings_of(args, os.environ)
+    finally:
+        logging.disable(logging.NOTSET)
+    own = PidFile(path)
+    if not args.foreground:
+        own.start_behind(SERVER_MODULE, words)
+        return 0
+    from penstock.torchserve.cli.server import serve
+
+    try:
+        return serve(args)
+    finally:
+        own.remove()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""config.properties as TorchServe knows it: every key once, with its type and default, and where values come from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, get_args
+
+from msgspec import Meta, Struct, ValidationError, convert, field, structs
+
+from penstock.config.addresses import Address, parse_address
+from penstock.config.words import bare, expected
+from penstock.errors import ConfigError, nearest
+from penstock.torchserve.config.property_file import Property, parse_properties
+
+log = logging.getLogger("penstock.config")
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Minutes = Annotated[float, Meta(gt=0)]
+Models = dict[str, dict[str, dict[str, Any]]]
+
+ANY_URL: Final = "file://.*|http(s)?://.*"
+
+
+class Properties(Struct, frozen=True, kw_only=True):
+    """The keys of config.properties. What may be absent is None; comma lists are lists; times and sizes as in the file.
+
+    `allowed_urls` are regular expressions that must match a whole URL. `models` is {name: {version: {key: value}}}.
+    """
+
+    inference_address: str = "http://127.0.0.1:8080"
+    management_address: str = "http://127.0.0.1:8081"
+    metrics_address: str = "http://127.0.0.1:8082"
+    grpc_inference_address: str = "127.0.0.1"
+    grpc_management_address: str = "127.0.0.1"
+    grpc_inference_port: Port = 7070
+    grpc_management_port: Port = 7071
+    grpc_inference_max_connection_age_ms: Positive | None = None
+    grpc_management_max_connection_age_ms: Positive | None = None
+    grpc_inference_max_connection_age_grace_ms: Positive | None = None
+    grpc_management_max_connection_age_grace_ms: Positive | None = None
+    enable_grpc_ssl: bool = False
+    model_store: str | None = None
+    workflow_store: str | None = None
+    load_models: list[str] = field(default_factory=list)
+    models: Models = field(default_factory=dict)
+    model_snapshot: dict[str, Any] | None = None
+    default_workers_per_model: Count = 0
+    default_response_timeout: Positive = 120  # s
+    default_startup_timeout: Positive = 120  # s
+    unregister_model_timeout: Count = 120  # s
+    job_queue_size: Positive = 100
+    number_of_gpu: Count | None = None  # None: all that are there
+    number_of_netty_threads: Count = 0
+    netty_client_threads: Count = 0
+    max_request_size: Positive = 6553500
+    max_response_size: Positive = 6553500
+    limit_max_image_pixels: bool = True
+    decode_input_request: bool = True
+    service_envelope: str | None = None
+    default_service_handler: str | None = None
+    allowed_urls: list[str] = field(default_factory=lambda: [ANY_URL])
+    use_env_allowed_urls: bool = False
+    install_py_dep_per_model: bool = False
+    blacklist_env_vars: str | None = None
+    enable_model_api: bool = False
+    disable_token_authorization: bool = False
+    token_expiration_min: Minutes = 60.0
+    enable_metrics_api: bool = True
+    metrics_mode: str = "log"
+    metrics_config: str | None = None
+    model_metrics_auto_detect: bool = False
+    disable_system_metrics: bool = False
+    system_metrics_cmd: str | None = None
+    metric_time_interval: Positive = 60  # s
+    keystore: str | None = None
+    keystore_pass: str = "changeit"
+    keystore_type: str = "PKCS12"
+    private_key_file: str | None = None
+    certificate_file: str | None = None
+    cors_allowed_origin: str = ""
+    cors_allowed_methods: str = ""
+    cors_allowed_headers: str = ""
+    cpu_launcher_enable: bool = False
+    cpu_launcher_args: str | None = None
+    ipex_enable: bool = False
+    ipex_gpu_enable: bool = False
+    ts_open_inference_protocol: bool = False
+    ts_header_key_sequence_id: str = "ts_request_sequence_id"
+    ts_header_key_sequence_start: str = "ts_request_sequence_start"
+    ts_header_key_sequence_end: str = "ts_request_sequence_end"
+    initial_worker_port: Port = 9000
+    initial_distribution_port: Port = 29500
+    async_logging: bool = False
+    debug: bool = False
+    vmargs: str | None = None
+    plugins_path: str | None = None
+    model_server_home: str | None = None
+    cpp_log_config: str | None = None
+    prefer_direct_buffer: bool = False
+    use_native_io: bool = True
+    io_ratio: Count = 50
+    enable_envvars_config: bool = False
+    # Penstock's own.
+    ts_yaml_wins: bool = False
+    """A model's model-config.yaml is stronger than the parameters of a request, as TorchServe's code has it."""
+    access_log: bool = False
+    """One line a request in access_log.log."""
+    # From the environment alone.
+    log_location: str = "logs"
+    metrics_location: str = "logs"
+
+    def address(self, group: str) -> Address:
+        """Where the "inference", "management" or "metrics" listener listens. Raises ConfigError."""
+        return parse_address(group, getattr(self, f"{group}_address"))
+
+
+IGNORED: Final = frozenset(
+    {
+        "number_of_netty_threads",
+        "netty_client_threads",
+        "prefer_direct_buffer",
+        "use_native_io",
+        "io_ratio",
+        "vmargs",
+        "async_logging",
+        "debug",
+        "plugins_path",
+        "model_server_home",
+        "cpp_log_config",
+        "cpu_launcher_enable",
+        "cpu_launcher_args",
+        "ipex_enable",
+        "ipex_gpu_enable",
+        "initial_distribution_port",
+        "workflow_store",
+        "ts_header_key_sequence_id",
+        "ts_header_key_sequence_start",
+        "ts_header_key_sequence_end",
+    }
+)
+"""Keys that are taken and have no effect: they are about the JVM, netty, or what is not served."""
+
+_ENVIRONMENT: Final = {"log_location": "LOG_LOCATION", "metrics_location": "METRICS_LOCATION"}
+_VARIABLES: Final = {"token_expiration_min": "TS_TOKEN_EXPIRATION_TIME_MIN"}  # all others are TS_ and the key
+_SILENT: Final = frozenset({"version", "tsConfigFile", "name", "modelCount", "created"})  # what snapshots also hold
+_MODES: Final = ("log", "prometheus", "legacy")
+_VARIABLE = re.compile(r"\$\$(\w+)\$\$")
+_FALSE: Final = ("false", "")
+
+
+def load_properties(path: str | None, *, env: Mapping[str, str], flags: Mapping[str, str] | None = None) -> Properties:
+    """What the file says (None: only defaults), under `flags` (keys of the file that the command line sets), under
+    the environment where the file lets it.
+
+    Raises ConfigError with the file, the line, what was found and what was expected. Keys that are unknown or have no
+    effect are told by one warning each kind.
+    """
+    found = read_properties(path) if path is not None else {}
+    resolved = {key: _with_variables(path, each, env) for key, each in found.items()}
+    values = {key: (value, f"{path}:{found[key].line}") for key, value in resolved.items()}
+    for key, value in (flags or {}).items():
+        values[key] = (value, f"--{key.replace('_', '-')}")
+    _add_environment(values, env)
+    _tell_useless(path, values)
+    return _typed(values, env)
+
+
+def read_properties(path: str) -> dict[str, Property]:
+    """The keys of a .properties file. Raises ConfigError; `$$NAME$$` stands as it does."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(2**24 + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; expected one such as config.properties") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(raw) > 2**24:
+        raise ConfigError(f"{path}: found more than 16 MiB, expected a file such as config.properties")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = raw.decode("latin-1")  # as Java reads it
+    return parse_properties(text, path)
+
+
+def _with_variables(path: str | None, each: Property, env: Mapping[str, str]) -> str:
+    def value_of(match: re.Match[str]) -> str:
+        if match[1] not in env:
+            raise ConfigError(
+                f"{path}:{each.line}: {each.key}: found $${match[1]}$$, but the environment has no variable"
+                f" {match[1]}; set it before the start"
+            )
+        return env[match[1]]
+
+    return _VARIABLE.sub(value_of, each.value)
+
+
+def _add_environment(values: dict[str, tuple[str, str]], env: Mapping[str, str]) -> None:
+    def on(key: str) -> bool:
+        return values.get(key, ("", ""))[0].strip().lower() == "true"
+
+    if on("enable_envvars_config"):
+        for key in Properties.__struct_fields__:
+            name = _VARIABLES.get(key, f"TS_{key.removeprefix('ts_').upper()}")
+            if name in env and key not in _ENVIRONMENT and (key != "allowed_urls" or on("use_env_allowed_urls")):
+                values[key] = (env[name], f"environment variable {name}")
+    if (protocol := env.get("TS_OPEN_INFERENCE_PROTOCOL")) is not None:
+        text = "true" if protocol.strip().lower() in ("oip", "true") else "false"
+        if text == "true":  # it only ever switches on
+            values["ts_open_inference_protocol"] = (text, "environment variable TS_OPEN_INFERENCE_PROTOCOL")
+
+
+def _tell_useless(path: str | None, values: Mapping[str, tuple[str, str]]) -> None:
+    ignored = sorted(IGNORED & values.keys())
+    if ignored:
+        log.warning("file=%s ignored=%s consequence=these_keys_have_no_effect", path, ",".join(ignored))
+    known = set(Properties.__struct_fields__) - _ENVIRONMENT.keys()
+    unknown = [key for key in values if key not in known and key not in _SILENT]
+    if unknown:
+        told = "; ".join(f"{values[key][1]} '{key}'{nearest(key, known).lstrip(';')}" for key in unknown)
+        log.warning("unknown_keys=%d consequence=they_have_no_effect at: %s", len(unknown), told)
+
+
+def _typed(values: Mapping[str, tuple[str, str]], env: Mapping[str, str]) -> Properties:
+    typed: dict[str, Any] = {key: env[name] for key, name in _ENVIRONMENT.items() if env.get(name)}
+    for each in structs.fields(Properties):
+        if each.name in values and each.name not in _ENVIRONMENT:
+            value, where = values[each.name]
+            typed[each.name] = _value(value, each.type, f"{where}: {each.name}")
+    properties = Properties(**typed)
+    for group in ("inference", "management", "metrics"):
+        try:
+            properties.address(group)
+        except ConfigError as error:
+            raise ConfigError(f"{values[f'{group}_address'][1]}: {error.message}") from None
+    if properties.metrics_mode not in _MODES:
+        where = values["metrics_mode"][1]
+        raise ConfigError(f"{where}: metrics_mode: found {properties.metrics_mode!r}, expected {', '.join(_MODES)}")
+    return properties
+
+
+def _value(text: str, kind: Any, where: str) -> Any:
+    """The text as a value of the key's type. Raises ConfigError that begins with `where`."""
+    text = text.strip()
+    plain = bare(kind)
+    if plain is bool:
+        return _boolean(text, where)
+    if plain == list[str]:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if plain is str:
+        return text
+    if plain == Models or dict[str, Any] in get_args(plain):
+        return _json(text, plain, where)
+    if str in get_args(plain):
+        return text or None
+    try:
+        return convert(text, kind, strict=False)
+    except ValidationError:
+        raise ConfigError(f"{where}: found {text[:100]!r}, expected {expected(kind)}") from None
+
+
+def _boolean(text: str, where: str) -> bool:
+    if text.lower() == "true":
+        return True
+    if text.lower() not in _FALSE:
+        log.warning("%s: found %r, expected true or false; it is taken as false, as TorchServe does", where, text)
+    return False
+
+
+def _json(text: str, kind: Any, where: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: found no JSON: {error}; expected {{...}}, continued lines ending in \\") from None
+    try:
+        return convert(value, kind)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {error}; expected {{name: {{version: {{key: value}}}}}}") from None

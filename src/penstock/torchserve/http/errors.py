@@ -1,0 +1,90 @@
+"""The one table from Penstock's errors to those that TorchServe's clients know, for HTTP and gRPC alike."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from penstock.errors import (
+    BadOutput,
+    BadRequest,
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    ItemFailed,
+    ModelNotFound,
+    ModelNotReady,
+    OutOfMemory,
+    PayloadTooLarge,
+    PenstockError,
+    QueueFull,
+    WorkerDied,
+)
+from penstock.serving.base import Backend
+from penstock.serving.http.answers import (
+    ExpectationFailed,
+    HeadTooLarge,
+    MalformedHttp,
+    MethodNotAllowed,
+    NotImplementedHere,
+    RequestTimeout,
+    RouteNotFound,
+)
+from penstock.torchserve.protocol.api import ApiError
+
+UNKNOWN_ROUTE: Final = "Requested resource is not found, please refer to API document."
+WRONG_METHOD: Final = "Requested method is not allowed, please refer to API document."
+NO_HTTP: Final = "Invalid HTTP message."
+NO_WORKER: Final = (
+    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
+    "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+)
+
+# class -> (type, status if it is not that of the type, text if it is not the error's own); the nearest ancestor counts
+_TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
+    BadRequest: ("BadRequestException", None, None),
+    PayloadTooLarge: ("BadRequestException", 413, None),
+    MalformedHttp: ("BadRequestException", None, NO_HTTP),
+    HeadTooLarge: ("BadRequestException", None, NO_HTTP),
+    ExpectationFailed: ("BadRequestException", 417, None),
+    Forbidden: ("IllegalArgumentException", None, None),
+    RouteNotFound: ("ResourceNotFoundException", None, UNKNOWN_ROUTE),
+    MethodNotAllowed: ("MethodNotAllowedException", None, WRONG_METHOD),
+    RequestTimeout: ("RequestTimeoutException", None, None),
+    DeadlineExceeded: ("RequestTimeoutException", None, None),
+    Conflict: ("ConflictStatusException", None, None),
+    WorkerDied: ("InternalServerException", None, "Worker died."),
+    PenstockError: ("InternalServerException", None, None),
+    NotImplementedHere: ("InternalServerException", 501, None),
+    ItemFailed: ("ServiceUnavailableException", None, "Prediction failed"),
+    BadOutput: ("ServiceUnavailableException", None, None),
+    OutOfMemory: ("OutOfMemoryException", None, "Out of resources"),
+}
+
+
+def api_error(error: PenstockError, backend: Backend, model: str = "", version: str | None = None) -> ApiError:
+    """The error as a client of TorchServe knows it, for a request that named this model and version."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ModelNotFound):
+        return _not_found(backend, model, version)
+    if isinstance(error, (QueueFull, ModelNotReady, Cancelled)) and model:
+        named = f'Model "{model}"' if version is None else f'Model "{model}" Version {version}'
+        return ApiError("ServiceUnavailableException", f"{named} {NO_WORKER}")
+    if isinstance(error, (QueueFull, ModelNotReady, Cancelled)):
+        return ApiError("ServiceUnavailableException", error.message)
+    kind, status, text = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
+    return ApiError(kind, error.message if text is None else text, status=status)
+
+
+def _not_found(backend: Backend, model: str, version: str | None) -> ApiError:
+    """Says whether it is the model that is unknown, or only its version."""
+    if version is not None:
+        try:
+            backend.model_ready(model, None)
+        except PenstockError:
+            pass
+        else:
+            message = f"Model version: {version} does not exist for model: {model}"
+            return ApiError("ModelVersionNotFoundException", message)
+    return ApiError("ModelNotFoundException", f"Model not found: {model}")

@@ -1,0 +1,130 @@
+"""Where a captioner's files are, and what tells that they changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from penstock.bulk.captioner.files import Source, _places, find, revision
+from penstock.errors import LoadFailed
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "config.json").write_text("{}")
+    (tmp_path / "net" / "model.safetensors").write_bytes(bytes(1000))
+    return tmp_path / "net"
+
+
+def test_a_folder_is_called_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(str(folder)) == Source("net", folder)
+    monkeypatch.chdir(folder)
+    assert find(".").name == "net"
+
+
+@pytest.mark.parametrize("missing", ["/nowhere/net", "./net", "~/no such net", "a/b/c"])
+def test_a_folder_that_is_not_there_is_not_looked_for_at_the_hub(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", pytest.fail)
+    with pytest.raises(LoadFailed, match="there is no folder"):
+        find(missing)
+
+
+def test_a_name_of_the_hub_is_fetched_without_pickles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find("org/net") == Source("org/net", folder)
+    assert asked == [("org/net", ["*.json", "*.txt", "*.model", "*.safetensors"])]
+
+
+def test_what_the_hub_does_not_give_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, allow_patterns: list[str]) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(LoadFailed, match=r"org/net is no folder, and the Hugging Face Hub .*: OSError: no network"):
+        find("org/net")
+
+
+def test_pickled_weights_need_trust(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(
+        LoadFailed, match="no weights in safetensors, but pickled ones, which are taken only with trust"
+    ):
+        find(str(folder))
+    assert find(str(folder), trust="pickle").folder == folder
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(LoadFailed, match=r"no weights in safetensors$"):
+        find(str(folder), trust="pickle")
+    assert find(str(folder), weights=False).folder == folder
+
+
+def test_a_folder_without_a_configuration_is_refused(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(LoadFailed, match=r"has no config\.json"):
+        find(str(folder))
+
+
+def test_a_revision_is_that_of_the_contents(folder: Path, tmp_path: Path) -> None:
+    before = revision(Source("net", folder), {"prompt": ""})
+    assert len(before) == 16
+    copied = tmp_path / "elsewhere"
+    shutil.copytree(folder, copied)
+    os.utime(copied / "config.json", (0, 0))
+    (copied / "README.md").write_text("nothing that matters")
+    assert revision(Source("other name", copied), {"prompt": ""}) == before
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a setting file": lambda f: (f / "config.json").write_text(json.dumps({"x": 1})),
+    "a new file": lambda f: (f / "generation_config.json").write_text("{}"),
+    "a byte of the weights": lambda f: (f / "model.safetensors").write_bytes(bytes(500) + b"\1" + bytes(499)),
+    "the length of the weights": lambda f: (f / "model.safetensors").write_bytes(bytes(1001)),
+    "the name of the weights": lambda f: (f / "model.safetensors").rename(f / "m.safetensors"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_revision_changes_with_any_file(change: str, folder: Path) -> None:
+    before = revision(Source("net", folder), {})
+    CHANGES[change](folder)
+    assert revision(Source("net", folder), {}) != before
+
+
+def test_a_revision_changes_with_the_settings(folder: Path) -> None:
+    found = {
+        revision(Source("net", folder), settings)
+        for settings in ({}, {"precision": "bf16"}, {"precision": "fp32"}, {"prompt": "a"}, {"max_new_tokens": 12})
+    }
+    assert len(found) == 5
+    assert revision(Source("a"), {}) != revision(Source("b"), {})
+
+
+def test_large_weights_are_looked_at_in_many_places_and_not_whole(folder: Path) -> None:
+    size = 2 * 2**30
+    weights = folder / "model.safetensors"
+    with weights.open("wb") as file:
+        file.truncate(size)
+    assert sum(count for _, count in _places(size)) == 2**20
+    before = revision(Source("net", folder), {})
+    for offset in (0, size // 2, size - 1):
+        with weights.open("r+b") as file:
+            file.seek(offset - offset % 4096 if offset < size - 1 else offset)
+            file.write(b"\1" * (2**24 if 0 < offset < size - 1 else 1))  # training leaves no 16 MiB as they were
+        after = revision(Source("net", folder), {})
+        assert after != before
+        before = after

@@ -1,0 +1,117 @@
+"""Greedy writing is that of `generate`, token by token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.bulk.captioner.files import Source
+from penstock.bulk.captioner.networks import Network, open_network
+from penstock.runtimes import captioner_greedy
+
+ROWS = 24
+
+
+def opened(folder: Path, **settings: Any) -> Network:
+    return open_network(Source("net", folder), "cpu", **{"tokens": (0, 12), **settings})
+
+
+def pixels(seed: int = 3) -> torch.Tensor:
+    return torch.randn(ROWS, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def ending(network: Network, token: int) -> Network:
+    """The network with another token for the end: one that it writes in some captions, and in some not."""
+    network._settings.eos_token_id = token
+    return network
+
+
+def both(network: Network, shown: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """What it writes with the loop of our own, and with that of the library."""
+    assert network._greedy
+    ours = network.tokens(shown)
+    network._greedy = False
+    try:
+        return ours, network.tokens(shown)
+    finally:
+        network._greedy = True
+
+
+@pytest.fixture(scope="module")
+def network_of(captioner_folder: Callable[[str], Path]) -> Callable[[str, tuple[int, int]], Network]:
+    """A network for a prompt and bounds of length: read once."""
+    return functools.cache(lambda prompt, tokens: opened(captioner_folder("blip-2"), prompt=prompt, tokens=tokens))
+
+
+@pytest.mark.parametrize("prompt", ["", "the red dog"])
+@pytest.mark.parametrize("tokens", [(0, 1), (0, 12), (5, 12), (12, 12)])
+@pytest.mark.parametrize("end", range(2, 10))
+def test_the_same_tokens_are_written(
+    end: int, tokens: tuple[int, int], prompt: str, network_of: Callable[[str, tuple[int, int]], Network]
+) -> None:
+    network = ending(network_of(prompt, tokens), end)
+    ours, expected = both(network, pixels(end))
+    assert ours == expected
+
+
+def test_captions_end_at_different_steps_and_are_padded(captioner_folder: Callable[[str], Path]) -> None:
+    """What the test above needs to mean anything."""
+    lengths = set()
+    for end in range(2, 10):
+        for caption in ending(opened(captioner_folder("blip-2")), end).tokens(pixels(end)):
+            lengths.add(caption.index(end) if end in caption else 12)
+            assert end not in caption or set(caption[caption.index(end) + 1 :]) <= {0}
+    assert len(lengths) >= 5
+
+
+def test_looking_seldom_only_adds_padding(
+    captioner_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = opened(captioner_folder("blip-2"), tokens=(0, 11))
+    settings, ends = network._settings, [4, 5, 6, 7, 8, 9, 10]
+    settings.eos_token_id = ends
+    often = network.tokens(pixels())
+    assert len(often[0]) < 11
+    monkeypatch.setattr(captioner_greedy, "_look_every", lambda device: 4)
+    seldom = network.tokens(pixels())
+    assert 0 <= len(seldom[0]) - len(often[0]) < 4
+    assert [caption[: len(often[0])] for caption in seldom] == often
+    assert all(set(caption[len(often[0]) :]) <= {0} for caption in seldom)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_writes_the_same_too(precision: str, captioner_folder: Callable[[str], Path]) -> None:
+    network = opened(captioner_folder("blip-2"), precision=precision)
+    ours, expected = both(network, pixels().to(network.dtype))
+    same = sum(a == b for a, b in zip(ours, expected, strict=True))
+    assert same >= ROWS - 2  # sums of halves depend on the order in which a kernel adds
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_beams": 2},
+        {"repetition_penalty": 1.3},
+        {"suppress_tokens": [5]},
+        {"no_repeat_ngram_size": 2},
+        {"cache_implementation": "static"},
+        {"forced_bos_token_id": 3},
+    ],
+)
+def test_other_ways_of_writing_are_left_to_the_library(
+    keys: dict[str, Any], captioner_folder: Callable[[str], Path]
+) -> None:
+    settings = opened(captioner_folder("blip-2"))._settings
+    assert captioner_greedy.is_plain(settings)
+    settings.update(**keys)
+    assert not captioner_greedy.is_plain(settings)
+
+
+@pytest.mark.parametrize("kind", ["blip", "vision-encoder-decoder"])
+def test_other_networks_are_left_to_the_library(kind: str, captioner_folder: Callable[[str], Path]) -> None:
+    assert not opened(captioner_folder(kind))._greedy

@@ -1,0 +1,147 @@
+"""How networks are loaded and made to write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.bulk.captioner.files import Source
+from penstock.bulk.captioner.networks import ARCHITECTURES, Network, open_network
+from penstock.errors import LoadFailed
+
+Folder = Callable[[str], Path]
+
+
+def opened(folder: Path, **settings: Any) -> Network:
+    return open_network(Source("net", folder), "cpu", **{"tokens": (0, 6), **settings})
+
+
+def pixels(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def edited(captioner_folder: Folder, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a captioner's folder in which the keys of a file were changed."""
+
+    def edit(file: str, kind: str = "blip-2", **keys: Any) -> Path:
+        folder = tmp_path / "net"
+        shutil.copytree(captioner_folder(kind), folder)
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+        return folder
+
+    return edit
+
+
+def test_a_network_that_does_not_caption_is_refused_with_those_that_do(edited: Callable[..., Path]) -> None:
+    with pytest.raises(LoadFailed, match="net is of the type 'bert'; expected one of blip-2, blip, vision-encoder-dec"):
+        opened(edited("config.json", model_type="bert"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"size": {"shortest_edge": 32}}, "net crops images; expected a preprocessor that resizes to height and width"),
+        ({"do_center_crop": True}, "net crops images"),
+        ({"resample": 0}, "net resamples by 0; expected 2 or 3"),
+    ],
+)
+def test_a_preprocessor_that_does_otherwise_is_refused(
+    keys: dict[str, Any], told: str, edited: Callable[..., Path]
+) -> None:
+    with pytest.raises(LoadFailed, match=told):
+        opened(edited("preprocessor_config.json", **keys))
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [("preprocessor_config.json", "net cannot be loaded: OSError"), ("tokenizer*", "net has no tokenizer")],
+)
+def test_a_folder_that_lacks_a_part_is_refused(missing: str, told: str, edited: Callable[..., Path]) -> None:
+    folder = edited("config.json")
+    for path in folder.glob(missing):
+        path.unlink()
+    with pytest.raises(LoadFailed, match=told):
+        opened(folder)
+
+
+def test_damaged_weights_do_not_load(edited: Callable[..., Path]) -> None:
+    folder = edited("config.json")
+    (folder / "model.safetensors").write_bytes(b"\x80\x04\x95 a pickle")
+    with pytest.raises(LoadFailed, match="net cannot be loaded"):
+        opened(folder)
+
+
+def test_pickled_weights_load_without_running_anything(edited: Callable[..., Path]) -> None:
+    folder = edited("config.json")
+    network = opened(folder)
+    torch.save(network._model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    expected = network.tokens(pixels(3))
+    assert opened(folder, trust="pickle").tokens(pixels(3)) == expected
+    with pytest.raises(LoadFailed, match="net cannot be loaded"):
+        opened(folder)
+
+
+def test_sampling_of_a_checkpoint_is_turned_off_and_its_beams_are_kept(edited: Callable[..., Path]) -> None:
+    keys = {"do_sample": True, "temperature": 2.0, "top_k": 5, "num_beams": 3, "max_length": 9}
+    network = opened(edited("generation_config.json", "vision-encoder-decoder", **keys))
+    assert network._settings.num_beams == 3
+    assert network.tokens(pixels(4)) == network.tokens(pixels(4))
+
+
+@pytest.mark.parametrize("kind", ["blip-2", "vision-encoder-decoder"])
+@pytest.mark.parametrize(("rows", "runs"), [(1, [1]), (5, [8]), (9, [32]), (64, [64]), (70, [64, 8])])
+def test_buckets_of_a_compiled_network_change_no_caption(
+    kind: str, rows: int, runs: list[int], captioner_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = opened(captioner_folder(kind))
+    compiled = opened(captioner_folder(kind), compiled=True)
+    seen = []
+    generate = compiled._model.generate
+
+    def spy(**arguments: Any) -> Any:
+        seen.append(len(arguments["pixel_values"]))
+        return generate(**arguments)
+
+    monkeypatch.setattr(compiled._model, "generate", spy)
+    assert compiled.tokens(pixels(rows)) == plain.tokens(pixels(rows))
+    assert seen == runs
+    if rows == 1:  # once is enough
+        seen.clear()
+        compiled.compile()
+        assert seen == [1, 8, 32, 64]
+
+
+def test_a_network_that_cannot_be_compiled_is_refused(captioner_folder: Folder) -> None:
+    with pytest.raises(LoadFailed, match="net is of the type 'blip', which cannot be compiled"):
+        opened(captioner_folder("blip"), compiled=True)
+
+
+def test_a_network_that_names_no_padding_pads_with_its_end(edited: Callable[..., Path]) -> None:
+    folder = edited("generation_config.json", "vision-encoder-decoder", pad_token_id=None)
+    config = json.loads((folder / "config.json").read_text())
+    config["pad_token_id"] = config["decoder"]["pad_token_id"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    network = opened(folder)
+    assert network._settings.pad_token_id == 2
+    assert len(network.tokens(pixels(3))) == 3
+
+
+def test_the_published_architecture_has_its_published_size() -> None:
+    import transformers
+
+    keys = dict(ARCHITECTURES["blip2-opt-2.7b"])
+    config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    with torch.device("meta"):
+        network = transformers.Blip2ForConditionalGeneration(config)
+    assert sum(p.numel() for p in network.parameters()) == pytest.approx(3.745e9, rel=2e-3)
+    assert config.use_decoder_only_language_model
+    assert (config.vision_config.image_size, config.text_config.max_position_embeddings) == (224, 2048)

@@ -1,0 +1,25 @@
+"""The digits model, loaded once, and the images that it has never seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from penstock.cli.demo.digits import Digits, data
+
+
+@pytest.fixture(scope="session")
+def digits() -> Digits:
+    model = Digits()
+    model.load("cpu")
+    return model
+
+
+@pytest.fixture(scope="session")
+def heldout() -> dict[str, NDArray[Any]]:
+    arrays = data("heldout.npz")
+    assert arrays["images"].dtype == np.uint8
+    return arrays

@@ -1,0 +1,214 @@
+"""Linger: an idle slot of a pipeline's node waits for what is coming, and starts no more than there is credit for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.core.batching.cost import Cost
+from penstock.core.batching.entry import INF, Dispatch, Entry, Expire, Outcome
+from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.core.batching.policies.base import Choice, Take, View
+from penstock.core.batching.policies.linger import Linger
+from penstock.core.batching.queues import Bucket
+from penstock.core.batching.scheduler import Scheduler
+
+
+class Desk:
+    """A scheduler with a node's policy; what comes and what there is room for are the test's."""
+
+    def __init__(self, *, wait_s: float = 0.01, slice_s: float | None = None, slots: int = 1, most: int = 4) -> None:
+        self.coming: tuple[float, int] = (INF, 0)
+        self.credit = 100
+        policy = Linger(
+            Adaptive(0.0), wait_s=wait_s, coming=lambda now: self.coming, credit=lambda: self.credit, slice_s=slice_s
+        )
+        self.scheduler = Scheduler(policy, max_batch_size=most, max_queue=1000, max_queue_bytes=10**9)
+        for slot in range(slots):
+            self.scheduler.slot_up(slot, 0.0)
+        self._ids = iter(range(1, 10**6))
+
+    def offer(self, n: int, now: float, **keys: Any) -> None:
+        for _ in range(n):
+            self.scheduler.offer(Entry(next(self._ids), arrival_s=now, expires_s=now + 30.0, **keys), now)
+
+    def poll(self, now: float) -> list[int]:
+        """Rows of the batches that are sent now."""
+        self.events = self.scheduler.poll(now)
+        self.sent = [e for e in self.events if isinstance(e, Dispatch)]
+        return [e.rows for e in self.sent]
+
+    def learn(self, set_up_s: float, row_s: float, now: float = 0.0) -> float:
+        """Runs batches until their cost is known; the time after them."""
+        coming, self.coming = self.coming, (INF, 0)
+        for i in range(24):
+            self.offer(1 + i % 4, now)
+            for event in [e for e in self.scheduler.poll(now) if isinstance(e, Dispatch)]:
+                now += set_up_s + row_s * event.rows
+                self.scheduler.complete(event.batch_id, Outcome("ok", set_up_s), now)
+        while self.poll(now):
+            now += set_up_s + row_s * self.sent[0].rows
+            self.scheduler.complete(self.sent[0].batch_id, Outcome("ok", set_up_s), now)
+        self.coming = coming
+        return now
+
+
+def test_without_anything_on_its_way_nothing_is_waited_for() -> None:
+    desk = Desk(wait_s=10.0)
+    desk.offer(1, 0.0)
+    assert desk.poll(0.0) == [1]
+
+
+def test_a_batch_waits_for_what_is_coming_but_not_longer_than_it_may() -> None:
+    desk = Desk()
+    desk.coming = (0.005, 1)
+    desk.offer(1, 0.0)
+    assert desk.poll(0.0) == []
+    assert desk.scheduler.wake_at == 0.01
+    assert desk.poll(0.009) == []
+    assert desk.poll(0.01) == [1]
+
+
+def test_a_full_batch_goes_at_once() -> None:
+    desk = Desk()
+    desk.coming = (0.005, 1)
+    desk.offer(4, 0.0)
+    assert desk.poll(0.0) == [4]
+
+
+def test_what_comes_too_late_is_not_waited_for() -> None:
+    desk = Desk()
+    desk.coming = (0.02, 1)
+    desk.offer(1, 0.0)
+    assert desk.poll(0.0) == [1]
+
+
+@pytest.mark.parametrize(("set_up_s", "sent"), [(0.008, []), (0.002, [1])])
+def test_a_wait_must_save_more_than_it_costs(set_up_s: float, sent: list[int]) -> None:
+    desk = Desk()
+    now = desk.learn(set_up_s, 0.001)
+    desk.coming = (now + 0.005, 1)
+    desk.offer(1, now)
+    assert desk.poll(now) == sent
+
+
+def test_what_comes_beyond_a_full_batch_saves_nothing() -> None:
+    desk = Desk()
+    now = desk.learn(0.008, 0.001)
+    desk.coming = (now + 0.005, 100)
+    desk.offer(3, now)
+    assert desk.poll(now) == [3], "one more fits: 8 ms that three would wait 5 ms for"
+
+
+@pytest.mark.parametrize(("ahead_s", "answer"), [(0.001, type(None)), (0.01, Take)])
+def test_behind_a_running_batch_the_wait_ends_when_that_does(ahead_s: float, answer: type) -> None:
+    class Takes(Adaptive):
+        def select(self, view: View, now: float) -> Choice:
+            return Take(view.bucket.rows, full=True)
+
+    bucket = Bucket("")
+    bucket.push(Entry(1, arrival_s=0.0, expires_s=30.0))
+    policy = Linger(Takes(0.0), wait_s=0.01, coming=lambda now: (0.005, 1), credit=lambda: 100)
+    view = View(bucket, Cost(), slots=1, max_rows=4, ahead=True, ahead_s=ahead_s)
+    choice = policy.select(view, 0.0)
+    assert type(choice) is answer
+    assert not isinstance(choice, Take) or not choice.full, "another slot may be idle sooner"
+
+
+def test_work_that_gains_nothing_by_batches_is_never_held() -> None:
+    desk = Desk()
+    now = desk.learn(0.0, 0.003)
+    desk.coming = (now + 0.001, 1)
+    desk.offer(1, now)
+    assert desk.poll(now) == [1]
+
+
+def test_a_head_whose_time_would_run_out_is_not_held_that_long() -> None:
+    desk = Desk()
+    desk.coming = (0.005, 1)
+    desk.offer(1, 0.0, deadline_s=0.006)
+    assert desk.poll(0.0) == []
+    assert desk.scheduler.wake_at == 0.006
+
+
+def test_no_more_starts_than_there_is_credit_for() -> None:
+    desk = Desk(wait_s=0.0)
+    desk.offer(6, 0.0)
+    desk.credit = 0
+    assert desk.poll(0.0) == []
+    assert desk.scheduler.wake_at == 30.0  # nobody polls: whoever gives credit asks for a turn
+    desk.credit = 3
+    assert desk.poll(1.0) == [3]
+
+
+def test_what_expires_while_there_is_no_credit_is_told() -> None:
+    desk = Desk(wait_s=0.0)
+    desk.credit = 0
+    desk.offer(1, 0.0, deadline_s=0.5)
+    assert desk.poll(0.1) == []
+    assert desk.scheduler.wake_at == 0.5
+    desk.poll(0.5)
+    assert [type(e) for e in desk.events] == [Expire]
+
+
+def test_a_slice_of_slow_items_is_small_and_of_brief_ones_large() -> None:
+    for row_s, rows in ((0.003, 1), (0.00024, 4), (0.00001, 32)):
+        desk = Desk(wait_s=0.0, slice_s=0.001, most=32)
+        now = desk.learn(0.0, row_s)
+        desk.offer(64, now)
+        assert desk.poll(now)[:1] == [rows]
+
+
+def test_what_waits_is_shared_out_to_idle_slots() -> None:
+    desk = Desk(wait_s=0.0, slice_s=0.001, slots=4, most=32)
+    desk.offer(8, 0.0)
+    assert desk.poll(0.0) == [2, 2, 2, 2]
+
+
+def test_a_slice_of_what_nothing_is_known_of_is_small() -> None:
+    desk = Desk(wait_s=0.0, slice_s=0.001, most=32)
+    desk.offer(32, 0.0)
+    assert desk.poll(0.0)[:1] == [4]
+
+
+def test_what_is_so_brief_that_a_hand_over_costs_more_is_not_shared_out() -> None:
+    desk = Desk(wait_s=0.0, slice_s=0.001, most=32)
+    now = desk.learn(0.0002, 0.000002)
+    for slot in range(1, 4):
+        desk.scheduler.slot_up(slot, now)
+    desk.offer(8, now)
+    assert desk.poll(now) == [8]
+
+
+def test_it_tells_what_it_did() -> None:
+    desk = Desk()
+    desk.coming = (0.005, 1)
+    desk.offer(1, 0.0)
+    desk.poll(0.0)
+    told = desk.scheduler.explain()
+    assert (told["policy"], told["wait_s"], told["lingered"]) == ("linger", 0.01, 1)
+
+
+def test_a_scheduler_tells_when_the_next_batch_ends() -> None:
+    desk = Desk(wait_s=0.0)
+    assert desk.scheduler.next_end() == (INF, 0)
+    assert desk.scheduler.seconds(3) == 0.0
+    now = desk.learn(0.004, 0.001)
+    desk.offer(2, now)
+    assert desk.poll(now) == [2]
+    end_s, rows = desk.scheduler.next_end()
+    assert (round(end_s - now, 4), rows) == (0.006, 2)
+    assert round(desk.scheduler.seconds(2), 4) == 0.006
+
+
+def test_what_is_late_is_waited_for_no_longer_than_it_could_save() -> None:
+    desk = Desk(wait_s=1.0)
+    now = desk.learn(0.008, 0.001)
+    desk.coming = (now + 0.002, 1)
+    desk.offer(1, now)
+    assert desk.poll(now) == []
+    desk.coming = (now + 0.005, 1)  # it did not come
+    assert desk.poll(now + 0.004) == []
+    assert desk.scheduler.wake_at == pytest.approx(now + 0.008, abs=1e-4)
+    assert desk.poll(now + 0.0081) == [1]

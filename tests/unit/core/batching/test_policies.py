@@ -1,0 +1,222 @@
+"""What each policy chooses, seen through a Scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.core.batching.entry import Expire
+from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.core.batching.policies.fixed import Fixed
+from penstock.core.batching.policies.make import make_policy
+from penstock.core.batching.policies.none import Unbatched
+from penstock.errors import ConfigError
+from penstock.perf.simulate.simulate import Service, poisson, simulate
+
+Make = Callable[..., Any]
+
+
+def test_none_sends_every_request_alone(bench: Make) -> None:
+    b = bench(Unbatched(), slots=2)
+    b.offer(1, 2, 3)
+    assert b.poll() == [[1], [2]]
+
+
+def test_none_sends_a_request_of_many_rows_whole(bench: Make) -> None:
+    b = bench(Unbatched())
+    b.offer(1, rows=3)
+    b.poll()
+    assert b.sent[0].rows == 3
+
+
+def test_fixed_waits_for_its_delay(bench: Make) -> None:
+    b = bench(Fixed(0.5))
+    b.offer(1)
+    assert b.poll() == []
+    assert b.scheduler.wake_at == b.now + 0.5
+    b.now += 0.2
+    b.offer(2)
+    assert b.poll() == []
+    assert b.poll(0.3) == [[1, 2]]
+
+
+def test_fixed_does_not_hold_a_request_until_its_deadline_is_lost(bench: Make) -> None:
+    b = bench(Fixed(5.0))
+    b.prime(0.5, 0.5)
+    b.offer(1, deadline_s=b.now + 3.0)
+    assert b.poll() == []
+    assert b.poll(b.scheduler.wake_at - b.now) == [[1]]
+    assert b.now + 1.0 < 103.0
+
+
+def test_fixed_sends_a_full_batch_at_once(bench: Make) -> None:
+    b = bench(Fixed(0.5))
+    b.offer(1, 2, 3, 4, 5)
+    assert b.poll() == [[1, 2, 3, 4]]
+
+
+def test_fixed_without_a_delay_is_greedy(bench: Make) -> None:
+    b = bench(Fixed(0.0), slots=2)
+    b.offer(1, 2)
+    assert b.poll() == [[1, 2]]
+
+
+def test_adaptive_sends_a_lone_request_at_once(bench: Make) -> None:
+    b = bench(Adaptive(), slots=4, max_batch_size=64)
+    b.prime(0.005, 0.0002)
+    b.offer(1)
+    assert b.poll() == [[1]]
+
+
+def test_adaptive_spreads_a_long_queue_over_idle_slots(bench: Make) -> None:
+    b = bench(Adaptive(), slots=2, max_batch_size=64)
+    b.prime(1.0, 0.5)  # the knee is at 2 rows
+    b.offer(*range(8))
+    assert [len(batch) for batch in b.poll()] == [4, 4]
+
+
+def test_adaptive_takes_the_largest_batch_that_enough_can_bear_and_skips_tight_heads(bench: Make) -> None:
+    b = bench(Adaptive(), max_batch_size=8)
+    b.prime(1.0, 1.0)  # n rows take (1 + n) s, times 1.15 and a little less to be sure
+    b.offer(1, deadline_s=b.now + 3.0)
+    b.offer(*range(2, 8), deadline_s=b.now + 20.0)
+    assert b.poll() == [[2, 3, 4, 5, 6, 7]]
+    assert b.sent[0].reason == "deadline"
+    assert b.scheduler.queued == 1
+
+
+def test_adaptive_drops_what_cannot_be_in_time_even_alone(bench: Make) -> None:
+    b = bench(Adaptive())
+    b.prime(1.0, 1.0)
+    b.offer(1, deadline_s=b.now + 1.9)
+    b.offer(2, deadline_s=b.now + 9.0)
+    assert b.poll() == [[2]]
+    assert b.told == [Expire(1, "expired")]
+
+
+def test_adaptive_drops_many_rows_by_the_time_of_all_of_them(bench: Make) -> None:
+    b = bench(Adaptive(), max_batch_size=8)
+    b.prime(1.0, 1.0)
+    b.offer(1, rows=8, deadline_s=b.now + 6.0)
+    b.offer(2, rows=1, deadline_s=b.now + 6.0)
+    assert b.poll() == [[2]]
+    assert b.told == [Expire(1, "expired")]
+
+
+ACC = Service(0.005, 0.0002)
+
+
+def holds(policy: Adaptive) -> Any:
+    return policy.explain()["holds_by_kind"]
+
+
+def test_adaptive_staggers_several_slots_but_not_a_lone_one() -> None:
+    for slots, staggers in ((4, True), (1, False)):
+        policy = Adaptive()
+        arrivals = poisson(0.3 * ACC.capacity(slots, 64), 2000, random.Random(3))
+        simulate(ACC, policy, slots=slots, arrivals=arrivals)
+        assert (holds(policy)["stagger"] > 0) == staggers
+
+
+def test_adaptive_regroups_a_closed_loop_into_one_batch_but_not_a_lone_client() -> None:
+    for clients, regroups in ((8, True), (1, False)):
+        policy = Adaptive()
+        result = simulate(ACC, policy, clients=clients, horizon_s=1.0)
+        assert (holds(policy)["regroup"] > 0) == regroups
+        assert result.mean_batch > 0.85 * clients
+
+
+def test_a_hold_of_zero_is_strictly_work_conserving() -> None:
+    for load in ({"clients": 8, "horizon_s": 1.0}, {"arrivals": poisson(3000, 2000, random.Random(3)), "slots": 4}):
+        policy = Adaptive(0.0)
+        simulate(ACC, policy, **load)
+        assert holds(policy) == {"stagger": 0, "regroup": 0}
+
+
+def test_nothing_is_held_while_the_set_up_cost_is_nil() -> None:
+    policy = Adaptive()
+    simulate(Service(0.0, 0.001), policy, slots=2, clients=20, horizon_s=1.0)
+    assert holds(policy) == {"stagger": 0, "regroup": 0}
+
+
+# ---- by name
+
+
+@pytest.mark.parametrize(("name", "cls"), [("adaptive", Adaptive), ("fixed", Fixed), ("none", Unbatched)])
+def test_policies_are_made_by_name(name: str, cls: type) -> None:
+    assert type(make_policy(name, max_hold_s=None, slo_s=None, timeout_s=30.0)) is cls
+
+
+def test_the_delay_of_fixed_follows_the_target_unless_it_is_given() -> None:
+    for hold, slo, delay in ((None, None, 0.1), (None, 0.05, 0.025), (0.3, 0.05, 0.3)):
+        policy = make_policy("fixed", max_hold_s=hold, slo_s=slo, timeout_s=30.0)
+        assert policy.explain() == {"policy": "fixed", "max_hold_s": delay}
+
+
+def test_an_unknown_policy_is_named_with_the_nearest_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"'adaptve'.*did you mean 'adaptive'"):
+        make_policy("adaptve", max_hold_s=None, slo_s=None, timeout_s=30.0)
+
+
+# ---- classes
+
+
+@pytest.fixture
+def sixty(bench: Make) -> Any:
+    """A slot that takes 20 ms and 1 ms a row, 64 rows at most; class 1 may wait 10 s longer."""
+    b = bench(Adaptive(), max_batch_size=64, max_queue=10_000, priority=(0.0, 10.0), depth=2)
+    b.scheduler.prime([(n, 0.020 + 0.001 * n) for n in (1, 2, 4, 8, 16, 32, 64) for _ in range(3)])
+    return b
+
+
+def test_lower_classes_fill_a_batch_that_an_urgent_request_leads_only_as_throughput_needs_it(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    sixty.offer(1000)
+    assert sixty.poll() == [[1000, *range(1, 49)]]  # 49 rows take 69 ms: 93 % of the 64 rows in 84 ms
+    assert sixty.sent[0].reason == "urgent"
+    rate, full = 49 / 0.069, 64 / 0.084
+    assert 48 / 0.068 < 0.93 * full <= rate
+
+
+def test_a_batch_of_one_class_is_full_whatever_the_class(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    assert sixty.poll() == [[*range(1, 65)]]
+    sixty.complete(1)
+    sixty.offer(*range(101, 201), priority=0)
+    assert sixty.poll() == [[*range(101, 165)]]
+
+
+def test_urgent_requests_fill_a_batch_themselves(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    sixty.offer(*range(1001, 1061))
+    assert sixty.poll() == [[*range(1001, 1061)]]
+
+
+def test_what_waits_beside_an_urgent_request_goes_with_it_while_it_is_little(sixty: Any) -> None:
+    sixty.offer(1, 2, 3, priority=1)
+    sixty.offer(1000)
+    assert sixty.poll() == [[1000, 1, 2, 3]]
+
+
+def test_lower_classes_do_not_make_an_urgent_request_late(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    sixty.offer(1000, deadline_s=sixty.now + 0.050)
+    assert sixty.poll() == [[1000]]
+
+
+def test_a_request_that_has_waited_its_budget_leads_a_full_batch_itself(sixty: Any) -> None:
+    sixty.offer(*range(1, 101), priority=1)
+    sixty.now += 10.5
+    sixty.offer(1000)
+    assert sixty.poll() == [[*range(1, 65)]]
+
+
+def test_a_cut_bulk_request_fills_the_room_beside_an_urgent_one(sixty: Any) -> None:
+    for id in (1, 2, 3):
+        sixty.offer(id, rows=32, priority=1, divisible=True)
+    sixty.offer(1000)
+    sixty.poll()
+    assert [(e.id, e.start, e.rows) for e in sixty.sent[0].entries] == [(1000, 0, 1), (1, 0, 32), (2, 0, 16)]

@@ -1,0 +1,412 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from penstock.core.engine.batcher import Batcher
+from penstock.core.wire.slabs import SlabPool
+from penstock.errors import DeadlineExceeded, ItemFailed, QueueFull, WorkerDied
+from penstock.types import Item, ItemResult
+
+
+def submit(batcher: Batcher, sink: Any, payload: Any = b"x", budget_s: float | None = None, rows: int = 1) -> Any:
+    return batcher.submit(Item(payload, rows=rows), sink, budget_s, 0, "", len(payload) if payload else 0)
+
+
+async def turns() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+async def died(batcher: Batcher, transport: Any, started: bool = True) -> None:
+    """The worker ends under its batch, and is back at once."""
+    transport.answer(results=[], error=WorkerDied("signal 9"), started=started)
+    batcher.scheduler.slot_down(0, 0.0)
+    batcher.scheduler.slot_up(0, 0.0)
+    batcher.wake()
+    await turns()
+
+
+async def test_requests_of_one_pass_of_the_loop_meet_in_one_batch(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    callers = [caller() for _ in range(3)]
+    for i, sink in enumerate(callers):
+        submit(batcher, sink, b"%d" % i)
+    await turns()
+    assert [len(b.items) for b, _ in transport.sent] == [3]
+    transport.answer()
+    assert [c.answer.body for c in callers] == [b"0", b"1", b"2"]
+    assert batcher.pending == 0
+
+
+async def test_a_batch_grows_while_the_slot_is_busy(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    submit(batcher, caller())
+    await turns()
+    for _ in range(3):
+        submit(batcher, caller())
+        await turns()
+    assert len(transport.sent) == 1
+    transport.answer()
+    await turns()
+    assert len(transport.sent[0][0].items) == 3
+
+
+async def test_whoever_asks_hears_of_a_batch_before_it_is_sent(make_batcher, transport, caller) -> None:
+    batcher, heard = make_batcher(), []
+    batcher.on_dispatch = lambda dispatch: heard.append((dispatch.rows, len(transport.sent)))
+    submit(batcher, caller(), rows=3)
+    await turns()
+    assert heard == [(3, 0)]
+    assert (batcher.scheduler.running_rows, batcher.scheduler.queued_rows, batcher.scheduler.queued_bytes) == (3, 0, 0)
+    transport.answer()
+    assert batcher.scheduler.running_rows == 0
+
+
+async def test_one_bad_item_fails_only_itself(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    good, bad = caller(), caller()
+    submit(batcher, good)
+    submit(batcher, bad)
+    await turns()
+    transport.answer(results=[ItemResult(body=b"ok"), ItemResult(error=ItemFailed("no"))])
+    assert good.answer.body == b"ok"
+    assert isinstance(bad.answer.error, ItemFailed)
+
+
+async def test_a_sink_that_raises_does_not_cost_others_their_answer(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+
+    def broken(result: ItemResult) -> None:
+        raise RuntimeError("broken")
+
+    after = caller()
+    submit(batcher, broken)
+    submit(batcher, after)
+    await turns()
+    transport.answer()
+    assert after.answer.error is None
+
+
+async def test_a_full_queue_refuses_at_once(make_batcher, transport, caller) -> None:
+    batcher = make_batcher(max_queue=2)
+    for _ in range(2):
+        submit(batcher, caller())
+    with pytest.raises(QueueFull):
+        submit(batcher, caller())
+
+
+async def test_a_deadline_already_past_is_never_run(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    with pytest.raises(DeadlineExceeded):
+        submit(batcher, caller(), budget_s=0.0)
+    await turns()
+    assert not transport.sent
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_answered_and_never_run(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    submit(batcher, caller())
+    await turns()
+    late = caller()
+    submit(batcher, late, budget_s=0.02)
+    await asyncio.sleep(0.1)
+    transport.answer()
+    await turns()
+    assert isinstance(late.answer.error, DeadlineExceeded)
+    assert not transport.sent
+
+
+async def test_waiting_longer_than_timeout_s_is_answered(make_batcher, transport, caller) -> None:
+    batcher = make_batcher(timeout_s=0.02)
+    submit(batcher, caller())
+    await turns()
+    late = caller()
+    submit(batcher, late)
+    await asyncio.sleep(0.1)
+    assert isinstance(late.answer.error, DeadlineExceeded)
+    assert "timeout_s" in late.answer.error.message
+
+
+async def test_a_caller_that_leaves_the_queue_is_not_run(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    submit(batcher, caller())
+    await turns()
+    gone = caller()
+    submit(batcher, gone).cancel()
+    transport.answer()
+    await turns()
+    assert not transport.sent
+    assert not gone.parts
+    assert batcher.pending == 0
+
+
+async def test_a_caller_that_leaves_while_running_gets_nothing_and_others_do(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    gone, stays = caller(), caller()
+    call = submit(batcher, gone)
+    submit(batcher, stays)
+    await turns()
+    call.cancel()
+    transport.answer()
+    assert not gone.parts
+    assert stays.answer
+    assert batcher.pending == 0
+
+
+async def test_a_slab_is_given_back_when_its_request_is_answered_cancelled_or_refused(
+    make_batcher, transport, caller
+) -> None:
+    pool = SlabPool(2**20)
+    batcher = make_batcher(max_queue=1)
+
+    def slab() -> Item:
+        payload = pool.allocate(100_000)
+        assert payload is not None
+        return Item(payload)
+
+    batcher.submit(slab(), caller(), None, 0, "", 100_000)
+    await turns()
+    call = batcher.submit(slab(), caller(), None, 0, "", 100_000)
+    assert pool.in_use_bytes >= 200_000
+    call.cancel()
+    transport.answer()
+    await turns()
+    assert pool.in_use_bytes == 0
+    pool.close()
+
+
+async def test_a_batch_whose_worker_died_is_run_again_in_halves(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    callers = [caller() for _ in range(4)]
+    for sink in callers:
+        submit(batcher, sink)
+    await turns()
+    await died(batcher, transport)
+    await turns()
+    sizes = []
+    while transport.sent:
+        sizes.append(len(transport.answer().items))
+        await turns()
+    assert sizes == [2, 2]
+    assert all(c.answer.error is None for c in callers)
+
+
+async def test_an_item_in_two_deaths_fails(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    sink = caller()
+    submit(batcher, sink)
+    for _ in range(2):
+        await turns()
+        await died(batcher, transport)
+    await turns()
+    assert isinstance(sink.answer.error, WorkerDied)
+    assert not transport.sent
+    assert batcher.pending == 0
+
+
+async def test_a_batch_that_only_waited_behind_a_death_bears_no_blame(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    sink = caller()
+    submit(batcher, sink)
+    for _ in range(3):
+        await turns()
+        await died(batcher, transport, started=False)
+    await turns()
+    transport.answer()
+    assert sink.answer.error is None
+
+
+async def test_a_model_that_is_not_idempotent_is_not_run_again(make_batcher, transport, caller) -> None:
+    batcher = make_batcher(idempotent=False)
+    sink = caller()
+    submit(batcher, sink)
+    await turns()
+    await died(batcher, transport)
+    await turns()
+    assert isinstance(sink.answer.error, WorkerDied)
+    assert not transport.sent
+
+
+async def test_a_stream_that_was_cut_by_a_death_ends_with_the_error(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    sink = caller()
+    submit(batcher, sink)
+    await turns()
+    transport.part([ItemResult(body=b"1", final=False)])
+    await died(batcher, transport)
+    await turns()
+    assert [p.body for p in sink.parts[:-1]] == [b"1"]
+    assert isinstance(sink.answer.error, WorkerDied)
+    assert not transport.sent
+
+
+async def test_streamed_parts_come_in_order_and_end_once(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    one, two = caller(), caller()
+    submit(batcher, one)
+    submit(batcher, two)
+    await turns()
+    transport.part([ItemResult(body=b"a", final=False), None])
+    transport.part([ItemResult(body=b"b", final=False), ItemResult(body=b"z")])
+    transport.answer(results=[ItemResult(body=b""), None])
+    assert [p.body for p in one.parts] == [b"a", b"b", b""]
+    assert [p.body for p in two.parts] == [b"z"]
+
+
+async def test_a_request_larger_than_the_batch_is_split_and_joined_in_row_order(
+    make_batcher, transport, caller
+) -> None:
+    batcher = make_batcher(max_batch_size=4, max_queue=32)
+    sink = caller()
+    submit(batcher, sink, b"big", rows=10)
+    await turns()
+    rows = []
+    while transport.sent:
+        batch = transport.sent[0][0]
+        rows += [(i.start, i.stop) for i in batch.items]
+        transport.answer(results=[ItemResult(body=[(i.start, i.stop)]) for i in batch.items])
+        await turns()
+    assert rows == [(0, 4), (4, 8), (8, 10)]
+    assert sink.answer.body == [(0, 4), (4, 8), (8, 10)]
+    assert batcher.pending == 0
+
+
+async def test_a_failed_part_fails_the_request_once_and_purges_its_siblings(make_batcher, transport, caller) -> None:
+    batcher = make_batcher(max_batch_size=4, max_queue=32)
+    sink = caller()
+    submit(batcher, sink, b"big", rows=10)
+    await turns()
+    transport.answer(results=[ItemResult(error=ItemFailed("no"))])
+    await turns()
+    assert isinstance(sink.answer.error, ItemFailed)
+    assert not transport.sent
+    assert batcher.pending == 0
+
+
+async def test_close_answers_everybody_who_waits(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    running, queued = caller(), caller()
+    submit(batcher, running)
+    await turns()
+    submit(batcher, queued)
+    batcher.close(WorkerDied("stopped"))
+    assert running.answer.error
+    assert queued.answer.error
+
+
+async def test_drain_returns_when_the_last_answer_is_out(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    submit(batcher, caller())
+    await turns()
+    assert not await batcher.drain(0.01)
+    drained = asyncio.ensure_future(batcher.drain(5))
+    await turns()
+    transport.answer()
+    assert await drained
+
+
+async def test_drain_ends_when_the_last_caller_leaves_the_queue(make_batcher, transport, caller) -> None:
+    batcher = make_batcher()
+    batcher.scheduler.slot_down(0, 0.0)
+    call = batcher.submit(Item("a"), caller(), None, 0, "", 0)
+    draining = asyncio.create_task(batcher.drain(5.0))
+    await asyncio.sleep(0)
+    call.cancel()
+    async with asyncio.timeout(1.0):
+        assert await draining
+
+
+async def test_a_batch_that_cannot_be_sent_fails_and_the_next_one_runs(make_batcher, transport, caller, caplog) -> None:
+    batcher = make_batcher()
+    send, transport.send = transport.send, None
+    lost = caller()
+    batcher.submit(Item("a"), lost, None, 0, "", 0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert lost.answer.error.code == "internal"
+    assert "dispatch_failed" in caplog.text
+    transport.send = send
+    good = caller()
+    batcher.submit(Item("b"), good, None, 0, "", 0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    transport.answer()
+    assert good.answer.body == "b"
+    assert batcher.pending == 0
+
+
+async def test_a_scheduler_that_breaks_answers_everybody_and_tells(make_batcher, transport, caller, caplog) -> None:
+    batcher = make_batcher()
+    told: list[bool] = []
+    batcher.on_broken = lambda: told.append(True)
+    waits = caller()
+    batcher.submit(Item("a"), waits, None, 0, "", 0)
+
+    def poll(now: float) -> list[object]:
+        raise KeyError("a bug")
+
+    batcher.scheduler.poll = poll
+    await asyncio.sleep(0)
+    assert waits.answer.error.code == "internal"
+    assert told == [True]
+    assert batcher.pending == 0
+    assert "batcher_broken" in caplog.text
+
+
+async def test_an_answered_request_is_freed_without_the_garbage_collector(make_batcher, transport, caller) -> None:
+    class Payload:
+        nbytes = 0
+
+        def __len__(self) -> int:
+            return 1
+
+    batcher = make_batcher()
+    payload = Payload()
+    seen = weakref.ref(payload)
+    gc.disable()
+    try:
+        submit(batcher, caller(), payload)
+        await turns()
+        transport.answer(results=[ItemResult(body=b"done")])
+        del payload
+        await turns()
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+async def test_a_sink_that_raises_on_a_part_does_not_cost_others_theirs(
+    make_batcher, transport, caller, caplog
+) -> None:
+    batcher = make_batcher()
+
+    def broken(result: ItemResult) -> None:
+        raise RuntimeError("the reader of this stream has a bug")
+
+    good = caller()
+    submit(batcher, broken)
+    submit(batcher, good)
+    await turns()
+    transport.part([ItemResult(body=b"a", final=False), ItemResult(body=b"b", final=False)])
+    transport.answer()
+    assert [p.body for p in good.parts] == [b"b", b"x"]
+    assert "sink_failed" in caplog.text
+    assert batcher.pending == 0
+
+
+async def test_a_split_request_that_streams_ends_without_a_join(make_batcher, transport, caller) -> None:
+    batcher = make_batcher(max_batch_size=4, max_queue=32)
+    sink = caller()
+    submit(batcher, sink, b"big", rows=8)
+    await turns()
+    while transport.sent:
+        transport.part([ItemResult(body=b"part", final=False)])
+        transport.answer(results=[ItemResult(body=b"")])
+        await turns()
+    assert [p.body for p in sink.parts] == [b"part", b"part", b""]
+    assert sink.answer.error is None

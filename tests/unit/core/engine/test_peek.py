@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.schema import BatchingConfig
+from penstock.core.engine.peek import bucket_rule, rows_rule
+from penstock.core.wire.slabs import SlabPool
+from penstock.errors import BadRequest, ConfigError
+from penstock.serving.protocols.oip_binary import encode_request
+from penstock.serving.protocols.oip_npy import write_head
+from penstock.types import Item
+
+INFER = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[3,2],"data":[1,2,3,4,5,6]}]}'
+
+
+def test_rows_of_an_open_inference_request_are_axis_0_of_its_first_input() -> None:
+    assert rows_rule(BatchingConfig())(Item(INFER, codec="oip_json")) == 3
+
+
+def test_a_body_over_64_kib_is_not_looked_into() -> None:
+    assert rows_rule(BatchingConfig())(Item(INFER + b" " * 70_000, codec="oip_json")) == 1
+
+
+def test_rows_may_come_from_a_header() -> None:
+    rows = rows_rule(BatchingConfig(rows="header:X-Rows"))
+    assert rows(Item(b"", codec="native", headers=[(b"x-rows", b"5")])) == 5
+    assert rows(Item(b"", codec="native")) == 1
+    with pytest.raises(BadRequest, match="x-rows"):
+        rows(Item(b"", codec="native", headers=[(b"X-Rows", b"0")]))
+
+
+def test_buckets_by_shape_content_type_and_header() -> None:
+    assert bucket_rule(BatchingConfig()) is None
+    shape = bucket_rule(BatchingConfig(bucket="shape"))
+    other = INFER.replace(b"[3,2]", b"[2,3]")
+    same = INFER.replace(b"[3,2]", b"[7,2]")
+    assert shape is not None
+    assert shape(Item(INFER, codec="oip_json")) == shape(Item(same, codec="oip_json"))
+    assert shape(Item(INFER, codec="oip_json")) != shape(Item(other, codec="oip_json"))
+    kind = bucket_rule(BatchingConfig(bucket="content-type"))
+    assert kind is not None
+    assert kind(Item(b"", content_type="image/png")) == "image/png"
+    header = bucket_rule(BatchingConfig(bucket="header:X-Bucket"))
+    assert header is not None
+    assert header(Item(b"", headers=[(b"x-bucket", b"big")])) == "big"
+
+
+@pytest.mark.parametrize("key", ["rows", "bucket"])
+def test_an_unknown_rule_is_refused(key: str) -> None:
+    make = {"rows": rows_rule, "bucket": bucket_rule}[key]
+    with pytest.raises(ConfigError, match=key):
+        make(BatchingConfig(**{key: "header:"}))
+
+
+@pytest.mark.parametrize("in_slab", [False, True])
+def test_rows_and_shape_of_tensors_in_binary_are_told_however_large_they_are(in_slab):
+    pool = SlabPool(2**20)
+
+    def item(rows, side, codec):
+        if codec == "oip_npy":
+            head, buffers = write_head("UINT8", (rows, side)), [bytes(rows * side)]
+        else:
+            head, buffers = encode_request([("x", "UINT8", (rows, side), bytes(rows * side))])
+        body = b"".join([head, *buffers])
+        if in_slab:
+            slab = pool.allocate(len(body))
+            slab.view[:] = body
+            body = slab
+        return Item(body, codec, headers=[(b"Inference-Header-Content-Length", b"%d" % len(head))])
+
+    rows, shape = rows_rule(BatchingConfig()), bucket_rule(BatchingConfig(bucket="shape"))
+    for codec in ("oip_binary", "oip_npy"):
+        assert rows(item(7, 20_000, codec)) == 7
+        assert shape(item(7, 20, codec)) == shape(item(3, 20, codec)) != shape(item(7, 21, codec))
+    broken = item(7, 20, "oip_binary")
+    broken.headers = [(b"Inference-Header-Content-Length", b"-1")]
+    assert (rows(broken), shape(broken)) == (1, "")

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from concurrent.futures import CancelledError
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.core.engine.waiters import Future, Waiter, all_items, every_item, failed, the_item
+from penstock.errors import ItemFailed, PenstockError, QueueFull
+from penstock.types import ItemResult
+
+
+class Posted:
+    """Callbacks on their way to the loop."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.closed = False
+
+    def __call__(self, call: Any) -> None:
+        if self.closed:
+            raise RuntimeError("closed")
+        self.calls.append(call)
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop(0)()
+
+
+@pytest.fixture
+def posted() -> Posted:
+    return Posted()
+
+
+def ticket() -> Any:
+    cancelled: list[bool] = []
+    return SimpleNamespace(cancel=lambda: cancelled.append(True), cancelled=cancelled)
+
+
+def test_a_waiter_serves_one_call_after_the_other() -> None:
+    waiter, mine = Waiter(), ticket()
+    assert not waiter.wait(0.001)
+    for value in (1, 2):
+        waiter.accepted(mine)
+        waiter(ItemResult(0, final=False))
+        waiter(ItemResult(value))
+        assert waiter.wait(None)
+        assert waiter.value.body == value
+        waiter.leave()
+    assert not mine.cancelled, "what was answered is not taken back"
+    waiter.accepted(mine)
+    waiter.leave()
+    assert mine.cancelled
+
+
+def test_a_future_is_settled_once(posted: Posted) -> None:
+    future = Future(posted, the_item)
+    future(ItemResult(0, final=False))
+    assert not future.done()
+    future(ItemResult(1))
+    future(ItemResult(2))
+    assert future.result(0) == 1
+    assert not future.cancel()
+    assert not posted.calls
+
+
+def test_a_cancelled_future_takes_its_request_back_and_drops_a_late_answer(posted: Posted) -> None:
+    future, mine = Future(posted, the_item), ticket()
+    future.accepted(mine)
+    assert future.cancel()
+    assert future.cancel()
+    posted.run()
+    assert mine.cancelled == [True]
+    future(ItemResult(1))
+    with pytest.raises(CancelledError):
+        future.result(0)
+
+
+def test_an_answer_that_meets_a_cancel_on_its_way_is_dropped(posted: Posted) -> None:
+    future, mine = Future(posted, the_item), ticket()
+    future.accepted(mine)
+    assert future.cancel()
+    future(ItemResult(1))
+    posted.run()
+    assert future.cancelled()
+    assert not mine.cancelled
+
+
+def test_a_future_of_a_closed_portal_can_be_cancelled(posted: Posted) -> None:
+    posted.closed = True
+    assert Future(posted, the_item).cancel()
+
+
+def test_a_failed_future_is_no_garbage_that_must_be_collected(posted: Posted) -> None:
+    future = Future(posted, all_items)
+    future(ItemResult([1, ItemFailed("no")]))
+    assert isinstance(future.exception(0), ItemFailed)
+    gc.disable()
+    try:
+        gone = weakref.ref(future)
+        del future
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_future_can_be_awaited_and_a_cancelled_wait_cancels_it(posted: Posted) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        future = Future(posted, every_item)
+        loop.call_soon(future, ItemResult([1, 2]))
+        assert await future == [1, 2]
+        left = Future(posted, the_item)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await left
+        assert left.cancelled()
+
+    asyncio.run(scenario())
+
+
+def test_answers_become_values_or_errors() -> None:
+    error = ItemFailed("no")
+    assert every_item(ItemResult([1, error])) == [1, error]
+    with pytest.raises(ItemFailed):
+        all_items(ItemResult([1, error]))
+    for convert in (the_item, every_item, all_items):
+        with pytest.raises(ItemFailed):
+            convert(ItemResult(error=error))
+    full = QueueFull("full")
+    assert failed(full).error is full
+    told = failed(OSError("gone")).error
+    assert type(told) is PenstockError
+    assert "OSError: gone" in str(told)

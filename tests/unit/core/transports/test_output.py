@@ -1,0 +1,155 @@
+"""What workers print."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from itertools import pairwise
+
+import pytest
+
+from penstock.core.transports import output
+from penstock.core.transports.make import make_transport
+from penstock.testing.transports import Desk
+from penstock.types import Item
+
+
+class Printer:
+    """Writes into the pipe of an Output; `lines` are what was logged."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "penstock.model")
+        self._caplog = caplog
+        read, self.fd = os.pipe()
+        self.output = output.Output(asyncio.get_running_loop(), read, "m", "1", 3)
+
+    async def write(self, data: bytes) -> None:
+        os.set_blocking(self.fd, False)
+        async with asyncio.timeout(10):
+            while data:
+                try:
+                    data = data[os.write(self.fd, data) :]
+                except BlockingIOError:
+                    await asyncio.sleep(0)
+
+    @property
+    def lines(self) -> list[str]:
+        return [r.getMessage() for r in self._caplog.records if r.name == "penstock.model"]
+
+    async def until(self, count: int) -> list[str]:
+        async with asyncio.timeout(10):
+            while len(self.lines) < count:  # noqa: ASYNC110 - passes of the loop are what is tested
+                await asyncio.sleep(0)
+        return self.lines
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.output.close()
+
+
+async def test_each_line_is_a_record_that_says_whose_it_is(caplog):
+    printer = Printer(caplog)
+    await printer.write(b"one\ntw")
+    assert await printer.until(1) == ["one"]
+    await printer.write(b"o\r\n\nbad \xff\n% s")
+    assert await printer.until(4) == ["one", "two", "", "bad \ufffd"]
+    printer.close()
+    assert printer.lines[4:] == ["% s"]
+    assert {(r.model, r.version, r.slot, r.levelname) for r in caplog.records} == {("m", "1", 3, "INFO")}
+
+
+async def test_a_long_line_is_cut(caplog):
+    printer = Printer(caplog)
+    for _ in range(4):
+        await printer.write(b"x" * 50_000)
+        await asyncio.sleep(0)
+    assert len(printer.output._rest) <= output.LINE_BYTES
+    await printer.write(b"tail\nnext\n")
+    assert await printer.until(2) == ["x" * output.LINE_BYTES, "next"]
+    printer.close()
+
+
+async def test_a_flood_is_counted_and_not_kept(caplog, monkeypatch):
+    monkeypatch.setattr(output, "LINES_PER_S", 300)
+    printer = Printer(caplog)
+    printer.output._left = 300
+    for _ in range(100):
+        await printer.write(b"\n" * 5000)
+        assert len(printer.output._lines) <= 300
+    printer.close()
+    counted = [line for line in printer.lines if line.startswith("output_dropped")]
+    dropped = sum(int(line.split("lines=")[1].split(":")[0]) for line in counted)
+    assert dropped + len(printer.lines) - len(counted) == 500_000
+    assert 1 <= len(counted) <= 10
+
+
+async def test_a_pass_of_the_loop_logs_a_bounded_number_of_lines(caplog):
+    printer = Printer(caplog)
+    await printer.write(b"\n" * 1000)
+    seen = []
+    while not seen or seen[-1] < 1000:
+        await asyncio.sleep(0)
+        seen.append(len(printer.lines))
+    assert max(b - a for a, b in pairwise(seen)) <= output.LINES_PER_PASS
+    await printer.write(b"after\n")
+    assert (await printer.until(1001))[-1] == "after"
+    printer.close()
+
+
+async def test_nothing_is_kept_where_nobody_listens(caplog):
+    printer = Printer(caplog)
+    caplog.set_level(logging.WARNING, "penstock.model")
+    await printer.write(b"quiet\n")
+    await asyncio.sleep(0.01)
+    assert not printer.output._lines
+    printer.close()
+    assert printer.lines == []
+
+
+SOURCE = """
+import sys
+
+print("while it loads")
+
+def predict(items):
+    print("out", items[0])
+    print("err", file=sys.stderr)
+    if items[0] == "die":
+        sys.stdout.write("last words")
+        sys.stdout.flush()
+        import os
+        os._exit(3)
+    return items
+"""
+
+
+@pytest.fixture
+def printing(tmp_path):
+    (tmp_path / "printing.py").write_text(SOURCE)
+
+    def make(spec, pool):
+        spec.capture_output = True
+        return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+
+    return lambda: Desk(make, f"{tmp_path}/printing.py:predict")
+
+
+async def test_what_a_worker_prints_is_logged_by_its_parent(printing, caplog, capfd):
+    caplog.set_level(logging.INFO, "penstock.model")
+    async with printing() as desk:
+        assert await desk.values("x") == ["x"]
+    records = [r for r in caplog.records if r.name == "penstock.model"]
+    assert [r.getMessage() for r in records] == ["while it loads", "out x", "err"]
+    assert {(r.model, r.version, r.slot) for r in records} == {("scripted", "1", 0)}
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_the_last_words_of_a_worker_are_logged_and_those_of_the_next(printing, caplog):
+    caplog.set_level(logging.INFO, "penstock.model")
+    async with printing() as desk:
+        await desk.up()
+        await desk.final(desk.post([Item("die")]))
+        assert caplog.messages[-3:] == ["out die", "err", "last words"]
+        assert await desk.values("x") == ["x"]
+    assert caplog.messages[-3:] == ["while it loads", "out x", "err"]

@@ -1,0 +1,245 @@
+"""Workers in a process of their own: what both ends do that no caller of the engine sees."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.core.transports.make import make_transport
+from penstock.core.transports.process import MAX_FREE
+from penstock.testing.beside import TARGET as BESIDE
+from penstock.testing.transports import Desk, values
+from penstock.types import Item
+
+
+def process(spec, pool):
+    return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**22)
+
+
+async def pid_of(desk: Desk) -> int:
+    (pid,) = await desk.values(("pid", 0))
+    return pid
+
+
+async def test_what_a_worker_answered_before_it_died_counts():
+    async with Desk(process) as desk:
+        pid = await pid_of(desk)
+        number = desk.post([Item(1)])
+        time.sleep(0.2)  # noqa: ASYNC251 - the answer arrives, and the loop does not see it
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)  # noqa: ASYNC251
+        desk.transport._places[0]._on_exit()  # of the two events, that of the process comes first
+        assert values(desk.parts[number][-1]) == [1]
+
+
+async def test_a_batch_that_waits_for_the_next_one_leaves_also_if_that_cannot_be_sent():
+    async with Desk(process) as desk:
+        await desk.up()
+        first = desk.post([Item(1)], more=True)
+        second = desk.post([Item(2, content_type=object())])
+        part = await desk.final(second)
+        assert part.results[0].error.code == "item_failed"
+        assert values(await desk.final(first)) == [1]
+
+
+class Marks:
+    """Makes a directory when it is unpickled: that is, decoded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+async def test_a_batch_that_is_ahead_is_decoded_while_this_one_computes(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        """
+import os, time
+
+def predict(items):
+    for _ in range(500):
+        if items[0] is None or os.path.exists(items[0]):
+            return [True]
+        time.sleep(0.01)
+    return [False]
+"""
+    )
+    async with Desk(process, f"{file}:predict") as desk:
+        await desk.up()
+        path = str(tmp_path / "decoded")
+        running, ahead = desk.post([Item(path)]), desk.post([Item(Marks(path))])
+        assert values(await desk.final(running)) == [True]
+        assert values(await desk.final(ahead)) == [True]
+
+
+APART = """
+import os, time
+
+class Model:
+    __penstock_finishes_apart__ = True
+
+    def predict(self, items):
+        for item in items:
+            open(item, "x").close()
+        return [(item, items[0]) for item in items]
+
+    def postprocess(self, result):
+        path, first = result
+        if path.endswith("bad"):
+            raise ValueError("bad")
+        after = os.path.join(os.path.dirname(path), "after")
+        for _ in range(500):
+            if not path.endswith("before") or os.path.exists(after):
+                return path
+            time.sleep(0.01)
+        raise TimeoutError(path)
+"""
+
+
+async def test_the_next_batch_is_predicted_while_answers_are_finished_apart(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(APART)
+    async with Desk(process, f"{file}:Model") as desk:
+        await desk.up()
+        before, bad, after = (str(tmp_path / name) for name in ("before", "bad", "after"))
+        first, second = desk.post([Item(before), Item(bad)]), desk.post([Item(after)])
+        found = (await desk.final(first)).results
+        assert found[0].body == before
+        assert found[1].error.message == "postprocess raised ValueError"
+        assert values(await desk.final(second)) == [after]
+
+
+async def test_a_model_that_ends_its_process_while_it_finishes_is_one_that_died(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(APART + "\n    postprocess = lambda self, result: exit(3)\n")
+    async with Desk(process, f"{file}:Model") as desk:
+        await desk.up()
+        part = await desk.final(desk.post([Item(str(tmp_path / "a"))]))
+        assert part.error.code == "worker_died"
+        assert part.error.message == "the worker exited with code 3"
+
+
+async def test_a_worker_that_dies_is_lost_on_what_it_predicts_not_on_what_it_still_finishes(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        APART.replace("for item in items:", "for item in items:\n            if item == 'kill': os._exit(3)")
+    )
+    async with Desk(process, f"{file}:Model") as desk:
+        await desk.up()
+        finished, predicted = desk.post([Item(str(tmp_path / "before"))]), desk.post([Item("kill")])
+        behind = desk.post([Item(str(tmp_path / "behind"))])
+        parts = [await desk.final(number) for number in (finished, predicted, behind)]
+        assert [part.started for part in parts] == [False, True, False]
+
+
+async def test_parts_of_a_stream_wait_for_the_answers_before_them_that_are_finished_apart(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        """
+import time
+
+class Model:
+    __penstock_finishes_apart__ = True
+
+    def predict(self, items):
+        return [1] if items == [1] else iter([items, items])
+
+    def postprocess(self, result):
+        if result == 1:
+            time.sleep(0.1)
+        return result
+"""
+    )
+    async with Desk(process, f"{file}:Model") as desk:
+        await desk.up()
+        first, second = desk.post([Item(1)]), desk.post([Item(2)])
+        assert values(await desk.final(first)) == [1]
+        await desk.final(second)
+        assert [values(part) for part in desk.parts[second]] == [[2], [2], [None]]
+
+
+def unnamed(pid: int, folder: Path) -> set[str]:
+    """The files of `folder` without a name that a process has open."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return {link for link in links if link.startswith(str(folder)) and link.endswith("(deleted)")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+async def test_without_memfd_large_payloads_cross_in_an_unlinked_file(tmp_path: Path, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with Desk(process) as desk:
+        large = b"x" * 200_000
+        assert await desk.values(large, ("repeat", 200_000)) == [large, b"r" * 200_000]
+        assert len(unnamed(await pid_of(desk), tmp_path)) == 2  # the pool, and the reply region
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_script_defines_can_be_a_target_and_a_payload(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import asyncio
+from dataclasses import dataclass
+from penstock.testing.transports import Desk
+from penstock.core.transports.make import make_transport
+
+@dataclass
+class Point:
+    x: int
+
+def double(points):
+    return [Point(2 * p.x) for p in points]
+
+async def main():
+    make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    async with Desk(make, double) as desk:
+        assert await desk.values(Point(2), Point(3)) == [Point(4), Point(6)]
+        print("fine")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "fine\n", done.stderr
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is kept by glibc's own settings")
+async def test_a_worker_keeps_the_memory_of_a_batch_for_the_next_one(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(
+        """
+import resource
+
+def predict(items):
+    for item in items:
+        bytearray(item)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for item in items:
+        bytearray(item)
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before] * len(items)
+"""
+    )
+    async with Desk(process, f"{file}:predict") as desk:
+        faults, *_ = await desk.values(*[4 * 2**20] * 20)
+    assert faults < 1000  # 20,480 pages are written
+
+
+async def test_a_worker_side_by_side_has_its_places_for_answers_back_before_it_is_idle():
+    async with Desk(process, BESIDE) as desk:
+        await desk.up()
+        waits = desk.post([Item(("gate", "a"))])
+        await desk.final(desk.post([Item(bytes(70_000))] * 40))
+        assert len(desk.transport._places[0]._free) <= MAX_FREE
+        await desk.final(desk.post([Item(("open", "a"))]))
+        await desk.final(waits)

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.schema import ModelConfig
+from penstock.core.transports.slot import Slot
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import LoadFailed, WorkerDied
+from penstock.testing.clock import VirtualClock
+from penstock.types import Batch, BatchPart, Item, ItemResult, ModelMetadata, Ready
+
+
+class Timer:
+    """One call of the loop, which can be cancelled."""
+
+    def __init__(self, callback):
+        self.callback = callback
+
+    def __call__(self):
+        if self.callback is not None:
+            self.callback()
+
+    def cancel(self):
+        self.callback = None
+
+
+class Loop:
+    """The part of an event loop that a slot uses, on a virtual clock."""
+
+    def __init__(self, clock):
+        self.time = self.clock = clock
+
+    def call_at(self, when, callback, *arguments):
+        timer = Timer(lambda: callback(*arguments))
+        self.clock.call_at(when, timer)
+        return timer
+
+    def call_later(self, seconds, callback, *arguments):
+        return self.call_at(self.clock.now + seconds, callback, *arguments)
+
+
+class Place(Slot):
+    """A slot whose worker does what the test says; also its own listener."""
+
+    fails = True
+    hangs = False
+
+    def __init__(self, clock):
+        super().__init__(WorkerSpec("m", "1", ModelConfig(target="m:m"), "m:m"), 0, "cpu")
+        self.loop = Loop(clock)
+        self.listener = self
+        self.idle = type("Event", (), {"set": lambda _: None, "clear": lambda _: None})()
+        self.launches = []
+        self.waits = []
+        self.errors = []
+
+    def launch(self):
+        self.launches.append(self.loop.time())
+        if self.hangs:
+            return
+        if self.fails is RuntimeError:
+            raise RuntimeError("can't start new thread")
+        if self.fails:
+            raise LoadFailed("no")
+        self.is_up(Ready(ModelMetadata("m", "1")))
+
+    def submit(self, batch):
+        return []
+
+    def kill(self, why):
+        self.down(why)
+
+    def slot_up(self, slot, ready):
+        pass
+
+    def slot_down(self, slot, error, retry_in_s):
+        self.waits.append(retry_in_s)
+        self.errors.append(error)
+
+
+@pytest.fixture
+def place():
+    return Place(VirtualClock())
+
+
+def test_a_worker_that_does_not_come_up_is_tried_ever_more_slowly_up_to_30_s(place):
+    place._launch()
+    place.loop.clock.advance(200)
+    doubled = [0.1 * 2**n for n in range(9)]
+    assert place.waits[:12] == pytest.approx([*doubled, 30, 30, 30])
+    assert place.launches[1:4] == pytest.approx([0.1, 0.3, 0.7])
+
+
+def test_the_first_answered_batch_resets_the_wait_and_coming_up_does_not(place):
+    place._launch()
+    place.loop.clock.advance(3)
+    place.fails = False
+    place.loop.clock.advance(30)
+    assert place.up
+    waited = place.waits[-1]
+    assert waited > 1
+    place.down(WorkerDied("it died before it answered"))
+    assert place.waits[-1] == 2 * waited
+    place.loop.clock.advance(60)
+    heard = []
+    place.send(Batch(1, 0, [Item(1)]), heard.append)
+    part = BatchPart(1, [ItemResult()])
+    place.tell(place.answered(part).on_part, part)
+    assert heard == [part]
+    place.down(WorkerDied("it died after it answered"))
+    assert place.waits[-1] == 0.1
+
+
+def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):
+    place.fails = False
+    place._launch()
+    heard = []
+    for number in (1, 2):
+        place.send(Batch(number, 0, [Item(1)]), heard.append)
+    place.loop.clock.advance(59)
+    place.answered(BatchPart(1, [ItemResult()]))
+    place.loop.clock.advance(59)
+    assert not place.waits
+    place.loop.clock.advance(1.01)
+    assert [(part.batch_id, type(part.error)) for part in heard] == [(2, WorkerDied)]
+    assert "run_timeout_s=60" in heard[0].error.message
+
+
+def test_a_load_that_never_ends_is_given_up_and_tried_anew(place):
+    place.hangs = True
+    place._launch()
+    place.loop.clock.advance(599.9)
+    assert not place.errors
+    place.loop.clock.advance(0.11)
+    assert type(place.errors[0]) is LoadFailed
+    assert "load_timeout_s=600" in place.errors[0].message
+    place.loop.clock.advance(0.2)
+    assert place.launches[1:] == pytest.approx([600.1])
+
+
+def test_a_load_that_ends_in_time_leaves_no_timer_behind(place):
+    place.hangs = True
+    place._launch()
+    place.loop.clock.advance(599)
+    place.is_up(Ready(ModelMetadata("m", "1")))
+    place.loop.clock.advance(5)
+    assert place.up
+    assert not place.errors
+
+
+def test_a_worker_that_cannot_be_started_for_any_reason_is_tried_anew(place):
+    place.fails = RuntimeError
+    place._launch()
+    assert type(place.errors[0]) is LoadFailed
+    assert "can't start new thread" in place.errors[0].message
+    place.fails = False
+    place.loop.clock.advance(0.2)
+    assert place.up
+
+
+# ---- batches side by side
+
+
+@pytest.fixture
+def wide(place):
+    place.fails, place.hangs = False, True
+    place._launch()
+    place.is_up(Ready(ModelMetadata("m", "1"), width=8))
+    return place
+
+
+def send(place, number, items=1):
+    heard = []
+    place.send(Batch(number, 0, [Item(1)] * items), heard.append)
+    return heard
+
+
+def part(number, *places, final=True):
+    return BatchPart(number, [ItemResult()] * len(places), at=list(places), final=final)
+
+
+def test_batches_side_by_side_are_answered_in_any_order_and_in_parts(wide):
+    for number in (1, 2, 3):
+        send(wide, number, items=2)
+    assert wide.answered(part(2, 1, 0)).batch.id == 2
+    assert wide.answered(part(1, 1, final=False)).batch.id == 1
+    wide.answered(part(3, 0, 1))
+    wide.answered(part(1, 0))
+    assert not wide.sent
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        part(2, 0),
+        part(1, 0),
+        part(1, 0, 2, final=False),
+        part(1, 0, 0, 1),
+        part(1, 0, 1, final=False),
+        part(1, -1, final=False),
+        BatchPart(1, [ItemResult()] * 2, at=[0]),
+        BatchPart(1, [ItemResult()] * 2),
+    ],
+    ids=["no such batch", "too few", "no such place", "twice", "not final", "negative", "not aligned", "no places"],
+)
+def test_answers_that_do_not_fit_are_nonsense(wide, nonsense):
+    send(wide, 1, items=2)
+    with pytest.raises(ValueError, match="do not fit"):
+        wide.answered(nonsense)
+
+
+def test_a_place_is_answered_once(wide):
+    send(wide, 1, items=2)
+    wide.answered(part(1, 0, final=False))
+    with pytest.raises(ValueError, match="do not fit"):
+        wide.answered(part(1, 0, 1))
+
+
+def test_a_death_is_that_of_all_batches_side_by_side(wide):
+    heard = [send(wide, number) for number in (1, 2, 3)]
+    wide.answered(part(2, 0))
+    wide.down(WorkerDied("signal 9"))
+    assert [[(p.started, type(p.error)) for p in parts] for parts in heard] == [
+        [(True, WorkerDied)],
+        [],
+        [(True, WorkerDied)],
+    ]
+
+
+def test_a_worker_of_which_nothing_is_heard_for_run_timeout_s_is_given_up_with_all_it_has(wide):
+    first = send(wide, 1)
+    wide.loop.clock.advance(50)
+    second = send(wide, 2)
+    wide.loop.clock.advance(9.9)
+    assert not first
+    wide.loop.clock.advance(0.2)
+    assert [type(parts[0].error) for parts in (first, second)] == [WorkerDied, WorkerDied]
+
+
+def test_a_batch_that_hangs_beside_others_costs_its_worker_only_after_twice_run_timeout_s(wide):
+    hung = send(wide, 1)
+    for number in range(2, 13):
+        send(wide, number)
+        wide.loop.clock.advance(10)
+        wide.answered(part(number, 0))
+    assert not hung
+    wide.loop.clock.advance(10.1)
+    assert "run_timeout_s=60" in hung[0].error.message
+
+
+def test_an_idle_time_between_batches_is_no_silence(wide):
+    for number in (1, 2, 3):
+        send(wide, number)
+        wide.loop.clock.advance(59)
+        wide.answered(part(number, 0))
+        wide.loop.clock.advance(100)
+    assert wide.up
+    assert not wide.errors
+
+
+def test_a_batch_after_a_shorter_idle_time_has_all_of_its_own(wide):
+    send(wide, 1)
+    wide.loop.clock.advance(10)
+    wide.answered(part(1, 0))
+    wide.loop.clock.advance(45)
+    send(wide, 2)
+    wide.loop.clock.advance(50)
+    assert not wide.errors
+    assert wide.up
+
+
+def test_a_worker_that_comes_up_narrow_is_narrow(wide):
+    wide.fails = wide.hangs = False
+    wide.down(WorkerDied("signal 9"))
+    wide.loop.clock.advance(1)
+    send(wide, 1)
+    send(wide, 2)
+    with pytest.raises(ValueError, match="do not fit"):
+        wide.answered(BatchPart(2, [ItemResult()]))

@@ -1,0 +1,163 @@
+"""The worker's end for batches side by side, without a worker: what is written, when, and what is let go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from penstock import metrics
+from penstock.config.schema import BatchingConfig
+from penstock.core.transports.wide import Wide
+from penstock.core.wire import frames
+from penstock.core.wire.messages import FromWorker, Inbox, News, Part, Run, write
+from penstock.core.wire.slabs import SlabPool, lease
+from penstock.core.worker.loop import BatchRunner
+from penstock.runtimes.python import PythonModel
+from penstock.types import Item
+
+LIMIT_S = 10.0
+
+
+class Model:
+    """Keeps what it was given until the test answers; `turn` is what its loop is to call next."""
+
+    __penstock_width__ = 8
+
+    def __init__(self) -> None:
+        self.values: list[list[Any]] = []
+        self.answers: list[Callable[[list[tuple[int, Any]]], None]] = []
+        self.turn: list[Callable[[], None]] = []
+
+    def predict(self, items: list[Any]) -> list[Any]:
+        return items
+
+    def __penstock_submit__(self, values: list[Any], budgets_s: list[float | None], answer: Any) -> Any:
+        self.values.append(values)
+        self.answers.append(answer)
+        return lambda: None
+
+    def __penstock_soon__(self, call: Callable[[], None]) -> None:
+        self.turn.append(call)
+
+    def end_turn(self) -> None:
+        for call in self.turn:
+            call()
+        self.turn = []
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.model = Model()
+        wrapped = PythonModel(self.model)
+        wrapped.load("cpu")
+        self.runner = BatchRunner(wrapped, wrapped.metadata("m", "1"), BatchingConfig())
+        self.pool = SlabPool(2**16)
+        self.writes: list[list[Any]] = []
+        self.news = threading.Event()
+        self.wide = Wide(self.runner, self.pool, lambda message, box: write(message, box.buffers), self.send)
+
+    def send(self, pieces: list[Any]) -> None:
+        inbox = Inbox(FromWorker, lambda *place: b"")
+        self.writes.append([inbox.read(frame) for frame in frames.Decoder().feed(b"".join(pieces))])
+        if any(isinstance(message, News) and message.let_go for message in self.writes[-1]):
+            self.news.set()
+
+    def run(self, id: int, count: int) -> None:
+        items = [Item(n) for n in range(count)]
+        self.wide.run(Run(id, items, []), self.runner.decode(items), [])
+
+    def run_with_slab(self, id: int, wrap: Callable[[Any], Any] = lambda view: view) -> None:
+        """A batch of one item, whose payload lies in a slab, or what `wrap` makes of it."""
+        view, alive = lease(self.pool.memory, 0, 100)
+        items = [Item(wrap(view))]
+        self.wide.run(Run(id, items, []), self.runner.decode(items), [(0, alive)])
+
+    @property
+    def told(self) -> list[list[tuple[int, list[int], bool]]]:
+        """Of each write: (batch, places, whether it was the last) of each part."""
+        return [
+            [(m.part.batch_id, m.part.at or [], m.part.final) for m in written if isinstance(m, Part)]
+            for written in self.writes
+        ]
+
+
+@pytest.fixture
+def stage() -> Stage:
+    metrics.drain()  # what other tests counted would be news
+    return Stage()
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Nothing is collected by chance."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_answers_of_one_turn_leave_in_one_write(stage: Stage) -> None:
+    stage.run(1, 3)
+    stage.run(2, 1)
+    stage.model.answers[0]([(2, "c")])
+    stage.model.answers[1]([(0, "x")])
+    stage.model.answers[0]([(0, "a")])
+    assert (len(stage.model.turn), stage.writes) == (1, [])
+    stage.model.end_turn()
+    stage.model.answers[0]([(1, "b")])
+    stage.model.end_turn()
+    assert stage.told == [[(1, [2, 0], False), (2, [0], True)], [(1, [1], True)]]
+
+
+def test_a_loop_that_takes_no_calls_holds_up_no_answer(stage: Stage) -> None:
+    def refuse(call: Any) -> None:
+        raise RuntimeError("the loop is closed")
+
+    stage.runner.model.soon = refuse
+    stage.run(1, 1)
+    stage.model.answers[0]([(0, "a")])
+    assert stage.told == [[(1, [0], True)]]
+
+
+def test_the_end_waits_for_what_is_not_answered(stage: Stage) -> None:
+    stage.runner.model.soon = None
+    stage.run(1, 2)
+    stage.wide.stop()
+    late = threading.Timer(0.05, stage.model.answers[0], [[(0, "a"), (1, "b")]])
+    late.start()
+    stage.wide.attend()
+    assert stage.told == [[(1, [0, 1], True)]]
+    late.join()
+
+
+def test_a_slab_that_the_model_let_go_is_not_held(stage: Stage, uncollected: None) -> None:
+    stage.run_with_slab(1)
+    stage.model.values.clear()
+    stage.model.answers[0]([(0, "a")])
+    stage.model.end_turn()
+    ((part,),) = stage.writes
+    assert part.held == []
+
+
+def test_a_slab_in_garbage_is_let_go_without_another_batch(stage: Stage, uncollected: None) -> None:
+    def in_a_circle(view: Any) -> list[Any]:
+        box = [view]
+        box.append(box)
+        return box
+
+    stage.runner.model.soon = None
+    stage.run_with_slab(1, in_a_circle)
+    stage.model.values.clear()
+    stage.model.answers.pop()([(0, "a")])
+    ((part,),) = stage.writes
+    assert part.held == [0]
+    main = threading.Thread(target=stage.wide.attend, daemon=True)
+    main.start()
+    assert stage.news.wait(LIMIT_S)
+    stage.wide.stop()
+    main.join()
+    assert [m.let_go for written in stage.writes for m in written if isinstance(m, News)] == [[0]]

@@ -1,0 +1,188 @@
+"""One batch of a model that works on many side by side, without a worker around it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from penstock.config.schema import BatchingConfig
+from penstock.core.worker.beside import Beside
+from penstock.core.worker.loop import BatchRunner
+from penstock.errors import BadOutput, Cancelled, ItemFailed, PenstockError
+from penstock.runtimes.python import PythonModel
+from penstock.types import BatchPart, Item
+
+
+class Late:
+    """Keeps what it was given until the test answers."""
+
+    __penstock_width__ = 8
+
+    def predict(self, items: list[Any]) -> list[Any]:
+        return items
+
+    def __penstock_submit__(self, values: list[Any], budgets_s: list[float | None], answer: Any) -> Any:
+        self.values, self.budgets_s, self.answer, self.ended = values, budgets_s, answer, 0
+        return self.end
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Stage:
+    def __init__(self, model: Any, items: list[Item]) -> None:
+        self.model = model
+        wrapped = PythonModel(model)
+        wrapped.load("cpu")
+        self.runner = BatchRunner(wrapped, wrapped.metadata("m", "1"), BatchingConfig())
+        self.parts: list[BatchPart] = []
+        self.lock = threading.Lock()
+        self.batch = Beside(self.runner, 7, self.runner.decode(items), self.note)
+        self.batch.start()
+
+    def note(self, batch: Beside, places: list[int]) -> None:
+        with self.lock:
+            self.parts.append(batch.part(places))
+
+    @property
+    def told(self) -> list[tuple[list[int], list[Any], bool]]:
+        return [
+            (part.at or [], [r.error or r.body for r in part.results if r is not None], part.final)
+            for part in self.parts
+        ]
+
+
+def test_parts_leave_as_they_are_answered_and_the_last_one_is_final() -> None:
+    stage = Stage(Late(), [Item(n) for n in range(4)])
+    assert stage.model.values == [0, 1, 2, 3]
+    stage.model.answer([(2, "c"), (0, "a")])
+    stage.model.answer([])
+    stage.model.answer([(1, "b")])
+    stage.model.answer([(3, "d")])
+    assert stage.told == [([2, 0], ["c", "a"], False), ([1], ["b"], False), ([3], ["d"], True)]
+    assert [part.batch_id for part in stage.parts] == [7, 7, 7]
+
+
+def test_an_exception_among_the_answers_fails_its_item() -> None:
+    stage = Stage(Late(), [Item(0), Item(1)])
+    stage.model.answer([(0, ValueError("no")), (1, {1})])
+    ((_, (bad, good), _),) = stage.told
+    assert type(bad) is ItemFailed
+    assert good == {1}
+
+
+def test_what_cannot_be_encoded_fails_its_item_alone() -> None:
+    stage = Stage(Late(), [Item(b"0", "native", "application/json"), Item(b"1", "native", "application/json")])
+    stage.model.answer([(0, object()), (1, 1)])
+    ((_, (bad, good), _),) = stage.told
+    assert type(bad) is BadOutput
+    assert good == b"1"
+
+
+def test_a_model_may_answer_before_it_has_taken_the_whole_batch() -> None:
+    class Eager(Late):
+        def __penstock_submit__(self, values: list[Any], budgets_s: list[float | None], answer: Any) -> Any:
+            for place, value in enumerate(values):
+                answer([(place, value)])
+            return super().__penstock_submit__(values, budgets_s, answer)
+
+    stage = Stage(Eager(), [Item(0), Item(1)])
+    assert [final for _, _, final in stage.told] == [False, True]
+    stage.batch.cancel()
+    assert stage.model.ended == 0
+    assert len(stage.parts) == 2
+
+
+def test_what_the_model_raises_is_the_answer_of_all_that_it_has_not_answered() -> None:
+    class Breaks(Late):
+        def __penstock_submit__(self, values: list[Any], budgets_s: list[float | None], answer: Any) -> Any:
+            answer([(1, "b")])
+            raise RuntimeError("no more")
+
+    stage = Stage(Breaks(), [Item(0), Item(1), Item(2)])
+    (_, (second,), _), (places, errors, final) = stage.told
+    assert (second, places, final) == ("b", [0, 2], True)
+    assert all(type(e) is ItemFailed for e in errors)
+
+
+def test_a_cancelled_batch_ends_and_what_is_answered_late_is_not_told() -> None:
+    stage = Stage(Late(), [Item(0), Item(1)])
+    stage.model.answer([(0, "a")])
+    stage.batch.cancel()
+    stage.batch.cancel()
+    stage.model.answer([(1, "b")])
+    assert stage.model.ended == 1
+    assert [(places, final) for places, _, final in stage.told] == [([0], False), ([1], True)]
+    assert type(stage.told[1][1][0]) is Cancelled
+
+
+def test_a_cancel_that_raises_ends_the_batch_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    class Sticks(Late):
+        def end(self) -> None:
+            raise RuntimeError("stuck")
+
+    stage = Stage(Sticks(), [Item(0)])
+    stage.batch.cancel()
+    assert [final for _, _, final in stage.told] == [True]
+    assert "stuck" in caplog.text
+
+
+def test_preprocess_and_postprocess_are_called_as_for_any_model() -> None:
+    class Halves(Late):
+        def preprocess(self, item: Any) -> Any:
+            if item % 2:
+                raise ValueError("odd")
+            return item // 2
+
+        def postprocess(self, result: Any) -> Any:
+            if result == "end":
+                sys.exit(3)
+            return [result]
+
+    stage = Stage(Halves(), [Item(4), Item(5), Item(6), Item(8)])
+    (places, (bad,), final) = stage.told[0]
+    assert (places, final, isinstance(bad, PenstockError)) == ([1], False, True)
+    assert stage.model.values == [2, 3, 4]
+    stage.model.answer([(0, "x"), (1, "y")])
+    assert stage.told[1] == ([0, 2], [["x"], ["y"]], False)
+    stage.model.answer([(2, "end")])
+    ((_, (ended,), _),) = stage.told[2:]
+    assert ended.message == "postprocess raised SystemExit"
+
+
+def test_budgets_are_those_of_the_items_that_the_values_belong_to() -> None:
+    stage = Stage(Late(), [Item([1, 2], many=True, budget_s=3.0), Item(3)])
+    assert stage.model.values == [1, 2, 3]
+    assert stage.model.budgets_s == [3.0, 3.0, None]
+    stage.model.answer([(1, "b"), (2, "c")])
+    stage.model.answer([(0, "a")])
+    assert stage.told == [([1], ["c"], False), ([0], [["a", "b"]], True)]
+
+
+def test_answers_of_many_threads_are_told_once_each() -> None:
+    stage = Stage(Late(), [Item(n) for n in range(400)])
+    threads = [
+        threading.Thread(target=lambda k=k: [stage.model.answer([(n, k)]) for n in range(k, 400)]) for k in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(place for places, _, _ in stage.told for place in places) == list(range(400))
+    assert [final for _, _, final in stage.told].count(True) == 1
+    assert stage.parts[-1].final
+
+
+def test_a_width_without_a_submit_is_none() -> None:
+    class Plain:
+        __penstock_width__ = 8
+
+        def predict(self, items: list[Any]) -> list[Any]:
+            return items
+
+    model = PythonModel(Plain())
+    model.load("cpu")
+    assert (model.width, model.submit) == (1, None)

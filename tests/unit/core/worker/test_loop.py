@@ -1,0 +1,571 @@
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from penstock.config.schema import BatchingConfig
+from penstock.core.worker.loop import BatchRunner
+from penstock.errors import BadOutput, BadRequest, Cancelled, ItemFailed, OutOfMemory, PenstockError
+from penstock.runtimes.python import PythonModel
+from penstock.types import Item, ItemResult, ModelMetadata
+
+
+class Upper:
+    """A codec: text in, text out; refuses an empty body, cannot send a number."""
+
+    def __init__(self, model, version):
+        pass
+
+    def decode(self, item):
+        if not item.payload:
+            raise BadRequest("empty")
+        return item.payload.decode(), "context"
+
+    def encode(self, value, item, context):
+        assert context == "context"
+        if value == "cannot":
+            raise BadOutput("this value cannot be sent")
+        return ItemResult(value.upper().encode(), "text/plain")
+
+
+CODEC = f"{__name__}:Upper"
+
+
+def runner(target, **batching):
+    model = PythonModel(target)
+    model.load("cpu")
+    made = BatchRunner(model, ModelMetadata("m", "1"), BatchingConfig(**batching))
+    made._codecs["upper"] = Upper("m", "1")
+    return made
+
+
+def run(target, items, **batching):
+    """All parts of one batch."""
+    parts = []
+    made = runner(target, **batching)
+    made.run(7, made.decode([i if isinstance(i, Item) else Item(i) for i in items]), parts.append)
+    assert [p.final for p in parts] == [False] * (len(parts) - 1) + [True]
+    assert {p.batch_id for p in parts} == {7}
+    made.close()
+    return parts
+
+
+def values(part):
+    return [None if r is None else (r.error or r.body) for r in part.results]
+
+
+def kinds(part):
+    return [type(v) for v in values(part)]
+
+
+def counting(fails):
+    """A model that raises when `fails(items)`, and notes the sizes of its calls."""
+    sizes = []
+
+    def predict(items):
+        sizes.append(len(items))
+        if fails(items):
+            raise ValueError("secret\nmore")
+        return [i * 10 for i in items]
+
+    return predict, sizes
+
+
+def test_results_are_aligned_and_run_time_is_told():
+    (part,) = run(lambda items: [i + 1 for i in items], [1, 2, 3])
+    assert values(part) == [2, 3, 4]
+    assert 0 < part.run_s < 1
+    assert part.oom is None
+
+
+@pytest.mark.parametrize("found", [(1, 2), np.array([1, 2])])
+def test_tuples_and_arrays_are_results(found):
+    assert values(run(lambda items: found, [0, 0])[0]) == [1, 2]
+
+
+def test_the_guilty_item_is_found_by_halves():
+    predict, sizes = counting(lambda items: 5 in items)
+    (part,) = run(predict, range(8))
+    assert [v for v in values(part) if not isinstance(v, Exception)] == [i * 10 for i in range(8) if i != 5]
+    bad = values(part)[5]
+    assert type(bad) is ItemFailed
+    assert bad.message == "the model raised ValueError"  # what the exception says stays inside
+    assert "secret" in bad.detail
+    assert len(sizes) <= 1 + 2 * 3
+
+
+@pytest.mark.parametrize("off", [{"retry_split": False}, {"idempotent": False}])
+def test_without_leave_to_run_again_the_whole_batch_fails(off):
+    predict, sizes = counting(lambda items: 5 in items)
+    (part,) = run(predict, range(8), **off)
+    assert kinds(part) == [ItemFailed] * 8
+    assert sizes == [8]
+
+
+def test_what_a_wrapper_finds_wrong_with_the_answer_is_not_run_again_in_halves():
+    calls = []
+
+    def predict(items):
+        calls.append(len(items))
+        raise BadOutput("this is no list")
+
+    [part] = run(predict, [1, 2, 3, 4])
+    assert kinds(part) == [BadOutput] * 4
+    assert calls == [4]
+
+
+def test_out_of_memory_halves_even_without_retry_split():
+    def predict(items):
+        if len(items) > 2:
+            raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
+        return items
+
+    (part,) = run(predict, range(8), retry_split=False)
+    assert values(part) == list(range(8))
+    assert part.oom == (4, 2)
+
+
+def test_what_a_failed_call_held_is_free_before_the_halves_run():
+    import weakref
+
+    class Tensor:
+        pass
+
+    made, freed = [], []
+
+    def predict(items):
+        tensor = Tensor()
+        freed.append(all(ref() is None for ref in made))
+        made.append(weakref.ref(tensor))
+        if len(items) > 1:
+            raise MemoryError
+        return items
+
+    run(predict, [1, 2, 3, 4])
+    assert freed == [True] * 7
+
+
+def test_one_item_too_large_for_memory_is_named():
+    def predict(items):
+        if 3 in items:
+            raise MemoryError
+        return items
+
+    (part,) = run(predict, range(4))
+    assert kinds(part) == [int, int, int, OutOfMemory]
+    assert part.oom == (1, 2)
+
+
+def test_rows_are_counted_when_memory_ends():
+    def predict(items):
+        raise MemoryError
+
+    (part,) = run(predict, [Item(1, rows=5)])
+    assert part.oom == (5, 0)
+
+
+def test_a_model_that_is_not_idempotent_fails_whole_when_memory_ends():
+    def predict(items):
+        raise MemoryError
+
+    (part,) = run(predict, [1, 2], idempotent=False)
+    assert kinds(part) == [OutOfMemory] * 2
+    assert part.oom == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ([1], "returned 1 results for 2 items"),
+        ([1, 2, 3], "returned 3 results for 2 items"),
+        (None, "returned a NoneType"),
+        ("ab", "returned a str"),
+        ({1: 1, 2: 2}, "returned a dict"),
+        (np.float32(1), "returned a float32"),
+    ],
+)
+def test_wrong_results_fail_all_with_both_lengths_or_the_type(found, told):
+    (part,) = run(lambda items: found, [0, 0])
+    assert kinds(part) == [BadOutput] * 2
+    assert all(told in v.message for v in values(part))
+
+
+def test_an_error_of_penstock_keeps_its_class_and_message():
+    (part,) = run(lambda items: [BadRequest("too dark"), 2], [1, 2])
+    assert kinds(part) == [BadRequest, int]
+    assert values(part)[0].message == "too dark"
+
+
+def test_hooks_run_once_an_item_and_fail_it_alone():
+    class Hooked:
+        def preprocess(self, item):
+            return 100 // item
+
+        def predict(self, items):
+            assert len(items) == 3
+            return items
+
+        def postprocess(self, result):
+            return {"r": 100 // (result - 50)}
+
+    (part,) = run(Hooked, [1, 0, 2, 4])
+    assert kinds(part) == [dict, ItemFailed, ItemFailed, dict]
+    assert values(part)[0] == {"r": 2}
+    assert [values(part)[i].message for i in (1, 2)] == [
+        "preprocess raised ZeroDivisionError",
+        "postprocess raised ZeroDivisionError",
+    ]
+
+
+def test_predict_is_not_called_without_items():
+    def predict(items):
+        raise AssertionError
+
+    (part,) = run(predict, [Item(b"", "upper")])
+    assert kinds(part) == [BadRequest]
+
+
+def test_codecs_decode_and_encode_each_item_by_itself():
+    (part,) = run(lambda items: items, [Item(b, "upper") for b in (b"a", b"", b"cannot", b"b")])
+    assert [r.body for r in part.results if r.error is None] == [b"A", b"B"]
+    assert kinds(part) == [bytes, BadRequest, BadOutput, bytes]
+    (part,) = run(lambda items: [5], [Item(b"a", "upper")])
+    assert kinds(part) == [BadOutput]
+    assert "a int that cannot be sent" in values(part)[0].message
+
+
+def test_an_unknown_codec_fails_its_item():
+    (part,) = run(lambda items: items, [Item(b"", "no_such_codec"), 1])
+    assert isinstance(values(part)[0], PenstockError)
+    assert values(part)[1] == 1
+
+
+def test_many_is_flattened_and_put_together_again():
+    def predict(items):
+        assert len(items) == 5
+        return [ValueError() if i == 3 else i for i in items]
+
+    (part,) = run(predict, [Item([1, 2], many=True, rows=2), 9, Item([0, 3, 4, 5], many=True, rows=2, start=1, stop=3)])
+    first, single, second = values(part)
+    assert (first, single, second[1]) == ([1, 2], 9, 4)
+    assert type(second[0]) is ItemFailed
+
+
+@pytest.mark.parametrize("payload", [[], 5])
+def test_many_without_items_is_answered(payload):
+    (part,) = run(lambda items: items, [Item(payload, many=True)])
+    assert kinds(part) == [list if payload == [] else BadRequest]
+
+
+def stream(items):
+    yield [i for i in items]
+    yield [None if i == 1 else i * 10 for i in items]
+
+
+async def stream_async(items):
+    for step in stream(items):
+        yield step
+
+
+@pytest.mark.parametrize("target", [stream, stream_async])
+def test_a_generator_gives_parts_and_an_empty_final(target):
+    parts = run(target, [1, Item(b"x", "upper")] if target is None else [1, 2])
+    assert [values(p) for p in parts] == [[1, 2], [None, 20], [None, None]]
+    assert all(r is None or r.final is (p is parts[-1]) for p in parts for r in p.results)
+
+
+def test_streamed_parts_are_encoded():
+    def words(items):
+        yield ["a"]
+        yield ["b"]
+
+    parts = run(words, [Item(b"x", "upper")])
+    assert [p.results[0].body for p in parts] == [b"A", b"B", b""]
+
+
+def test_a_stream_that_raises_before_its_first_part_is_split():
+    def picky(items):
+        if 0 in items:
+            raise ValueError
+        yield items
+
+    parts = run(picky, [1, 0, 2])
+    assert kinds(parts[-1]) == [type(None), ItemFailed, type(None)]
+    assert [[v for v in values(p) if v is not None] for p in parts[:-1]] == [[1], [2]]
+
+
+def test_a_stream_that_breaks_off_fails_what_is_not_finished():
+    calls = []
+
+    def breaks(items):
+        calls.append(len(items))
+        yield [ValueError(), 1]
+        raise RuntimeError
+
+    parts = run(breaks, [1, 2])
+    assert kinds(parts[-1]) == [ItemFailed, ItemFailed]
+    assert [v.message for v in values(parts[-1])] == ["the model returned ValueError", "the model raised RuntimeError"]
+    assert calls == [2]
+
+
+def test_a_step_of_wrong_length_ends_the_stream_and_closes_it():
+    closed = []
+
+    def wrong(items):
+        try:
+            yield items
+            yield [1]
+            yield items
+        finally:
+            closed.append(True)
+
+    parts = run(wrong, [1, 2])
+    assert kinds(parts[-1]) == [BadOutput] * 2
+    assert closed == [True]
+
+
+def test_many_items_stream_as_lists():
+    parts = run(stream, [Item([1, 2], many=True, rows=2)])
+    assert [values(p)[0] for p in parts] == [[1, 2], [None, 20], [None, None]]
+
+
+def test_coroutines_share_one_loop():
+    loops = set()
+
+    async def predict(items):
+        import asyncio
+
+        loops.add(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return items
+
+    made = runner(predict)
+    for _ in range(2):
+        parts = []
+        made.run(1, made.decode([Item(1)]), parts.append)
+        assert values(parts[0]) == [1]
+    made.close()
+    assert len(loops) == 1
+
+
+def test_a_coroutine_that_is_cancelled_from_inside_fails_its_items():
+    async def predict(items):
+        import asyncio
+
+        raise asyncio.CancelledError
+
+    assert kinds(run(predict, [1])[0]) == [ItemFailed]
+
+
+@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
+def test_what_ends_a_worker_is_not_an_item_error(end):
+    def predict(items):
+        raise end
+
+    with pytest.raises(end):
+        run(predict, [1, 2])
+
+
+def test_a_repeated_error_is_logged_once_a_minute(caplog):
+    made = runner(lambda items: [ValueError("same") for _ in items])
+    with caplog.at_level(logging.WARNING, "penstock.worker"):
+        for _ in range(3):
+            made.run(1, made.decode([Item(1), Item(2)]), lambda part: None)
+    assert len(caplog.records) == 1
+    assert "ValueError: same" in caplog.text
+
+
+def test_nothing_of_a_batch_is_kept_after_it():
+    import weakref
+
+    class Payload:
+        pass
+
+    made = runner(lambda items: [ValueError("x") for _ in items])
+    payload = Payload()
+    alive = weakref.ref(payload)
+    made.run(1, made.decode([Item(payload)]), lambda part: None)
+    del payload
+    assert alive() is None
+
+
+class Telling:
+    """Sends parts of results while a call runs: those in the items' lists; the last of each is its result."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[list]] = []
+
+    def __penstock_send_parts_to__(self, send) -> None:
+        self.send = send
+
+    def predict(self, items):
+        self.calls.append(items)
+        for step in range(max(map(len, items)) - 1):
+            self.send([item[step] if step < len(item) - 1 else None for item in items])
+        if "raise" in [item[-1] for item in items]:
+            raise ValueError
+        return [item[-1] for item in items]
+
+
+def test_parts_that_a_model_sends_leave_before_its_call_ends():
+    parts = run(Telling(), [["a", "b"], ["c"]])
+    assert [values(p) for p in parts] == [["a", None], ["b", "c"]]
+    assert parts[0].results[0].final is False
+
+
+def test_a_part_that_cannot_be_sent_ends_its_item_alone():
+    items = [Item([1, "b"]), Item(["c", "d", "e"])]
+    parts = run(Telling(), items)
+    assert [values(p) for p in parts] == [[1, "c"], [None, "d"], ["b", "e"]]
+    refusing = [Item(b"x", "upper"), Item(b"y", "upper")]
+
+    class Refused(Telling):
+        def predict(self, items):
+            self.send(["cannot", "part"])
+            self.send(["more", "part"])
+            return ["end", "end"]
+
+    parts = run(Refused(), refusing)
+    assert values(parts[0]) == [None, b"PART"]
+    assert values(parts[1]) == [None, b"PART"]
+    assert kinds(parts[2]) == [BadOutput, bytes]
+
+
+def test_what_sent_a_part_is_not_run_again_in_halves():
+    model = Telling()
+    parts = run(model, [["a", "raise"], ["b", "c"]])
+    assert kinds(parts[-1]) == [ItemFailed, ItemFailed]
+    assert len(model.calls) == 1
+    model = Telling()
+    assert kinds(run(model, [["raise"], ["c"]])[-1]) == [ItemFailed, str]
+    assert len(model.calls) == 3
+
+
+def test_a_call_goes_on_when_nobody_waits_for_its_parts_any_more():
+    model = Telling()
+    made = runner(model)
+    found = []
+
+    def emit(part):
+        if not part.final:
+            raise Cancelled("all have left")
+        found.append(part)
+
+    made.run(7, made.decode([Item(["a", "b", "c"])]), emit)
+    assert [values(p) for p in found] == [["c"]]
+
+
+class Preparing:
+    """Knows more of a batch as a whole than its items."""
+
+    class Batch(list):
+        total = 0
+
+    def __penstock_prepare__(self, items):
+        batch = self.Batch(items)
+        batch.total = sum(items)
+        return batch
+
+    def predict(self, items):
+        if -1 in items and len(items) > 1:
+            raise ValueError
+        return [getattr(items, "total", "alone")] * len(items)
+
+
+def test_a_batch_is_prepared_when_it_is_decoded():
+    assert values(run(Preparing(), [1, 2])[-1]) == [3, 3]
+    assert values(run(Preparing(), [1, -1])[-1]) == ["alone", "alone"], "halves are plain"
+    assert values(run(Preparing(), [])[-1]) == []
+
+
+def test_the_list_that_a_model_gets_is_its_own():
+    def greedy(items):
+        taken = [items.pop() for _ in range(len(items))]
+        if taken == ["b", "a"]:
+            raise ValueError
+        return taken
+
+    assert values(run(greedy, ["a", "b"])[-1]) == ["a", "b"]
+
+
+def test_a_users_own_names_are_no_hooks():
+    class Own:
+        def prepare(self, items):
+            raise AssertionError
+
+        send_parts_to = prepare
+
+        def predict(self, items):
+            return items
+
+    assert values(run(Own(), [1])[-1]) == [1]
+
+
+class Slow:
+    """Each of its stages takes so many seconds of the clock that it is given, for each item."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def monotonic(self):
+        return self.now
+
+    def preprocess(self, value):
+        self.now += 1
+        return value
+
+    def predict(self, items):
+        self.now += 10 * len(items)
+        return items
+
+    def postprocess(self, value):
+        self.now += 100
+        return value
+
+
+class SlowCodec(Upper):
+    def __init__(self, clock):
+        self.clock = clock
+
+    def decode(self, item):
+        self.clock.now += 1000
+        return super().decode(item)
+
+    def encode(self, value, item, context):
+        self.clock.now += 10_000
+        return super().encode(value, item, context)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_time_of_each_stage_is_told_also_when_postprocessing_is_done_apart(monkeypatch, apart):
+    slow = Slow()
+    monkeypatch.setattr("penstock.core.worker.loop.time", slow)
+    made = runner(slow)
+    made._codecs["upper"] = SlowCodec(slow)
+    decoded = made.decode([Item(b"a", codec="upper"), Item(b"b", codec="upper")])
+    parts = []
+    if apart:
+        finish = made.begin(1, decoded, parts.append)
+        slow.now += 7  # another batch is predicted meanwhile
+        parts.append(finish())
+    else:
+        made.run(1, decoded, parts.append)
+    (part,) = parts
+    assert part.stages_s == (2002, 20, 20_200)
+    assert part.prepare_s == 2000
+    assert part.run_s == (22 if apart else 20_222)
+
+
+def test_what_a_model_that_failed_took_counts_as_predicting(monkeypatch):
+    slow = Slow()
+    monkeypatch.setattr("penstock.core.worker.loop.time", slow)
+    monkeypatch.setattr(slow, "predict", lambda items: slow.__setattr__("now", slow.now + 10) or 1 / 0)
+    made = runner(slow, retry_split=True)
+    parts = []
+    made.run(1, made.decode([Item(1), Item(2)]), parts.append)
+    assert parts[0].stages_s == (2, 30, 0)  # the batch, and its halves

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from penstock.config.schema import ModelConfig
+from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import BadRequest
+from penstock.types import Item
+
+
+@pytest.fixture
+def parser_logger():
+    logger = logging.getLogger("python_multipart")
+    before = logger.level
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.setLevel(before)
+
+
+def test_a_malformed_form_is_not_worth_a_line_above_debug(parser_logger, caplog):
+    runner, _ = open_model(WorkerSpec("m", "1", ModelConfig(target="m:m"), lambda items: items), "cpu")
+    decoded = runner.decode([Item(b"junk", "native", "multipart/form-data; boundary=XX")])
+    assert type(decoded.errors[0]) is BadRequest
+    assert caplog.records == []
+
+
+class Told:
+    def __init__(self, prompt: str = "") -> None:
+        self.prompt = prompt
+
+    def load(self, device, precision, threads, trust):
+        self.said = (device, precision, threads, trust, self.prompt)
+
+    def predict(self, items):
+        return [self.said for _ in items]
+
+
+def test_a_class_is_told_its_options_and_its_load_the_keys_that_it_names():
+    config = ModelConfig(target="m:m", options={"prompt": "a"}, precision="bf16", threads=3, trust="pickle")
+    runner, _ = open_model(WorkerSpec("m", "1", config, Told), "cpu")
+    parts = []
+    runner.run(0, runner.decode([Item(0)]), parts.append)
+    assert parts[-1].results[0].body == ("cpu", "bf16", 3, "pickle", "a")

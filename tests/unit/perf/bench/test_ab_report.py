@@ -1,0 +1,198 @@
+"""The suite's table: TorchServe's columns in their order, medians of repeats, and nothing where nothing is known."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from msgspec import structs
+
+from penstock.perf.bench.ab_report import COLUMNS, Row, ab_report, report, rows_of
+from penstock.perf.bench.document import markdown
+from penstock.perf.bench.measurement import Clause, Gpu, Latency, Load, Measurement, ServerSide
+from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.suite_yaml import Case, Processor, points
+
+MACHINE = {"cpu": "Fast CPU", "cores": 4, "memory_gib": 8.0, "gpus": ["Card", "Card"]}
+CASE = Case(model="resnet", mode="eager_mode", url="r.mar", batch_size=(1, 8), batch_delay_ms=50, input="cat.jpg")
+SINGLE, EIGHT = points(CASE)
+SERVER = ServerSide(
+    queue_s=0.002,
+    preprocess_s=0.001,
+    run_s=0.004,
+    postprocess_s=0.001,
+    queue_at_s={"p50": 0.001, "p90": 0.003, "p99": 0.009},
+    worker_at_s={"p50": 0.006, "p90": 0.007, "p99": 0.008},
+    mean_batch=6.5,
+    cpu=2.0,
+    memory_bytes=2**30,
+    gpus=[
+        Gpu(name="Card", utilization=0.5, memory_bytes=2**31, total_bytes=2**32),
+        Gpu(name="Card", utilization=0.7, memory_bytes=2**30, total_bytes=2**31),
+    ],
+)
+
+
+def measured(label: str, throughput: float, **more: object) -> Measurement:
+    p50 = 10 / throughput
+    latency = Latency(mean_s=p50, p50_s=p50, p75_s=p50, p90_s=2 * p50, p95_s=2 * p50, p99_s=3 * p50)
+    load = Load(mode="closed", concurrency=10, requests=100)
+    given = {"requests": 100, "answered": 100, "latency": latency, "server": SERVER, **more}
+    return Measurement(load=load, label=label, throughput=throughput, **given)  # type: ignore[arg-type]
+
+
+def cells(rows: list[Row]) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(ab_report(rows, MACHINE))))
+
+
+def test_the_columns_of_torchserves_report_come_first_and_in_its_order() -> None:
+    theirs = (
+        "Benchmark|Batch size|Batch delay|Workers|Model|Concurrency|Input|Requests|TS failed requests|TS throughput|"
+        "TS latency P50|TS latency P90|TS latency P99|TS latency mean|TS error rate|Model_p50|Model_p90|Model_p99|"
+        "Queue time p50|Queue time p90|Queue time p99|predict_mean|handler_time_mean|waiting_time_mean|"
+        "worker_thread_mean|cpu_percentage_mean|memory_percentage_mean|gpu_percentage_mean|"
+        "gpu_memory_percentage_mean|gpu_memory_used_mean"
+    )
+    assert "|".join(COLUMNS[:30]) == theirs
+
+
+def test_a_row_tells_the_medians_of_its_repeats_and_how_far_they_lie_apart() -> None:
+    errors = ({"503": 4}, {}, {"lost": 1, "503": 1})
+    runs = [measured(SINGLE.label, rate, errors=e) for rate, e in zip((90.0, 100.0, 120.0), errors, strict=True)]
+    first, second = cells(rows_of([SINGLE, EIGHT], runs))
+    expected = {
+        "Batch size": "1", "Batch delay": "50", "Workers": "1", "Model": "resnet", "Concurrency": "10",
+        "Input": "cat.jpg", "Requests": "100", "TS failed requests": "2", "TS throughput": "100.0",
+        "TS latency P50": "100.0", "TS latency P99": "300.0", "TS error rate": "2.0", "Model_p90": "7.0",
+        "Queue time p99": "9.0", "predict_mean": "4.0", "handler_time_mean": "6.0", "waiting_time_mean": "2.0",
+        "cpu_percentage_mean": "50.0", "memory_percentage_mean": "12.5", "gpu_percentage_mean": "60.0",
+        "gpu_memory_percentage_mean": "50.0", "gpu_memory_used_mean": "1536.0", "TS latency P99.9": "",
+        "Mode": "eager_mode", "Processor": "cpu",
+        "Batch size mean": "6.5", "Server CPU cores": "2.0", "Server memory MB": "1024.0",
+        "Repeats": "3", "Throughput spread %": "30.0", "SLO met": "", "Invalid": "",
+        "Machine": "Fast CPU, 4 cores, 2 x Card",
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    assert (second["Batch size"], second["Repeats"], second["TS throughput"]) == ("8", "0", "")
+    (two, _) = cells(rows_of([SINGLE, EIGHT], runs[:2]))
+    assert float(two["Throughput spread %"]) == pytest.approx(10.526)
+
+
+def test_an_invalid_run_has_no_numbers_and_tells_why() -> None:
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["the generator was overloaded"])]))
+    assert row["Invalid"] == "the generator was overloaded"
+    assert not row["TS throughput"] + row["TS latency P50"] + row["TS failed requests"]
+    page = markdown(report(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["too busy"])]), MACHINE, {}))
+    assert "**resnet eager_mode: nothing was measured.**" in page
+    assert "| INVALID: too busy |" in page
+
+
+def test_a_repeat_that_was_invalid_does_not_count_with_the_others() -> None:
+    runs = [measured(SINGLE.label, 100.0), measured(SINGLE.label, 5.0, invalid=["overloaded"], repeat=1)]
+    (row,) = cells(found := rows_of([SINGLE], runs))
+    assert (row["TS throughput"], row["Throughput spread %"], row["Invalid"]) == ("100.0", "", "overloaded")
+    page = markdown(report(found, MACHINE, {}))
+    assert "\n- INVALID, repeat 2: overloaded\n" in page
+    assert "100/s, p99 300 ms." in page
+
+
+def judged(*clauses: bool | None) -> list[Row]:
+    """A row whose repeats kept the SLO, missed it, or cannot tell; and one INVALID repeat."""
+    runs = [measured(SINGLE.label, 100.0, slo=[Clause(text="p99<=1s", value=0.1, met=met)]) for met in clauses]
+    return rows_of([SINGLE], [*runs, measured(SINGLE.label, 5.0, invalid=["overloaded"])])
+
+
+@pytest.mark.parametrize(
+    ("clauses", "cell", "choice"),
+    [
+        ((True, True), "yes", "100/s within p99<=1s, p99 300 ms."),
+        ((True, False, None), "no", "nothing that was tried keeps p99<=1s."),
+        ((True, None), "", "nothing is known to keep p99<=1s; where the table says n/a, a run was too short."),
+        ((), "", "nothing was measured."),
+    ],
+)
+def test_the_slo_is_kept_by_what_all_valid_repeats_say(
+    clauses: tuple[bool | None, ...], cell: str, choice: str
+) -> None:
+    (row,) = cells(found := judged(*clauses))
+    assert row["SLO met"] == cell
+    assert choice in markdown(report(found, MACHINE, {}, slo="p99<=1s")).splitlines()[2]
+
+
+def test_a_percentile_that_one_repeat_cannot_tell_is_not_told() -> None:
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0), measured(SINGLE.label, 1.0, latency=Latency())]))
+    assert (row["TS throughput"], row["TS latency P99"], row["Model_p50"]) == ("50.5", "", "6.0")
+    page = markdown(report(rows_of([SINGLE], [measured(SINGLE.label, 1.0, latency=Latency())]), MACHINE, {}))
+    assert "10 clients: 1/s, p99 n/a.**" in page
+
+
+def test_the_first_error_of_a_run_is_on_the_page_and_no_secret_of_its_archive() -> None:
+    case = structs.replace(CASE, url="https://me:t0p@h/r.mar?sig=1&token=t0p")
+    point = points(case)[0]
+    runs = [measured(point.label, 9.0, errors={"500": 3}, first_error="500: no <b>", repeat=n) for n in range(2)]
+    page = markdown(report(rows_of([point], runs), MACHINE, {}))
+    assert "\n- the first error: 500: no \\<b>\n" in page
+    assert "https://\\*\\*\\*@h/r.mar?sig=1&token=\\*\\*\\*: 100 requests a run" in page
+
+
+def test_a_server_that_tells_nothing_leaves_its_columns_empty() -> None:
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=None)]))
+    assert row["TS throughput"] == "100.0"
+    assert not row["Model_p50"] + row["handler_time_mean"] + row["cpu_percentage_mean"] + row["gpu_percentage_mean"]
+    side = ServerSide(preprocess_s=0.1, gpus=[Gpu(name="Card", utilization=0.5, memory_bytes=2**20)])
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=side)]))
+    assert (row["handler_time_mean"], row["gpu_memory_percentage_mean"], row["gpu_percentage_mean"]) == ("", "", "50.0")
+    (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=structs.replace(side, gpus=[]))]))
+    assert row["gpu_memory_used_mean"] == ""
+
+
+def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
+    slo = parse_slo("p99<=250ms")
+    runs = []
+    for point, rate in ((SINGLE, 200.0), (EIGHT, 100.0)):  # p99 of 150 and 300 ms
+        run = measured(point.label, rate, caveats=["a closed loop sees no stalls"])
+        caveats = [*run.caveats, *(["it got slower"] * (rate < 200))]
+        runs.append(measured(point.label, rate, caveats=caveats, slo=slo.judge(run)))
+    rows = rows_of([SINGLE, EIGHT], runs)
+    page = markdown(report(rows, MACHINE, {"python": "3.11"}, slo=slo.text, line="penstock x"))
+    choice, table = page.splitlines()[2], [line for line in page.splitlines() if line.startswith("| cpu")]
+    assert choice == "**resnet eager_mode: cpu, 1 worker, batch 1, 10 clients: 200/s within p99<=250ms, p99 150 ms.**"
+    assert [line.split(" | ")[-1] for line in table] == ["met |", "missed |"]
+    assert "\n- a closed loop sees no stalls\n" in page
+    assert "\n- resnet eager_mode, cpu, 1 worker, batch 8, 10 clients: it got slower\n" in page
+    assert "```\npenstock x\n```" in page
+    assert "a batch is held 50 ms at most to be filled" in page
+    none = markdown(report(rows_of([EIGHT], runs), MACHINE, {}, slo=slo.text))
+    assert "**resnet eager_mode: nothing that was tried keeps p99<=250ms.**" in none
+
+
+def test_the_page_has_a_line_for_each_run_as_far_as_it_is_known() -> None:
+    (_, *wide) = points(structs.replace(CASE, batch_size=(1, 8, 16)))
+    runs = [measured(SINGLE.label, 100.0), measured(wide[0].label, 200.0)]
+    page = markdown(report(rows_of([SINGLE, *wide], runs), MACHINE, {})).splitlines()
+    assert page[2] == "**resnet eager_mode: cpu, 1 worker, batch 8, 10 clients: 200/s, p99 150 ms.**"
+    assert "r.mar: 100 requests a run, of cat.jpg; a batch is held 50 ms at most to be filled." in page
+    header, _, *lines = [line.strip("| ").split(" | ") for line in page if line.startswith("| ")]
+    assert [dict(zip(header, line, strict=False)) for line in lines[:2]] == [
+        {
+            "processor": "cpu", "workers": "1", "batch": batch, "clients": "10", "requests/s": rate, "p50 ms": p50,
+            "p90 ms": p90, "p99 ms": p99, "mean ms": p50, "errors %": "0", "wait ms": "2", "batch ms": "6",
+            "mean batch": "6.5", "CPU cores": "2",
+        }
+        for batch, rate, p50, p90, p99 in (("1", "100", "100", "200", "300"), ("8", "200", "50", "100", "150"))
+    ]  # fmt: skip
+    assert [cell for cell in lines[2] if cell.strip()] == ["cpu", "1", "16", "10", "not run"]
+    own = structs.replace(CASE, input=None)
+    assert "of its own example; a batch" in markdown(report(rows_of(points(own), []), MACHINE, {}))
+
+
+def test_runs_differ_by_registration_and_by_clients() -> None:
+    case = Case(model="m", mode="e", url="m.mar", concurrency=(10, 20), processors=(Processor(), Processor("all")))
+    rows = rows_of(points(case), [measured(points(case)[1].label, 7.0)])
+    assert [(r.point.processor.text, r.load.concurrency, r.repeats) for r in rows] == [
+        ("cpu", 10, 0),
+        ("cpu", 20, 0),
+        ("gpus all", 10, 1),
+        ("gpus all", 20, 0),
+    ]

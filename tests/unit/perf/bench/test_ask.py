@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.client.endpoint import Endpoint
+from penstock.client.errors import ConnectionLost, MalformedAnswer, NoAnswer, Unreachable
+from penstock.perf.bench.ask import Reply, ask, reach
+from penstock.perf.bench.listening import listeners_beside, process_at
+
+Says = Callable[[bytes], Endpoint]
+
+
+@pytest.fixture
+def says() -> Iterator[Says]:
+    """`says(answer)` is a server that answers each request with these bytes and hangs up; b"-": never.
+
+    After b"..." it goes on with dots, for ever.
+    """
+    listeners: list[socket.socket] = []
+    threads: list[threading.Thread] = []
+    held: list[socket.socket] = []
+
+    def answer(listener: socket.socket, data: bytes) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            if data == b"-":
+                held.append(connection)
+                continue
+            with connection:
+                connection.recv(4096)
+                connection.sendall(data)
+                while data.endswith(b"..."):
+                    try:
+                        connection.sendall(b".")
+                    except OSError:
+                        break
+
+    def make(data: bytes) -> Endpoint:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+        threads.append(threading.Thread(target=answer, args=(listener, data)))
+        threads[-1].start()
+        return Endpoint("127.0.0.1", listener.getsockname()[1])
+
+    yield make
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+    for thread in threads:
+        thread.join()
+    for connection in held:
+        connection.close()
+
+
+def http(body: bytes, status: bytes = b"200 OK") -> bytes:
+    return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+def test_an_answer_is_given_whatever_its_status(says: Says) -> None:
+    assert ask(says(http(b'{"a": 1}')), "GET", "/x") == Reply(200, b'{"a": 1}')
+    reply = ask(says(http(b"not JSON", b"503 Busy")), "POST", "/x", b"{}")
+    assert (reply.status, reply.ok, reply.json(), reply.text) == (503, False, None, "not JSON")
+
+
+def test_what_is_no_answer_is_told_apart(says: Says) -> None:
+    with pytest.raises(ConnectionLost):
+        ask(says(b""), "GET", "/")
+    with pytest.raises(MalformedAnswer):
+        ask(says(b"220 mail.example ESMTP\r\n"), "GET", "/")
+    with pytest.raises(NoAnswer, match=r"within 0\.05 s"):
+        ask(says(b"-"), "GET", "/", timeout_s=0.05)
+    with pytest.raises(NoAnswer, match=r"within 0\.05 s"):
+        ask(says(b"HTTP/1.1 200 OK\r\n\r\n..."), "GET", "/", timeout_s=0.05)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = Endpoint("127.0.0.1", free.getsockname()[1])
+        for look in (lambda: ask(nobody, "GET", "/"), lambda: reach(nobody)):
+            with pytest.raises(Unreachable, match="cannot connect"):
+                look()
+    with pytest.raises(Unreachable, match="no name that a host can have"):
+        reach(Endpoint("a..b", 80))
+
+
+def test_a_server_is_found_by_its_port_with_what_listens_beside_it(says: Says) -> None:
+    here = says(http(b"{}", b"404 Not Found"))
+    metrics = says(http(b"# HELP\npenstock_build_info 1\n"))
+    management = says(http(b'{"models":[]}'))
+    assert process_at(here.port) == os.getpid()
+    assert listeners_beside(here, os.getpid(), None) == (metrics, management)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from msgspec import structs
+
+from penstock.perf.bench.compare import Change, Comparison, compare
+from penstock.perf.bench.measurement import Latency, Measurement
+from penstock.perf.bench.results import Origin
+
+ORIGIN = Origin(command="bench", machine={"cpu": "C", "cores": 2, "system": "Linux 6"}, versions={"python": "3.11.7"})
+Make = Callable[..., Measurement]
+
+
+@pytest.fixture
+def side(make_measurement: Make) -> Callable[..., list[Measurement]]:
+    """A run of three loads with ten repeats, as noisy as a small shared machine is, one hiccup in twenty repeats."""
+
+    def make(seed: int, *, slower: float = 1.0, repeats: int = 10, noise: float = 0.02) -> list[Measurement]:
+        random_ = random.Random(seed)
+        loads = ({"clients": 8}, {"clients": 64}, {"rate": 400.0})
+        return [
+            make_measurement(
+                **load, repeat=n, noise=noise, random_=random_, slower=slower * random_.choice([1.0] * 19 + [1.5])
+            )
+            for n in range(repeats)
+            for load in loads
+        ]
+
+    return make
+
+
+def by(comparison: Comparison, metric: str, load: str = "64 clients") -> Change:
+    return next(change for change in comparison.changes if (change.load, change.metric) == (load, metric))
+
+
+def test_of_twenty_comparisons_of_the_same_one_cries_out_at_most(side: Callable[..., list[Measurement]]) -> None:
+    found = [compare((ORIGIN, side(n)), (ORIGIN, side(1000 + n))).verdict for n in range(20)]
+    assert found.count("same") >= 19
+
+
+def test_ten_percent_slower_is_caught_in_nineteen_of_twenty(side: Callable[..., list[Measurement]]) -> None:
+    found = [compare((ORIGIN, side(n)), (ORIGIN, side(1000 + n, slower=1.1))).verdict for n in range(20)]
+    assert found.count("worse") >= 19
+
+
+def test_faster_is_better_with_effect_and_interval(side: Callable[..., list[Measurement]]) -> None:
+    comparison = compare((ORIGIN, side(1, slower=1.25)), (ORIGIN, side(2)))
+    assert comparison.verdict == "better"
+    throughput, p50 = by(comparison, "throughput/s"), by(comparison, "p50")
+    assert throughput.judged == p50.judged == "better"
+    assert throughput.low < 0.25 < throughput.high
+    assert p50.low < -0.2 < p50.high < 0
+
+
+def test_a_change_below_the_tolerance_does_not_matter_however_sure(make_measurement: Make) -> None:
+    before, after = ([make_measurement(clients=8, base_s=b, repeat=n) for n in range(5)] for b in (0.01, 0.0103))
+    assert by(compare((ORIGIN, before), (ORIGIN, after)), "p50", "8 clients").judged == "same"
+    found = compare((ORIGIN, before), (ORIGIN, after), tolerance=0.02)
+    assert by(found, "p50", "8 clients").judged == "worse"
+
+
+def test_noise_that_would_hide_a_change_is_said(side: Callable[..., list[Measurement]]) -> None:
+    comparison = compare((ORIGIN, side(1, noise=0.4)), (ORIGIN, side(2, noise=0.4)))
+    assert "too noisy to see a change of 10 %" in by(comparison, "p99").why
+
+
+def test_too_few_repeats_tell_nothing(side: Callable[..., list[Measurement]]) -> None:
+    comparison = compare((ORIGIN, side(1, repeats=2)), (ORIGIN, side(2, slower=3.0)))
+    assert comparison.verdict == "n/a"
+    change = by(comparison, "throughput/s")
+    assert (change.judged, change.why) == ("n/a", "2 valid repeats, expected 3 or more: --repeat")
+    assert change.before is not None
+    assert change.cells()[4:7] == ["n/a", "", "n/a"]
+
+
+def test_a_percentile_without_enough_samples_is_not_compared(make_measurement: Make) -> None:
+    runs = [make_measurement(clients=8, latency=Latency(p50_s=0.01), repeat=n) for n in range(5)]
+    comparison = compare((ORIGIN, runs), (ORIGIN, runs))
+    assert by(comparison, "p99", "8 clients").judged == "n/a"
+    assert by(comparison, "p50", "8 clients").judged == "same"
+
+
+def test_invalid_repeats_are_left_out_and_said(make_measurement: Make) -> None:
+    good = [make_measurement(clients=8, repeat=n) for n in range(5)]
+    bad = make_measurement(clients=8, base_s=9.0, invalid=["the generator was late"])
+    comparison = compare((ORIGIN, good), (ORIGIN, [*good, bad]))
+    assert comparison.verdict == "same"
+    assert comparison.notes == ["8 clients: 1 INVALID repeats of the second run are left out: the generator was late"]
+    (first, *_) = compare((ORIGIN, good), (ORIGIN, [bad])).changes
+    assert (first.judged, first.why) == ("n/a", "all repeats of a run are INVALID: the generator was late")
+
+
+def test_errors_that_come_are_worse_and_the_same_few_are_not(make_measurement: Make) -> None:
+    none, some = ([make_measurement(clients=8, errors=e, repeat=n) for n in range(5)] for e in ({}, {"503": 40}))
+    assert by(compare((ORIGIN, none), (ORIGIN, some)), "errors", "8 clients").judged == "worse"
+    assert by(compare((ORIGIN, some), (ORIGIN, none)), "errors", "8 clients").judged == "better"
+    assert by(compare((ORIGIN, some), (ORIGIN, some)), "errors", "8 clients").judged == "same"
+
+
+def test_a_server_that_answers_nothing_any_more_is_worse(make_measurement: Make) -> None:
+    before = [make_measurement(clients=8, repeat=n) for n in range(3)]
+    after = [
+        structs.replace(m, throughput=0.0, answered=0, errors={"503": m.requests}, latency=Latency()) for m in before
+    ]
+    comparison = compare((ORIGIN, before), (ORIGIN, after))
+    assert by(comparison, "throughput/s", "8 clients").judged == "worse"
+    assert by(comparison, "errors", "8 clients").cells()[4] == "+100 %"
+    assert by(comparison, "p50", "8 clients").why == "too few requests in a repeat"
+
+
+def test_other_machines_versions_and_lengths_are_said(make_measurement: Make) -> None:
+    runs = [make_measurement(clients=8, repeat=n) for n in range(3)]
+    longer = [structs.replace(m, load=structs.replace(m.load, seconds=60)) for m in runs]
+    other = structs.replace(
+        ORIGIN, machine={"cpu": "D", "cores": 2, "system": "Linux 7"}, versions={"python": "3.12.1"}, target="b"
+    )
+    comparison = compare((ORIGIN, runs), (other, longer))
+    assert comparison.other_machine == ["cpu: C in the first run, D in the second"]
+    assert comparison.notes == [
+        "target:  in the first run, b in the second",
+        "system: Linux 6 in the first run, Linux 7 in the second",
+        "version of python: 3.11.7 in the first run, 3.12.1 in the second",
+        "8 clients: 10 s in the first run, 60 s in the second",
+    ]
+    assert comparison.verdict == "same"
+
+
+def test_a_machine_that_was_busy_is_said(make_measurement: Make) -> None:
+    busy = structs.replace(ORIGIN, machine={**ORIGIN.machine, "load_before": 1.5})
+    told = compare((ORIGIN, [make_measurement(clients=8)]), (busy, [make_measurement(clients=8)]))
+    assert told.notes == ["second run: the machine was busy before the run began: load 1.5 on 2 cores"]
+    assert not told.other_machine
+
+
+def test_loads_of_one_run_only_are_named(make_measurement: Make) -> None:
+    comparison = compare(
+        (ORIGIN, [make_measurement(clients=8), make_measurement(clients=64)]),
+        (ORIGIN, [make_measurement(clients=64), make_measurement(clients=128, label="batch=2")]),
+    )
+    assert comparison.missing == ["8 clients"]
+    assert comparison.notes == ["batch=2 at 128 clients: only in the second run"]
+    assert {change.load for change in comparison.changes} == {"64 clients"}

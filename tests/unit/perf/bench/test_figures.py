@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.perf.bench import figures
+from penstock.perf.bench.figures import enough, interval_p99, latency_of, percentile, summarise
+from penstock.perf.bench.histogram import decode
+from penstock.perf.bench.measurement import Load, ServerSide
+from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+from penstock.perf.bench.slo import parse_slo
+
+OPEN = Load(mode="open", rate=100.0)
+CLOSED = Load(mode="closed", concurrency=4)
+
+
+def samples(*requests: tuple[float, float, int], seconds: float = 10.0, **more: Any) -> Samples:
+    """(intended, latency, status) of each."""
+    made = Samples()
+    for number, (at, took, status) in enumerate(requests):
+        made.intended_s.append(at)
+        made.late_s.append(0.0)
+        made.latency_s.append(took)
+        made.status.append(status)
+        made.number.append(number)
+    made.seconds = seconds
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def even(count: int, took: float = 0.02, status: int = 200) -> list[tuple[float, float, int]]:
+    return [(n * 10.0 / count, took, status) for n in range(count)]
+
+
+# ---- percentiles
+
+
+def test_percentiles_are_the_nearest_rank() -> None:
+    values = [float(v) for v in range(1, 101)]
+    assert [percentile(values, q) for q in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert percentile([3.0], 0.5) == 3.0
+    assert math.isnan(percentile([], 0.5))
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=300), st.sampled_from([0.5, 0.75, 0.9, 0.95, 0.99, 0.999]))
+def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(values: list[float], q: float) -> None:
+    ordered = sorted(values)
+    found = percentile(ordered, q)
+    assert sum(v <= found for v in values) >= q * len(values) - 1e-6
+    assert found == ordered[0] or sum(v < found for v in values) < q * len(values)
+
+
+@pytest.mark.parametrize(("q", "least"), [(0.5, 2), (0.75, 4), (0.9, 10), (0.95, 20), (0.99, 100), (0.999, 1000)])
+def test_a_percentile_takes_samples_beyond_it(q: float, least: int) -> None:
+    assert enough(least, q)
+    assert not enough(least - 1, q)
+
+
+def test_a_percentile_without_enough_samples_is_not_told() -> None:
+    latency = latency_of([0.01 * n for n in range(1, 51)])
+    assert latency.p95_s == pytest.approx(0.48)
+    assert latency.max_s == pytest.approx(0.5)
+    assert latency.mean_s == pytest.approx(0.255)
+    assert (latency.p99_s, latency.p999_s, latency.p99_high_s) == (None, None, None)
+    assert latency_of([]) == figures.Latency()
+
+
+# ---- the interval of the p99
+
+
+@pytest.mark.parametrize("n", [400, 2_000, 20_000])
+def test_the_interval_holds_the_true_p99_nineteen_times_of_twenty(n: int) -> None:
+    draw = random.Random(n)
+    rounds = 400 if n < 20_000 else 60
+    held = 0
+    for _ in range(rounds):
+        # only the order of the upper values counts, which are those of n uniform ones
+        low, high = interval_p99(sorted(draw.random() for _ in range(n)))
+        assert low is not None
+        assert high is not None
+        held += low <= 0.99 <= high
+    assert held / rounds >= 0.91
+
+
+def test_too_few_samples_bound_the_p99_from_below_only() -> None:
+    assert interval_p99([float(n) for n in range(367)])[1] is None, "0.99 ** 367 is over 2.5 %"
+    assert interval_p99([float(n) for n in range(368)]) == (359.0, 367.0)
+    assert interval_p99([]) == (None, None)
+
+
+@pytest.mark.parametrize("n", [1, 100, 368, 369, 1_000, 12_345, 50_000, 50_001, 1_000_000])
+def test_the_ranks_of_the_interval_are_those_of_the_binomial_distribution(n: int) -> None:
+    binomial = pytest.importorskip("scipy.stats").binom(n, 0.01)
+    few, many = figures._above(n)
+    off = 0 if n <= figures._EXACT else 2  # ranks, of the normal distribution
+    assert few == pytest.approx(binomial.ppf(0.025), abs=off)
+    assert many == pytest.approx(binomial.ppf(0.975), abs=off)
+
+
+def test_the_two_ways_to_the_interval_agree_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [float(n) for n in range(figures._EXACT)]
+    summed = interval_p99(values)
+    monkeypatch.setattr(figures, "_EXACT", 0)
+    for one, other in zip(summed, interval_p99(values), strict=True):
+        assert one == pytest.approx(other, abs=3), "of 50,000 ranks"
+
+
+# ---- a run
+
+
+def test_a_run_of_good_answers() -> None:
+    run = summarise(OPEN, samples(*even(1000)), label="a", repeat=2, started="now", server=ServerSide(cpu=1.0))
+    assert (run.label, run.repeat, run.started, run.server) == ("a", 2, "now", ServerSide(cpu=1.0))
+    assert (run.requests, run.answered, run.errors, run.first_error) == (1000, 1000, {}, None)
+    assert run.throughput == pytest.approx(100)
+    assert (run.goodput, run.slo, run.met) == (None, [], None)
+    assert run.latency.p999_s == pytest.approx(0.02)
+    assert decode(run.histogram) == [(pytest.approx(0.02, rel=0.001), 1000)]
+    assert (run.invalid, run.caveats) == ([], [])
+
+
+def test_errors_are_told_by_name_and_what_was_under_way_is_none() -> None:
+    failed = [(1.0, 5.0 if s == TIMED_OUT else math.inf, s) for s in (LOST, LOST, TIMED_OUT, REFUSED, UNDER_WAY)]
+    answered = [(2.0, 0.1, s) for s in (503, 503, 503, WRONG, 204)]
+    run = summarise(OPEN, samples(*failed, *answered, first_error=(LOST, b"")))
+    assert run.errors == {"503": 3, "lost": 2, "timeout": 1, "refused": 1, "wrong": 1}
+    assert (run.requests, run.answered) == (9, 1)
+    assert run.first_error == "lost"
+    assert (run.latency.p50_s, run.latency.max_s) == (0.1, 5.0), "of the good answer and of what timed out"
+
+
+def test_what_timed_out_is_the_tail_of_the_latencies() -> None:
+    """2 % of the requests get no answer: no SLO is kept by that."""
+    run = summarise(OPEN, samples(*even(980), *even(20, 5.0, TIMED_OUT)), parse_slo("p99<=100ms"))
+    assert (run.answered, run.throughput) == (980, pytest.approx(98))
+    assert run.latency.p99_s == 5.0
+    assert run.met is False
+    assert run.goodput == pytest.approx(98)
+    assert "20 requests timed out: latencies count them" in run.caveats[0]
+
+
+def test_the_first_error_is_told_with_what_the_server_said() -> None:
+    for error, told in (
+        ((503, b" queue full\n"), "503 Service Unavailable: queue full"),
+        ((799, b""), "799"),
+        ((400, b"\xff"), "400 Bad Request: \ufffd"),
+    ):
+        assert summarise(OPEN, samples((0.0, 0.1, error[0]), first_error=error)).first_error == told
+
+
+def test_the_slo_is_judged_and_goodput_counts_who_met_its_latency() -> None:
+    slow = [(at, 0.2, 200) for at, _, _ in even(200)]
+    run = summarise(
+        OPEN, samples(*even(800), *slow, *even(10, 0.01, 503)), parse_slo("p50<=100ms,p99<=100ms,error<=2%")
+    )
+    assert [clause.met for clause in run.slo] == [True, False, True]
+    assert run.goodput == pytest.approx(80)
+    assert run.throughput == pytest.approx(100, rel=0.01)
+    assert run.met is False
+
+
+def test_an_open_loop_beyond_the_capacity_counts_what_came_in_its_time() -> None:
+    """100 a second are offered for 10 s, 50 a second are done: the answers come until 20 s."""
+    run = summarise(OPEN, samples(*((n / 100, 0.02 * (n + 1) - n / 100, 200) for n in range(1000))))
+    assert run.throughput == pytest.approx(50, rel=0.01)
+
+
+def test_a_closed_loop_counts_the_part_of_a_request_that_lies_in_its_time() -> None:
+    """One client and answers after 4 s each: 2.5 of them in 10 s, though only two came."""
+    run = summarise(CLOSED, samples((0.0, 4.0, 200), (4.0, 4.0, 200), (8.0, 4.0, 200)), parse_slo("p50<=5s"))
+    assert run.throughput == pytest.approx(0.25)
+    assert run.goodput == pytest.approx(0.25)
+    assert figures.CLOSED in run.caveats
+
+
+def test_what_waits_in_a_queue_at_the_end_of_a_closed_loop_adds_nothing() -> None:
+    """A server that does 50 a second, one after the other, and 50 clients: each answer takes 1 s once all wait."""
+    first = [(0.0, (n + 1) / 50, 200) for n in range(50)]
+    later = [((n + 1) / 50, 1.0, 200) for n in range(500)]
+    run = summarise(Load(mode="closed", concurrency=50, seconds=10.0), samples(*first, *later))
+    assert run.throughput == pytest.approx(50, rel=0.01)
+
+
+@pytest.mark.parametrize("load", [Load(mode="closed", concurrency=1, seconds=10.0), Load(mode="closed", concurrency=1)])
+def test_a_first_answer_that_took_most_of_the_time_or_is_one_of_a_number_counts(load: Load) -> None:
+    took = 6.0 if load.seconds else 2.0
+    run = summarise(load, samples((0.0, took, 200), (took, 10.0 - took, 200), (10.0, 0.0, 200)))
+    assert run.throughput == pytest.approx(0.2)
+
+
+def test_nothing_that_was_answered_is_no_throughput() -> None:
+    run = summarise(OPEN, samples((0.0, math.inf, LOST)), parse_slo("p99<=1s"))
+    assert (run.throughput, run.goodput, run.histogram != "") == (0.0, 0.0, True)
+    assert summarise(OPEN, Samples()).requests == 0
+
+
+# ---- whether to believe it
+
+
+def late(count: int, by_s: float, of: int = 1000, took: float = 0.02) -> Samples:
+    made = samples(*even(of, took))
+    for n in range(count):
+        made.late_s[n] = by_s
+    return made
+
+
+def test_a_generator_that_was_late_makes_the_run_invalid() -> None:
+    run = summarise(OPEN, late(20, 0.005))
+    assert run.generator.late_share == pytest.approx(0.02)
+    assert run.generator.late_p99_s == 0.005
+    assert len(run.invalid) == 1
+    assert "found 2.0% of the sends over 1 ms after their time (p99 5 ms), expected under 1%" in run.invalid[0]
+    assert "lower the rate" in run.invalid[0]
+    assert run.met is None
+
+
+@pytest.mark.parametrize("made", [late(9, 0.005), late(20, 0.0009), late(3, 0.005, of=50)])
+def test_few_late_sends_are_chance(made: Samples) -> None:
+    assert summarise(OPEN, made).invalid == []
+    assert not any("of the sends" in text for text in summarise(OPEN, made).caveats)
+
+
+def test_what_is_the_generators_own_in_the_rarest_latencies_is_told() -> None:
+    """One stall of the generator's machine in a run: too few sends to doubt the p99, but the tail is its own."""
+    told = "p99.9 and max: the generator itself was up to 15 ms late, which they include"
+    assert summarise(OPEN, late(9, 0.015)).caveats == [told]
+    assert summarise(OPEN, late(9, 0.005)).caveats == [told.replace(" and max", "").replace("15", "5")]
+    assert summarise(OPEN, late(9, 0.0019)).caveats == [], "a small part of 20 ms"
+    assert summarise(OPEN, late(9, 0.0009, took=0.001)).caveats == [], "less than is ever late"
+    assert summarise(OPEN, late(1, 0.015, of=50)).caveats == [told.replace("p99.9 and ", "")]
+    assert summarise(CLOSED, late(9, 0.015)).caveats == [figures.CLOSED]
+
+
+def test_what_is_late_in_the_median_counts_also_beside_a_long_tail() -> None:
+    made = late(1000, 0.005)
+    for n in range(20):
+        made.latency_s[n] = 2.0
+    assert "100.0% of the sends" in summarise(OPEN, made).invalid[0]
+
+
+def test_a_lateness_that_is_small_beside_the_latency_is_only_told() -> None:
+    run = summarise(OPEN, late(20, 0.005, took=0.5))
+    assert run.invalid == []
+    assert run.caveats == ["2.0% of the sends were over 1 ms late (p99 5.0 ms), which latencies include"]
+
+
+def test_a_lateness_that_is_tolerated_is_only_told() -> None:
+    assert summarise(OPEN, late(20, 0.005), late_s=0.004).invalid
+    run = summarise(OPEN, late(20, 0.005), late_s=0.005)
+    assert run.invalid == []
+    assert "2.0% of the sends were over 1 ms late" in run.caveats[0]
+
+
+@pytest.mark.parametrize("load", [OPEN, CLOSED])
+def test_a_generator_without_processor_time_left_makes_the_run_invalid(load: Load) -> None:
+    busy = samples(*even(1000), cpu_s=9.1, busy_s=10.0)
+    assert "found 91% of a core in use, expected at most 90%" in summarise(load, busy).invalid[0]
+    assert summarise(load, samples(*even(1000), cpu_s=8.9, busy_s=10.0)).invalid == []
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"ended": "cancelled"}, "interrupted"),
+        ({"waited": 7}, "7 requests waited for a connection"),
+    ],
+)
+def test_what_a_reader_must_know_is_told(more: dict[str, Any], told: str) -> None:
+    assert told in summarise(OPEN, samples(*even(10), **more)).caveats[0]
+
+
+def test_a_histogram_that_could_not_be_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "encode", lambda latencies: "")
+    assert summarise(OPEN, samples(*even(10))).caveats == [figures.NO_HISTOGRAM]

@@ -1,0 +1,633 @@
+"""The generator in virtual time, where every latency is exact, and over real sockets, where bytes come as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import math
+import selectors
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.client.endpoint import Endpoint, tls_context
+from penstock.client.errors import Unreachable
+from penstock.errors import ConfigError
+from penstock.perf.bench import alarm, drive, load
+from penstock.perf.bench.figures import summarise
+from penstock.perf.bench.load import http_request
+from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+
+HERE = Endpoint("127.0.0.1", 9)
+TLS = Path(__file__).parents[3] / "tls"
+ENDS = b"<the connection ends>"
+REQUESTS = [http_request(HERE, "POST", "/p", {"Content-Type": "image/png"}, b"body %d" % number) for number in range(5)]
+
+
+def answer(status: int = 200, body: bytes = b"ok", *head: str) -> bytes:
+    lines = "".join(f"{line}\r\n" for line in (f"HTTP/1.1 {status} S", *head, f"Content-Length: {len(body)}"))
+    return lines.encode() + b"\r\n" + body
+
+
+class Server:
+    """What a request meets in virtual time: by default each is answered after `takes_s`, whatever else is under way."""
+
+    def __init__(self, takes_s: float = 0.005) -> None:
+        self.takes_s = takes_s
+        self.here: Callable[[float], bool] = lambda now: True
+        self.error: OSError | None = None  # of who connects
+        self.seen: list[tuple[float, bytes]] = []
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        """When, and what; None of bytes ends the connection, None at all is silence."""
+        return now + self.takes_s, answer()
+
+
+class Frozen(Server):
+    """Answers nothing from `start_s` to `end_s`, and then all of what came in between."""
+
+    def __init__(self, start_s: float, end_s: float) -> None:
+        super().__init__()
+        self.start_s, self.end_s = start_s, end_s
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        begins = self.end_s if self.start_s <= now < self.end_s else now
+        return begins + self.takes_s, answer()
+
+
+class Transport(asyncio.Transport):
+    def __init__(self, loop: VirtualLoop, protocol: asyncio.Protocol, number: int) -> None:
+        super().__init__({"peername": ("127.0.0.1", 9)})
+        self.loop, self.protocol, self.number, self.closed = loop, protocol, number, False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        now = self.loop.now
+        self.loop.server.seen.append((now, bytes(data)))
+        found = self.loop.server.reply(now, bytes(data), self.number)
+        if found is not None:
+            self.loop.call_at(found[0], self.comes, found[1])
+
+    def comes(self, data: bytes | None) -> None:
+        if data is None:
+            self.close()
+        elif not self.closed:
+            self.protocol.data_received(data.removesuffix(ENDS))
+            if data.endswith(ENDS):
+                self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.loop.call_soon(self.protocol.connection_lost, None)
+
+    abort = close
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that never waits: when nothing is to do its time jumps to the next timer."""
+
+    def __init__(self, server: Server) -> None:
+        self.now = 1000.0
+        self.server = server
+        self.opened = 0
+        selector = selectors.SelectSelector()
+        ask = selector.select
+
+        def select(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            assert timeout is not None, "all wait for something that never comes"
+            self.now += timeout + 1e-9  # a turn takes a little: what is due a rounding error later comes too
+            return ask(0)
+
+        cast(Any, selector).select = select
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now
+
+    async def create_connection(self, factory: Any, *_: Any, **__: Any) -> Any:
+        if self.server.error is not None:
+            raise self.server.error
+        if not self.server.here(self.now - 1000.0):
+            raise ConnectionRefusedError(111, "refused")
+        protocol = factory()
+        self.opened += 1
+        transport = Transport(self, protocol, self.opened)
+        protocol.connection_made(transport)
+        return transport, protocol
+
+
+Run = Callable[[Coroutine[Any, Any, Any], Server], Any]
+
+
+@contextlib.contextmanager
+def virtual(server: Server) -> Iterator[VirtualLoop]:
+    """A loop in whose time the generator runs."""
+    loop = VirtualLoop(server)
+    clock = SimpleNamespace(perf_counter=loop.time, process_time=time.process_time)
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(loop):
+        for module in (drive, load, alarm):
+            patch.setattr(module, "time", clock)
+        patch.setattr(load, "make_alarm", alarm.LoopTimer)
+        yield loop
+
+
+@pytest.fixture
+def virtually() -> Iterator[Run]:
+    """Runs a coroutine against a server in virtual time; `virtually.loop` afterwards has the loop."""
+
+    def run(work: Coroutine[Any, Any, Any], server: Server) -> Any:
+        run.loop = loops.enter_context(virtual(server))  # type: ignore[attr-defined]
+        return run.loop.run_until_complete(work)  # type: ignore[attr-defined]
+
+    with contextlib.ExitStack() as loops:
+        yield run
+
+
+def open_(**more: Any) -> Coroutine[Any, Any, Samples]:
+    return load.open_loop(HERE, REQUESTS, **{"times": [n / 100 for n in range(2000)], **more})
+
+
+def closed(**more: Any) -> Coroutine[Any, Any, Samples]:
+    return load.closed_loop(HERE, REQUESTS, **{"concurrency": 3, **more})
+
+
+def figures(samples: Samples, mode: str = "open") -> Measurement:
+    return summarise(Load(mode=cast(Any, mode)), samples)
+
+
+# ---- the open loop
+
+
+def test_a_stall_of_the_server_counts_for_all_who_came_in_it(virtually: Run) -> None:
+    """Coordinated omission: 100 requests a second for 20 s, of which the server stands still for 2."""
+    seen = figures(virtually(open_(), Frozen(1009.02, 1011.02)))
+    assert seen.requests == seen.answered == 2000
+    assert seen.latency.p50_s == pytest.approx(0.005)
+    assert seen.latency.p95_s == pytest.approx(1.005, rel=0.02)
+    assert seen.latency.p99_s == pytest.approx(1.805, rel=0.02)
+    assert seen.latency.p999_s == pytest.approx(1.985, rel=0.02)
+    assert seen.throughput == pytest.approx(100, rel=0.001)
+    assert not seen.invalid
+
+
+def test_a_closed_loop_does_not_see_a_stall_and_says_so(virtually: Run) -> None:
+    seen = figures(virtually(closed(concurrency=1, seconds=20.0), Frozen(1009.02, 1011.02)), "closed")
+    assert seen.latency.p99_s == pytest.approx(0.005)
+    assert seen.latency.max_s == pytest.approx(2.005, rel=0.02)
+    assert any("cannot see stalls: use --mode open" in caveat for caveat in seen.caveats)
+
+
+def test_requests_leave_at_their_times_in_turn(virtually: Run) -> None:
+    server = Server()
+    times = [0.0, 0.0, 0.001, 0.5, 0.5004, 1.25]
+    samples = virtually(open_(times=times), server)
+    start = server.seen[0][0]
+    assert [at - start for at, _ in server.seen] == pytest.approx(times, abs=1e-6)
+    assert [request for _, request in server.seen] == [*REQUESTS, REQUESTS[0]]
+    assert list(samples.intended_s) == times
+    assert list(samples.number) == [0, 1, 2, 3, 4, 0]
+    assert list(samples.status) == [200] * 6
+    assert list(samples.latency_s) == pytest.approx([0.005] * 6, abs=1e-6)
+    assert max(samples.late_s) < 1e-6
+    assert samples.seconds == pytest.approx(1.25 * 6 / 5)
+
+
+def test_more_connections_are_opened_while_none_is_free(virtually: Run) -> None:
+    samples = virtually(open_(times=[0.0, 0.001, 0.002, 1.0], connections=2), Server())
+    assert (samples.waited, virtually.loop.opened) == (1, 3)  # type: ignore[attr-defined]
+    assert list(samples.latency_s) == pytest.approx([0.005] * 4, abs=1e-6)
+
+
+def test_what_no_connection_is_free_for_waits_its_turn_and_the_wait_counts(
+    virtually: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive, "MOST_CONNECTIONS", 1)
+    samples = virtually(open_(times=[0.0, 0.001, 0.002]), Server(0.010))
+    assert list(samples.latency_s) == pytest.approx([0.010, 0.019, 0.028], abs=1e-6)
+    assert max(samples.late_s) < 1e-6, "the generator itself was on time"
+    assert any("2 requests waited for a connection" in caveat for caveat in figures(samples).caveats)
+
+
+def test_what_the_generator_itself_is_late_is_part_of_the_latency_and_makes_the_run_invalid(virtually: Run) -> None:
+    def stumbles(number: int, status: int, body: bytes) -> bool:
+        virtually.loop.now += 0.050  # type: ignore[attr-defined]
+        return True
+
+    samples = virtually(open_(times=[n / 100 for n in range(100)], check=stumbles), Server())
+    assert max(samples.late_s) > 0.5
+    assert all(took > late for took, late in zip(samples.latency_s, samples.late_s, strict=True))
+    seen = figures(samples)
+    assert len(seen.invalid) == 1
+    assert "the generator was late" in seen.invalid[0]
+
+
+def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually: Run) -> None:
+    class Silent(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return None if request.endswith(b"2") else super().reply(now, request, connection)
+
+    samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], patience_s=2.0), Silent())
+    assert list(samples.status) == [200, 200, TIMED_OUT, 200]
+    assert samples.latency_s[2] == pytest.approx(2.1), "it is known to take longer than it was waited for"
+    assert virtually.loop.now == pytest.approx(1000 + drive.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
+    assert figures(samples).first_error == "timeout: no answer 2 s after the last request"
+
+
+def test_requests_that_all_come_at_once_have_a_throughput(virtually: Run) -> None:
+    assert figures(virtually(open_(times=[0.0, 0.0, 0.0]), Server(0.5))).throughput == pytest.approx(6)
+
+
+FATES = st.one_of(st.just("silent"), st.just("ends"), st.sampled_from([200, 404, 503]))
+
+
+class Fated(Server):
+    """Does to the n-th request what was drawn: silence, an end of the connection, or a status, after a while."""
+
+    def __init__(self, fates: list[tuple[float, Any]]) -> None:
+        super().__init__()
+        self.fates = fates
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        after_s, fate = self.fates[int(request.rpartition(b"\r\n")[2])]
+        if fate == "silent":
+            return None
+        return now + after_s, None if fate == "ends" else answer(fate)
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.5), st.floats(0.001, 1), FATES), min_size=1, max_size=40), st.integers(1, 5))
+@settings(max_examples=60)
+def test_every_request_has_its_own_latency_or_error(drawn: list[tuple[float, float, Any]], connections: int) -> None:
+    times, now_s = [], 0.0
+    for gap_s, _, _ in drawn:
+        times.append(now_s := now_s + gap_s)
+    requests = [http_request(HERE, "POST", "/p", {}, b"%d" % number) for number in range(len(drawn))]
+    server = Fated([(after_s, fate) for _, after_s, fate in drawn])
+    with virtual(server) as loop:
+        samples = loop.run_until_complete(load.open_loop(HERE, requests, times, connections=connections, patience_s=2))
+    assert list(samples.intended_s) == times
+    for (_, after_s, fate), status, took in zip(drawn, samples.status, samples.latency_s, strict=True):
+        assert status == {"silent": TIMED_OUT, "ends": LOST}.get(fate, fate)
+        if status > 0:
+            assert took == pytest.approx(after_s, abs=1e-5)
+        else:
+            assert took == math.inf if status == LOST else took >= 2
+
+
+# ---- the closed loop
+
+
+def test_every_client_sends_when_it_was_answered(virtually: Run) -> None:
+    server = Server(0.010)
+    samples = virtually(closed(concurrency=3, seconds=0.095), server)
+    assert len(server.seen) == 30, "ten times three, the last of them at 90 ms"
+    assert list(samples.number) == [n % 5 for n in range(30)]
+    assert list(samples.latency_s) == pytest.approx([0.010] * 30)
+    assert samples.seconds == 0.095
+    assert figures(samples, "closed").throughput == pytest.approx(300), "the last three count by half"
+
+
+def test_so_many_requests_are_sent_as_were_asked_for(virtually: Run) -> None:
+    samples = virtually(closed(at_least=7), Server(0.010))
+    assert list(samples.status) == [200] * 7
+    assert samples.seconds == pytest.approx(0.030), "up to the last answer"
+    assert figures(samples, "closed").throughput == pytest.approx(7 / 0.030)
+
+
+@pytest.mark.parametrize(("asked", "sent"), [({"at_least": 7}, 10), ({"seconds": 0.015}, 10), ({"at_least": 1}, 5)])
+def test_whole_passes_send_every_request_as_often(virtually: Run, asked: dict[str, Any], sent: int) -> None:
+    samples = virtually(closed(whole_passes=True, **asked), Server(0.010))
+    assert sorted(samples.number) == sorted([*range(5)] * (sent // 5))
+
+
+def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtually: Run) -> None:
+    class Forgetful(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return None if connection == 2 else super().reply(now, request, connection)
+
+    samples = virtually(closed(concurrency=2, seconds=4.0, timeout_s=1.0), Forgetful(1.0 / 3))
+    assert sorted(set(samples.status)) == [TIMED_OUT, 200]
+    assert list(samples.status).count(TIMED_OUT) == 1
+    assert 1.0 <= samples.latency_s[list(samples.status).index(TIMED_OUT)] <= 1.2
+    assert virtually.loop.opened == 3  # type: ignore[attr-defined]
+    assert figures(samples, "closed").first_error == "timeout: no answer in 1 s"
+
+
+# ---- bad servers
+
+
+def test_nobody_at_the_address_is_told_before_anything_is_sent(virtually: Run) -> None:
+    server = Server()
+    server.here = lambda now: False
+    with pytest.raises(Unreachable, match=r"no connection to http://127\.0\.0\.1:9: .*refused"):
+        virtually(open_(), server)
+    with pytest.raises(Unreachable, match="no connection"):
+        virtually(closed(seconds=1.0), server)
+
+
+def test_the_first_error_is_kept_with_what_the_server_said(virtually: Run) -> None:
+    class Wrong(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, answer(415, b"expected image/png, found %d" % len(self.seen) + b"!" * 1000)
+
+    samples = virtually(open_(times=[0.0, 0.1, 0.2]), Wrong())
+    assert list(samples.status) == [415] * 3
+    assert samples.first_error == (415, b"expected image/png, found 1" + b"!" * 473)
+    seen = figures(samples)
+    assert (seen.errors, seen.requests, seen.answered) == ({"415": 3}, 3, 0)
+    assert seen.first_error is not None
+    assert seen.first_error.startswith("415 Unsupported Media Type: expected image/png, found 1!")
+
+
+class Dies(Server):
+    """Ends all connections that ask for something after a second, and takes no new ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = lambda now: now < 1.0
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        return now + self.takes_s, answer() if now < 1001.0 else None
+
+
+@pytest.mark.parametrize("work", [lambda: open_(connections=2), lambda: closed(seconds=20.0)])
+def test_a_run_whose_server_is_gone_ends_soon(virtually: Run, work: Callable[[], Any]) -> None:
+    samples = virtually(work(), Dies())
+    assert samples.ended == "gone"
+    assert set(samples.status) == {200, LOST, REFUSED}
+    assert 1002.9 < virtually.loop.now < 1004.0  # type: ignore[attr-defined]
+    assert samples.seconds == pytest.approx(virtually.loop.now - 1000, abs=0.1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "work", [lambda: open_(times=[0.1 * n for n in range(9)]), lambda: closed(concurrency=2, at_least=9)]
+)
+def test_a_lost_connection_fails_its_own_request_only(virtually: Run, work: Callable[[], Any]) -> None:
+    class DiesOnce(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, None if len(self.seen) == 3 else answer()
+
+    samples = virtually(work(), DiesOnce())
+    assert sorted(samples.status) == [LOST] + [200] * 8
+    assert figures(samples).errors == {"lost": 1}
+    assert not samples.ended
+
+
+@pytest.mark.parametrize(
+    "work", [lambda: open_(times=[0.1 * n for n in range(9)]), lambda: closed(concurrency=2, at_least=9)]
+)
+def test_a_server_that_closes_after_each_answer_is_met_again(virtually: Run, work: Callable[[], Any]) -> None:
+    class Closes(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, answer(200, b"ok", "Connection: close")
+
+    assert list(virtually(work(), Closes()).status) == [200] * 9
+
+
+@pytest.mark.parametrize("work", [lambda: open_(times=[0.1 * n for n in range(6)]), lambda: closed(at_least=6)])
+def test_what_is_no_http_ends_the_connection(virtually: Run, work: Callable[[], Any]) -> None:
+    class Babbles(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, b"what?\r\n\r\n"
+
+    samples = virtually(work(), Babbles())
+    assert list(samples.status) == [LOST] * 6
+    assert figures(samples).first_error == "lost: what came is no HTTP/1 answer: what?"
+
+
+BOTH = pytest.mark.parametrize(
+    "work",
+    [
+        lambda **k: open_(times=[0.1 * n for n in range(4)], connections=1, **k),
+        lambda **k: closed(concurrency=1, at_least=4, **k),
+    ],
+)
+
+
+@BOTH
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_an_answer_without_a_length_ends_with_its_connection(virtually: Run, work: Any, version: str) -> None:
+    close = "Connection: close\r\n" if version == "1.1" else ""
+    bodies = []
+
+    def check(number: int, status: int, body: bytes) -> bool:
+        bodies.append(body)
+        return True
+
+    server = Ending(f"HTTP/{version} 200 OK\r\n{close}\r\nhello".encode())
+    samples = virtually(work(check=check), server)
+    assert (list(samples.status), bodies) == ([200] * 4, [b"hello"] * 4)
+
+
+class Ending(Server):
+    """Ends the connection after the bytes of an answer."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self.data = data
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+        return now + self.takes_s, self.data + ENDS
+
+
+@BOTH
+@pytest.mark.parametrize("length", ["Content-Length: 9\r\n", "Transfer-Encoding: chunked\r\n", ""])
+def test_half_an_answer_is_lost(virtually: Run, work: Any, length: str) -> None:
+    half = f"HTTP/1.1 200 OK\r\nConnection: close\r\n{length}" + ("\r\n9\r\nhello" if length else "")
+    assert list(virtually(work(), Ending(half.encode())).status) == [LOST] * 4
+
+
+@BOTH
+def test_of_answers_that_nobody_checks_only_the_beginning_is_kept(virtually: Run, work: Any) -> None:
+    class Long(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            head = b"HTTP/1.1 500 S\r\nTransfer-Encoding: chunked\r\n\r\n"
+            return now + self.takes_s, head + b"".join(b"1\r\n%d\r\n" % n for n in range(9)) + b"0\r\n\r\n"
+
+    assert virtually(work(), Long()).first_error == (500, b"0123")
+    assert virtually(work(check=lambda *_: False), Long()).first_error == (500, b"012345678")
+
+
+@BOTH
+def test_a_check_that_raises_is_no_fault_of_the_server(virtually: Run, work: Any) -> None:
+    def check(number: int, status: int, body: bytes) -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        virtually(work(check=check), Server())
+
+
+@BOTH
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
+def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: Run, work: Any, number: int) -> None:
+    class Scarce(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            self.error = OSError(number, "no more")
+            return now + self.takes_s, answer(200, b"ok", "Connection: close")
+
+    samples = virtually(work(), Scarce())
+    assert samples.starved == 3
+    assert "had no file or port for 3 more connections" in figures(samples).invalid[0]
+
+
+def test_a_server_of_one_connection_at_a_time_is_asked_over_its_first(virtually: Run) -> None:
+    class Single(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return (now + self.takes_s, answer()) if connection == 1 else None
+
+    samples = virtually(open_(times=[0.1 * n for n in range(9)], connections=5, patience_s=0.1), Single())
+    assert list(samples.status) == [200] * 9
+
+
+def test_a_short_run_is_not_thought_busy_for_what_came_before_it(virtually: Run) -> None:
+    assert virtually(open_(times=[0.0]), Server()).busy_s == pytest.approx(drive.LEAD_S)
+
+
+def test_the_check_sees_every_answer_and_those_it_refuses_are_wrong(virtually: Run) -> None:
+    class Counts(Server):
+        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+            return now + self.takes_s, answer(503 if len(self.seen) == 2 else 200, request[-1:])
+
+    seen: list[tuple[int, int, bytes]] = []
+
+    def check(number: int, status: int, body: bytes) -> bool:
+        seen.append((number, status, body))
+        return number != 3
+
+    samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], check=check), Counts())
+    assert seen == [(0, 200, b"0"), (1, 503, b"1"), (2, 200, b"2"), (3, 200, b"3")]
+    assert list(samples.status) == [200, 503, 200, WRONG]
+    assert figures(samples).errors == {"503": 1, "wrong": 1}
+
+
+@pytest.mark.parametrize("loop", [open_, closed])
+def test_a_run_that_is_cancelled_leaves_what_is_there(virtually: Run, loop: Any) -> None:
+    samples = Samples()
+    given = {"times": [n / 10 for n in range(100)]} if loop is open_ else {"concurrency": 1, "seconds": 10.0}
+
+    async def interrupted() -> None:
+        task = asyncio.ensure_future(loop(samples=samples, **given))
+        await asyncio.sleep(2.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    virtually(interrupted(), Server(0.08))
+    assert samples.ended == "cancelled"
+    assert samples.seconds == pytest.approx(2.05, abs=0.03)
+    assert len(samples.status) > 15
+    assert set(samples.status[:-1]) == {200}
+    assert samples.status[-1] == UNDER_WAY
+    seen = figures(samples)
+    assert (seen.requests, seen.errors) == (len(samples.status) - 1, {})
+    assert any("1 requests were under way" in text for text in seen.caveats)
+
+
+def test_progress_is_told_while_the_run_goes_on(virtually: Run) -> None:
+    told: list[tuple[float, int]] = []
+    virtually(open_(times=[n / 10 for n in range(10)], on_progress=lambda s, n: told.append((s, n))), Server())
+    assert len(told) == 9
+    assert told == sorted(told)
+    assert told[-1] == (pytest.approx(0.88), 9)
+
+
+def test_more_clients_than_files_may_be_open_are_refused(virtually: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = [(256, 1024)]
+    monkeypatch.setattr(drive.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(drive.resource, "setrlimit", lambda _, given: limits.append(given))
+    with pytest.raises(ConfigError, match="5000 connections take as many open files, found a limit of 1024"):
+        virtually(closed(concurrency=5000, seconds=1.0), Server())
+    assert limits[-1] == (1024, 1024), "raised as far as it may be"
+    monkeypatch.setattr(drive.resource, "getrlimit", lambda _: (9000, 9000))
+    with pytest.raises(ConfigError, match="8001 connections: expected at most 8000 of one generator"):
+        virtually(closed(concurrency=8001, seconds=1.0), Server())
+    monkeypatch.setattr(drive.resource, "getrlimit", lambda _: limits[-1])
+    virtually(open_(times=[0.0], connections=5000), Server())
+    assert virtually.loop.opened == 924  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "work", [{"concurrency": 0, "seconds": 1.0}, {"concurrency": 1}, {"concurrency": 1, "seconds": 1.0, "requests": []}]
+)
+def test_a_closed_loop_without_an_end_or_a_beginning_is_refused(work: dict[str, Any]) -> None:
+    asked = {"requests": REQUESTS, **work}
+    with pytest.raises(ValueError, match="a closed loop takes"):
+        asyncio.run(load.closed_loop(HERE, **asked))
+
+
+def test_an_open_loop_without_requests_or_times_is_refused() -> None:
+    for requests, times in ((REQUESTS, []), ([], [0.0])):
+        with pytest.raises(ValueError, match="an open loop takes"):
+            asyncio.run(load.open_loop(HERE, requests, times))
+
+
+# ---- real sockets
+
+
+async def in_pieces(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Echoes bodies: an interim answer first, then a chunked one, byte by byte at its seams."""
+    try:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+            start = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+            for piece in (start[:30], start[30:], b"3\r\n%b\r\n" % body[:3], b"%x\r\n" % len(body[3:]), body[3:]):
+                writer.write(piece)
+                await writer.drain()
+            writer.write(b"\r\n0\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+
+
+def loops() -> list[Any]:
+    found: list[Any] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
+    try:
+        import uvloop
+    except ImportError:
+        return found
+    return [*found, pytest.param(uvloop.new_event_loop, id="uvloop")]
+
+
+@pytest.mark.parametrize("new_loop", loops())
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_answers_that_come_in_pieces_are_put_together(new_loop: Any, tls: bool) -> None:
+    from penstock.serving.http.auth import make_ssl_context
+
+    bodies: list[tuple[int, int, bytes]] = []
+
+    def check(number: int, status: int, body: bytes) -> bool:
+        bodies.append((number, status, body))
+        return True
+
+    async def both() -> tuple[Samples, Samples]:
+        given = make_ssl_context(str(TLS / "cert.pem"), str(TLS / "key.pem")) if tls else None
+        server = await asyncio.start_server(in_pieces, "127.0.0.1", 0, ssl=given)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            there = Endpoint("localhost", port, "/v", tls_context(str(TLS / "cert.pem")) if tls else None)
+            requests = [http_request(there, "POST", "/p", {}, b"body %d" % n) for n in range(5)]
+            first = await load.open_loop(there, requests, [n / 1000 for n in range(20)], connections=3, check=check)
+            second = await load.closed_loop(there, requests, concurrency=3, at_least=20, check=check)
+            return first, second
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        found = runner.run(both())
+    assert [list(samples.status) for samples in found] == [[200] * 20] * 2
+    assert sorted(bodies) == sorted((n, 200, b"body %d" % n) for n in [*range(5)] * 8)
+    assert all(0 < took < 10 for samples in found for took in samples.latency_s)
+
+
+def test_a_message_is_whole_and_names_its_host() -> None:
+    there = Endpoint("::1", 8080, "/v")
+    message = http_request(there, "POST", "/predictions/m", {"Content-Type": "text/plain"}, b"hello")
+    head = "POST /v/predictions/m HTTP/1.1\r\nHost: [::1]:8080\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n"
+    assert message == head.encode() + b"hello"

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.perf.bench.page import Page, between, read_page
+from penstock.serving.observe.base import BatchRecord
+from penstock.serving.observe.prometheus import PrometheusObserver
+
+
+def shown(observer: PrometheusObserver, model: str = "m") -> Page:
+    return read_page(observer.render().decode(), model)
+
+
+def batch(
+    rows: int, stages_s: tuple[float, float, float] | None, *, model: str = "m", version: str = "1"
+) -> BatchRecord:
+    return BatchRecord(
+        model=model, version=version, slot=0, rows=rows, max_batch_size=64, reason="full", ahead=False,
+        run_s=0.2, seconds=0.3, waits_s=[0.004] * rows, failed=0, stages_s=stages_s,
+    )  # fmt: skip
+
+
+def test_only_what_came_between_two_pages_is_told_of_one_model_in_all_its_versions() -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(batch(64, (5.0, 5.0, 5.0)))
+    before = shown(observer)
+    observer.on_complete(batch(3, (0.01, 0.1, 0.02)))
+    observer.on_complete(batch(1, (0.03, 0.3, 0.02), version="2"))
+    observer.on_complete(batch(9, (9.0, 9.0, 9.0), model="other"))
+    told = between(before, shown(observer))
+    assert told["queue_s"] == pytest.approx(0.004)
+    assert (told["preprocess_s"], told["run_s"], told["postprocess_s"]) == pytest.approx((0.02, 0.2, 0.02))
+    assert told["mean_batch"] == 2
+    assert told["batches"] == {"4": 1, "1": 1}
+    assert list(told["batches"]) == ["1", "4"]
+
+
+def test_percentiles_lie_between_the_bounds_of_their_bucket() -> None:
+    observer = PrometheusObserver()
+    before = shown(observer)
+    for _ in range(100):
+        observer.on_complete(batch(1, None))
+    told = between(before, shown(observer))
+    assert told["worker_at_s"] == pytest.approx({"p50": 0.175, "p90": 0.235, "p99": 0.2485})  # from 0.1 to 0.25
+    assert told["queue_at_s"] == pytest.approx(
+        {"p50": 0.00375, "p90": 0.00475, "p99": 0.004975}
+    )  # from 0.0025 to 0.005
+
+
+def test_percentiles_are_found_over_all_buckets_in_whatever_order_they_stand() -> None:
+    counts = {"4": 200, "2": 100, "1": 100, "+Inf": 200}
+    page = read_page("".join(f'penstock_run_seconds_bucket{{le="{le}"}} {n}\n' for le, n in counts.items()), "m")
+    assert between(Page(), page)["worker_at_s"] == pytest.approx({"p50": 1.0, "p90": 3.6, "p99": 3.96})
+
+
+def test_a_model_that_tells_no_stages_is_timed_as_a_whole() -> None:
+    observer = PrometheusObserver()
+    before = shown(observer)
+    observer.on_complete(batch(1, None))
+    told = between(before, shown(observer))
+    assert told["run_s"] == pytest.approx(0.2)
+    assert not told.keys() & {"preprocess_s", "postprocess_s"}
+
+
+def test_values_beyond_the_last_bound_stand_at_it() -> None:
+    observer = PrometheusObserver()
+    before = shown(observer)
+    observer.on_complete(batch(5000, None))
+    told = between(before, shown(observer))
+    assert told["batches"] == {"2048": 1}
+    inf = 'penstock_run_seconds_bucket{model="m",le="1"} 0\npenstock_run_seconds_bucket{le="+Inf"} 100\n'
+    assert between(Page(), read_page(inf, "m"))["worker_at_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, []), (2, ["p50"]), (10, ["p50", "p90"]), (99, ["p50", "p90"])])
+def test_a_percentile_of_too_few_values_is_not_told(count: int, told: list[str]) -> None:
+    page = read_page(f'penstock_queue_seconds_bucket{{le="1"}} {count}\n', "m")
+    assert list(between(Page(), page).get("queue_at_s", {})) == told
+
+
+def test_a_server_that_began_anew_meanwhile_tells_nothing() -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(batch(8, None))
+    observer.on_complete(batch(8, None))
+    fresh = PrometheusObserver()
+    fresh.on_complete(batch(8, None))
+    assert between(shown(observer), shown(fresh)) == {}
+
+
+def test_a_time_in_which_nothing_was_run_tells_no_means() -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(batch(8, None))
+    assert between(shown(observer), shown(observer)) == {}
+
+
+TORCHSERVE = """# TYPE ts_queue_latency_microseconds counter
+ts_queue_latency_microseconds{uuid="a",model_name="m",model_version="default",hostname="h",} %s
+ts_queue_latency_microseconds{uuid="a",model_name="n",model_version="default",hostname="h",} 1.0E9
+ts_inference_requests_total{uuid="a",model_name="m",model_version="default",hostname="h",} %s
+ts_inference_requests_total{uuid="a",model_name="m",model_version="2.0",hostname="h",} %s
+PredictionTime{ModelName="m",ModelVersion="1.0",Level="Model",Hostname="h",} 99
+PredictionTime{ModelName="m",ModelVersion="2.0",Level="Model",Hostname="h",} 12.5
+PredictionTime{ModelName="n",Level="Model",Hostname="h",} 99
+QueueTime{Level="Host",Hostname="h",} 7.0 1767225600000
+"""
+
+
+def test_the_waits_of_torchserve_are_told_from_its_counters_and_its_last_batch_stands_for_all() -> None:
+    before, after = (read_page(TORCHSERVE % values, "m") for values in (("1000.0", 4, 9), ("1.0E4", 6, 10)))
+    assert between(before, after) == pytest.approx({"queue_s": 0.003, "run_s": 0.0125})
+    assert between(after, after)["queue_s"] == pytest.approx(0.007)  # without counters its last request must do
+    requests = [read_page(f"ts_inference_requests_total {count}\n", "m") for count in (1, 2)]
+    assert between(*requests) == {}  # a wait that is not told is not 0
+
+
+def test_what_is_no_page_of_metrics_tells_nothing() -> None:
+    for text in (
+        "",
+        "<html>\n",
+        'penstock_run_seconds_sum{model="m"} many\n',
+        "penstock_run_seconds_count 3",
+        "\x00\xff",
+    ):
+        assert between(Page(), read_page(text, "m")) == {}

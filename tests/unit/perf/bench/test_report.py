@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec import structs
+
+from penstock.perf.bench.document import Report, Table, markdown
+from penstock.perf.bench.measurement import Latency, Measurement, ServerSide
+from penstock.perf.bench.report import RunnerUp, Verdict, compose
+from penstock.perf.bench.results import Origin
+
+SLO = "p99<=100ms"
+ORIGIN = Origin(
+    command="bench", line="penstock bench app.py:Model --rate 100", target="app.py:Model", slo=SLO, seed=3,
+    started="2026-01-01T00:00:00Z", machine={"cpu": "Some | CPU", "cores": 2}, versions={"python": "3.11.7"},
+)  # fmt: skip
+VERDICT = Verdict(
+    slo=SLO, chosen="batch=8,instances=2", default="batch=1,instances=1", goodput=412.0, default_goodput=298.0,
+    gain=0.383, interval=(0.31, 0.45), command="penstock tune app.py:Model --slo p99<=100ms --seed 3",
+    cost_per_million=0.42, notes=["the budget of 600 s ended the search"],
+    runners_up=[RunnerUp(settings="batch=16,instances=2", why="p99 up to 112 ms at 410/s")],
+)  # fmt: skip
+Make = Callable[..., Measurement]
+
+
+def lines(report: Report) -> list[str]:
+    return markdown(report).splitlines()
+
+
+def loads(report: Report) -> list[dict[str, str]]:
+    table = next(block for block in report.rest if isinstance(block, Table))
+    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
+
+
+def test_the_verdict_stands_first_with_all_that_it_owes(make_measurement: Make) -> None:
+    text = markdown(compose(ORIGIN, [make_measurement(rate=400.0, label="batch=8,instances=2")], VERDICT))
+    head = text[: text.index("## Loads")]
+    assert head.startswith(
+        "# penstock bench of app.py:Model\n\n**Chosen: batch=8,instances=2: 412 good answers/s within"
+    )
+    assert "Against the default (batch=1,instances=1: 298/s): +38 %, between +31 % and +45 % (95 %)." in head
+    assert "A million requests cost 0.42" in head
+    assert "- the budget of 600 s ended the search" in head
+    assert "```\npenstock tune app.py:Model --slo p99<=100ms --seed 3\n```" in head
+    assert "| batch=16,instances=2 | p99 up to 112 ms at 410/s |" in head
+
+
+def test_an_slo_that_nothing_keeps_is_said_with_what_comes_nearest() -> None:
+    verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", met=False, goodput=None)
+    assert "**Nothing that was tried keeps p99<=100ms. Nearest: batch=1.**" in lines(compose(ORIGIN, [], verdict))
+
+
+def test_what_no_repeats_have_proven_is_not_told_as_chosen() -> None:
+    verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", proven=False, goodput=90.0)
+    text = lines(compose(ORIGIN, [], verdict))
+    assert "**Not proven: batch=1: 90 good answers/s within p99<=100ms.**" in text
+
+
+def test_a_search_that_could_measure_nothing_says_so() -> None:
+    text = lines(compose(ORIGIN, [], Verdict(slo=SLO, chosen="", default="batch=1", met=False)))
+    assert text[2] == "**Nothing was measured that could tell whether p99<=100ms can be kept.**"
+    assert text[3:5] == ["", "## Machine"]
+    assert lines(compose(Origin(command="tune"), []))[0] == "# penstock tune"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"chosen": "batch=1,instances=1"}, "That is the default: nothing that was tried is better."),
+        ({"gain": None}, "is not known to keep the SLO at any rate, so there is no gain to tell."),
+        ({"interval": None}, "298/s): +38 %."),
+        ({"gain": -0.02, "interval": (-0.04, 0.01)}, "-2.0 %, between -4.0 % and +1.0 % (95 %)."),
+    ],
+)
+def test_the_gain_is_told_as_far_as_it_is_known(change: dict[str, object], told: str) -> None:
+    verdict = Verdict(**({name: getattr(VERDICT, name) for name in VERDICT.__struct_fields__} | change))
+    assert told in markdown(compose(ORIGIN, [], verdict))
+
+
+def test_what_each_of_the_settings_bore_is_a_table_of_its_own() -> None:
+    tuned = structs.replace(VERDICT, table=[["workers", "p99_ms"], ["2", "81"]])
+    text = markdown(compose(ORIGIN, [], tuned))
+    assert "## Settings\n\n| workers | p99_ms |\n| --- | --- |\n| 2 | 81 |" in text
+    assert "## Settings" not in markdown(compose(ORIGIN, [], structs.replace(VERDICT, table=[["workers"]])))
+
+
+def test_without_tuning_the_verdict_is_where_the_slo_is_kept(make_measurement: Make) -> None:
+    runs = [make_measurement(rate=rate, base_s=0.02, slo=SLO) for rate in (200.0, 500.0, 950.0)]
+    text = lines(compose(ORIGIN, runs))
+    assert text[2] == "**SLO p99<=100ms kept up to 495 good answers/s (500/s poisson).**"
+    assert text[4].startswith("- missed, 950/s poisson: p99<=100ms is ")
+    assert "penstock bench app.py:Model --rate 100" in text
+
+
+def test_an_slo_that_no_load_keeps_is_said(make_measurement: Make) -> None:
+    text = lines(compose(ORIGIN, [make_measurement(rate=500.0, base_s=0.2, slo=SLO) for _ in range(3)]))
+    assert text[2] == "**SLO p99<=100ms kept at no load that was measured.**"
+    assert text[4].endswith("in 3 of 3")
+
+
+def test_each_missed_part_of_an_slo_is_told_in_its_unit(make_measurement: Make) -> None:
+    slo = "p99<=1ms,error<=0.1%,throughput>=5000/s,p50<=9s"
+    run = make_measurement(clients=8, slo=slo, errors={"503": 40})
+    text = markdown(compose(ORIGIN, [run]))
+    assert "\n- missed, 8 clients: p99<=1ms is 31 ms, error<=0.1% is 0.50 %, throughput>=5000/s is 800\n" in text
+
+
+def test_too_few_requests_for_the_slo_are_no_verdict_on_it(make_measurement: Make) -> None:
+    run = make_measurement(rate=5.0, slo=SLO, latency=Latency(p50_s=0.01))
+    text = lines(compose(ORIGIN, [run]))
+    assert text[2:5] == [
+        f"**Whether SLO {SLO} is kept cannot be told.**",
+        "",
+        "- cannot be told, 5/s poisson: too few requests",
+    ]
+    missed = make_measurement(rate=500.0, base_s=0.2, slo=SLO)
+    assert f"**SLO {SLO} kept at no load that was measured.**" in lines(compose(ORIGIN, [run, missed]))
+
+
+def test_without_an_slo_the_most_throughput_is_told(make_measurement: Make) -> None:
+    runs = [make_measurement(clients=clients) for clients in (1, 8, 64)]
+    assert lines(compose(ORIGIN, runs))[2] == "Most throughput: 1,000/s, 64 clients, p99 224 ms."
+
+
+def test_repeats_are_one_row_with_their_spread(make_measurement: Make) -> None:
+    runs = [make_measurement(clients=8, most=most, repeat=n) for n, most in enumerate((500.0, 520.0, 510.0))]
+    (row,) = loads(compose(ORIGIN, runs))
+    assert (row["load"], row["runs"], row["throughput/s"]) == ("8 clients", "3", "510 (500..520)")
+    assert row["p99 (95 %)"] == "54.9 ms (53.8..56)"
+
+
+def test_a_single_run_has_the_interval_of_its_p99_and_invalid_repeats_are_counted(make_measurement: Make) -> None:
+    invalid = make_measurement(clients=8, repeat=1, invalid=["late"])
+    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8), invalid]))
+    assert (row["runs"], row["throughput/s"], row["p99 (95 %)"]) == ("1 (+1 invalid)", "800", "31 ms (29.4..33.2)")
+    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, most=most) for most in (500.0, 520.0)]))
+    assert (row["runs"], row["throughput/s"], row["p99 (95 %)"]) == ("2", "510 (500..520)", "54.9 ms (53.8..56)")
+    unbound = structs.replace(make_measurement(clients=8).latency, p99_high_s=None)
+    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, latency=unbound)]))
+    assert row["p99 (95 %)"] == "31 ms"
+
+
+def test_a_percentile_without_enough_samples_is_not_told(make_measurement: Make) -> None:
+    latency = Latency(p50_s=0.01, p90_s=0.02, p99_s=0.0301)
+    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, latency=latency)]))
+    assert (row["p50"], row["p99 (95 %)"], row["p99.9"]) == ("10 ms", "30.1 ms", "n/a")
+
+
+def test_a_percentile_that_one_repeat_cannot_tell_is_not_told(make_measurement: Make) -> None:
+    runs = [make_measurement(clients=8), make_measurement(clients=8, latency=Latency(p50_s=0.01))]
+    (row,) = loads(compose(ORIGIN, runs))
+    assert row["p99 (95 %)"] == "n/a"
+
+
+def test_an_invalid_run_has_no_numbers_but_a_reason(make_measurement: Make) -> None:
+    bad = make_measurement(rate=900.0, invalid=["the generator used 0.97 of a core"])
+    report = compose(ORIGIN, [bad, make_measurement(rate=100.0)])
+    text = markdown(report)
+    assert "**INVALID: 1 of 2 runs say nothing about the server; see below.**" in text
+    assert "- the generator used 0.97 of a core (900/s poisson)" in text
+    first, second = loads(report)
+    assert (first["requests"], first["throughput/s"], first["p50"]) == ("INVALID", "", "")
+    assert second["throughput/s"] == "100"
+
+
+def test_nothing_valid_is_a_verdict_too(make_measurement: Make) -> None:
+    assert "**Nothing valid was measured.**" in lines(compose(ORIGIN, [make_measurement(clients=1, invalid=["late"])]))
+    assert "**Nothing valid was measured.**" in lines(compose(ORIGIN, []))
+
+
+def test_a_caveat_is_said_once_for_all_its_loads(make_measurement: Make) -> None:
+    runs = [make_measurement(clients=n, caveats=["cannot see stalls"]) for n in (1, 2, 4, 8, 16, 32)]
+    assert "- cannot see stalls (1 client, 2 clients, 4 clients, 8 clients and 2 more)" in lines(compose(ORIGIN, runs))
+
+
+def test_errors_are_told_by_code_with_the_first(make_measurement: Make) -> None:
+    first = 'HTTP 503\n{"error": "```"}'
+    runs = [make_measurement(clients=1, errors={"503": 2, "lost": 1}, first_error=first) for _ in range(2)]
+    text = markdown(compose(ORIGIN, runs))
+    assert "| 1 client | 503: 4, lost: 2 |" in text
+    assert f"````\n{first}\n````" in text
+
+
+def test_what_the_server_tells_is_a_table_and_what_it_does_not_is_none(make_measurement: Make) -> None:
+    text = markdown(compose(ORIGIN, [make_measurement(clients=8)]))
+    assert "| 8 clients | 5 ms | 400 µs | 4 ms | 200 µs | 5.8 | 1.1 | 400 MiB | 80 %, 1,024 MiB |" in text
+    assert "In the server" not in markdown(compose(ORIGIN, [make_measurement(clients=8, server=None)]))
+
+
+def test_a_machine_that_was_busy_is_to_be_known() -> None:
+    busy = structs.replace(ORIGIN, machine={"cores": 2, "load_before": 3.5, "gpus": []})
+    text = markdown(compose(busy, []))
+    assert "- the machine was busy before the run began: load 3.5 on 2 cores" in text
+    assert "| gpus | none |" in text
+    calm = structs.replace(ORIGIN, machine={"cores": 2, "load_before": 0.4, "gpus": ["A", "B"]})
+    assert "busy" not in markdown(compose(calm, []))
+    assert "| gpus | A, B |" in markdown(compose(calm, []))
+
+
+def test_text_of_others_stays_text() -> None:
+    text = markdown(compose(ORIGIN, []))
+    assert "| cpu | Some \\| CPU |" in text
+    verdict = Verdict(slo=SLO, chosen="<script>`x`\n# big", default="a")
+    assert "Chosen: \\<script>\\`x\\` # big within" in markdown(compose(ORIGIN, [], verdict))
+
+
+def test_loads_whose_server_was_not_seen_are_left_out_of_its_table(make_measurement: Make) -> None:
+    runs = [make_measurement(rate=100.0), make_measurement(rate=200.0, server=None, errors={"503": 1000, "lost": 200})]
+    report = compose(ORIGIN, runs)
+    assert [row["errors"] for row in loads(report)] == ["0", "1,200"]
+    (server,) = (block for block in report.rest if isinstance(block, Table) and "queue" in block.header)
+    assert [row[0] for row in server.rows] == ["100/s poisson"]
+    assert (server.header[-1], server.rows[0][-1]) == ("GPU", "10 %, 1,024 MiB")
+    no_gpu = compose(ORIGIN, [make_measurement(rate=100.0, server=ServerSide(queue_s=0.1))])
+    (server,) = (block for block in no_gpu.rest if isinstance(block, Table) and "queue" in block.header)
+    assert server.header[-1] == "memory"

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench.measurement import Latency, Load, Measurement, ServerSide
+from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, read, summary
+
+ORIGIN = Origin(command="bench", target="app.py:Model", slo="p99<=100ms", seed=7, started="2026-01-01T00:00:00Z")
+
+
+def measured(rate: float, **more: object) -> Measurement:
+    return Measurement(
+        load=Load(mode="open", rate=rate), label="batch=4", requests=100, answered=100, throughput=rate, **more
+    )
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    server = ServerSide(queue_s=0.001, batches={"1": 3, "8": 2})
+    runs = [measured(50.0, latency=Latency(p50_s=0.01), server=server), measured(100.0, errors={"503": 2, "lost": 1})]
+    with Results.open(tmp_path / "new" / "run", ORIGIN) as results:
+        for run in runs:
+            results.append(run)
+    assert read(tmp_path / "new" / "run") == (ORIGIN, runs)
+
+
+def test_each_measurement_is_on_the_disk_when_append_is_done(tmp_path: Path) -> None:
+    results = Results.open(tmp_path, ORIGIN)
+    results.append(measured(50.0))
+    assert len(read(tmp_path)[1]) == 1
+    results.close()
+
+
+def test_a_folder_with_a_run_is_gone_on_with_only_on_resume(tmp_path: Path) -> None:
+    with Results.open(tmp_path, ORIGIN) as results:
+        results.append(measured(50.0))
+    with pytest.raises(ConfigError, match="holds a run already; name another folder"):
+        Results.open(tmp_path, ORIGIN)
+    later = structs.replace(ORIGIN, started="2026-01-02T00:00:00Z")
+    with Results.open(tmp_path, later, resume=True) as results:
+        assert results.measurements == [measured(50.0)]
+        results.append(measured(60.0))
+    assert read(tmp_path) == (ORIGIN, [measured(50.0), measured(60.0)])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"command": "tune"}, "its command"),
+        ({"target": "other.py:Model"}, "its target"),
+        ({"slo": "p99<=5ms"}, "its slo"),
+        ({"seed": 8}, "its seed"),
+        ({"penstock": "0.0.1"}, "its penstock"),
+        ({"machine": {"cpu": "D"}}, "its cpu"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    Results.open(tmp_path, ORIGIN).close()
+    with pytest.raises(ConfigError, match=f"another run: {named} is .*, now it is .*; name another folder"):
+        Results.open(tmp_path, structs.replace(ORIGIN, **change), resume=True)
+
+
+def test_a_folder_of_another_schema_is_refused(tmp_path: Path) -> None:
+    Results.open(tmp_path, ORIGIN).close()
+    told = json.loads((tmp_path / RUN).read_text()) | {"schema": 99, "slo": {"new": "shape"}}
+    (tmp_path / RUN).write_text(json.dumps(told))
+    for use in (lambda: read(tmp_path), lambda: Results.open(tmp_path, ORIGIN, resume=True)):
+        with pytest.raises(ConfigError, match=r"results of schema 99, this penstock \(.*\) reads 1; measure again"):
+            use()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"schema": "one"}', '{"schema": 1}', "\0\0"])
+def test_a_run_file_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / RUN).write_text(content)
+    with pytest.raises(ConfigError, match="does not tell of a run"):
+        read(tmp_path)
+
+
+def test_a_folder_of_other_things_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"has no run.json, but thesis.txt"):
+        Results.open(tmp_path, ORIGIN)
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_records_of_a_run_that_nothing_tells_of_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / RECORDS).touch()  # as a start leaves it that was killed at once
+    with Results.open(tmp_path, ORIGIN) as results:
+        results.append(measured(50.0))
+    (tmp_path / RUN).unlink()
+    (tmp_path / SUMMARY).unlink()
+    content = (tmp_path / RECORDS).read_bytes()
+    with pytest.raises(ConfigError, match=r"records\.jsonl that no run\.json tells of"):
+        Results.open(tmp_path, ORIGIN)
+    assert (tmp_path / RECORDS).read_bytes() == content
+
+
+def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"run\.json: No such file"):
+        read(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PenstockError, match="cannot write to"):
+        Results.open(tmp_path / "file", ORIGIN)
+
+
+def test_records_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    Results.open(tmp_path, ORIGIN).close()
+    (tmp_path / RECORDS).unlink()
+    assert read(tmp_path) == (ORIGIN, [])
+    (tmp_path / RECORDS).mkdir()
+    with pytest.raises(ConfigError, match=r"records\.jsonl cannot be read: Is a directory"):
+        read(tmp_path)
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    with Results.open(tmp_path, ORIGIN), pytest.raises(ConfigError, match="being written to by another run"):
+        Results.open(tmp_path, ORIGIN, resume=True)
+
+
+@pytest.mark.parametrize("torn", [b'{"load":{"mode":"op', b"\0\0\0\0\n", b"\xff\xfe", b"{}\n"])
+def test_a_last_line_cut_short_is_dropped(tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with Results.open(tmp_path, ORIGIN) as results:
+        results.append(measured(50.0))
+    with (tmp_path / RECORDS).open("ab") as f:
+        f.write(torn)
+    with caplog.at_level(logging.WARNING):
+        assert read(tmp_path)[1] == [measured(50.0)]
+    assert f"bytes={len(torn)} dropped=true" in caplog.text
+    with Results.open(tmp_path, ORIGIN, resume=True) as results:
+        results.append(measured(60.0))
+    assert read(tmp_path)[1] == [measured(50.0), measured(60.0)]
+
+
+def test_a_broken_line_before_the_last_is_told(tmp_path: Path) -> None:
+    with Results.open(tmp_path, ORIGIN) as results:
+        results.append(measured(50.0))
+    content = (tmp_path / RECORDS).read_bytes()
+    (tmp_path / RECORDS).write_bytes(content + b"garbage\n" + content)
+    with pytest.raises(ConfigError, match="line 2: no measurement"):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match="line 2"):
+        Results.open(tmp_path, ORIGIN, resume=True)
+
+
+_WRITES = """
+import itertools, sys
+from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.results import Origin, Results
+results = Results.open(sys.argv[1], Origin(command="bench"))
+for number in itertools.count():
+    results.append(Measurement(load=Load(mode="closed", concurrency=1), repeat=number, histogram="x" * 9000))
+    print(number, flush=True)
+"""
+
+
+def test_a_run_that_is_killed_loses_at_most_the_measurement_at_work(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _WRITES, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        for _ in range(20):
+            writer.stdout.readline()
+        writer.kill()
+        told = [19, *map(int, writer.stdout.read().split())]
+    kept = [m.repeat for m in read(tmp_path)[1]]
+    assert kept == list(range(len(kept)))
+    assert len(kept) in (told[-1] + 1, told[-1] + 2)
+    with Results.open(tmp_path, Origin(command="bench"), resume=True) as results:
+        assert len(results.measurements) == len(kept)
+
+
+_FILLS = """
+import resource, sys
+from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.results import Origin, Results
+from penstock.errors import PenstockError
+results = Results.open(sys.argv[1], Origin(command="bench"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+try:
+    for number in range(1000):
+        results.append(Measurement(load=Load(mode="closed", concurrency=1), repeat=number))
+except PenstockError as error:
+    print(number, len(results.measurements), error)
+results.close()
+"""
+
+
+def test_a_file_that_takes_no_more_loses_nothing_that_was_kept(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _FILLS, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    kept, in_memory, *words = done.stdout.split()
+    assert " ".join(words).startswith("the limit on file sizes is reached")
+    assert int(in_memory) == int(kept) + 1  # the one that could not be written can still be told
+    content = (tmp_path / RECORDS).read_bytes()
+    assert content.endswith(b"\n")
+    assert [m.repeat for m in read(tmp_path)[1]] == list(range(int(kept)))
+    assert len((tmp_path / SUMMARY).read_text().splitlines()) == 1 + int(in_memory)
+
+
+def test_a_summary_that_finds_no_room_is_told_and_leaves_nothing_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results.open(tmp_path, ORIGIN)
+    results.append(measured(50.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", no_room)
+        with pytest.raises(PenstockError, match="the disk is full"):
+            results.close()
+    assert sorted(os.listdir(tmp_path)) == [RECORDS, RUN]
+
+
+def no_room(_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class Full:
+    """A file on a disk with room for so many bytes more."""
+
+    def __init__(self, file: object, room: int) -> None:
+        self._file, self.room = file, room
+
+    def write(self, content: memoryview) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken: int = self._file.write(content[: self.room])
+        self.room -= taken
+        return taken
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+
+def test_a_full_disk_is_told_and_going_on_works_once_there_is_room(tmp_path: Path) -> None:
+    results = Results.open(tmp_path, ORIGIN)
+    results.append(measured(50.0))
+    file = results._records
+    results._records = Full(file, room=20)
+    with pytest.raises(PenstockError, match=r"the disk is full: .* takes no more results; what is there is whole"):
+        results.append(measured(60.0))
+    assert read(tmp_path)[1] == [measured(50.0)]
+    results._records = file
+    results.append(measured(70.0))
+    assert read(tmp_path)[1] == [measured(50.0), measured(70.0)]
+    results.close()
+
+
+def test_the_summary_has_no_number_of_an_invalid_run() -> None:
+    good = measured(50.0, latency=Latency(p50_s=0.01, p99_s=0.02), errors={"503": 2, "lost": 1})
+    bad = measured(60.0, latency=Latency(p50_s=0.01), invalid=["the generator was late"])
+    first, second = csv.DictReader(summary([good, bad]).splitlines())
+    assert (first["label"], first["load"], first["p99_s"]) == ("batch=4", "50/s poisson", "0.02")
+    assert (first["errors"], first["error_share"], first["p999_s"]) == ("503:2 lost:1", "0.03", "")
+    assert (second["throughput_per_s"], second["p50_s"]) == ("", "")
+    assert second["invalid"] == "the generator was late"
+
+
+def test_the_summary_tells_the_servers_side_where_it_is_known() -> None:
+    side = ServerSide(
+        queue_s=0.1, preprocess_s=0.2, run_s=0.3, postprocess_s=0.4, mean_batch=5.5, cpu=1.5, memory_bytes=9
+    )
+    told, untold = csv.DictReader(summary([measured(50.0, server=side), measured(60.0)]).splitlines())
+    names = ("queue_s", "preprocess_s", "run_s", "postprocess_s", "mean_batch", "cpu_cores", "memory_bytes")
+    assert [told[name] for name in names] == ["0.1", "0.2", "0.3", "0.4", "5.5", "1.5", "9"]
+    assert [untold[name] for name in names] == [""] * 7
+
+
+def test_a_machine_is_busy_with_more_work_than_half_its_cores_do() -> None:
+    def busy(load: float) -> str:
+        return structs.replace(ORIGIN, machine={"load_before": load, "cores": 8}).busy
+
+    assert (ORIGIN.busy, busy(0.5), busy(4.0)) == ("", "", "")
+    assert busy(4.2) == "the machine was busy before the run began: load 4.2 on 8 cores"
+
+
+def test_the_summary_is_written_at_the_end_also_of_a_run_that_fails(tmp_path: Path) -> None:
+    def run() -> None:
+        with Results.open(tmp_path, ORIGIN) as results:
+            results.append(measured(50.0))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert len((tmp_path / SUMMARY).read_text().splitlines()) == 2

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from penstock.client.endpoint import Endpoint
+from penstock.client.errors import Unreachable
+from penstock.errors import ConfigError
+from penstock.perf.bench import drive as generator
+from penstock.perf.bench import run as module
+from penstock.perf.bench.load import http_request
+from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.run import Failing, measure
+from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.target import Target
+
+Answer = Callable[[int], tuple[int, bytes]]
+
+
+class Scripted:
+    """A server in this loop that answers each request as it is told, by its number."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.asked = 0
+        self.die_at = -1
+        self.twentieth = asyncio.Event()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.target = Target(text="scripted", endpoint=Endpoint(host, port), model="m", path="/predictions/m")
+        self.requests = [http_request(self.target.endpoint, "POST", "/predictions/m", {}, b"{}")]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                await reader.readexactly(length)
+                number, self.asked = self.asked, self.asked + 1
+                if number == 20:
+                    self.twentieth.set()
+                if number == self.die_at:
+                    self.close()
+                    return
+                status, body = self.answer(number)
+                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    def close(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def scripted(answer: Answer = lambda number: (200, b"ok")) -> AsyncIterator[Scripted]:
+    server = Scripted(answer)
+    await server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        await asyncio.sleep(0.01)  # its connections see it
+
+
+CLOSED = Load(mode="closed", concurrency=2, requests=50)
+
+
+async def test_a_run_counts_what_comes_after_the_first_look_and_the_warm_up() -> None:
+    async with scripted() as server:
+        run = await measure(server.target, server.requests, CLOSED, slo=parse_slo("p50<=10s"), warm_s=0, label="a")
+    assert (run.requests, run.answered, run.errors) == (50, 50, {})
+    assert server.asked == 51
+    assert run.throughput > 0
+    assert run.slo[0].met
+    assert run.label == "a"
+    assert run.started.endswith("+00:00")
+
+
+async def test_connections_of_tls_that_are_given_up_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted() as server:
+        await measure(server.target, server.requests, CLOSED, warm_s=0)
+    for message in ("Fatal error on SSL protocol", "Task exception was never retrieved"):
+        asyncio.get_running_loop().call_exception_handler({"message": message})
+    assert [record.message for record in caplog.records] == ["Task exception was never retrieved"]
+
+
+async def test_an_open_loop_sends_what_was_planned_for_its_time() -> None:
+    async with scripted() as server:
+        load = Load(mode="open", rate=200, seconds=0.2, arrival="constant", connections=4)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert run.requests == 40
+    assert run.latency.p50_s is not None
+
+
+async def test_an_open_loop_of_so_many_requests_sends_so_many() -> None:
+    async with scripted() as server:
+        load = Load(mode="open", rate=2000, requests=100, connections=4)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert run.requests == 100
+
+
+async def test_a_trace_is_replayed_at_its_own_times(tmp_path: Path) -> None:
+    trace = tmp_path / "arrivals.jsonl"
+    trace.write_text("".join(f'{{"t": {n * 0.002}}}\n' for n in range(30)))
+    async with scripted() as server:
+        load = Load(mode="open", arrival=f"trace:{trace}", connections=4)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+        whole = structs.replace(load, seconds=60.0)
+        longer = await measure(server.target, server.requests, whole, warm_s=0)
+        beginning = await measure(server.target, server.requests, structs.replace(load, seconds=0.02), warm_s=0)
+    assert run.requests == longer.requests == 30
+    assert run.seconds == longer.seconds == pytest.approx(0.06), "it is over then, whatever was asked for"
+    assert (beginning.requests, beginning.seconds) == (10, 0.02)
+
+
+async def test_the_warm_up_sends_the_load_until_it_is_settled_and_counts_none_of_it() -> None:
+    async with scripted() as server:
+        run = await measure(server.target, server.requests, CLOSED, warm_s=0.1)
+        assert run.requests == 50
+        assert server.asked > 51
+        before = server.asked
+        load = Load(mode="open", rate=100, seconds=0.1, arrival="constant", connections=4)
+        await measure(server.target, server.requests, load, warm_s=0.1)
+        assert server.asked - before == 1 + 10 + 10
+        before = server.asked
+        seldom = Load(mode="open", rate=2, seconds=0.2, arrival="constant", connections=1)
+        await measure(server.target, server.requests, seldom, warm_s=0.2)
+    assert server.asked - before == 1 + 1 + 1, "as long as was asked for, be it for one request"
+
+
+@pytest.mark.parametrize(("rate", "slice_s"), [(1000, 0.5), (5, 2.0), (0.1, 10.0)])
+async def test_slices_of_the_warm_up_have_a_few_requests_or_last_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, rate: float, slice_s: float
+) -> None:
+    slices: list[float] = []
+
+    async def warm_up(run: object, seconds: float | None, *, slice_s: float) -> None:
+        slices.append(slice_s)
+
+    monkeypatch.setattr(module, "warm_up", warm_up)
+    async with scripted() as server:
+        load = Load(mode="open", rate=rate, arrival="constant", requests=1, connections=1)
+        await measure(server.target, server.requests, load, warm_s=None)
+    assert slices == [slice_s]
+
+
+async def test_a_target_that_is_slow_to_fail_is_not_looked_at_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKS_S", 0.0)
+    async with scripted(lambda number: (503, b"loading")) as server:
+        with pytest.raises(Failing, match="loading"):
+            await measure(server.target, server.requests, CLOSED)
+    assert server.asked == 1
+
+
+@pytest.mark.parametrize("status", [400, 415, 500, 503])
+async def test_a_target_that_only_fails_is_told_with_its_first_answer_and_sent_no_load(status: int) -> None:
+    async with scripted(lambda number: (status, b"answer %d" % number)) as server:
+        with pytest.raises(Failing, match=rf"{status} .*: answer 0$"):
+            await measure(server.target, server.requests, CLOSED)
+    assert server.asked == 5
+
+
+async def test_a_first_answer_that_fails_by_chance_stops_nothing() -> None:
+    async with scripted(lambda number: (503 if number == 0 else 200, b"busy")) as server:
+        run = await measure(server.target, server.requests, CLOSED, warm_s=0)
+    assert run.answered == 50
+
+
+async def test_the_check_of_a_protocol_tells_what_is_no_good_answer() -> None:
+    async with scripted() as server:
+        with pytest.raises(Failing, match="200 OK: ok"):
+            await measure(server.target, server.requests, CLOSED, check=lambda number, status, body: body == b"no")
+
+
+async def test_errors_in_a_run_are_counted_by_status_and_the_first_is_kept() -> None:
+    async with scripted(lambda number: (429 if number % 5 == 4 else 200, b"at %d" % number)) as server:
+        run = await measure(server.target, server.requests, CLOSED, warm_s=0)
+    assert run.errors == {"429": 10}
+    assert run.first_error is not None
+    assert run.first_error.endswith("at 4")
+
+
+async def test_a_target_that_is_not_there_is_told_at_once() -> None:
+    async with scripted() as server:
+        server.close()
+        with pytest.raises(Unreachable):
+            await measure(server.target, server.requests, CLOSED)
+
+
+async def test_a_target_that_dies_in_a_run_makes_it_invalid_with_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "GONE_S", 0.2)
+    async with scripted() as server:
+        server.die_at = 100
+        load = Load(mode="closed", concurrency=2, seconds=60)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert run.answered == 99
+    assert "lost" in run.errors
+    assert any("went away" in text for text in run.invalid)
+    assert run.met is None
+
+
+async def test_a_run_that_is_cancelled_leaves_what_it_saw() -> None:
+    partial: list[Measurement] = []
+    async with scripted() as server:
+        load = Load(mode="closed", concurrency=2, seconds=60)
+        task = asyncio.ensure_future(measure(server.target, server.requests, load, warm_s=0, on_partial=partial.append))
+        await server.twentieth.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    (run,) = partial
+    assert 0 < run.answered < 10_000
+    assert run.seconds < 30
+    assert any("interrupted" in text for text in run.caveats)
+
+
+async def test_a_model_that_slows_down_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TREND_S", 0.0)
+    monkeypatch.setattr(module, "slower", lambda latencies_s: f"slower from {len(latencies_s)} latencies")
+    async with scripted(lambda number: (503 if number == 30 else 200, b"ok")) as server:
+        load = Load(mode="closed", concurrency=3, requests=60)
+        run = await measure(server.target, server.requests, load, warm_s=0)
+    assert "slower from 53 latencies" in run.caveats, "good ones, after the clients' start"
+
+
+async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen:
+        def __init__(self, target: Target) -> None:
+            self.memory = [(n / 2, (500 + 10 * n) * 2**20) for n in range(30)]
+
+        async def start(self) -> None: ...
+
+        async def stop(self) -> None: ...
+
+    monkeypatch.setattr(module, "Probe", Seen)
+    monkeypatch.setattr(module, "TREND_S", 0.0)
+    async with scripted() as server:
+        run = await measure(server.target, server.requests, CLOSED, warm_s=0)
+    assert any("its memory grows steadily" in text for text in run.caveats)
+
+
+async def test_times_that_no_request_falls_into_are_refused() -> None:
+    async with scripted() as server:
+        with pytest.raises(ConfigError, match=r"no request comes at 0\.01/s poisson within 0\.001 s"):
+            await measure(server.target, server.requests, Load(mode="open", rate=0.01, seconds=0.001))

@@ -1,0 +1,194 @@
+"""What a suite needs is looked up before its first run: archives, inputs, GPUs; and a mistake names file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+import pytest
+
+from penstock.client.endpoint import Endpoint
+from penstock.errors import ArchiveError, ConfigError, PenstockError
+from penstock.perf.bench import suite
+from penstock.perf.bench.ask import Reply
+from penstock.perf.bench.suite import Job, Wishes, digest, load_of, prepare
+from penstock.perf.bench.suite_yaml import Case, Processor, points
+
+CPU, ALL, TWO = Processor(), Processor("all"), Processor(2)
+
+
+def case(folder: Path, url: str = "m.mar", **more: object) -> Case:
+    given: dict[str, object] = {"model": "m", "mode": "e", "url": url, "input": "cat.jpg"}
+    return Case(folder=folder, where=f"{folder}/models.yaml:2", **{**given, **more})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a YAML, with an archive, an application and an input beside it."""
+    for name in ("m.mar", "m.tar.gz", "m.tgz", "cat.jpg", "app.py", "net.onnx"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "store" / "folder").mkdir(parents=True)
+    (tmp_path / "store" / "stored.mar").write_bytes(b"x")
+    return tmp_path
+
+
+def source(folder: Path, url: str, wishes: Wishes | None = None, **more: object) -> str:
+    ((job,), _) = prepare([case(folder, url, **more)], wishes or Wishes(), folder / "downloads", 0)
+    return job.source
+
+
+def test_a_model_is_found_beside_the_yaml_in_the_store_or_by_its_whole_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Wishes(store=folder / "store")
+    assert source(folder, "m.mar") == str(folder / "m.mar")
+    assert source(folder, str(folder / "m.mar")) == str(folder / "m.mar")
+    assert source(folder, f"file://{folder}/m.mar") == str(folder / "m.mar")
+    assert source(folder, "stored", store) == source(folder, "stored.mar", store) == f"{folder}/store/stored.mar"
+    assert source(folder, "folder", store) == f"{folder}/store/folder"
+    assert source(folder, "net.onnx") == str(folder / "net.onnx")
+    assert source(folder, "app.py:Model") == f"{folder}/app.py:Model"
+    assert source(folder, "package.module:Model") == "package.module:Model"
+    monkeypatch.chdir(folder)
+    assert source(Path("elsewhere"), "m.mar") == str(folder / "m.mar")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("none.mar", r"models.yaml:2: m e: url: no file 'none.mar' in .*, nor in --model-store"),
+        ("none.py:Model", "no file 'none.py'"),
+        ("file:///none.mar", "no file '/none.mar'"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_before_anything_is_started(folder: Path, url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        source(folder, url)
+
+
+def test_an_archive_that_cannot_be_downloaded_is_told_before_anything_is_started(folder: Path) -> None:
+    (folder / "downloads").mkdir()
+    with pytest.raises(ArchiveError, match="Failed to download archive from: http://127"):
+        source(folder, "http://127.0.0.1:1/m.mar")
+
+
+def test_archives_behind_urls_are_loaded_once_each_also_when_they_have_one_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+
+    def download(url: str, target: Path, *_: object, **__: object) -> None:
+        loaded.append(url)
+        target.write_text(url)
+
+    monkeypatch.setattr("penstock.torchserve.archive.download.download", download)
+    urls = [f"https://h/{version}/m.mar" for version in "121"]
+    cases = [case(folder, url, mode=str(n)) for n, url in enumerate(urls)]
+    jobs, _ = prepare(cases, Wishes(), folder / "store", 0)
+    assert [Path(job.source).read_text() for job in jobs] == urls
+    assert {Path(job.source).name for job in jobs} == {"m.mar"}
+    assert loaded == urls[:2]
+
+
+def test_what_is_sent_is_found_too_and_an_archive_needs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def data(wishes: Wishes, **more: object) -> str | None:
+        ((job,), _) = prepare([case(folder, **more)], wishes, folder, 0)
+        return job.data
+
+    monkeypatch.chdir(folder / "store")
+    (folder / "store" / "dog.jpg").write_bytes(b"x")
+    assert data(Wishes()) == str(folder / "cat.jpg")
+    assert data(Wishes(data="dog.jpg")) == str(folder / "store" / "dog.jpg")
+    assert data(Wishes(data="random")) == "random"
+    assert data(Wishes(), url="app.py:Model", input=None) is None
+    with pytest.raises(ConfigError, match=r"models.yaml:2: m e: input: no file 'cow.jpg' in [^,]*, nor here$"):
+        data(Wishes(), input="cow.jpg")
+    with pytest.raises(
+        ConfigError, match=r"--data cat.jpg: no such file or folder"
+    ):  # what is typed is found from here
+        data(Wishes(data="cat.jpg"))
+    for archive in ("m.mar", "m.tar.gz", "m.tgz", "store/folder"):
+        with pytest.raises(ConfigError, match="m e has no input, and an archive tells no example; give --data"):
+            data(Wishes(), url=archive, input=None)
+
+
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_started(folder: Path) -> None:
+    asks = case(folder, processors=(CPU, ALL))
+    with pytest.raises(ConfigError, match="m e asks for gpus all, and this machine has none; take it out, or go on"):
+        prepare([asks], Wishes(), folder, 0)
+    (job,), notes = prepare([asks], Wishes(skip_missing_hardware=True), folder, 0)
+    assert job.case.processors == (CPU,)
+    assert notes == ["m e asks for gpus all, and this machine has none: left out"]
+    with pytest.raises(ConfigError, match="nothing is left to run: m e asks for gpus all"):
+        prepare([case(folder, processors=(ALL,))], Wishes(skip_missing_hardware=True), folder, 0)
+    with pytest.raises(ConfigError, match="asks for gpus 2, and this machine has 1;"):
+        prepare([case(folder, processors=(ALL, TWO))], Wishes(), folder, 1)
+    (job,), _ = prepare([case(folder, processors=(ALL, TWO))], Wishes(), folder, 2)
+    assert job.case.processors == (ALL, TWO)
+
+
+def test_the_command_line_says_how_many_requests_and_that_is_another_suite(folder: Path) -> None:
+    def jobs(requests: int | None) -> list[Job]:
+        return prepare([case(folder, concurrency=(4,))], Wishes(requests=requests), folder, 0)[0]
+
+    load = load_of(jobs(7)[0], 4, seed=3)
+    assert (load.mode, load.requests, load.concurrency, load.seed) == ("closed", 7, 4, 3)
+    assert jobs(None)[0].case.requests == 100
+    assert digest(jobs(7)) == digest(jobs(7)) != digest(jobs(8))
+
+
+def test_another_archive_of_the_same_name_is_another_suite(folder: Path) -> None:
+    (folder / "other").mkdir()
+    (folder / "other" / "stored.mar").write_bytes(b"y")
+    first, second = (
+        prepare([case(folder, "stored")], Wishes(store=folder / s), folder, 0)[0] for s in ("store", "other")
+    )
+    assert digest(first) != digest(second)
+
+
+class Management:
+    """In place of a TorchServe's management; it says what it was asked for, but for what `other` tells."""
+
+    def __init__(self, **other: Any) -> None:
+        self.other = other
+        self.asked: dict[str, str] = {}
+
+    def __call__(self, _: Endpoint, method: str, path: str, **__: object) -> Reply:
+        if method == "POST":
+            self.asked = dict(parse_qsl(urlsplit(path).query))
+            return Reply(self.other.get("status", 200), b"too large")
+        given = {name: int(self.asked[key]) for name, key in (("batchSize", "batch_size"), ("maxBatchDelay", DELAY))}
+        workers = [{"status": "READY"}] * int(self.asked["initial_workers"])
+        return Reply(200, msgspec.json.encode([given | {"workers": workers} | self.other]))
+
+
+DELAY = "max_batch_delay"  # TorchServe's suite says batch_delay, which its server does not know
+HERE = Endpoint("h", 1)
+
+
+def test_an_archive_is_registered_with_the_settings_of_its_point(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (point, *_) = points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
+    monkeypatch.setattr(suite, "ask", asked := Management())
+    suite._register(HERE, "m.mar", point)
+    expected = {"url": "m.mar", "batch_size": "8", DELAY: "70", "initial_workers": "2", "synchronous": "true"}
+    assert asked.asked == {**expected, "model_name": suite.NAME}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"maxBatchDelay": 100}, "cpu, 2 workers, batch 8: asked for batch_delay 70, and the server has 100"),
+        ({"batchSize": 1}, "asked for batch_size 8, and the server has 1"),
+        ({"workers": [{"status": "READY"}, {"status": "UNLOADING"}]}, "asked for workers 2, and the server has 1"),
+        ({"status": 507}, "the server does not take it: status 507: too large"),
+    ],
+)
+def test_a_server_that_has_other_settings_than_it_was_asked_for_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], words: str
+) -> None:
+    (point, *_) = points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
+    monkeypatch.setattr(suite, "ask", Management(**other))
+    with pytest.raises(PenstockError, match=words):
+        suite._register(HERE, "m.mar", point)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from msgspec import structs
+
+from penstock.perf.bench.measurement import Clause, Gpu, Latency, Load, Measurement, ServerSide
+from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.table import line, name_of, notes, plain, rows, server_lines, verdict
+
+RUN = Measurement(
+    load=Load(mode="closed", concurrency=8),
+    requests=1000,
+    answered=998,
+    errors={"503": 2},
+    throughput=1234.56,
+    latency=Latency(mean_s=0.006, p50_s=0.005, p90_s=0.008, p99_s=0.0123, max_s=0.5),
+    server=ServerSide(
+        queue_s=0.001,
+        run_s=0.004,
+        batches={"1": 3, "2": 0, "8": 120},
+        mean_batch=7.84,
+        cpu=1.5,
+        memory_bytes=300 * 2**20,
+        gpus=[Gpu(name="NVIDIA H200", utilization=0.8, memory_bytes=2**30)],
+    ),
+    slo=[Clause(text="p99<=10ms", value=0.0123, met=False)],
+    first_error="status 503: busy",
+    caveats=["a closed loop cannot see stalls"],
+)
+BROKEN = Measurement(
+    load=Load(mode="closed", concurrency=64),
+    throughput=9.0,
+    invalid=["the generator was late"],
+    caveats=["a closed loop cannot see stalls"],
+)
+
+
+def test_a_run_is_a_row_with_latencies_in_milliseconds_and_na_where_samples_are_too_few() -> None:
+    heading, row = rows([RUN])
+    told = dict(zip(heading, row, strict=True))
+    assert told == {
+        "load": "8 clients",
+        "good/s": "1,234.6",
+        "mean ms": "6",
+        "p50 ms": "5",
+        "p90 ms": "8",
+        "p99 ms": "12.3",
+        "p99.9 ms": "n/a",
+        "max ms": "500",
+        "errors": "503:2",
+        "batch": "7.8",
+        "cores": "1.50",
+        "SLO": "MISSED",
+    }
+
+
+def test_an_invalid_run_has_a_word_in_the_place_of_its_numbers() -> None:
+    table = rows([RUN, BROKEN])
+    assert table[2][:2] == ["64 clients", "INVALID"]
+    assert not any(table[2][2:])
+    assert "9" not in " ".join(table[2][2:])
+
+
+def test_a_table_of_invalid_runs_only_tells_so_below_its_heading() -> None:
+    assert rows([BROKEN, BROKEN]) == [["load", "good/s"], *[["64 clients", "INVALID"]] * 2]
+
+
+def test_columns_that_nothing_is_known_of_are_left_out() -> None:
+    heading, _ = rows([Measurement(load=Load(mode="open", rate=10))])
+    assert "batch" not in heading
+    assert "SLO" not in heading
+    assert "errors" not in heading
+
+
+def test_repeats_are_told_apart() -> None:
+    again = Measurement(load=RUN.load, repeat=1)
+    assert [row[0] for row in rows([RUN, again])] == ["load", "8 clients #1", "8 clients #2"]
+    assert name_of(RUN, 1) == "8 clients"
+
+
+def test_loads_are_told_by_what_makes_them() -> None:
+    loads = [Load(mode="closed", concurrency=1), Load(mode="open", rate=0.5, arrival="gamma:2")]
+    loads.append(Load(mode="open", arrival="trace:a.jsonl"))
+    assert [load.label for load in loads] == ["1 client", "0.5/s gamma:2", "trace:a.jsonl"]
+
+
+def test_lines_stand_in_columns() -> None:
+    assert plain([["load", "good/s"], ["1 client", "7"], ["64 clients"]]) == [
+        "load        good/s",
+        "1 client         7",
+        "64 clients",
+    ]
+
+
+def test_what_is_true_of_all_is_said_once_and_errors_with_their_load() -> None:
+    clean = Measurement(load=Load(mode="closed", concurrency=1), caveats=RUN.caveats)
+    assert notes([clean, RUN]) == ["a closed loop cannot see stalls", "8 clients: first error: status 503: busy"]
+
+
+def test_an_invalid_run_says_why() -> None:
+    assert notes([RUN, BROKEN])[-1] == "64 clients: INVALID: the generator was late"
+
+
+def test_the_servers_side_is_one_line_a_run() -> None:
+    assert server_lines([RUN, BROKEN]) == [
+        "8 clients: queue 1 ms · run 4 ms · batches by rows <=1:3 <=8:120 · memory 300 MiB · NVIDIA H200 80%, 1,024 MiB"
+    ]
+    assert server_lines([Measurement(load=RUN.load, server=ServerSide())]) == []
+
+
+def test_a_run_is_told_in_a_line_when_it_is_done() -> None:
+    assert line(RUN, 1) == "8 clients: 1,234.6/s, p50 5 ms, p99 12.3 ms, 0.2% errors"
+    assert line(BROKEN, 2) == "64 clients #1: INVALID"
+
+
+def test_an_slo_that_says_nothing_of_errors_is_not_kept_with_many() -> None:
+    kept = Clause(text="p99<=10ms", value=0.009, met=True)
+    few = Measurement(load=Load(mode="closed", concurrency=1), requests=100, errors={"503": 1}, slo=[kept])
+    many = structs.replace(few, load=Load(mode="closed", concurrency=8), errors={"503": 50})
+    borne = structs.replace(many, slo=[kept, Clause(text="error<=60%", value=0.5, met=True)])
+    assert (few.met, many.met, borne.met) == (True, False, True)
+    slo = parse_slo("p99<=10ms")
+    assert verdict([few, many], slo) == "SLO p99<=10ms: kept at 1 client; MISSED at 8 clients (50.0% errors)"
+
+
+def test_the_verdict_says_where_the_slo_is_kept_and_why_not_elsewhere() -> None:
+    slo = parse_slo("p99<=10ms")
+    kept = Measurement(load=Load(mode="closed", concurrency=1), slo=[Clause(text="p99<=10ms", value=0.009, met=True)])
+    untold = Measurement(load=Load(mode="closed", concurrency=2), slo=[Clause(text="p99<=10ms", value=None, met=None)])
+    assert verdict([kept, RUN, untold, BROKEN], slo) == (
+        "SLO p99<=10ms: kept at 1 client; MISSED at 8 clients (p99 is 12.3 ms); "
+        "cannot be told at 2 clients (p99<=10ms: too few samples), 64 clients (INVALID)"
+    )

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client.endpoint import Endpoint
+from penstock.client.errors import Unreachable
+from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized
+from penstock.perf.bench import catalog
+from penstock.perf.bench import target as module
+from penstock.perf.bench.ask import Reply
+from penstock.perf.bench.target import is_served, open_target
+
+Pages = dict[str, Any]
+
+NATIVE: Pages = {
+    "/v2": {"name": "penstock"},
+    "/openapi.json": {"paths": {"/predictions/digits": {}, "/v2/models/digits/infer": {}, "/ping": {}}},
+    "/v2/models/digits": {
+        "name": "digits",
+        "inputs": [{"name": "image", "datatype": "FP32", "shape": [-1, 8, 8]}],
+        "parameters": {"instances": 2},
+    },
+    "/v2/models/digits/ready": {"ready": True},
+}
+TORCHSERVE: Pages = {"/ping": {"status": "Healthy"}}
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`serve(pages, management)` stands for a server on far.example:8080: what is no JSON of it answers 404."""
+
+    def fake(pages: Pages | None, management: Pages | None = None, prefix: str = "") -> None:
+        def ask(endpoint: Endpoint, method: str, path: str, *_: object, **__: object) -> Reply:
+            if pages is None:
+                raise Unreachable(f"{endpoint.url}: cannot connect: Connection refused")
+            assert endpoint.prefix == prefix
+            found = (management or {}) if endpoint.port == 8081 else pages
+            status, page = found.get(path, (404, {})) if isinstance(found.get(path), tuple) else (200, found.get(path))
+            return Reply(404, b"{}") if page is None else Reply(status, json.dumps(page).encode())
+
+        beside = (None, Endpoint("127.0.0.1", 8081)) if management is not None else (None, None)
+        monkeypatch.setattr(catalog, "ask", ask)
+        monkeypatch.setattr(module, "reach", lambda endpoint: ask(endpoint, "GET", "/"))
+        for each in (module, catalog):
+            monkeypatch.setattr(each, "process_at", lambda port: None)
+            monkeypatch.setattr(each, "listeners_beside", lambda endpoint, pid, token: beside)
+
+    return fake
+
+
+def opened(text: str, **more: Any) -> module.Target:
+    with open_target(text, **more) as found:
+        return found
+
+
+FAR = "http://far.example:8080"
+
+
+def test_the_only_model_of_a_server_is_its_target(serve: Callable[..., None]) -> None:
+    serve(NATIVE)
+    for text in (FAR, f"{FAR}/"):
+        found = opened(text)
+        assert (found.model, found.path, found.protocol) == ("digits", "/predictions/digits", "native")
+        assert found.url == f"{FAR}/predictions/digits"
+        assert [spec.shape for spec in found.inputs] == [(-1, 8, 8)]
+        assert found.parameters == {"instances": 2}
+        assert (found.metrics, found.management, found.pids) == (None, None, ())
+
+
+def test_a_route_says_model_and_protocol(serve: Callable[..., None]) -> None:
+    serve(NATIVE)
+    for path, protocol, whole in [
+        ("/predictions/digits", "native", ""),
+        ("/predictions/digits/1", "native", ""),
+        ("/predictions/digits?x=1", "native", ""),
+        ("/v2/models/digits/infer", "oip", ""),
+        ("/v2/models/digits/versions/1/infer", "oip", ""),
+        ("/v2/models/digits", "oip", "/v2/models/digits/infer"),
+    ]:
+        found = opened(FAR + path)
+        assert (found.model, found.protocol, found.path) == ("digits", protocol, whole or path)
+
+
+def test_routes_may_stand_under_a_prefix(serve: Callable[..., None]) -> None:
+    serve(NATIVE, prefix="/team/one")
+    found = opened(f"{FAR}/team/one/predictions/digits")
+    assert (found.endpoint.prefix, found.path) == ("/team/one", "/predictions/digits")
+    found = opened(f"{FAR}/team/one", model="digits", protocol="oip")
+    assert (found.endpoint.prefix, found.path) == ("/team/one", "/v2/models/digits/infer")
+
+
+def test_a_route_of_another_protocol_than_was_said_is_refused(serve: Callable[..., None]) -> None:
+    serve(NATIVE)
+    for path, protocol in [("/predictions/digits", "oip"), ("/v2/models/digits/infer", "native")]:
+        with pytest.raises(ConfigError, match=f"is no route of --protocol {protocol}"):
+            opened(FAR + path, protocol=protocol)
+
+
+def test_any_other_url_is_taken_as_it_is(serve: Callable[..., None]) -> None:
+    serve({})
+    found = opened(f"{FAR}/my/route?verbose=1")
+    assert (found.model, found.path, found.protocol) == ("", "/my/route?verbose=1", "native")
+    assert found.url == f"{FAR}/my/route?verbose=1"
+
+
+def test_a_listener_of_metrics_that_is_named_is_the_one_that_is_watched(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(NATIVE)
+    monkeypatch.setattr(module, "reach", lambda endpoint: None)
+    for url in ("http://far.example:9", "http://far.example:9/metrics", "http://far.example:9/"):
+        assert opened(FAR, metrics=url).metrics == Endpoint("far.example", 9)
+    assert opened(FAR).metrics is None
+    monkeypatch.undo()
+    with pytest.raises(Unreachable, match="cannot connect"):
+        opened(FAR, metrics="http://127.0.0.1:1")
+
+
+def test_a_server_that_is_down_is_told(serve: Callable[..., None]) -> None:
+    serve(None)
+    for text in (FAR, f"{FAR}/predictions/digits", f"{FAR}/my/route"):
+        with pytest.raises(Unreachable, match=r"far\.example:8080: cannot connect"):
+            opened(text)
+    with pytest.raises(Unreachable, match="taken for the name of a model") as told:
+        opened("digits")
+    assert "app.py:Model" in str(told.value)
+
+
+def test_an_unknown_model_is_told_with_the_nearest(serve: Callable[..., None]) -> None:
+    serve(NATIVE)
+    with pytest.raises(ModelNotFound, match="did you mean 'digits'"):
+        opened(f"{FAR}/predictions/digit")
+    with pytest.raises(ModelNotFound, match="it has digits"):
+        opened("zebra")
+
+
+def test_of_several_models_one_must_be_chosen(serve: Callable[..., None]) -> None:
+    several = {**NATIVE, "/openapi.json": {"paths": {"/predictions/a": {}, "/predictions/digits": {}}}}
+    serve(several)
+    with pytest.raises(ConfigError, match=r"has the models a, digits; choose one with --model"):
+        opened(FAR)
+    assert opened(FAR, model="digits").model == "digits"
+
+
+def test_a_model_that_is_not_ready_is_told(serve: Callable[..., None]) -> None:
+    serve({**NATIVE, "/v2/models/digits/ready": (503, {"ready": False})})
+    with pytest.raises(ModelNotReady, match="not ready"):
+        opened(f"{FAR}/predictions/digits")
+    serve({**NATIVE, "/openapi.json": {"paths": {}}})
+    with pytest.raises(ModelNotReady, match="no model that is ready"):
+        opened(FAR)
+
+
+def test_a_server_that_wants_a_token_is_told(serve: Callable[..., None]) -> None:
+    serve({"/v2": (401, {"error": {}})})
+    with pytest.raises(Unauthorized, match="found none; give its file by --token-file"):
+        opened(FAR)
+
+
+def test_a_server_of_another_kind_must_be_named_by_its_route(serve: Callable[..., None]) -> None:
+    serve({})
+    with pytest.raises(PenstockError, match="give the whole URL of its inference route"):
+        opened(FAR)
+
+
+def test_a_server_of_somebody_elses_that_speaks_open_inference_is_asked_so(serve: Callable[..., None]) -> None:
+    serve({**NATIVE, "/v2": {"name": "triton", "version": "2"}})
+    assert opened(FAR, model="digits").path == "/v2/models/digits/infer"
+    with pytest.raises(ConfigError, match="does not tell its models; choose one"):
+        opened(FAR)
+
+
+def described(*workers: str) -> list[dict[str, Any]]:
+    return [{"modelName": "bert", "workers": [{"status": status} for status in workers]}]
+
+
+def test_a_torchserve_is_asked_for_its_workers(serve: Callable[..., None]) -> None:
+    models = {"/models": {"models": [{"modelName": "bert"}]}}
+    near = "http://127.0.0.1:8080/predictions/bert"
+    serve(TORCHSERVE, {**models, "/models/bert": described("UNLOADING", "READY")})
+    found = opened(near)
+    assert (found.protocol, found.path, found.inputs) == ("torchserve", "/predictions/bert", ())
+    assert opened("http://127.0.0.1:8080").model == "bert"  # the only one
+    serve(TORCHSERVE, {**models, "/models/bert": described("UNLOADING")})
+    with pytest.raises(ModelNotReady, match="no worker"):
+        opened(near)
+    serve(TORCHSERVE, {**models, "/models/bern": (404, {})})
+    with pytest.raises(ModelNotFound, match="did you mean 'bert'"):
+        opened("http://127.0.0.1:8080/predictions/bern")
+    serve(TORCHSERVE)  # far away, its management API is not there to be asked
+    assert opened(f"{FAR}/predictions/bert").model == "bert"
+    with pytest.raises(ConfigError, match="does not tell its models; choose one with --model"):
+        opened(FAR)
+
+
+def test_what_is_no_target_is_refused_with_what_may_be_one() -> None:
+    with pytest.raises(ConfigError, match="expected a URL such as"):
+        opened("two words")
+    with pytest.raises(ConfigError, match="did you mean 'http://localhost:8080'"):
+        opened("localhost:8080")
+    with pytest.raises(ConfigError, match="did you mean 'http://localhost:8080/predictions/m'"):
+        opened("localhost:8080/predictions/m")
+    with pytest.raises(ConfigError, match="no such file"):
+        opened("nowhere/model.mar")
+    with pytest.raises(ConfigError, match="--option and --set are for"):
+        opened(FAR, sets=["models.m.instances=2"])
+
+
+def test_what_is_to_be_served_is_told_from_a_name() -> None:
+    for text in ("app.py:Model", "app.py", "pkg.mod:Model", "n=app.py:Model", "a/model.onnx", "x.toml", "m.mar"):
+        assert is_served(text), text
+    for text in ("digits", "resnet.v2", "localhost:8080", "far.example:8080/v2/models/m", "with-dash_1", ":Model"):
+        assert not is_served(text), text
+
+
+class Served:
+    """Stands for ServerProcess: notes its words, and serves nothing."""
+
+    words: tuple[str, ...] = ()
+    pid = 1
+    urls = dict.fromkeys(("inference", "metrics", "management"), "http://127.0.0.1:8081")
+
+    def __init__(self, words: list[str], **_: object) -> None:
+        Served.words = tuple(words)
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def last_words(self) -> str:
+        return "no weights"
+
+
+def test_a_server_of_the_run_that_has_no_ready_model_tells_why(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ServerProcess", Served)
+    serve(TORCHSERVE, management={"/models": {"models": []}})
+    with pytest.raises(ModelNotReady, match="no model that is ready; the server said:\nno weights"):
+        opened("app.py:Model")
+    serve(TORCHSERVE, management={"/models": (401, {})})
+    with pytest.raises(Unauthorized, match="wants a token, found none"):
+        opened("app.py:Model")
+
+
+def test_an_archive_is_named_by_its_file_as_far_as_a_model_can_be(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "ServerProcess", Served)
+    for file, name in (("up-1.0.mar", "up-1.0"), ("my new model.mar", "my_new_model"), ("_.mar", "model")):
+        (tmp_path / file).touch()
+        pages = {"/models": {"models": [{"modelName": name}]}, f"/models/{name}": [{"workers": [{"status": "READY"}]}]}
+        serve(TORCHSERVE, management={**TORCHSERVE, **pages})
+        assert opened(str(tmp_path / file)).model == name
+        assert Served.words == ("--model-store", str(tmp_path), "--models", f"{name}={file}")
+    (tmp_path / "a,b.mar").touch()
+    with pytest.raises(ConfigError, match="rename the file"):
+        opened(str(tmp_path / "a,b.mar"))

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import load_config
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.errors import ConfigError, PenstockError
+from penstock.perf.tune.config import MARK, TunedFile, changed_keys, patched
+
+TEXT = """\
+# ours
+[server]
+port = 8080  # behind the proxy
+
+[models.digits]
+# the team's
+target = "app.py:Digits"
+instances = 2   # as last year
+
+[models.digits.batching]
+# asked of sales
+slo_s = 0.05
+"""
+DIGITS = ModelConfig(target="app.py:Digits")
+
+
+def comments(text: str) -> list[str]:
+    return [line.partition("#")[2] for line in text.splitlines() if "#" in line]
+
+
+def test_only_the_keys_that_were_tuned_change_and_every_comment_stays(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    TunedFile(str(file), "digits", DIGITS).write(
+        {"instances": 4, "batching.max_batch_size": 16, "devices": ["cpu"], "precision": "fp16"}, "p99<=50ms\nsee there"
+    )
+    text = file.read_text()
+    expected = tomllib.loads(TEXT)
+    expected["models"]["digits"] |= {"instances": 4, "devices": ["cpu"], "precision": "fp16"}
+    expected["models"]["digits"]["batching"]["max_batch_size"] = 16
+    assert tomllib.loads(text) == expected
+    assert set(comments(TEXT)) < set(comments(text))
+    new = 'devices = ["cpu"]\nprecision = "fp16"\n'
+    assert f"[models.digits]\n{MARK}: p99<=50ms\n{MARK}: see there\n{new}# the team's\n" in text
+
+
+def test_a_comment_stays_with_what_it_is_about_and_lines_end_as_they_did() -> None:
+    text = (
+        '[models.a] # ours\ntarget = "x:y"\n\n# of what is loaded\n[models.a.options]\nwidth = 3\n\n'
+        '# of the other one\n[models.b]\ntarget = "x:y"\n'
+    )
+    values = {"threads": 1, "batching.max_batch_size": 2, "options.width": 4, "options.height": 5}
+    found = patched(text, "a", values, "why")
+    assert found == (
+        f'[models.a] # ours\n{MARK}: why\nthreads = 1\nbatching.max_batch_size = 2\ntarget = "x:y"\n\n'
+        "# of what is loaded\n[models.a.options]\nheight = 5\nwidth = 4\n\n# of the other one\n[models.b]\n"
+        'target = "x:y"\n'
+    )
+    assert patched(text.replace("\n", "\r\n"), "a", values, "why") == found.replace("\n", "\r\n")
+
+
+def test_where_no_place_is_found_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.perf.tune.config._ways", lambda *_: iter(["[", TEXT]))
+    with pytest.raises(ConfigError, match=r"found no place for the tuned keys; expected \[models\.digits\]"):
+        patched(TEXT, "digits", {"threads": 1}, "why")
+
+
+def test_a_second_run_takes_the_comment_of_the_first_one_away() -> None:
+    once = patched(TEXT, "digits", {"instances": 4}, "first")
+    twice = patched(once, "digits", {"instances": 8}, "second")
+    assert twice == once.replace("first", "second").replace("= 4", "= 8")
+
+
+def test_a_text_of_more_lines_than_one_that_looks_like_a_header_or_like_our_comment_is_no_place_for_it() -> None:
+    text = f"[models.a.options]\nprompt = '''\n[models.a]\n{MARK}: x\n'''\n[models.a]\ntarget = 'x:y'\n"
+    text = text.replace("[models.a]\ntarget", "[models.b]\ntarget = 'x:y'\n[models.a]\ntarget", 1)
+    found = patched(text, "a", {"threads": 1}, "why")
+    expected = tomllib.loads(text)
+    expected["models"]["a"]["threads"] = 1
+    assert tomllib.loads(found) == expected
+    assert found.startswith(f"{MARK}: why\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'models = { "m" = { target = "x:y", batching = { slo_s = 1.0 } } }\n',
+        'models.m.target = "x:y"\n',
+        '[models."m"]\ntarget = "x:y"\n',
+        '[models]\nm.target = "x:y"\nm.batching.policy = "none"\n',
+        'models.m.target = "x:y"\nmodels.n.target = "x:y"\n[server]\nport = 1\n',
+        '[models.m]\ntarget = "x:y"\nbatching = { slo_s = 1.0 }\n',
+        '[models.m]\ntarget = "x:y"\nbatching.slo_s = 1.0\n',
+        '[models.m.batching]\nslo_s = 1.0\n[server]\nport = 1\n[models.m]\ntarget = "x:y"\n',
+    ],
+)
+def test_a_model_may_be_told_in_any_form_of_toml(text: str) -> None:
+    found = patched(text, "m", {"batching.max_batch_size": 2, "threads": 1, "precision": None}, "why")
+    expected = tomllib.loads(text)
+    expected["models"]["m"] |= {"threads": 1}
+    expected["models"]["m"].setdefault("batching", {})["max_batch_size"] = 2
+    assert tomllib.loads(found) == expected
+    assert found.count(f"{MARK}: why") == 1
+
+
+def test_a_key_whose_value_is_none_goes() -> None:
+    found = patched(TEXT, "digits", {"instances": None, "threads": None, "options.width": None}, "why")
+    assert "instances" not in found
+    assert "options" not in found
+
+
+def test_a_new_file_has_the_model_as_it_was_named_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apps").mkdir()
+    (tmp_path / "conf").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = ModelConfig(target="apps/app.py:Digits", options={"size": 3}, weights="apps/w.pt", instances=2)
+    TunedFile("conf/penstock.toml", "digits", model).write({"batching.max_batch_size": 8}, "why")
+    found = load_config("conf/penstock.toml", env={}).models["digits"]
+    assert os.path.realpath(found.target.partition(":")[0]) == str(tmp_path / "apps/app.py")
+    assert os.path.realpath(found.weights or "") == str(tmp_path / "apps/w.pt")
+    assert (found.options, found.instances, found.batching.max_batch_size) == ({"size": 3}, 2, 8)
+
+
+def test_a_module_stays_the_name_that_it_is(tmp_path: Path) -> None:
+    TunedFile(str(tmp_path / "new.toml"), "m", ModelConfig(target="pkg.mod:M")).write({"instances": 2}, "why")
+    assert tomllib.loads((tmp_path / "new.toml").read_text())["models"]["m"]["target"] == "pkg.mod:M"
+
+
+def test_what_the_file_says_otherwise_than_it_was_measured_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT + "[models.digits.options]\nwidth = 3\nheight = 4\n")
+    model = ModelConfig(target=f"{tmp_path}/app.py:Digits", threads=2, options={"width": 4})
+    tuned = TunedFile(str(file), "digits", model)
+    tuned.write({"instances": 1, "options.width": 5}, "why")
+    (record,) = caplog.records
+    assert "other=threads,options.height,batching.slo_s consequence=this file serves" in record.message
+    caplog.clear()
+    as_there = load_config(str(file), env={}).models["digits"]
+    TunedFile(str(file), "digits", as_there).write({"instances": 4, "batching.max_batch_size": 8}, "why")
+    TunedFile(str(tmp_path / "new.toml"), "digits", model).write({"instances": 4, "options.width": 5}, "why")
+    assert not caplog.records
+
+
+def test_a_section_of_another_name_with_the_same_target_is_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    assert TunedFile(str(file), "other", ModelConfig(target=f"{tmp_path}/app.py:Digits")).name == "digits"
+
+
+def test_a_new_file_beside_the_configuration_that_is_tuned_starts_as_that(tmp_path: Path) -> None:
+    source = tmp_path / "penstock.toml"
+    source.write_text(TEXT)
+    TunedFile(str(tmp_path / "tuned.toml"), "digits", DIGITS, str(source)).write({"instances": 4}, "why")
+    assert source.read_text() == TEXT
+    assert tomllib.loads((tmp_path / "tuned.toml").read_text())["server"] == {"port": 8080}
+
+
+def test_a_new_file_in_another_folder_than_the_configuration_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "penstock.toml"
+    source.write_text(TEXT)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match=r"relative paths in .*penstock\.toml start at its folder"):
+        TunedFile(str(tmp_path / "there/tuned.toml"), "digits", DIGITS, str(source))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[models.digits\n", r"not valid TOML: .*line 1"),
+        (TEXT.replace("digits", "numbers").replace("Digits", "N"), r"no \[models\.digits\].*it has numbers"),
+        ("[server]\nport = 1\n", "it has no models"),
+        ("[models.digits]\n", "found no target"),
+        (TEXT.replace("port", "prt"), "unknown key 'prt'; did you mean 'port'"),
+    ],
+)
+def test_a_file_that_is_malformed_or_lacks_the_model_is_refused_before_anything_is_measured(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        TunedFile(str(file), "digits", DIGITS)
+    assert file.read_text() == text
+
+
+def test_the_pipeline_that_is_tuned_is_no_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.toml"
+    file.write_text('[decode]\nops = "decode_image"\n')
+    with pytest.raises(ConfigError, match=r"pipeline\.toml: is what is tuned, and no configuration; name a new file"):
+        TunedFile(str(file), "pipeline", ModelConfig(target=str(file)))
+    TunedFile(str(tmp_path / "new.toml"), "pipeline", ModelConfig(target=str(file))).write({"instances": 2}, "why")
+    assert load_config(str(tmp_path / "new.toml"), env={}).models["pipeline"].instances == 2
+
+
+def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        TunedFile(str(tmp_path / "no/penstock.toml"), "digits", DIGITS)
+
+
+def test_what_may_not_be_written_to_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    monkeypatch.setattr("penstock.perf.tune.config.os.access", lambda path, mode: path != str(tmp_path))
+    with pytest.raises(ConfigError, match=r"there is no folder .* that can be written to"):
+        TunedFile(str(file), "digits", DIGITS)
+    monkeypatch.setattr("penstock.perf.tune.config.os.access", lambda path, mode: path != str(file))
+    with pytest.raises(ConfigError, match="the file may not be written to; change its mode, or name another"):
+        TunedFile(str(file), "digits", DIGITS)
+
+
+def test_a_value_that_no_configuration_takes_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    with pytest.raises(ConfigError, match="instances: found -1"):
+        TunedFile(str(file), "digits", DIGITS).write({"instances": -1}, "why")
+    assert file.read_text() == TEXT
+    assert os.listdir(tmp_path) == ["penstock.toml"]
+
+
+def test_a_link_and_the_rights_of_the_file_stay(tmp_path: Path) -> None:
+    file, link = tmp_path / "penstock.toml", tmp_path / "link.toml"
+    file.write_text(TEXT)
+    file.chmod(0o600)
+    link.symlink_to(file)
+    TunedFile(str(link), "digits", DIGITS).write({"instances": 4}, "why")
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "instances = 4   # as last year" in file.read_text()
+
+
+def test_what_is_not_at_its_default_is_told_as_in_a_file() -> None:
+    model = ModelConfig(target="x:y", devices=("cuda",), batching=BatchingConfig(slo_s=0.1))
+    assert changed_keys(model) == {"target": "x:y", "devices": ["cuda"], "batching": {"slo_s": 0.1}}
+
+
+def test_without_tomlkit_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tomlkit", None)
+    with pytest.raises(ConfigError, match=r"--write needs tomlkit.*pip install 'penstock\[tune\]'"):
+        TunedFile(str(tmp_path / "penstock.toml"), "digits", DIGITS)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    tuned = TunedFile(str(file), "digits", DIGITS)
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("penstock.perf.tune.config.os.fsync", full)
+    with pytest.raises(PenstockError, match="cannot be written: No space left on device; it is as it was"):
+        tuned.write({"instances": 4}, "why")
+    assert file.read_text() == TEXT
+    assert os.listdir(tmp_path) == ["penstock.toml"]
+
+
+def test_what_somebody_changed_while_it_was_measured_stays(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TEXT)
+    tuned = TunedFile(str(file), "digits", DIGITS)
+    file.write_text(TEXT.replace("8080", "9090"))
+    tuned.write({"instances": 4}, "why")
+    found = tomllib.loads(file.read_text())
+    assert (found["server"]["port"], found["models"]["digits"]["instances"]) == (9090, 4)
+    file.write_text("[server]\nport = 1\n")
+    with pytest.raises(ConfigError, match=r"there is no \[models\.digits\]"):
+        tuned.write({"instances": 8}, "why")

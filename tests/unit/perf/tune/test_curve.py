@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.errors import LoadFailed
+from penstock.perf.tune.curve import Body, Order, rehearse
+from penstock.serving.protocols.oip import HEADER_LENGTH
+from penstock.serving.protocols.oip_binary import encode_request
+
+MODEL = """
+import time
+
+
+class Model:
+    def load(self, device, precision=None):
+        self.device, self.factor = device, 2 if precision is None else 3
+
+    def predict(self, items):
+        time.sleep(0.004 + 0.001 * len(items))
+        return [{"twice": self.factor * item} for item in items]
+"""
+
+
+def order(tmp_path: Path, source: str, **keys: object) -> Order:
+    (tmp_path / "alone.py").write_text(textwrap.dedent(source))
+    config = ModelConfig(target=f"{tmp_path}/alone.py:Model", load_timeout_s=20)
+    bodies = [Body(b"1", "application/json"), Body(b"2", "application/json")]
+    return Order(**{"name": "m", "config": config, "device": "cpu", "sys_path": [], "bodies": bodies, **keys})  # type: ignore[arg-type]
+
+
+def test_the_curve_has_the_time_of_each_size_and_the_samples_are_answered_as_over_http(tmp_path: Path) -> None:
+    found = rehearse(
+        order(tmp_path, MODEL, sizes=[1, 8], samples=[Body(b"21", "application/json"), Body(b"{", "text/json")])
+    )
+    assert sorted(found.curve) == [1, 8]
+    assert 0.005 <= found.curve[1] < 0.5
+    assert 0.012 <= found.curve[8] < 0.5
+    assert (found.answers[0].body, found.answers[0].content_type) == (b'{"twice":42}', "application/json")
+    assert found.memory_bytes > 2**20
+    assert found.load_s > 0
+    assert not found.error
+
+
+def test_sizes_after_one_that_took_longer_than_the_limit_are_not_run(tmp_path: Path) -> None:
+    source = """
+    import time
+
+
+    class Model:
+        def predict(self, items):
+            time.sleep(0.5 if len(items) > 1 else 0)
+            return items
+    """
+    found = rehearse(order(tmp_path, source, sizes=[1, 16, 32], limit_s=0.2))
+    assert sorted(found.curve) == [1, 16]
+
+
+def test_the_keys_of_the_model_reach_it(tmp_path: Path) -> None:
+    asked = order(tmp_path, MODEL, samples=[Body(b"1", "application/json")])
+    asked.config = ModelConfig(target=asked.config.target, precision="fp16", batching=BatchingConfig(max_batch_size=64))
+    found = rehearse(asked)
+    assert found.answers[0].body == b'{"twice":3}'
+    assert found.ignores == ["optimize"]
+
+
+def test_tensors_come_as_from_an_open_inference_caller(tmp_path: Path) -> None:
+    source = """
+    import penstock
+
+
+    class Model:
+        inputs = (penstock.TensorSpec("x", "FP32", (-1, 2)),)
+        outputs = (penstock.TensorSpec("y", "FP32", (-1, 2)),)
+
+        def predict(self, items):
+            return [{"y": 2 * item["x"]} for item in items]
+    """
+    head, buffers = encode_request([("x", "FP32", (1, 2), np.array([[1, 2]], np.float32).tobytes())])
+    headers = {HEADER_LENGTH: str(len(head))}
+    body = Body(b"".join([head, *buffers]), "application/octet-stream", "oip_binary", headers)
+    given = rehearse(order(tmp_path, source, samples=[body])).answers[0]
+    assert not given.error
+    assert b'"data":[2.0,4.0]' in given.body
+
+
+def test_threads_are_shared_out_as_among_the_instances_of_a_server(tmp_path: Path) -> None:
+    source = """
+    import os
+
+
+    class Model:
+        def predict(self, items):
+            return [os.environ["OMP_NUM_THREADS"] for _ in items]
+    """
+    asked = order(tmp_path, source, samples=[Body(b"1", "application/json")])
+    assert rehearse(asked, instances=10_000).answers[0].body == b"1"
+
+
+def test_the_size_that_runs_out_of_memory_is_told_and_none_larger_is_run(tmp_path: Path) -> None:
+    source = """
+    class Model:
+        def predict(self, items):
+            if len(items) > 2:
+                raise MemoryError
+            return items
+    """
+    found = rehearse(order(tmp_path, source, sizes=[1, 2, 4, 8]))
+    assert (sorted(found.curve), found.oom_rows) == ([1, 2], 4)
+
+
+def test_a_request_that_the_model_cannot_answer_is_told(tmp_path: Path) -> None:
+    source = """
+    class Model:
+        def predict(self, items):
+            return [item["x"] for item in items]
+    """
+    found = rehearse(order(tmp_path, source, sizes=[1], samples=[Body(b"1", "application/json")]))
+    assert found.error == "the model raised TypeError"
+    assert found.answers[0].error == "the model raised TypeError"
+    assert not found.curve
+
+
+def test_the_parts_of_an_answer_in_parts_are_put_end_to_end(tmp_path: Path) -> None:
+    source = """
+    class Model:
+        def predict(self, items):
+            yield [f"{item} a " for item in items]
+            yield [f"{item} b" for item in items]
+    """
+    found = rehearse(order(tmp_path, source, sizes=[1], samples=[Body(b"1", "application/json")]))
+    assert found.answers[0].body == b"1 a 1 b"
+    assert not found.error
+
+
+def test_a_process_that_reads_nothing_is_told_as_one_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **keys: Any) -> None:
+            super().__init__(*arguments, **keys)
+            self.wait()
+
+    monkeypatch.setattr("penstock.perf.tune.curve.subprocess.Popen", Ended)
+    monkeypatch.setattr("penstock.perf.tune.curve.sys.executable", "/bin/false")
+    for size in (1, 2**20):
+        with pytest.raises(LoadFailed, match="the process of 'm' ended"):
+            rehearse(order(tmp_path, MODEL, samples=[Body(b"1" * size, "text/plain")]))
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "detail"),
+    [
+        (
+            "class Model:\n    def load(self, device):\n        raise OSError('no weights')\n    predict = print",
+            "OSError: no weights",
+            "Traceback",
+        ),
+        ("print('bye')\nimport os\nos._exit(3)", "the process of 'm' ended", "bye"),
+        ("class Other: pass", "has no 'Model'", ""),
+        ("import nothing_of_that_name", "ModuleNotFoundError", ""),
+    ],
+)
+def test_an_app_that_does_not_load_says_why(tmp_path: Path, source: str, message: str, detail: str) -> None:
+    with pytest.raises(LoadFailed, match=message) as caught:
+        rehearse(order(tmp_path, source, sizes=[1]))
+    assert detail in caught.value.detail
+
+
+def test_ctrl_c_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 601\n")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr("penstock.perf.tune.curve.sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("penstock.perf.tune.curve.select.select", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(order(tmp_path, MODEL))
+    assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "601"]]
+
+
+def test_a_model_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.perf.tune.curve.BUDGET_S", 0.1)
+    asked = order(tmp_path, "import time\n\ntime.sleep(600)", sizes=[1])
+    asked.config = ModelConfig(
+        target=asked.config.target, load_timeout_s=0.7, batching=BatchingConfig(run_timeout_s=0.1)
+    )
+    with pytest.raises(LoadFailed, match="took longer than 1 s"):
+        rehearse(asked)
+    assert not [c for c in psutil.Process().children() if "penstock.perf.tune.curve" in " ".join(c.cmdline())]
+
+
+def test_it_ends_with_the_process_that_asked(tmp_path: Path) -> None:
+    asked = order(tmp_path, "import time\n\nopen('pid', 'w').write(str(__import__('os').getpid()))\ntime.sleep(600)")
+    (tmp_path / "order").write_bytes(msgspec.msgpack.encode(asked))
+    program = (
+        "import msgspec; from penstock.perf.tune.curve import Order, rehearse;"
+        "rehearse(msgspec.msgpack.decode(open('order', 'rb').read(), type=Order))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as parent:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert parent.poll() is None
+            time.sleep(0.02)
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        parent.kill()
+    child.wait(30)

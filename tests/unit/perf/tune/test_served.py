@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.client.endpoint import Endpoint
+from penstock.client.errors import ConnectionLost
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.errors import LoadFailed, ModelNotReady, PenstockError
+from penstock.perf.bench.ask import Reply
+from penstock.perf.bench.target import Target
+from penstock.perf.tune import served as module
+from penstock.perf.tune.served import Served, Subject, keys_of, reachable
+from penstock.perf.tune.space import Settings, parse_settings
+
+
+class Server:
+    """Stands in the place of what `open_target` starts and of its management listener."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.starts: list[list[str]] = []
+        self.stops = 0
+        self.tls: Any = None
+        self.asked: list[tuple[str, str, Any]] = []
+        self.flags: list[dict[str, Any]] = []  # of what was asked
+        self.answer: Reply | PenstockError = Reply(200, b'{"versions": [{"instances": 3, "max_batch_size": 8}]}')
+        self.fails: PenstockError | None = None  # each start
+
+    @contextmanager
+    def open_target(self, text: str, *, sets: list[str], **flags: Any) -> Iterator[Target]:
+        self.tls = flags.pop("tls")
+        assert flags == {"model": "net", "token": "secret", "management": True}
+        self.starts.append(sets)
+        if self.fails is not None:
+            raise self.fails
+        there = Endpoint("127.0.0.1", 1)
+        yield Target(text=text, endpoint=there, model="net", path="", management=there, server=self)  # type: ignore[arg-type]
+        self.stops += 1
+
+    def ask(self, endpoint: Endpoint, method: str, path: str, body: bytes | None, **flags: Any) -> Reply:
+        self.asked.append((method, path, None if body is None else msgspec.json.decode(body)))
+        self.flags.append(flags)
+        if isinstance(self.answer, PenstockError):
+            raise self.answer
+        return self.answer
+
+    def said(self) -> str:
+        return "OSError: no weights"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    found = Server()
+    monkeypatch.setattr(module, "open_target", found.open_target)
+    monkeypatch.setattr(module, "ask", found.ask)
+    return found
+
+
+def served(**keys: Any) -> Served:
+    model = ModelConfig(target="/there/app.py:Net", **keys)
+    return Served(Subject(target="app.py:Net", section="net", model=model, token="secret"))
+
+
+def at(text: str) -> Settings:
+    return parse_settings(text)
+
+
+def test_settings_are_keys_of_the_model() -> None:
+    assert keys_of(at("batch=8,instances=2,precision=fp16,device=cuda,hold=0,batching.timeout_s=2")) == {
+        "batching.max_batch_size": 8,
+        "instances": 2,
+        "precision": "fp16",
+        "devices": ["cuda"],
+        "batching.max_hold_s": 0,
+        "batching.timeout_s": 2,
+    }
+
+
+def test_a_model_keeps_what_no_knob_turns() -> None:
+    model = ModelConfig(target="a:b", threads=2, options={"k": 1}, batching=BatchingConfig(slo_s=0.1))
+    subject = Subject(target="x.toml", section="net", model=model)
+    found = subject.with_settings(at("batch=4,device=cuda,options.k=2,options.deep.er=3"))
+    assert found == ModelConfig(
+        target="a:b",
+        threads=2,
+        options={"k": 2, "deep": {"er": 3}},
+        devices=("cuda",),
+        batching=BatchingConfig(slo_s=0.1, max_batch_size=4),
+    )
+
+
+def test_the_server_starts_with_the_settings(server: Server) -> None:
+    assert served().use(at("batch=4,device=cpu,policy=none"))
+    assert server.starts == [
+        [
+            'models."net".batching.max_batch_size=4',
+            'models."net".devices=["cpu"]',
+            'models."net".batching.policy="none"',
+        ]
+    ]
+
+
+def test_a_server_that_speaks_tls_is_trusted_by_its_own_certificate_alone(server: Server) -> None:
+    served().use(Settings())
+    assert server.tls is None
+    folder = Path(__file__).parents[3] / "tls"
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    model = ModelConfig(target="/there/app.py:Net")
+    Served(Subject(target="app.py:Net", section="net", model=model, token="secret", tls_cert=cert)).use(Settings())
+    theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.load_cert_chain(cert, key)
+    to_us, to_them = ssl.MemoryBIO(), ssl.MemoryBIO()
+    one = server.tls.wrap_bio(to_us, to_them, server_hostname="127.0.0.1")
+    other = theirs.wrap_bio(to_them, to_us, server_side=True)
+    for side in (one, other):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    one.do_handshake()
+    assert len(server.tls.get_ca_certs()) == 1
+
+
+def test_the_same_settings_change_nothing(server: Server) -> None:
+    found = served()
+    found.use(at("batch=4"))
+    assert not found.use(at("batch=4"))
+    assert (len(server.starts), server.asked) == (1, [])
+
+
+def test_instances_with_threads_of_their_own_are_scaled(server: Server) -> None:
+    found = served(load_timeout_s=100.0)
+    found.use(at("instances=1,threads=1"))
+    assert found.use(at("instances=3,threads=1"))
+    assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
+    assert server.flags == [{"token": "secret", "timeout_s": 160.0}]
+
+
+def test_the_app_as_it_is_is_scaled_to_the_instances_that_it_has(server: Server) -> None:
+    found = served(instances=3, threads=1)
+    found.use(at("instances=2"))
+    assert found.use(Settings())
+    assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("instances=1", "instances=2"),  # threads are shared out anew
+        ("instances=1,threads=1", "instances=2,threads=1,batch=4"),
+        ("batch=2,instances=1", "batch=4,instances=1"),
+    ],
+)
+def test_what_else_differs_is_loaded_anew_in_the_same_server(server: Server, before: str, after: str) -> None:
+    found = served(version="3")
+    found.use(at(before))
+    assert found.use(at(after))
+    (unload, load) = server.asked
+    assert unload == ("DELETE", "/models/net/3", None)
+    assert load[:2] == ("PUT", "/models/net/3")
+    assert load[2]["target"] == "/there/app.py:Net"
+    assert len(server.starts) == 1
+
+
+def test_keys_that_no_request_may_set_start_the_server_anew(server: Server) -> None:
+    found = served()
+    found.use(at("options.width=1"))
+    found.use(at("options.width=2"))
+    assert [sets for sets in server.starts] == [['models."net".options.width=1'], ['models."net".options.width=2']]
+    assert (server.stops, server.asked) == (1, [])
+
+
+@pytest.mark.parametrize("texts", [("policy=none", "policy=pkg.mod:Mine"), ("policy=pkg.mod:Mine", "policy=none")])
+def test_a_class_that_no_request_may_name_starts_the_server_anew(server: Server, texts: tuple[str, str]) -> None:
+    found = served()
+    for text in texts:
+        found.use(at(text))
+    assert (len(server.starts), server.asked) == (2, [])
+
+
+def test_another_gpu_is_no_class(server: Server) -> None:
+    found = served()
+    found.use(at("device=cuda:0"))
+    found.use(at("device=cuda:1"))
+    assert (len(server.starts), len(server.asked)) == (1, 2)
+
+
+def test_configured_options_are_left_to_the_configuration(server: Server) -> None:
+    found = served(options={"k": 1}, weights="w.pt", name="net", traffic={"1": 1.0})
+    found.use(at("batch=2"))
+    found.use(at("batch=4"))
+    assert server.asked[1][2] == {"target": "/there/app.py:Net", "batching": {"max_batch_size": 4}}
+
+
+def test_settings_that_do_not_load_are_told_and_the_next_ones_get_a_server_of_their_own(server: Server) -> None:
+    found = served()
+    found.use(at("batch=2"))
+    server.answer = Reply(500, b'{"error": {"message": "could not be loaded"}}')
+    with pytest.raises(LoadFailed, match=r"\(500\): could not be loaded") as caught:
+        found.use(at("batch=4"))
+    assert caught.value.detail == "OSError: no weights"
+    found.use(at("batch=2"))
+    assert (len(server.starts), server.stops) == (2, 1)
+
+
+def test_a_server_that_does_not_start_at_all_ends_it(server: Server) -> None:
+    server.fails = ModelNotReady("not ready")
+    with pytest.raises(ModelNotReady):
+        served().use(Settings())
+
+
+def test_settings_with_which_no_later_server_starts_are_told_in_a_line_and_it_goes_on(server: Server) -> None:
+    found = served()
+    found.use(at("options.width=1"))
+    server.fails = PenstockError("the server did not start; it said:\n  net  loading\npenstock: no room\nTraceback")
+    with pytest.raises(LoadFailed, match=r"^no server starts: no room$") as caught:
+        found.use(at("options.width=2"))
+    assert "Traceback" in caught.value.detail
+    server.fails = PenstockError("the server is not ready after 300 s; it said:\n")
+    with pytest.raises(LoadFailed, match=r"^no server starts: the server is not ready after 300 s; it said:$"):
+        found.use(at("options.width=3"))
+    server.fails = None
+    assert found.use(at("options.width=1"))
+
+
+def test_a_server_that_dies_of_the_settings_is_no_end_of_the_search(server: Server) -> None:
+    found = served()
+    found.use(at("batch=2"))
+    server.answer = ConnectionLost("127.0.0.1: the connection ended before the answer")
+    with pytest.raises(LoadFailed, match=r"gave up on the settings: 127\.0\.0\.1: the connection ended") as caught:
+        found.use(at("batch=4"))
+    assert caught.value.detail == "OSError: no weights"
+    found.use(at("batch=8"))
+    assert (len(server.starts), server.stops) == (2, 1)
+
+
+def test_a_server_that_died_is_started_again(server: Server) -> None:
+    found = served()
+    found.use(at("batch=2"))
+    server.alive = False
+    assert found.use(at("batch=2"))
+    assert (len(server.starts), server.stops) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "clients"),
+    [
+        (b'{"versions": [{"instances": 3, "max_batch_size": 8}]}', 48),
+        (b'{"versions": [{"instances": 1, "max_batch_size": 1}]}', 4),
+        (b'{"versions": [{"instances": 8, "max_batch_size": 64}]}', 512),
+        (b"", 4),
+    ],
+)
+def test_clients_are_twice_the_rows_that_all_instances_hold(server: Server, answer: bytes, clients: int) -> None:
+    found = served()
+    found.use(at("batch=8"))
+    server.answer = Reply(200, answer)
+    assert found.clients() == clients
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "said"),
+    [
+        ("cpu", 0, None),
+        ("cuda", 1, None),
+        ("cuda:1", 2, None),
+        ("cuda", 0, "this machine has no GPU"),
+        ("cuda:2", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
+        ("cuda:x", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
+        ("cuda:-1", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
+    ],
+)
+def test_a_device_that_is_not_there_is_told(device: str, gpus: int, said: str | None) -> None:
+    found = reachable([device], gpus)
+    assert found is None if said is None else said in str(found)

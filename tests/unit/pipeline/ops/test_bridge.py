@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.errors import BadRequest
+from penstock.pipeline.ops.bridge import Any2Mat, Mat2GpuTensor, Mat2Tensor, Tensor2Mat, Tensor2Vector
+
+MAT = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("data_format", "want"), [("nchw", MAT.transpose(2, 0, 1)[None]), ("nhwc", MAT[None]), ("hwc", MAT)]
+)
+def test_an_image_becomes_a_tensor(data_format, want):
+    fields = {}
+    tensor = Mat2Tensor(data_format)(MAT, fields)
+    assert np.array_equal(tensor, want)
+    assert tensor.dtype == np.uint8
+    assert tensor.flags.c_contiguous
+    assert np.shares_memory(tensor, MAT) == (data_format != "nchw")
+    assert fields == {"data_format": data_format}
+
+
+def test_a_gray_image_has_one_channel():
+    for mat in (MAT[:, :, 0], MAT[:, :, :1]):
+        tensor = Mat2Tensor()(mat, {})
+        assert np.array_equal(tensor, MAT[:, :, 0].reshape(1, 1, 2, 4))
+        assert tensor.flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize("channels", [2, 3, 4])
+@pytest.mark.parametrize("view", [np.s_[:], np.s_[::-1], np.s_[:, ::-1], np.s_[:, :, ::-1], np.s_[1:, ::2]])
+def test_views_of_images_of_any_kind_become_tensors(dtype, channels, view):
+    mat = np.random.default_rng(1).integers(0, 255, (6, 8, channels)).astype(dtype)[view]
+    tensor = Mat2Tensor()(mat, {})
+    assert np.array_equal(tensor[0].transpose(1, 2, 0), mat)
+    assert tensor.dtype == dtype
+    assert tensor.flags.c_contiguous
+
+
+def test_images_in_a_list_become_tensors_in_a_list():
+    one, two = Mat2Tensor()([MAT, MAT.astype(np.float32)], {})
+    assert one.shape == two.shape == (1, 3, 2, 4)
+    assert two.dtype == np.float32
+
+
+def test_the_device_of_a_mat_is_of_no_effect():
+    assert np.array_equal(Mat2GpuTensor(device="gpu")(MAT, {}), Mat2Tensor()(MAT, {}))
+
+
+@pytest.mark.parametrize(
+    ("op", "data", "found"),
+    [
+        (Mat2Tensor(), b"bytes", "Mat2Tensor found bytes"),
+        (Mat2Tensor(), [MAT, None], "Mat2Tensor found NoneType"),
+        (Mat2GpuTensor(), MAT[None], "Mat2GpuTensor found uint8 array"),
+        (Any2Mat(), MAT, r"Any2Mat found uint8 array \[2, 4, 3\], expected a list of images"),
+        (Any2Mat(), [MAT, 3], "Any2Mat found int, expected an image"),
+        (Tensor2Mat(), MAT.astype(np.float64), "Tensor2Mat found float64 array"),
+        (Tensor2Mat(), np.zeros((2, 3, 4, 4), np.uint8), r"found uint8 array \[2, 3, 4, 4\], expected \[1, 1\|3\|4,"),
+        (Tensor2Mat(), np.zeros((1, 2, 4, 4), np.uint8), r"found uint8 array \[1, 2, 4, 4\]"),
+        (Tensor2Mat(), np.zeros((3, 4, 5), np.uint8), r"found uint8 array \[3, 4, 5\]"),
+        (Tensor2Mat(), np.zeros((1, 3, 0, 4), np.uint8), "none of them empty"),
+        (Tensor2Mat(), "text", "found str, expected a tensor"),
+        (Tensor2Vector(), np.array(["a"]), "found <U1 array"),
+        (Tensor2Vector(), np.array(3.0), "found float64 array"),
+    ],
+)
+def test_what_does_not_fit_is_told(op, data, found):
+    with pytest.raises(BadRequest, match=found):
+        op(data, {})
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_a_tensor_becomes_the_image_that_it_was(dtype):
+    mat = MAT.astype(dtype)
+    for tensor in (Mat2Tensor()(mat, {}), mat):
+        back = Tensor2Mat()(tensor, {})
+        assert np.array_equal(back, mat)
+        assert back.dtype == dtype
+        assert back.flags.c_contiguous
+
+
+def test_a_tensor_becomes_a_list_of_its_numbers():
+    vector = Tensor2Vector()(np.array([[[1, 2]], [[3, 4]]], np.uint8), {})
+    assert vector == [1.0, 2.0, 3.0, 4.0]
+    assert all(type(number) is float for number in vector)

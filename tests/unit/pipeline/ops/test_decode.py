@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import io
+import struct
+import sys
+import threading
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock.errors import BadRequest, ConfigError, DecodeError
+from penstock.pipeline.ops import decode
+from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.decode import DecodeMat, DecodeTensor, turned
+
+DECODERS = ["opencv", "simplejpeg"]
+
+
+def difference(mat, rgb):
+    """The mean difference from a picture whose red is first."""
+    assert mat.shape == rgb.shape
+    return np.abs(mat[:, :, ::-1].astype(int) - rgb).mean()
+
+
+def fails(data, *, match, **params):
+    with pytest.raises(DecodeError, match=match) as caught:
+        DecodeMat(**params)(data, {})
+    return caught.value
+
+
+# ---- what is decoded
+
+
+@pytest.mark.parametrize("decoder", ["auto", *DECODERS])
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}, {"keep_rgb": True}]
+)
+def test_jpeg_is_bgr_and_what_opencv_gives(encode, decoder, options):
+    data = encode("JPEG", **options)
+    fields = {}
+    mat = DecodeMat(decoder=decoder)(data, fields)
+    assert fields == {"color": "bgr"}
+    assert mat.dtype == np.uint8
+    assert np.array_equal(mat, cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP", "GIF"])
+def test_other_formats_are_decoded_by_what_their_bytes_say(encode, rgb, kind):
+    options = {"lossless": True} if kind == "WEBP" else {}
+    assert difference(DecodeMat()(encode(kind, **options), {}), rgb) <= (12 if kind == "GIF" else 0)
+
+
+@pytest.mark.parametrize("wrap", [bytearray, memoryview])
+def test_bytes_may_be_in_any_buffer(encode, wrap):
+    data = encode("PNG")
+    assert np.array_equal(DecodeMat()(wrap(data), {}), DecodeMat()(data, {}))
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_one_pixel_is_an_image(decoder, kind):
+    out = io.BytesIO()
+    Image.new("RGB", (1, 1), (200, 100, 50)).save(out, kind)
+    mat = DecodeMat(decoder=decoder)(out.getvalue(), {})
+    assert mat.shape == (1, 1, 3)
+    assert np.allclose(mat, [50, 100, 200], atol=4)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_gray_is_tripled(encode, rgb, decoder, kind):
+    mat = DecodeMat(decoder=decoder)(encode(kind, "L"), {})
+    assert mat.shape == (67, 90, 3)
+    assert np.array_equal(mat[:, :, 0], mat[:, :, 2])
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "P"])
+def test_alpha_is_dropped_and_palettes_are_looked_up(encode, rgb, mode):
+    data = encode("PNG", mode)
+    want = Image.open(io.BytesIO(data)).convert("RGBA").convert("RGB")
+    assert difference(DecodeMat()(data, {}), np.asarray(want)) == 0
+
+
+def test_sixteen_bits_are_cut_to_the_upper_eight(rgb):
+    deep = rgb.astype(np.uint16) * 256 + 77
+    for image, want in ((deep, rgb), (deep[:, :, 0], np.repeat(rgb[:, :, :1], 3, axis=2))):
+        _, png = cv2.imencode(".png", image if image.ndim == 2 else image[:, :, ::-1])
+        mat = DecodeMat()(png.tobytes(), {})
+        assert mat.dtype == np.uint8
+        assert difference(mat, want) == 0
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_cmyk_has_its_colours_and_is_not_a_negative(encode, rgb, decoder):
+    """Pillow writes CMYK as Adobe does: inverted, which an APP14 segment says."""
+    data = encode("JPEG", "CMYK", quality=95)
+    assert b"Adobe" in data[:200]
+    assert difference(DecodeMat(decoder=decoder)(data, {}), rgb) < 12
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_ycck_has_its_colours(encode, rgb, decoder):
+    """The same numbers said to be YCCK: as libjpeg by Pillow has it."""
+    data = bytearray(encode("JPEG", "CMYK", quality=95))
+    at = data.find(b"Adobe")
+    data[at + 11] = 2  # the transform
+    want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert difference(DecodeMat(decoder=decoder)(bytes(data), {}), want) < 8
+    assert difference(DecodeMat(decoder=decoder)(bytes(data), {}), rgb) > 20, "it was taken for CMYK"
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_picture_is_taken(rgb, kind):
+    frames = [Image.fromarray(rgb), Image.new("RGB", (90, 67))]
+    out = io.BytesIO()
+    options = {"lossless": True} if kind == "WEBP" else {}
+    frames[0].save(out, kind, save_all=True, append_images=frames[1:], **options)
+    assert difference(DecodeMat()(out.getvalue(), {}), rgb) <= (12 if kind == "GIF" else 0)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_turned_as_its_exif_says(rgb, decoder, orientation):
+    """Against Pillow's own turning."""
+    from PIL import ImageOps
+
+    marks = Image.Exif()
+    marks[0x0112] = orientation
+    out = io.BytesIO()
+    Image.fromarray(rgb).save(out, "JPEG", exif=marks, quality=95, subsampling=0)
+    want = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(out.getvalue()))))
+    mat = DecodeMat(decoder=decoder)(out.getvalue(), {})
+    assert mat.shape == ((90, 67, 3) if orientation > 4 else (67, 90, 3))
+    assert difference(mat, want) < 2
+
+
+def test_an_orientation_that_is_none_turns_nothing(rgb):
+    assert turned(rgb, 1) is rgb
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_bytes_behind_the_end_of_a_jpeg_are_nothing(encode, decoder):
+    data = encode("JPEG")
+    assert np.array_equal(DecodeMat(decoder=decoder)(data + b"\r\nrest\xff\xd8", {}), DecodeMat()(data, {}))
+
+
+def test_a_png_that_is_named_jpeg_is_a_png(encode, rgb):
+    assert difference(DecodeMat()(encode("PNG"), {"name": "photo.jpeg"}), rgb) == 0
+
+
+def test_what_opencv_was_not_built_with_pillow_decodes(encode, rgb, monkeypatch):
+    monkeypatch.setattr(cv2, "imdecode", lambda *args: None)
+    assert difference(DecodeMat()(encode("BMP"), {}), rgb) == 0
+    tensor = DecodeTensor()(encode("BMP", "L"), {})
+    assert np.array_equal(tensor[0, 0], np.asarray(Image.fromarray(rgb).convert("L")))
+
+
+# ---- what is not
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        ("text", "str"),
+        (None, "NoneType"),
+        (7, "int"),
+        (np.zeros((2, 2), np.uint8), r"uint8 array \[2, 2\]"),
+        ([b"1"], "list"),
+    ],
+)
+def test_what_is_no_bytes_is_told(data, found):
+    error = fails(data, match=f"DecodeMat found {found}")
+    assert "expected the bytes of an encoded image" in error.message
+
+
+@pytest.mark.parametrize("data", [b"", bytearray(), memoryview(b"")])
+def test_no_bytes_are_told(data):
+    fails(data, match="found no bytes")
+
+
+@pytest.mark.parametrize(
+    "data", [b"\0", b"text", b"<svg/>", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"%PDF-1.4", b"\x89PNG\r\n", b"P6 9 9 255\n"]
+)
+def test_bytes_of_no_known_image_are_told_with_their_beginning(data):
+    fails(data, match="bytes beginning with b.*: no known image format")
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}])
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.7, 0.99])
+def test_a_jpeg_that_is_cut_short_fails_and_is_not_half_gray(encode, decoder, options, part):
+    data = encode("JPEG", **options)
+    fails(data[: int(len(data) * part)], match="found a JPEG that is (broken|cut short)", decoder=decoder)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "BMP"])
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_another_image_that_is_cut_short_fails(encode, kind, part, capfd):
+    data = encode(kind)
+    fails(data[: int(len(data) * part)], match="found (a|an) ")
+
+
+@pytest.mark.parametrize("length", [0x7FFFFFFF, 0xFFFFFFFF, 5000])
+def test_a_png_whose_chunk_says_that_it_is_huge_fails_at_once(encode, length):
+    """OpenCV 5 takes the memory before it looks: 5 kB of bytes held it for 18 s."""
+    data = encode("PNG")
+    at = data.find(b"IDAT") - 4
+    fails(data[:at] + struct.pack(">I", length) + data[at + 4 :], match="found a PNG that is broken: it is cut short")
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0)])
+def test_a_png_without_a_size_fails(width, height):
+    fails(bomb_png(width, height), match="found a PNG that is broken: its width or its height is 0")
+
+
+def test_a_png_without_a_header_fails(encode):
+    data = encode("PNG")
+    fails(data[:8] + data[33:], match="it ends inside its header, or has none")
+
+
+def test_a_jpeg_with_a_hole_fails(encode):
+    data = encode("JPEG")
+    fails(data[: len(data) // 2] + data[-2:], match="cannot be decoded: ")
+
+
+def test_every_byte_that_is_turned_over_gives_an_image_or_a_decode_error(encode, rgb, capfd):
+    """Headers are parsed here; whatever is in them, an item fails with the error that is its caller's."""
+    for kind in ("JPEG", "PNG", "GIF", "WEBP"):
+        data = encode(kind, image=Image.fromarray(rgb[:16, :24]))
+        for at in range(0, len(data), 1 + len(data) // 700):
+            broken = data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
+            try:
+                mat = DecodeMat(max_pixels=10**6)(broken, {})
+            except DecodeError:
+                continue
+            assert mat.ndim == 3
+            assert mat.shape[2] == 3
+
+
+def bomb_png(width, height):
+    def chunk(name, body):
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    )
+
+
+def bomb_jpeg(data, width, height):
+    at = data.find(b"\xff\xc0")
+    return data[: at + 5] + struct.pack(">HH", height, width) + data[at + 9 :]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_bomb_is_refused_by_its_header_before_anything_is_allocated(encode, kind):
+    data = bomb_png(20_000, 20_000) if kind == "PNG" else bomb_jpeg(encode("JPEG"), 20_000, 20_000)
+    fails(data, match="too large|20000 x 20000")  # what is loaded once is loaded
+    tracemalloc.start()
+    try:
+        error = fails(data, match="too large|20000 x 20000 pixels, expected at most 50,000,000")
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    assert isinstance(error, BadRequest)
+    assert error.code == "undecodable"
+
+
+def test_how_large_an_image_may_be_is_a_parameter(encode):
+    assert DecodeMat(max_pixels=90 * 67)(encode("PNG"), {}).shape == (67, 90, 3)
+    fails(encode("PNG"), match="90 x 67 pixels, expected at most 6,029", max_pixels=90 * 67 - 1)
+    fails(encode("JPEG"), match="90 x 67 pixels, expected at most 6,029", max_pixels=90 * 67 - 1)
+    fails(encode("BMP"), match="90 x 67 pixels, expected at most 6,029", max_pixels=90 * 67 - 1)
+    with pytest.raises(ConfigError, match="max_pixels = 0, expected at least 1"):
+        DecodeMat(max_pixels=0)
+
+
+# ---- decoders
+
+
+def test_without_simplejpeg_opencv_decodes(encode, monkeypatch):
+    decode._simplejpeg.cache_clear()
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    try:
+        assert np.array_equal(DecodeMat()(encode("JPEG"), {}), DecodeMat(decoder="opencv")(encode("JPEG"), {}))
+        with pytest.raises(ConfigError, match=r"simplejpeg.*not installed: pip install penstock\[image\]"):
+            DecodeMat(decoder="simplejpeg")
+    finally:
+        decode._simplejpeg.cache_clear()
+
+
+def test_others_run_while_an_image_is_decoded():
+    """A thread that counts gets on while another decodes one large image."""
+    _, jpeg = cv2.imencode(".jpg", np.zeros((5000, 5000, 3), np.uint8))
+    data, op, done = jpeg.tobytes(), DecodeMat(), threading.Event()
+
+    def work():
+        for _ in range(3):
+            op(data, {})
+        done.set()
+
+    thread = threading.Thread(target=work)
+    counted = 0
+    thread.start()
+    while not done.wait(0.001):
+        counted += 1
+    thread.join()
+    assert counted > 3  # once a decode at the most, if it held the lock
+
+
+# ---- tensors
+
+
+@pytest.mark.parametrize(
+    ("data_format", "shape"), [("nchw", (1, 3, 67, 90)), ("nhwc", (1, 67, 90, 3)), ("hwc", (67, 90, 3))]
+)
+def test_a_tensor_is_red_first_unless_it_is_told_otherwise(encode, rgb, data_format, shape):
+    fields = {}
+    tensor = DecodeTensor(data_format=data_format)(encode("PNG"), fields)
+    assert fields == {"color": "rgb", "data_format": data_format}
+    assert tensor.shape == shape
+    image = tensor[0].transpose(1, 2, 0) if data_format == "nchw" else tensor.reshape(67, 90, 3)
+    assert np.array_equal(image, rgb)
+    assert np.array_equal(DecodeTensor(color="bgr")(encode("PNG"), {})[0, ::-1].transpose(1, 2, 0), rgb)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("mode", ["RGB", "CMYK", "L"])
+def test_a_tensor_of_a_jpeg_has_the_colours_of_its_mat(encode, decoder, mode):
+    data = encode("JPEG", mode)
+    tensor = DecodeTensor(decoder=decoder)(data, {})
+    assert np.array_equal(tensor[0].transpose(1, 2, 0)[:, :, ::-1], DecodeMat()(data, {}))

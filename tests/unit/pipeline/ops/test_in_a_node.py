@@ -1,0 +1,151 @@
+"""Items that an op refuses, among good ones in the batch of a node: each fails alone, the others are as they were."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock.errors import BadRequest, DecodeError, ItemFailed
+from penstock.pipeline.graph import Node, Step
+from penstock.pipeline.node import NodeModel, Visit
+from penstock.pipeline.ops import catalog
+
+PREPARE = (
+    Step("DecodeMat"),
+    Step("ResizeMat", {"resize_h": "20", "resize_w": "30"}, "swap"),
+    Step("CvtColorMat", {"color": "rgb"}, "swap"),
+    Step("Mat2Tensor", {}, "swap"),
+)
+
+
+@pytest.fixture
+def node():
+    made = []
+
+    def make(*steps: Step) -> NodeModel:
+        model = NodeModel(Node("prepare", steps=steps))
+        model.load("cpu")
+        made.append(model)
+        return model
+
+    yield make
+    for model in made:
+        model.unload()
+
+
+def bad_images(encode):
+    jpeg, png = encode("JPEG"), encode("PNG")
+    at = jpeg.find(b"\xff\xc0")
+    return {
+        "empty": b"",
+        "no bytes": "text",
+        "nothing": None,
+        "no image": b"<html></html>",
+        "a cut JPEG": jpeg[: len(jpeg) // 2],
+        "a cut PNG": png[: len(png) // 2],
+        "a bomb": jpeg[: at + 5] + struct.pack(">HH", 20_000, 20_000) + jpeg[at + 9 :],
+        "an array": np.zeros((4, 4, 3), np.uint8),
+    }
+
+
+def odd_images(encode, rgb):
+    """Those that look bad and are good."""
+    one = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(one, "PNG")
+    deep = io.BytesIO()
+    Image.fromarray(rgb[:, :, 0].astype(np.uint16) * 257).save(deep, "PNG")
+    return {
+        "one pixel": one.getvalue(),
+        "CMYK": encode("JPEG", "CMYK"),
+        "gray": encode("JPEG", "L"),
+        "gray and alpha": encode("PNG", "LA"),
+        "alpha": encode("PNG", "RGBA"),
+        "16 bits": deep.getvalue(),
+        "a PNG named JPEG": encode("PNG"),
+    }
+
+
+def results(model, items):
+    """For each item its result, or its error."""
+    answers = model.predict([Visit(fields, False) for fields in items])
+    return [answer if isinstance(answer, Exception) else answer[0]["result"] for answer in answers]
+
+
+def test_bad_images_fail_alone_and_odd_ones_do_not_fail(node, encode, rgb, capfd):
+    model = node(*PREPARE)
+    good, bad, odd = encode("JPEG"), bad_images(encode), odd_images(encode, rgb)
+    (alone,) = results(model, [{"data": good}])
+    assert alone.shape == (1, 3, 20, 30)
+    items = [{"data": good}]
+    for data in [*bad.values(), *odd.values()]:
+        items += [{"data": data}, {"data": good}]
+    found = results(model, items)
+    assert all(np.array_equal(result, alone) for result in found[::2])
+    for name, error in zip(bad, found[1::2], strict=False):
+        assert isinstance(error, DecodeError), name
+        assert error.code == "undecodable"
+        assert "node 'prepare', op 'DecodeMat', item " in error.detail
+    for name, result in zip(odd, found[1 + 2 * len(bad) :: 2], strict=True):
+        assert getattr(result, "shape", None) == (1, 3, 20, 30), name
+
+
+def test_the_first_of_a_batch_that_is_bad_moves_no_neighbour(node, encode):
+    """In TorchPipe those behind it skip the other ops, and keep what they had."""
+    model = node(*PREPARE)
+    (alone,) = results(model, [{"data": encode("JPEG")}])
+    bad, *others = results(model, [{"data": b""}, {"data": encode("JPEG")}, {"data": encode("JPEG")}])
+    assert isinstance(bad, DecodeError)
+    assert all(np.array_equal(other, alone) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("data", "box"),
+    [
+        (np.zeros((8, 8, 3)), [0, 0, 4, 4]),
+        (np.zeros((8, 8, 3), np.int64), [0, 0, 4, 4]),
+        (np.zeros((8, 8, 9), np.uint8), [0, 0, 4, 4]),
+        (np.zeros((0, 8, 3), np.uint8), [0, 0, 4, 4]),
+        (b"bytes", [0, 0, 4, 4]),
+        (None, [0, 0, 4, 4]),
+        (np.zeros((8, 8, 3), np.uint8), [0, 0, 40, 4]),
+        (np.zeros((8, 8, 3), np.uint8), [0, 0, float("nan"), 4]),
+        (np.zeros((8, 8, 3), np.uint8), None),
+    ],
+)
+def test_mats_and_boxes_that_are_none_fail_alone(node, data, box):
+    model = node(Step("CropMat"), Step("ResizeMat", {"resize_h": 2, "resize_w": 2}, "swap"))
+    good = {"data": np.full((8, 8, 3), 7, np.uint8), "_box": [1, 1, 5, 5]}
+    first, bad, last = results(model, [good, {"data": data, "_box": box}, good])
+    assert np.array_equal(first, np.full((2, 2, 3), 7))
+    assert np.array_equal(first, last)
+    assert isinstance(bad, BadRequest)
+    assert "expected" in bad.message
+
+
+def test_no_op_breaks_on_data_that_is_nothing(node, tmp_path):
+    """Each op of the catalog tells what it found: an item is never the end of a node."""
+    params = {
+        "AddInt": {"pairs": "a:1"}, "Add": {"pairs": "a:1"}, "Copy": {"pairs": "a:b"}, "Move": {"pairs": "a:b"},
+        "Remove": {"keys": "a"}, "KeyA2KeyB": {"key_a": "a", "key_b": "b"}, "Sleep": {"time": 0},
+        "CvtColorMat": {"color": "rgb"}, "CvtColorTensor": {"color": "rgb"}, "Python": {"target": "json:dumps"},
+        "AlignMat": {"resize_h": 2, "max_w": 32}, "BatchFixHLimitW": {"resize_h": 2, "max_w": 32},
+        "FixHResizePadMat": {"resize_h": 2, "max_w": 2}, "SaveMat": {"save_dir": str(tmp_path)},
+    }  # fmt: skip
+    looked = 0
+    for name, where in catalog.BUILTIN.items():
+        if ".model_op:" in where or ":Raise" in where:
+            continue
+        size = {"resize_h": 2, "resize_w": 2} if "Resize" in name and "Dynamic" not in name else {}
+        frame = {"max_h": 2, "max_w": 2} if "Pad" in name or "FixRatio" in name else {}
+        given = params.get(name) or ({} if "Dynamic" in name else frame or size)
+        model = node(Step(name, given))
+        for data in (None, 3, "text", [], np.array(3), np.zeros((2, 0)), np.array(["x"]), object()):
+            (answer,) = model.predict([Visit({"data": data, "_box": data, "color": data}, False)])
+            looked += 1
+            fine = isinstance(answer, tuple | BadRequest)
+            assert fine or (name == "Python" and isinstance(answer, ItemFailed)), f"{name} of {data!r}: {answer!r}"
+    assert looked > 300

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from penstock.errors import ConfigError, LoadFailed
+from penstock.pipeline.ops.base import ItemOp
+from penstock.pipeline.ops.parameters import (
+    REQUIRED,
+    Parameter,
+    check_params,
+    convert,
+    make_op,
+    parameters_of,
+    takes_any,
+)
+
+if TYPE_CHECKING:
+    import decimal as absent
+
+
+class Base(ItemOp):
+    """An op.
+
+    - `size`: how large
+      it is.
+    """
+
+    def __init__(self, size: int, color: Literal["rgb", "bgr"] = "rgb", mean: tuple[float, ...] = ()) -> None:
+        if size < 0:
+            raise ValueError("a size is 0 or more")
+        if size == 13:
+            raise LoadFailed("13")
+        self.values = (size, color, mean)
+
+
+class Child(Base):
+    """Another.
+
+    - `color`: which.
+    """
+
+
+class Open(ItemOp):
+    """Takes what it is given."""
+
+    def __init__(self, target: str, **params: Any) -> None:
+        self.values = (target, params)
+
+
+class Bare(ItemOp):
+    """Has none."""
+
+
+def test_the_keys_of_an_op_are_the_parameters_of_its_init():
+    found = parameters_of(Base)
+    assert list(found) == ["size", "color", "mean"]
+    assert found["size"] == Parameter("size", int, REQUIRED, "how large it is.")
+    assert found["size"].required
+    assert not found["mean"].required
+    assert parameters_of(Bare) == {}
+
+
+def test_what_a_docstring_says_of_a_key_is_inherited():
+    found = parameters_of(Child)
+    assert [found[name].doc for name in ("size", "color", "mean")] == ["how large it is.", "which.", ""]
+
+
+def test_an_op_with_keywords_takes_any_key():
+    assert takes_any(Open)
+    assert not takes_any(Base)
+    assert not takes_any(Bare)
+    assert make_op(Open, {"target": "a", "other": "1"}).values == ("a", {"other": "1"})
+
+
+@pytest.mark.parametrize(
+    ("value", "type_", "expected"),
+    [
+        ("224", int, 224),
+        (" 7 ", int, 7),
+        (3.0, int, 3),
+        ("1e2", float, 100.0),
+        (5, float, 5.0),
+        ("1", bool, True),
+        ("TRUE", bool, True),
+        (0, bool, False),
+        ("off", bool, False),
+        (224, str, "224"),
+        ("text", str, "text"),
+        ("123.675, 116.28,103.53", tuple[float, ...], (123.675, 116.28, 103.53)),
+        ([1, "2"], tuple[int, ...], (1, 2)),
+        (114, tuple[float, ...], (114.0,)),
+        ("a,b", tuple[str, ...], ("a", "b")),
+        ("", tuple[str, ...], ()),
+        (" RGB ", Literal["rgb", "bgr"], "rgb"),
+        (2, Literal[1, 2], 2),
+        (None, int | None, None),
+        ("4", int | None, 4),
+        ("auto", int | Literal["auto"], "auto"),
+        ([1], list, [1]),
+        ({"a": 1}, dict[str, int], {"a": 1}),
+        (object, Any, object),
+    ],
+)
+def test_values_are_converted_as_texts_of_toml_need_it(value, type_, expected):
+    found = convert(value, type_, "an op: key")
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "type_", "expected"),
+    [
+        ("a", int, "whole number"),
+        (1.5, int, "whole number"),
+        (True, int, "whole number"),
+        ("inf", int, "whole number"),
+        ("nan", int, "whole number"),
+        ([], int, "whole number"),
+        ("x", float, "number"),
+        (None, float, "number"),
+        ("perhaps", bool, "true or false"),
+        (2, bool, "true or false"),
+        (None, str, "text"),
+        ("1,x", tuple[float, ...], "numbers with commas between"),
+        (None, tuple[int, ...], "whole numbers with commas between"),
+        ("hsv", Literal["rgb", "bgr"], "one of 'rgb', 'bgr'"),
+        ("x", int | Literal["auto"], "whole number or one of 'auto'"),
+        ("x", list, "array"),
+        ([], dict[str, int], "table"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told_with_what_was_expected(value, type_, expected):
+    with pytest.raises(ConfigError) as caught:
+        convert(value, type_, "an op: key")
+    assert caught.value.message == f"an op: key is {value!r} ({type(value).__name__}), expected {expected}"
+
+
+def test_an_unknown_key_is_told_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"Base has no parameter 'siz'; did you mean 'size'\? \(it has: size, color"):
+        check_params(Base, {"siz": 1})
+    with pytest.raises(ConfigError, match=r"Bare has no parameter 'size' \(it has: none\)"):
+        check_params(Bare, {"size": 1})
+
+
+def test_a_key_that_is_missing_is_told():
+    with pytest.raises(ConfigError, match="Base needs size, not found"):
+        make_op(Base, {})
+
+
+def test_what_an_op_refuses_is_told_as_a_wrong_configuration():
+    with pytest.raises(ConfigError, match="Base: a size is 0 or more"):
+        make_op(Base, {"size": "-1"})
+    with pytest.raises(LoadFailed, match="13"):
+        make_op(Base, {"size": 13})
+
+
+def test_an_op_is_made_with_converted_values():
+    op = make_op(Base, {"size": "3", "mean": "1,2"})
+    assert op.values == (3, "rgb", (1.0, 2.0))
+
+
+class ForCheckers(ItemOp):
+    """Its author's type checker knows more than it does."""
+
+    def __init__(self, price: absent.Decimal | None = None, other: Absent = None, size: int = 1) -> None:  # noqa: F821
+        self.size = size
+
+
+def test_a_type_that_only_type_checkers_import_is_any():
+    parameters = parameters_of(ForCheckers)
+    assert [p.type for p in parameters.values()] == [Any, Any, int]
+    assert make_op(ForCheckers, {"size": "3"}).size == 3

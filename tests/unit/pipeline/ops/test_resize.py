@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from penstock.errors import BadRequest, ConfigError
+from penstock.pipeline.ops.crop import CropResizeMat
+from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.parameters import make_op, parameters_of
+from penstock.pipeline.ops.resize import (
+    DynamicFixHResizePadMat,
+    DynamicResizeMat,
+    FixHResizePadMat,
+    FixRatioResizeMat,
+    PillowResizeMat,
+    ResizeCenterPadMat,
+    ResizeMat,
+    ResizePadMat,
+    fitted,
+)
+
+OPS = [
+    ResizeMat(8, 9),
+    PillowResizeMat(8, 9),
+    FixRatioResizeMat(8, 9),
+    ResizePadMat(8, 9),
+    ResizeCenterPadMat(8, 9),
+    FixHResizePadMat(8, 9),
+]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: type(op).__name__)
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"bytes", "bytes"),
+        (None, "NoneType"),
+        (np.zeros((0, 4, 3), np.uint8), r"uint8 array \[0, 4, 3\]"),
+        (np.zeros(4, np.uint8), r"uint8 array \[4\]"),
+        (np.zeros((4, 4, 5), np.uint8), r"uint8 array \[4, 4, 5\]"),
+        (np.zeros((1, 3, 4, 4), np.uint8), r"uint8 array \[1, 3, 4, 4\]"),
+        (np.zeros((4, 4, 3), np.float64), r"float64 array \[4, 4, 3\]"),
+        (np.zeros((4, 4, 3), np.uint16), r"uint16 array \[4, 4, 3\]"),
+        (np.zeros((4, 4), object), r"object array \[4, 4\]"),
+        ([np.zeros((4, 4), np.uint8)], "list of uint8 array"),
+    ],
+)
+def test_what_is_no_image_is_told_with_what_was_expected(op, data, found):
+    with pytest.raises(BadRequest, match=f"{type(op).__name__} found {found}.*, expected "):
+        op(data, {})
+
+
+def test_another_type_of_numbers_is_told_with_what_to_do():
+    with pytest.raises(BadRequest, match="expected uint8 or float32: put FloatMat before it"):
+        ResizeMat(2, 2)(np.zeros((4, 4)), {})
+
+
+@pytest.mark.parametrize("cls", [ResizeMat, PillowResizeMat])
+@pytest.mark.parametrize(("height", "width"), [(0, 5), (5, 0), (-1, 5), (5, 2**20 + 1)])
+def test_no_image_is_made_without_a_side_or_with_a_huge_one(cls, height, width):
+    with pytest.raises(ConfigError, match=rf"{cls.__name__}: resize_[hw] = .*, expected 1 to 1048576"):
+        cls(height, width)
+
+
+def test_no_image_is_made_with_too_many_pixels():
+    with pytest.raises(ConfigError, match="max_h = 100000 and max_w = 100000 are 10000000000 pixels, expected at most"):
+        ResizePadMat(100_000, 100_000)
+
+
+def test_an_image_is_resized_as_opencv_does(rgb):
+    assert np.array_equal(ResizeMat(31, 44)(rgb, {}), cv2.resize(rgb, (44, 31)))
+    assert ResizeMat(31, 44)(rgb.astype(np.float32), {}).dtype == np.float32
+    assert ResizeMat(31, 44)(rgb[:, :, 0], {}).shape == (31, 44)
+
+
+def test_an_image_that_has_its_size_is_not_copied(rgb):
+    assert ResizeMat(*rgb.shape[:2])(rgb, {}) is rgb
+
+
+@pytest.mark.parametrize("view", [np.s_[::-1], np.s_[:, ::-1], np.s_[:, :, ::-1], np.s_[::2, 1::3]])
+def test_views_of_images_are_images(rgb, view):
+    for op in OPS:
+        assert np.array_equal(op(rgb[view], {}), op(np.ascontiguousarray(rgb[view]), {}))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [CropResizeMat, FixHResizePadMat, FixRatioResizeMat, PillowResizeMat, ResizeCenterPadMat, ResizeMat, ResizePadMat],
+)
+def test_an_image_keeps_its_axis_of_one_channel(rgb, cls):
+    sides = parameters_of(cls)
+    op = make_op(cls, {name: 20 for name in ("resize_h", "resize_w", "max_h", "max_w") if name in sides})
+    assert op(rgb[:, :, :1], {"_box": [0, 0, 0.5, 0.5]}).shape[2:] == (1,)
+    assert op(rgb[:, :, 0], {"_box": [0, 0, 0.5, 0.5]}).ndim == 2
+
+
+@pytest.mark.parametrize("size", [(31, 44), (120, 200), (1, 1), (67, 44)])
+def test_pillows_resize_is_bit_for_bit_pillows(rgb, size):
+    want = Image.fromarray(rgb).resize(size[::-1], Image.Resampling.BILINEAR)
+    assert np.array_equal(PillowResizeMat(*size)(rgb, {}), np.asarray(want))
+    gray = PillowResizeMat(*size)(rgb[:, :, :1], {})
+    assert gray.shape == (*size, 1)
+    assert np.array_equal(gray[:, :, 0], Image.fromarray(rgb[:, :, 0]).resize(size[::-1], Image.Resampling.BILINEAR))
+
+
+@pytest.mark.parametrize(
+    "data", [np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4, 2), np.uint8)]
+)
+def test_pillows_resize_takes_what_it_is_the_same_for(data):
+    with pytest.raises(BadRequest, match=r"PillowResizeMat found .*, expected uint8 with 1 or 3 channels"):
+        PillowResizeMat(2, 2)(data, {})
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 700), st.integers(1, 700), st.booleans())
+def test_what_is_fitted_is_inside_and_touches_and_is_never_empty(height, width, max_h, max_w, up):
+    h, w = fitted(np.empty((height, width), np.uint8), (max_h, max_w), up=up)
+    assert 1 <= h <= max_h
+    assert 1 <= w <= max_w
+    assert h == max_h or w == max_w
+    assert abs(h * width - w * height) <= max(height, width) * 1.01
+
+
+def test_a_side_between_two_pixels_is_rounded_as_torchpipe_does(rgb):
+    """5 / 2 = 2.5: to 3 where it is rounded, as C does it, and where it is rounded up."""
+    image = np.zeros((10, 5), np.uint8)
+    assert fitted(image, (5, 9)) == (5, 3)
+    assert fitted(np.zeros((100, 41), np.uint8), (10, 9)) == (10, 4)
+    assert fitted(np.zeros((100, 41), np.uint8), (10, 9), up=True) == (10, 5)
+
+
+def test_a_fitted_image_leads_its_points_back(rgb):
+    fields = {}
+    mat = FixRatioResizeMat(max_h=33, max_w=200)(rgb, fields)
+    assert mat.shape == (33, 45, 3)
+    assert np.allclose(fields["inverse_trans"](45, 33), (90, 67))
+
+
+def test_an_image_is_put_at_the_upper_left_of_its_frame(rgb):
+    fields = {}
+    mat = ResizePadMat(max_h=100, max_w=90, pad_value=(1, 2))(rgb, fields)
+    assert mat.shape == (100, 90, 3)
+    assert np.array_equal(mat[:67], rgb)
+    assert (mat[67:] == (1, 2, 2)).all()
+    assert fields["inverse_trans"](7, 8) == (7, 8)
+
+
+def test_an_image_is_put_in_the_middle_of_its_frame(rgb):
+    fields = {}
+    mat = ResizeCenterPadMat(max_h=100, max_w=90, pad_value=(114,))(rgb, fields)
+    assert mat.dtype == np.uint8
+    assert np.array_equal(mat[16:83], rgb)
+    assert (mat[:16] == 114).all()
+    assert (mat[83:] == 114).all()
+    assert fields["inverse_trans"](7, 20) == (7, 4)
+    assert fields["inverse_trans"](-3, 0) == (0, 0)
+    assert fields["inverse_trans"](500, 99) == (89, 66)
+
+
+def test_a_frame_with_a_fraction_makes_the_image_float(rgb):
+    mat = ResizeCenterPadMat(max_h=100, max_w=90, pad_value=(0.5,))(rgb, {})
+    assert mat.dtype == np.float32
+    assert (mat[0] == 0.5).all()
+    assert ResizePadMat(max_h=100, max_w=90, pad_value=(0.5,))(rgb, {}).dtype == np.uint8
+
+
+def test_gray_images_are_padded_too(rgb):
+    for op in (ResizePadMat, ResizeCenterPadMat):
+        assert op(100, 100, (7,))(rgb[:, :, 0], {}).shape == (100, 100)
+
+
+@pytest.mark.parametrize("value", [(), (1.0,) * 5, (float("nan"),)])
+def test_a_colour_that_is_none_is_told(value):
+    with pytest.raises(ConfigError, match=r"ResizePadMat: pad_value = .*, expected 1 to 4 numbers"):
+        ResizePadMat(8, 8, value)
+
+
+def test_a_line_of_text_keeps_its_proportions_as_far_as_its_width_goes(rgb):
+    op = FixHResizePadMat(resize_h=32, max_w=60, pad_value=(9,))
+    mat = op(rgb, {})
+    assert mat.shape == (32, 60, 3)
+    assert np.array_equal(mat[:, :43], cv2.resize(rgb, (43, 32)))  # 32 * 90 / 67 = 42.99
+    assert (mat[:, 43:] == 9).all()
+    assert np.array_equal(op(rgb[:20], {}), cv2.resize(rgb[:20], (60, 32)))
+
+
+def test_an_item_may_tell_its_own_size(rgb):
+    assert DynamicResizeMat()(rgb, {"resize_h": "8", "resize_w": 9.0}).shape == (8, 9, 3)
+    mat = DynamicFixHResizePadMat()(rgb, {"resize_h": 32, "max_w": 60})
+    assert np.array_equal(mat, FixHResizePadMat(32, 60)(rgb, {}))
+
+
+@pytest.mark.parametrize("value", [0, -3, 2**21, "x", None, float("nan"), float("inf"), [1, 2]])
+def test_a_size_of_an_item_that_is_none_is_told(rgb, value):
+    with pytest.raises(BadRequest, match=r"DynamicResizeMat found resize_h = .*, expected 1 to 1048576"):
+        DynamicResizeMat()(rgb, {"resize_h": value, "resize_w": 4})
+
+
+def test_an_item_may_not_ask_for_what_memory_does_not_hold(rgb):
+    with pytest.raises(BadRequest, match="found resize_h = 1000000 and resize_w = 1000000, expected at most"):
+        DynamicResizeMat()(rgb, {"resize_h": 10**6, "resize_w": 10**6})
+
+
+def test_a_field_that_is_not_there_is_told_with_those_that_are(rgb):
+    with pytest.raises(BadRequest, match="DynamicResizeMat found no field 'resize_w', only: data, resize_h"):
+        DynamicResizeMat()(rgb, {"resize_h": 4, "data": rgb})

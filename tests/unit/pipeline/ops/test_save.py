@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from penstock.errors import BadRequest, ConfigError
+from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.save import SaveMat
+
+
+def test_an_image_is_written_and_passed_on(tmp_path, rgb):
+    op = SaveMat(str(tmp_path))
+    assert op(rgb, {}) is rgb
+    (path,) = tmp_path.iterdir()
+    assert np.array_equal(cv2.imread(str(path)), rgb)
+
+
+def test_floats_are_cut_to_what_a_png_holds(tmp_path):
+    SaveMat(str(tmp_path))(np.array([[-5.0, 3.7, 999.0]], np.float32), {})
+    (path,) = tmp_path.iterdir()
+    assert cv2.imread(str(path), cv2.IMREAD_GRAYSCALE).tolist() == [[0, 3, 255]]
+
+
+def test_two_instances_overwrite_neither_each_other_nor_what_is_there(tmp_path, rgb, monkeypatch):
+    import itertools
+
+    from penstock.pipeline.ops import save
+
+    there = tmp_path / f"{os.getpid()}_000000.png"
+    there.write_bytes(b"mine")
+    monkeypatch.setattr(save, "_numbers", itertools.count())
+    for op in (SaveMat(str(tmp_path)), SaveMat(str(tmp_path))):
+        op(rgb, {})
+        op(rgb, {})
+    assert there.read_bytes() == b"mine"
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_no_field_of_an_item_says_where(tmp_path, rgb):
+    (tmp_path / "in").mkdir()
+    SaveMat(str(tmp_path / "in"))(rgb, {"node_name": "../out", "save_dir": str(tmp_path)})
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_directory_that_is_none_is_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"save_dir = .* is no directory: make it first"):
+        SaveMat(str(tmp_path / "none"))
+
+
+def test_what_is_no_image_is_not_written(tmp_path):
+    with pytest.raises(BadRequest, match="SaveMat found bytes"):
+        SaveMat(str(tmp_path))(b"bytes", {})
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,185 @@
+"""What a target that is a file, or a module of PyTorch, becomes in the worker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec, Wrapped
+from penstock.errors import BadRequest, ConfigError, LoadFailed, TargetNotFound
+from penstock.serving.protocols.native import JSON
+from penstock.testing.files import scores, write_onnx
+from penstock.types import BatchPart, Item
+
+X = [[1.0, 2, 3, 4], [0, 0, 1, 0]]
+KINDS = ("net.onnx", "net.ts", "net.pt", "net.pt2")
+
+
+def opened(target, **keys):
+    keys = {"batching": BatchingConfig(max_batch_size=8), **keys}
+    spec = WorkerSpec("net", "1", ModelConfig(target="unused:unused", **keys), target)
+    return open_model(spec, "cpu")
+
+
+def run(runner, *items):
+    parts: list[BatchPart] = []
+    runner.run(1, runner.decode(list(items)), parts.append)
+    return parts[-1].results
+
+
+@pytest.fixture
+def in_folder(model_files, monkeypatch):
+    monkeypatch.chdir(model_files)
+    return model_files
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_is_a_model(in_folder, name):
+    runner, ready = opened(name)
+    (single, rows, bad, named) = run(runner, Item(X[0]), Item(np.array(X, np.float32)), Item([1, 2]), Item({"x": X}))
+    assert np.allclose(single.body, scores(X[0]), atol=1e-6)
+    assert np.allclose(rows.body, scores(X), atol=1e-6)
+    assert bad.error is not None
+    assert np.allclose(next(iter(named.body.values())), scores(X), atol=1e-6)
+    known = name in ("net.onnx", "net.pt2")
+    assert isinstance(bad.error, BadRequest) == known
+    assert [(i.name, i.datatype, i.shape) for i in ready.metadata.inputs] == [("x", "FP32", (-1, 4))] * known
+    assert ready.metadata.platform.startswith(("onnxruntime", "pytorch"))
+    runner.close()
+
+
+@pytest.mark.parametrize("target", ["net.py:Net", "the object"])
+def test_a_module_with_weights_is_a_model(in_folder, target):
+    if target == "the object":
+        import torch
+
+        module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Softmax(-1))
+        state = torch.load("weights.pt")
+        module.load_state_dict({k.replace("linear.", "0."): v for k, v in state.items()})
+        runner, ready = opened(module)
+    else:
+        runner, ready = opened(target, weights="weights.pt", inputs={"x": "FP32[-1,4]"})
+        assert ready.metadata.inputs[0].shape == (-1, 4)
+        assert ready.profile, "it was warmed up"
+    (answer,) = run(runner, Item(X[0]))
+    assert np.allclose(answer.body, scores(X[0]), atol=1e-6)
+
+
+def test_a_worker_of_a_broker_wraps_a_file(in_folder):
+    runner, _ = opened(Wrapped("net.onnx", "penstock.streamer.model:served"), inputs={})
+    (answer,) = run(runner, Item(X[0]))
+    assert np.allclose(answer.body, scores(X[0]), atol=1e-6)
+
+
+def test_a_module_with_a_predict_of_its_own_is_called_by_that(tmp_path):
+    torch = pytest.importorskip("torch")
+    own = type("Own", (torch.nn.Module,), {"predict": lambda self, items: [i + 1 for i in items]})
+    runner, _ = opened(own)
+    assert [r.body for r in run(runner, Item(1), Item(2))] == [2, 3]
+    with pytest.raises(ConfigError, match="weights: the target takes none"):
+        opened(own, weights="weights.pt")
+
+
+def test_a_request_over_http_gets_its_shape_checked(in_folder):
+    runner, _ = opened("net.onnx")
+
+    def item(datatype, shape, name="x"):
+        data = b'{"inputs":[{"name":"%s","shape":%s,"datatype":"%s","data":[1,2,3,4,0,0,1,0]}]}'
+        return Item(data % (name.encode(), shape, datatype), codec="oip_json", content_type=JSON)
+
+    found = run(
+        runner,
+        item(b"FP32", b"[2,4]"),
+        item(b"INT64", b"[2,4]"),
+        item(b"FP32", b"[4,2]"),
+        item(b"FP32", b"[2,4]", "y"),
+        Item(b"[1,2,3,4]", codec="native", content_type=JSON),
+        Item(b"\x89PNG", codec="native", content_type="image/png"),
+    )
+    assert b'"shape":[2,3]' in found[0].body
+    assert [r.error and r.error.message for r in found[1:4]] == [
+        "input 'x': datatype must be FP32, found 'INT64'",
+        "input 'x': shape must be [-1, 4] (-1 is any size), found [4, 2]",
+        "unknown input 'y'; the model has x",
+    ]
+    assert found[4].body.startswith(b"[0.")
+    assert isinstance(found[5].error, BadRequest)
+
+
+@pytest.mark.parametrize("batching", [BatchingConfig(), BatchingConfig(max_batch_size=2)], ids=["auto", "given"])
+def test_a_graph_of_one_row_says_its_batch_size(tmp_path, batching):
+    pytest.importorskip("onnx")
+    write_onnx(tmp_path / "one.onnx", [1, 4], np.ones((3, 4), np.float32), np.zeros(3, np.float32))
+    _, ready = opened(str(tmp_path / "one.onnx"), batching=batching)
+    assert ready.options == {"max_batch_size": 1}
+
+
+def test_a_file_of_unknown_shapes_is_batched_by_shape(in_folder):
+    _, ready = opened("net.ts")
+    assert ready.options == {"bucket": "shape"}
+    _, ready = opened("net.ts", inputs={"x": "FP32[-1,4]"})
+    assert ready.options == {}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_precision_and_optimisation_reach_the_module(in_folder, precision):
+    runner, _ = opened("net.ts", precision=precision, optimize="optimize_for_inference", inputs={"x": "FP32[-1,4]"})
+    (answer,) = run(runner, Item(X[0]))
+    assert answer.body.dtype == np.float32
+    assert 1e-6 < np.abs(answer.body - scores(X[0])).max() < 4e-2
+
+
+@pytest.mark.parametrize(
+    ("target", "keys", "error", "told"),
+    [
+        ("nowhere.onnx", {}, LoadFailed, "there is no file nowhere.onnx"),
+        ("nowhere.pt", {}, LoadFailed, "there is no file nowhere.pt"),
+        ("nowhere.py:Net", {"weights": "weights.pt"}, TargetNotFound, "there is no file nowhere.py"),
+        ("net.py:Net", {"weights": "nowhere.pt"}, LoadFailed, "there is no file nowhere.pt"),
+        ("weights.pt", {}, LoadFailed, "holds a state dict"),
+        ("whole.pt", {}, LoadFailed, 'trust = "pickle"'),
+        ("net.onnx", {"weights": "weights.pt"}, ConfigError, "found beside the target net.onnx"),
+        ("net.onnx", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an ONNX graph tells its own"),
+        ("net.pt2", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an exported program tells its own"),
+        ("net.py:NET", {}, TargetNotFound, "has no 'NET'"),
+        ("net.ts", {"inputs": {"x": "BYTES[-1]"}}, ConfigError, "found BYTES, and PyTorch has no tensors of texts"),
+        ("math:sin", {"weights": "weights.pt"}, ConfigError, "weights: the target takes none"),
+        ("math:sin", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: the target takes none"),
+        ("net.onnx", {"precision": "bf16"}, ConfigError, "fp32|bf16 needs"),
+        ("net.ts", {"inputs": {"x": "FP32[-1,5]"}}, LoadFailed, "fails on its own warm-up items"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(in_folder, target, keys, error, told):
+    with pytest.raises(error, match=told):
+        opened(target, **keys)
+
+
+def test_a_pickled_module_is_loaded_when_it_is_trusted(in_folder):
+    runner, _ = opened("whole.pt", trust="pickle")
+    assert run(runner, Item(X[0]))[0].body.shape == (3,)
+
+
+def test_the_threads_of_the_configuration_reach_pytorch(in_folder):
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    try:
+        opened("net.ts", threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_file_loads_the_runtime_that_it_needs_and_no_other(in_folder):
+    code = (
+        "import sys; from penstock.core.worker.main import open_model; from penstock.core.worker.spec import WorkerSpec;"
+        "from penstock.config.schema import ModelConfig;"
+        "open_model(WorkerSpec('m', '1', ModelConfig(target='t'), 'net.onnx'), 'cpu');"
+        "print('torch' in sys.modules, 'onnxruntime' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

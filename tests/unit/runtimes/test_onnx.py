@@ -1,0 +1,290 @@
+"""ONNX graphs by ONNX Runtime: what they tell, which providers run them, what is refused."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError, LoadFailed
+from penstock.runtimes import onnx as loaders
+from penstock.runtimes.tensors import ANY_ROWS, Input
+from penstock.runtimes.trt_cache import SIDECAR
+from penstock.testing.files import scores, write_onnx
+from penstock.types import TensorSpec
+
+ort = pytest.importorskip("onnxruntime")
+onnx = pytest.importorskip("onnx")
+X = np.array([[1, 2, 3, 4], [0, 0, 1, 0]], np.float32)
+KINDS = onnx.TensorProto
+
+
+def graph(folder, inputs, outputs, nodes, **keys):
+    """A model file of one graph: inputs and outputs are (name, kind, shape), nodes (op, inputs, outputs)."""
+    h = onnx.helper
+    made = h.make_graph(
+        [h.make_node(op, i, o, domain=keys.get("domain", "")) for op, i, o in nodes],
+        "g",
+        [h.make_tensor_value_info(*i) for i in inputs],
+        [h.make_tensor_value_info(*o) for o in outputs],
+    )
+    opsets = [h.make_opsetid("", keys.get("opset", 17)), h.make_opsetid("my.own", 1)]
+    model = h.make_model(made, opset_imports=opsets, ir_version=8)
+    model.ir_version = keys.get("ir", 8)
+    path = folder / "graph.onnx"
+    onnx.save(model, path)
+    return str(path)
+
+
+def test_a_graph_tells_all_of_itself(model_files):
+    program = loaders.OnnxProgram(loaders.open_session(str(model_files / "net.onnx")))
+    assert program.inputs == (Input("x", "FP32", (-1, 4)),)
+    assert program.outputs == (TensorSpec("scores", "FP32", (-1, 3)),)
+    assert (program.rows, program.platform) == (ANY_ROWS, "onnxruntime_onnx")
+    assert np.allclose(program.run({"x": X})["scores"], scores(X), atol=1e-6)
+
+
+def test_a_graph_of_one_number_of_rows_tells_it(tmp_path):
+    write_onnx(tmp_path / "one.onnx", [1, 4], np.ones((3, 4), np.float32), np.zeros(3, np.float32))
+    program = loaders.OnnxProgram(loaders.open_session(str(tmp_path / "one.onnx")))
+    assert program.rows == (1, 1)
+    assert program.inputs[0].shape == (-1, 4)
+
+
+def test_strings_go_in_as_bytes(tmp_path):
+    path = graph(tmp_path, [("t", KINDS.STRING, ["n"])], [("u", KINDS.STRING, ["n"])], [("Identity", ["t"], ["u"])])
+    program = loaders.OnnxProgram(loaders.open_session(path))
+    assert program.inputs[0].datatype == "BYTES"
+    assert program.run({"t": np.array(["hé".encode(), b"x"], object)})["u"].tolist() == ["hé", "x"]
+
+
+def test_the_threads_of_a_session_are_as_many_as_said_and_do_not_spin(model_files):
+    options = loaders.open_session(str(model_files / "net.onnx"), threads=2).get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 1)
+    for kind in ("intra", "inter"):
+        assert options.get_session_config_entry(f"session.{kind}_op.allow_spinning") == "0"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ([("x", KINDS.FLOAT, [])], "input 'x' of the graph is a tensor.float. of shape .*axis 0 is rows"),
+        ([("x", KINDS.COMPLEX64, ["n"])], "cannot be loaded|is a tensor.complex64."),
+        ([("x", KINDS.BFLOAT16, ["n"])], "input 'x' of the graph is a tensor.bfloat16."),
+        ([("x", KINDS.FLOAT, [2]), ("k", KINDS.FLOAT, [3])], r"have \[2, 3\] rows on axis 0"),
+    ],
+)
+def test_inputs_that_cannot_be_rows_are_refused(tmp_path, inputs, told):
+    nodes = [("Identity", [name], [f"y{name}"]) for name, *_ in inputs]
+    path = graph(tmp_path, inputs, [(f"y{n}", k, s) for n, k, s in inputs], nodes)
+    with pytest.raises(LoadFailed, match=told):
+        loaders.OnnxProgram(loaders.open_session(path))
+
+
+PLAIN = ([("x", KINDS.FLOAT, ["n"])], [("y", KINDS.FLOAT, ["n"])])
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"opset": 999}, "[Oo]pset"),
+        ({"ir": 99}, "Unsupported model IR version: 99"),
+        ({"domain": "my.own"}, "my.own:Identity"),
+    ],
+)
+def test_what_this_onnx_runtime_cannot_run_is_told_with_its_version(tmp_path, keys, told):
+    path = graph(tmp_path, *PLAIN, [("Identity", ["x"], ["y"])], **keys)
+    with pytest.raises(LoadFailed, match=f"cannot be loaded by ONNX Runtime {ort.__version__}: .*{told}"):
+        loaders.open_session(path)
+
+
+def test_files_that_are_no_model_are_told(tmp_path):
+    with pytest.raises(LoadFailed, match=r"there is no file .*nowhere\.onnx"):
+        loaders.open_session(str(tmp_path / "nowhere.onnx"))
+    for content in (b"this is no model", b"", bytes(100)):
+        (tmp_path / "bad.onnx").write_bytes(content)
+        with pytest.raises(LoadFailed, match=r"bad\.onnx cannot be loaded"):
+            loaders.OnnxProgram(loaders.open_session(str(tmp_path / "bad.onnx")))
+
+
+def test_want_of_memory_is_told_as_such(model_files):
+    program = loaders.OnnxProgram(loaders.open_session(str(model_files / "net.onnx")))
+
+    def run(*_):
+        raise ort.capi.onnxruntime_pybind11_state.RuntimeException("Failed to allocate memory for requested buffer")
+
+    program._session = types.SimpleNamespace(run=run)
+    with pytest.raises(MemoryError, match="Failed to allocate"):
+        program.run({"x": X})
+
+
+# ---- providers
+
+
+def test_a_device_says_its_providers():
+    assert loaders.providers_of("cpu") == ["CPUExecutionProvider"]
+    assert loaders.providers_of("cuda:2") == [("CUDAExecutionProvider", {"device_id": 2}), "CPUExecutionProvider"]
+    assert loaders.providers_of("cuda")[0] == ("CUDAExecutionProvider", {"device_id": 0})
+    with pytest.raises(ConfigError, match="found 'mps', expected cpu or cuda:0"):
+        loaders.providers_of("mps")
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "optimize", "told"),
+    [
+        ("cpu", "fp16", "none", "fp16 needs a CUDA device and optimize = 'compile'"),
+        ("cuda:0", "bf16", "none", "bf16 needs optimize = 'compile'"),
+        ("cpu", "fp32", "compile", "TensorRT's for an ONNX model and needs a CUDA device"),
+        ("cpu", "fp8", "none", "found precision 'fp8'"),
+        ("cpu", "fp32", "fast", "optimize 'fast'"),
+    ],
+)
+def test_what_onnx_runtime_cannot_do_on_a_device_is_refused(device, precision, optimize, told):
+    with pytest.raises(ConfigError, match=told):
+        loaders.compiled(device, precision, optimize)
+
+
+def test_what_it_can_do_is_not():
+    assert not loaders.compiled("cpu", "fp32", "optimize_for_inference")
+    assert loaders.compiled("cuda:0", "fp16", "compile")
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="needs ONNX Runtime without CUDA")
+def test_a_device_that_this_onnx_runtime_has_not_is_told(model_files):
+    with pytest.raises(LoadFailed, match=r"needs the CUDAExecutionProvider .* pip install onnxruntime-gpu"):
+        loaders.open_session(str(model_files / "net.onnx"), "cuda:0")
+    with pytest.raises(LoadFailed, match="needs the TensorRT provider"):
+        loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0")
+
+
+def test_a_provider_that_falls_back_to_the_cpu_is_told(monkeypatch, model_files):
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(
+        ort, "InferenceSession", lambda *_, **__: types.SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
+    )
+    with pytest.raises(LoadFailed, match="CUDAExecutionProvider of ONNX Runtime could not be started"):
+        loaders.open_session(str(model_files / "net.onnx"), "cuda:0")
+
+
+def test_without_onnx_runtime_the_extra_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name == "onnxruntime":
+            raise ModuleNotFoundError("No module named 'onnxruntime'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(LoadFailed, match=r"pip install 'penstock\[onnx\]'"):
+        loaders.import_onnxruntime()
+
+
+# ---- TensorRT, with a session that stands for its
+
+
+@pytest.fixture
+def tensorrt(monkeypatch, tmp_path):
+    """Sessions of TensorRT write an engine where they are told to, if there is none; gives the options they got."""
+    real, got = ort.InferenceSession, []
+
+    def session(path, options, providers):
+        if isinstance(providers[0], str):
+            return real(path, options, providers=providers)
+        name, settings = providers[0]
+        got.append(settings)
+        cache = settings.get("trt_engine_cache_path")
+        if cache is not None:
+            engine = next(iter((tmp_path / cache).glob("*.engine")), None)
+            settings["built"] = engine is None
+            if engine is None:
+                (tmp_path / cache / "net.engine").write_bytes(b"engine")
+        return types.SimpleNamespace(get_providers=lambda: [name])
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [loaders.TENSORRT, loaders.CUDA, loaders.CPU])
+    monkeypatch.setattr(loaders, "gpu_name", lambda device: "H0 driver 1")
+    return got
+
+
+def test_an_engine_is_built_once_for_all_that_it_hangs_on(tensorrt, model_files, tmp_path, monkeypatch):
+    net = str(model_files / "net.onnx")
+
+    def built(**keys):
+        loaders.open_tensorrt(net, "cuda:0", **keys)
+        return tensorrt[-1]["built"]
+
+    assert [built(), built()] == [True, False]
+    assert [built(precision="fp16"), built(precision="fp16")] == [True, False]
+    assert [built(most_rows=8), built(most_rows=8)] == [True, False]
+    monkeypatch.setattr(loaders, "gpu_name", lambda device: "another")
+    assert [built(), built()] == [True, False]
+    monkeypatch.setattr(loaders, "tensorrt_version", lambda: "99")
+    assert built()
+    assert len(list((tmp_path / "penstock" / "engines").glob(f"*/{SIDECAR}"))) == 5
+
+
+def test_tensorrt_gets_precision_and_shapes(tensorrt, model_files):
+    loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:3", precision="bf16", most_rows=8)
+    (options,) = tensorrt
+    assert (options["device_id"], options["trt_fp16_enable"], options["trt_bf16_enable"]) == (3, False, True)
+    assert options["trt_profile_min_shapes"] == "x:1x4"
+    assert options["trt_profile_max_shapes"] == options["trt_profile_opt_shapes"] == "x:8x4"
+
+
+def test_an_engine_is_kept_where_the_user_says(tensorrt, model_files, tmp_path, caplog):
+    cache = str(tmp_path / "mine" / "net.trt")
+    for _ in range(2):
+        loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0", cache=cache)
+    assert [options["built"] for options in tensorrt] == [True, False]
+    assert sorted(p.name for p in (tmp_path / "mine" / "net.trt.penstock").iterdir()) == [SIDECAR, "net.engine"]
+    loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0", cache=cache, precision="fp16")
+    assert tensorrt[-1]["built"]
+    (record,) = caplog.records
+    assert "found precision 'fp32', expected 'fp16'" in record.getMessage()
+
+
+def test_a_changed_graph_has_an_engine_of_its_own(tensorrt, model_files):
+    net = str(model_files / "net.onnx")
+    model = onnx.load(net)
+    model.doc_string = "changed"
+    graph = model.SerializeToString()
+    loaders.open_tensorrt(net, "cuda:0")
+    loaders.open_tensorrt(net, "cuda:0", graph=graph)
+    loaders.open_tensorrt(net, "cuda:0", graph=graph)
+    assert [options["built"] for options in tensorrt] == [True, True, False]
+
+
+def test_tensorrt_gets_the_smallest_batch_and_int8(tensorrt, model_files):
+    loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0", precision="int8", least_rows=4, most_rows=8)
+    (options,) = tensorrt
+    assert (options["trt_int8_enable"], options["trt_fp16_enable"]) == (True, False)
+    assert (options["trt_profile_min_shapes"], options["trt_profile_max_shapes"]) == ("x:4x4", "x:8x4")
+
+
+def test_an_engine_of_open_shapes_is_not_kept(tensorrt, tmp_path):
+    shape = ["n", "m"]
+    path = graph(tmp_path, [("x", KINDS.FLOAT, shape)], [("y", KINDS.FLOAT, shape)], [("Identity", ["x"], ["y"])])
+    loaders.open_tensorrt(path, "cuda:0")
+    assert "trt_engine_cache_path" not in tensorrt[0]
+
+
+def test_the_runtime_reports_nothing_to_its_makers(tmp_path):
+    """Else it leaves a session's number in the temporary folder and what it will send in the user's cache."""
+    said = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    own = {name: str(tmp_path) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
+    code = "from penstock.runtimes.onnx import import_onnxruntime; import_onnxruntime()"
+    subprocess.run([sys.executable, "-c", code], env=said | own, check=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(loaders.CUDA not in ort.get_available_providers(), reason="needs ONNX Runtime with CUDA")
+def test_a_graph_runs_on_the_gpu(model_files):
+    program = loaders.OnnxProgram(loaders.open_session(str(model_files / "net.onnx"), "cuda:0"))
+    assert np.allclose(program.run({"x": X})["scores"], scores(X), atol=1e-3)

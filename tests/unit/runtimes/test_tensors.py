@@ -1,0 +1,213 @@
+"""Requests of arrays become one call of a program a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.errors import BadOutput, BadRequest, LoadFailed
+from penstock.runtimes.python import PythonModel
+from penstock.runtimes.tensors import ANY_ROWS, Input, Settings, TensorModel
+from penstock.types import TensorSpec
+
+
+class Summing:
+    """y = the sum of each row's elements over all inputs, as INT64; it keeps the shapes that it was called with."""
+
+    platform = "sums"
+
+    def __init__(self, *inputs: Input, rows: tuple[int, int] = ANY_ROWS, outputs: int = 1) -> None:
+        self.inputs = inputs
+        self.outputs = tuple(TensorSpec(f"y{i}", "FP32", (-1,)) for i in range(outputs))
+        self.rows = rows
+        self.calls: list[dict[str, tuple[int, ...]]] = []
+
+    def run(self, arrays):
+        self.calls.append({name: array.shape for name, array in arrays.items()})
+        total = sum(array.reshape(len(array), -1).sum(1) for array in arrays.values())
+        return {spec.name: total + i for i, spec in enumerate(self.outputs)}
+
+
+X = Input("x", "FP32", (-1, 2))
+ANY = Input("x", None, None, alias="INPUT__0")
+
+
+def model(*inputs: Input, **more: Any) -> tuple[TensorModel, Summing]:
+    program = Summing(*inputs, **more)
+    made = TensorModel(lambda settings: program, Settings())
+    made.load("cpu")
+    return made, program
+
+
+def answers(made: TensorModel, *items: Any) -> list[Any]:
+    return made.predict([made.preprocess(item) for item in items])
+
+
+def f32(*values: Any) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_the_program_is_opened_on_the_device_with_the_settings():
+    seen = []
+
+    def open_program(settings):
+        seen.append((settings.device, settings.precision))
+        return Summing(X)
+
+    found = PythonModel(TensorModel(open_program, Settings(precision="fp16")), precision="fp16")
+    found.load("cuda:1")
+    assert seen == [("cuda:1", "fp16")]
+    assert found.takes == {"precision", "optimize", "threads"}
+    with pytest.raises(LoadFailed, match="not loaded"):
+        TensorModel(open_program, Settings()).preprocess([1, 2])
+
+
+def test_requests_of_one_shape_run_together_and_get_their_own_rows():
+    made, program = model(X)
+    found = answers(made, {"x": f32([1, 2], [3, 4])}, [5, 6], {"x": [[7, 8]]}, f32(1, 1))
+    assert [type(f) for f in found] == [dict, np.float32, dict, np.float32]
+    assert [np.asarray(f["y0"] if isinstance(f, dict) else f).tolist() for f in found] == [[3, 7], 11, [15], 2]
+    assert program.calls == [{"x": (5, 2)}]
+
+
+def test_lists_with_an_axis_of_rows_are_answered_with_one():
+    made, _ = model(X)
+    found = answers(made, [[1, 2], [3, 4]], [[5, 6]], {"x": [5, 6]}, {"x": [[5, 6]]})
+    assert [f.tolist() for f in found[:2]] == [[3, 7], [11]]
+    assert (found[2]["y0"], found[3]["y0"].tolist()) == (11, [11])
+
+
+def test_where_the_shape_is_not_known_lists_are_one_row():
+    made, program = model(ANY)
+    assert [f.tolist() for f in answers(made, [1, 2], [[1, 2], [3, 4]])] == [3, 10]
+    assert program.calls == [{"x": (1, 2)}, {"x": (1, 2, 2)}]
+
+
+def test_requests_of_different_shapes_do_not_meet():
+    made, program = model(Input("x", "FP32", (-1, -1)))
+    found = answers(made, {"x": f32([1])}, {"x": f32([1, 2])}, {"x": f32([3])})
+    assert [f["y0"].tolist() for f in found] == [[1], [3], [3]]
+    assert program.calls == [{"x": (2, 1)}, {"x": (1, 2)}]
+
+
+def test_several_outputs_of_a_list_come_as_a_dict():
+    made, _ = model(X, outputs=2)
+    assert answers(made, [1, 2]) == [{"y0": 3, "y1": 4}]
+
+
+def test_inputs_may_be_named_by_position_and_left_out_when_they_need_not_be():
+    made, program = model(ANY, Input("mask", alias="INPUT__1", required=False))
+    assert answers(made, {"INPUT__0": f32([1, 2])}, [3, 4.5])[1] == 7.5
+    assert answers(made, {"x": f32([1]), "INPUT__1": f32([2])})[0]["y0"].tolist() == [3]
+    assert program.calls[-1] == {"x": (1, 1), "mask": (1, 1)}
+
+
+TWO = (X, Input("k", "INT64", (-1,)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "item", "told"),
+    [
+        ((X,), [1, 2, 3], r"input 'x': shape must be \[-1, 2\] \(-1 is any size\), found \[1, 3\]|found \[3\]"),
+        ((X,), {"x": f32([1, 2, 3])}, r"shape must be \[-1, 2\].*found \[1, 3\]"),
+        ((X,), {"x": f32(1, 2)}, r"shape must be \[-1, 2\].*found \[2\]"),
+        ((X,), {"x": np.zeros((1, 2))}, "datatype must be FP32, found FP64"),
+        ((X,), {"x": np.zeros((1, 2), np.complex64)}, "datatype must be FP32, found complex64"),
+        ((X,), {"x": np.zeros((0, 2), np.float32)}, "no rows"),
+        ((X,), {"x": f32([1, 2]), "z": f32([1, 2])}, "unknown input 'z'; the model has x"),
+        ((X,), {5: f32([1, 2])}, "unknown input '5'"),
+        ((X,), {}, "input 'x' is missing"),
+        ((ANY,), {"x": [1], "INPUT__0": [1]}, "input 'x' is given twice"),
+        ((X,), [[1], [2, 3]], "ragged"),
+        ((X,), ["a", "b"], "holds strings"),
+        ((X,), [None, 1], "null or mixed"),
+        ((X,), [1e300, 1], "a number that FP32 cannot"),
+        ((X,), True, "booleans|no rows"),
+        ((ANY,), [[1], [2, 3]], "ragged"),
+        ((ANY,), ["a"], "holds strings"),
+        ((ANY,), None, "null or mixed"),
+        ((ANY,), {"x": np.array([b"a"], object)}, "datatype must be one of numbers, found object"),
+        ((X,), b"\x89PNG", "found bytes; expected JSON"),
+        ((X,), memoryview(b"x"), "found bytes"),
+        ((X,), "text", "holds strings"),
+        (TWO, [1, 2], "the model has the inputs x, k; expected an object"),
+        (TWO, {"x": [1, 2]}, "input 'k' is missing; the model needs x, k"),
+        (TWO, {"x": f32([1, 2]), "k": np.array([1, 2])}, "the same number of rows .axis 0., found 'x' 1, 'k' 2"),
+        (TWO, {"x": [[1, 2]], "k": 1}, "the same number of rows"),
+        (TWO, {"x": [1, 2], "k": 2**70}, "too large|a number that INT64 cannot|null or mixed"),
+        (TWO, {"x": [1, 2], "k": 1.5}, "INT64 data holds fractions"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_told_what_was_found_and_expected(inputs, item, told):
+    made, program = model(*inputs)
+    with pytest.raises(BadRequest, match=told):
+        made.preprocess(item)
+    assert program.calls == []
+
+
+def test_an_output_without_rows_is_told():
+    made, program = model(X)
+    program.run = lambda arrays: {"y0": np.zeros(3)}
+    (wrong,) = answers(made, [1, 2])
+    assert isinstance(wrong, BadOutput)
+    assert "output 'y0' has the shape [3] for 1 rows" in wrong.message
+    program.run = lambda arrays: {"y0": np.float32(3)}
+    assert isinstance(answers(made, [1, 2])[0], BadOutput)
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "calls"),
+    [((1, 1), 3, [1, 1, 1]), ((4, 4), 3, [4]), ((2, 4), 7, [4, 3]), ((2, 4), 1, [2]), ((2, 4), 5, [4, 2])],
+)
+def test_a_program_gets_the_rows_that_it_takes(rows, given, calls):
+    made, program = model(X, rows=rows)
+    x = np.arange(2 * given, dtype=np.float32).reshape(given, 2)
+    assert answers(made, {"x": x})[0]["y0"].tolist() == x.sum(1).tolist()
+    assert [call["x"][0] for call in program.calls] == calls
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rows", "options"),
+    [
+        ((X,), ANY_ROWS, {}),
+        ((X,), (1, 8), {"max_batch_size": 8}),
+        ((ANY,), ANY_ROWS, {"bucket": "shape"}),
+        ((X, Input("t", "INT64", (-1, -1))), (2, 2), {"bucket": "shape", "max_batch_size": 2}),
+    ],
+)
+def test_what_follows_for_batching_is_told(inputs, rows, options):
+    made, _ = model(*inputs, rows=rows)
+    assert made.__penstock_options__ == options
+
+
+def test_what_is_known_of_inputs_is_declared_and_warmed_up_with():
+    made, _ = model(X, Input("k", "INT64", (-1,)))
+    assert made.inputs == (TensorSpec("x", "FP32", (-1, 2)), TensorSpec("k", "INT64", (-1,)))
+    assert (made.platform, [o.name for o in made.outputs]) == ("sums", ["y0"])
+    (sample,) = made.warmup()
+    assert {name: (a.shape, str(a.dtype)) for name, a in sample.items()} == {
+        "x": ((1, 2), "float32"),
+        "k": ((1,), "int64"),
+    }
+    assert answers(made, sample)[0]["y0"].tolist() == [0]
+    for unknown in (ANY, Input("x", "FP32", (-1, -1)), Input("x", "BYTES", (-1, 1))):
+        assert model(unknown)[0].warmup() == []
+    assert model(X, ANY)[0].inputs == ()
+
+
+def test_what_is_compiled_at_its_first_call_is_called_when_it_is_loaded():
+    for inputs, calls in ((X,), [1, 2]), ((ANY,), []):
+        program = Summing(*inputs)
+        TensorModel(lambda settings, program=program: program, Settings(optimize="compile")).load("cpu")
+        assert [call["x"][0] for call in program.calls] == calls
+
+
+def test_strings_are_a_single_row_of_bytes():
+    made, _ = model(Input("t", "BYTES", (-1,)))
+    request = made.preprocess("hé")
+    assert (request.single, request.arrays["t"].tolist()) == (True, ["hé".encode()])
+    made.unload()
+    with pytest.raises(LoadFailed):
+        made.predict([request])

@@ -1,0 +1,134 @@
+"""PyTorch modules as programs over arrays: names of inputs and outputs, datatypes, rows."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from penstock.errors import BadOutput, LoadFailed
+from penstock.runtimes import torch as loaders
+from penstock.runtimes.tensors import ANY_ROWS, Input
+from penstock.runtimes.torch_program import of_exported, of_module
+from penstock.testing.files import scores
+from penstock.types import TensorSpec
+
+torch = pytest.importorskip("torch")
+X = np.array([[1, 2, 3, 4], [0, 0, 1, 0]], np.float32)
+
+
+def module(forward):
+    return type("Own", (torch.nn.Module,), {"forward": forward})()
+
+
+def exported(forward, *arguments, shapes=None, **named):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.export.export(module(forward), arguments, named, dynamic_shapes=shapes)
+
+
+def test_torchscript_has_the_inputs_of_its_schema_also_by_position(model_files):
+    program = of_module(loaders.load_module(str(model_files / "net.ts")), "cpu")
+    assert program.inputs == (Input("x", alias="INPUT__0"),)
+    assert program.platform == "pytorch_torchscript"
+    found = program.run({"x": X})
+    assert list(found) == ["OUTPUT__0"]
+    assert np.allclose(found["OUTPUT__0"], scores(X))
+
+
+def test_a_module_has_the_parameters_of_forward():
+    program = of_module(module(lambda self, x, mask=None: x if mask is None else x * mask), "cpu")
+    assert program.inputs == (Input("x", alias="INPUT__0"), Input("mask", alias="INPUT__1", required=False))
+    assert program.platform == "pytorch_eager"
+    assert program.run({"x": X})["OUTPUT__0"].tolist() == X.tolist()
+    assert program.run({"mask": X, "x": X})["OUTPUT__0"].tolist() == (X * X).tolist()
+
+
+def test_configured_inputs_go_by_name_or_in_their_order():
+    specs = (TensorSpec("b", "FP32", (-1, 4)), TensorSpec("a", "FP32", (-1, 4)))
+    named = of_module(module(lambda self, a, b: a - b), "cpu", inputs=specs)
+    assert named.inputs == (Input("b", "FP32", (-1, 4)), Input("a", "FP32", (-1, 4)))
+    assert named.run({"a": X, "b": 0 * X})["OUTPUT__0"].tolist() == X.tolist()
+    ordered = of_module(module(lambda self, *tensors: tensors[0] - tensors[1]), "cpu", inputs=specs)
+    assert ordered.run({"a": X, "b": 0 * X})["OUTPUT__0"].tolist() == (-X).tolist()
+
+
+def test_a_forward_that_tells_nothing_has_one_input():
+    program = of_module(module(lambda self, *tensors: tensors), "cpu")
+    assert program.inputs == (Input("INPUT__0"),)
+    assert program.run({"INPUT__0": X})["OUTPUT__0"].tolist() == X.tolist()
+
+
+def test_outputs_keep_the_names_of_a_dict_and_are_numbered_in_a_tuple():
+    assert list(of_module(module(lambda self, x: {"logits": x, "none": None}), "cpu").run({"x": X})) == ["logits"]
+    assert list(of_module(module(lambda self, x: (x, x)), "cpu").run({"x": X})) == ["OUTPUT__0", "OUTPUT__1"]
+    with pytest.raises(BadOutput, match="output 'OUTPUT__1' of the model is a str, expected a tensor"):
+        of_module(module(lambda self, x: (x, "label")), "cpu").run({"x": X})
+
+
+def test_floats_are_cast_to_the_precision_and_back_and_whole_numbers_are_not():
+    seen = []
+
+    def forward(self, x, k):
+        seen.append((x.dtype, k.dtype, x.requires_grad, torch.is_inference_mode_enabled()))
+        return x, k
+
+    found = of_module(module(forward), "cpu", precision="bf16").run({"x": X, "k": np.array([1, 2])})
+    assert seen == [(torch.bfloat16, torch.int64, False, True)]
+    assert [str(a.dtype) for a in found.values()] == ["float32", "int64"]
+
+
+def test_an_array_that_may_not_be_written_to_is_copied():
+    fixed = X.copy()
+    fixed.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_module(module(lambda self, x: x.add_(1)), "cpu").run({"x": fixed})
+    assert fixed.tolist() == X.tolist()
+
+
+# ---- exported programs
+
+
+def test_an_exported_program_tells_all_of_itself(model_files):
+    program = of_exported(loaders.load_exported(str(model_files / "net.pt2")), "cpu")
+    assert program.inputs == (Input("x", "FP32", (-1, 4)),)
+    assert [(o.datatype, o.shape) for o in program.outputs] == [("FP32", (-1, 3))]
+    assert (program.rows, program.platform) == ((1, 512), "pytorch_exported")
+    assert np.allclose(next(iter(program.run({"x": X}).values())), scores(X))
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_the_rows_of_an_exported_program_are_those_of_its_graph(least):
+    rows = torch.export.Dim("rows", min=least)
+    found = of_exported(exported(lambda self, x: x + 1, torch.zeros(4, 2), shapes=[{0: rows}]), "cpu")
+    assert found.rows == (least, ANY_ROWS[1])
+    fixed = of_exported(exported(lambda self, x: x + 1, torch.zeros(4, 2)), "cpu")
+    assert fixed.rows == (4, 4)
+    assert fixed.inputs[0].shape == (-1, 2)
+
+
+def test_keywords_and_dicts_of_an_exported_program_keep_their_names():
+    program = of_exported(
+        exported(lambda self, a, *, k: {"sum": a + k, "k": (k,)[0]}, torch.zeros(2, 4), k=torch.zeros(2, 4)), "cpu"
+    )
+    assert [i.name for i in program.inputs] == ["a", "k"]
+    assert program.outputs == ()
+    found = program.run({"k": X, "a": X})
+    assert {name: array.tolist() for name, array in found.items()} == {"sum": (2 * X).tolist(), "k": X.tolist()}
+
+
+@pytest.mark.parametrize(
+    ("forward", "arguments", "told"),
+    [
+        (lambda self, pair: pair[0] + pair[1], ((torch.zeros(2), torch.zeros(2)),), "something else than tensors"),
+        (lambda self, x, k: x + k, (torch.zeros(2), 3), "something else than tensors"),
+        (lambda self, x, k: x + k, (torch.zeros(2), torch.tensor(3)), "something else than tensors"),
+        (lambda self, x: x + 1, (torch.zeros(2, dtype=torch.complex64),), "something else than tensors"),
+        (lambda self, x, k: (x, k), (torch.zeros(2), torch.zeros(3)), "have 2, 3 rows on axis 0"),
+    ],
+)
+def test_an_exported_program_without_rows_of_tensors_is_refused(forward, arguments, told):
+    with pytest.raises(LoadFailed, match=told):
+        of_exported(exported(forward, *arguments), "cpu")

@@ -1,0 +1,183 @@
+"""Engines are kept, and thrown away when they are not what they were."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+
+import pytest
+
+from penstock.runtimes.trt_cache import SIDECAR, EngineCache, file_digest
+
+KEY = {"model": "abc", "precision": "fp16"}
+
+
+@pytest.fixture
+def sealed(tmp_path):
+    with EngineCache(tmp_path, KEY).open() as folder:
+        (folder / "a.engine").write_bytes(b"engine")
+    return folder
+
+
+def left(tmp_path, key=KEY):
+    with EngineCache(tmp_path, key).open() as folder:
+        return sorted(path.name for path in folder.iterdir())
+
+
+def test_engines_are_found_again(tmp_path, sealed, caplog):
+    assert left(tmp_path) == ["a.engine", SIDECAR]
+    assert left(tmp_path, {**KEY, "model": "other"}) == []
+    assert caplog.records == []
+    assert oct(sealed.stat().st_mode)[-3:] == "700"
+
+
+def swapped(folder):
+    (folder / "a.engine").write_bytes(b"another")
+
+
+def added(folder):
+    (folder / "b.engine").write_bytes(b"another")
+
+
+def buried(folder):
+    (folder / "sub").mkdir()
+    (folder / "sub" / "b.engine").write_bytes(b"another")
+
+
+def missing(folder):
+    (folder / "a.engine").unlink()
+
+
+def foreign(folder):
+    text = json.loads((folder / SIDECAR).read_text())
+    (folder / SIDECAR).write_text(json.dumps({**text, "key": {**KEY, "model": "other"}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (swapped, "not those that were written"),
+        (added, "not those that were written"),
+        (buried, "not those that were written"),
+        (missing, "not those that were written"),
+        (foreign, "that of other engines"),
+        (lambda folder: (folder / SIDECAR).write_text("{"), "no engine.json that can be read"),
+        (lambda folder: (folder / SIDECAR).write_text("[]"), "that of other engines"),
+        (lambda folder: (folder / SIDECAR).unlink(), "no engine.json that can be read"),
+    ],
+)
+def test_what_does_not_fit_is_thrown_away_with_one_warning(tmp_path, sealed, caplog, change, why):
+    change(sealed)
+    with caplog.at_level(logging.WARNING):
+        assert left(tmp_path) == []
+        assert left(tmp_path) == [SIDECAR]
+    (record,) = caplog.records
+    assert why in record.getMessage()
+
+
+def test_engines_that_were_not_finished_are_built_anew(tmp_path):
+    def fail():
+        with EngineCache(tmp_path, KEY).open() as folder:
+            (folder / "a.engine").write_bytes(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert left(tmp_path) == []
+
+
+def test_of_two_that_build_the_same_the_second_waits(tmp_path):
+    inside, go, done = threading.Event(), threading.Event(), []
+
+    def build(name):
+        with EngineCache(tmp_path, KEY).open() as folder:
+            done.append((name, (folder / "a.engine").exists()))
+            inside.set()
+            go.wait(10)
+            (folder / "a.engine").write_bytes(b"engine")
+
+    threads = [threading.Thread(target=build, args=(n,)) for n in ("first", "second")]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    assert [name for name, _ in done] == ["first"]
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert done == [("first", False), ("second", True)]
+
+
+def test_a_digest_is_that_of_the_content(tmp_path):
+    (tmp_path / "a").write_bytes(b"")
+    assert file_digest(str(tmp_path / "a")).startswith("e3b0c44298fc1c14")
+
+
+# ---- where a user names it
+
+
+def kept(path, key=KEY):
+    """The engines that are found beside a path; one is written if there is none."""
+    with EngineCache.beside(path, key).open() as folder:
+        found = sorted(file.name for file in folder.iterdir() if file.suffix == ".engine")
+        (folder / "a.engine").write_bytes(b"engine")
+    return found
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    return str(tmp_path / "engines" / "net.trt")
+
+
+def test_engines_lie_beside_the_path_and_are_found_again(named, caplog):
+    assert [kept(named), kept(named)] == [[], ["a.engine"]]
+    assert caplog.records == []
+
+
+def test_a_file_at_the_path_is_left_alone(named, tmp_path):
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "net.trt").write_bytes(b"of others")
+    assert kept(named) == []
+    assert (tmp_path / "engines" / "net.trt").read_bytes() == b"of others"
+
+
+def test_a_file_that_has_the_name_of_the_lock_is_left_as_it_is(named, tmp_path):
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "net.trt.lock").write_text("of others")
+    assert [kept(named), kept(named)] == [[], ["a.engine"]]
+    assert (tmp_path / "engines" / "net.trt.lock").read_text() == "of others"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": "other"}, "found model 'abc', expected 'other'"),
+        ({"precision": "fp32"}, "found precision 'fp16', expected 'fp32'"),
+        ({"tensorrt": "11.0"}, "found tensorrt 'None', expected '11.0'"),
+        ({"model": "other", "precision": "int8"}, "model 'abc', expected 'other'; precision 'fp16', expected 'int8'"),
+    ],
+)
+def test_engines_of_something_else_are_not_taken_and_the_difference_is_told(named, caplog, changed, told):
+    kept(named)
+    assert kept(named, KEY | changed) == []
+    (record,) = caplog.records
+    assert told in record.getMessage()
+    assert kept(named, KEY | changed) == ["a.engine"]
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_engines_kept_elsewhere(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    (tmp_path / "file").touch()
+    path = str(tmp_path / "file" / "net.trt")
+    assert [kept(path), kept(path)] == [[], ["a.engine"]]
+    assert list((tmp_path / "user").glob("penstock/engines/*/a.engine"))
+    assert "unusable" in caplog.records[0].getMessage()
+    assert "consequence=kept_in_" in caplog.records[0].getMessage()
+
+
+def test_a_folder_of_another_user_is_not_used(named, tmp_path, monkeypatch, caplog):
+    kept(named)
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    assert kept(named) == []
+    assert "it is another user's" in caplog.records[0].getMessage()

@@ -1,0 +1,326 @@
+"""One suite over both faces of the routes: the listener, and the ASGI app (bare, mounted, and on uvicorn)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from penstock.config.schema import LimitsConfig
+from penstock.errors import ConfigError, ItemFailed, QueueFull
+from penstock.serving.http.admin import UvicornServer, admin_app, metrics_app
+from penstock.serving.http.asgi import InferenceApp
+from penstock.serving.http.server import HttpServer
+from penstock.testing.backend import Call, FakeBackend
+from penstock.types import ItemResult
+
+LIMITS = LimitsConfig(max_body_bytes=1_000_000)
+
+
+def parts(call: Call) -> None:
+    call.reply(b"a\nb", "text/plain", final=False)
+    call.reply(b"c", "text/plain")
+
+
+MODELS = {
+    "echo": Call.reply,
+    "parts": parts,
+    "bad": lambda call: call.sink(ItemResult(error=ItemFailed("it raised", detail="secret"))),
+    "own": lambda call: call.reply(b"tea", "text/x", status=418, headers=[("X-Pot", "1")]),
+}
+
+
+@asynccontextmanager
+async def face(kind: str, backend: FakeBackend, tokens: frozenset[bytes]) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of one of the faces."""
+    app = InferenceApp(backend, LIMITS, tokens=tokens)
+    server: HttpServer | UvicornServer | None = None
+    transport, base = None, "http://test"
+    if kind == "listener":
+        server = HttpServer(backend, LIMITS, tokens=tokens)
+        base = f"http://127.0.0.1:{(await server.start('127.0.0.1', 0))[1]}"
+    elif kind == "uvicorn":
+        server = UvicornServer(app)
+        base = f"http://127.0.0.1:{(await server.start('127.0.0.1', 0))[1]}"
+    elif kind == "mounted":
+        transport, base = httpx.ASGITransport(Starlette(routes=[Mount("/ml", app)])), "http://test/ml"
+    else:
+        transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url=base, trust_env=False) as client:
+        yield client
+    if isinstance(server, HttpServer):
+        await server.close(1.0)
+    elif server is not None:
+        await server.close()
+
+
+@pytest.fixture(params=["listener", "asgi", "mounted", "uvicorn"])
+async def face_of(request):
+    """`face_of(backend, tokens)` gives a client of this parameter's face."""
+    return lambda backend=None, tokens=frozenset(): face(request.param, backend or FakeBackend(MODELS), tokens)
+
+
+@pytest.mark.parametrize("size", [0, 10, 300_000])
+async def test_bodies_come_back(face_of, size):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend) as client:
+        answer = await client.post("/predictions/echo", content=b"x" * size, headers={"x-request-id": "r-1"})
+        assert (answer.status_code, answer.content) == (200, b"x" * size)
+        assert answer.headers["x-request-id"] == "r-1"
+        assert backend.used_bytes == 0
+
+
+async def test_chunked_bodies_come_back(face_of):
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"y" * 1999
+
+    async with face_of() as client:
+        assert (await client.post("/predictions/echo/1", content=body())).content == b"y" * 199_900
+
+
+async def test_a_body_over_the_limit_is_413(face_of):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend) as client:
+        assert (await client.post("/predictions/echo", content=b"x" * 1_000_001)).status_code == 413
+        assert backend.calls == []
+
+
+async def test_a_repeated_request_is_answered_without_the_model(face_of):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend) as client:
+        for body in (b"abc", b"x" * 300_000):
+            key = {"idempotency-key": f"k{len(body)}"}
+            answers = [await client.post("/predictions/echo", content=body, headers=key) for _ in range(2)]
+            assert [answer.content for answer in answers] == [body, body]
+            assert (await client.post("/predictions/echo", content=b"ab", headers=key)).status_code == 422
+        assert len(backend.calls) == 2
+        assert backend.used_bytes == 0
+
+
+async def test_tensors_come_in_three_forms_and_never_as_a_pickle(face_of):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend) as client:
+        for headers, codec in (
+            ({"content-type": "application/octet-stream"}, "oip_json"),
+            ({"Inference-Header-Content-Length": "2"}, "oip_binary"),
+            ({"content-type": "application/X-npy"}, "oip_npy"),
+            ({"content-type": "application/x-npy", "inference-header-content-length": "2"}, "oip_binary"),
+        ):
+            assert (await client.post("/v2/models/echo/infer", content=b"{}", headers=headers)).status_code == 200
+            assert backend.calls[-1].item.codec == codec
+        for headers, status in (
+            ({"content-type": "application/x-python-pickle"}, 415),
+            ({"content-encoding": "gzip", "inference-header-content-length": "2"}, 415),
+            ({"content-type": "application/vnd.pickle", "inference-header-content-length": "2"}, 415),
+            ({"inference-header-content-length": "0"}, 400),
+            ({"inference-header-content-length": "-1"}, 400),
+        ):
+            answer = await client.post("/v2/models/echo/infer", content=b"{}", headers=headers)
+            assert answer.status_code == status
+            assert list(answer.json()) == ["error"]
+        assert len(backend.calls) == 4
+        native = await client.post("/predictions/echo", content=b"{}", headers={"content-type": "application/x-pickle"})
+        assert native.status_code == 200
+        assert backend.calls[-1].item.content_type == "application/x-pickle"
+
+
+async def test_open_inference_routes(face_of):
+    async with face_of() as client:
+        assert (await client.get("/v2")).json()["name"] == "penstock"
+        assert (await client.get("/v2/models/echo")).json()["inputs"] == [
+            {"name": "x", "datatype": "FP32", "shape": [-1, 4]}
+        ]
+        assert (await client.get("/v2/models/echo/versions/1/ready")).json() == {"name": "echo", "ready": True}
+        assert (await client.get("/v2/models/echo/versions/2/ready")).status_code == 404
+        assert (await client.post("/v2/models/bad/infer")).json() == {"error": "it raised"}
+
+
+@pytest.mark.parametrize(("path", "told"), [("/v2/models/echo/config", str), ("/v1/models/echo", dict)])
+async def test_where_there_is_no_route_the_error_is_told_as_its_neighbours_tell_theirs(face_of, path, told):
+    async with face_of() as client:
+        answer = await client.get(path)
+        assert (answer.status_code, type(answer.json()["error"])) == (404, told)
+
+
+async def test_health_follows_the_backend(face_of):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend, frozenset({b"t"})) as client:
+        for path, body in (("/ping", {"status": "Healthy"}), ("/readyz", {"ready": True})):
+            assert (await client.get(path)).json() == body
+        backend.is_ready = False
+        for path in ("/ping", "/readyz", "/v2/health/ready"):
+            assert (await client.get(path)).status_code == 503
+        for path in ("/healthz", "/v2/health/live"):
+            assert (await client.get(path)).json() == {"live": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", "/nowhere", {}, 404),
+        ("POST", "/predictions/nobody", {}, 404),
+        ("GET", "/predictions/echo", {}, 405),
+        ("POST", "/predictions/echo", {"x-deadline-ms": "x"}, 400),
+        ("POST", "/predictions/echo", {"x-deadline-ms": "0"}, 504),
+        ("POST", "/predictions/echo", {"x-priority": "-1"}, 400),
+        ("POST", "/predictions/bad", {}, 500),
+    ],
+)
+async def test_errors_have_the_same_status_everywhere(face_of, method, path, headers, status):
+    async with face_of() as client:
+        answer = await client.request(method, path, headers=headers)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"code", "message"}
+        assert "secret" not in answer.text
+
+
+async def test_a_full_queue_is_429_with_retry_after(face_of):
+    backend = FakeBackend(MODELS)
+    backend.refuse = QueueFull("full", retry_after_s=1.2)
+    async with face_of(backend) as client:
+        answer = await client.post("/predictions/echo")
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+
+
+async def test_results_choose_status_and_headers(face_of):
+    async with face_of() as client:
+        answer = await client.post("/predictions/own")
+        assert (answer.status_code, answer.headers["x-pot"], answer.text) == (418, "1", "tea")
+
+
+async def test_streams_and_events(face_of):
+    async with face_of() as client:
+        assert (await client.post("/predictions/parts")).text == "a\nbc"
+        answer = await client.post("/predictions/parts", headers={"accept": "text/event-stream"})
+        assert answer.text == "data: a\ndata: b\n\ndata: c\n\n"
+
+
+async def test_tokens(face_of):
+    async with face_of(tokens=frozenset({b"right"})) as client:
+        answer = await client.post("/predictions/echo")
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert (await client.post("/predictions/echo", headers={"authorization": "Bearer right"})).status_code == 200
+
+
+async def test_openapi_lists_only_the_models_that_are_loaded(face_of):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend) as client:
+        page = (await client.get("/openapi.json")).json()
+        assert page["openapi"].startswith("3.1")
+        assert set(page["paths"]["/predictions/echo"]) == {"post"}
+        assert "/v2/models/parts/infer" in page["paths"]
+        assert not any("{" in path for path in page["paths"])
+        backend.is_ready = False
+        page = (await client.get("/openapi.json")).json()
+        assert not any(path.startswith("/predictions") for path in page["paths"])
+
+
+async def test_a_client_that_hangs_up_is_cancelled(wait_until):
+    backend = FakeBackend({"m": lambda call: None})
+    app = InferenceApp(backend, LIMITS)
+    messages = [{"type": "http.request", "body": b"x"}]
+    gone = asyncio.Event()
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        raise AssertionError("nothing may be sent")
+
+    scope = {"type": "http", "method": "POST", "path": "/predictions/m", "headers": []}
+    running = asyncio.create_task(app(scope, receive, send))
+    await wait_until(lambda: backend.calls)
+    gone.set()
+    await running
+    assert backend.calls[0].cancelled
+
+
+async def test_a_stream_that_is_read_too_slowly_is_given_up(wait_until):
+    backend = FakeBackend({"m": lambda call: None})
+    app = InferenceApp(backend, LimitsConfig(write_buffer_bytes=1000))
+    messages = [{"type": "http.request", "body": b"x"}]
+    reading, sent = asyncio.Event(), []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message):
+        sent.append(message)
+        await reading.wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/predictions/m", "headers": []}
+    running = asyncio.create_task(app(scope, receive, send))
+    await wait_until(lambda: backend.calls)
+    for _ in range(40):
+        backend.calls[0].reply(b"x" * 500, "text/plain", final=False)
+        await asyncio.sleep(0)
+    assert backend.calls[0].cancelled
+    reading.set()
+    with pytest.raises(RuntimeError, match="stream failed"):
+        await running
+    assert sum(len(message.get("body", b"")) for message in sent) < 40 * 500
+
+
+async def test_the_lifespan_is_answered():
+    sent = []
+
+    async def receive():
+        return {"type": "lifespan.startup"}
+
+    async def send(message):
+        sent.append(message["type"])
+
+    await InferenceApp(FakeBackend(), LIMITS)({"type": "lifespan"}, receive, send)
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+async def test_the_management_app_lists_models_and_needs_its_token():
+    app = admin_app(FakeBackend(), frozenset({b"t"}))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        assert (await client.get("/models")).status_code == 401
+        client.headers["authorization"] = "Bearer t"
+        assert [m["name"] for m in (await client.get("/models")).json()["models"]] == ["echo"]
+        assert (await client.get("/models/echo")).json()["versions"][0]["state"] == "READY"
+        assert (await client.get("/models/ecko")).json()["error"]["message"].endswith("did you mean 'echo'?")
+        assert (await client.post("/models")).status_code == 405
+        assert (await client.get("/nowhere")).json()["error"]["code"] == "not_found"
+        del client.headers["authorization"]
+        assert (await client.get("/ping")).json() == {"status": "Healthy"}
+
+
+async def test_the_metrics_app_on_its_own_listener():
+    async def scrape() -> bytes:
+        return b"up 1\n"
+
+    server = UvicornServer(metrics_app(scrape, lambda model, limit: b"%d" % limit))
+    _, port = await server.start("127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        answer = await client.get("/metrics")
+        assert (await client.get("/debug/batches?limit=7&model=m")).text == "7"
+        assert (await client.get("/debug/batches?limit=1e3")).status_code == 400
+    assert (answer.text, answer.headers["content-type"]) == ("up 1\n", "text/plain; version=0.0.4; charset=utf-8")
+    again = UvicornServer(metrics_app(scrape, lambda model, limit: b""))
+    with pytest.raises(ConfigError, match=rf"{port}: the port is in use.*server\.metrics_port"):
+        await again.start("127.0.0.1", port, "server.metrics_port")
+    await server.close()
+
+
+def test_the_listener_loads_neither_uvicorn_nor_starlette_nor_numpy():
+    import subprocess
+    import sys
+
+    code = "import penstock.serving.http.server, sys, json; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert not {"uvicorn", "starlette", "numpy", "python_multipart"} & set(loaded)

@@ -1,0 +1,52 @@
+"""Paths to routes."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import BadRequest
+from penstock.serving.http.answers import RouteNotFound
+from penstock.serving.http.routes import Router, resolve
+from penstock.serving.http.table import CACHED_PATHS
+
+
+@pytest.mark.parametrize(
+    ("path", "template", "model", "version"),
+    [
+        (b"/predictions/m", "/predictions/{model}", "m", None),
+        (b"/predictions/m/", "/predictions/{model}", "m", None),
+        (b"/predictions/m/2.0", "/predictions/{model}/{version}", "m", "2.0"),
+        (b"/predictions/m?a=/b", "/predictions/{model}", "m", None),
+        (b"/predictions/a%2Fb", "/predictions/{model}", "a/b", None),
+        (b"/predictions/caf%C3%A9", "/predictions/{model}", "caf\xe9", None),
+        (b"/v2/models/m/versions/3/infer", "/v2/models/{model}/versions/{version}/infer", "m", "3"),
+        (b"/v2/models/ready", "/v2/models/{model}", "ready", None),
+        (b"/v2/models/m/ready", "/v2/models/{model}/ready", "m", None),
+        (b"/v2", "/v2", "", None),
+        (b"http://host:80/predictions/m?x", "/predictions/{model}", "m", None),
+    ],
+)
+def test_paths_are_resolved(path, template, model, version):
+    route = resolve(path)
+    assert (route.template.path, route.model, route.version) == (template, model, version)
+
+
+@pytest.mark.parametrize("path", [b"/", b"", b"*", b"//", b"/predictions/", b"/predictions//", b"/v2/models", b"/Ping"])
+def test_other_paths_are_not_found(path):
+    with pytest.raises(RouteNotFound):
+        resolve(path)
+
+
+@pytest.mark.parametrize("path", [b"/predictions/%ff", b"/predictions/\xff"])
+def test_paths_that_are_no_utf8_are_bad(path):
+    with pytest.raises(BadRequest):
+        resolve(path)
+
+
+def test_the_memory_for_paths_is_bounded_and_forgets_nothing_that_matters():
+    router = Router()
+    for n in range(3 * CACHED_PATHS):
+        assert router.resolve(b"/predictions/m%d" % n).model == f"m{n}"
+    router.resolve(b"/predictions/" + b"x" * 1000)
+    assert len(router.known) <= CACHED_PATHS
+    assert all(len(path) < 300 for path in router.known)

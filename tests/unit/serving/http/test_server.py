@@ -1,0 +1,479 @@
+"""The listener over real sockets: what well-behaved clients see."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from penstock.config.schema import LimitsConfig
+from penstock.errors import (
+    BadOutput,
+    ConfigError,
+    DeadlineExceeded,
+    ItemFailed,
+    ModelNotReady,
+    PenstockError,
+    QueueFull,
+    WorkerDied,
+)
+from penstock.serving.http.server import HttpServer
+from penstock.testing.backend import Call, FakeBackend, FakeBuffer
+from penstock.types import ItemResult
+
+
+def hold(call: Call) -> None:
+    """The model answers when the test says so."""
+
+
+async def test_a_small_body_is_echoed_and_the_connection_kept(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        for n in range(3):
+            client.post("/predictions/echo", b"x" * n, "Content-Type: image/png")
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, b"x" * n)
+            assert answer.headers["content-type"] == "application/octet-stream"
+            assert answer.headers["date"].endswith("GMT")
+        item = listener.backend.calls[-1].item
+        assert (item.codec, item.content_type, item.rows) == ("native", "image/png", 1)
+
+
+async def test_header_names_reach_the_model_as_they_were_sent(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"", "X-CuStOm: a b", "x-two: 2")
+        await client.answer()
+        assert (b"X-CuStOm", b"a b") in listener.backend.calls[0].item.headers
+        assert (b"x-two", b"2") in listener.backend.calls[0].item.headers
+
+
+async def test_open_inference_requests_carry_their_codec_model_and_version(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/v2/models/echo/versions/1/infer", b"{}", "Content-Type: application/json")
+        assert (await client.answer()).status == 200
+        assert listener.backend.calls[0].item.codec == "oip_json"
+
+
+@pytest.mark.parametrize("size", [64 * 1024, 64 * 1024 + 1, 1_000_000])
+async def test_a_large_body_arrives_whole_in_a_buffer_which_is_given_back(listen, size):
+    body = bytes(range(256)) * (size // 256 + 1)
+    async with listen() as listener:
+        client = await listener.connect()
+        for _ in range(2):  # the parser is fresh after it
+            client.post("/predictions/echo", body[:size])
+            assert (await client.answer()).body == body[:size]
+        assert isinstance(listener.backend.calls[0].item.payload, FakeBuffer) == (size > 64 * 1024)
+        assert listener.backend.used_bytes == 0
+
+
+async def test_a_request_pipelined_behind_a_large_body_is_answered(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"a" * 200_000)
+        client.post("/predictions/echo", b"second")
+        assert (await client.answer()).body == b"a" * 200_000
+        assert (await client.answer()).body == b"second"
+
+
+@pytest.mark.parametrize("total", [1, 1000, 64 * 1024 + 1, 500_000])
+async def test_chunked_bodies_of_any_size_arrive_whole(listen, total):
+    body = bytes(i % 251 for i in range(total))
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for start in range(0, total, 7001):
+            piece = body[start : start + 7001]
+            client.send(b"%x\r\n%b\r\n" % (len(piece), piece))
+        client.send(b"0\r\nX-Trailer: 1\r\n\r\n")
+        client.post("/predictions/echo", b"next")
+        assert (await client.answer()).body == body
+        assert (await client.answer()).body == b"next"
+        assert all(name != b"X-Trailer" for name, _ in listener.backend.calls[0].item.headers)
+        assert listener.backend.used_bytes == 0
+
+
+async def test_a_body_in_chunks_of_one_byte_arrives_whole_in_linear_time(listen):
+    async with listen(max_body_bytes=2**20) as listener:
+        client = await listener.connect()
+        client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        client.send(b"1\r\nz\r\n" * 200_000 + b"0\r\n\r\n")
+        assert (await client.answer()).body == b"z" * 200_000
+
+
+async def test_pipelined_requests_are_answered_in_order_whatever_order_they_finish_in(listen, wait_until):
+    async with listen(FakeBackend({"m": hold})) as listener:
+        client = await listener.connect()
+        for n in range(5):
+            client.post("/predictions/m", b"%d" % n)
+        await wait_until(lambda: len(listener.backend.calls) == 5)
+        for call in reversed(listener.backend.calls):
+            call.reply()
+        assert [(await client.answer()).body for _ in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+async def test_no_more_than_max_pipelined_requests_of_a_connection_are_in_flight(listen, wait_until):
+    async with listen(FakeBackend({"m": hold}), max_pipelined=2) as listener:
+        calls = listener.backend.calls
+        client = await listener.connect()
+        for n in range(500):
+            client.post("/predictions/m", b"%d" % n)
+        client.get("/ping")
+        for n in range(500):
+            await wait_until(lambda n=n: len(calls) > n)
+            assert len(calls) <= n + 2
+            calls[n].reply()
+        assert [(await client.answer()).body for _ in range(500)] == [b"%d" % n for n in range(500)]
+        assert (await client.answer()).body == b'{"status":"Healthy"}'
+
+
+async def test_no_more_requests_of_a_connection_begin_while_its_client_reads_no_answer(listen, wait_until):
+    async with listen(FakeBackend({"m": hold}), max_pipelined=2) as listener:
+        calls = listener.backend.calls
+        client = await listener.connect()
+        client.writer.transport.pause_reading()
+        large = b"x" * 20_000_000
+        for n in range(6):
+            client.post("/predictions/m", b"%d" % n)
+        await wait_until(lambda: len(calls) == 2)
+        calls[0].reply(large)
+        calls[1].reply(large)
+        await asyncio.sleep(0)
+        assert len(calls) == 2
+        client.writer.transport.resume_reading()
+        for _ in range(2):
+            assert (await client.answer()).body == large
+        for n in range(2, 6):
+            await wait_until(lambda n=n: len(calls) > n)
+            calls[n].reply()
+            assert (await client.answer()).body == b"%d" % n
+
+
+async def test_thousands_of_pipelined_gets_do_not_recurse(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(b"GET /ping HTTP/1.1\r\n\r\n" * 4000)
+        for _ in range(4000):
+            assert (await client.answer()).status == 200
+
+
+async def test_expect_100_continue_is_answered_before_the_body_is_sent(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        head = b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nExpect: 100-Continue\r\nContent-Length: 5\r\n\r\n"
+        client.send(head)
+        assert (await client.head())[0] == 100
+        client.send(b"hello")
+        assert (await client.answer()).body == b"hello"
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("POST /predictions/nobody HTTP/1.1", 404),
+        ("POST /nowhere HTTP/1.1", 404),
+        ("PUT /predictions/echo HTTP/1.1", 405),
+    ],
+)
+async def test_expect_is_refused_without_100_when_the_request_cannot_succeed(listen, line, status):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(f"{line}\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n".encode())
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (status, "close")
+        assert await client.closed()
+
+
+async def test_an_unknown_expectation_is_refused_with_417(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"", "Expect: tea")
+        assert (await client.answer()).status == 417
+
+
+async def test_http_1_0_closes_unless_asked_to_keep_alive(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(b"POST /predictions/echo HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\na")
+        assert (await client.answer()).headers["connection"] == "keep-alive"
+        client.send(b"POST /predictions/echo HTTP/1.0\r\nContent-Length: 1\r\n\r\nb")
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"b", "close")
+        assert await client.closed()
+
+
+async def test_connection_close_is_honoured_and_what_follows_is_not_run(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"a", "Connection: close")
+        client.post("/predictions/echo", b"b")
+        assert (await client.answer()).headers["connection"] == "close"
+        assert await client.closed()
+        assert len(listener.backend.calls) == 1
+
+
+async def test_an_upgrade_is_ignored_and_the_request_answered(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.get("/ping", "Connection: Upgrade", "Upgrade: h2c")
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+
+
+async def test_head_has_the_head_of_get_and_no_body(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.get("/ping", method="HEAD")
+        answer = await client.answer(bodiless=True)
+        assert (answer.status, answer.headers["content-length"]) == (200, "20")
+        client.get("/ping")
+        assert len((await client.answer()).body) == 20
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (QueueFull("full", retry_after_s=2.1), 429, "3"),
+        (QueueFull("full"), 429, "1"),
+        (ModelNotReady("loading"), 503, "1"),
+        (WorkerDied("gone"), 503, "1"),
+        (DeadlineExceeded("late"), 504, None),
+        (ItemFailed("raised", detail="secret"), 500, None),
+        (BadOutput("nan"), 500, None),
+        (PenstockError("internal"), 500, None),
+    ],
+)
+@pytest.mark.parametrize("when", ["submit", "result"])
+async def test_errors_become_status_and_terse_json(listen, error, status, retry, when):
+    backend = FakeBackend({"m": lambda call: call.sink(ItemResult(error=error))})
+    if when == "submit":
+        backend.refuse = error
+    async with listen(backend) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"")
+        answer = await client.answer()
+        assert (answer.status, answer.headers.get("retry-after")) == (status, retry)
+        assert msgspec.json.decode(answer.body) == {"error": {"code": error.code, "message": error.message}}
+        client.post("/v2/models/m/infer", b"")
+        assert msgspec.json.decode((await client.answer()).body) == {"error": error.message}
+
+
+async def test_a_bug_in_the_backend_is_a_500_that_tells_nothing(listen, caplog):
+    backend = FakeBackend()
+    backend.refuse = ZeroDivisionError("secret")  # type: ignore[assignment]
+    async with listen(backend) as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"")
+        backend.submit = lambda *a, **k: 1 / 0  # type: ignore[method-assign,assignment,misc,return-value]
+        answer = await client.answer()
+        client.post("/predictions/echo", b"")
+        answer = await client.answer()
+        assert answer.status == 500
+        assert b"division" not in answer.body
+        assert "ZeroDivisionError" in caplog.text
+
+
+async def test_status_headers_and_content_type_of_a_result_go_out(listen):
+    def teapot(call: Call) -> None:
+        call.reply(b"tea", "text/plain", status=418, headers=[("X-Pot", "1")])
+
+    async with listen(FakeBackend({"m": teapot, "empty": lambda call: call.reply(b"", "", status=204)})) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"")
+        answer = await client.answer()
+        assert (answer.status, answer.headers["x-pot"], answer.headers["content-type"]) == (418, "1", "text/plain")
+        client.post("/predictions/empty", b"")
+        answer = await client.answer()
+        assert answer.status == 204
+        assert "content-length" not in answer.headers
+        client.get("/ping")
+        assert (await client.answer()).status == 200
+
+
+async def test_the_request_id_is_echoed_when_it_is_sane(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"", "X-Request-Id: abc-1")
+        assert (await client.answer()).headers["x-request-id"] == "abc-1"
+        assert listener.backend.calls[0].item.request_id == "abc-1"
+        for bad in ("a b", "x" * 129, "\xe9"):
+            client.post("/predictions/echo", b"", f"X-Request-Id: {bad}")
+            assert "x-request-id" not in (await client.answer()).headers
+
+
+async def test_deadline_and_priority_headers_reach_the_backend(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"", "x-deadline-ms: 1500", "x-priority: 2")
+        await client.answer()
+        assert (listener.backend.calls[0].budget_s, listener.backend.calls[0].priority) == (1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("x-deadline-ms: soon", 400),
+        ("x-deadline-ms: nan", 400),
+        ("x-deadline-ms: inf", 400),
+        ("x-deadline-ms: 0", 504),
+        ("x-deadline-ms: -5", 504),
+        ("x-priority: -1", 400),
+        ("x-priority: high", 400),
+    ],
+)
+async def test_bad_deadlines_and_priorities_are_never_run(listen, line, status):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"abc", line)
+        assert (await client.answer()).status == status
+        assert listener.backend.calls == []
+        client.post("/predictions/echo", b"abc")  # the connection lives on
+        assert (await client.answer()).body == b"abc"
+
+
+async def test_a_token_is_needed_except_for_health(listen):
+    async with listen(tokens=frozenset({b"right", b"other"})) as listener:
+        client = await listener.connect()
+        for line, status in (
+            ("Authorization: Bearer right", 200),
+            ("authorization: bearer other", 200),
+            ("Authorization: Bearer wrong", 401),
+            ("Authorization: Basic right", 401),
+            ("X-Nothing: 1", 401),
+        ):
+            client.post("/predictions/echo", b"a", line)
+            answer = await client.answer()
+            assert answer.status == status
+            assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+        for path in ("/ping", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
+            client.get(path)
+            assert (await client.answer()).status == 200
+        client.get("/openapi.json")
+        assert (await client.answer()).status == 401
+
+
+async def test_a_stream_goes_out_in_chunks_as_it_comes(listen, wait_until):
+    async with listen(FakeBackend({"m": hold})) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"")
+        await wait_until(lambda: listener.backend.calls)
+        call = listener.backend.calls[0]
+        call.reply(b"one", "text/plain", final=False)
+        status, headers = await client.head()
+        assert (status, headers["transfer-encoding"], headers["content-type"]) == (200, "chunked", "text/plain")
+        chunks = client.chunks()
+        assert await anext(chunks) == b"one"
+        call.reply(b"two", "text/plain", final=False)
+        assert await anext(chunks) == b"two"
+        call.reply(b"", "text/plain")
+        assert [chunk async for chunk in chunks] == []
+        client.get("/ping")
+        assert (await client.answer()).status == 200
+
+
+def stream(*parts: bytes, content_type: str = "text/plain", error: PenstockError | None = None):
+    def run(call: Call) -> None:
+        for part in parts:
+            call.reply(part, content_type, final=False)
+        call.sink(ItemResult(error=error) if error else ItemResult(content_type=content_type))
+
+    return run
+
+
+async def test_a_stream_of_json_is_lines(listen):
+    async with listen(FakeBackend({"m": stream(b"1", b"[2]", content_type="application/json")})) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"")
+        answer = await client.answer()
+        assert (answer.headers["content-type"], answer.body) == ("application/x-ndjson", b"1\n[2]\n")
+
+
+async def test_server_sent_events_when_they_are_asked_for(listen):
+    models = {"m": stream(b"a\nb\r\nc", b"d"), "bad": stream(b"a", error=ItemFailed("oh")), "one": Call.reply}
+    async with listen(FakeBackend(models)) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"", "Accept: text/event-stream")
+        answer = await client.answer()
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.body == b"data: a\ndata: b\ndata: c\n\ndata: d\n\n"
+        client.post("/predictions/bad", b"", "Accept: text/event-stream")
+        body = (await client.answer()).body
+        assert body == b'data: a\n\nevent: error\ndata: {"error":{"code":"item_failed","message":"oh"}}\n\n'
+        client.post("/predictions/one", b"whole", "Accept: text/event-stream")
+        assert (await client.answer()).body == b"data: whole\n\n"
+
+
+async def test_a_stream_that_fails_is_cut_without_its_last_chunk(listen):
+    async with listen(FakeBackend({"m": stream(b"part", error=WorkerDied("gone"))})) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"")
+        await client.head()
+        assert await client.rest() == b"4\r\npart\r\n"
+
+
+async def test_a_stream_to_http_1_0_ends_with_the_connection(listen):
+    async with listen(FakeBackend({"m": stream(b"a", b"b")})) as listener:
+        client = await listener.connect()
+        client.send(b"POST /predictions/m HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"ab", "close")
+
+
+async def test_close_answers_what_is_in_flight_and_says_so(listen, wait_until):
+    async with listen(FakeBackend({"m": hold})) as listener:
+        busy, idle = await listener.connect(), await listener.connect()
+        busy.post("/predictions/m", b"last")
+        await wait_until(lambda: listener.backend.calls and len(listener.server._connections) == 2)
+        closing = asyncio.create_task(listener.server.close(5.0))
+        assert await idle.closed()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", listener.port)
+        listener.backend.calls[0].reply()
+        answer = await busy.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"last", "close")
+        await closing
+
+
+async def test_close_drops_what_is_not_done_within_the_drain(listen, wait_until):
+    async with listen(FakeBackend({"m": hold})) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"")
+        await wait_until(lambda: listener.backend.calls)
+        await listener.server.close(0.01)
+        assert listener.backend.calls[0].cancelled
+        assert await client.closed()
+
+
+async def test_a_port_in_use_is_named_with_the_key_to_change(listen):
+    async with listen() as listener:
+        other = HttpServer(FakeBackend(), LimitsConfig())
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{listener.port}: the port is in use.*server\.port"):
+            await other.start("127.0.0.1", listener.port)
+
+
+async def test_without_connections_no_timer_runs(listen, wait_until):
+    async with listen() as listener:
+        assert listener.server._sweep_timer is None
+        client = await listener.connect()
+        await wait_until(lambda: listener.server._sweep_timer is not None)
+        await client.close()
+        await wait_until(lambda: listener.server._sweep_timer is None)
+
+
+async def test_close_also_ends_a_connection_whose_last_answer_waits_for_an_earlier_one(listen, wait_until):
+    async with listen(FakeBackend({"slow": lambda call: None, "echo": Call.reply})) as listener:
+        client = await listener.connect()
+        client.post("/predictions/slow", b"first")
+        client.post("/predictions/echo", b"second")
+        await wait_until(lambda: len(listener.backend.calls) == 2)
+        await asyncio.sleep(0.01)  # the second is answered, and kept back
+        closing = asyncio.create_task(listener.server.close(5.0))
+        await asyncio.sleep(0)
+        listener.backend.calls[0].reply()
+        assert (await client.answer()).body == b"first"
+        assert (await client.answer()).body == b"second"
+        async with asyncio.timeout(2.0):  # long before the drain is over
+            assert await client.closed()
+            await closing

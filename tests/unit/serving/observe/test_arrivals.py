@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.perf.bench.arrivals import read_trace
+from penstock.serving.observe import arrivals
+from penstock.serving.observe.arrivals import ArrivalRecorder
+
+
+def recorded(path: Path, write: Callable[[ArrivalRecorder], None], **more: Any) -> list[dict[str, Any]]:
+    """What stands in the file after `write` was called on a loop; the clock is at 10, 10.5, 11 ..."""
+    clock = iter(10 + n / 2 for n in range(10**6))
+
+    async def main() -> None:
+        recorder = ArrivalRecorder(str(path), clock=lambda: next(clock), **more)
+        try:
+            write(recorder)
+        finally:
+            recorder.close()
+
+    asyncio.run(main())
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_times_and_sizes_of_requests_are_written_and_read_as_a_trace(tmp_path: Path) -> None:
+    def write(recorder: ArrivalRecorder) -> None:
+        recorder.on_request("digits", "1", 1, 300)
+        recorder.on_request('odd "name"', "2", 16, 0)
+
+    path = tmp_path / "arrivals.jsonl"
+    assert recorded(path, write) == [
+        {"t": 0.5, "rows": 1, "bytes": 300, "model": "digits"},
+        {"t": 1.0, "rows": 16, "bytes": 0, "model": 'odd "name"'},
+    ]
+    trace = read_trace(str(path))
+    assert (list(trace.times_s), list(trace.rows), list(trace.bytes)) == ([0.0, 0.5], [1, 16], [300, 0])
+
+
+def test_what_came_is_in_the_file_soon_and_nothing_is_done_while_nothing_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "EVERY_S", 0.0)
+    path = tmp_path / "arrivals.jsonl"
+
+    async def main() -> None:
+        recorder = ArrivalRecorder(str(path))
+        loop = asyncio.get_running_loop()
+        timers: list[Any] = []
+        later = loop.call_later
+        monkeypatch.setattr(loop, "call_later", lambda *call: timers.append(call) or later(*call))
+        for _ in range(3):
+            recorder.on_request("m", "1", 1, 1)
+        assert len(timers) == 1
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        await loop.run_in_executor(recorder._thread, lambda: None)  # behind what it was given
+        assert path.read_text().count("\n") == 3
+        assert len(timers) == 1 + 1  # the second is that of the sleep
+        recorder.close()
+        recorder.close()
+
+    asyncio.run(main())
+
+
+def test_a_file_of_the_largest_size_ends_the_recording_with_whole_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(recorder: ArrivalRecorder) -> None:
+        for _ in range(10):
+            recorder.on_request("m", "1", 1, 1)
+        recorder._flush()
+        recorder._thread.submit(lambda: None).result()
+        recorder.on_request("m", "1", 1, 1)
+
+    path = tmp_path / "arrivals.jsonl"
+    found = recorded(path, write, most_bytes=200)
+    assert 0 < len(found) < 10
+    assert path.stat().st_size <= 200
+    assert [record.message.count("the file has its 200 bytes") for record in caplog.records] == [1]
+
+
+def test_a_full_disk_ends_the_recording_with_whole_lines_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, real = [75], os.write
+
+    def half(fd: int, data: bytes) -> int:
+        room = min(left[0], len(data))
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left[0] -= room
+        return real(fd, bytes(data[:room]))
+
+    def write(recorder: ArrivalRecorder) -> None:
+        for _ in range(3):
+            recorder.on_request("m", "1", 1, 1)
+            recorder._flush()
+        recorder._thread.submit(lambda: None).result()
+        recorder.on_request("m", "1", 1, 1)
+
+    monkeypatch.setattr(os, "write", half)
+    assert [line["t"] for line in recorded(tmp_path / "arrivals.jsonl", write)] == [0.5]
+    assert [record.message.count("No space left on device") for record in caplog.records] == [1]
+
+
+def test_a_disk_that_is_too_slow_ends_the_recording_and_not_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "MOST_WAITING", 500)
+    go_on = threading.Event()
+
+    def write(recorder: ArrivalRecorder) -> None:
+        recorder._thread.submit(go_on.wait)
+        for _ in range(100):
+            recorder.on_request("m", "1", 1, 1)
+        assert not recorder._lines
+        go_on.set()
+
+    recorded(tmp_path / "arrivals.jsonl", write)
+    assert [record.message.count("the disk is too slow") for record in caplog.records] == [1]
+
+
+def test_a_file_that_is_there_or_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine\n")
+    with pytest.raises(ConfigError, match="the file exists"):
+        ArrivalRecorder(str(tmp_path / "there"))
+    assert (tmp_path / "there").read_text() == "mine\n"
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        ArrivalRecorder(str(tmp_path / "no" / "file"))
+
+
+def test_where_nothing_came_no_file_is_left(tmp_path: Path) -> None:
+    recorder = ArrivalRecorder(str(tmp_path / "arrivals.jsonl"))
+    fd = recorder._fd
+    recorder.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

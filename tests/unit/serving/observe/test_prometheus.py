@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.serving.observe.base import BatchRecord, ModelReading, Reading, hearing
+from penstock.serving.observe.prometheus import MAX_GONE, PrometheusObserver
+from penstock.serving.observe.records import BatchRecords
+from penstock.types import MetricDelta, ModelStatus
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(observer: PrometheusObserver) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families(observer.render().decode()):
+        for s in family.samples:
+            key = (s.name, tuple(sorted(s.labels.items())))
+            assert key not in found, f"{key} is there twice"
+            found[key] = s.value
+    return found
+
+
+M = (("model", "m"), ("version", "1"))
+
+
+def with_label(name: str, value: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((*M, (name, value))))
+
+
+def test_batches_requests_and_rejections_are_counted(busy: Callable[..., PrometheusObserver]) -> None:
+    found = samples(busy())
+    assert found["penstock_requests_total", M] == 6
+    assert found["penstock_answers_total", with_label("outcome", "ok")] == 4
+    assert found["penstock_answers_total", with_label("outcome", "failed")] == 1
+    assert found["penstock_batches_total", with_label("outcome", "ok")] == 1
+    assert found["penstock_batches_ahead_total", M] == 1
+    assert found["penstock_batch_rows_sum", M] == 5
+    assert found["penstock_batch_rows_count", M] == 1
+    assert found["penstock_batch_fill_ratio_sum", M] == 5 / 64
+    assert found["penstock_batch_fill_ratio_bucket", with_label("le", "0.1")] == 1
+    assert found["penstock_request_seconds_count", M] == 5
+    assert found["penstock_request_seconds_sum", M] == pytest.approx(1.0)
+    assert found["penstock_rejections_total", with_label("reason", "queue_full")] == 1
+    assert found["penstock_item_failures_total", with_label("code", "item_failed")] == 1
+    assert found["penstock_worker_events_total", with_label("state", "died")] == 1
+
+
+def test_a_batch_that_a_death_ended_is_counted_and_timed_and_one_that_was_never_run_only_counted(
+    record: Callable[..., BatchRecord],
+) -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(record(outcome="died", seconds=0.5))
+    observer.on_complete(record(outcome="lost"))
+    found = samples(observer)
+    assert found["penstock_batches_total", with_label("outcome", "died")] == 1
+    assert found["penstock_batches_total", with_label("outcome", "lost")] == 1
+    assert found["penstock_run_seconds_sum", M] == 0.5
+    assert found["penstock_batch_rows_count", M] == 1
+    assert found["penstock_request_seconds_count", M] == 0
+
+
+def test_the_stages_of_a_batch_are_timed_where_they_are_told(record: Callable[..., BatchRecord]) -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(record(stages_s=(0.25, 2.0, 0.5)))
+    observer.on_complete(record(stages_s=(0.25, 1.0, 0.0)))
+    observer.on_complete(record())
+    found = samples(observer)
+    sums = [found[f"penstock_{stage}_seconds_sum", M] for stage in ("preprocess", "predict", "postprocess")]
+    assert sums == [0.5, 3.0, 0.5]
+    assert found["penstock_predict_seconds_count", M] == 2
+    assert found["penstock_run_seconds_count", M] == 3
+
+
+def test_what_stands_now_is_shown(busy: Callable[..., PrometheusObserver]) -> None:
+    found = samples(busy())
+    assert found["penstock_requests_in_flight", M] == 7
+    assert found["penstock_queue_requests", M] == 3
+    assert found["penstock_queue_rows", M] == 5
+    assert found["penstock_queue_bytes", M] == 50
+    assert found["penstock_queue_limit_rows", M] == 100
+    assert found["penstock_workers", M] == 2
+    assert found["penstock_workers_up", M] == 1
+    assert found["penstock_model_state", with_label("state", "READY")] == 1
+    assert found["penstock_model_state", with_label("state", "FAILED")] == 0
+    assert found["penstock_cost_fixed_seconds", M] == 0.005
+    assert found["penstock_cost_row_seconds", M] == 0.0002
+    assert found["penstock_holds_total", with_label("kind", "regroup")] == 3
+    assert found["penstock_held_seconds_total", M] == 1.5
+    assert found["penstock_pool_used_bytes", ()] == 4096
+    assert found["penstock_pool_capacity_bytes", ()] == 8192
+    assert found["penstock_http_connections", ()] == 9
+    assert found["penstock_http_connections_refused_total", ()] == 1
+    assert found["penstock_http_requests_total", (("status", "4xx"),)] == 3
+
+
+def test_a_model_that_has_learned_nothing_claims_no_cost(reading: Callable[..., Reading]) -> None:
+    found = samples(PrometheusObserver(lambda: reading(told={}, http=False)))
+    assert found["penstock_queue_requests", M] == 3
+    names = {name for name, _ in found}
+    assert "penstock_cost_row_seconds" not in names
+    assert "penstock_http_connections" not in names
+
+
+def test_a_worker_that_comes_up_after_a_death_is_a_restart_and_the_first_is_none() -> None:
+    observer = PrometheusObserver()
+    for slot, state in ((0, "ready"), (1, "ready")):
+        observer.on_worker("m", "1", slot, state)
+    assert samples(observer)["penstock_worker_restarts_total", M] == 0
+    for slot, state in ((0, "died"), (0, "failed"), (0, "ready"), (1, "died")):
+        observer.on_worker("m", "1", slot, state)
+    assert samples(observer)["penstock_worker_restarts_total", M] == 1
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        ("failed", "ready"),  # it did not load at once: nothing had run that could be restarted
+        ("ready", "died", "removed", "ready"),  # the number went to another instance
+        ("ready", "died", "unload", "ready"),
+    ],
+)
+def test_a_worker_that_follows_no_death_of_its_own_slot_is_no_restart(states: tuple[str, ...]) -> None:
+    observer = PrometheusObserver()
+    for state in states:
+        if state == "unload":
+            observer.on_unload("m", "1")
+        else:
+            observer.on_worker("m", "1", 0, state)
+    assert samples(observer)["penstock_worker_restarts_total", M] == 0
+
+
+def versions_shown(observer: PrometheusObserver) -> set[str]:
+    return {dict(labels)["version"] for name, labels in samples(observer) if name == "penstock_requests_total"}
+
+
+def test_versions_that_come_and_go_do_not_pile_up_and_what_is_live_is_never_forgotten() -> None:
+    observer = PrometheusObserver()
+    observer.on_arrival("m", "live")
+    for version in range(MAX_GONE + 5):
+        observer.on_arrival("m", str(version))
+        observer.on_unload("m", str(version))
+    assert versions_shown(observer) == {"live"} | {str(v) for v in range(5, MAX_GONE + 5)}
+
+
+def test_a_version_that_is_loaded_anew_goes_on_counting_and_is_live_again() -> None:
+    observer = PrometheusObserver()
+    observer.on_arrival("m", "1")
+    observer.on_unload("m", "1")
+    observer.on_worker("m", "1", 0, "ready")
+    observer.on_arrival("m", "1")
+    for version in range(2, MAX_GONE + 3):
+        observer.on_arrival("m", str(version))
+        observer.on_unload("m", str(version))
+    assert samples(observer)["penstock_requests_total", M] == 2
+
+
+def test_a_models_own_metrics_go_with_it() -> None:
+    observer = PrometheusObserver()
+    observer.on_model_metrics("m", "1", 0, [MetricDelta("counter", "own", 1.0)])
+    assert samples(observer)["own_total", M] == 1
+    observer.on_unload("m", "1")
+    assert ("own_total", M) not in samples(observer)
+
+
+@given(st.text(), st.text(), st.text())
+@example('a"b\\', "1\n2", '\\n{},="')
+@example("\r\x85\u2028", "", " ")
+@example("half \ud800", "1", "x")
+def test_odd_names_and_labels_come_back_as_they_were(model: str, version: str, label: str) -> None:
+    def read() -> Reading:
+        status = ModelStatus(model, version, "READY", 1, 1, 1, ())
+        return Reading([ModelReading(status, told={"holds_by_kind": {label: 1}})])
+
+    observer = PrometheusObserver(read)
+    observer.on_reject(model, version, label)
+    observer.on_complete(BatchRecord(model, version, 0, 1, 1, "", False, 0.1, 0.1, [0.1], 0))
+    observer.on_model_metrics(model, version, 0, [MetricDelta("counter", "own", 1.0, {"x": label})])
+    model, version, label = (t.encode("utf-8", "backslashreplace").decode() for t in (model, version, label))
+    if any("\ud800" <= c <= "\udfff" for c in model + version + label):
+        return
+    found = samples(observer)
+    key = (("model", model), ("version", version))
+    assert found["penstock_rejections_total", tuple(sorted((*key, ("reason", label))))] == 1
+    assert found["penstock_holds_total", tuple(sorted((*key, ("kind", label))))] == 1
+    assert found["penstock_batch_rows_count", key] == 1
+    assert found["own_total", tuple(sorted((*key, ("x", label))))] == 1
+
+
+async def test_a_gpu_that_does_not_answer_keeps_the_page_waiting_and_nobody_else(
+    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, busy: Callable[..., PrometheusObserver]
+) -> None:
+    ill = threading.Event()
+    monkeypatch.setattr(one_gpu, "nvmlDeviceGetMemoryInfo", lambda handle: ill.wait(10))
+    page = asyncio.ensure_future(busy().scrape())
+    for _ in range(10):
+        await asyncio.sleep(0.001)
+    assert not page.done()
+    ill.set()
+    assert b"penstock_requests_total" in await page
+
+
+def test_only_observers_that_listen_are_called_for_each_request() -> None:
+    metrics, records = PrometheusObserver(), BatchRecords()
+    assert hearing([metrics, records], "on_arrival") == [metrics]
+    assert hearing([metrics, records], "on_complete") == [metrics, records]

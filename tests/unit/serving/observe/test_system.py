@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.serving.observe.base import Reading
+from penstock.serving.observe.system import Gpus, SystemMetrics
+from penstock.serving.observe.text import Page
+
+
+def shown(system: SystemMetrics, reading: Reading) -> dict[str, list[tuple[dict[str, str], float]]]:
+    page = Page()
+    system.write(page, reading.models)
+    families = text_string_to_metric_families(page.encode().decode())
+    return {f.name: [(s.labels, s.value) for s in f.samples] for f in families}
+
+
+def test_a_worker_process_has_its_memory_and_cpu_time(reading: Callable[..., Reading]) -> None:
+    found = shown(SystemMetrics(), reading(pids={3: os.getpid()}))
+    ((labels, resident),) = found["penstock_worker_resident_bytes"]
+    assert labels == {"model": "m", "version": "1", "instance": "3"}
+    assert 2**20 < resident < 2**37
+    ((_, cpu),) = found["penstock_worker_cpu_seconds"]
+    assert 0 < cpu <= sum(os.times()[:2]) + 0.1
+
+
+def test_a_worker_that_has_ended_is_left_out(reading: Callable[..., Reading]) -> None:
+    system = SystemMetrics()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert len(shown(system, reading(pids={0: child.pid}))["penstock_worker_resident_bytes"]) == 1
+        child.kill()
+        child.wait()
+        found = shown(system, reading(pids={0: child.pid, 1: os.getpid()}))
+    assert [labels["instance"] for labels, _ in found["penstock_worker_resident_bytes"]] == ["1"]
+
+
+def test_the_machine_is_shown(reading: Callable[..., Reading]) -> None:
+    found = shown(SystemMetrics(), reading())
+    memory = {labels["kind"]: value for labels, value in found["penstock_system_memory_bytes"]}
+    assert 0 < memory["available"] <= memory["total"]
+    assert {labels["state"] for labels, _ in found["penstock_system_cpu_seconds"]} == {"busy", "idle"}
+    assert found["penstock_system_cpus"][0][1] == os.cpu_count()
+
+
+def test_a_gpu_is_shown(one_gpu: ModuleType, reading: Callable[..., Reading]) -> None:
+    found = shown(SystemMetrics(), reading())
+    labels = {"gpu": "0", "name": "Card 9000"}
+    assert found["penstock_gpu_utilization_ratio"] == [(labels, 0.25)]
+    assert found["penstock_gpu_memory_used_bytes"] == [(labels, 3)]
+    assert found["penstock_gpu_memory_bytes"] == [(labels, 8)]
+
+
+def test_without_library_or_driver_there_are_no_gpus(
+    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, reading: Callable[..., Reading]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(one_gpu, "nvmlInit", fail)
+    assert Gpus().read() == []
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Gpus().read() == []
+    assert not any("gpu" in name for name in shown(SystemMetrics(), reading()))
+
+
+def test_a_driver_that_hangs_is_waited_for_once_and_not_for_long(
+    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+    rates = one_gpu.nvmlDeviceGetUtilizationRates
+
+    def hang(handle: int) -> object:
+        answers.wait(30)
+        return rates(handle)
+
+    monkeypatch.setattr(one_gpu, "nvmlDeviceGetUtilizationRates", hang)
+    gpus = Gpus(limit_s=0.05)
+    assert gpus.read() == gpus.read() == []
+    assert caplog.text.count("gpus=silent") == 1
+    answers.set()
+    assert gpus._asked is not None
+    gpus._asked.join(10)
+    assert [labels for labels, *_ in gpus.read()] == [("0", "Card 9000")]

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Histogram as Theirs
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.serving.observe.own import SECONDS
+from penstock.serving.observe.text import Family, Histogram, Page, number
+
+
+@given(st.lists(st.one_of(st.floats(0, 60), st.sampled_from(SECONDS)), max_size=200))
+def test_values_fall_into_the_buckets_that_prometheus_client_would_choose(values: list[float]) -> None:
+    ours = Histogram(SECONDS)
+    theirs = Theirs("h", "h", buckets=SECONDS, registry=None)
+    for v in values[::2]:
+        ours.add(v)
+        theirs.observe(v)
+    ours.extend(values[1::2])
+    for v in values[1::2]:
+        theirs.observe(v)
+    expected = [s.value for s in theirs.collect()[0].samples if s.name == "h_bucket"]
+    assert [count for _, count in ours.read()[0]] == expected
+
+
+def test_a_histogram_without_labels_is_read_back() -> None:
+    page, values = Page(), Histogram((1, 2))
+    values.extend((0.5, 1.5, 9.0))
+    page.write_histograms(Family("h", "histogram", (), "help"), [((), values)])
+    (family,) = text_string_to_metric_families(page.encode().decode())
+    assert family.type == "histogram"
+    assert [(s.name, s.labels, s.value) for s in family.samples] == [
+        ("h_bucket", {"le": "1"}, 1),
+        ("h_bucket", {"le": "2"}, 2),
+        ("h_bucket", {"le": "+Inf"}, 3),
+        ("h_count", {}, 3),
+        ("h_sum", {}, 11.0),
+    ]
+
+
+@given(st.floats())
+def test_every_number_is_read_back(value: float) -> None:
+    page = Page()
+    page.sample("x", (), value)
+    (family,) = text_string_to_metric_families(page.encode().decode())
+    assert repr(family.samples[0].value) == repr(value)
+
+
+def test_numbers_that_are_none_have_the_words_of_prometheus() -> None:
+    assert [number(float(x)) for x in ("nan", "inf", "-inf")] == ["NaN", "+Inf", "-Inf"]

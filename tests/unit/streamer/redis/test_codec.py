@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import enum
+import pickle
+import sys
+from collections import OrderedDict, namedtuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.msgpack import Ext
+
+from penstock.errors import BadOutput, BadRequest
+from penstock.streamer.redis.codec import MAX_DEPTH, BrokerCodec, Malformed, decode, encode
+from penstock.types import Item
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.binary()
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+VALUES = st.recursive(
+    SCALARS | TEXT,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(TEXT | st.integers(0, 99), inner),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_a_value_comes_back_as_what_it_was(value):
+    back = decode(encode(value))
+    assert back == value
+    assert repr(back) == repr(value)  # a tuple is no list, True no 1
+
+
+@settings(deadline=None)  # the first message that names a tensor loads torch
+@given(st.binary(max_size=200))
+def test_foreign_bytes_are_a_value_or_malformed_and_nothing_else(data):
+    try:
+        decode(data)
+    except Malformed:
+        pass
+
+
+@settings(deadline=None)
+@given(VALUES, st.data())
+def test_a_damaged_message_is_a_value_or_malformed_and_nothing_else(value, data):
+    raw = bytearray(encode([value, np.arange(3), (1, 2)]))
+    raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode(bytes(raw))
+    except Malformed:
+        pass
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.array(7, np.int8),
+        np.zeros((0, 4), np.uint16),
+        np.arange(6).reshape(2, 3).T,
+        np.array([True, False]),
+        np.array([1 + 2j]),
+        np.array(["a", "bcd"]),
+        np.array([b"xy"]),
+        np.arange(4, dtype=">i4"),
+        np.array(["2026-01-02"], "datetime64[D]"),
+        np.ones(3, np.float16),
+    ],
+    ids=lambda a: f"{a.dtype}{a.shape}",
+)
+def test_an_array_keeps_dtype_shape_and_values_and_can_be_written(array):
+    back = decode(encode({"x": array}))["x"]
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert np.array_equal(back, array)
+    assert back.flags.writeable
+
+
+def test_a_numpy_scalar_stays_one():
+    back = decode(encode(np.float32(1.5)))
+    assert back == 1.5
+    assert type(back) is np.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64", "complex64"])
+def test_a_tensor_keeps_dtype_shape_and_values(dtype):
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.ones(2, 3), torch.zeros(()), torch.empty(0, 4), torch.arange(6.0).reshape(2, 3).T):
+        tensor = tensor.to(getattr(torch, dtype))
+        back = decode(encode([tensor]))[0]
+        assert back.dtype == tensor.dtype
+        assert back.shape == tensor.shape
+        assert torch.equal(back, tensor)
+
+
+def test_a_tensor_on_another_device_is_refused_with_what_to_do():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(BadRequest, match=r"give tensor\.cpu\(\)"):
+        encode(torch.empty(2, device="meta"))
+
+
+def test_a_tensor_without_torch_is_malformed_and_says_why(monkeypatch):
+    torch = pytest.importorskip("torch")
+    data = encode(torch.ones(1))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(Malformed, match="torch is not installed"):
+        decode(data)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def test_a_subclass_comes_back_as_its_base():
+    point = namedtuple("point", "x y")(1, 2)
+    back = decode(encode([point, OrderedDict(a=1), Colour.RED, bytearray(b"x")]))
+    assert back == [(1, 2), {"a": 1}, 1, b"x"]
+    assert [type(b) for b in back] == [tuple, dict, int, bytes]
+
+
+class Unknown:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Unknown(), "Unknown"),
+        ({1, 2}, "set"),
+        ([{"deep": Unknown()}], "Unknown"),
+        (np.array([object()]), "dtype object"),
+        (np.zeros(2, [("a", int)]), "dtype"),
+        ({(1, 2): 3}, "tuple as key"),
+        (2**70, "OverflowError"),
+        ("\ud800", "UnicodeEncodeError"),
+        (lambda: 0, "function"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_and_named(value, named):
+    with pytest.raises(BadRequest, match=named):
+        encode(value)
+
+
+def test_nesting_is_bounded():
+    value: list = []
+    for _ in range(MAX_DEPTH):
+        value = [value]
+    with pytest.raises(BadRequest, match="nested deeper"):
+        encode([value])
+
+
+class Bomb:
+    def __reduce__(self):
+        return (sys.exit, (1,))
+
+
+def _array(dtype, shape, raw):
+    head = msgspec.msgpack.encode((dtype, shape))
+    return msgspec.msgpack.encode(Ext(2, len(head).to_bytes(2, "little") + head + raw))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        pickle.dumps(Bomb()),
+        pickle.dumps({"task_id": 1}, 0),
+        b"\x91" * 5000,
+        msgspec.msgpack.encode(1) + b"\x00",
+        msgspec.msgpack.encode(Ext(99, b"")),
+        _array("|O", (1,), b"\0" * 8),
+        _array("<f4", (2,), b"\0" * 4),
+        _array("<f4", (-1, -1), b"\0" * 4),
+        _array("<f4", (2**40, 2**40), b""),
+        _array("<U0", (2**62,), b""),
+        _array("<f4,<f4", (1,), b"\0" * 8),
+        _array("<f4", (1,) * 40, b"\0" * 4),
+        msgspec.msgpack.encode(Ext(2, b"\xff")),
+        msgspec.msgpack.encode(Ext(1, b"\x01")),
+    ],
+    ids=range(15),
+)
+def test_what_encode_does_not_make_is_malformed(data):
+    with pytest.raises(Malformed, match="the message cannot be read"):
+        decode(data)
+
+
+def test_the_codec_reads_memory_that_is_shared_and_gives_a_value_of_its_own():
+    shared = bytearray(encode({"x": np.arange(3), "y": b"abc"}))
+    codec = BrokerCodec("m", "1")
+    value, _ = codec.decode(Item(memoryview(shared).toreadonly()))
+    shared[:] = bytes(len(shared))
+    assert value["x"].tolist() == [0, 1, 2]
+    assert value["y"] == b"abc"
+    result = codec.encode(value["x"], Item(b""), None)
+    assert decode(codec.join([result]).body).tolist() == [0, 1, 2]
+
+
+def test_a_result_that_cannot_be_sent_is_the_models_fault():
+    with pytest.raises(BadOutput, match=r"the model's answer cannot be sent: a .*Unknown"):
+        BrokerCodec("m", "1").encode(Unknown(), Item(b""), None)

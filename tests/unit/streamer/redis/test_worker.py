@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+
+import pytest
+
+from penstock.errors import DeadlineExceeded, ModelNotReady, WorkerDied
+from penstock.streamer.redis.codec import Malformed, decode, encode
+from penstock.streamer.redis.keys import GROUP
+from penstock.streamer.redis.messages import VERSION, Head, read_answers, write
+
+CLIENT = "0123456789abcdef" * 2
+QUEUE = "{penstock:}:queue"
+
+
+def same(items):
+    return items
+
+
+class Gate:
+    """A model that notes its batches, and answers when it is opened."""
+
+    def __init__(self):
+        self.batches = []
+        self.opened = threading.Event()
+
+    def predict(self, items):
+        self.batches.append(list(items))
+        assert self.opened.wait(20)
+        return items
+
+
+def raw(redis_server):
+    """A client of the test's own that leaves bytes as they are."""
+    from redis import Redis
+
+    return Redis(port=redis_server.port)
+
+
+async def test_requests_are_run_in_the_order_of_their_coming(work, asker, redis_server, until):
+    seen = []
+
+    def note(items):
+        seen.extend(items)
+        return items
+
+    client = asker()
+    answers = [client.put(n) for n in range(20)]
+    await until(lambda: redis_server.ask.xlen(QUEUE) == 20)
+    await work(note, batch=1)
+    await asyncio.gather(*answers)
+    assert seen == list(range(20))
+
+
+async def test_those_with_an_earlier_deadline_of_their_own_go_first(work, asker, redis_server, until):
+    gate = Gate()
+    client = asker()
+    await work(gate, batch=8)
+    running = client.put("running")
+    await until(lambda: gate.batches)
+    answers = [client.put("late", budget_s=19), client.put("early", budget_s=18)]
+    await until(lambda: redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 3)
+    gate.opened.set()
+    await asyncio.gather(running, *answers)
+    assert gate.batches == [["running"], ["early", "late"]]
+
+
+async def test_a_worker_reads_one_batch_ahead_and_leaves_the_rest_to_others(work, asker, redis_server, until):
+    gate = Gate()
+    client = asker()
+    answers = [client.put(n) for n in range(40)]
+    await work(gate, batch=8)
+    await until(lambda: gate.batches and redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 16)
+    await asyncio.sleep(0.1)
+    assert redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 16
+    await work(same, batch=8)
+    await until(lambda: sum(a.done() for a in answers) >= 24)
+    gate.opened.set()
+    await asyncio.gather(*answers)
+
+
+async def test_the_batches_are_full_when_there_is_enough(work, asker):
+    gate = Gate()
+    gate.opened.set()
+    client = asker()
+    answers = [client.put(n) for n in range(64)]
+    await work(gate, batch=8)
+    await asyncio.gather(*answers)
+    assert [len(b) for b in gate.batches] == [8] * 8
+
+
+async def test_an_answered_request_leaves_nothing_in_the_queue(work, asker, redis_server, until):
+    await work(same)
+    await asker().ask(list(range(20)))
+    await until(lambda: redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 0)
+    assert redis_server.ask.xlen(QUEUE) == 0
+
+
+async def test_an_expired_request_is_answered_and_not_run(work, redis_server, until):
+    gate = Gate()
+    gate.opened.set()
+    redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 1, 1)), "p": encode("late")})
+    await asyncio.sleep(0.01)
+    await work(gate)
+    replies = f"{{penstock:}}:replies:{CLIENT}"
+    await until(lambda: redis_server.ask.exists(replies))
+    (_, fields), *_ = raw(redis_server).xrange(replies)
+    (answer,) = read_answers(fields[b"a"])
+    assert (answer.number, answer.fault.code) == (1, DeadlineExceeded.code)
+    assert gate.batches == []
+    assert 0 < redis_server.ask.ttl(replies) <= 120
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"foreign": "message"},
+        {"h": b"\xff", "p": encode(1)},
+        {"h": write(Head(VERSION, CLIENT, 1, 60_000))},
+        {"h": write(Head(VERSION, CLIENT, 1, 60_000)), "p": encode(1), "x": b"more"},
+        {"h": write(Head(99, CLIENT, 1, 60_000)), "p": encode(1)},
+        {"h": pickle.dumps(print), "p": pickle.dumps(print)},
+    ],
+    ids=["foreign", "bad head", "no payload", "more fields", "version", "pickle"],
+)
+async def test_a_foreign_message_goes_to_the_dead_letters_and_is_not_run(work, asker, redis_server, until, fields):
+    gate = Gate()
+    gate.opened.set()
+    redis_server.ask.xadd(QUEUE, fields)
+    await work(gate)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
+    ((_, letter),) = raw(redis_server).xrange("{penstock:}:dead")
+    for name, value in fields.items():
+        assert letter[name.encode()] == (value.encode() if isinstance(value, str) else value)
+    assert letter[b"why"]
+    assert gate.batches == []
+    await until(lambda: redis_server.ask.xlen(QUEUE) == 0)
+    assert await asker().ask(1) == 1
+
+
+async def test_a_malformed_value_is_not_run_and_its_caller_is_told(work, redis_server, until):
+    gate = Gate()
+    gate.opened.set()
+    redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 5, 60_000)), "p": pickle.dumps(print)})
+    await work(gate)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
+    ((_, fields),) = raw(redis_server).xrange(f"{{penstock:}}:replies:{CLIENT}")
+    (answer,) = read_answers(fields[b"a"])
+    assert (answer.number, answer.fault.code) == (5, Malformed.code)
+    assert gate.batches == []
+
+
+async def test_the_caller_of_a_message_without_a_value_is_told(work, redis_server, until):
+    redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 6, 60_000)), "q": b"?"})
+    await work(same)
+    await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
+    ((_, fields),) = raw(redis_server).xrange(f"{{penstock:}}:replies:{CLIENT}")
+    (answer,) = read_answers(fields[b"a"])
+    assert (answer.number, answer.fault.code) == (6, Malformed.code)
+
+
+async def test_dead_letters_are_bounded(work, redis_server, until):
+    pipe = redis_server.ask.pipeline()
+    for n in range(1500):
+        pipe.xadd(QUEUE, {"n": n})
+    pipe.execute()
+    await work(same, batch=64)
+    await until(lambda: redis_server.ask.xlen(QUEUE) == 0)
+    assert redis_server.ask.xlen("{penstock:}:dead") < 1200
+
+
+async def test_what_a_dead_worker_had_is_run_by_another(work, asker, until):
+    gate = Gate()
+    first = await work(gate, lease_s=0.3)
+    client = asker()
+    answer = client.put("x")
+    await until(lambda: gate.batches)
+    await first.die()
+    await work(same, lease_s=0.3)
+    assert (await answer).body == "x"
+    gate.opened.set()
+
+
+async def test_an_item_in_two_deaths_is_a_dead_letter_and_its_caller_gets_an_error(work, asker, redis_server, until):
+    client = asker()
+    answer = client.put("poison")
+    for _ in range(2):
+        gate = Gate()
+        worker = await work(gate, lease_s=0.3)
+        await until(lambda gate=gate: gate.batches)
+        await worker.die()
+        gate.opened.set()
+    last = Gate()
+    await work(last, lease_s=0.3)
+    error = (await answer).error
+    assert isinstance(error, WorkerDied)
+    assert "2 workers died" in str(error)
+    assert last.batches == []
+    await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
+    ((_, letter),) = raw(redis_server).xrange("{penstock:}:dead")
+    assert decode(letter[b"p"]) == "poison"
+    last.opened.set()
+
+
+async def test_a_lease_is_renewed_for_as_long_as_the_model_runs(work, asker, redis_server, until):
+    gate = Gate()
+    await work(gate, lease_s=0.3)
+    answer = asker().put("slow")
+    await until(lambda: gate.batches)
+    other = Gate()
+    await work(other, lease_s=0.3)
+    await asyncio.sleep(1.0)
+    gate.opened.set()
+    assert (await answer).body == "slow"
+    assert other.batches == []
+
+
+async def test_a_worker_that_ends_answers_what_it_runs_and_hands_back_the_rest(work, asker, redis_server, until):
+    gate = Gate()
+    gate.opened.set()
+    first = await work(gate, batch=2)
+    client = asker()
+    assert await client.ask("before") == "before"
+    gate.opened.clear()
+    answers = [client.put(n) for n in range(4)]
+    await until(lambda: len(gate.batches) > 1 and redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 4)
+    first.stopping.set()
+    await asyncio.sleep(0.1)
+    assert not first.task.done()
+    gate.opened.set()
+    await first.stop()
+    await asyncio.gather(*answers)
+    assert [a.result().body for a in answers] == [0, 1, 2, 3]
+    assert redis_server.ask.exists(QUEUE) == 0  # the last one leaves no empty queue behind
+
+
+async def test_what_could_not_be_run_is_no_death_and_is_run_by_another(work, asker, redis_server, until, monkeypatch):
+    first = await work(same)
+    client = asker()
+
+    def refuse(*arguments, **keywords):
+        raise ModelNotReady("no instance is up")
+
+    monkeypatch.setattr(first.engine, "submit", refuse)
+    answer = client.put("x")
+    await until(lambda: first.worker.statistics()["released"] == 1)
+    assert redis_server.ask.xpending_range(QUEUE, GROUP, "-", "+", 5)[0]["times_delivered"] == 0
+    await first.stop()
+    await work(same, lease_s=0.3)
+    assert (await answer).body == "x"
+
+
+async def test_two_models_share_a_broker_by_their_prefixes(work, asker):
+    await work(lambda items: [("a", x) for x in items], prefix="a")
+    await work(lambda items: [("b", x) for x in items], prefix="b")
+    a, b = asker("a"), asker("b")
+    found = await asyncio.gather(*(c.ask(n) for n in range(20) for c in (a, b)))
+    assert found == [(name, n) for n in range(20) for name in "ab"]
+
+
+async def test_consumers_that_are_gone_are_forgotten(work, asker, redis_server, until, monkeypatch):
+    monkeypatch.setattr("penstock.streamer.redis.worker.BrokerWorker._gone_ms", 50)
+    first = await work(same, lease_s=0.3)
+    await asker().ask(1)
+    await first.die()
+    await asyncio.sleep(0.1)
+    second = await work(same, lease_s=0.3)
+    assert await asker().ask(1) == 1
+    await second.stop()
+    assert redis_server.ask.exists(QUEUE) == 0

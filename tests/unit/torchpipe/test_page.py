@@ -1,0 +1,92 @@
+"""docs/migrate-from-torchpipe.md is complete: each key, backend and name that the code has is a row, in its state."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import penstock.torchpipe as torchpipe
+from penstock.pipeline.check import FILTERS
+from penstock.pipeline.expression import parse
+from penstock.pipeline.keys import NODE, torchpipe_keys
+from penstock.pipeline.lower import flatten
+from penstock.pipeline.ops import catalog
+from penstock.pipeline.ops.parameters import parameters_of
+from penstock.torchpipe.absent import INSTEAD
+
+PAGE = (Path(__file__).parents[3] / "docs" / "migrate-from-torchpipe.md").read_text()
+STATES = {"works", "differently", "later", "ignored", "never"}
+OF_CODE = {
+    "used": {"works", "differently"},
+    "held": {"later"},
+    "no meaning here": {"ignored"},
+    "not supported": {"never"},
+}
+PENSTOCKS_OWN = {"Model", "OnnxTensor", "OpenvinoTensor"}
+SCOPES = {"Sequential", "S", "SyncTensor", "TensorSync", "Torch", "StreamGuard"}
+
+
+def rows(section: str) -> dict[str, str]:
+    """The state of each name of a section's table."""
+    text = PAGE.split(f"\n## {section}\n", 1)[1].split("\n## ")[0]
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith(("| `", "| values", "| those")):
+            names, state, _ = (cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
+            for name in re.findall(r"`([^`]+)`", names):
+                assert name not in found, f"{name} stands twice"
+                found[name] = state
+    return found
+
+
+@pytest.mark.parametrize("section", ["Keys", "Backends", "Filters", "Python"])
+def test_every_row_has_a_state(section: str) -> None:
+    states = set(rows(section).values()) - {""}
+    assert states
+    assert states <= STATES
+
+
+def test_every_key_is_there_in_the_state_that_the_code_has() -> None:
+    found = rows("Keys")
+    for key in torchpipe_keys():
+        assert found[key.name] in OF_CODE[key.state], key.name
+    of_ops = {p for name in catalog.names() for p in parameters_of(catalog.find(name))}
+    coded = {key.name for key in torchpipe_keys()}
+    for name in found.keys() - coded - {"&", "\\|"}:
+        assert (found[name] == "works") == (name in of_ops or name in NODE), name
+
+
+def test_every_backend_is_there_and_works_if_the_catalog_has_it() -> None:
+    found = rows("Backends")
+    here = {*catalog.BUILTIN, *catalog.ALIASES} - PENSTOCKS_OWN
+    assert here | catalog.NOT_HERE.keys() | SCOPES <= found.keys()
+    for name, state in found.items():
+        assert (state in ("works", "differently")) == (name in here | SCOPES), name
+
+
+@pytest.mark.parametrize("scope", sorted(SCOPES))
+def test_scopes_and_sequences_vanish(scope: str) -> None:
+    assert [draft.op for draft in flatten(parse(f"{scope}[ResizeMat,{scope}]"))] == ["ResizeMat"]
+
+
+def test_every_filter_that_runs_is_there() -> None:
+    found = rows("Filters")
+    assert {*FILTERS, "run"} <= {name for name, state in found.items() if state == "works"}
+
+
+def test_every_name_is_there_and_those_without_a_counterpart_are_never() -> None:
+    found = rows("Python")
+    public = {name for name in vars(torchpipe) if not name.startswith("_")} - {"absent", "annotations"}
+    modules = {name for name in public if type(getattr(torchpipe, name)).__name__ == "module"} - {"utils"}
+    assert public - modules <= found.keys()
+    for name in INSTEAD:
+        assert found[name if name in found else name.rpartition(".")[0]] == "never", name
+
+
+def test_every_method_of_an_event_is_there() -> None:
+    (row,) = (line for line in PAGE.splitlines() if line.startswith("| `Event`"))
+    of_who_begins = {"begin", "settle"}
+    methods = {name for name in vars(torchpipe.Event) if not name.startswith("_")} - of_who_begins
+    assert methods == set(re.findall(r"`(\w+)`", row)) - {"Event"}

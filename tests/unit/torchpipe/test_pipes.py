@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import ConfigError, DecodeError, ItemFailed
+from penstock.torchpipe import Event, pipe, register_backend
+
+
+def test_a_dict_is_filled_in_place_and_keeps_what_was_given(double: pipe) -> None:
+    item = {"data": 3, "node_name": "first", "mine": "kept"}
+    assert double(item) is None
+    assert item == {"data": 3, "node_name": "first", "mine": "kept", "result": 6, "seen": 3}
+
+
+def test_fields_without_a_dict_give_the_result_itself(double: pipe) -> None:
+    assert double(data=4) == 8
+    item: dict[str, Any] = {"data": 4}
+    assert double(data=item, more=1) is None
+    assert item["result"] == 8
+    assert item["more"] == 1
+
+
+def test_a_result_of_a_call_before_does_not_look_like_one_of_this_call(double: pipe) -> None:
+    item = {"data": "none", "result": "stale", "exception": "stale"}
+    double(item)
+    assert item == {"data": "none"}
+
+
+def test_hazard_5_an_image_that_cannot_be_decoded_has_no_result_and_says_why(
+    double: pipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    item: dict[str, Any] = {"data": "bad", "result": "stale"}
+    with caplog.at_level(logging.WARNING, "penstock.compat"):
+        double(item)
+        double({"data": "bad"})
+    assert item.keys() == {"data", "exception"}
+    assert isinstance(item["exception"], DecodeError)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "penstock.compat"]
+    assert "no known image format" in line, "once a minute, not for each"
+
+
+def test_another_failure_of_a_single_dict_is_raised_and_changes_nothing(double: pipe) -> None:
+    item = {"data": "worse", "mine": 1}
+    with pytest.raises(ItemFailed, match="ValueError") as e:
+        double(item)
+    assert isinstance(e.value, RuntimeError), "which TorchPipe's programs catch"
+    assert item == {"data": "worse", "mine": 1}
+
+
+def test_hazard_2_in_a_list_one_failure_takes_no_result_from_the_others(double: pipe) -> None:
+    items: list[dict[str, Any]] = [{"data": 1}, {"data": "worse"}, {"data": "bad"}, {"data": "none"}, {}, {"data": 5}]
+    items.append({"data": 1, "node_name": "frist"})
+    assert double(items) is None
+    assert [item.get("result") for item in items] == [2, None, None, None, None, 10, None]
+    errors = [item.get("exception") for item in items]
+    assert [type(e).__name__ for e in errors] == [
+        "NoneType", "ItemFailed", "DecodeError", "NoneType", "NoData", "NoneType", "NoSuchNode",
+    ]  # fmt: skip
+    assert all(isinstance(e, RuntimeError) for e in errors if e is not None)
+
+
+def test_a_list_may_be_empty_or_longer_than_any_queue(double: pipe) -> None:
+    assert double([]) is None
+    items = [{"data": i} for i in range(3000)]
+    double(items)
+    assert [item["result"] for item in items] == [2 * i for i in range(3000)]
+
+
+def test_many_threads_call_at_once_and_each_gets_its_own(double: pipe) -> None:
+    def call(i: int) -> Any:
+        item = {"data": i}
+        double(item)
+        return item["result"]
+
+    with ThreadPoolExecutor(24) as pool:
+        assert list(pool.map(call, range(600))) == [2 * i for i in range(600)]
+
+
+def test_an_item_begins_where_its_node_name_says(double: pipe) -> None:
+    item = {"data": 3, "node_name": "last"}
+    double(item)
+    assert item["result"] == 3
+    with pytest.raises(IndexError, match=r"node_name is 'frist', expected one of first, last; did you mean 'first'"):
+        double({"data": 3, "node_name": "frist"})
+
+
+def test_a_single_node_may_be_called_by_any_name(make_pipe: Callable[..., pipe]) -> None:
+    item = {"data": 3, "node_name": "whatever"}
+    make_pipe({"backend": "Identity"})(item)
+    assert item["result"] == 3
+
+
+def test_nodes_without_edges_are_called_by_their_names(make_pipe: Callable[..., pipe]) -> None:
+    register_backend(lambda data: data + 1, "More")
+    both = make_pipe({"a": {"backend": "Identity"}, "b": {"backend": "More"}, "global": {"instance_num": "2"}})
+    a, b = {"data": 1, "node_name": "a"}, {"data": 1, "node_name": "b"}
+    both([a, b])
+    assert (a["result"], b["result"]) == (1, 2)
+    first: dict[str, Any] = {"data": 1}
+    both(first)
+    assert first["result"] == 1, "which a warning said when it was made"
+
+
+@pytest.mark.parametrize("wrong", ["x", 3, b"x", ["x"], [{"data": 1}, None]])
+def test_what_is_no_dict_is_refused(double: pipe, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="expected a dict"):
+        double(wrong)
+
+
+def test_an_item_without_data_is_told_so(double: pipe) -> None:
+    with pytest.raises(IndexError, match=r"found 'x', expected 'data'"):
+        double({"x": 1})
+
+
+# ---- tensors
+
+
+def test_tensors_come_in_and_go_out_where_torch_is_loaded(double: pipe) -> None:
+    item = {"data": torch.ones(1, 3)}
+    double(item)
+    assert isinstance(item["result"], torch.Tensor)
+    assert item["result"].tolist() == [[2, 2, 2]]
+    assert isinstance(item["seen"], torch.Tensor)
+    item["result"] += 1
+    assert item["data"].tolist() == [[1, 1, 1]]
+
+
+def test_results_stay_arrays_where_torch_is_not_loaded(
+    make_pipe: Callable[..., pipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through = make_pipe({"backend": "Identity"})
+    monkeypatch.delitem(sys.modules, "torch")
+    item = {"data": np.ones((1, 3))}
+    through(item)
+    assert isinstance(item["result"], np.ndarray)
+
+
+def test_a_picture_stays_an_array(make_pipe: Callable[..., pipe]) -> None:
+    item = {"data": np.zeros((4, 6, 3), np.uint8)}
+    make_pipe({"backend": "ResizeMat", "resize_h": 2, "resize_w": "5"})(item)
+    assert isinstance(item["result"], np.ndarray)
+    assert item["result"].shape == (2, 5, 3)
+
+
+def test_a_field_that_no_node_changed_is_the_callers_own(double: pipe) -> None:
+    box = torch.ones(1, 4)
+    item = {"data": 1, "_box": box}
+    double(item)
+    assert item["_box"] is box
+
+
+# ---- events
+
+
+def test_an_event_is_set_when_the_dict_is_filled(double: pipe) -> None:
+    event, seen = Event(), []
+    item: dict[str, Any] = {"data": 2, "event": event}
+    event.set_callback(lambda: seen.append(item["result"]))
+    double(item)
+    assert event.wait(10_000)
+    assert seen == [4]
+    assert item["result"] == 4
+    assert item["event"] is event
+
+
+def test_an_event_of_many_items_tells_the_first_failure_when_all_are_done(double: pipe) -> None:
+    event = Event(4)
+    items = [{"data": d, "event": event} for d in (1, "worse", "bad")]
+    double(items)
+    assert not event.is_set()
+    double({"data": 4, "event": event})
+    with pytest.raises(ItemFailed):
+        event.wait(10_000)
+    assert [item.get("result") for item in items] == [2, None, None]
+    assert isinstance(event.get_exception(), RuntimeError)
+
+
+def test_an_event_whose_image_cannot_be_decoded_raises_nothing(double: pipe) -> None:
+    event = Event()
+    item: dict[str, Any] = {"data": "bad", "event": event}
+    double(item)
+    assert event.wait(10_000)
+    assert item.keys() == {"data", "event", "exception"}
+
+
+@pytest.mark.parametrize("wrong", [{}, {"data": 1, "node_name": "frist"}])
+def test_an_item_that_cannot_begin_is_told_by_its_event(double: pipe, wrong: dict[str, Any]) -> None:
+    event = Event()
+    double({**wrong, "event": event})
+    with pytest.raises(IndexError):
+        event.wait(10_000)
+
+
+def test_an_event_that_was_used_is_refused_and_so_is_what_is_none(double: pipe) -> None:
+    event = Event()
+    double({"data": 1, "event": event})
+    with pytest.raises(ValueError, match="used for 1 items already"):
+        double({"data": 1, "event": event})
+    with pytest.raises(TypeError, match="found a int as 'event', expected an Event"):
+        double({"data": 1, "event": 3})
+
+
+def test_a_list_with_an_event_too_often_is_refused_and_nobody_waits_for_it(double: pipe) -> None:
+    event = Event(2)
+    with pytest.raises(ValueError, match="used for 2 items already"):
+        double([{"data": i, "event": event} for i in range(3)])
+    with pytest.raises(ValueError, match="used for 2 items already"):
+        event.wait(30_000)
+
+
+def test_a_callback_may_begin_items_and_is_refused_to_wait_for_them(double: pipe) -> None:
+    first, second = Event(), Event()
+    refused: list[str] = []
+    again = {"data": 5, "event": second}
+
+    def callback() -> None:
+        double(again)
+        for wait in (lambda: double({"data": 1}), lambda: double([{"data": 1}]), second.wait):
+            try:
+                wait()
+            except RuntimeError as e:
+                refused.append(str(e))
+
+    first.set_callback(callback)
+    double({"data": 1, "event": first})
+    assert first.wait(10_000)
+    assert second.wait(10_000)
+    assert again["result"] == 10
+    assert len(refused) == 3
+    assert all("thread of the answers" in text for text in refused)
+
+
+# ---- life
+
+
+def test_a_model_that_is_not_there_is_told_when_the_pipe_is_made(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="net"):
+        pipe({"net": {"backend": "SyncTensor[TensorrtTensor]", "model": str(tmp_path / "none.onnx")}})
+
+
+def test_a_number_that_is_none_is_told_when_the_pipe_is_made() -> None:
+    with pytest.raises(ConfigError, match="instance_num: found the text 'dd'") as e:
+        pipe({"instance_num": "dd"})
+    assert isinstance(e.value, RuntimeError)
+
+
+def test_a_pipe_that_is_dropped_ends_its_threads(double: pipe) -> None:
+    before = set(threading.enumerate())
+    dropped = pipe({"backend": "Identity", "instance_num": 3})
+    dropped({"data": 1})
+    its_own = set(threading.enumerate()) - before
+    assert its_own
+    del dropped
+    gc.collect()
+    end = time.monotonic() + 20
+    while its_own & set(threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not its_own & set(threading.enumerate())
+
+
+def test_what_was_begun_is_answered_although_the_pipe_is_dropped() -> None:
+    event = Event()
+    item: dict[str, Any] = {"data": 1, "event": event}
+    pipe({"backend": "Identity"})(item)
+    assert event.wait(20_000)
+    assert item["result"] == 1
+
+
+def test_a_pipe_is_closed_once_and_refuses_calls_then() -> None:
+    with pipe({"backend": "Identity"}) as closed:
+        assert (closed.max(), closed.min()) == (2**32 - 1, 1)
+    closed.close()
+    for call in ({"data": 1}, [{"data": 1}]):
+        with pytest.raises(RuntimeError, match="closed"):
+            closed(call)
+    event = Event()
+    closed({"data": 1, "event": event})
+    with pytest.raises(RuntimeError, match="closed"):
+        event.wait(10_000)

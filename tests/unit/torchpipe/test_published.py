@@ -1,0 +1,97 @@
+"""Graphs of the kinds that TorchPipe publishes, run: fallbacks, joins, outputs of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from penstock.torchpipe import pipe, register_backend
+
+PIXELS = np.random.default_rng(1).integers(0, 255, (12, 20, 3), np.uint8)
+PNG = cv2.imencode(".png", PIXELS)[1].tobytes()
+SMALL = {"resize_h": 6, "resize_w": "10", "color": "rgb"}
+EXPECTED = cv2.cvtColor(cv2.resize(PIXELS, (10, 6)), cv2.COLOR_BGR2RGB).transpose(2, 0, 1)[None]
+
+
+class Refuses:
+    """What gives no result, as a decoder that cannot read these bytes."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None: ...
+
+
+@pytest.mark.parametrize("first", ["Refuses", "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"])
+@pytest.mark.parametrize("nodes", [False, True])
+def test_another_decoder_reads_what_the_first_did_not(make_pipe: Callable[..., pipe], first: str, nodes: bool) -> None:
+    register_backend(Refuses)
+    second = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]"
+    if nodes:
+        tables = {
+            "first": {"backend": first, "filter": "run", "next": "second", **SMALL},
+            "second": {"backend": second, "filter": "or", "next": "net", **SMALL},
+            "net": {"backend": "SyncTensor[FloatTensor]"},
+        }
+    else:
+        tables = {
+            "both": {"backend": f"S[{first},(or){second}]", "next": "net", **SMALL},
+            "net": {"backend": "SyncTensor[FloatTensor]"},
+        }
+    item: dict[str, Any] = {"data": PNG}
+    make_pipe(tables)(item)
+    assert isinstance(item["result"], torch.Tensor)
+    assert np.array_equal(item["result"].numpy(), EXPECTED)
+
+
+def test_branches_meet_by_their_map(make_pipe: Callable[..., pipe]) -> None:
+    register_backend(lambda data: data * 10, "Tens")
+    joined = make_pipe(
+        {
+            "global": {"instance_num": "2", "Interpreter::backend": "PipelineV3"},
+            "decode": {"backend": "Identity", "next": "prep,crop"},
+            "prep": {"backend": "Tens", "next": "det"},
+            "det": {"backend": "Identity", "next": "crop"},
+            "crop": {
+                "backend": "Identity",
+                "map": "decode[TASK_RESULT_KEY:TASK_DATA_KEY] ,det[ TASK_RESULT_KEY :TASK_BOX_KEY]",
+                "next": "topython",
+            },
+            "topython": {},
+        }
+    )
+    items: list[dict[str, Any]] = [{"data": i} for i in range(20)]
+    joined(items)
+    assert [(item["result"], item["_box"]) for item in items] == [(i, 10 * i) for i in range(20)]
+
+
+def test_a_map_may_name_a_node_further_back(make_pipe: Callable[..., pipe]) -> None:
+    back = make_pipe(
+        {
+            "in": {"next": "resize"},
+            "resize": {"backend": "SyncTensor[ResizeTensor]", "resize_h": "6", "resize_w": "10", "next": "final"},
+            "final": {"map": "in[result:data]"},
+        }
+    )
+    item: dict[str, Any] = {"data": torch.zeros(1, 3, 8, 8)}
+    back(item)
+    assert item["result"].shape == (1, 3, 8, 8)
+
+
+def test_scores_and_classes_are_fields_of_the_dict(make_pipe: Callable[..., pipe]) -> None:
+    scores = make_pipe({"a": {"backend": "Identity", "next": "b"}, "b": {"backend": "S[SoftmaxArgMaxTensor]"}})
+    item: dict[str, Any] = {"data": torch.tensor([[0.0, 9.0, 0.0]])}
+    scores(item)
+    assert item["result"] == 1
+    assert item["score"] == pytest.approx(1, abs=1e-3)
+
+
+def test_color_of_the_item_says_what_its_pixels_are(make_pipe: Callable[..., pipe]) -> None:
+    to_rgb = make_pipe({"backend": "cvtColorMat", "color": "rgb"})
+    for color, same in (("rgb", True), ("bgr", False)):
+        item: dict[str, Any] = {"data": PIXELS, "color": color}
+        to_rgb(item)
+        assert np.array_equal(item["result"], PIXELS if same else PIXELS[:, :, ::-1])
+        assert item["color"] == "rgb"

@@ -1,0 +1,703 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.torchserve.admin.administration import Administrator
+from penstock.torchserve.admin.snapshots import last_snapshot
+from penstock.torchserve.config.properties import read_properties
+from penstock.torchserve.protocol.api import ApiError, Done, Registration
+from penstock.types import Item
+
+House = Any  # of conftest.py
+Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
+
+NO_WORKER = (
+    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence"
+    " inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+)
+FAILS = "def handle(data, context):\n    raise RuntimeError('no')\n"
+MEMORY = "def handle(data, context):\n    raise MemoryError\n"
+SLOW_LOAD = "import time\ndef handle(data, context):\n    time.sleep(60)\n"
+SLOW = """
+import time
+def handle(data, context):
+    if data is not None:
+        time.sleep(0.3)
+        return ["done"] * len(data)
+"""
+
+
+@pytest.fixture
+def admin(house: House) -> Administrator:
+    admin: Administrator = house.open().administrator
+    return admin
+
+
+def last_models(house: House) -> dict[str, Any]:
+    file = last_snapshot(house.folder / "logs")
+    assert file is not None
+    models: dict[str, Any] = json.loads(read_properties(str(file))["model_snapshot"].value)["models"]
+    return models
+
+
+# ---- register
+
+
+async def test_a_model_is_registered_with_its_workers_and_answers(house: House, admin: Administrator) -> None:
+    done = await admin.register(Registration(url=house.archive("m"), initial_workers=2))
+    assert done == Done('Model "m" Version: 1.0 registered with 2 initial workers')
+    assert await house.ask("m") == "1.0 hi"
+    assert await house.ask("m", "1.0") == "1.0 hi"
+    assert last_models(house)["m"]["1.0"]["minWorkers"] == 2
+
+
+async def test_without_workers_it_is_there_and_says_so(house: House, admin: Administrator, refused: Refused) -> None:
+    done = await admin.register(Registration(url=house.archive("m")))
+    assert done == Done(
+        'Model "m" Version: 1.0 registered with 0 initial workers. Use scale workers API to add workers for the model.'
+    )
+    assert admin.models(100, 0) == ([("m", "m.mar")], None)
+    assert admin.healthy()
+    for version, named in ((None, 'Model "m"'), ("1.0", 'Model "m" Version 1.0')):
+        with pytest.raises(ApiError) as found:
+            await house.ask("m", version)
+        assert refused(found) == (503, "ServiceUnavailableException", f"{named} {NO_WORKER}")
+    with pytest.raises(ApiError) as found:
+        await admin.describe("m", None, customized=True)
+    assert refused(found) == (
+        503,
+        "ServiceUnavailableException",
+        'Model "m" has no worker to serve describe request. Please use scale workers API to add workers.',
+    )
+
+
+async def test_in_the_background_it_is_described_at_once_and_answers_later(house: House, admin: Administrator) -> None:
+    registration = Registration(url=house.archive("m"), initial_workers=1, synchronous=False)
+    assert await admin.register(registration) == Done("Processing worker updates...", 202)
+    (description,) = await admin.describe("m", None)
+    assert description["minWorkers"] == 1
+    await house.until(lambda: house.served.backend.model_ready("m", None))
+    assert await house.ask("m") == "1.0 hi"
+    (description,) = await admin.describe("m", None)
+    assert [w["status"] for w in description["workers"]] == ["READY"]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [(FAILS, 500, "InternalServerException"), (MEMORY, 507, "OutOfMemoryException"), ("(", 500, None), ("", 500, None)],
+)
+async def test_a_model_that_does_not_start_is_not_registered(
+    house: House, admin: Administrator, refused: Refused, code: str, status: int, kind: str | None
+) -> None:
+    with pytest.raises(ApiError) as found:
+        await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1))
+    text = "Failed to start workers for model m version: 1.0"
+    assert refused(found) == (status, kind or "InternalServerException", text)
+    assert admin.models(100, 0) == ([], None)
+    assert list((house.folder / "cache").iterdir()) == []
+    house.archive("m")
+    await admin.register(Registration(url="m.mar", initial_workers=1))
+    assert await house.ask("m") == "1.0 hi"
+
+
+async def test_one_that_dies_in_the_background_stays_and_the_others_serve(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("good"), initial_workers=1))
+    code = "import os\ndef handle(data, context):\n    os._exit(3)\n"
+    await admin.register(Registration(url=house.archive("bad", code=code), initial_workers=1, synchronous=False))
+    await house.until(lambda: any(s.state == "FAILED" for s in house.engine.statuses()))
+    assert not admin.healthy()
+    (description,) = await admin.describe("bad", None)
+    assert [w["status"] for w in description["workers"]] == ["UNLOADING"]
+    assert await house.ask("good") == "1.0 hi"
+    assert await admin.unregister("bad", None) == Done('Model "bad" unregistered')
+    assert admin.healthy()
+
+
+async def test_a_version_is_registered_once_also_by_two_at_once(
+    house: House, admin: Administrator, refused: Refused
+) -> None:
+    registration = Registration(url=house.archive("m"), initial_workers=1)
+    results = await asyncio.gather(*(admin.register(registration) for _ in range(2)), return_exceptions=True)
+    assert sorted(type(r).__name__ for r in results) == ["ApiError", "Done"]
+    with pytest.raises(ApiError) as found:
+        await admin.register(registration)
+    assert refused(found) == (
+        409,
+        "ConflictStatusException",
+        "Model version 1.0 is already registered for model m",
+    )
+    assert await house.ask("m") == "1.0 hi"
+
+
+async def test_a_model_may_have_another_name_than_its_archive(house: House, admin: Administrator) -> None:
+    house.archive("m")
+    for name in ("a", "b"):
+        await admin.register(Registration(url="m.mar", model_name=name, initial_workers=1))
+    assert admin.models(100, 0)[0] == [("a", "m.mar"), ("b", "m.mar")]
+    await admin.unregister("a", None)
+    assert await house.ask("b") == "1.0 hi"  # its files are still there
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "kind"),
+    [
+        ("", 400, "BadRequestException"),
+        ("none.mar", 404, "ModelNotFoundException"),
+        ("../m.mar", 404, "ModelNotFoundException"),
+        ("/etc", 404, "ModelNotFoundException"),
+        ("http://127.0.0.1:9/m.mar", 404, "ModelNotFoundException"),
+        ("broken.mar", 400, "InvalidModelException"),
+    ],
+)
+async def test_what_is_no_archive_that_may_be_loaded_is_refused(
+    house: House, refused: Refused, url: str, status: int, kind: str
+) -> None:
+    admin = house.open(allowed_urls=["https://models\\.example\\.com/.*"]).administrator
+    (house.store / "broken.mar").write_bytes(b"no zip")
+    with pytest.raises(ApiError) as found:
+        await admin.register(Registration(url=url, initial_workers=1))
+    assert refused(found)[:2] == (status, kind)
+    assert admin.models(100, 0) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "told"),
+    [
+        ("{", "no valid YAML"),
+        ('a: !!int ""', "no valid YAML"),
+        ("a: !!timestamp x", "no valid YAML"),
+        ("- 1\n- 2", "found a list"),
+        ("!!python/object/apply:os.system ['true']", "no valid YAML"),
+        ("sequenceBatching: true", "sequenceBatching"),
+        ("a: " + "x" * 2**20, "more than"),
+    ],
+)
+async def test_a_yaml_that_cannot_be_followed_is_told(house: House, admin: Administrator, yaml: str, told: str) -> None:
+    with pytest.raises(ApiError, match=told) as found:
+        await admin.register(Registration(url=house.archive("m", yaml=yaml)))
+    assert (found.value.status, found.value.kind) == (400, "InvalidModelException")
+
+
+async def test_a_yaml_says_how_the_model_is_run(house: House, admin: Administrator) -> None:
+    house.archive("m", yaml="minWorkers: 2\nbatchSize: 4\nmaxBatchDelay: 7\nresponseTimeout: 33\nown: {a: 1}")
+    await admin.register(Registration(url="m.mar", batch_size=5))
+    (description,) = await admin.describe("m", None)
+    assert [description[k] for k in ("minWorkers", "batchSize", "maxBatchDelay", "responseTimeout")] == [2, 5, 7, 33]
+    assert len(description["workers"]) == 2
+
+
+async def test_a_million_workers_are_refused_before_one_is_started(house: House, admin: Administrator) -> None:
+    house.archive("m")
+    for workers in (9, 10**6):
+        with pytest.raises(ApiError, match=f"initial_workers: found {workers}, expected 0 to 8") as found:
+            await admin.register(Registration(url="m.mar", initial_workers=workers))
+        assert found.value.status == 400
+    assert admin.models(100, 0) == ([], None)
+
+
+async def test_more_versions_than_may_be_are_refused(house: House) -> None:
+    admin = house.open(max_versions=1).administrator
+    await admin.register(Registration(url=house.archive("a"), initial_workers=1))
+    with pytest.raises(ApiError, match="max_versions"):
+        await admin.register(Registration(url=house.archive("b"), initial_workers=1))
+    assert admin.models(100, 0)[0] == [("a", "a.mar")]
+
+
+# ---- scale
+
+
+async def test_workers_come_and_go(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m")))
+
+    async def workers() -> list[str]:
+        (description,) = await admin.describe("m", None)
+        return [w["id"] for w in description["workers"]]
+
+    done = await admin.scale("m", None, min_worker=3, synchronous=True)
+    assert done == Done("Workers scaled to 3 for model: m")
+    assert await workers() == ["9000", "9001", "9002"]
+    assert await admin.scale("m", "1.0", min_worker=1, synchronous=True) == Done(
+        "Workers scaled to 1 for model: m, version: 1.0"
+    )
+    assert await workers() == ["9000"]
+    await admin.scale("m", None, min_worker=2, max_worker=4, synchronous=True)
+    assert await workers() == ["9000", "9003"]
+    await admin.scale("m", None, min_worker=1, max_worker=4, synchronous=True)
+    assert await workers() == ["9000", "9003"]  # there are not too many
+    assert await house.ask("m") == "1.0 hi"
+    await admin.scale("m", None, min_worker=0, synchronous=True)
+    assert await workers() == []
+    assert admin.healthy()
+    with pytest.raises(ApiError, match="has no worker"):
+        await house.ask("m")
+    await admin.scale("m", None, synchronous=True)
+    assert await house.ask("m") == "1.0 hi"
+
+
+async def test_a_scale_without_waiting_is_made_later(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m")))
+    assert await admin.scale("m", None, min_worker=1) == Done("Processing worker updates...", 202)
+    await house.until(lambda: house.served.backend.model_ready("m", None))
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "told"),
+    [
+        (-1, None, "min_worker: found -1, expected 0 to 8"),
+        (9, None, "min_worker: found 9, expected 0 to 8"),
+        (10**6, None, "min_worker: found 1000000"),
+        (2, 1, r"max_worker cannot be less than min_worker\."),
+        (None, 0, r"max_worker cannot be less than min_worker\."),
+    ],
+)
+async def test_a_number_of_workers_that_cannot_be_changes_nothing(
+    house: House, admin: Administrator, least: int | None, most: int | None, told: str
+) -> None:
+    await admin.register(Registration(url=house.archive("m"), initial_workers=1))
+    with pytest.raises(ApiError, match=told) as found:
+        await admin.scale("m", None, min_worker=least, max_worker=most, synchronous=True)
+    assert found.value.status == 400
+    (description,) = await admin.describe("m", None)
+    assert (description["minWorkers"], len(description["workers"])) == (1, 1)
+
+
+async def test_a_model_that_does_not_start_any_more_is_told_and_keeps_what_it_has(
+    house: House, admin: Administrator, refused: Refused
+) -> None:
+    await admin.register(Registration(url=house.archive("m")))
+    (folder,) = (f for f in (house.folder / "cache").iterdir() if f.is_dir())
+    (folder / "service.py").write_text(FAILS)
+    for version, named in ((None, "null"), ("1.0", "1.0")):
+        with pytest.raises(ApiError) as found:
+            await admin.scale("m", version, min_worker=1, synchronous=True)
+        text = f"Failed to start workers for model m version: {named}"
+        assert refused(found) == (500, "InternalServerException", text)
+    (description,) = await admin.describe("m", None)
+    assert (description["minWorkers"], description["workers"]) == (0, [])
+    assert admin.healthy()
+
+
+# ---- versions
+
+
+async def test_requests_go_to_the_default_version(house: House, admin: Administrator) -> None:
+    for version in ("1.0", "2.0"):
+        url = house.archive("m", version, file=f"m{version}.mar")
+        await admin.register(Registration(url=url, initial_workers=1))
+    assert (await house.ask("m"), await house.ask("m", "2.0")) == ("1.0 hi", "2.0 hi")
+    assert await admin.set_default("m", "2.0") == Done('Default version successfully updated for model "m" to "2.0"')
+    assert await house.ask("m") == "2.0 hi"
+    assert {v: s["defaultVersion"] for v, s in last_models(house)["m"].items()} == {"1.0": False, "2.0": True}
+    assert [d["modelVersion"] for d in await admin.describe("m", "all")] == ["1.0", "2.0"]
+    assert [d["modelVersion"] for d in await admin.describe("m", None)] == ["2.0"]
+
+
+async def test_the_default_is_not_unregistered_while_there_are_others(
+    house: House, admin: Administrator, refused: Refused
+) -> None:
+    for version in ("1.0", "2.0"):
+        await admin.register(Registration(url=house.archive("m", version, file=f"m{version}.mar")))
+    for version in ("1.0", None):  # type: ignore[assignment]
+        with pytest.raises(ApiError) as found:
+            await admin.unregister("m", version)
+        assert refused(found) == (403, "InvalidModelVersionException", "Cannot remove default version for model m")
+    assert await admin.unregister("m", "2.0") == Done('Model "m" unregistered')
+    assert await admin.unregister("m", None) == Done('Model "m" unregistered')
+    assert last_models(house) == {}
+
+
+async def test_traffic_is_shared_out(house: House, admin: Administrator) -> None:
+    for version in ("1.0", "2.0"):
+        url = house.archive("m", version, file=f"m{version}.mar")
+        await admin.register(Registration(url=url, initial_workers=1))
+    await admin.set_traffic("m", {"1.0": 1, "2.0": 1})
+    answers = [await house.ask("m") for _ in range(6)]
+    assert (answers.count("1.0 hi"), answers.count("2.0 hi")) == (3, 3)
+
+
+@pytest.mark.parametrize("change", ["scale", "set_default", "unregister", "describe", "set_traffic"])
+async def test_what_is_unknown_is_not_found(house: House, admin: Administrator, refused: Refused, change: str) -> None:
+    await admin.register(Registration(url=house.archive("m")))
+    last = {"9": 1.0} if change == "set_traffic" else "9"
+    with pytest.raises(ApiError) as found:
+        await getattr(admin, change)("m", last)
+    colon = "" if change == "set_default" else ":"  # TorchServe has two texts
+    text = f"Model version{colon} 9 does not exist for model{colon} m"
+    assert refused(found) == (404, "ModelVersionNotFoundException", text)
+    with pytest.raises(ApiError) as found:
+        await getattr(admin, change)("x", last)
+    assert refused(found) == (404, "ModelNotFoundException", "Model not found: x")
+
+
+# ---- unregister
+
+
+async def test_what_was_accepted_is_answered_before_the_model_goes(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m", code=SLOW), initial_workers=1, batch_size=2))
+    requests = [asyncio.create_task(house.ask("m")) for _ in range(4)]
+    await asyncio.sleep(0)
+    unregister = asyncio.create_task(admin.unregister("m", None))
+    await asyncio.sleep(0.01)
+    with pytest.raises(ApiError, match="Model not found: m"):
+        await house.ask("m")
+    assert await asyncio.gather(*requests) == ["done"] * 4
+    assert await unregister == Done('Model "m" unregistered')
+    assert list((house.folder / "cache").iterdir()) == []
+
+
+async def test_a_load_under_way_is_ended(house: House, admin: Administrator, refused: Refused) -> None:
+    url = house.archive("m", code=SLOW_LOAD)
+    others = {p.pid for p in psutil.Process().children()}
+    register = asyncio.create_task(admin.register(Registration(url=url, initial_workers=1)))
+    await house.until(lambda: bool(admin.models(1, 0)[0]))
+    await asyncio.sleep(0.1)
+    pids = {p.pid for p in psutil.Process().children()} - others
+    async with asyncio.timeout(5):
+        assert await admin.unregister("m", None) == Done('Model "m" unregistered')
+        with pytest.raises(ApiError) as found:
+            await register
+    assert refused(found)[:2] == (409, "ConflictStatusException")
+    assert not pids & {p.pid for p in psutil.Process().children()}
+    assert list((house.folder / "cache").iterdir()) == []
+    house.archive("m")
+    await admin.register(Registration(url="m.mar", initial_workers=1))
+    assert await house.ask("m") == "1.0 hi"
+
+
+async def test_a_scale_that_waits_for_a_model_that_goes_is_told(
+    house: House, admin: Administrator, refused: Refused
+) -> None:
+    url = house.archive("m", code=SLOW_LOAD)
+    await admin.register(Registration(url=url, initial_workers=1, synchronous=False))
+    scale = asyncio.create_task(admin.scale("m", None, min_worker=2, synchronous=True))
+    await asyncio.sleep(0.05)
+    await admin.unregister("m", None)
+    with pytest.raises(ApiError) as found:
+        await scale
+    assert refused(found)[0] == 409
+
+
+async def test_a_number_is_free_again_at_once_also_while_the_old_one_drains(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m", code=SLOW), initial_workers=1))
+    request = asyncio.create_task(house.ask("m"))
+    await asyncio.sleep(0.05)
+    unregister = asyncio.create_task(admin.unregister("m", None))
+    await asyncio.sleep(0)
+    await admin.register(Registration(url=house.archive("m", file="new.mar"), initial_workers=1))
+    assert await house.ask("m") == "1.0 hi"
+    assert await request == "done"
+    await unregister
+    assert await house.ask("m") == "1.0 hi"
+
+
+# ---- health
+
+
+async def test_health_falls_when_a_worker_dies_and_comes_back(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m"), initial_workers=2))
+    (description,) = await admin.describe("m", None)
+    os.kill(description["workers"][1]["pid"], signal.SIGKILL)
+    await asyncio.wait_for(house.until(lambda: not admin.healthy()), 1.0)
+    assert not house.served.backend.ready()
+    await house.until(admin.healthy)
+    (after,) = await admin.describe("m", None)
+    assert [w["id"] for w in after["workers"]] == ["9000", "9001"]
+
+
+async def test_only_default_versions_count_for_health(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m"), initial_workers=1))
+    other = house.archive("m", "2.0", file="m2.mar")
+    await admin.register(Registration(url=other, initial_workers=1))
+    (description,) = await admin.describe("m", "2.0")
+    os.kill(description["workers"][0]["pid"], signal.SIGKILL)
+    await house.until(lambda: not house.served.backend.model_ready("m", "2.0"))
+    assert admin.healthy()
+
+
+# ---- describe and list
+
+
+async def test_a_description_has_all_keys_of_torchserve(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m"), initial_workers=1))
+    (found,) = await admin.describe("m", None, customized=True)
+    (worker,) = found.pop("workers")
+    assert found == {
+        "modelName": "m",
+        "modelVersion": "1.0",
+        "modelUrl": "m.mar",
+        "runtime": "python",
+        "minWorkers": 1,
+        "maxWorkers": 1,
+        "batchSize": 1,
+        "maxBatchDelay": 100,
+        "responseTimeout": 120,
+        "startupTimeout": 120,
+        "maxRetryTimeoutInSec": 300,
+        "clientTimeoutInMills": 0,
+        "parallelType": "",
+        "parallelLevel": 0,
+        "deviceType": "cpu",
+        "continuousBatching": False,
+        "useJobTicket": False,
+        "useVenv": False,
+        "stateful": False,
+        "sequenceMaxIdleMSec": 0,
+        "sequenceTimeoutMSec": 0,
+        "maxNumSequence": 0,
+        "maxSequenceJobQueueSize": 0,
+        "loadedAtStartup": False,
+        "jobQueueStatus": {"remainingCapacity": 100, "pendingRequests": 0},
+        "customizedMetadata": {"kind": "echo"},
+    }
+    assert worker.pop("memoryUsage") > 2**20
+    assert worker.pop("pid") in {p.pid for p in psutil.Process().children()}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", worker.pop("startTime"))
+    assert worker == {"id": "9000", "status": "READY", "gpu": False, "gpuUsage": "N/A"}
+
+
+async def test_metadata_that_are_no_object_are_an_empty_one(house: House, admin: Administrator) -> None:
+    code = "def handle(data, context):\n    return None if data is None else ['word']\n"
+    await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1))
+    (found,) = await admin.describe("m", None, customized=True)
+    assert found["customizedMetadata"] == {}
+
+
+async def test_models_are_listed_by_pages(house: House, admin: Administrator) -> None:
+    for name in ("c", "a", "b"):
+        await admin.register(Registration(url=house.archive(name)))
+    assert admin.models(2, 0) == ([("a", "a.mar"), ("b", "b.mar")], 2)
+    assert admin.models(2, 2) == ([("c", "c.mar")], None)
+    assert admin.models(3, 0)[1] == 3  # as there: the next page is empty
+    assert admin.models(2, 9) == ([], None)
+
+
+# ---- limits
+
+
+async def test_a_full_queue_refuses_at_once(house: House, refused: Refused) -> None:
+    admin = house.open(job_queue_size=1).administrator
+    await admin.register(Registration(url=house.archive("m", code=SLOW), initial_workers=1))
+    tasks = [asyncio.create_task(house.ask("m")) for _ in range(8)]
+    done, _ = await asyncio.wait(tasks)
+    errors = [task.exception() for task in done if task.exception() is not None]
+    assert 4 <= len(errors) <= 7
+    for error in errors:
+        assert isinstance(error, ApiError)
+        assert (error.status, error.message) == (503, f'Model "m" {NO_WORKER}')
+
+
+async def test_with_job_tickets_no_request_waits(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m", code=SLOW, yaml="useJobTicket: true"), initial_workers=1))
+    first = asyncio.create_task(house.ask("m"))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="has no worker"):
+        await house.ask("m")
+    assert await first == "done"
+    assert await house.ask("m") == "done"
+
+
+async def test_a_refused_request_gives_its_memory_back(house: House, admin: Administrator) -> None:
+    await admin.register(Registration(url=house.archive("m")))
+    for model in ("m", "x"):
+        slab = house.engine.allocate(2**20)
+        with pytest.raises(ApiError):
+            house.served.backend.submit(model, None, Item(slab, codec="torchserve"), lambda _: None)
+    assert house.engine.reading().pool_used_bytes == 0
+
+
+# ---- the end, and the whole
+
+
+async def test_a_server_that_stops_changes_nothing_and_writes_the_last_snapshot(
+    house: House, admin: Administrator
+) -> None:
+    await admin.register(Registration(url=house.archive("m"), initial_workers=1))
+    await house.close()
+    file = last_snapshot(house.folder / "logs")
+    assert file is not None
+    assert file.name.endswith("-shutdown.cfg")
+    assert list(last_models(house)) == ["m"]
+    for change in (
+        admin.register(Registration(url="m.mar")),
+        admin.scale("m", None),
+        admin.set_default("m", "1.0"),
+        admin.unregister("m", None),
+    ):
+        with pytest.raises(ApiError, match="stopping") as found:
+            await change
+        assert found.value.status == 503
+    assert list((house.folder / "cache").iterdir()) == []
+
+
+async def test_a_change_goes_on_when_its_caller_leaves(house: House, admin: Administrator) -> None:
+    task = asyncio.create_task(admin.register(Registration(url=house.archive("m"), initial_workers=1)))
+    await house.until(lambda: bool(admin.models(1, 0)[0]))
+    task.cancel()
+    await house.until(lambda: house.served.backend.model_ready("m", None) if admin.models(1, 0)[0] else False)
+    assert await house.ask("m") == "1.0 hi"
+
+
+async def test_tokens_may_be_off(house: House, refused: Refused) -> None:
+    admin = house.open(disable_token_authorization=True).administrator
+    admin.check_token("inference", None)
+    with pytest.raises(ApiError) as found:
+        admin.new_token("inference", None)
+    assert refused(found)[:2] == (404, "ResourceNotFoundException")
+    assert not (house.folder / "key_file.json").exists()
+
+
+async def test_rounds_of_registering_leave_nothing_behind(house: House, admin: Administrator) -> None:
+    house.archive("m")
+    house.archive("n")
+
+    async def one_round(i: int) -> None:
+        await admin.register(Registration(url="m.mar", initial_workers=i % 2))
+        await admin.register(Registration(url="n.mar"))
+        await asyncio.gather(admin.unregister("m", None), admin.unregister("n", None))
+
+    process = psutil.Process()
+    await one_round(1)
+    before = process.num_fds(), len(asyncio.all_tasks()), len(process.children())
+    rounds = 1000 if os.environ.get("CHAOS") == "full" else 30
+    for i in range(rounds):
+        await one_round(i)
+    assert (process.num_fds(), len(asyncio.all_tasks()), len(process.children())) == before
+    assert list((house.folder / "cache").iterdir()) == []
+    assert house.engine.reading().models == []
+    assert len(list((house.folder / "logs" / "config").iterdir())) <= 100
+
+
+# ---- requests that come before the workers
+
+
+LATE = """
+import os, time
+def handle(data, context):
+    while data is None and not os.path.exists("go"):
+        time.sleep(0.01)
+    return None if data is None else ["late"] * len(data)
+"""
+
+
+async def loading(house: House, admin: Administrator) -> Callable[[], None]:
+    """Registers m in the background; it is loaded once the function is called."""
+    url = house.archive("m", code=LATE)
+    await admin.register(Registration(url=url, initial_workers=1, synchronous=False))
+    await house.until(lambda: any(s.state == "LOADING" for s in house.engine.all_statuses()))
+    (folder,) = (f for f in (house.folder / "cache").iterdir() if f.is_dir())
+    return (folder / "go").touch
+
+
+async def test_requests_wait_for_the_first_worker(house: House, admin: Administrator) -> None:
+    go = await loading(house, admin)
+    requests = [asyncio.create_task(house.ask("m")) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in requests)
+    (description,) = await admin.describe("m", None)
+    assert description["jobQueueStatus"] == {"remainingCapacity": 97, "pendingRequests": 3}
+    go()
+    assert await asyncio.gather(*requests) == ["late"] * 3
+
+
+async def test_no_more_requests_wait_than_the_queue_may_hold(house: House) -> None:
+    admin = house.open(job_queue_size=2).administrator
+    go = await loading(house, admin)
+    requests = [asyncio.create_task(house.ask("m")) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="has no worker"):
+        await house.ask("m")
+    go()
+    assert await asyncio.gather(*requests) == ["late"] * 2
+
+
+async def test_requests_that_waited_for_a_model_that_goes_are_answered(
+    house: House, admin: Administrator, refused: Refused
+) -> None:
+    await loading(house, admin)
+    request = asyncio.create_task(house.ask("m", "1.0"))
+    await asyncio.sleep(0)
+    await admin.unregister("m", None)
+    with pytest.raises(ApiError) as found:
+        await request
+    assert refused(found) == (503, "ServiceUnavailableException", f'Model "m" Version 1.0 {NO_WORKER}')
+
+
+async def test_a_request_that_waits_may_leave(house: House, admin: Administrator) -> None:
+    go = await loading(house, admin)
+    told: list[object] = []
+    slab = house.engine.allocate(2**20)
+    ticket = house.served.backend.submit("m", None, Item(slab, codec="torchserve"), told.append)
+    ticket.cancel()
+    ticket.cancel()
+    assert house.engine.reading().pool_used_bytes == 0
+    go()
+    await house.until(lambda: house.served.backend.model_ready("m", None))
+    assert await house.ask("m") == "late"
+    assert told == []
+
+
+async def test_a_request_may_be_late_while_it_waits(house: House, admin: Administrator) -> None:
+    go = await loading(house, admin)
+    told: list[Any] = []
+    item = Item(b"", codec="torchserve", headers=[])
+    house.served.backend.submit("m", None, item, told.append, budget_s=0.02)
+    await asyncio.sleep(0.05)
+    go()
+    await house.until(lambda: bool(told))
+    assert told[0].error.code == "deadline_exceeded"
+
+
+# ---- how requests are run
+
+
+COUNT = """
+def handle(data, context):
+    return None if data is None else [str(len(data))] * len(data)
+"""
+
+
+async def test_a_lone_request_does_not_wait_for_others(house: House, admin: Administrator) -> None:
+    url = house.archive("m", code=COUNT, yaml="batchSize: 2\nmaxBatchDelay: 60000")
+    await admin.register(Registration(url=url, initial_workers=1))
+    async with asyncio.timeout(10):
+        assert await house.ask("m") == "1"
+
+
+async def test_with_a_strict_delay_it_does(house: House, admin: Administrator) -> None:
+    url = house.archive("m", code=COUNT, yaml="batchSize: 2\nmaxBatchDelay: 60000\nstrict_delay: true")
+    await admin.register(Registration(url=url, initial_workers=1))
+    first = asyncio.create_task(house.ask("m"))
+    await asyncio.sleep(0.2)
+    assert not first.done()
+    async with asyncio.timeout(10):
+        assert await house.ask("m") == "2"
+        assert await first == "2"
+
+
+async def test_a_request_that_takes_too_long_costs_its_worker_and_the_next_is_answered(
+    house: House, admin: Administrator
+) -> None:
+    code = SLOW.replace("time.sleep(0.3)", "time.sleep(float(bytes(data[0]['body'])))")
+    await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1, response_timeout=1))
+    result = await house.result("m", body=b"60")
+    assert result.error.code == "worker_died"
+    await house.until(lambda: house.served.backend.model_ready("m", None))
+    assert await house.ask("m", body=b"0") == "done"
+
+
+async def test_a_request_whose_client_waits_no_longer_is_told(house: House, admin: Administrator) -> None:
+    url = house.archive("m", code=SLOW, yaml="clientTimeoutInMills: 100")
+    await admin.register(Registration(url=url, initial_workers=1))
+    results = await asyncio.gather(*(house.result("m") for _ in range(4)))
+    codes = [None if r.error is None else r.error.code for r in results]
+    assert codes[0] is None
+    assert codes[-1] == "deadline_exceeded"

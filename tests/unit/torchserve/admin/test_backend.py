@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from penstock.serving.observe.base import Observer
+from penstock.torchserve.protocol.api import ApiError, Registration
+
+
+class Served(Observer):
+    """Notes under which version each request was served."""
+
+    def __init__(self) -> None:
+        self.labels: list[str] = []
+
+    def on_served(
+        self, model: str, version: str, labels: Sequence[str], waits_s: Sequence[float], latencies_s: Sequence[float]
+    ) -> None:
+        self.labels += labels
+
+
+async def test_requests_are_counted_under_the_version_that_they_name_or_default(house: Any) -> None:
+    served = house.open(disable_token_authorization=True)
+    ear = Served()
+    house.engine._observers = (ear,)
+    house.archive("m")
+    await served.administrator.register(Registration(url="m.mar", initial_workers=1))
+    for version in (None, "1.0", None):
+        assert await house.ask("m", version) == "1.0 hi"
+    for model, version in (("nobody", None), ("m", "9")):
+        with pytest.raises(ApiError):
+            await house.ask(model, version)
+    assert served.backend.asked == {("m", "default"): 2, ("m", "1.0"): 1}
+    assert ear.labels == ["default", "1.0", "default"]

@@ -1,0 +1,317 @@
+"""Log files: their names, their lines, and what goes where."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.torchserve.admin.log4j import read_log4j
+from penstock.torchserve.admin.logs import Logs
+from penstock.torchserve.config.properties import Properties
+
+NAMES = {"access_log.log", "ts_log.log", "ts_metrics.log", "model_log.log", "model_metrics.log"}
+Open = Callable[..., Logs]
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[Open]:
+    """Opens logs in tmp_path/logs; closed at the end."""
+    found: list[Logs] = []
+
+    def open_logs(location: str = "logs", config: str | None = None, **keys: Any) -> Logs:
+        folder = str(tmp_path / location)
+        found.append(Logs(Properties(log_location=folder, metrics_location=folder, **keys), config))
+        return found[-1]
+
+    yield open_logs
+    for each in found:
+        each.close()
+
+
+def lines(folder: Path, name: str) -> list[str]:
+    return (folder / f"{name}.log").read_text().splitlines()
+
+
+def test_the_five_files_are_there_from_the_start(logs: Open, tmp_path: Path) -> None:
+    logs().close()
+    assert set(os.listdir(tmp_path / "logs")) == NAMES
+
+
+def test_metrics_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    Logs(Properties(log_location=str(tmp_path / "a"), metrics_location=str(tmp_path / "b"))).close()
+    assert set(os.listdir(tmp_path / "b")) == {"ts_metrics.log", "model_metrics.log"}
+
+
+def test_the_servers_lines_have_torchserves_shape(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = logs()
+    logging.getLogger("penstock.engine").warning("event=%s", "here")
+    logging.getLogger("penstock.engine").debug("not told")
+    opened.close()
+    (line,) = lines(tmp_path / "logs", "ts_log")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} \[WARN \] main penstock\.engine - event=here", line)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_what_a_worker_prints_is_in_its_own_file_and_on_stdout(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = logs(initial_worker_port=9100)
+    logging.getLogger("penstock.model").info("loss=1%", extra={"model": "blip2", "version": "1.0", "slot": 2})
+    opened.close()
+    (line,) = lines(tmp_path / "logs", "model_log")
+    assert line.endswith(" [INFO ] W-9102-blip2_1.0-stdout MODEL_LOG - loss=1%")
+    assert capsys.readouterr().out == line + "\n"
+    assert not lines(tmp_path / "logs", "ts_log")
+
+
+def test_what_stdout_cannot_spell_is_written_in_escapes(
+    logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as ascii_alone:
+        monkeypatch.setattr("sys.stdout", ascii_alone)
+        opened = logs()
+        logging.getLogger("penstock.model").info("caf\u00e9 \udcff")
+        opened.close()
+    assert (tmp_path / "out").read_text().endswith(" - caf\\xe9 \\udcff\n")
+    assert lines(tmp_path / "logs", "model_log")[0].endswith(" - café ?")
+
+
+def test_metrics_are_in_their_files_alone(logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = logs()
+    logging.getLogger("TS_METRICS").info("Requests2XX.Count:1")
+    logging.getLogger("MODEL_METRICS").info("HandlerTime.ms:1")
+    opened.close()
+    assert re.fullmatch(r"[\d:,T-]+ - Requests2XX\.Count:1", lines(tmp_path / "logs", "ts_metrics")[0])
+    assert lines(tmp_path / "logs", "model_metrics")[0].endswith(" - HandlerTime.ms:1")
+    assert capsys.readouterr().out == ""
+
+
+def test_metrics_may_come_many_in_one_record(logs: Open, tmp_path: Path) -> None:
+    opened = logs()
+    logging.getLogger("MODEL_METRICS").info("%s", "HandlerTime.ms:1\nHandlerTime.ms:2")
+    opened.close()
+    found = [line.partition(" - ") for line in lines(tmp_path / "logs", "model_metrics")]
+    assert [text for _, _, text in found] == ["HandlerTime.ms:1", "HandlerTime.ms:2"]
+    assert found[0][0] == found[1][0]
+    assert re.fullmatch(r"[\d:,T-]+", found[0][0])
+
+
+def test_an_access_is_logged_only_on_request(logs: Open, tmp_path: Path) -> None:
+    logs().close()
+    assert not logging.getLogger("ACCESS_LOG").isEnabledFor(logging.INFO)
+    opened = logs(access_log=True)
+    assert logging.getLogger("ACCESS_LOG").isEnabledFor(logging.INFO)
+    logging.getLogger("ACCESS_LOG").info('/127.0.0.1:1 "GET /ping HTTP/1.1" 200 1')
+    opened.close()
+    assert len(lines(tmp_path / "logs", "access_log")) == 1
+    assert not logging.getLogger("ACCESS_LOG").handlers
+
+
+def test_a_traceback_is_written_whole(logs: Open, tmp_path: Path) -> None:
+    opened = logs()
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("penstock.engine").exception("failed")
+    opened.close()
+    assert lines(tmp_path / "logs", "ts_log")[-1] == "ValueError: broken"
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_lines_on_stdout(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    logs("file").close()
+    assert "event=no_log_files consequence=lines_are_on_stdout_alone" in capsys.readouterr().out
+
+
+def test_a_reader_of_stdout_that_leaves_ends_nothing(
+    logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as nobody_reads:
+        monkeypatch.setattr("sys.stdout", nobody_reads)
+        opened = logs()
+        for _ in range(3):
+            logging.getLogger("penstock.engine").info("still here")
+        opened.close()
+    assert len(lines(tmp_path / "logs", "ts_log")) == 3
+
+
+@contextlib.contextmanager
+def full_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A pipe that is full in the place of stdout; what it gives empties it. Few records may wait."""
+    monkeypatch.setattr("penstock.torchserve.admin.logs._MOST_WAITING", 4)
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 4096)
+    os.set_blocking(write, True)
+
+    def empty() -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(read, 2**20)
+
+    with os.fdopen(write, "w", buffering=1) as writer:
+        monkeypatch.setattr("sys.stdout", writer)
+        yield empty
+    os.close(read)
+
+
+def test_more_than_can_be_written_is_counted_and_holds_nobody(
+    logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with full_pipe(monkeypatch) as empty:
+        opened = logs()
+        for _ in range(20):
+            logging.getLogger("penstock.engine").info("here")
+        while not any("event=lines_lost" in line for line in lines(tmp_path / "logs", "ts_log")):
+            empty()
+        opened.close()
+
+
+def test_a_line_for_those_who_wait_is_bare_and_in_order(logs: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = logs()
+    logging.getLogger("penstock.engine").info("first")
+    opened.say("Model server started.")
+    assert opened.close()
+    opened.say("after the end")
+    lines_said = capsys.readouterr().out.splitlines()
+    assert lines_said[0].endswith(" - first")
+    assert lines_said[1:] == ["Model server started.", "after the end"]
+
+
+def test_a_server_ends_though_nobody_reads_what_it_says(logs: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.torchserve.admin.logs._CLOSE_S", 0.01)
+    with full_pipe(monkeypatch) as empty:
+        opened = logs()
+        for _ in range(20):
+            logging.getLogger("penstock.engine").info("here")
+        opened.say("Torchserve stopped.")
+        assert not opened.close()
+        assert opened._thread.is_alive(), "it waits for a reader"
+        threading.Thread(target=opened._waiting.put, args=(None,)).start()
+        while opened._thread.is_alive():
+            empty()
+
+
+# ---- --log-config
+
+XML = """<?xml version="1.0" encoding="UTF-8"?>
+<Configuration>
+  <Appenders>
+    <RollingFile name="a" fileName="${env:LOG_LOCATION:-logs}/mine.log">
+      <PatternLayout pattern="%m%n"/>
+    </RollingFile>
+    <Console name="STDOUT" target="SYSTEM_OUT"><PatternLayout pattern="%m%n"/></Console>
+    MORE
+  </Appenders>
+  <Loggers>
+    <Logger name="ACCESS_LOG" level="info"><AppenderRef ref="a"/></Logger>
+    <Logger name="io.netty" level="error"/>
+    <Logger name="org.pytorch.serve" level="warn"/>
+    <Root level="all"><AppenderRef ref="STDOUT"/></Root>
+  </Loggers>
+</Configuration>"""
+
+
+def test_levels_and_files_of_a_log4j2_xml_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log4j2.xml"
+    path.write_text(XML.replace("MORE", ""))
+    taken = read_log4j(str(path), {"LOG_LOCATION": "/var/log"})
+    assert taken.levels == {"ACCESS_LOG": "INFO", "penstock": "WARNING", "": "DEBUG"}
+    assert taken.files == {"access_log": "/var/log/mine.log"}
+    assert read_log4j(str(path), {}).files == {"access_log": "logs/mine.log"}
+    assert not caplog.records
+
+
+def test_what_is_not_taken_of_it_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log4j2.xml"
+    path.write_text(XML.replace("MORE", '<Kafka name="k"/><File name="f" fileName="x"><JsonLayout/></File>'))
+    read_log4j(str(path), {})
+    (record,) = caplog.records
+    assert "ignored=appender k,layout of f hint=--log-config also takes" in record.getMessage()
+
+
+def test_an_access_log_of_a_log4j2_xml_is_on(logs: Open, tmp_path: Path) -> None:
+    path = tmp_path / "log4j2.xml"
+    path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
+    opened = logs(config=str(path))
+    logging.getLogger("ACCESS_LOG").info("here")
+    logging.getLogger("penstock.engine").info("not told: the level is warn")
+    opened.close()
+    assert "here" in (tmp_path / "mine.log").read_text()
+    assert not lines(tmp_path / "logs", "ts_log")
+
+
+def test_the_servers_lines_stay_with_a_log4j2_xml_that_names_its_logger(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "log4j2.xml"
+    file.write_text(
+        '<Configuration><Loggers><Logger name="org.pytorch.serve" level="debug"/><Root level="info"/></Loggers>'
+        "</Configuration>"
+    )
+    opened = logs(config=str(file))
+    logging.getLogger("penstock.engine").debug("here")
+    opened.close()
+    (line,) = lines(tmp_path / "logs", "ts_log")
+    assert line.endswith("[DEBUG] main penstock.core.engine - here")
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_a_log4j2_xml_may_be_named_in_vmargs(logs: Open, tmp_path: Path) -> None:
+    path = tmp_path / "log4j2.xml"
+    path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
+    logs(vmargs=f"-Xmx1g -Dlog4j.configurationFile=file://{path}").close()
+    assert (tmp_path / "mine.log").exists()
+
+
+@pytest.mark.parametrize("text", ["", "<a>", "appender.console.type = Console", "\x00"])
+def test_a_file_that_is_no_xml_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log4j2.properties"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="expected a log4j2 XML, or a configuration of Python's logging"):
+        read_log4j(str(path), {})
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_configuration_of_pythons_logging_is_taken_whole(logs: Open, tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / "out.txt"
+    config = {
+        "handlers": {"h": {"class": "logging.FileHandler", "filename": str(file)}},
+        "loggers": {"penstock.test_logs": {"handlers": ["h"], "level": "INFO"}},
+    }
+    path = tmp_path / f"log.{suffix}"
+    path.write_text(json.dumps(config))  # which is YAML too
+    logs(config=str(path))
+    found = logging.getLogger("penstock.test_logs")
+    found.info("here")
+    for handler in list(found.handlers):
+        found.removeHandler(handler)
+        handler.close()
+    assert file.read_text() == "here\n"
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"handlers": {"h": {"class": "nothing.Here"}}}'])
+def test_a_wrong_configuration_is_refused_with_its_name(logs: Open, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"--log-config .*log\.json"):
+        logs(config=str(path))

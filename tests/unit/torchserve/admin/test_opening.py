@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ArchiveError
+from penstock.torchserve.admin.opening import mar_name, read_yaml
+from penstock.torchserve.archive.errors import ArchiveExists, DownloadFailed, InstallFailed
+from penstock.torchserve.archive.store import ModelStore
+from penstock.torchserve.protocol.api import ApiError, Registration
+
+House = Any  # of conftest.py
+Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
+
+
+def with_requirements(house: House) -> str:
+    model = {"modelName": "m", "modelVersion": "1.0", "handler": "service.py", "requirementsFile": "requirements.txt"}
+    with zipfile.ZipFile(house.store / "m.mar", "w") as mar:
+        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
+        mar.writestr("service.py", "def handle(data, context): ...")
+        mar.writestr("requirements.txt", "some-package")
+    return "m.mar"
+
+
+class Installs:
+    """What was asked of pip; `fails` makes it fail."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, bool]] = []
+        self.fails = False
+
+    def __call__(self, folder: Path, requirements: str, *, model: str, venv: bool) -> Path:
+        assert (folder / requirements).read_text() == "some-package"
+        self.asked.append((requirements, model, venv))
+        if self.fails:
+            raise InstallFailed(f"Custom pip package installation failed for model {model}", detail="why")
+        return folder
+
+
+@pytest.fixture
+def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
+    installs = Installs()
+    monkeypatch.setattr("penstock.torchserve.archive.requirements.install_requirements", installs)
+    return installs
+
+
+async def test_packages_are_installed_if_that_is_switched_on(house: House, installs: Installs) -> None:
+    admin = house.open(install_py_dep_per_model=True).administrator
+    await admin.register(Registration(url=with_requirements(house)))
+    assert installs.asked == [("requirements.txt", "m", False)]
+    house.archive("n")
+    await admin.register(Registration(url="n.mar"))
+    assert len(installs.asked) == 1
+
+
+async def test_else_they_are_not(house: House, installs: Installs) -> None:
+    await house.open().administrator.register(Registration(url=with_requirements(house)))
+    assert installs.asked == []
+
+
+async def test_a_model_whose_packages_cannot_be_installed_is_not_registered(
+    house: House, installs: Installs, refused: Refused
+) -> None:
+    admin = house.open(install_py_dep_per_model=True).administrator
+    installs.fails = True
+    with pytest.raises(ApiError) as found:
+        await admin.register(Registration(url=with_requirements(house), initial_workers=1))
+    assert refused(found) == (400, "ModelException", "Custom pip package installation failed for model m")
+    assert admin.models(100, 0) == ([], None)
+    assert list((house.folder / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (ArchiveExists("Model file already exists f.mar"), 500, "InternalServerException"),
+        (DownloadFailed("Failed to download archive from: u"), 400, "DownloadArchiveException"),
+        (ArchiveError("rule"), 400, "InvalidModelException"),
+    ],
+)
+async def test_what_the_store_refuses_is_told_in_torchserves_kinds(
+    house: House, refused: Refused, monkeypatch: pytest.MonkeyPatch, error: ArchiveError, status: int, kind: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ModelStore, "open", fail)
+    with pytest.raises(ApiError) as found:
+        await house.open().administrator.register(Registration(url="u"))
+    assert refused(found) == (status, kind, error.message)
+
+
+async def test_a_full_disk_is_told_without_its_path(
+    house: House, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/secret/path")
+
+    monkeypatch.setattr(ModelStore, "open", fail)
+    with pytest.raises(ApiError) as found:
+        await house.open().administrator.register(Registration(url="m.mar"))
+    assert refused(found) == (500, "InternalServerException", "Failed to save model: m.mar")
+
+
+async def test_what_was_downloaded_for_a_model_goes_with_it(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr(ModelStore, "forget", lambda _, url: forgotten.append(url))
+    admin = house.open().administrator
+    await admin.register(Registration(url=house.archive("m")))
+    await admin.unregister("m", None)
+    assert forgotten == ["m.mar"]
+    await asyncio.sleep(0)
+
+
+async def test_versions_of_builds_are_served(house: House) -> None:
+    admin = house.open().administrator
+    await admin.register(Registration(url=house.archive("m", "1.0+cu118"), initial_workers=1))
+    assert await house.ask("m", "1.0+cu118") == "1.0+cu118 hi"
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("m.mar", "m.mar"),
+        ("https://x/y/m.mar?token=1", "m.mar"),
+        ("https://x/y/a%20b.mar", "a b.mar"),
+        ("file:///y/m.mar", "m.mar"),
+        ("/models/m/", "m"),
+    ],
+)
+def test_a_snapshot_calls_an_archive_as_the_store_does(url: str, name: str) -> None:
+    assert mar_name(url) == name
+
+
+def test_a_yaml_that_the_archive_does_not_have_is_told(tmp_path: Path) -> None:
+    assert read_yaml(tmp_path, "") == {}
+    (tmp_path / "empty.yaml").write_text("# nothing")
+    assert read_yaml(tmp_path, "empty.yaml") == {}
+    with pytest.raises(ApiError, match="no such file"):
+        read_yaml(tmp_path, "model-config.yaml")
+
+
+async def test_a_server_that_stops_does_not_wait_for_an_archive_that_is_being_opened(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.torchserve.admin.administration.END_S", 0.05)
+    begun, end = threading.Event(), threading.Event()
+
+    def slow(*_: object, **__: object) -> None:
+        begun.set()
+        end.wait()
+        raise ArchiveError("too late")
+
+    monkeypatch.setattr(ModelStore, "open", slow)
+    register = asyncio.create_task(house.open().administrator.register(Registration(url="m.mar")))
+    await house.until(begun.is_set)
+    async with asyncio.timeout(5):
+        await house.close()
+        with pytest.raises(asyncio.CancelledError):
+            await register
+    end.set()

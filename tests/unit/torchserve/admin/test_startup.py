@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from penstock.serving.base import Backend
+from penstock.torchserve.admin.snapshots import last_snapshot
+from penstock.torchserve.admin.startup import load_startup
+from penstock.torchserve.config.properties import load_properties, read_properties
+from penstock.torchserve.http.base import Administration
+from penstock.torchserve.protocol.api import ApiError, Registration
+
+House = Any  # of conftest.py
+
+ECHO_LATE = """
+def handle(data, context):
+    if data is None:
+        time.sleep(0.3)
+        return
+    return [d["body"] for d in data]
+"""
+
+
+def kept(house: House) -> dict[str, Any]:
+    """What the last snapshot has of the models."""
+    models: dict[str, Any] = json.loads(read_properties(str(newest(house)))["model_snapshot"].value)["models"]
+    return models
+
+
+def newest(house: House) -> Any:
+    file = last_snapshot(house.folder / "logs")
+    assert file is not None
+    return file
+
+
+async def test_it_is_what_front_ends_are_handed(house: House) -> None:
+    served = house.open()
+    administration: Administration = served.administrator
+    backend: Backend = served.backend
+    assert administration.healthy()
+    assert backend.ready()
+
+
+async def test_all_models_of_the_store_are_loaded(house: House) -> None:
+    for name in ("a", "b"):
+        house.archive(name)
+    (house.store / "notes.txt").write_text("no model")
+    served = house.open(load_models=["all"], default_workers_per_model=1)
+    assert await load_startup(served) == 0
+    assert (await house.ask("a"), await house.ask("b")) == ("1.0 hi", "1.0 hi")
+    (description,) = await served.administrator.describe("a", None)
+    assert description["loadedAtStartup"] is True
+    assert newest(house).name.endswith("-startup.cfg")
+    assert sorted(kept(house)) == ["a", "b"]
+
+
+async def test_models_are_loaded_by_name_and_file(house: House) -> None:
+    for name in ("a", "b", "c"):
+        house.archive(name)
+    served = house.open(load_models=["x=a.mar", "b.mar", "y = b.mar", "z="], default_workers_per_model=1)
+    assert await load_startup(served) == 0
+    assert [name for name, _ in served.administrator.models(100, 0)[0]] == ["b", "x", "y"]
+
+
+async def test_without_models_there_are_none(house: House) -> None:
+    house.archive("a")
+    served = house.open()
+    assert await load_startup(served) == 0
+    assert served.administrator.models(100, 0) == ([], None)
+    assert served.administrator.healthy()
+
+
+async def test_the_configuration_says_how_each_is_run(house: House) -> None:
+    house.archive("a")
+    own = {"defaultVersion": True, "marName": "a.mar", "minWorkers": 2, "maxWorkers": 3, "batchSize": 4}
+    served = house.open(load_models=["a.mar"], models={"a": {"1.0": own}})
+    await load_startup(served)
+    (description,) = await served.administrator.describe("a", None)
+    assert [description[key] for key in ("minWorkers", "maxWorkers", "batchSize")] == [2, 3, 4]
+    assert len(description["workers"]) == 2
+
+
+async def test_a_model_has_as_many_workers_as_there_are_cores_but_no_more_than_may_be(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 2, 3, 4}, raising=False)
+    house.archive("a")
+    served = house.open(load_models=["a.mar"], most_workers=3, number_of_gpu=0)
+    await load_startup(served)
+    (description,) = await served.administrator.describe("a", None)
+    assert description["minWorkers"] == 3
+
+
+async def test_one_that_cannot_be_loaded_is_told_and_the_others_serve(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.archive("good")
+    house.archive("bad", code="def handle(data, context):\n    raise RuntimeError('no')\n")
+    (house.store / "broken.mar").write_bytes(b"no zip")
+    served = house.open(load_models=["none.mar", "broken.mar", "bad.mar", "good.mar"], default_workers_per_model=1)
+    assert await load_startup(served) == 2
+    assert await house.ask("good") == "1.0 hi"
+    assert "Failed to load model: none.mar: Model not found at: none.mar" in caplog.text
+    assert "Failed to load model: broken.mar" in caplog.text
+    assert "RuntimeError: no" in caplog.text
+    assert not served.administrator.healthy()  # the bad one is tried again and again
+    with pytest.raises(ApiError, match="has no worker"):
+        await house.ask("bad")
+    assert sorted(kept(house)) == ["bad", "good"]
+
+
+async def test_what_nobody_expected_of_one_model_keeps_no_other_from_being_served(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        house.archive(name)
+    served = house.open(load_models=["a.mar", "b.mar"], default_workers_per_model=1)
+    opened = served.opener.open
+
+    async def broken(registration: Registration, *more: Any) -> Any:
+        if registration.url == "a.mar":
+            raise KeyError("a bug")
+        return await opened(registration, *more)
+
+    monkeypatch.setattr(served.opener, "open", broken)
+    assert await load_startup(served) == 1
+    assert await house.ask("b") == "1.0 hi"
+    assert served.administrator.healthy()
+    assert "change_failed error=KeyError: 'a bug'" in caplog.text
+
+
+async def test_of_several_versions_the_first_named_is_the_default(house: House) -> None:
+    urls = [house.archive("a", version, file=f"a{version}.mar") for version in ("2.0", "1.0", "3.0")]
+    served = house.open(load_models=urls, default_workers_per_model=1)
+    await load_startup(served)
+    assert await house.ask("a") == "2.0 hi"
+
+
+async def test_a_server_goes_on_where_it_stopped(house: House) -> None:
+    admin = house.open(default_response_timeout=60).administrator
+    for version in ("1.0", "2.0"):
+        url = house.archive("a", version, file=f"a{version}.mar")
+        await admin.register(Registration(url=url, initial_workers=1, batch_size=3, response_timeout=9))
+    await admin.set_default("a", "2.0")
+    await admin.register(Registration(url="a1.0.mar", model_name="b", handler="service"))
+    await admin.scale("b", None, min_worker=1, max_worker=2, synchronous=True)
+    await house.close()
+
+    file = newest(house)
+    assert file.name.endswith("-shutdown.cfg")
+    found = load_properties(str(file), env={})
+    assert found.model_store == str(house.store)
+    served = house.open(model_snapshot=found.model_snapshot)
+    assert await load_startup(served) == 0
+    assert (await house.ask("a"), await house.ask("a", "1.0"), await house.ask("b")) == ("2.0 hi", "1.0 hi", "1.0 hi")
+    (description,) = await served.administrator.describe("a", None)
+    assert [description[key] for key in ("batchSize", "responseTimeout", "minWorkers")] == [3, 9, 1]
+    (description,) = await served.administrator.describe("b", None)
+    assert (description["minWorkers"], description["maxWorkers"]) == (1, 2)
+
+
+async def test_a_snapshot_as_users_write_it_is_followed(house: House) -> None:
+    house.archive("m")
+    state = {"defaultVersion": True, "marName": "m.mar", "minWorkers": 1, "maxWorkers": 5, "batchSize": 2}
+    snapshot = {"name": "startup.cfg", "modelCount": 1, "models": {"m": {"1.0": {**state, "maxBatchDelay": -10000}}}}
+    served = house.open(model_snapshot=snapshot, load_models=["none.mar"])
+    assert await load_startup(served) == 0
+    (description,) = await served.administrator.describe("m", None)
+    assert [description[k] for k in ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")] == [1, 5, 2, 100]
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [
+        {},
+        {"models": None},
+        {"models": {"m": None}},
+        {"models": {"m": {"1.0": None}}},
+        {"models": {"m": {"1.0": {"marName": 5}}}},
+    ],
+)
+async def test_a_snapshot_that_says_nothing_starts_nothing(house: House, snapshot: dict[str, Any]) -> None:
+    served = house.open(model_snapshot=snapshot)
+    assert await load_startup(served) == 0
+    assert served.administrator.models(100, 0) == ([], None)
+
+
+async def test_without_snapshots_none_is_written(house: House) -> None:
+    await load_startup(house.open(snapshots=False))
+    await house.close()
+    assert not (house.folder / "logs").exists()
+
+
+async def test_a_snapshot_holds_what_file_and_command_line_said(house: House) -> None:
+    config = house.folder / "config.properties"
+    config.write_text("job_queue_size=7\nload_models=all\nkeystore_pass=$$SECRET$$\n")
+    served = house.open(enable_model_api=True, file=str(config))
+    await load_startup(served)
+    found = {key: each.value for key, each in read_properties(str(newest(house))).items()}
+    del found["model_snapshot"]
+    assert found == {
+        "job_queue_size": "7",
+        "keystore_pass": "$$SECRET$$",
+        "model_store": str(house.store),
+        "enable_model_api": "true",
+    }
+
+
+async def test_a_server_is_healthy_when_its_archives_are_open_and_answers_what_waits(house: House) -> None:
+    house.archive("a", code="import time\n" + ECHO_LATE)
+    served = house.open(load_models=["a.mar", "none.mar"], default_workers_per_model=1)
+    assert not served.administrator.healthy()
+    load = asyncio.create_task(load_startup(served))
+    await house.until(served.administrator.healthy)
+    assert not load.done()
+    assert await house.ask("a") == "hi"
+    assert await load == 1
+
+
+async def test_a_start_that_is_given_up_leaves_nothing_behind(house: House) -> None:
+    house.archive("a", code="import time\ndef handle(data, context):\n    time.sleep(60)\n")
+    served = house.open(load_models=["a.mar"], default_workers_per_model=1)
+    load = asyncio.create_task(load_startup(served))
+    await house.until(lambda: bool(house.engine.all_statuses()))
+    load.cancel()
+    async with asyncio.timeout(20):
+        await asyncio.gather(load, return_exceptions=True)
+        await house.close()
+    assert list((house.folder / "cache").iterdir()) == []
+
+
+async def test_traffic_is_shared_out_as_before(house: House) -> None:
+    admin = house.open().administrator
+    for version in ("1.0", "2.0"):
+        url = house.archive("a", version, file=f"a{version}.mar")
+        await admin.register(Registration(url=url, initial_workers=1))
+    await admin.set_traffic("a", {"1.0": 1, "2.0": 3})
+    await house.close()
+    found = load_properties(str(newest(house)), env={})
+    await load_startup(house.open(model_snapshot=found.model_snapshot))
+    assert sorted([await house.ask("a") for _ in range(4)]) == ["1.0 hi", "2.0 hi", "2.0 hi", "2.0 hi"]

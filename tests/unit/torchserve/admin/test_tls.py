@@ -1,0 +1,98 @@
+"""The certificate and key that config.properties names, in each form."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.torchserve.admin.tls import Pem
+from penstock.torchserve.config.properties import Properties
+
+TLS = Path(__file__).parents[3] / "tls"
+CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is not here")
+
+
+def keystore(folder: Path, password: str = "changeit") -> str:
+    path = str(folder / "keystore.p12")
+    command = ["openssl", "pkcs12", "-export", "-in", CERT, "-inkey", KEY, "-out", path, "-passout", f"pass:{password}"]
+    subprocess.run(command, check=True)
+    return path
+
+
+def certificate_of(path: str) -> str:
+    """The first certificate of a file, as text without what openssl writes beside it."""
+    text = Path(path).read_text()
+    return text[text.index("-----BEGIN CERTIFICATE") : text.index("-----END CERTIFICATE")]
+
+
+def test_pem_files_are_taken_where_they_are() -> None:
+    pem = Pem(Properties(certificate_file=CERT, private_key_file=KEY))
+    assert (pem.certificate, pem.key) == (CERT, KEY)
+    assert isinstance(pem.context(), ssl.SSLContext)
+    pem.close()
+    assert os.path.exists(CERT)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"certificate_file": CERT}, "certificate_file: found without private_key_file; set both, or neither"),
+        ({"private_key_file": KEY}, "private_key_file: found without certificate_file"),
+        ({"keystore": "none.p12"}, "keystore: there is no file none.p12"),
+        ({"keystore": KEY, "keystore_type": "JKS"}, "keystore_type: found 'JKS', expected PKCS12; turn the keystore"),
+    ],
+)
+def test_what_cannot_serve_is_told(keys: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Pem(Properties(**keys))
+    assert told in caught.value.message
+
+
+def test_a_key_of_another_certificate_is_refused_when_it_is_used(tmp_path: Path) -> None:
+    (tmp_path / "key.pem").write_text("no key")
+    pem = Pem(Properties(certificate_file=CERT, private_key_file=str(tmp_path / "key.pem")))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        pem.context()
+
+
+@needs_openssl
+def test_a_keystore_is_opened_for_as_long_as_the_server_runs(tmp_path: Path) -> None:
+    pem = Pem(Properties(keystore=keystore(tmp_path)))
+    assert isinstance(pem.context(), ssl.SSLContext)
+    assert certificate_of(pem.certificate) == certificate_of(CERT)
+    assert os.stat(os.path.dirname(pem.key)).st_mode & 0o077 == 0, "nobody else may read the key"
+    pem.close()
+    assert not os.path.exists(pem.key)
+
+
+@needs_openssl
+def test_a_wrong_password_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = keystore(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    with pytest.raises(ConfigError, match=r"keystore: .*keystore\.p12 cannot be opened: .*; set certificate_file"):
+        Pem(Properties(keystore=path, keystore_pass="wrong"))
+    assert not os.listdir(tmp_path / "tmp")
+
+
+@needs_openssl
+def test_without_any_a_certificate_is_made_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    pem = Pem(Properties())
+    assert isinstance(pem.context(), ssl.SSLContext)
+    assert "event=self_signed_certificate consequence=clients_cannot_check_it" in caplog.text
+    pem.close()
+    assert not os.path.exists(pem.key)
+
+
+def test_a_missing_openssl_is_told_with_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="the program openssl is missing; install it, or set certificate_file and"):
+        Pem(Properties())

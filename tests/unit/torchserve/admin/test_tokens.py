@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.torchserve.admin.tokens import Tokens
+from penstock.torchserve.protocol.api import ApiError
+
+Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
+WRONG = "Token either incorrect, expired, or not provided correctly"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, clock: Clock) -> Tokens:
+    found = Tokens(tmp_path, 3600.0, clock)
+    found.publish()
+    return found
+
+
+def key_of(tokens: Tokens, kind: str) -> str:
+    return str(json.loads(tokens.file.read_text())[kind]["key"])
+
+
+def test_the_file_has_three_keys_in_torchserves_layout_for_its_owner_alone(tokens: Tokens) -> None:
+    layout = json.loads(tokens.file.read_text())
+    assert tokens.file.name == "key_file.json"
+    assert stat.S_IMODE(tokens.file.stat().st_mode) == 0o600
+    assert {kind: sorted(found) for kind, found in layout.items()} == {
+        "management": ["expiration time", "key"],
+        "inference": ["expiration time", "key"],
+        "API": ["key"],
+    }
+    assert layout["inference"]["expiration time"] == "2026-01-01T01:00:00Z"
+    assert len({found["key"] for found in layout.values()}) == 3
+
+
+def test_a_key_has_at_least_128_random_bits(tokens: Tokens) -> None:
+    assert all(len(key_of(tokens, kind)) * 6 >= 128 for kind in ("management", "inference", "API"))
+
+
+def test_each_key_opens_its_own_api_alone(tokens: Tokens) -> None:
+    tokens.check("inference", f"Bearer {key_of(tokens, 'inference')}".encode())
+    tokens.check("management", f"Bearer {key_of(tokens, 'management')}".encode())
+    for kind, other in (("inference", "management"), ("management", "inference"), ("inference", "API")):
+        with pytest.raises(ApiError):
+            tokens.check(kind, f"Bearer {key_of(tokens, other)}".encode())
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["", "Bearer", "Bearer ", "{}", "bearer {}", "Bearer  {}", "Bearer {} ", " Bearer {}", "Basic {}", "Bearer {}x"],
+)
+def test_only_the_exact_header_opens(tokens: Tokens, refused: Refused, form: str) -> None:
+    with pytest.raises(ApiError) as found:
+        tokens.check("inference", form.format(key_of(tokens, "inference")).encode())
+    assert refused(found) == (400, "InvalidKeyException", f"Token Authorization failed. {WRONG}")
+
+
+def test_no_header_and_bytes_that_are_no_text_are_refused(tokens: Tokens) -> None:
+    for header in (None, b"Bearer \xff\xfe"):
+        with pytest.raises(ApiError):
+            tokens.check("inference", header)
+
+
+def test_a_key_expires(tokens: Tokens, clock: Clock, refused: Refused) -> None:
+    header = f"Bearer {key_of(tokens, 'management')}".encode()
+    clock.time += timedelta(seconds=3599)
+    tokens.check("management", header)
+    clock.time += timedelta(seconds=1)
+    with pytest.raises(ApiError) as found:
+        tokens.check("management", header)
+    assert refused(found)[2] == f"Token Authorization failed. {WRONG}"
+
+
+def test_a_new_key_takes_the_place_of_the_old_one_and_leaves_the_others(tokens: Tokens, clock: Clock) -> None:
+    before = json.loads(tokens.file.read_text())
+    clock.time += timedelta(hours=2)
+    tokens.renew("inference", f"Bearer {key_of(tokens, 'API')}".encode())
+    after = json.loads(tokens.file.read_text())
+    assert after["inference"]["key"] != before["inference"]["key"]
+    assert after["inference"]["expiration time"] == "2026-01-01T03:00:00Z"
+    assert (after["management"], after["API"]) == (before["management"], before["API"])
+    tokens.check("inference", f"Bearer {after['inference']['key']}".encode())
+    with pytest.raises(ApiError):
+        tokens.check("inference", f"Bearer {before['inference']['key']}".encode())
+    assert stat.S_IMODE(tokens.file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("key", ["management", "inference"])
+def test_only_the_api_key_makes_new_ones(tokens: Tokens, refused: Refused, key: str) -> None:
+    with pytest.raises(ApiError) as found:
+        tokens.renew("inference", f"Bearer {key_of(tokens, key)}".encode())
+    assert refused(found) == (400, "InvalidKeyException", f"Token Authentication failed. {WRONG}")
+
+
+def test_a_key_of_another_kind_cannot_be_made(tokens: Tokens, refused: Refused) -> None:
+    with pytest.raises(ApiError) as found:
+        tokens.renew("API", f"Bearer {key_of(tokens, 'API')}".encode())
+    assert refused(found) == (400, "BadRequestException", "type: found 'API', expected management or inference")
+
+
+def test_a_key_stays_when_the_file_cannot_be_written(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = f"Bearer {key_of(tokens, 'inference')}".encode()
+    api = f"Bearer {key_of(tokens, 'API')}".encode()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        tokens.renew("inference", api)
+    tokens.check("inference", header)
+    assert [file.name for file in tokens.file.parent.iterdir()] == ["key_file.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--disable-token-auth"):
+        Tokens(tmp_path / "none", 60.0).publish()
+
+
+def test_a_key_may_live_for_ever(tmp_path: Path) -> None:
+    tokens = Tokens(tmp_path, 1e30)
+    tokens.publish()
+    tokens.check("inference", f"Bearer {key_of(tokens, 'inference')}".encode())
+
+
+def test_one_that_does_not_get_to_listen_leaves_the_file_of_another_as_it_is(tokens: Tokens, tmp_path: Path) -> None:
+    before = tokens.file.read_text()
+    Tokens(tmp_path, 60.0).remove()
+    assert tokens.file.read_text() == before
+
+
+def test_the_file_goes_with_its_server(tokens: Tokens) -> None:
+    tokens.remove()
+    assert not tokens.file.exists()
+    tokens.remove()

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.torchserve.archive.errors import InstallFailed
+from penstock.torchserve.archive.requirements import MARK, install_requirements
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder whose requirements name a package that is a file beside it: no network is needed."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    wheel = tmp_path / "penstock_tiny-1.0-py3-none-any.whl"
+    info = "penstock_tiny-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as z:
+        z.writestr("penstock_tiny.py", "NAME = 'tiny'\n")
+        z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: penstock-tiny\nVersion: 1.0\n")
+        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr(f"{info}/RECORD", "")
+    (folder / "requirements.txt").write_text(f"{wheel}\n")
+    return folder
+
+
+def imported(path: Path, statement: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    found = subprocess.run([sys.executable, "-c", statement], env=env, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def test_packages_come_into_the_models_folder_once(model: Path, monkeypatch: pytest.MonkeyPatch):
+    assert install_requirements(model, "requirements.txt", model="m") == model
+    assert imported(model, "import penstock_tiny; print(penstock_tiny.NAME)") == "tiny"
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("installed again"))
+    assert install_requirements(model, "requirements.txt", model="m") == model
+
+
+def test_other_requirements_are_installed_again(model: Path):
+    (model / MARK).write_text("something else")
+    install_requirements(model, "requirements.txt", model="m")
+    assert (model / "penstock_tiny.py").is_file()
+
+
+def test_a_venv_sees_what_this_python_has(model: Path):
+    packages = install_requirements(model, "requirements.txt", model="m", venv=True)
+    assert packages.is_relative_to(model / "venv")
+    assert imported(packages, "import penstock_tiny; print(penstock_tiny.__file__)").startswith(str(packages))
+    python = model / "venv" / "bin" / "python"
+    subprocess.run([python, "-c", "import msgspec, penstock_tiny"], check=True)
+
+
+def test_a_failure_has_the_known_text_and_pips_words(model: Path, caplog: pytest.LogCaptureFixture):
+    (model / "requirements.txt").write_text("/nono/nothing-1.0-py3-none-any.whl\n")
+    with pytest.raises(InstallFailed, match=r"^Custom pip package installation failed for model m$") as e:
+        install_requirements(model, "requirements.txt", model="m")
+    assert "nothing-1.0" in e.value.detail
+    assert "model=m" in caplog.text
+    assert not (model / MARK).exists()
+
+
+def test_a_missing_file_is_a_failure(model: Path):
+    with pytest.raises(InstallFailed) as e:
+        install_requirements(model, "nono.txt", model="m")
+    assert "nono.txt cannot be read" in e.value.detail
+
+
+def test_pip_is_ended_with_its_children_after_the_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nsleep 600 & echo $! > child\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    with pytest.raises(InstallFailed) as e:
+        install_requirements(model, "requirements.txt", model="m", timeout_s=1.0)
+    assert "timed out" in e.value.detail
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int((model / "child").read_text()))
+        end = time.monotonic() + 10  # killed, but perhaps not yet gone
+        while child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end, "it lives"
+            time.sleep(0.01)

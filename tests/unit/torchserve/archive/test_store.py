@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ArchiveError, ConfigError
+from penstock.torchserve.archive.errors import ArchiveExists, ArchiveNotFound, UrlForbidden
+from penstock.torchserve.archive.safe_unpack import Limits
+from penstock.torchserve.archive.store import ModelStore
+
+ANY = "file://.*|http(s)?://.*"
+STRICT = r"https://example\.com/.*"
+
+
+@pytest.fixture
+def store(archives: Any, tmp_path: Path) -> ModelStore:
+    """A store with m.mar, t.tar.gz and the folder d; all URLs are allowed."""
+    archives.mar()
+    archives.tgz(name="t.tar.gz")
+    archives.tree(name="d")
+    return ModelStore(archives.folder, allowed_urls=[ANY], cache=tmp_path / "cache" / "models")
+
+
+def strict(store: ModelStore, *allowed: str) -> ModelStore:
+    return ModelStore(store.root, allowed_urls=[STRICT, *allowed], cache=store.cache)
+
+
+def cached(store: ModelStore) -> list[str]:
+    return sorted(p.name for p in store.cache.iterdir())
+
+
+def test_the_names_are_archives_and_folders(store: ModelStore):
+    assert store.root is not None
+    (store.root / ".hidden.mar").write_bytes(b"")
+    (store.root / "readme.txt").write_text("")
+    assert store.names() == ["d", "m.mar"]
+    assert ModelStore(None, cache=store.cache).names() == []
+
+
+def test_an_archive_is_unpacked_once_and_removed_with_its_last_user(store: ModelStore):
+    first, second = store.open("m.mar"), store.open("m.mar")
+    assert first.digest == second.digest
+    assert first.archive.folder == second.archive.folder == store.cache / first.digest
+    first.close()
+    first.close()
+    assert (second.archive.folder / "h.py").is_file()
+    second.close()
+    assert cached(store) == []
+
+
+def test_a_tar_is_opened_like_a_mar(store: ModelStore):
+    with store.open("t.tar.gz") as opened:
+        assert opened.archive.manifest.model_name == "m"
+
+
+def test_a_folder_is_used_where_it_is(store: ModelStore, tmp_path: Path):
+    assert store.root is not None
+    with store.open("d") as opened:
+        assert (opened.archive.folder, opened.digest) == (store.root / "d", "")
+        assert cached(store) == []
+    assert (store.root / "d" / "h.py").is_file()
+
+
+def test_a_changed_archive_is_another(store: ModelStore, archives: Any):
+    with store.open("m.mar") as old:
+        archives.mar(archives.files(modelVersion="2.0"))
+        with store.open("m.mar") as new:
+            assert (old.archive.manifest.model_version, new.archive.manifest.model_version) == ("1.0", "2.0")
+            assert old.archive.folder != new.archive.folder
+
+
+def test_a_name_given_is_for_archives_without_one(store: ModelStore, archives: Any):
+    archives.mar({"h.py": b""}, "bare.mar")
+    with store.open("bare.mar") as a, store.open("bare.mar", name="given") as b, store.open("m.mar", name="x") as c:
+        names = [opened.archive.manifest.model_name for opened in (a, b, c)]
+    assert names == ["bare", "given", "m"]
+
+
+def test_a_refused_archive_leaves_nothing_in_the_cache(store: ModelStore, archives: Any):
+    archives.mar({"../x": b""}, "bad.mar")
+    archives.mar({"MAR-INF/MANIFEST.json": b"{"}, "worse.mar")
+    for name in ("bad.mar", "worse.mar"):
+        with pytest.raises(ArchiveError):
+            store.open(name)
+        assert cached(store) == []
+
+
+def test_the_limits_of_a_store_are_those_of_its_archives(store: ModelStore):
+    with pytest.raises(ArchiveError, match="at most 5"):
+        ModelStore(store.root, cache=store.cache, limits=Limits(total_bytes=5)).open("m.mar")
+
+
+def test_what_a_killed_process_left_is_cleared_and_used(store: ModelStore):
+    with store.open("m.mar") as opened:
+        digest = opened.digest
+    half = store.cache / f".{digest}.abc"
+    half.mkdir()
+    (half / "h.py").write_text("half")
+    with store.open("m.mar") as opened:
+        assert cached(store) == [digest, f"{digest}.lock"]
+        assert (opened.archive.folder / "h.py").read_text() != "half"
+
+
+def test_many_threads_share_one_folder(store: ModelStore):
+    """Each sees the files whole for as long as it holds them, however opening and closing meet."""
+    failures: list[BaseException] = []
+
+    def user() -> None:
+        try:
+            for _ in range(20):
+                with store.open("m.mar") as opened:
+                    assert (opened.archive.folder / "h.py").read_text().startswith("def handle")
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=user) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert cached(store) == []
+
+
+def test_many_rounds_leave_no_file_open(store: ModelStore, archives: Any):
+    archives.mar({"../x": b""}, "bad.mar")
+    store.open("m.mar").close()
+    before = sorted(os.listdir("/dev/fd"))
+    for _ in range(50):
+        store.open("m.mar").close()
+        with pytest.raises(ArchiveError):
+            store.open("bad.mar")
+    assert sorted(os.listdir("/dev/fd")) == before
+
+
+OTHER_PROCESS = """
+import sys
+from pathlib import Path
+from penstock.torchserve.archive.store import ModelStore
+with ModelStore(Path(sys.argv[1]), cache=Path(sys.argv[2])).open("m.mar") as opened:
+    print(opened.archive.folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_processes_share_one_folder(store: ModelStore):
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER_PROCESS, str(store.root), str(store.cache)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None
+    with other:
+        folder = Path(other.stdout.readline().strip())
+        with store.open("m.mar") as mine:
+            assert mine.archive.folder == folder
+        assert (folder / "h.py").is_file()
+        other.communicate("")
+    assert cached(store) == []
+
+
+def test_the_files_of_a_killed_process_are_free(store: ModelStore):
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER_PROCESS, str(store.root), str(store.cache)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout is not None
+        folder = Path(other.stdout.readline().strip())
+        other.kill()
+        other.wait()
+    assert folder.is_dir()
+    store.open("m.mar").close()
+    assert cached(store) == []
+
+
+LOCAL_MISSES = {
+    "unknown": ("nono.mar", "Model not found at: nono.mar"),
+    "empty": ("", "empty url"),
+    "climbing": ("../x.mar", "Relative path is not allowed in url: ../x.mar"),
+    "climbing later": ("a/../../x.mar", "Relative path is not allowed in url: a/../../x.mar"),
+    "climbing url": ("file:///a/../etc/passwd", "Relative path is not allowed in url: file:///a/../etc/passwd"),
+    "the store itself": (".", "Model not found at: ."),
+    "root": ("/", "Model not found at: /"),
+    "NUL": ("m\0.mar", "Model not found at: m\0.mar"),
+    "long": ("m" * 5000, "Model not found at: mmm"),
+    "no such file": ("file:///nono/nono.mar", "Model not found at: file:///nono/nono.mar"),
+    "other host": ("file://host/x.mar", "Model not found at: file://host/x.mar"),
+    "broken url": ("http://[x.mar", "Model not found at: http://[x.mar"),
+    "url without a name": ("https://example.com/", "Model not found at: https://example.com/"),
+    "url with a bad name": ("https://example.com/a%2fb%5cc", "Model not found at: https://example.com/a%2fb%5cc"),
+    "ftp": ("ftp://example.com/x.mar", "Model not found at: ftp://example.com/x.mar"),
+}
+
+
+@pytest.mark.parametrize(("url", "said"), LOCAL_MISSES.values(), ids=LOCAL_MISSES)
+def test_what_is_not_there_is_told_with_the_known_text(store: ModelStore, url: str, said: str):
+    with pytest.raises(ArchiveNotFound, match=re.escape(said)):
+        store.open(url)
+
+
+def test_without_a_store_nothing_is_found(store: ModelStore):
+    with pytest.raises(ArchiveNotFound, match=r"Model store has not been configured\."):
+        ModelStore(None, cache=store.cache).open("m.mar")
+
+
+def test_a_path_to_a_file_means_the_stores_file_of_that_name(store: ModelStore, tmp_path: Path):
+    (tmp_path / "m.mar").write_bytes(b"another")
+    assert store.root is not None
+    assert store.locate(str(tmp_path / "m.mar")) == store.root / "m.mar"
+
+
+def test_an_absolute_folder_needs_an_allowed_url(store: ModelStore, archives: Any, tmp_path: Path):
+    outside = tmp_path / "outside"
+    archives.tree(name="../outside")
+    assert store.locate(str(outside)) == outside
+    with pytest.raises(UrlForbidden, match=re.escape(f"Given URL {outside} does not match any allowed URL(s)")):
+        strict(store).open(str(outside))
+    assert strict(store, f"file://{tmp_path}/.*").locate(str(outside)) == outside
+    assert strict(store, f"{tmp_path}/outside").locate(str(outside)) == outside
+    assert store.root is not None
+    assert strict(store).locate(str(store.root / "d")) == store.root / "d"
+
+
+def test_a_link_out_of_the_store_needs_an_allowed_url(store: ModelStore, archives: Any, tmp_path: Path):
+    assert store.root is not None
+    outside = archives.mar(name="../elsewhere.mar").resolve()
+    (store.root / "link.mar").symlink_to(outside)
+    (store.root / "linked").symlink_to(archives.tree(name="../tree"))
+    (store.root / "inner.mar").symlink_to("m.mar")
+    assert store.locate("link.mar") == outside
+    for name in ("link.mar", "linked"):
+        with pytest.raises(UrlForbidden):
+            strict(store).locate(name)
+    assert strict(store).locate("inner.mar") == store.root / "m.mar"
+
+
+def test_the_store_may_itself_be_a_link(store: ModelStore, tmp_path: Path):
+    assert store.root is not None
+    (tmp_path / "link").symlink_to(store.root)
+    linked = ModelStore(tmp_path / "link", allowed_urls=[STRICT], cache=store.cache)
+    assert linked.locate("m.mar") == store.root / "m.mar"
+
+
+def test_a_file_url_is_read_where_it_is(store: ModelStore, archives: Any, tmp_path: Path):
+    outside = archives.mar(name="../my model.mar").resolve()
+    url = f"file://{outside}".replace(" ", "%20")
+    assert store.locate(url) == outside
+    assert store.names() == ["d", "m.mar"]
+    with pytest.raises(UrlForbidden):
+        strict(store).locate(url)
+
+
+def test_a_url_whose_name_is_taken_is_refused_first(store: ModelStore):
+    for url in ("http://127.0.0.1:1/x/m.mar", "https://nowhere.invalid/m.mar?x=1", "file:///nono/m.mar"):
+        with pytest.raises(ArchiveExists, match=r"Model file already exists m\.mar"):
+            store.open(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://example.com/x.mar", "https://example.org/x.mar", "https://example.com.evil.org/x.mar", "file:///x"]
+)
+def test_a_url_must_match_as_a_whole(store: ModelStore, url: str):
+    with pytest.raises(UrlForbidden, match=re.escape(f"Given URL {url} does not match any allowed URL(s)")):
+        strict(store).open(url)
+
+
+def test_an_allowed_url_that_is_no_expression_is_told(store: ModelStore):
+    with pytest.raises(ConfigError, match=r"allowed_urls: '\*' is no regular expression"):
+        ModelStore(store.root, allowed_urls=["*"], cache=store.cache)
+
+
+def test_a_cache_that_others_may_write_is_refused(store: ModelStore, tmp_path: Path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ArchiveError, match="not this user's alone"):
+        ModelStore(store.root, cache=shared)
+    with pytest.raises(ArchiveError, match="not this user's alone"):
+        ModelStore(store.root, cache=shared / "inner")
+    shared.chmod(0o1777)  # as /tmp is
+    ModelStore(store.root, cache=shared / "inner")
+    (tmp_path / "link").symlink_to(shared)
+    with pytest.raises(ArchiveError, match="not this user's alone"):
+        ModelStore(store.root, cache=tmp_path / "link")
+
+
+def test_the_cache_is_private(store: ModelStore):
+    assert not os.stat(store.cache).st_mode & 0o077
+
+
+def test_what_was_not_downloaded_is_not_forgotten(store: ModelStore):
+    store.forget("m.mar")
+    store.forget("file:///somewhere/m.mar")
+    assert "m.mar" in store.names()

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.main import main
+from penstock.torchserve.cli.archive import archive
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ts_handler.py").write_text("def handle(data, context): return data\n")
+    (tmp_path / "w.pt").write_bytes(b"weights")
+    (tmp_path / "requirements.txt").write_text("numpy\n")
+    (tmp_path / "model-config.yaml").write_text("minWorkers: 1\n")
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "a.txt").write_text("a")
+    (tmp_path / "store").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(words: str) -> Result:
+    return CliRunner().invoke(archive, words.split(), prog_name="torch-model-archiver")
+
+
+def test_the_usual_line_makes_an_archive_in_the_working_directory(work: Path):
+    found = run("--model-name blip2 --version 1.0 --handler ts_handler.py")
+    assert (found.exit_code, found.output) == (0, "")
+    with zipfile.ZipFile("blip2.mar") as z:
+        assert z.namelist() == ["ts_handler.py", "MAR-INF/MANIFEST.json"]
+
+
+def test_every_flag_is_taken(work: Path):
+    found = run(
+        "--model-name m -v 2.0 --handler ts_handler.py:handle --serialized-file w.pt --model-file ts_handler.py "
+        "--extra-files extra,w.pt --runtime python3 --export-path store --archive-format zip-store -f "
+        "-r requirements.txt -c model-config.yaml"
+    )
+    assert (found.exit_code, found.output) == (0, "")
+    with zipfile.ZipFile("store/m.mar") as z:
+        manifest = json.loads(z.read("MAR-INF/MANIFEST.json"))
+    assert manifest["runtime"] == "python3"
+    assert manifest["model"] == {
+        "modelName": "m",
+        "serializedFile": "w.pt",
+        "handler": "ts_handler.py:handle",
+        "modelFile": "ts_handler.py",
+        "modelVersion": "2.0",
+        "requirementsFile": "requirements.txt",
+        "configFile": "model-config.yaml",
+    }
+
+
+@pytest.mark.parametrize(("archive_format", "made"), [("tgz", "m.tar.gz"), ("no-archive", "m"), ("default", "m.mar")])
+def test_the_format_gives_the_name(work: Path, archive_format: str, made: str):
+    assert run(f"--model-name m --version 1 --handler ts_handler --archive-format {archive_format}").exit_code == 0
+    assert Path(made).exists()
+
+
+def test_a_flag_may_be_cut_short_as_long_as_it_is_clear(work: Path):
+    assert run("--model-n m --ver 1 --hand ts_handler --ser w.pt --archive-format=tgz").exit_code == 0
+    found = run("--model m --version 1 --handler ts_handler")  # --model-name or --model-file
+    assert found.exit_code == 2
+    assert "No such option" in found.output
+
+
+WRONG = {
+    "name": ("--model-name ../x --version 1 --handler ts_handler", 1, "the model's name is '../x'; expected"),
+    "handler": ("--model-name m --version 1 --handler nono", 1, "handler: there is no file nono.py; expected FILE"),
+    "weights": ("--model-name m --version 1 --handler ts_handler --serialized-file x.pt", 1, "there is no file x.pt"),
+    "export": ("--model-name m --version 1 --handler ts_handler --export-path no", 1, "no is not a folder"),
+    "no version": ("--model-name m --handler ts_handler", 2, "Missing option '-v' / '--version'"),
+    "no handler": ("--model-name m --version 1", 2, "Missing option '--handler'"),
+    "no name": ("--handler ts_handler --version 1", 2, "Missing option '--model-name'"),
+    "runtime": ("--model-name m --version 1 --handler ts_handler --runtime perl", 2, "'perl' is not one of 'python'"),
+    "format": ("--model-name m --version 1 --handler ts_handler --archive-format rar", 2, "'rar' is not one of"),
+    "flag": ("--model-name m --version 1 --handler ts_handler --nono", 2, "--nono"),
+    "word": ("--model-name m --version 1 --handler ts_handler extra", 2, "unexpected extra argument (extra)"),
+}
+
+
+@pytest.mark.parametrize(("words", "code", "said"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_told(work: Path, words: str, code: int, said: str):
+    found = run(words)
+    assert found.exit_code == code
+    assert said in found.output
+    assert not list(work.glob("*.mar"))
+
+
+def test_an_archive_that_is_there_needs_force(work: Path):
+    line = "--model-name m --version 1 --handler ts_handler"
+    assert run(line).exit_code == 0
+    found = run(line)
+    assert found.exit_code == 1
+    assert found.output.startswith("torch-model-archiver: error: ")
+    assert "m.mar already exists; say --force (-f) to overwrite it" in found.output
+    assert run(f"{line} --force").exit_code == 0
+
+
+def test_a_folder_that_cannot_be_written_is_told(work: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    found = run("--model-name m --version 1 --handler ts_handler")
+    assert found.exit_code == 1
+    assert "the archive cannot be written: [Errno 28] No space left on device" in found.output
+
+
+def test_it_is_a_verb_of_penstock(work: Path):
+    words = ["archive", "--model-name", "m", "--version", "1", "--handler", "ts_handler"]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    assert Path("m.mar").is_file()
+
+
+def test_it_is_a_command_of_its_own(work: Path):
+    command = Path(sys.executable).parent / "torch-model-archiver"
+    found = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert "--archive-format" in found.stdout

@@ -1,0 +1,101 @@
+"""A gRPC listener over fakes, and a client that asks it by the names of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.errors import ModelNotFound
+from penstock.testing.backend import FakeBackend
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.grpc import messages
+from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
+from penstock.torchserve.http.base import Face
+
+LIMIT_S = 10.0
+SERVICES = (
+    f"{messages.INFERENCE}.InferenceAPIsService",
+    f"{messages.MANAGEMENT}.ManagementAPIsService",
+    f"{messages.OPEN_INFERENCE}.GRPCInferenceService",
+    f"{messages.HEALTH}.Health",
+)
+METHODS = {method.name: method for name in SERVICES for method in messages.service(name).methods}
+
+
+class GrpcSite:
+    """A running listener: `await site(call, metadata=..., **fields)` is the answer, a list of them for a stream."""
+
+    def __init__(self, administration: FakeAdministration, backend: FakeBackend, server: GrpcServer, port: int) -> None:
+        self.administration = administration
+        self.backend = backend
+        self.server = server
+        self.port = port
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+
+    def begin(self, name: str, /, metadata: Any = None, raw: bytes | None = None, **fields: Any) -> Any:
+        """The call, which may be cancelled, awaited or iterated; `raw` is sent in place of the request."""
+        method = METHODS[name]
+        request = messages.message(method.input_type.full_name)(**fields)
+        make = getattr(self.channel, ("stream" if method.client_streaming else "unary") + "_"
+                       + ("stream" if method.server_streaming else "unary"))  # fmt: skip
+        call = make(
+            f"/{method.containing_service.full_name}/{name}",
+            request_serializer=lambda message: message.SerializeToString() if raw is None else raw,
+            response_deserializer=messages.message(method.output_type.full_name).FromString,
+        )
+        if method.client_streaming:  # nothing is sent: at a refused call it is an error of the client's
+            return call(metadata=metadata, timeout=LIMIT_S)
+        return call(request, metadata=metadata, timeout=LIMIT_S)
+
+    async def __call__(self, name: str, /, metadata: Any = None, raw: bytes | None = None, **fields: Any) -> Any:
+        call = self.begin(name, metadata, raw, **fields)
+        return [answer async for answer in call] if METHODS[name].server_streaming else await call
+
+    async def refusal(self, name: str, /, metadata: Any = None, raw: bytes | None = None, **fields: Any) -> Any:
+        """(status, text) of a call that fails."""
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await self(name, metadata, raw, **fields)
+        return raised.value.code().name, raised.value.details()
+
+
+class KnownBackend(FakeBackend):
+    """As TorchServe's models: every version but "9" is there."""
+
+    def _find(self, model: str, version: str | None) -> None:
+        if model not in self.models or version == "9":
+            raise ModelNotFound("not there")
+
+
+@pytest.fixture
+def administration() -> FakeAdministration:
+    return FakeAdministration()
+
+
+@pytest.fixture
+def grpc_site(administration: FakeAdministration) -> Callable[..., Any]:
+    """`async with grpc_site(models, ...) as ask`: both groups on one port, everything is on."""
+
+    @asynccontextmanager
+    async def run(models: Any = None, max_request_bytes: int = 2**20, **face: Any) -> AsyncIterator[GrpcSite]:
+        backend = KnownBackend(models)
+        face = {"groups": frozenset({"inference", "management"}), "model_api": True, "open_inference": True} | face
+        limits = GrpcLimits(max_request_bytes=max_request_bytes, max_calls=100)
+        server = GrpcServer(backend, administration, Face(**face), limits)
+        site = GrpcSite(administration, backend, server, await server.start("127.0.0.1", 0, "a_key"))
+        try:
+            yield site
+        finally:
+            await site.channel.close()
+            await server.close(1.0)
+
+    return run
+
+
+@pytest.fixture
+def grpc_calls() -> list[str]:
+    """The names of all calls."""
+    return list(METHODS)

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from penstock.errors import OutOfMemory
+from penstock.torchserve.protocol.api import ApiError, Done, Registration
+
+NO_MODEL = "Model not found: no\norg.pytorch.serve.archive.model.ModelNotFoundException"
+
+
+async def test_a_model_is_described_in_the_json_of_http(grpc_site, administration):
+    async with grpc_site() as ask:
+        text = (await ask("DescribeModel", model_name="m")).msg
+        assert text.startswith('[\n  {\n    "modelName": "m",')
+        assert text.endswith("]")
+        await ask("DescribeModel", model_name="m", model_version="2.0", customized=True)
+        found = json.loads((await ask("DescribeModel", model_name="m", model_version="all", customized=True)).msg)
+        assert [each["modelVersion"] for each in found] == ["1.0", "2.0"]
+        assert administration.asked == [
+            ("describe", "m", None, False),
+            ("describe", "m", "2.0", True),
+            ("describe", "m", "all", False),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({}, (100, 0)),
+        ({"limit": 1, "next_page_token": 2}, (1, 2)),
+        ({"limit": 101}, (100, 0)),
+        ({"limit": -1, "next_page_token": -1}, (100, 0)),
+    ],
+)
+async def test_models_are_listed_in_pages(grpc_site, administration, fields, asked):
+    async with grpc_site() as ask:
+        await ask("ListModels", **fields)
+        assert administration.asked == [("models", *asked)]
+
+
+async def test_the_list_says_where_it_goes_on(grpc_site, administration):
+    administration.names = ["a", "b"]
+    async with grpc_site() as ask:
+        found = json.loads((await ask("ListModels", limit=1)).msg)
+        assert found == {"nextPageToken": "1", "models": [{"modelName": "a", "modelUrl": "a.mar"}]}
+        assert "nextPageToken" not in json.loads((await ask("ListModels", limit=1, next_page_token=1)).msg)
+
+
+async def test_a_registration_says_what_the_request_says(grpc_site, administration):
+    fields = {
+        "url": "m.mar", "model_name": "n", "handler": "h.py:f", "runtime": "python3", "batch_size": 2,
+        "max_batch_delay": 3, "initial_workers": 4, "synchronous": True, "response_timeout": 5, "startup_timeout": 6,
+        "s3_sse_kms": True,
+    }  # fmt: skip
+    administration.done = Done("registered")
+    async with grpc_site() as ask:
+        assert (await ask("RegisterModel", **fields)).msg == "registered"
+        assert administration.asked == [("register", Registration(**fields))]
+
+
+async def test_numbers_that_are_not_above_zero_were_not_said(grpc_site, administration):
+    async with grpc_site() as ask:
+        await ask("RegisterModel", url="m.mar", initial_workers=0, batch_size=-1)
+        await ask("ScaleWorker", model_name="m", min_worker=0, max_worker=-3)
+        assert administration.asked == [
+            ("register", Registration(url="m.mar", synchronous=False)),
+            ("scale", "m", None, 1, 1, False),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "asked"),
+    [
+        (
+            "ScaleWorker",
+            {"model_name": "m", "model_version": "2.0", "min_worker": 2, "max_worker": 3, "synchronous": True},
+            ("scale", "m", "2.0", 2, 3, True),
+        ),
+        ("ScaleWorker", {"model_name": "m", "min_worker": 2, "timeout": -1}, ("scale", "m", None, 2, 2, False)),
+        ("SetDefault", {"model_name": "m", "model_version": "2.0"}, ("set_default", "m", "2.0")),
+        ("UnregisterModel", {"model_name": "m"}, ("unregister", "m", None)),
+        ("UnregisterModel", {"model_name": "m", "model_version": "2.0"}, ("unregister", "m", "2.0")),
+    ],
+)
+async def test_changes_answer_the_text_of_http(grpc_site, administration, call, fields, asked):
+    administration.done = Done("what was done", 202)
+    async with grpc_site() as ask:
+        assert (await ask(call, **fields)).msg == "what was done"
+        assert administration.asked == [asked]
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "refusal"),
+    [
+        ("DescribeModel", {"model_name": "no"}, ("NOT_FOUND", NO_MODEL)),
+        ("ScaleWorker", {"model_name": "no"}, ("NOT_FOUND", NO_MODEL)),
+        ("SetDefault", {"model_name": "no", "model_version": "1"}, ("NOT_FOUND", NO_MODEL)),
+        ("UnregisterModel", {"model_name": "no"}, ("NOT_FOUND", NO_MODEL)),
+        (
+            "ScaleWorker",
+            {"model_name": "m", "min_worker": 3, "max_worker": 1},
+            (
+                "INVALID_ARGUMENT",
+                "max_worker cannot be less than min_worker.\norg.pytorch.serve.http.BadRequestException",
+            ),
+        ),
+        (
+            "RegisterModel",
+            {},
+            ("INVALID_ARGUMENT", "Parameter url is required.\norg.pytorch.serve.http.BadRequestException"),
+        ),
+        (
+            "UnregisterModel",
+            {},
+            ("INVALID_ARGUMENT", "Parameter url is required.\norg.pytorch.serve.http.BadRequestException"),
+        ),
+    ],
+)
+async def test_wrong_requests_are_refused_with_the_class_of_the_error(grpc_site, call, fields, refusal):
+    async with grpc_site() as ask:
+        assert await ask.refusal(call, **fields) == refusal
+
+
+@pytest.mark.parametrize(
+    ("error", "refusal"),
+    [
+        (
+            ApiError("ConflictStatusException", "there already"),
+            ("ABORTED", "there already\norg.pytorch.serve.http.ConflictStatusException"),
+        ),
+        (OutOfMemory("no room"), ("INTERNAL", "Out of resources\norg.pytorch.serve.http.OutOfMemoryException")),
+        (RuntimeError("secret"), ("INTERNAL", "internal error")),
+    ],
+)
+async def test_a_change_that_fails_is_answered(grpc_site, administration, caplog, error, refusal):
+    administration.error = error
+    async with grpc_site() as ask:
+        assert await ask.refusal("RegisterModel", url="m.mar") == refusal
+        assert ("event=bug" in caplog.text) == isinstance(error, RuntimeError)
+
+
+async def test_models_are_not_changed_unless_it_is_allowed(grpc_site, administration):
+    async with grpc_site(model_api=False) as ask:
+        for call in ("RegisterModel", "UnregisterModel"):
+            assert await ask.refusal(call) == (
+                "PERMISSION_DENIED",
+                "Model API disabled\norg.pytorch.serve.archive.model.ModelException",
+            )
+        assert administration.asked == []
+        await ask("ScaleWorker", model_name="m")
+        await ask("SetDefault", model_name="m", model_version="1.0")

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from penstock.errors import ConfigError
+from penstock.testing.backend import FakeBackend
+from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
+from penstock.torchserve.http.base import Face
+
+TLS = Path(__file__).parents[3] / "tls"
+LIMITS = GrpcLimits(max_request_bytes=1000, max_calls=10)
+INFERENCE = Face(groups=frozenset({"inference"}))
+
+
+async def ping(channel):
+    try:
+        call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Ping")
+        return await call(b"", timeout=10.0)
+    finally:
+        await channel.close()
+
+
+async def test_a_port_that_is_taken_is_refused_with_its_key(administration, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: it is in use.*with grpc_inference_port"):
+            await server.start("127.0.0.1", port, "grpc_inference_port")
+        await server.close(0.0)
+
+
+async def test_two_servers_do_not_share_a_port(grpc_site, administration, capfd):
+    async with grpc_site() as ask:
+        server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
+        with pytest.raises(ConfigError):
+            await server.start("127.0.0.1", ask.port, "grpc_inference_port")
+        await server.close(0.0)
+
+
+async def test_it_listens_on_a_unix_socket_and_takes_it_away(administration, tmp_path):
+    path = tmp_path / "s"
+    server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
+    await server.start(f"unix:{path}", 0, "grpc_inference_address")
+    try:
+        assert b"Healthy" in await ping(grpc.aio.insecure_channel(f"unix:{path}"))
+    finally:
+        await server.close(1.0)
+    assert not path.exists()
+
+
+async def test_it_speaks_tls_and_nothing_else(administration):
+    certificate, key = ((TLS / name).read_bytes() for name in ("cert.pem", "key.pem"))
+    server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS, tls=(key, certificate))
+    port = await server.start("127.0.0.1", 0, "a_key")
+    try:
+        trusting = grpc.ssl_channel_credentials(certificate)
+        options = [("grpc.ssl_target_name_override", "localhost")]
+        assert b"Healthy" in await ping(grpc.aio.secure_channel(f"127.0.0.1:{port}", trusting, options))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ping(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+    finally:
+        await server.close(1.0)
+
+
+async def test_what_runs_is_answered_when_it_closes_and_nothing_new_is_taken(grpc_site, wait_until):
+    async with grpc_site({"m": lambda call: None}) as ask:
+        running = asyncio.ensure_future(ask("Predictions", model_name="m"))
+        await wait_until(lambda: ask.backend.calls)
+        closing = asyncio.ensure_future(ask.server.close(10.0))
+        await asyncio.sleep(0)
+        ask.backend.calls[0].reply(b"late")
+        assert (await running).prediction == b"late"
+        await closing
+        assert (await ask.refusal("Ping"))[0] == "UNAVAILABLE"
+
+
+async def test_what_outlasts_the_drain_is_cancelled(grpc_site, wait_until):
+    async with grpc_site({"m": lambda call: None}) as ask:
+        running = asyncio.ensure_future(ask.refusal("Predictions", model_name="m"))
+        await wait_until(lambda: ask.backend.calls)
+        await ask.server.close(0.05)
+        assert (await running)[0] in ("UNAVAILABLE", "CANCELLED")
+        await wait_until(lambda: ask.backend.calls[0].cancelled)
+
+
+async def test_connections_end_when_they_are_old(administration):
+    limits = GrpcLimits(max_request_bytes=1000, max_calls=10, max_age_ms=100, max_age_grace_ms=100)
+    server = GrpcServer(FakeBackend({"m": lambda call: None}), administration, INFERENCE, limits)
+    port = await server.start("127.0.0.1", 0, "a_key")
+    try:
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(b"\x0a\x01m", timeout=10.0)
+        assert raised.value.code() != grpc.StatusCode.DEADLINE_EXCEEDED
+        await channel.close()
+    finally:
+        await server.close(1.0)
+
+
+async def test_a_connection_that_says_nothing_ends(administration):
+    limits = GrpcLimits(max_request_bytes=1000, max_calls=10, handshake_s=0.1)
+    server = GrpcServer(FakeBackend(), administration, INFERENCE, limits)
+    port = await server.start("127.0.0.1", 0, "a_key")
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert b"timeout" in await asyncio.wait_for(reader.read(), 10.0)
+        writer.close()
+        await writer.wait_closed()
+    finally:
+        await server.close(1.0)
+
+
+async def test_its_services_can_be_asked_for(grpc_site):
+    async with grpc_site(open_inference=False) as ask:
+
+        def names():
+            with grpc.insecure_channel(f"127.0.0.1:{ask.port}") as channel:
+                database = ProtoReflectionDescriptorDatabase(channel)
+                found = database.FindFileContainingSymbol("org.pytorch.serve.grpc.inference.PredictionsRequest")
+                return set(database.get_services()), found.name
+
+        services, file = await asyncio.to_thread(names)
+        assert file == "inference.proto"
+        assert services == {
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+            "org.pytorch.serve.grpc.inference.InferenceAPIsService",
+            "org.pytorch.serve.grpc.management.ManagementAPIsService",
+        }

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory
+from penstock.torchserve.protocol.requests import HandlerRequest
+
+
+def asked(*inputs, **headers):
+    """A batch of one request for each dict of inputs."""
+    named = {"explain": "False", **headers}
+    return [HandlerRequest(f"id-{i}", found, dict(named)) for i, found in enumerate(inputs)]
+
+
+ECHO = """
+seen = []
+
+def handle(data, context):
+    seen.append((data, context))
+    if data is None:
+        return None
+    return [row["body"] for row in data]
+"""
+
+
+def test_a_module_level_handler_is_called_once_to_initialise_then_for_each_batch(make_handler):
+    model = make_handler(ECHO)
+    assert [bytes(a.body) for a in model.predict(asked({"body": "a"}, {"body": bytearray(b"b")}))] == [b"a", b"b"]
+    import my_handler
+
+    assert [data is None for data, _ in my_handler.seen] == [True, False]
+    contexts = {id(context) for _, context in my_handler.seen}
+    assert len(contexts) == 1, "one Context a worker, for every batch"
+
+
+@pytest.mark.parametrize(
+    ("value", "body"),
+    [
+        (b"raw", b"raw"),
+        (bytearray(b"raw"), b"raw"),
+        ("grün", "grün".encode()),
+        ({"a": [1, "ü"]}, b'{\n  "a": [\n    1,\n    "\\u00fc"\n  ]\n}'),
+        (float("nan"), b"NaN"),
+        (None, b"null"),
+        (2**80, str(2**80).encode()),
+    ],
+)
+def test_what_a_handler_returns_becomes_the_body(make_handler, value, body):
+    model = make_handler(
+        "def handle(data, context):\n    return None if data is None else [row['body'] for row in data]"
+    )
+    (answer,) = model.predict(asked({"body": value}))
+    assert (bytes(answer.body), answer.status, answer.content_type, answer.reason) == (body, 200, "", "")
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        ("'text'", "Invalid model predict output"),
+        ("(1, 2)", "Invalid model predict output"),
+        ("None", "Invalid model predict output"),
+        ("(x for x in data)", "Invalid model predict output"),
+        ("[1]", "number of batch response mismatched"),
+        ("[1, 2, 3]", "number of batch response mismatched"),
+        ("[1, object()]", "Unsupported model output data type."),
+        ("[1, {b'k': 1}]", "Unsupported model output data type."),
+        ("[1, loop]", "Unsupported model output data type."),
+        ("[1, '\\ud800']", "Unsupported model output data type."),
+    ],
+)
+def test_a_wrong_return_fails_the_whole_batch_in_torchserves_words(make_handler, returned, text):
+    model = make_handler(f"loop = []\nloop.append(loop)\ndef handle(data, context):\n    return data and {returned}")
+    with pytest.raises(BadOutput) as caught:
+        model.predict(asked({}, {}))
+    assert caught.value.message == text
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "text"),
+    [
+        ("ValueError('secret')", ItemFailed, "Prediction failed"),
+        ("KeyError(1)", ItemFailed, "Prediction failed"),
+        ("MemoryError()", OutOfMemory, "Out of resources"),
+        ("RuntimeError('CUDA error: misaligned address')", OutOfMemory, "Out of resources"),
+        ("ValueError('needs CUDA')", OutOfMemory, "Out of resources"),
+    ],
+)
+def test_an_exception_becomes_an_error_of_the_batch(make_handler, caplog, raised, kind, text):
+    model = make_handler(f"def handle(data, context):\n    if data: raise {raised}")
+    with pytest.raises(kind) as caught:
+        model.predict(asked({"body": 1}))
+    assert type(caught.value) is kind
+    assert caught.value.message == text
+    assert "my_handler.py" in caught.value.detail
+    assert len([r for r in caplog.records if r.exc_info]) == 1, "the traceback stands in the log once"
+
+
+PREDICTION = """
+from ts.utils.util import PredictionException
+
+def handle(data, context):
+    if data and any(row["body"] == "bad" for row in data):
+        raise PredictionException("too dark", {code})
+    return data and [row["body"] for row in data]
+"""
+
+
+def test_a_prediction_exception_answers_with_its_code_and_message(make_handler):
+    answers = make_handler(PREDICTION.format(code=418)).predict(asked({"body": "bad"}, {"body": "good"}))
+    expected = {"code": 418, "type": "InternalServerException", "message": "too dark"}
+    assert [(a.status, json.loads(a.body)) for a in answers] == [(418, expected)] * 2
+    assert bytes(answers[0].body).endswith(b"}\n")
+
+
+def test_the_message_of_a_prediction_exception_may_hold_half_a_character(make_handler):
+    model = make_handler(PREDICTION.format(code=418).replace("too dark", "half: \\ud800"))
+    assert json.loads(model.predict(asked({"body": "bad"}))[0].body)["message"] == "half: ?"
+
+
+def test_with_retry_split_a_prediction_exception_waits_until_its_request_is_alone(make_handler):
+    model = make_handler(PREDICTION.format(code=418), retry_split=True)
+    with pytest.raises(ItemFailed):
+        model.predict(asked({"body": "bad"}, {"body": "good"}))
+    assert [a.status for a in model.predict(asked({"body": "bad"}))] == [418]
+
+
+def test_an_answer_that_is_too_large_fails_alone(make_handler):
+    model = make_handler(ECHO, max_response_size=10)
+    large, small = model.predict(asked({"body": "x" * 11}, {"body": "x" * 10}))
+    assert (large.status, json.loads(large.body)["type"]) == (500, "InternalServerException")
+    assert (small.status, small.body) == (200, b"x" * 10)
+
+
+def test_status_headers_and_content_type_are_the_handlers(make_handler):
+    model = make_handler(
+        """
+        def handle(data, context):
+            if data is None:
+                context.set_response_status(500)
+                return
+            context.set_response_status(404, "Not here", 1)
+            context.set_response_content_type(0, "text/csv")
+            context.set_response_header(1, "X-Left", "3")
+            return ["a", "b"]
+        """
+    )
+    for _ in range(2):  # what one batch sets is not left to the next
+        first, second = model.predict(asked({}, {}))
+        assert (first.status, first.content_type, first.headers) == (200, "text/csv", [])
+        assert (second.status, second.reason, second.headers) == (404, "Not here", [("X-Left", "3")])
+        assert second.content_type == ""
+
+
+def test_a_context_has_what_torchserves_has(make_handler, tmp_path):
+    model = make_handler(
+        "def handle(data, context):\n    context.calls = getattr(context, 'calls', 0) + 1\n    return data and ['']",
+        manifest={"model": {"modelName": "m"}},
+        model_yaml_config={"handler": {"x": 1}},
+        batch_size=4,
+        limit_max_image_pixels=False,
+    )
+    context = model._context
+    assert context.request_processor is None
+    assert context.get_request_id() is None
+    assert (context.model_name, context.manifest) == ("m", {"model": {"modelName": "m"}})
+    assert context.model_yaml_config == {"handler": {"x": 1}}
+    assert context.system_properties == {
+        "model_dir": str(tmp_path / "model"),
+        "gpu_id": None,
+        "batch_size": 4,
+        "server_name": "MMS",
+        "server_version": "0.12.0",
+        "limit_max_image_pixels": False,
+    }
+    model.predict(asked({"body": 1}, **{"X-Foo": "1", "body": {"content-type": "image/png"}}))
+    assert context.request_ids == {0: "id-0"}
+    assert context.get_request_id() == "id-0"
+    assert context.get_request_header(0, "x-foo") == context.get_request_header(0, "X-Foo") == "1"
+    assert context.get_all_request_header(0)["body"] == {"content-type": "image/png"}
+    assert context.calls == 2, "what a handler attaches stays"
+    assert context.get_response_status(0) == (200, None)
+
+
+def test_without_a_manifest_and_a_configuration_the_context_has_none(make_handler):
+    context = make_handler(ECHO)._context
+    assert context.manifest is None
+    assert context.model_yaml_config == {}
+
+
+def test_explanations_and_descriptions_are_calls_of_their_own(make_handler):
+    model = make_handler(
+        """
+        def handle(data, context):
+            if data is None:
+                return
+            if context.get_request_header(0, "explain") == "True":
+                raise ValueError
+            if context.get_request_header(0, "describe") == "True":
+                return ["about"]
+            return [len(data)] * len(data)
+        """
+    )
+    batch = [*asked({}, {}), *asked({}, {}, describe="True"), *asked({}, explain="True")]
+    batch[1], batch[2] = batch[2], batch[1]
+    first, about, second, another, failed = model.predict(batch)
+    assert [first.body, about.body, second.body, another.body] == [b"2", b"about", b"2", b"about"]
+    assert type(failed) is ItemFailed
+
+
+@pytest.mark.parametrize("name", ["explain", "describe"])
+def test_a_field_of_a_form_called_as_a_header_is_a_prediction_among_others(make_handler, name):
+    model = make_handler("def handle(data, context): return data and [len(data)] * len(data)")
+    batch = [*asked({}), HandlerRequest("id-1", {name: bytearray(b"1")}, {name: {"content-type": ""}})]
+    assert [answer.body for answer in model.predict(batch)] == [b"2", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [("MemoryError()", LoadOutOfMemory), ("RuntimeError('CUDA')", LoadOutOfMemory), ("ValueError('CUDA')", ValueError)],
+)
+def test_no_memory_to_load_is_told_apart(make_handler, raised, kind):
+    with pytest.raises(kind):
+        make_handler(f"def handle(data, context):\n    raise {raised}")
+
+
+def test_an_envelope_is_around_the_handler(make_handler):
+    model = make_handler("def handle(data, context):\n    return data and [str(d) for d in data]", envelope="body")
+    (answer,) = model.predict(asked({"body": {"a": 1}}))
+    assert answer.body == b"{'a': 1}"
+
+
+def test_a_tensor_goes_out_as_torch_saves_it(make_handler):
+    torch = pytest.importorskip("torch")
+    model = make_handler("import torch\ndef handle(data, context):\n    return data and [torch.arange(3)]")
+    (answer,) = model.predict(asked({}))
+    assert torch.load(io.BytesIO(answer.body), weights_only=True).tolist() == [0, 1, 2]

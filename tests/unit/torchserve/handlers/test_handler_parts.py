@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import copy
+import struct
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.errors import BadOutput
+from penstock.torchserve.handlers.parts import Parts
+from penstock.torchserve.ts.context import RequestProcessor
+from penstock.torchserve.ts.protocol.otf_message_handler import create_predict_response
+
+
+@pytest.fixture
+def running():
+    """The parts of a batch of two, places 2 and 0 of three, and what was sent of them."""
+    parts, sent = Parts(100), []
+    parts.begin(sent.append, ["x", "y"], [2, 0], 3)
+    return parts, sent
+
+
+def response(*values, ids=(0, 1)):
+    context = SimpleNamespace(request_processor=[RequestProcessor({}), RequestProcessor({})])
+    context.request_processor[0].report_status(206, "Partly")
+    return create_predict_response(list(values), ids, "Intermediate", 200, context, True)
+
+
+def test_parts_stand_where_their_requests_stand(running):
+    parts, sent = running
+    parts.sendall(response("a", {"b": 1}))
+    ((second, nothing, first),) = sent
+    assert nothing is None
+    assert (first.body, first.status, first.reason, first.headers) == (
+        b"a",
+        206,
+        "Partly",
+        [("ts_stream_next", "true")],
+    )
+    assert second.body == b'{\n  "b": 1\n}'
+
+
+def test_some_may_have_none(running):
+    parts, sent = running
+    parts.sendall(response("a", "b", ids=[1]))
+    assert [part and part.body for part in sent[0]] == [b"b", None, None]
+
+
+def test_what_comes_after_the_end_is_dropped(running):
+    parts, sent = running
+    parts.end()
+    parts.sendall(response("a", "b"))
+    assert sent == []
+    Parts(0).sendall(response("a", "b"))  # or before any batch
+
+
+def test_a_thread_of_an_earlier_batch_speaks_to_no_caller_of_this_one(running):
+    parts, sent = running
+    parts.sendall(response("a", "b", ids={0: "x", 1: "of before"}))
+    assert [part and part.body for part in sent.pop()] == [None, None, b"a"]
+    parts.sendall(response("a", "b", "c", ids={2: "of before"}))
+    name, frame = b"of before", struct.pack("!i", 200) + packed(b"")
+    frame += packed(name) + packed(b"") + struct.pack("!i", 200) + packed(b"") + struct.pack("!i", 0) + packed(b"a")
+    parts.sendall(frame + struct.pack("!i", -1))
+    assert sent == []
+
+
+def test_a_part_that_cannot_be_sent_is_the_handlers_error(running):
+    parts, _ = running
+    with pytest.raises(BadOutput, match="Unsupported model output"):
+        parts.sendall(response(object(), "b"))
+
+
+def packed(text: bytes) -> bytes:
+    return struct.pack("!i", len(text)) + text
+
+
+def test_an_installed_ts_sends_bytes(running):
+    parts, sent = running
+    head = packed(b"X-A") + packed(b"1") + packed(b"content-type") + packed(b"text/csv")
+    one = packed(b"y") + packed(b"text/csv") + struct.pack("!i", 201) + packed(b"Made") + struct.pack("!i", 2) + head
+    frame = struct.pack("!i", 200) + packed(b"Prediction success") + one + packed(b"\xff\x00") + struct.pack("!i", -1)
+    parts.sendall(bytearray(frame))
+    ((found, *rest),) = sent
+    assert (found.body, found.content_type, found.status, found.reason) == (b"\xff\x00", "text/csv", 201, "Made")
+    assert found.headers == [("X-A", "1")]
+    assert rest == [None, None]
+
+
+def test_a_copy_of_a_context_speaks_for_the_same_batch(running):
+    parts, _ = running
+    assert copy.deepcopy(SimpleNamespace(cl_socket=parts)).cl_socket is parts

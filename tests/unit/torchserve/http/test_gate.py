@@ -1,0 +1,218 @@
+"""A TorchServe listener behind TLS: those who speak plain HTTP are told so, and nobody else is any worse off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.schema import LimitsConfig
+from penstock.errors import ConfigError
+from penstock.serving.http.auth import make_ssl_context
+from penstock.serving.http.server import HttpServer
+from penstock.testing.backend import Call, FakeBackend
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.http.base import Face
+from penstock.torchserve.http.server import make_listener
+
+LIMIT_S = 10.0
+HERE = Path(__file__).parents[3] / "tls"
+CERT, KEY = str(HERE / "cert.pem"), str(HERE / "key.pem")
+REFUSAL = (
+    b"HTTP/1.1 403 This TorchServe instance only accepts HTTPS requests\r\nPragma: no-cache\r\n"
+    b"Cache-Control: no-cache; no-store, must-revalidate, private\r\nExpires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
+    b"content-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+@asynccontextmanager
+async def guarded(**limits: Any) -> AsyncIterator[tuple[HttpServer, int]]:
+    server = make_listener(
+        FakeBackend({"m": lambda call: call.reply(content_type="")}),
+        FakeAdministration(),
+        Face(groups=frozenset({"inference"})),
+        LimitsConfig(**limits),
+        ssl=make_ssl_context(CERT, KEY),
+    )
+    _, port = await server.start("127.0.0.1", 0)
+    try:
+        yield server, port
+    finally:
+        await server.close(1.0)
+
+
+async def plain(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def secured(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    context = ssl.create_default_context(cafile=CERT)
+    return await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    return await asyncio.wait_for(reader.read(), LIMIT_S)
+
+
+def waiting(server: HttpServer) -> int:
+    assert server._gate is not None
+    return server._gate.waiting
+
+
+async def until_gone(server: HttpServer) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while waiting(server) or server.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def post(port: int, body: bytes) -> bytes:
+    reader, writer = await secured(port)
+    for _ in range(2):  # the first may lie behind the handshake in one segment, the second finds all settled
+        writer.write(b"POST /predictions/m HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"\r\n\r\n")
+        answer = await asyncio.wait_for(reader.readexactly(len(body)), LIMIT_S)
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return answer
+
+
+@pytest.mark.parametrize("size", [0, 10, 100_000, 3_000_000])
+async def test_bodies_of_any_size_pass_through_tls(size):
+    async with guarded() as (server, port):
+        assert await post(port, b"x" * size) == b"x" * size
+        await until_gone(server)
+
+
+async def test_many_clients_at_once_pass_through_tls():
+    async with guarded() as (server, port):
+        bodies = [b"%d" % n for n in range(30)]
+        assert await asyncio.gather(*(post(port, body) for body in bodies)) == bodies
+        await until_gone(server)
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n", b"G", b"nonsense\n", b"POST / " + b"x" * 99_999]
+)
+async def test_plain_http_is_refused_in_the_first_line(data):
+    async with guarded() as (server, port):
+        reader, writer = await plain(port)
+        writer.write(data)
+        assert await rest(reader) == REFUSAL
+        writer.close()
+        await until_gone(server)
+        assert await post(port, b"a") == b"a"
+
+
+async def test_a_refused_client_that_stays_is_dropped(monkeypatch):
+    monkeypatch.setattr("penstock.serving.http.gate.LINGER_S", 0.05)
+    async with guarded() as (server, port):
+        reader, writer = await plain(port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert await rest(reader) == REFUSAL
+        assert waiting(server) == 1
+        await until_gone(server)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16", b"\x16\x03\x01\x02\x00"])
+async def test_a_client_that_says_nothing_or_not_enough_is_dropped_in_time(said):
+    async with guarded(header_timeout_s=0.1) as (server, port):
+        reader, writer = await plain(port)
+        writer.write(said)
+        with contextlib.suppress(ConnectionError):
+            assert REFUSAL not in await rest(reader)
+        writer.close()
+        await until_gone(server)
+
+
+async def test_a_handshake_that_fails_ends_only_its_own_connection():
+    async with guarded() as (server, port):
+        reader, writer = await plain(port)
+        writer.write(b"\x16" + b"no handshake at all" * 100)
+        with contextlib.suppress(ConnectionError):
+            assert b"HTTP" not in await rest(reader)
+        writer.close()
+        await until_gone(server)
+        assert await post(port, b"a") == b"a"
+
+
+async def test_clients_that_leave_at_once_leave_nothing_behind():
+    async with guarded() as (server, port):
+        for said in (b"", b"\x16", b"GET "):
+            for _ in range(5):
+                _, writer = await plain(port)
+                writer.write(said)
+                writer.close()
+        assert await post(port, b"a") == b"a"
+        await until_gone(server)
+
+
+async def test_silent_connections_count_as_connections():
+    async with guarded(max_connections=2) as (server, port):
+        silent = [await plain(port) for _ in range(2)]
+        async with asyncio.timeout(LIMIT_S):
+            while waiting(server) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        reader, writer = await plain(port)
+        with contextlib.suppress(ConnectionError):
+            assert await rest(reader) == b""
+        writer.close()
+        assert server.refused == 1
+        for _, writer in silent:
+            writer.close()
+        await until_gone(server)
+        assert await post(port, b"a") == b"a"
+
+
+async def test_closing_drops_who_is_still_at_the_gate():
+    async with guarded() as (server, port):
+        peers = [await plain(port) for _ in range(3)]
+        peers[1][1].write(b"\x16")
+        async with asyncio.timeout(LIMIT_S):
+            while waiting(server) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await server.close(1.0)
+        for reader, writer in peers:
+            with contextlib.suppress(ConnectionError):
+                assert await rest(reader) == b""
+            writer.close()
+        await until_gone(server)
+
+
+async def test_a_request_in_flight_is_answered_when_the_listener_closes():
+    calls: list[Call] = []
+    async with guarded() as (server, port):
+        server.backend.models["m"] = calls.append  # type: ignore[attr-defined]
+        reader, writer = await secured(port)
+        writer.write(b"POST /predictions/m HTTP/1.1\r\nContent-Length: 1\r\n\r\na")
+        while not calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        closing = asyncio.ensure_future(server.close(5.0))
+        await asyncio.sleep(0)
+        calls[0].reply(b"late", "")
+        assert (await rest(reader)).endswith(b"\r\n\r\nlate")
+        writer.close()
+        await closing
+
+
+async def test_a_port_in_use_and_a_host_that_is_none_are_refused():
+    async with guarded() as (_, port):
+        for host, at in (("127.0.0.1", port), ("x" * 300, 0)):
+            other = make_listener(
+                FakeBackend(),
+                FakeAdministration(),
+                Face(groups=frozenset({"inference"})),
+                LimitsConfig(),
+                ssl=make_ssl_context(CERT, KEY),
+            )
+            with pytest.raises(ConfigError, match=r"cannot listen on .*inference_address"):
+                await other.start(host, at, "inference_address")

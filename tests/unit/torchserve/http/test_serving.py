@@ -1,0 +1,161 @@
+"""Routes that are functions of a whole request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from penstock.config.schema import LimitsConfig
+from penstock.errors import BadRequest
+from penstock.serving.http.server import HttpServer
+from penstock.serving.http.template import HttpRequest, Template
+from penstock.testing.backend import FakeBackend
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.http.base import Face
+from penstock.torchserve.http.dialect import TorchServeDialect
+from penstock.types import ItemResult
+
+LIMIT_S = 10.0
+Function = Callable[[HttpRequest], Awaitable[ItemResult]]
+
+
+@asynccontextmanager
+async def serving(function: Function, path: str = "/do/{what}", **limits: Any) -> AsyncIterator[tuple[HttpServer, int]]:
+    table = [Template(path, "", serve=function, methods=frozenset({"PUT", "GET", "POST"}))]
+    dialect = TorchServeDialect(FakeAdministration(), Face(groups=frozenset({"management"})), table)
+    server = HttpServer(FakeBackend(), LimitsConfig(**limits), dialect=dialect)
+    _, port = await server.start("127.0.0.1", 0)
+    try:
+        yield server, port
+    finally:
+        await server.close(1.0)
+
+
+async def ask(port: int, data: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+    writer.close()
+    return answer
+
+
+async def echo(request: HttpRequest) -> ItemResult:
+    return ItemResult(body=request.body)
+
+
+async def test_the_function_is_given_the_whole_request():
+    asked: list[HttpRequest] = []
+
+    async def note(request: HttpRequest) -> ItemResult:
+        asked.append(request)
+        return ItemResult(body=b"fine", status=202)
+
+    async with serving(note) as (_, port):
+        target = b"/do/a%20b?x=1&y=%C3%A9+z&x=2&empty=&bare"
+        head = b"PUT %b HTTP/1.1\r\nX-Mine: 1\r\nContent-Type: a/b\r\nConnection: close\r\n" % target
+        answer = await ask(port, head + b"Content-Length: 3\r\n\r\nabc")
+        assert answer.startswith(b"HTTP/1.1 202 Accepted\r\n")
+        assert answer.endswith(b"\r\n\r\nfine")
+    (request,) = asked
+    assert (request.method, request.path, request.names) == ("PUT", target.decode(), {"what": "a b"})
+    assert request.query == {"x": ["1", "2"], "y": ["\xe9 z"], "empty": [""], "bare": [""]}
+    assert (request.content_type, request.body) == ("a/b", b"abc")
+    assert (b"X-Mine", b"1") in request.headers
+
+
+@pytest.mark.parametrize("size", [0, 1000, 100_000, 300_000])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_bodies_of_any_size_are_bytes_and_no_shared_memory_is_kept(size, chunked):
+    body = (
+        b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size) if chunked and size else b"0\r\n\r\n" if chunked else b"x" * size
+    )
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % size
+    async with serving(echo, max_body_bytes=300_000) as (server, port):
+        answer = await ask(port, b"POST /do/it HTTP/1.1\r\nConnection: close\r\n%b\r\n\r\n%b" % (framing, body))
+        assert answer.partition(b"\r\n\r\n")[2] == b"x" * size
+        assert server.backend.used_bytes == 0  # type: ignore[attr-defined]
+
+
+async def test_what_a_function_raises_is_answered_and_a_bug_tells_nothing(caplog):
+    async def fail(request: HttpRequest) -> ItemResult:
+        if request.names["what"] == "bad":
+            raise BadRequest("found a, expected b")
+        raise KeyError("/a/secret/path")
+
+    async with serving(fail) as (_, port):
+        answer = await ask(port, b"GET /do/bad HTTP/1.1\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert b'"message": "found a, expected b"' in answer
+        answer = await ask(port, b"GET /do/bug HTTP/1.1\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 500 Internal Server Error\r\n")
+        assert b"secret" not in answer
+        assert "event=bug where=route path='/do/bug'" in caplog.text
+
+
+async def test_requests_of_one_connection_are_answered_in_order():
+    gates = {name: asyncio.Event() for name in ("a", "b")}
+
+    async def wait(request: HttpRequest) -> ItemResult:
+        await gates[request.names["what"]].wait()
+        return ItemResult(body=request.names["what"].encode())
+
+    async with serving(wait) as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /do/a HTTP/1.1\r\n\r\nGET /do/b HTTP/1.1\r\nConnection: close\r\n\r\n")
+        while len(server._tasks) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        gates["b"].set()
+        await asyncio.sleep(0.01)
+        gates["a"].set()
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+        assert answer.index(b"\r\n\r\na") < answer.index(b"\r\n\r\nb")
+        writer.close()
+
+
+async def test_a_change_goes_on_when_its_client_leaves_and_closing_waits_for_it():
+    begun, gate, made = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def change(request: HttpRequest) -> ItemResult:
+        begun.set()
+        await gate.wait()
+        made.set()
+        return ItemResult(body=b"nobody reads this")
+
+    async with serving(change) as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"PUT /do/it HTTP/1.1\r\n\r\n")
+        await asyncio.wait_for(begun.wait(), LIMIT_S)
+        writer.close()
+        while server.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        closing = asyncio.ensure_future(server.close(LIMIT_S))
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        gate.set()
+        await asyncio.wait_for(closing, LIMIT_S)
+        assert made.is_set()
+
+
+async def test_closing_waits_no_longer_than_it_was_told():
+    cancelled = asyncio.Event()
+
+    async def hang(request: HttpRequest) -> ItemResult:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    async with serving(hang) as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"PUT /do/it HTTP/1.1\r\n\r\n")
+        while not server._tasks:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        await server.close(0.05)
+        assert cancelled.is_set()
+        writer.close()

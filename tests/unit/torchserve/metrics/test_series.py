@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.serving.observe.text import Page
+from penstock.torchserve.metrics import series
+from penstock.torchserve.metrics.declared import Declared
+from penstock.torchserve.metrics.series import SeriesTable, only
+
+LABELS = (("Level", "Host"),)
+
+
+def declared(name: str = "a", kind: str = "counter", unit: str = "Count") -> Declared:
+    return Declared(name, kind, unit, ("Level",))
+
+
+def page(table: SeriesTable) -> str:
+    found = Page()
+    table.write(found)
+    return found.encode().decode()
+
+
+def values(table: SeriesTable) -> dict[str, float]:
+    """By name and labels' values, of samples that are not buckets."""
+    text = page(table)
+    assert list(text_string_to_metric_families(text)) or not text  # it is read
+    samples = [line.rpartition(" ") for line in text.splitlines() if line[0] != "#" and 'le="' not in line]
+    return {re.sub(r"{.*", "", name) + str(re.findall(r'="(.*?)"', name)): float(value) for name, _, value in samples}
+
+
+def test_counters_add_gauges_show_the_last_and_histograms_count() -> None:
+    table = SeriesTable()
+    for kind in ("counter", "gauge", "histogram"):
+        for found in ((1.0, 2.0), (4.0,)):
+            table.change(declared(kind, kind), LABELS, found)
+    text = page(table)
+    assert 'counter{Level="Host"} 7.0\n' in text
+    assert 'gauge{Level="Host"} 4.0\n' in text
+    assert 'histogram_bucket{Level="Host",le="2.5"} 2\n' in text
+    assert 'histogram_bucket{Level="Host",le="1e+07"} 3\n' in text
+    assert 'histogram_sum{Level="Host"} 7.0\n' in text
+    assert "# TYPE histogram histogram\n" in text
+
+
+def test_a_declared_metric_is_on_the_page_before_its_first_value() -> None:
+    table = SeriesTable()
+    table.declare(declared("a", unit='per "x"\nline'))
+    assert page(table) == '# HELP a A counter of the TorchServe API, unit: per "x"\\nline\n# TYPE a counter\n'
+
+
+def test_series_go_with_their_owner() -> None:
+    table = SeriesTable()
+    for version in ("1", "2"):
+        table.change(declared(), (("v", version),), (1.0,), ("m", version))
+    table.forget(("m", "1"))
+    assert values(table) == {"a['2']": 1.0}
+    table.change(declared(), (("v", "1"),), (5.0,), ("m", "1"))
+    assert values(table) == {"a['2']": 1.0, "a['1']": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("Wörld", LABELS),
+        ("with space", LABELS),
+        ("9lives", LABELS),
+        ("", LABELS),
+        ("penstock_requests_total", LABELS),
+        ("process_cpu_seconds_total", LABELS),
+        ("other_bucket", LABELS),
+        ("ok", (("le", "1"),)),
+        ("ok", (("__name__", "x"),)),
+        ("ok", (("a b", "x"),)),
+        ("ok", (("a", "x"), ("a", "y"))),
+    ],
+)
+def test_what_would_spoil_the_page_is_left_out_and_told_once(
+    name: str, labels: tuple[tuple[str, str], ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    table = SeriesTable()
+    table.change(declared("other", "histogram"), LABELS, (1.0,))
+    before = values(table)
+    for _ in range(3):
+        table.change(declared(name), labels, (1.0,))
+    assert values(table) == before
+    assert caplog.text.count("metric_refused") == 1
+
+
+def test_a_name_belongs_to_who_had_it_first(caplog: pytest.LogCaptureFixture) -> None:
+    table = SeriesTable()
+    table.change(declared("a", "gauge"), LABELS, (1.0,))
+    table.change(declared("a", "counter"), LABELS, (9.0,))
+    assert values(table) == {"a['Host']": 1.0}
+    assert "another metric has this name" in caplog.text
+
+
+def test_there_is_a_most_of_series_and_room_again_when_some_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series, "MAX_SERIES", 2)
+    table = SeriesTable()
+    for i in range(4):
+        table.change(declared(), (("i", str(i)),), (1.0,), ("m", str(i)))
+    assert values(table) == {"a['0']": 1.0, "a['1']": 1.0}
+    table.forget(("m", "0"))
+    table.change(declared(), (("i", "3"),), (1.0,), ("m", "3"))
+    assert values(table) == {"a['1']": 1.0, "a['3']": 1.0}
+
+
+def test_a_page_can_be_cut_down_to_families_and_samples_by_name() -> None:
+    table = SeriesTable()
+    table.change(declared("a"), LABELS, (1.0,))
+    table.change(declared("h", "histogram"), LABELS, (1.0,))
+    table.change(declared("ab"), (("Level", "a h"),), (1.0,))
+    whole = page(table).encode()
+    assert only(whole, ["a"]) == whole[: whole.index(b"# HELP h")]
+    assert only(whole, ["h"]).count(b"h_bucket") == len(series.BOUNDS) + 1
+    assert only(whole, ["h_sum"]).splitlines()[1:] == [b"# TYPE h histogram", b'h_sum{Level="Host"} 1.0']
+    assert only(whole, ["nobody"]) == b""
+    assert only(whole, ["a", "h", "ab"]) == whole

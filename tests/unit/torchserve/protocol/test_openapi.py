@@ -1,0 +1,53 @@
+"""Documents in the form of OpenAPI 3.0.1."""
+
+from __future__ import annotations
+
+from penstock.torchserve.protocol.openapi import Operation, Parameter, operations_document
+
+OPERATIONS = (
+    Operation(
+        "GET",
+        "/things/{name}/{rest...}",
+        "getThing",
+        "Gets a thing.",
+        (Parameter("many", "How many", "integer", 3), Parameter("kind", "Which", values=("a", "b"), required=True)),
+        answers=((200, "OK", "page"), (404, "No such thing", "error")),
+    ),
+    Operation("POST", "/things/{name}/{rest...}", "postThing", "Posts one.", takes="bytes", deprecated=True),
+)
+
+
+def test_a_document_has_an_entry_for_each_operation():
+    document = operations_document("Things", "1.2", OPERATIONS, "All about things.")
+    assert document["openapi"] == "3.0.1"
+    assert document["info"] == {"title": "Things", "description": "All about things.", "version": "1.2"}
+    assert {path: sorted(methods) for path, methods in document["paths"].items()} == {
+        "/things/{name}/{rest}": ["get", "post"]
+    }
+
+
+def test_parameters_are_those_of_the_path_and_those_of_the_query():
+    get = operations_document("Things", "1.2", OPERATIONS)["paths"]["/things/{name}/{rest}"]["get"]
+    assert [(p["in"], p["name"], p["required"]) for p in get["parameters"]] == [
+        ("path", "name", True),
+        ("path", "rest", True),
+        ("query", "many", False),
+        ("query", "kind", True),
+    ]
+    assert get["parameters"][2]["schema"] == {"type": "integer", "default": 3}
+    assert get["parameters"][3]["schema"]["enum"] == ["a", "b"]
+
+
+def test_every_operation_may_fail_and_every_form_that_is_named_is_there():
+    document = operations_document("Things", "1.2", OPERATIONS)
+    methods = document["paths"]["/things/{name}/{rest}"]
+    assert list(methods["get"]["responses"]) == ["200", "404", "500"]
+    assert methods["post"]["requestBody"] == {
+        "content": {"*/*": {"schema": {"type": "string", "format": "binary"}}},
+        "required": True,
+    }
+    assert methods["post"]["deprecated"]
+    assert sorted(document["components"]["schemas"]) == ["error", "page"]
+    assert methods["get"]["responses"]["404"]["content"] == {
+        "application/json": {"schema": {"$ref": "#/components/schemas/error"}}
+    }
