@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import harness
 
-from penstock.serving.observe.base import BatchRecord, HttpReading, ModelReading, Observer, Reading, tell
+from penstock.core.contracts import BatchRecord, HttpSnapshot, ModelSnapshot, Observer, ServerSnapshot
+from penstock.core.engine.notifier import notify
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.records import BatchRecords
 from penstock.types import ModelStatus
@@ -31,9 +32,9 @@ def record(model: str) -> BatchRecord:
     return BatchRecord(model, "1", 0, 64, 64, "full", False, 0.018, 0.019, [0.001] * 64, 0)
 
 
-def reading() -> Reading:
-    models = [ModelReading(ModelStatus(f"m{i}", "1", "READY", 1, 1, 64, ("cpu",))) for i in range(50)]
-    return Reading(models, 1, 2, HttpReading(1, 0, {2: 5}))
+def reading() -> ServerSnapshot:
+    models = [ModelSnapshot(ModelStatus(f"m{i}", "1", "READY", 1, 1, 64, ("cpu",))) for i in range(50)]
+    return ServerSnapshot(models, 1, 2, HttpSnapshot(1, 0, {2: 5}))
 
 
 def main() -> None:
@@ -48,8 +49,8 @@ def main() -> None:
 
     def batches() -> None:
         for _ in range(BATCHES):
-            tell(observers, "on_answer", "m", "1", latencies, 0)
-            tell(observers, "on_complete", one)
+            notify(observers, "on_answer", "m", "1", latencies, 0)
+            notify(observers, "on_complete", one)
 
     contenders = {
         "a batch of 64": lambda: cost(batches, BATCHES, options.seconds),

@@ -13,7 +13,7 @@ import harness
 import numpy as np
 from metrics_cost import cost
 
-from penstock.serving.protocols.base import Codec
+from penstock.core.contracts import Codec
 from penstock.serving.protocols.oip import HEADER_LENGTH
 from penstock.serving.protocols.oip_binary import OipBinaryCodec, decode_answer, encode_request, peek_head
 from penstock.serving.protocols.oip_json import OipJsonCodec, peek_rows

@@ -1,4 +1,4 @@
-"""The plan of the house, kept: floors, purity, pickle, what an import loads. Sizes are reported, not judged."""
+"""The architecture's rules: layers, purity, pickle, safe readers, and what an import loads. One test per rule."""
 
 from __future__ import annotations
 
@@ -6,53 +6,64 @@ import ast
 import subprocess
 import sys
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 SRC = Path(__file__).parents[1] / "src"
-HOUSE = SRC / "penstock"
-FILES = sorted(HOUSE.rglob("*.py"))
+PACKAGE = SRC / "penstock"
+FILES = sorted(PACKAGE.rglob("*.py"))
 
-FLOORS = {
-    "errors": 1,
-    "types": 2, "config": 2, "plugins": 2, "metrics": 2, "native": 2,
-    "batching": 3, "protocols": 3, "archive": 3, "wire": 3, "ops": 3,
-    "models": 4, "observe": 4, "frontends": 4, "client": 4,
-    "worker": 5,
-    "transports": 6, "bench": 6,
-    "engine": 7, "tune": 7, "broker": 7,
-    "pipeline": 8, "streamer": 8, "bulk": 8, "dashboard": 8,
-    "compat": 9,
-    "cli": 10, "testing": 10, "demo": 10,
-}  # fmt: skip
-LEAF_FILES = {
-    "errors",
-    "types",
-    "plugins",
-    "metrics",
-    "native",
-}  # files, not folders: those of one floor may know each other
+# A file may import from its own entry and from the rows above its own. docs/architecture.md shows this table.
+LAYERS = (
+    ("errors", "types", "plugins", "metrics", "_version"),
+    ("config",),
+    ("core.contracts", "core.os_threads", "core.import_alias", "core.tensors"),
+    ("core.codecs",),
+    ("core.batching", "core.wire"),
+    ("core.worker",),
+    ("core.transports",),
+    ("core.engine",),
+    ("runtimes", "client", "serving.protocols", "serving.lifetime"),
+    ("serving.observe",),
+    ("serving.http",),
+    ("streamer", "pipeline", "bulk", "perf"),
+    ("torchserve",),
+    ("torchpipe",),
+    ("cli", "testing"),
+)
+ROW = {entry: row for row, entries in enumerate(LAYERS) for entry in entries}
+SUBSYSTEMS = ("streamer", "pipeline", "bulk", "perf", "torchserve", "torchpipe")
+BETWEEN_SUBSYSTEMS = {("torchpipe", "pipeline"), ("torchserve", "pipeline"), ("perf", "torchserve")}  # TODO-perf
+WITHIN_A_ROW = {*LAYERS[0], *LAYERS[-1]}
+PUBLIC_API_USERS = ("cli.demo",)  # they import the names that users import
 
-PURE = ("batching", "protocols")
-NOT_PURE = {
+PURE = ("core.batching", "serving.protocols", "torchserve.protocol", "torchpipe.thrift.protocol")
+IMPURE_MODULES = {
     "asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random", "select",
     "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time", "uvloop",
 }  # fmt: skip
 UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
-MAY_PICKLE = {"transports", "wire"}  # between a process and its own child, over a private socketpair
-NO_CONCURRENCY = {"asyncio", "concurrent", "multiprocessing", "threading"}
+MAY_PICKLE = ("core.transports", "core.wire")  # between a process and its own child, over a private socketpair
+CONCURRENCY = {"asyncio", "concurrent", "multiprocessing", "threading"}
 
-IN_A_WORKER = {"errors", "types", "config", "plugins", "metrics", "native", "protocols", "models"}
+LOADED_IN_A_WORKER = (
+    *LAYERS[0],
+    "config",
+    "core",
+    "serving.protocols",
+    "runtimes",
+    "torchserve.protocol",
+    "torchserve.ts",
+    "torchserve.handlers",
+)
 SERVER_SIDE = {
     "asyncio", "click", "grpc", "httptools", "prometheus_client", "psutil", "redis", "rich", "starlette", "uvicorn",
 }  # fmt: skip
 RUNTIMES = {"captum", "numpy", "onnx", "onnxruntime", "PIL", "torch", "transformers", "yaml"}
-FILES_OF_OTHERS = {"av", "cv2", "PIL", "pyarrow", "simplejpeg"}  # what reads and writes them
-OTHER_CLIENTS = {"aiohttp", "http", "httpx", "requests", "urllib3"}
-JOB = {"penstock.bulk", "penstock.client"}
+MEDIA_LIBRARIES = {"av", "cv2", "PIL", "pyarrow", "simplejpeg"}
+HTTP_CLIENTS = {"aiohttp", "http", "httpx", "requests", "urllib3"}
+BULK = {"penstock.bulk", "penstock.client"}
 
 
 @cache
@@ -61,7 +72,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that an import statement names, with `from a import b` as `a.b`; typing-only ones too."""
+    """Every module that an import statement names, with `from a import b` as `a.b`; typing-only imports too."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,99 +81,185 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(module: str) -> str:
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else ""
-
-
-def file_room(path: Path) -> str:
-    return path.relative_to(HOUSE).parts[0].removesuffix(".py")
-
-
-@pytest.mark.parametrize(
-    "path", [f for f in FILES if f != HOUSE / "__init__.py"], ids=lambda p: str(p.relative_to(SRC))
-)
-def test_a_file_imports_only_from_lower_floors(path: Path) -> None:
-    mine = file_room(path)
-    assert mine in FLOORS, f"{mine} has no floor: give it one in FLOORS and in docs/architecture.md"
-    for name in imports(path):
-        other = room(name)
-        if not name.startswith("penstock.") or other == mine or name == "penstock.__version__":
-            continue
-        if other not in FLOORS:  # a name of the package's own face, such as penstock.Response: for users, not for us
-            assert mine in ("demo",), f"{path.relative_to(SRC)} imports penstock's face ({name}); import the module"
-            continue
-        lower = FLOORS[other] < FLOORS[mine]
-        neighbour = FLOORS[other] == FLOORS[mine] and (other in LEAF_FILES or FLOORS[mine] == 10)
-        assert lower or neighbour, (
-            f"{path.relative_to(SRC)} (floor {FLOORS[mine]}) imports {name} (floor {FLOORS[other]})"
-        )
-
-
-@pytest.mark.parametrize("path", [f for f in FILES if file_room(f) in PURE], ids=lambda p: str(p.relative_to(SRC)))
-def test_decisions_are_pure(path: Path) -> None:
-    tops = {name.split(".")[0] for name in imports(path)}
-    assert not tops & NOT_PURE
-    assert not {name for name, _ in calls(path)} & {"open", "print", "input", "eval", "exec"}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_pickle_stays_inside_one_trust_boundary(path: Path) -> None:
-    used = {name.split(".")[0] for name in imports(path)} & UNSAFE
-    assert not used or file_room(path) in MAY_PICKLE, f"{path.relative_to(SRC)} imports {used}"
-    with path.open("rb") as f:
-        names = [t.string for t in tokenize.tokenize(f.readline) if t.type == tokenize.NAME]
-    assert "eval" not in names
-
-
 def calls(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Every call by its dotted name, with its keywords; a keyword that is no constant has its node."""
+    """Every call by its dotted name, with its keywords; a keyword that is not a constant has its node."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             given = {k.arg: getattr(k.value, "value", k.value) for k in node.keywords if k.arg is not None}
             yield ast.unparse(node.func), given
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_files_of_others_are_read_by_what_runs_no_code(path: Path) -> None:
-    for name, keywords in calls(path):
-        if name == "torch.load":  # a variable: what the model's owner said of trust
-            assert keywords.get("weights_only", False) is not False, "torch.load without weights_only"
-        if name in ("np.load", "numpy.load"):
-            assert not keywords.get("allow_pickle"), name
-        assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), f"{name}: yaml.safe_load is meant"
-        assert not name.endswith((".extractall", ".unpack_archive")), f"{name}: archive/safe_unpack.py is meant"
-        assert not keywords.get("shell"), f"{name} asks a shell"
-        assert name != "os.system"
+def name_of(path: Path) -> str:
+    """The module of a file, without `penstock.`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize(
-    "path", [f for f in FILES if file_room(f) in ("archive", "config")], ids=lambda p: str(p.relative_to(SRC))
-)
-def test_archives_and_settings_are_read_in_the_thread_that_asks(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & NO_CONCURRENCY
+def inside(module: str, entries: tuple[str, ...]) -> bool:
+    return any(module == entry or module.startswith(entry + ".") for entry in entries)
 
 
-TS = HOUSE / "compat" / "ts"
+def entry_of(module: str) -> str | None:
+    """The entry of the layer table that a module belongs to."""
+    parts = module.split(".")
+    return next((e for k in range(len(parts), 0, -1) if (e := ".".join(parts[:k])) in ROW), None)
 
 
-@pytest.mark.parametrize("path", sorted(TS.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
-def test_the_library_of_handlers_knows_only_what_a_worker_has(path: Path) -> None:
-    ours = [
-        name for name in imports(path) if name.startswith("penstock.") and not name.startswith("penstock.torchserve.ts")
-    ]
-    assert {room(name) for name in ours} <= IN_A_WORKER, ours
+def files_in(*entries: str) -> list[Path]:
+    return [path for path in FILES if inside(name_of(path), entries)]
 
 
-def test_nobody_imports_the_library_of_handlers_by_name() -> None:
+def edges() -> Iterator[tuple[str, str]]:
+    """(importing module, imported module), both without `penstock.`; the package root is left out."""
+    for path in FILES:
+        if path.parent != PACKAGE or path.name != "__init__.py":
+            yield from (
+                (name_of(path), x.removeprefix("penstock.")) for x in imports(path) if x.startswith("penstock.")
+            )
+
+
+def test_every_file_has_a_layer() -> None:
+    known = {entry.split(".")[0] for entry in ROW}
+    lost = [m for m in map(name_of, FILES) if m and m != "__init__" and entry_of(m) is None and m not in known]
+    assert not lost, f"add these to LAYERS and to docs/architecture.md: {lost}"
+    assert not [e for e in ROW if not files_in(e)], "a layer without files"
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for importer, imported in edges():
+        mine, other = entry_of(importer), entry_of(imported)
+        if other is None:  # a public name such as penstock.Response
+            allowed = inside(importer, PUBLIC_API_USERS)
+        else:
+            assert mine is not None, importer
+            sideways = ROW[other] == ROW[mine] and {mine, other} <= WITHIN_A_ROW
+            allowed = mine == other or ROW[other] < ROW[mine] or sideways or importer == "perf.bench.suite"  # TODO-perf
+        if not allowed:
+            wrong.append(f"{importer} -> {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_subsystems_do_not_import_each_other() -> None:
+    wrong = []
+    for importer, imported in edges():
+        pair = importer.split(".")[0], imported.split(".")[0]
+        if pair[0] != pair[1] and set(pair) <= set(SUBSYSTEMS) and pair not in BETWEEN_SUBSYSTEMS:
+            wrong.append(f"{importer} -> {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycle() -> None:
+    """Between files, at import time or at run time; imports for type checkers only are left out."""
+    modules = {name_of(path): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        graph[module] = set()
+        for name in runtime_imports(path):
+            parts = name.removeprefix("penstock.").split(".")
+            found = next((m for k in (len(parts), len(parts) - 1) if (m := ".".join(parts[:k])) in modules), None)
+            if found is not None and found != module:
+                graph[module].add(found)
+    cycles = [c for c in strongly_connected(graph) if len(c) > 1]
+    assert not cycles, cycles
+
+
+def runtime_imports(path: Path) -> Iterator[str]:
+    """The module-level imports of our own modules."""
+    for node in tree(path).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("penstock."))
+
+
+def strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            cut = stack.index(node)
+            found.append(stack[cut:])
+            del stack[cut:]
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_decisions_are_pure() -> None:
+    wrong = []
+    for path in files_in(*PURE):
+        wrong += [f"{path.name} imports {m}" for m in {x.split(".")[0] for x in imports(path)} & IMPURE_MODULES]
+        wrong += [
+            f"{path.name} calls {n}" for n in {n for n, _ in calls(path)} & {"open", "print", "input", "eval", "exec"}
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pickle_stays_inside_one_trust_boundary() -> None:
+    wrong = []
+    for path in FILES:
+        used = {name.split(".")[0] for name in imports(path)} & UNSAFE
+        if used and not inside(name_of(path), MAY_PICKLE):
+            wrong.append(f"{name_of(path)} imports {used}")
+        with path.open("rb") as f:
+            if "eval" in [t.string for t in tokenize.tokenize(f.readline) if t.type == tokenize.NAME]:
+                wrong.append(f"{name_of(path)} uses eval")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_untrusted_files_are_read_without_running_code() -> None:
+    wrong = []
+    for path in FILES:
+        for name, keywords in calls(path):
+            bad = (
+                # a variable holds the trust that the model's owner configured
+                (name == "torch.load" and keywords.get("weights_only", False) is False)
+                or (name in ("np.load", "numpy.load") and keywords.get("allow_pickle"))
+                or name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system")
+                or name.endswith((".extractall", ".unpack_archive"))
+                or keywords.get("shell")
+            )
+            if bad:
+                wrong.append(f"{name_of(path)}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_archives_and_configuration_are_read_in_the_calling_thread() -> None:
+    files = files_in("torchserve.archive", "torchserve.config", "config")
+    assert not [p for p in files if {name.split(".")[0] for name in imports(p)} & CONCURRENCY]
+
+
+def test_the_handler_library_imports_only_what_a_worker_loads() -> None:
+    ours = {x for p in files_in("torchserve.ts") for x in imports(p) if x.startswith("penstock.")}
+    assert not [x for x in ours if not inside(x.removeprefix("penstock."), LOADED_IN_A_WORKER)]
+
+
+def test_nothing_imports_the_handler_library_by_name() -> None:
     """It is found at run time, in workers that hold a handler."""
-    others = [path for path in FILES if TS not in path.parents]
-    assert not [p for p in others if any(name.startswith("penstock.torchserve.ts.") for name in imports(p))]
+    assert not [(a, b) for a, b in edges() if inside(b, ("torchserve.ts",)) and not inside(a, ("torchserve.ts",))]
+
+
+def test_bulk_jobs_reach_servers_through_our_client_only() -> None:
+    assert not [p for p in files_in("bulk", "client") if {x.split(".")[0] for x in imports(p)} & HTTP_CLIENTS]
 
 
 def loaded_by(statement: str) -> set[str]:
-    """What the statement makes Python load: packages, and rooms of ours as `penstock.bulk`."""
-    code = f"{statement}; import sys; print(*{{'.'.join(m.split('.')[:k]) for m in sys.modules for k in (1, 2)}})"
+    """What the statement makes Python load, as names of up to three parts such as `penstock.serving.http`."""
+    code = f"{statement}; import sys; print(*{{'.'.join(m.split('.')[:k]) for m in sys.modules for k in (1, 2, 3)}})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(out.stdout.splitlines()[-1].split())
 
@@ -170,37 +267,24 @@ def loaded_by(statement: str) -> set[str]:
 def test_import_penstock_loads_no_front_end_and_no_runtime() -> None:
     heavy = {"torch", "onnxruntime", "uvicorn", "starlette", "httptools", "redis", "grpc", "ray", "prometheus_client"}
     loaded = loaded_by("import penstock")
-    assert not loaded & {*heavy, "asyncio", "numpy", "click", "rich", *JOB, *FILES_OF_OTHERS, *OTHER_CLIENTS}
+    assert not loaded & {*heavy, "asyncio", "numpy", "click", "rich", *BULK, *MEDIA_LIBRARIES, *HTTP_CLIENTS}
 
 
 def test_a_worker_child_loads_no_front_end() -> None:
-    child = loaded_by(
-        "import penstock.core.transports.process, penstock.core.worker.main, penstock.serving.protocols.native"
-    )
-    assert not child & {
-        "uvicorn",
-        "starlette",
-        "httptools",
-        "click",
-        "rich",
-        "prometheus_client",
-        "torch",
-        "redis",
-        "grpc",
-        "transformers",
-        "penstock.frontends",
-        "penstock.engine",
-        *JOB,
-        *FILES_OF_OTHERS,
+    modules = "penstock.core.transports.process, penstock.core.worker.main, penstock.serving.protocols.native"
+    assert not loaded_by(f"import {modules}") & {
+        *("uvicorn", "starlette", "httptools", "click", "rich", "prometheus_client", "torch", "redis", "grpc"),
+        *("transformers", "penstock.serving.http", "penstock.core.engine", *BULK, *MEDIA_LIBRARIES),
     }
 
 
-def test_a_workers_captioner_loads_nothing_of_the_job_that_asks_it() -> None:
-    """Nor a runtime, before it is loaded: a wrong configuration is told at once."""
-    loaded = loaded_by(
-        "import penstock.core.transports.child, penstock.bulk.captioner.model, penstock.serving.protocols.oip_binary"
-    )
-    assert not loaded & {*SERVER_SIDE, *(RUNTIMES - {"numpy"}), *JOB, *FILES_OF_OTHERS}
+def test_a_captioner_in_a_worker_loads_nothing_of_the_bulk_job() -> None:
+    """Nor a runtime before the model loads, so that a wrong configuration fails at once."""
+    child = "penstock.core.transports.child, penstock.bulk.captioner.model, penstock.serving.protocols.oip_binary"
+    loaded = loaded_by(f"import {child}")
+    jobs = {m for m in loaded if m.startswith(("penstock.bulk.", "penstock.client"))} - {"penstock.bulk.captioner"}
+    assert not jobs
+    assert not loaded & {*SERVER_SIDE, *(RUNTIMES - {"numpy"}), *MEDIA_LIBRARIES}
 
 
 def test_the_help_of_a_bulk_job_loads_no_runtime_and_no_server() -> None:
@@ -209,43 +293,31 @@ def test_the_help_of_a_bulk_job_loads_no_runtime_and_no_server() -> None:
         " assert 'INPUT' in CliRunner().invoke(main, ['caption', '--help'], catch_exceptions=False).output"
     )
     loaded = loaded_by(help_)
-    assert loaded > JOB
-    assert not loaded & {*(RUNTIMES - {"numpy"}), *FILES_OF_OTHERS, *(SERVER_SIDE - {"asyncio", "click", "httptools"})}
-    assert not loaded & {"penstock.engine", "penstock.frontends", "penstock.models", "penstock.transports"}
+    assert loaded > BULK
+    assert not loaded & {*(RUNTIMES - {"numpy"}), *MEDIA_LIBRARIES, *(SERVER_SIDE - {"asyncio", "click", "httptools"})}
+    server = {"penstock.core.engine", "penstock.serving.http", "penstock.runtimes", "penstock.core.transports"}
+    assert not loaded & server
 
 
 def test_a_server_loads_nothing_of_bulk_jobs() -> None:
-    assert not loaded_by("import penstock.cli.server") & JOB
+    assert not loaded_by("import penstock.cli.server") & BULK
 
 
-@pytest.mark.parametrize(
-    "path", [f for f in FILES if file_room(f) in ("bulk", "client")], ids=lambda p: str(p.relative_to(SRC))
-)
-def test_a_bulk_job_has_one_way_to_a_server(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & OTHER_CLIENTS
-
-
-def test_the_command_torchserve_loads_no_server() -> None:
+def test_the_torchserve_command_loads_no_server() -> None:
     """`torchserve --stop` and `--version` answer at once."""
     assert not loaded_by("import penstock.torchserve.cli.torchserve") & {*(SERVER_SIDE - {"click"}), *RUNTIMES}
 
 
-def test_a_server_in_the_place_of_torchserve_loads_no_runtime_and_no_admin_server() -> None:
+def test_the_torchserve_server_loads_no_runtime_and_no_admin_server() -> None:
     loaded = loaded_by("import penstock.torchserve.cli.server, penstock.cli.main")
     assert not loaded & {*(RUNTIMES - {"numpy"}), "grpc", "redis", "starlette", "uvicorn"}
 
 
-def test_the_library_of_handlers_loads_no_runtime_by_its_base() -> None:
-    handlers = "import penstock.core.transports.child, penstock.torchserve.handlers.handler, penstock.torchserve.protocol.codec"
-    assert not loaded_by(f"{handlers}, penstock.torchserve.ts.torch_handler.base_handler") & {*SERVER_SIDE, *RUNTIMES}
+def test_the_base_of_the_handler_library_loads_no_runtime() -> None:
+    modules = "penstock.core.transports.child, penstock.torchserve.handlers.handler, penstock.torchserve.protocol.codec"
+    loaded = loaded_by(f"import {modules}, penstock.torchserve.ts.torch_handler.base_handler")
+    assert not loaded & {*SERVER_SIDE, *RUNTIMES}
 
 
 def test_the_inference_listener_loads_no_admin_server() -> None:
     assert not loaded_by("import penstock.serving.http.server") & {"uvicorn", "starlette", "prometheus_client"}
-
-
-def test_sizes_are_reported(record_property: Callable[[str, object], None]) -> None:
-    sizes = {str(f.relative_to(SRC)): len(f.read_text().splitlines()) for f in FILES}
-    for name, lines in sorted(sizes.items(), key=lambda kv: -kv[1])[:5]:
-        record_property(name, lines)
-    assert sizes

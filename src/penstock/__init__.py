@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from penstock.core.engine.engine import Engine as Engine
     from penstock.core.engine.portal import Portal as Portal
     from penstock.core.engine.waiters import Future as Future
+    from penstock.core.worker.python_model import model as model
     from penstock.pipeline.builder import Pipeline as Pipeline
-    from penstock.runtimes.python import model as model
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
     from penstock.streamer.model import ManagedModel as ManagedModel
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from penstock.streamer.redis.workers import RedisWorker as RedisWorker
     from penstock.streamer.redis.workers import run_redis_workers_forever as run_redis_workers_forever
 
-__version__ = "0.1.0"
+from penstock._version import __version__ as __version__
+
 __all__ = [
     "BadRequest",
     "DeadlineExceeded",
@@ -70,7 +71,7 @@ _LAZY = {
     "Streamer": "penstock.streamer.local",
     "ThreadedStreamer": "penstock.streamer.local",
     "metrics": "penstock.metrics",
-    "model": "penstock.runtimes.python",
+    "model": "penstock.core.worker.python_model",
     "run_redis_workers_forever": "penstock.streamer.redis.workers",
 }
 

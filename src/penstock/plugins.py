@@ -30,6 +30,12 @@ BUILTIN: dict[str, dict[str, str]] = {
         "torchserve_inputs": "penstock.torchserve.protocol.codec:InputsCodec",
         "torchserve_raw": "penstock.torchserve.protocol.codec:RawCodec",
     },
+    # what opens a target that is not Python code: a model file, a pipeline file, a torch.nn.Module
+    "runtime": {
+        "file": "penstock.runtimes.files:file_model",
+        "module": "penstock.runtimes.files:module_model",
+        "pipeline": "penstock.pipeline.model:PipelineModel",
+    },
     "transport": {
         "inline": "penstock.core.transports.inline:InlineTransport",
         "thread": "penstock.core.transports.thread:ThreadTransport",

@@ -6,13 +6,37 @@ Structs are `msgspec.Struct`: cheap to make (they are made per request) and type
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct, field
 
 from penstock.errors import PenstockError
 
 Headers = list[tuple[bytes, bytes]]
+
+# Open Inference datatypes and the NumPy dtypes that hold their values
+DTYPES: Final = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "BF16": "float32",
+    "FP32": "float32",
+    "FP64": "float64",
+    "BYTES": "object",
+}
+DATATYPES: Final = {dtype: datatype for datatype, dtype in DTYPES.items() if datatype != "BF16"}
+# bytes of an element; of BYTES, which have no size, those of its length
+SIZES: Final = {
+    "BOOL": 1, "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8, "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
+    "FP16": 2, "BF16": 2, "FP32": 4, "FP64": 8, "BYTES": 4,
+}  # fmt: skip
 
 
 class Item(Struct, omit_defaults=True):

@@ -23,12 +23,10 @@ from penstock.serving.protocols.oip_binary import (
     decode_answer,
     encode_arrays,
     encode_request,
-    peek_head,
 )
-from penstock.serving.protocols.oip_json import OipJsonCodec, peek_rows, peek_shape
-from penstock.serving.protocols.oip_npy import OipNpyCodec, peek, write_head
-from penstock.serving.protocols.oip_tensors import DTYPES
-from penstock.types import Item, ItemResult, ModelMetadata, TensorSpec
+from penstock.serving.protocols.oip_json import OipJsonCodec
+from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
+from penstock.types import DTYPES, Item, ItemResult, ModelMetadata, TensorSpec
 
 Array = np.ndarray[Any, Any]
 NUMBERS = [d for d in DTYPES if d not in ("BYTES", "BF16")]
@@ -82,8 +80,9 @@ def test_requests_and_answers_in_binary_hold_what_was_put_in(arrays: dict[str, A
     outputs = answer_of(codec.encode(found, item, context)).outputs
     assert all(same(outputs[name], arrays[name]) for name in arrays)
     first = next(iter(arrays.values()))
-    assert peek_rows(peek_head(item.payload, item.headers), len(item.payload)) == len(first)
-    assert peek_shape(peek_head(item.payload, item.headers))
+    rows, shape = OipBinaryCodec.peek(item, item.payload)
+    assert rows == len(first)
+    assert shape
 
 
 @given(named(finite=True))
@@ -129,7 +128,7 @@ def test_an_array_file_holds_what_was_put_in(array: Array, order: Any) -> None:
     body = codec.encode(np.asarray(array, order=order), item, None).body
     found, _ = codec.decode(Item(body))
     assert same(found["input_0"], array)
-    assert peek(body)[0] in (len(array), 1)
+    assert OipNpyCodec.peek(Item(body), body)[0] in (len(array), 1)
 
 
 # ---- what others may send
@@ -213,8 +212,9 @@ def test_whatever_comes_is_taken_or_refused_in_bounded_memory_and_never_loaded(s
         if tracemalloc.is_tracing():
             assert tracemalloc.get_traced_memory()[1] < 2**20
             tracemalloc.stop()
-        assert peek_rows(peek_head(payload, headers), len(payload)) <= max(1, len(payload))
-        assert peek(payload)[0] <= max(1, len(payload))
+        for codec_class in (OipBinaryCodec, OipNpyCodec):
+            rows, _ = codec_class.peek(Item(payload, headers=headers), payload) or (1, "")
+            assert rows <= max(1, len(payload))
     assert not canary.exists()
     assert taken > 50
     assert refused > 500

@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-from penstock import __version__
+from penstock._version import __version__
 
 _VERBS = {
     "archive": "penstock.torchserve.cli.archive:archive",

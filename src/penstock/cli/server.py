@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock import __version__
-from penstock.cli.running import Stop, runner, settle, tell_ready
+from penstock._version import __version__
 from penstock.config.checks import thrift_model, tokens_for
 from penstock.config.schema import Config
+from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
 from penstock.errors import PenstockError
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
+from penstock.serving.lifetime import Stop, runner, settle, tell_ready
 from penstock.serving.observe.arrivals import ArrivalRecorder
-from penstock.serving.observe.base import HttpReading, Reading
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.records import BatchRecords
 from penstock.types import ModelStatus, TensorSpec
@@ -164,10 +164,10 @@ class Server:
         tell_ready(self.urls)
 
 
-def _reading(engine: Engine, http: HttpServer) -> Reading:
+def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:
     """What the gauges of metrics show."""
     reading = engine.reading()
-    reading.http = HttpReading(http.connections, http.refused, http.answers())
+    reading.http = HttpSnapshot(http.connections, http.refused, http.answers())
     return reading
 
 

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final
 
 from penstock.errors import ConfigError
-from penstock.types import TensorSpec
+from penstock.types import DTYPES, TensorSpec
 
-DATATYPES: Final = (
-    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "BF16", "FP32", "FP64",
-    "BYTES",
-)  # fmt: skip
 _SPEC = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 
 
@@ -23,9 +18,9 @@ def specs_of(inputs: Mapping[str, str], where: str = "") -> tuple[TensorSpec, ..
 
 def _spec(name: str, text: str, key: str) -> TensorSpec:
     found = _SPEC.fullmatch(text.strip())
-    if found is None or found[1] not in DATATYPES:
+    if found is None or found[1] not in DTYPES:
         raise ConfigError(
             f'{key}: found {text[:60]!r}, expected a datatype and a shape such as "FP32[-1,3,224,224]", -1 first for'
-            f" the rows; datatypes are {', '.join(DATATYPES)}"
+            f" the rows; datatypes are {', '.join(DTYPES)}"
         )
     return TensorSpec(name, found[1], (-1, *(int(n) for n in found[2].split(",")[1:])))

@@ -10,7 +10,7 @@ from penstock.errors import BadRequest
 from penstock.pipeline.collate import Normalization
 from penstock.pipeline.ops.arrays import found
 from penstock.runtimes.tensors import Input
-from penstock.serving.protocols.oip_tensors import DTYPES
+from penstock.types import DTYPES
 
 Array = np.ndarray[Any, Any]
 PIXELS = np.dtype(np.uint8)

@@ -11,6 +11,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.linger import Linger
+from penstock.core.contracts import Observer
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.transports.thread import ThreadTransport
@@ -25,7 +26,6 @@ from penstock.pipeline.node import NodeModel, Shared
 from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.pipeline.padding import PadTo
 from penstock.pipeline.routes import needs
-from penstock.serving.observe.base import Observer
 from penstock.types import Item
 
 QUEUED_BATCHES = 2  # that may wait for each instance, without `queue`

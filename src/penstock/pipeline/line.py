@@ -7,13 +7,13 @@ from collections import deque
 
 from msgspec import Struct
 
+from penstock.core.contracts import Ticket
 from penstock.errors import ModelNotReady, PenstockError, QueueFull, describe
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.journey import Done, Journey
 from penstock.pipeline.ops.base import Fields
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.runner import Runner
-from penstock.serving.base import Ticket
 from penstock.types import Item, ItemResult, Sink
 
 MAX_LINE = 65_536  # items that wait for room inside; more are refused

@@ -6,6 +6,7 @@ import concurrent.futures
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
 from penstock.errors import PenstockError
@@ -15,7 +16,6 @@ from penstock.pipeline.line import Begin, Line
 from penstock.pipeline.ops.base import Fields
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.routes import check_runnable
-from penstock.serving.base import Ticket
 from penstock.types import Item, ItemResult, ModelMetadata
 
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from penstock import metrics
+from penstock.core.contracts import BatchRecord, Observer
 from penstock.pipeline.node import Stamp
-from penstock.serving.observe.base import BatchRecord, Observer
 
 FLUSH_S = 0.05
 

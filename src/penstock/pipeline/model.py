@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
+from penstock.core.worker.python_model import Answer, model, options_of
 from penstock.errors import ConfigError
 from penstock.pipeline.check import check
 from penstock.pipeline.graph import Graph, Node
@@ -21,7 +22,6 @@ from penstock.pipeline.ops.base import DATA, RESULT
 from penstock.pipeline.outcome import Outcome
 from penstock.pipeline.placing import AUTO
 from penstock.pipeline.questions import Question, answer_of, question_of, server_timing
-from penstock.runtimes.python import Answer, model, options_of
 from penstock.types import Headed, ModelMetadata, TensorSpec
 
 

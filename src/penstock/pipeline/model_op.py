@@ -19,8 +19,7 @@ from penstock.pipeline.runtimes import Precision, Runtime, Wanted, cores, open_p
 from penstock.runtimes.onnx import PROFILE_ROWS
 from penstock.runtimes.onnx_fuse import RAW, plain_input
 from penstock.runtimes.tensors import ANY_ROWS, Input, Program
-from penstock.serving.protocols.oip_tensors import DTYPES
-from penstock.types import TensorSpec
+from penstock.types import DTYPES, TensorSpec
 
 Array = np.ndarray[Any, Any]
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.core.contracts import Observer
 from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, nearest
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph
@@ -17,7 +18,6 @@ from penstock.pipeline.node import Shared
 from penstock.pipeline.ops.base import NODE_NAME, Fields
 from penstock.pipeline.placing import placed
 from penstock.pipeline.routes import Route, check_runnable, route
-from penstock.serving.observe.base import Observer
 
 LONGEST_NAME = 128  # of a node; what callers give instead may be of any length
 

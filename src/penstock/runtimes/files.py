@@ -11,8 +11,8 @@ from typing import Any
 
 from penstock.config.schema import ModelConfig
 from penstock.config.tensors import specs_of
+from penstock.core.worker.python_model import is_torch_module
 from penstock.errors import ConfigError
-from penstock.runtimes.base import is_module
 from penstock.runtimes.tensors import Program, Settings, TensorModel
 
 
@@ -32,7 +32,7 @@ def module_model(target: Any, config: ModelConfig, threads: int) -> TensorModel:
     """
     if isinstance(target, TensorModel):
         return target
-    if not is_module(target) or hasattr(target, "predict"):
+    if not is_torch_module(target) or hasattr(target, "predict"):
         key = "weights" if config.weights is not None else "inputs"
         raise ConfigError(
             f"{key}: the target takes none; expected a torch.nn.Module without `predict`, such as net.py:Net,"

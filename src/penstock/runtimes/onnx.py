@@ -17,8 +17,7 @@ from penstock.errors import ConfigError, LoadFailed, describe
 from penstock.runtimes.base import OPTIMIZATIONS, PRECISIONS, not_installed
 from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input
 from penstock.runtimes.trt_cache import EngineCache, file_digest
-from penstock.serving.protocols.oip_tensors import DATATYPES
-from penstock.types import TensorSpec
+from penstock.types import DATATYPES, TensorSpec
 
 CPU: Final = "CPUExecutionProvider"
 CUDA: Final = "CUDAExecutionProvider"

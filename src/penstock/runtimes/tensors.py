@@ -13,9 +13,9 @@ from typing import Any, Final, Protocol, cast
 import numpy as np
 from msgspec import Struct, structs
 
+from penstock.core.tensors import array_of, has_text
 from penstock.errors import BadOutput, BadRequest, LoadFailed
-from penstock.serving.protocols.oip_tensors import DATATYPES, DTYPES, array_of, has_text
-from penstock.types import TensorSpec
+from penstock.types import DATATYPES, DTYPES, TensorSpec
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

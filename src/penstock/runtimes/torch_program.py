@@ -11,8 +11,7 @@ import numpy as np
 from penstock.errors import BadOutput, ConfigError, LoadFailed
 from penstock.runtimes import torch as loaders
 from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input
-from penstock.serving.protocols.oip_tensors import DATATYPES
-from penstock.types import TensorSpec
+from penstock.types import DATATYPES, TensorSpec
 
 
 class TorchProgram:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError, QueueFull
-from penstock.serving.base import Ticket
 from penstock.types import Item, ItemResult, Sink
 
 OUT = 2  # pieces at a time: the workers have the second while the first is answered

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config.schema import ModelConfig
+from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import Engine
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
-from penstock.serving.base import Ticket
 from penstock.streamer.pieces import Pieces
 from penstock.types import Item, ItemResult, Sink
 

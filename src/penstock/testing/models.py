@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.worker.loop import BatchRunner
-from penstock.runtimes.python import PythonModel
+from penstock.core.worker.python_model import PythonModel
 from penstock.types import BatchPart, Item
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.base import Codec
 from penstock.types import Item, ItemResult
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.core.transports.base import Transport
+from penstock.core.contracts import Transport
 from penstock.core.wire.slabs import SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied

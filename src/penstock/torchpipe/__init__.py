@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from penstock import __version__ as __version__
+from penstock._version import __version__ as __version__
 from penstock.torchpipe import utils as utils
 from penstock.torchpipe.absent import absent
 from penstock.torchpipe.configs import parse_toml as parse_toml

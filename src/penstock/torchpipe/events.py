@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from penstock.core import native
+from penstock.core import os_threads
 from penstock.core.engine.waiters import Waiter
 
 log = logging.getLogger("penstock.compat")
@@ -18,11 +18,11 @@ _answering: set[int] = set()  # threads that give answers just now
 @contextmanager
 def answering() -> Iterator[None]:
     """What this thread does within is giving an answer: it must not wait for another."""
-    _answering.add(native.thread_id())
+    _answering.add(os_threads.thread_id())
     try:
         yield
     finally:
-        _answering.discard(native.thread_id())
+        _answering.discard(os_threads.thread_id())
 
 
 class Event:
@@ -43,7 +43,7 @@ class Event:
         self._callbacks: list[Callable[[], object]] = []
         self._on_error: Callable[[str], object] | None = None
         self._waiters: list[Waiter] = []
-        self._lock = native.new_lock()
+        self._lock = os_threads.new_lock()
         self._born_s = time.monotonic()
 
     # ---- for who begins items, and ends them
@@ -88,7 +88,7 @@ class Event:
         with self._lock:
             if self._over:
                 return
-            if native.thread_id() in _answering:
+            if os_threads.thread_id() in _answering:
                 raise RuntimeError("a callback must not wait for an event: it stands on the thread of the answers")
             waiter = _waiter()
             self._waiters.append(waiter)
@@ -153,7 +153,7 @@ def _call(callback: Callable[[], object]) -> None:
 
 
 def _waiter() -> Waiter:
-    if native.patched():
+    if os_threads.patched():
         from penstock.core.engine.hubs import HubWaiter
 
         return HubWaiter()

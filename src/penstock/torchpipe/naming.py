@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from penstock.torchserve.handlers.library import installed, make_importable
+from penstock.core.import_alias import installed, make_importable
 
 NAME = "torchpipe"
 OURS = "penstock.torchpipe"

@@ -8,7 +8,7 @@ import time
 import weakref
 from typing import Any
 
-from penstock.core import native
+from penstock.core import os_threads
 from penstock.errors import DecodeError, PenstockError, describe, nearest
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.local import LocalPipeline
@@ -223,4 +223,4 @@ def _gives_mat(graph: Graph, name: str) -> bool:
 
 def _close_aside(pipeline: LocalPipeline) -> None:
     """Closes it on a thread of its own: what drops the last reference to a pipe may be any thread, at any point."""
-    native.start_thread(pipeline.close, name="penstock-close")
+    os_threads.start_thread(pipeline.close, name="penstock-close")

@@ -6,9 +6,8 @@ import pytest
 
 from penstock.config.checks import check_model
 from penstock.config.schema import ModelConfig
-from penstock.config.tensors import DATATYPES, specs_of
+from penstock.config.tensors import specs_of
 from penstock.errors import ConfigError
-from penstock.serving.protocols.oip_tensors import DTYPES
 from penstock.types import TensorSpec
 
 
@@ -19,10 +18,6 @@ def test_tensors_are_read_in_their_order() -> None:
         TensorSpec("ids", "INT64", (-1, -1)),
         TensorSpec("flag", "BOOL", (-1,)),
     )
-
-
-def test_the_datatypes_are_those_of_the_open_inference_protocol() -> None:
-    assert set(DATATYPES) == set(DTYPES)
 
 
 @pytest.mark.parametrize("text", ["", "FP32", "FP32[]", "FP32[3]", "FP31[-1]", "FP32[-1,x]", "FP32[-1,-2]", "[-1]"])

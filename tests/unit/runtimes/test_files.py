@@ -176,7 +176,8 @@ def test_the_threads_of_the_configuration_reach_pytorch(in_folder):
 
 def test_a_file_loads_the_runtime_that_it_needs_and_no_other(in_folder):
     code = (
-        "import sys; from penstock.core.worker.main import open_model; from penstock.core.worker.spec import WorkerSpec;"
+        "import sys; from penstock.core.worker.main import open_model;"
+        "from penstock.core.worker.spec import WorkerSpec;"
         "from penstock.config.schema import ModelConfig;"
         "open_model(WorkerSpec('m', '1', ModelConfig(target='t'), 'net.onnx'), 'cpu');"
         "print('torch' in sys.modules, 'onnxruntime' in sys.modules)"

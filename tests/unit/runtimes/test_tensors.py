@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, BadRequest, LoadFailed
-from penstock.runtimes.python import PythonModel
 from penstock.runtimes.tensors import ANY_ROWS, Input, Settings, TensorModel
 from penstock.types import TensorSpec
 

@@ -18,17 +18,15 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import INF, Dispatch, Entry, Expire, Fail, Outcome, Shed
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.states import EntryState
-from penstock.core.engine.call import Call, Running, release
+from penstock.core.codecs import traits_of
+from penstock.core.contracts import Observer, Transport
+from penstock.core.engine.call import Call, RunningBatch, release
 from penstock.core.engine.joining import Joiner
-from penstock.core.engine.telling import Teller
+from penstock.core.engine.notifier import Notifier
 from penstock.core.engine.timer import Timer
 from penstock.core.engine.verdicts import error_of, reason_of
-from penstock.core.transports.base import Transport
 from penstock.errors import DeadlineExceeded, PenstockError
-from penstock.serving.observe.base import Observer
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
-
-_DIVISIBLE = frozenset({"oip_binary"})  # codecs that decode some rows of a request without the others
 
 log = logging.getLogger("penstock.engine")
 
@@ -50,10 +48,10 @@ class Batcher:
         self._transport = transport
         self._config = config
         self._joiner = Joiner(name, version)
-        self._teller = Teller(name, version, observers)
+        self._notifier = Notifier(name, version, observers)
         self._ids = itertools.count(1)
         self._waiting: dict[int, Call] = {}  # queued, or running at least in part
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningBatch] = {}
         self._loop = asyncio.get_running_loop()
         self._turn_due = False
         self._timer = Timer(self._loop, self._turn)
@@ -82,7 +80,7 @@ class Batcher:
             expires_s=now + config.timeout_s,
             priority=priority,
             bucket=bucket,
-            divisible=item.codec in _DIVISIBLE,
+            divisible=traits_of(item.codec).divisible,
         )
         call = Call(item, sink, entry, self._cancelled)
         try:
@@ -115,7 +113,7 @@ class Batcher:
         ended = list(map(self._waiting.pop, requests))
         for call in ended:
             release(call.item)
-        self._teller.ended(ended, now)
+        self._notifier.ended(ended, now)
 
     @property
     def pending(self) -> int:
@@ -163,7 +161,7 @@ class Batcher:
             if dispatch.wide and entry.deadline_s != INF:
                 item.budget_s = entry.deadline_s - now
             items.append(item)
-        self._running[dispatch.batch_id] = Running(dispatch, calls, now)
+        self._running[dispatch.batch_id] = RunningBatch(dispatch, calls, now)
         if self.on_dispatch is not None:
             self.on_dispatch(dispatch)
         try:
@@ -218,11 +216,11 @@ class Batcher:
                 call.keep(entry.start, result)
         self._abandon_unwanted(running)
 
-    def _abandon_unwanted(self, running: Running) -> None:
+    def _abandon_unwanted(self, running: RunningBatch) -> None:
         if all(call.sink is None for call in running.calls):
             self._transport.abandon(running.dispatch.slot, running.dispatch.batch_id)
 
-    def _completed(self, running: Running, part: BatchPart) -> None:
+    def _completed(self, running: RunningBatch, part: BatchPart) -> None:
         """A batch is answered, or some of it, of one beside others."""
         now = time.monotonic()
         whole: list[int] = []
@@ -249,14 +247,14 @@ class Batcher:
                 call.settle(self._joiner.join(call))
             self._left(split, now)
         if part.final:
-            self._teller.batch(running, part, now, "ok", self.scheduler.max_batch_size)
+            self._notifier.batch(running, part, now, "ok", self.scheduler.max_batch_size)
 
-    def _note_failures(self, running: Running, entry: Entry, call: Call, result: ItemResult) -> None:
-        running.failures += self._teller.failures(call, result)
+    def _note_failures(self, running: RunningBatch, entry: Entry, call: Call, result: ItemResult) -> None:
+        running.failures += self._notifier.failures(call, result)
         if result.error is not None:
             running.failed.add(entry.id)
 
-    def _lost(self, running: Running, part: BatchPart, error: PenstockError) -> None:
+    def _lost(self, running: RunningBatch, part: BatchPart, error: PenstockError) -> None:
         """The worker died. What nobody waits for any more, or has had a part of its answer, is not run again."""
         now = time.monotonic()
         outcome = Outcome("died" if part.started else "lost", part.run_s)
@@ -268,7 +266,7 @@ class Batcher:
             gone = self.scheduler.cancel(entry.id, now)
             if gone or entry.parent is None:  # of a split one another part may run: it ends with that
                 self._left([entry.id], now)
-        self._teller.batch(running, part, now, outcome.kind, self.scheduler.max_batch_size)
+        self._notifier.batch(running, part, now, outcome.kind, self.scheduler.max_batch_size)
 
     # ---- end
 

@@ -1,4 +1,4 @@
-"""Call: one accepted request. Running: a batch that is out."""
+"""Call: one accepted request. RunningBatch: a batch that is out."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Call:
             self._on_cancel(self)
 
 
-class Running:
+class RunningBatch:
     """A batch that is out on a slot. `failed` are the requests of which an item failed, `failures` counts items.
 
     `unwanted`: on a wide slot, a caller has left.

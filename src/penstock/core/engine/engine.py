@@ -11,15 +11,16 @@ from msgspec import structs
 
 from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
+from penstock.core.contracts import Observer, ServerSnapshot
 from penstock.core.engine.call import Call, release
 from penstock.core.engine.handle import ModelHandle
+from penstock.core.engine.notifier import notify
 from penstock.core.engine.registry import ModelRegistry
 from penstock.core.engine.rules import devices_of
 from penstock.core.transports.make import make_transport
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady
-from penstock.serving.observe.base import Observer, Reading, tell
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -154,7 +155,7 @@ class Engine:
         finally:
             self._live.discard(handle)
             if not any((h.name, h.version) == (handle.name, handle.version) for h in self._live):
-                tell(self._observers, "on_unload", handle.name, handle.version)
+                notify(self._observers, "on_unload", handle.name, handle.version)
 
     async def unload(self, name: str, version: str | None = None, *, drain_s: float = 30.0) -> None:
         """Takes a version out of sight, answers what it has accepted, and ends its workers. Raises ModelNotFound."""
@@ -337,13 +338,13 @@ class Engine:
         """What the scheduler of a model has learned and done. Raises ModelNotFound."""
         return self._registry.find(model, version).statistics()
 
-    def reading(self) -> Reading:
+    def reading(self) -> ServerSnapshot:
         """The models and the pool as they stand, for the gauges of metrics."""
         models = {(h.name, h.version): h for h in (*self._live, *self._registry)}  # the one in sight, of two alike
         readings = [models[key].reading() for key in sorted(models)]
         if self._pool is None:
-            return Reading(readings)
-        return Reading(readings, self._pool.in_use_bytes, self._pool.capacity_bytes)
+            return ServerSnapshot(readings)
+        return ServerSnapshot(readings, self._pool.in_use_bytes, self._pool.capacity_bytes)
 
     def allocate(self, nbytes: int) -> Slab | None:
         return self.pool.allocate(nbytes)

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
+from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.call import Call
 from penstock.core.engine.instances import Instances, WorkerReading
+from penstock.core.engine.notifier import notify, overriding
 from penstock.core.engine.peek import bucket_rule, rows_rule
 from penstock.core.engine.rules import check_rules, policy_of, queue_bound
 from penstock.core.engine.verdicts import reason_of
-from penstock.core.transports.base import Transport
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ModelNotReady
-from penstock.serving.observe.base import ModelReading, Observer, hearing, tell
 from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -53,8 +53,8 @@ class ModelHandle:
         self._transport = transport
         self._max_queue_bytes = max_queue_bytes
         self._observers = observers
-        self._hear_arrivals = hearing(observers, "on_arrival")
-        self._hear_requests = hearing(observers, "on_request")
+        self._arrival_observers = overriding(observers, "on_arrival")
+        self._request_observers = overriding(observers, "on_request")
         self._batcher: Batcher | None = None
         self._broken = False
         self._instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
@@ -144,7 +144,7 @@ class ModelHandle:
 
     def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
         """Queues one item. Raises ModelNotReady, QueueFull, DeadlineExceeded, BadRequest."""
-        tell(self._hear_arrivals, "on_arrival", self.name, self.version)
+        notify(self._arrival_observers, "on_arrival", self.name, self.version)
         try:
             batcher = self._batcher
             if batcher is None or self.state != "READY":
@@ -160,11 +160,11 @@ class ModelHandle:
                 nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
                 if not isinstance(nbytes, int):  # any object may be a payload
                     nbytes = 0
-            if self._hear_requests:
-                tell(self._hear_requests, "on_request", self.name, self.version, item.rows, nbytes)
+            if self._request_observers:
+                notify(self._request_observers, "on_request", self.name, self.version, item.rows, nbytes)
             return batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
         except Exception as e:
-            tell(self._observers, "on_reject", self.name, self.version, reason_of(e))
+            notify(self._observers, "on_reject", self.name, self.version, reason_of(e))
             raise
 
     def _refuse(self, batcher: Batcher | None) -> None:
@@ -223,19 +223,19 @@ class ModelHandle:
         """The places for workers, those that are leaving left out."""
         return self._instances.workers()
 
-    def reading(self) -> ModelReading:
+    def reading(self) -> ModelSnapshot:
         """What the gauges of metrics show."""
         batcher = self._batcher
         if batcher is None:
-            return ModelReading(self.status())
+            return ModelSnapshot(self.status())
         scheduler = batcher.scheduler
-        return ModelReading(
+        return ModelSnapshot(
             status=self.status(),
             in_flight=batcher.pending,
             queue_rows=scheduler.queued_rows,
             queue_bytes=scheduler.queued_bytes,
             max_queue_rows=scheduler.max_queue,
-            told=scheduler.explain(),
+            scheduler=scheduler.explain(),
             pids=self._instances.pids(),
         )
 

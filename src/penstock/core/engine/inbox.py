@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
+from penstock.core.contracts import Ticket
 from penstock.core.engine.waiters import failed
 from penstock.errors import ModelNotReady, PenstockError
-from penstock.serving.base import Ticket
 from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")

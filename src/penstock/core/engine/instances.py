@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec import Struct, field
 
 from penstock.core.batching.scheduler import Scheduler
+from penstock.core.contracts import Observer, Transport
 from penstock.core.engine.batcher import Batcher
+from penstock.core.engine.notifier import notify
 from penstock.core.engine.rules import next_device
-from penstock.core.transports.base import Transport
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady, PenstockError, describe
-from penstock.serving.observe.base import Observer, tell
 from penstock.types import MetricDelta, Ready
 
 log = logging.getLogger("penstock.engine")
@@ -261,7 +261,7 @@ class Instances:
         instance.failures, instance.retry_at, instance.error = 0, None, None
         if (scheduler := self._scheduler()) is not None:
             scheduler.slot_up(slot, time.monotonic(), ready.width)
-        tell(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
+        notify(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
         self._tell(slot, "ready")
         self._report(instance)
 
@@ -284,7 +284,7 @@ class Instances:
             )
 
     def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
-        tell(self._observers, "on_model_metrics", self._spec.name, self._spec.version, slot, deltas)
+        notify(self._observers, "on_model_metrics", self._spec.name, self._spec.version, slot, deltas)
 
     def _report(self, instance: Instance) -> None:
         instance.reported = True
@@ -317,7 +317,7 @@ class Instances:
         return LoadFailed(what) if error is None else _load_error(error, what)
 
     def _tell(self, slot: int, state: str) -> None:
-        tell(self._observers, "on_worker", self._spec.name, self._spec.version, slot, state)
+        notify(self._observers, "on_worker", self._spec.name, self._spec.version, slot, state)
 
 
 def _load_error(error: Exception, what: str) -> PenstockError:

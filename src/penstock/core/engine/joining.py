@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from penstock.core.codecs import ModelCodecs
 from penstock.core.engine.call import Call
 from penstock.errors import ItemFailed, PenstockError
-from penstock.plugins import resolve
-from penstock.serving.protocols.base import Codec
-from penstock.types import ItemResult
+from penstock.types import ItemResult, ModelMetadata
 
 log = logging.getLogger("penstock.engine")
 
@@ -18,7 +17,7 @@ class Joiner:
 
     def __init__(self, name: str, version: str) -> None:
         self.name, self.version = name, version
-        self._codecs: dict[str, Codec] = {}
+        self._codecs = ModelCodecs(ModelMetadata(name, version))
 
     def join(self, call: Call) -> ItemResult:
         """The answers to the parts in row order, as one; an error if a part failed, or if they cannot be joined."""
@@ -29,16 +28,10 @@ class Joiner:
         try:
             if call.item.codec == "object":
                 return ItemResult(body=[value for part in parts for value in part.body])
-            return self._codec(call.item.codec).join(parts)
+            return self._codecs.get(call.item.codec).join(parts)
         except PenstockError as e:
             return ItemResult(error=e)
         except Exception as e:
             log.exception("join_failed model=%s", self.name)
             text = f"the parts of the answer could not be joined: {type(e).__name__}"
             return ItemResult(error=ItemFailed(text))
-
-    def _codec(self, name: str) -> Codec:
-        codec = self._codecs.get(name)
-        if codec is None:
-            codec = self._codecs[name] = resolve("codec", name)(self.name, self.version)
-        return codec

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from penstock.core import native
+from penstock.core import os_threads
 from penstock.core.engine.inbox import Inbox, PortalBackend
 from penstock.core.engine.waiters import Waiter
 
@@ -16,17 +16,17 @@ class Life:
 
     def __init__(self, make: Callable[[], PortalBackend]) -> None:
         self.backend: PortalBackend
-        self._started, self._ended = native.new_lock(), native.new_lock()
+        self._started, self._ended = os_threads.new_lock(), os_threads.new_lock()
         self._error: BaseException | None = None
         self._started.acquire()
         self._ended.acquire()
-        native.start_thread(self._main, make, name="penstock-portal")
+        os_threads.start_thread(self._main, make, name="penstock-portal")
         self._started.acquire()
         if self._error is not None:
             raise self._error.with_traceback(None)  # the frames of the other thread tell nothing
 
     def _main(self, make: Callable[[], PortalBackend]) -> None:
-        self._thread = native.thread_id()
+        self._thread = os_threads.thread_id()
         loop = self._loop = _new_loop()
         asyncio.set_event_loop(loop)
         self.post = loop.call_soon_threadsafe
@@ -63,7 +63,7 @@ class Life:
             pass
 
     def on_loop(self) -> bool:
-        return native.thread_id() == self._thread
+        return os_threads.thread_id() == self._thread
 
     def not_on_loop(self) -> None:
         """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""

@@ -18,13 +18,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from penstock.config.schema import LimitsConfig, ModelConfig
-from penstock.core import native
+from penstock.core import os_threads
+from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.inbox import Caller, PortalBackend
 from penstock.core.engine.life import Life
 from penstock.core.engine.waiters import Convert, Future, Waiter, all_items, every_item, the_item
 from penstock.errors import DeadlineExceeded, ModelNotReady
-from penstock.serving.observe.base import Observer
 from penstock.types import Item, ItemResult
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Portal:
         self._make = make or (lambda: Engine(limits, observers))
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
         self._waiters = threading.local()
-        self._lock = native.new_lock()
+        self._lock = os_threads.new_lock()
         self._life: Life | None = None  # None: to be started by the next call
         self._pid = os.getpid()
         self._forked = False
@@ -154,7 +154,7 @@ class Portal:
         return future
 
     def _waiter(self) -> Waiter:
-        if native.patched():
+        if os_threads.patched():
             from penstock.core.engine.hubs import HubWaiter
 
             return HubWaiter()
@@ -252,7 +252,7 @@ class Portal:
         with _FORKING:
             if self._pid == os.getpid():
                 return
-            self._lock = native.new_lock()
+            self._lock = os_threads.new_lock()
             self._waiters = threading.local()
             if self._life is not None:
                 _PARENTS.append(self._life)  # its destructors must not run here
@@ -264,7 +264,7 @@ class Portal:
 
 _PORTALS: weakref.WeakSet[Portal] = weakref.WeakSet()
 _PARENTS: list[Any] = []
-_FORKING = native.new_lock()
+_FORKING = os_threads.new_lock()
 
 
 def _many(items: Sequence[Any]) -> Item:
@@ -272,7 +272,7 @@ def _many(items: Sequence[Any]) -> Item:
 
 
 def _future_class() -> type[Future]:
-    if native.patched():
+    if os_threads.patched():
         from penstock.core.engine.hubs import HubFuture
 
         return HubFuture

@@ -10,7 +10,7 @@ import concurrent.futures
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-from penstock.core import native
+from penstock.core import os_threads
 from penstock.errors import PenstockError
 from penstock.types import ItemResult
 
@@ -31,7 +31,7 @@ class Waiter:
     __slots__ = ("_lock", "ticket", "value")
 
     def __init__(self) -> None:
-        self._lock = native.new_lock()
+        self._lock = os_threads.new_lock()
         self._lock.acquire()
         self.ticket: Revocable | None = None
         self.value: Any = None

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.core import native
+from penstock.core import os_threads
 from penstock.core.wire import frames
 from penstock.core.wire.messages import Pickled
 from penstock.core.wire.slabs import SlabPool, anonymous_file, map_read_only
@@ -145,7 +145,7 @@ def launch(
 ) -> tuple[Child, list[frames.Buffer]]:
     """(a started child, the first message for it). Raises OSError."""
     env, inner_device = environment(spec, device, os.environ)
-    ours, theirs = native.socketpair()
+    ours, theirs = os_threads.socketpair()
     reply_fd = write_fd = -1
     read_fd = None
     try:
@@ -154,7 +154,7 @@ def launch(
         if spec.capture_output:
             read_fd, write_fd = os.pipe()
         numbers = [os.getpid(), theirs.fileno(), pool_fd, pool_bytes, reply_fd, reply_bytes]
-        process = native.popen(
+        process = os_threads.popen(
             [_python(), "-P", "-m", "penstock.core.transports.child", *map(str, numbers)],
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,

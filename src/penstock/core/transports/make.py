@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.core.transports.base import Transport
+from penstock.core.contracts import Transport
 from penstock.core.wire.slabs import SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.plugins import resolve

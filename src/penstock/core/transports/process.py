@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from penstock.core.transports.base import TransportListener
+from penstock.core.contracts import TransportListener
 from penstock.core.transports.channel import Channel
 from penstock.core.transports.launch import Child, launch, pack_spec
 from penstock.core.transports.output import Output

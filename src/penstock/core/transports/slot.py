@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from penstock.config.schema import with_options
-from penstock.core.transports.base import OnPart, TransportListener
+from penstock.core.contracts import OnPart, TransportListener
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import LoadFailed, PenstockError, WorkerDied, describe

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock import metrics
-from penstock.core import native
+from penstock.core import os_threads
 from penstock.core.transports.slot import Slot, SlotTransport, within
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.main import open_model
@@ -112,13 +112,13 @@ class _Life:
     """One thread with its model, until it ends or is abandoned."""
 
     def __init__(self, slot: _ThreadSlot, spec: WorkerSpec, device: str) -> None:
-        self.batches: SimpleQueue[tuple[int, list[Item], list[Lease]] | None] = native.new_queue()
+        self.batches: SimpleQueue[tuple[int, list[Item], list[Lease]] | None] = os_threads.new_queue()
         self.abandoned = False
         self.unwanted = 0  # the last batch that nobody waits for any more
         self._slot = slot
         self._loop = slot.loop
         name = f"penstock-{spec.name}-{slot.number}"
-        native.start_thread(self._main, spec, device, name=name)
+        os_threads.start_thread(self._main, spec, device, name=name)
 
     def _main(self, spec: WorkerSpec, device: str) -> None:
         error: PenstockError = WorkerDied("the worker thread was stopped")

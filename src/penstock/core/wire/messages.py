@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.msgpack import Ext
 
+from penstock.core.codecs import traits_of
 from penstock.core.wire import frames
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.wire.tensors import dumps
@@ -24,7 +25,6 @@ from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready
 
 LARGE_BYTES = 64 * 2**10
 _SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR = 1, 2, 3, 4, 5
-_READ_HEADERS = frozenset({"oip_binary", "oip_npy"})  # codecs that find out from the headers how a body is meant
 # At the start of a reply region, which is never given to an answer: the batch that the worker predicts, 0 where it is
 # the first one without an answer. It stands there still when the worker has died.
 PREDICTED = struct.Struct("<Q")
@@ -180,7 +180,7 @@ class Outbox:
                 payload = place(payload)
             elif len(payload) > LARGE_BYTES:
                 payload = self.put(payload)
-            headers = item.headers if with_headers or item.codec in _READ_HEADERS else None
+            headers = item.headers if with_headers or traits_of(item.codec).reads_headers else None
             if payload is not item.payload or headers is not item.headers:
                 item = Item(
                     payload,

@@ -14,8 +14,7 @@ from msgspec import Struct, field
 
 from penstock.core.wire.messages import Unsent
 from penstock.core.worker.early import Early
-from penstock.errors import BadOutput, BadRequest, Cancelled, OutOfMemory, PenstockError, describe
-from penstock.serving.protocols.oip import is_binary
+from penstock.errors import BadOutput, Cancelled, OutOfMemory, PenstockError, describe
 from penstock.types import BatchPart, Headed, Item, ItemResult
 
 if TYPE_CHECKING:
@@ -166,9 +165,7 @@ class BatchRun:
                 part = parts[i] = parts[i] or ItemResult([None] * self.d.owners.count(i), final=False)
                 part.body[position[u]] = result
             else:
-                encoded = self.encoded(i, result)
-                if encoded.error is None and is_binary(encoded):
-                    encoded.error = BadRequest("the model streams its answer, which is so in JSON only")
+                encoded = self.encoded(i, result, part=True)
                 if encoded.error is not None:
                     self.outcomes[u] = encoded.error
                     alive.discard(u)
@@ -227,17 +224,20 @@ class BatchRun:
         except BaseException as e:
             return self.runner.error_of(e, "postprocess raised")
 
-    def encoded(self, i: int, value: Any) -> ItemResult:
+    def encoded(self, i: int, value: Any, part: bool = False) -> ItemResult:
+        """The response of item `i`, or one streamed part of it; an error if the value cannot be serialised."""
         item = self.d.items[i]
         if type(value) is Headed:
-            result = self.encoded(i, value.value)
+            result = self.encoded(i, value.value, part)
             if result.error is None:
                 result.headers = [*(result.headers or ()), *value.headers]
             return result
         if item.codec == "object":
             return ItemResult(value)
         try:
-            return self.runner.codec(item.codec).encode(value, item, self.d.contexts[i])
+            codec = self.runner.codec(item.codec)
+            encode = codec.encode_part if part else codec.encode
+            return encode(value, item, self.d.contexts[i])
         except PenstockError as e:
             return ItemResult(error=self.runner.error_of(e))
         except Exception as e:

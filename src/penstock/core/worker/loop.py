@@ -9,13 +9,14 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-from penstock import metrics, plugins
+from penstock import metrics
 from penstock.config.schema import BatchingConfig
+from penstock.core.codecs import ModelCodecs
+from penstock.core.contracts import Codec
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, out_of_memory
+from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe
-from penstock.runtimes.python import PythonModel
-from penstock.serving.protocols.base import Codec
 from penstock.types import BatchPart, Item, ModelMetadata
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class BatchRunner:
         self.model = model
         self.batching = batching
         self._metadata = metadata
-        self._codecs: dict[str, Codec] = {}
+        self._codecs = ModelCodecs(metadata)
         self._loop: asyncio.AbstractEventLoop | None = None  # made by the first coroutine
         self._logged: dict[str, float] = {}
 
@@ -112,14 +113,7 @@ class BatchRunner:
 
     def codec(self, name: str) -> Codec:
         """The codec of that name, made for this model. Raises ConfigError."""
-        codec = self._codecs.get(name)
-        if codec is None:
-            make = plugins.resolve("codec", name)
-            m = self._metadata
-            knows = "metadata" in inspect.signature(make).parameters
-            codec = make(m.name, m.version, metadata=m) if knows else make(m.name, m.version)
-            self._codecs[name] = codec
-        return codec
+        return self._codecs.get(name)
 
     def predict(self, values: list[Any]) -> Any:
         """What the model returned: a sequence, or an iterator of sequences when it streams. Raises what it raised."""

@@ -14,15 +14,12 @@ from penstock.config.schema import with_options
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import warm_up
+from penstock.core.worker.python_model import PythonModel, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.core.worker.threads import threads_of
 from penstock.errors import LoadFailed, PenstockError, describe
-from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at
-from penstock.runtimes.base import is_module
-from penstock.runtimes.python import PythonModel
+from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
 from penstock.types import Ready
-
-PIPELINE = "penstock.pipeline.model:PipelineModel"  # the model of a pipeline's file, a floor that stands above this one
 
 
 def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
@@ -69,22 +66,18 @@ def _found(target: Any, spec: WorkerSpec) -> Any:
     if not isinstance(target, str):
         return target
     if is_model_file(target):
-        from penstock.runtimes.files import file_model  # NumPy, and soon a runtime: only such models load them
-
-        return file_model(target, spec.config, _threads(spec))
+        return resolve("runtime", "file")(target, spec.config, _threads(spec))
     if is_pipeline_file(target):
-        return load_object(PIPELINE)
+        return resolve("runtime", "pipeline")
     return load_object(target)
 
 
 def _model(found: Any, spec: WorkerSpec) -> Any:
     """What was found, or the model of it if it is a module of PyTorch that does not say how it predicts."""
     wanted = spec.config.weights is not None or bool(spec.config.inputs)
-    if not wanted and (not is_module(found) or hasattr(found, "predict")):
+    if not wanted and (not is_torch_module(found) or hasattr(found, "predict")):
         return found
-    from penstock.runtimes.files import module_model
-
-    return module_model(found, spec.config, _threads(spec))
+    return resolve("runtime", "module")(found, spec.config, _threads(spec))
 
 
 def _threads(spec: WorkerSpec) -> int:

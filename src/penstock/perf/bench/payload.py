@@ -14,8 +14,8 @@ from penstock.perf.bench.target import Target
 from penstock.serving.protocols.oip import HEADER_LENGTH
 from penstock.serving.protocols.oip_binary import encode_request
 from penstock.serving.protocols.oip_npy import NPY
-from penstock.serving.protocols.oip_tensors import DTYPES, to_bytes
-from penstock.types import TensorSpec
+from penstock.serving.protocols.oip_tensors import to_bytes
+from penstock.types import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np

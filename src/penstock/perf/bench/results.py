@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import msgspec
 from msgspec import Struct, field
 
-from penstock import __version__
+from penstock._version import __version__
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import SCHEMA, Measurement
 

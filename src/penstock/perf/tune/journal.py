@@ -17,7 +17,7 @@ from typing import Final, Self
 import msgspec
 from msgspec import Struct
 
-from penstock import __version__
+from penstock._version import __version__
 from penstock.errors import ConfigError
 from penstock.perf.bench.measurement import SCHEMA
 from penstock.perf.bench.results import not_written

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from penstock.core.contracts import Backend, ManagementBackend
 from penstock.errors import BadRequest, PenstockError, nearest
-from penstock.serving.base import Backend, Management
 from penstock.serving.http.answers import JSON, MethodNotAllowed, RouteNotFound, error_result
 from penstock.serving.http.auth import check_token
 from penstock.serving.http.binding import bind_error
@@ -30,7 +30,7 @@ GRACE_S: Final = 2  # for answers in flight when an admin listener closes
 
 
 def admin_app(
-    backend: Backend, tokens: frozenset[bytes] = frozenset(), management: Management | None = None
+    backend: Backend, tokens: frozenset[bytes] = frozenset(), management: ManagementBackend | None = None
 ) -> Starlette:
     """The management API: see `management_routes`, and GET /ping. Tokens, if any, open all but /ping."""
 

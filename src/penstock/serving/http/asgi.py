@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.config.schema import LimitsConfig
+from penstock.core.contracts import Backend, Ticket
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
-from penstock.serving.base import Backend, Ticket
 from penstock.serving.http.answering import STREAM_BACKLOG
 from penstock.serving.http.answers import error_result, sse_event, stream_part, stream_type
 from penstock.serving.http.intake import BIG_BYTES, Intake

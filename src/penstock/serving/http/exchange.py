@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError
-from penstock.serving.base import Ticket
 from penstock.serving.http.answers import REASONS, error_result, sse_event, stream_part, stream_type
 from penstock.serving.http.template import error_body_of
 from penstock.types import Headers, ItemResult

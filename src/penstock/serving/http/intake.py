@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from penstock.core.contracts import Backend, Buffer
 from penstock.errors import PayloadTooLarge, QueueFull
-from penstock.serving.base import Backend, Buffer
 
 BIG_BYTES: Final = 64 * 1024  # bodies above it go into a Buffer
 

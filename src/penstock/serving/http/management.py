@@ -8,8 +8,8 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.core.contracts import Backend, ManagementBackend
 from penstock.errors import Forbidden, PayloadTooLarge
-from penstock.serving.base import Backend, Management
 from penstock.serving.http.answers import JSON
 from penstock.serving.protocols import admin
 
@@ -18,7 +18,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 Routes = dict[str, dict[str, Handler]]
 
 
-def management_routes(backend: Backend, management: Management | None) -> Routes:
+def management_routes(backend: Backend, management: ManagementBackend | None) -> Routes:
     """path -> method -> handler. Without `management` nothing can be changed."""
     looking = _Looking(backend, management)
     changing = _Changing(management)
@@ -37,7 +37,7 @@ def management_routes(backend: Backend, management: Management | None) -> Routes
 class _Looking:
     """What changes nothing."""
 
-    def __init__(self, backend: Backend, management: Management | None) -> None:
+    def __init__(self, backend: Backend, management: ManagementBackend | None) -> None:
         self._statuses = backend.statuses if management is None else management.statuses
         self._learned = (lambda model, version: {}) if management is None else management.learned
 
@@ -56,10 +56,10 @@ class _Looking:
 class _Changing:
     """Every change answers with the model as it is afterwards."""
 
-    def __init__(self, management: Management | None) -> None:
+    def __init__(self, management: ManagementBackend | None) -> None:
         self._management = management
 
-    def _open(self) -> Management:
+    def _open(self) -> ManagementBackend:
         """Raises Forbidden, ModelNotReady, before a body is read."""
         if self._management is None:
             raise Forbidden("changing models is off: set management = true in [server]")
@@ -96,7 +96,7 @@ def _names(request: Request) -> tuple[str, str | None]:
     return request.path_params["model"], request.path_params.get("version")
 
 
-def _changed(request: Request, management: Management) -> Response:
+def _changed(request: Request, management: ManagementBackend) -> Response:
     return Response(admin.changed_body(management.statuses(), request.path_params["model"]), media_type=JSON)
 
 

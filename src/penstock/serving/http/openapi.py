@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.serving.base import Backend
 from penstock.serving.http.template import Template
 from penstock.serving.protocols.oip_npy import NPY
 from penstock.types import TensorSpec

@@ -8,8 +8,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from penstock.core.contracts import Backend, Ticket
 from penstock.errors import BadRequest
-from penstock.serving.base import Backend, Ticket
 from penstock.serving.http.answers import KeyReused
 from penstock.types import Item, ItemResult, Sink
 

@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 import msgspec
 
-from penstock import __version__
+from penstock._version import __version__
+from penstock.core.contracts import Backend
 from penstock.errors import BadRequest, DeadlineExceeded
-from penstock.serving.base import Backend
 from penstock.serving.http.answers import (
     JSON,
     ExpectationFailed,

@@ -12,7 +12,7 @@ from email.utils import formatdate
 from typing import Any, Final
 
 from penstock.config.schema import LimitsConfig
-from penstock.serving.base import Backend
+from penstock.core.contracts import Backend
 from penstock.serving.http.binding import bind_error, free_path, path_error
 from penstock.serving.http.connection import Connection
 from penstock.serving.http.dialect import Dialect, NativeDialect

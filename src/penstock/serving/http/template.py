@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
+from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.serving.base import Backend
 from penstock.serving.protocols import native, oip_json
 from penstock.types import Headers, ItemResult
 

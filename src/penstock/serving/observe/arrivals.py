@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
+from penstock.core.contracts import Observer
 from penstock.errors import ConfigError
-from penstock.serving.observe.base import Observer
 
 log = logging.getLogger("penstock.observe")
 

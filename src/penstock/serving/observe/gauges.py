@@ -6,8 +6,8 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from penstock import __version__
-from penstock.serving.observe.base import ModelReading, Reading
+from penstock._version import __version__
+from penstock.core.contracts import ModelSnapshot, ServerSnapshot
 from penstock.serving.observe.text import Family, Page
 
 STATES = ("LOADING", "READY", "FAILED", "DRAINING")
@@ -22,7 +22,7 @@ def _counter(name: str, help: str, *labels: str) -> Family:
     return Family(name, "counter", (*_MODEL, *labels), help)
 
 
-_STANDING: tuple[tuple[Family, Callable[[ModelReading], float]], ...] = (
+_STANDING: tuple[tuple[Family, Callable[[ModelSnapshot], float]], ...] = (
     (_gauge("penstock_requests_in_flight", "Requests that wait or run now."), lambda m: m.in_flight),
     (_gauge("penstock_queue_requests", "Requests that wait now."), lambda m: m.status.queue),
     (_gauge("penstock_queue_rows", "Rows of the requests that wait now."), lambda m: m.queue_rows),
@@ -49,16 +49,16 @@ _ANSWERS = Family(
 _BUILD = Family("penstock_build_info", "gauge", ("version", "python"), "1, with the versions as labels.")
 
 
-def write_gauges(page: Page, now: Reading) -> None:
+def write_gauges(page: Page, now: ServerSnapshot) -> None:
     """All of it. Models that have not learned a cost yet have none."""
     for family, value in _STANDING:
         page.write(family, ((_key(m), value(m)) for m in now.models))
     page.write(_STATE, (((*_key(m), s), int(m.status.state == s)) for m in now.models for s in STATES))
-    learned = [m for m in now.models if m.told.get("ready")]
-    page.write(_COST_A, ((_key(m), _number(m.told, "a_s")) for m in learned))
-    page.write(_COST_B, ((_key(m), _number(m.told, "b_s")) for m in learned))
+    learned = [m for m in now.models if m.scheduler.get("ready")]
+    page.write(_COST_A, ((_key(m), _number(m.scheduler, "a_s")) for m in learned))
+    page.write(_COST_B, ((_key(m), _number(m.scheduler, "b_s")) for m in learned))
     page.write(_HOLDS, _by(now, "holds_by_kind"))
-    page.write(_HELD, ((_key(m), _number(m.told, "held_s")) for m in now.models))
+    page.write(_HELD, ((_key(m), _number(m.scheduler, "held_s")) for m in now.models))
     page.write(_POOL_USED, [((), now.pool_used_bytes)])
     page.write(_POOL, [((), now.pool_capacity_bytes)])
     if now.http is not None:
@@ -68,7 +68,7 @@ def write_gauges(page: Page, now: Reading) -> None:
     page.write(_BUILD, [((__version__, platform.python_version()), 1)])
 
 
-def _key(m: ModelReading) -> tuple[str, str]:
+def _key(m: ModelSnapshot) -> tuple[str, str]:
     return m.status.name, m.status.version
 
 
@@ -76,9 +76,9 @@ def _number(told: Mapping[str, Any], name: str) -> float:
     return float(told.get(name, 0.0))
 
 
-def _by(now: Reading, name: str) -> Iterator[tuple[tuple[str, str, str], float]]:
+def _by(now: ServerSnapshot, name: str) -> Iterator[tuple[tuple[str, str, str], float]]:
     """Samples of a table that the scheduler or its policy keeps; a policy of the user's own need not have it."""
     for m in now.models:
-        table = m.told.get(name)
+        table = m.scheduler.get(name)
         if isinstance(table, Mapping):
             yield from (((*_key(m), str(label)), float(count)) for label, count in table.items())

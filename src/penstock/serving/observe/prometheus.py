@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from penstock.core.contracts import BatchRecord, Observer, ServerSnapshot
 from penstock.errors import PenstockError
-from penstock.serving.observe.base import BatchRecord, Observer, Reading
 from penstock.serving.observe.gauges import write_gauges
 from penstock.serving.observe.own import SECONDS, OwnMetrics
 from penstock.serving.observe.system import SystemMetrics
@@ -81,7 +81,7 @@ _HISTOGRAMS = (
 class PrometheusObserver(Observer):
     """Collects; `scrape()` gives the Prometheus text. `read` is asked for what stands now when it is made."""
 
-    def __init__(self, read: Callable[[], Reading] = Reading) -> None:
+    def __init__(self, read: Callable[[], ServerSnapshot] = ServerSnapshot) -> None:
         self.read = read
         self._models: dict[tuple[str, str], _Model] = {}
         self._gone: dict[tuple[str, str], None] = {}  # those of `_models` that were unloaded, the longest ago first
@@ -168,7 +168,7 @@ class PrometheusObserver(Observer):
         page = self._page(now)
         return page + await self._system.on_thread(now.models)
 
-    def _page(self, now: Reading) -> bytes:
+    def _page(self, now: ServerSnapshot) -> bytes:
         """What this process knows by itself. In one go: its numbers agree with each other."""
         page, models = Page(), self._models
         for name, family in _COUNTERS:

@@ -9,7 +9,7 @@ from itertools import islice
 import msgspec
 from msgspec import Struct
 
-from penstock.serving.observe.base import BatchRecord, Observer
+from penstock.core.contracts import BatchRecord, Observer
 
 KEPT = 1000
 

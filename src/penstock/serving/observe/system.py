@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from penstock.serving.observe.base import ModelReading
+from penstock.core.contracts import ModelSnapshot
 from penstock.serving.observe.text import Family, Page
 
 log = logging.getLogger("penstock.observe")
@@ -46,17 +46,17 @@ class SystemMetrics:
         ProcessCollector(registry=self._own)
         self._thread = ThreadPoolExecutor(1, "penstock-system-metrics")
 
-    async def on_thread(self, models: Iterable[ModelReading]) -> bytes:
+    async def on_thread(self, models: Iterable[ModelSnapshot]) -> bytes:
         """What `text` gives; the event loop goes on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.text, models)
 
-    def text(self, models: Iterable[ModelReading]) -> bytes:
+    def text(self, models: Iterable[ModelSnapshot]) -> bytes:
         """This part of the page: all of `write`, and the `process_*` metrics of this process."""
         page = Page()
         self.write(page, models)
         return page.encode() + generate_latest(self._own)
 
-    def write(self, page: Page, models: Iterable[ModelReading]) -> None:
+    def write(self, page: Page, models: Iterable[ModelSnapshot]) -> None:
         workers = list(self._workers(models))
         page.write(WORKER_MEMORY, ((labels, memory) for labels, memory, _ in workers))
         page.write(WORKER_CPU, ((labels, cpu) for labels, _, cpu in workers))
@@ -76,7 +76,7 @@ class SystemMetrics:
             page.write(GPU_USED, [(labels, used) for labels, _, used, _ in gpus])
             page.write(GPU_MEMORY, [(labels, total) for labels, _, _, total in gpus])
 
-    def _workers(self, models: Iterable[ModelReading]) -> Iterator[tuple[tuple[str, str, str], int, float]]:
+    def _workers(self, models: Iterable[ModelSnapshot]) -> Iterator[tuple[tuple[str, str, str], int, float]]:
         """(labels, resident bytes, CPU seconds) of every worker that is a process of its own."""
         seen: dict[int, psutil.Process] = {}
         for m in models:

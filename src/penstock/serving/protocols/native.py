@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.serving.protocols.bodies import (
     MAX_FIELDS,
@@ -50,7 +51,7 @@ def encode_response(response: Response) -> ItemResult:
     )
 
 
-class NativeCodec:
+class NativeCodec(Codec):
     """Codec of `/predictions`: JSON, text, forms, or the bytes as they are."""
 
     def __init__(self, model: str, version: str) -> None:

@@ -16,13 +16,8 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from penstock.errors import BadRequest
-from penstock.serving.protocols.oip_tensors import (
-    Error,
-    check_form,
-    from_bytes,
-    from_json,
-)
-from penstock.types import Headers, ItemResult
+from penstock.serving.protocols.oip_tensors import Error, check_form, from_bytes, from_json
+from penstock.types import Headers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,8 +146,3 @@ def write_head(message: Request | Answer) -> bytes:
     """The JSON before binary tensors, as long as a multiple of `ALIGNMENT`."""
     head = msgspec.json.encode(message)
     return head + b" " * (-len(head) % ALIGNMENT)
-
-
-def is_binary(result: ItemResult) -> bool:
-    """Whether an answer has tensors behind its JSON: its headers say where, so that it cannot be a part of a stream."""
-    return any(name == HEADER_LENGTH for name, _ in result.headers or ())

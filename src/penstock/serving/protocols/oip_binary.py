@@ -24,8 +24,9 @@ from penstock.serving.protocols.oip import (
 )
 from penstock.serving.protocols.oip import Answer as AnswerHead
 from penstock.serving.protocols.oip_codec import OipCodec
-from penstock.serving.protocols.oip_tensors import SIZES, length_of, output_array, to_bytes
-from penstock.types import Headers, Item
+from penstock.serving.protocols.oip_json import peek_json
+from penstock.serving.protocols.oip_tensors import length_of, output_array, to_bytes
+from penstock.types import SIZES, Item
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +38,18 @@ MAX_ANSWER_HEAD_BYTES: Final = 64 * 2**20  # of JSON in an answer; its tensors m
 class OipBinaryCodec(OipCodec):
     """Codec of `/v2/models/{m}/infer` for requests whose header says how long the JSON before their tensors is."""
 
+    divisible = True
+    reads_headers = True
+
+    @staticmethod
+    def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
+        """Rows and shape key of the JSON at the start of a body; None where the header is wrong."""
+        try:
+            length = header_length(item.headers) or 0
+        except BadRequest:
+            return None
+        return peek_json(body[:length], len(body)) if length <= len(body) else None
+
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """The JSON and what follows it. Raises BadRequest when there is less than the header says."""
         body = memoryview(item.payload)
@@ -46,15 +59,6 @@ class OipBinaryCodec(OipCodec):
         if length > len(body):
             raise BadRequest(f"header {HEADER_LENGTH} is {length}, and the body has {len(body)} bytes")
         return body[:length], body[length:]
-
-
-def peek_head(body: bytes | memoryview, headers: Headers | None) -> bytes | memoryview:
-    """The JSON at the start of a body; empty where the header is wrong, of which the worker tells."""
-    try:
-        length = header_length(headers) or 0
-    except BadRequest:
-        return b""
-    return body[:length] if length <= len(body) else b""
 
 
 # ---- clients

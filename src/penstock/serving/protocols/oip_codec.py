@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Raw, Struct
 
+from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import decode_json
 from penstock.serving.protocols.native import BYTES, JSON, encode_response
@@ -36,7 +37,7 @@ class Context(Struct):
     binary: bool = False
 
 
-class OipCodec:
+class OipCodec(Codec):
     """What the codecs of `/v2/models/{m}/infer` share. With `metadata`, requests are checked against its inputs."""
 
     def __init__(self, model: str, version: str, metadata: ModelMetadata | None = None) -> None:
@@ -127,6 +128,13 @@ class OipCodec:
                 tensor.data = to_json(name, datatype, array)
             tensors.append(tensor)
         return _written(Answer(self.model, self.version, tensors, wanted.id, self.parameters), sections)
+
+    def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
+        """A part in JSON. Raises BadRequest for binary outputs: their headers describe one whole body."""
+        result = self.encode(value, item, context)
+        if any(name == HEADER_LENGTH for name, _ in result.headers or ()):
+            raise BadRequest("the model streams its answer, which is possible in JSON only")
+        return result
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
         """The rows of all parts in one answer, put end to end along axis 0. Raises BadOutput when they do not fit."""

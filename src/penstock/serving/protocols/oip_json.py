@@ -40,20 +40,18 @@ def _peek_inputs(body: bytes | memoryview) -> list[_PeekInput]:
         return []
 
 
-def peek_rows(head: bytes | memoryview, body_bytes: int | None = None) -> int:
-    """Axis 0 of the first input; 1 for malformed JSON, for more than 64 KiB of it and for more rows than bytes.
+def peek_json(head: bytes | memoryview, body_bytes: int) -> tuple[int, str] | None:
+    """(rows, shape key) of the JSON `head` of a body of `body_bytes`; None for malformed JSON.
 
-    `head` is the JSON, `body_bytes` the size of the whole body where there is more.
+    Rows are axis 0 of the first input, 1 if there are more rows than bytes. The key holds names, datatypes and shapes
+    without axis 0, such as "x:FP32:3x224x224".
     """
     inputs = _peek_inputs(head)
-    rows = inputs[0].shape[0] if inputs and inputs[0].shape else 1
-    return rows if 1 <= rows <= (len(head) if body_bytes is None else body_bytes) else 1
-
-
-def peek_shape(head: bytes | memoryview) -> str:
-    """A bucket key: names, datatypes and shapes without axis 0, such as "x:FP32:3x224x224"; "" for malformed JSON."""
-    keys = (f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in _peek_inputs(head))
-    return ";".join(sorted(keys))
+    if not inputs:
+        return None
+    rows = inputs[0].shape[0] if inputs[0].shape else 1
+    keys = (f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in inputs)
+    return rows if 1 <= rows <= body_bytes else 1, ";".join(sorted(keys))
 
 
 def error_body(error: PenstockError) -> bytes:
@@ -82,6 +80,11 @@ def metadata_body(metadata: ModelMetadata, versions: Sequence[str]) -> bytes:
 
 class OipJsonCodec(OipCodec):
     """Codec of `/v2/models/{m}/infer` for bodies that are JSON to their end, whatever their content type says."""
+
+    @staticmethod
+    def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
+        """Rows and shape key of up to 64 KiB of JSON."""
+        return peek_json(body, len(body)) if len(body) <= PEEK_BYTES else None
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """The whole body. Raises BadRequest for what is plainly something else: then the JSON's error would mislead."""

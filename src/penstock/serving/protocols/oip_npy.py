@@ -69,16 +69,6 @@ def read_head(body: bytes | memoryview) -> NpyHead:
     return NpyHead(datatype, shape, order == "True", start + size)
 
 
-def peek(body: bytes | memoryview) -> tuple[int, str]:
-    """Rows, at most the bytes there are, and a bucket key; (1, "") for what is no array."""
-    try:
-        head = read_head(body)
-    except BadRequest:  # the worker tells what is wrong with it
-        return 1, ""
-    rows = head.shape[0] if head.shape[0] <= len(body) else 1
-    return rows, f":{head.datatype}:{'x'.join(map(str, head.shape[1:]))}"
-
-
 def write_head(datatype: str, shape: Sequence[int]) -> bytes:
     """The head of an array in C order, version 1.0; the elements behind it are aligned to 64 bytes."""
     dims = "".join(f"{n}, " for n in shape)
@@ -89,6 +79,18 @@ def write_head(datatype: str, shape: Sequence[int]) -> bytes:
 
 class OipNpyCodec(OipCodec):
     """Codec of `/v2/models/{m}/infer` for one array: the first input that the model declares, or "input_0"."""
+
+    reads_headers = True
+
+    @staticmethod
+    def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
+        """Rows, at most the bytes there are, and the shape key; None for a malformed head."""
+        try:
+            head = read_head(body)
+        except BadRequest:
+            return None
+        rows = head.shape[0] if head.shape[0] <= len(body) else 1
+        return rows, f":{head.datatype}:{'x'.join(map(str, head.shape[1:]))}"
 
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], Context]:
         """The input's name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""

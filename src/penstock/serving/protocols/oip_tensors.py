@@ -16,37 +16,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
+from penstock.core.tensors import as_array, has_text, objects
 from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.serving.protocols.bodies import decode_json
+from penstock.types import DATATYPES, DTYPES, SIZES
 
 if TYPE_CHECKING:
     import numpy as np
 
 MAX_DIMS: Final = 32
 MAX_EMPTY: Final = 2**20  # of a shape with an axis of 0, taken as 1: no bytes stand for its other axes, but answers may
-DTYPES: Final = {
-    "BOOL": "bool",
-    "UINT8": "uint8",
-    "UINT16": "uint16",
-    "UINT32": "uint32",
-    "UINT64": "uint64",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "FP16": "float16",
-    "BF16": "float32",
-    "FP32": "float32",
-    "FP64": "float64",
-    "BYTES": "object",
-}
-DATATYPES: Final = {dtype: datatype for datatype, dtype in DTYPES.items() if datatype != "BF16"}
-# bytes of an element; of BYTES, which have no size, those of its length
-SIZES: Final = {
-    "BOOL": 1, "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8, "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
-    "FP16": 2, "BF16": 2, "FP32": 4, "FP64": 8, "BYTES": 4,
-}  # fmt: skip
-_KINDS: Final = {"b": "b", "u": "iu", "i": "iu", "f": "iuf"}  # of the array that JSON gave, by kind wanted
 _NO_JSON: Final = "BF16 has no form in JSON; send or ask for it in binary (parameters binary_data_size, binary_data)"
 _LENGTH: Final = struct.Struct("<I")
 
@@ -89,92 +68,11 @@ def from_json(
         raise error(exc.message) from None
     if not isinstance(values, list):
         raise error(f"{what}: data must be an array, found {type(values).__name__}")
-    found = _array(what, values, datatype, error, b'"' in raw and has_text(values))
+    found = as_array(what, values, datatype, error, b'"' in raw and has_text(values))
     if found.size != (wanted := math.prod(shape)):
         raise error(f"{what}: shape {list(shape[:8])} needs {wanted} elements, found {found.size}")
     _check_empty(what, shape, error)
     return found.reshape(shape)
-
-
-def array_of(name: str, data: Any, datatype: str) -> np.ndarray[Any, Any]:
-    """Nested lists of an input `name` as an array of `datatype`. Raises BadRequest."""
-    return _array(f"input '{name}'", data, datatype, BadRequest, has_text(data))
-
-
-def has_text(data: Any, depth: int = 64) -> bool:
-    """Whether nested lists, no deeper than NumPy's own, hold a text.
-
-    To be asked before NumPy gets them: it takes for every element the memory of the longest text, which are gigabytes
-    for 200 kB of JSON, makes texts of numbers, and ends texts at their last NUL.
-    """
-    if not isinstance(data, list | tuple):
-        return isinstance(data, str | bytes)
-    kinds = set(map(type, data))
-    if str in kinds or bytes in kinds:
-        return True
-    return depth > 0 and not kinds.isdisjoint((list, tuple)) and any(has_text(each, depth - 1) for each in data)
-
-
-def _array(what: str, data: Any, datatype: str, error: Error, holds_text: bool) -> np.ndarray[Any, Any]:
-    import numpy as np
-
-    dtype = np.dtype(DTYPES[datatype])
-    if holds_text and datatype != "BYTES":
-        raise error(f"{what}: {datatype} data holds strings")
-    try:
-        found = np.asarray(data, object if holds_text else None)
-    except (ValueError, OverflowError):
-        raise error(f"{what}: data is a ragged array, or holds a number that is too large") from None
-    if found.size == 0:
-        return np.empty(found.shape, dtype)
-    if datatype == "UINT64" and found.dtype.kind == "f":
-        found = _large_integers(data, found)
-    if holds_text:
-        return _as_bytes(what, found, error)
-    if found.dtype.kind not in _KINDS.get(dtype.kind, ""):
-        raise error(f"{what}: {datatype} data holds {_found(found)}")
-    beyond = f"{what}: data holds a number that {datatype} cannot"
-    if dtype.kind in "ui":
-        limits = np.iinfo(dtype)
-        if int(found.min()) < limits.min or int(found.max()) > limits.max:
-            raise error(beyond)
-    with np.errstate(over="ignore"):
-        array = found.astype(dtype)
-    if dtype.kind == "f" and not np.isfinite(array).all():
-        raise error(beyond)
-    return array
-
-
-def _as_bytes(what: str, found: np.ndarray[Any, Any], error: Error) -> np.ndarray[Any, Any]:
-    """Objects of bytes, from objects of which one at least is a text."""
-    cells = found.ravel().tolist()
-    if any(isinstance(cell, list | tuple) for cell in cells):
-        raise error(f"{what}: data is a ragged array")
-    if not all(isinstance(cell, str | bytes) for cell in cells):
-        raise error(f"{what}: BYTES data holds null or mixed values")
-    return _objects([_cell(what, cell) for cell in cells], found.shape)
-
-
-def _large_integers(data: Any, found: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Integers as such: numpy makes fractions of a list that has some below 2**63 and some above."""
-    import numpy as np
-
-    cells = np.asarray(data, object)
-    whole = all(type(cell) is int and 0 <= cell < 2**64 for cell in cells.ravel().tolist())
-    return cells.astype(np.uint64) if whole else found
-
-
-def _found(array: np.ndarray[Any, Any]) -> str:
-    kinds = {"b": "booleans", "i": "integers", "u": "integers", "f": "fractions"}
-    return kinds.get(array.dtype.kind, "null or mixed values")
-
-
-def _objects(cells: list[bytes], shape: Sequence[int]) -> np.ndarray[Any, Any]:
-    import numpy as np
-
-    array = np.empty(len(cells), object)
-    array[:] = cells
-    return array.reshape(shape)
 
 
 def from_bytes(
@@ -230,7 +128,7 @@ def _texts(what: str, shape: Sequence[int], count: int, data: memoryview, error:
         at = end
     if at != size:
         raise error(f"{what}: {size - at} bytes are left behind the last of {count} elements of BYTES")
-    return _objects(cells, shape)
+    return objects(cells, shape)
 
 
 # ---- what goes out; all raise BadOutput

@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
+from penstock.core.contracts import Ticket
 from penstock.errors import BadRequest, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull
-from penstock.serving.base import Ticket
 from penstock.streamer.redis.address import parse
 from penstock.streamer.redis.books import Books
 from penstock.streamer.redis.calls import Call

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
-from penstock.serving.base import Ticket
 from penstock.streamer.base import _Streamer
 from penstock.streamer.pieces import Pieces
 from penstock.streamer.redis.address import parse

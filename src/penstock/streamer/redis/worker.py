@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 
+from penstock.core.contracts import Backend, Observer
 from penstock.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
@@ -22,8 +23,6 @@ from penstock.errors import (
     QueueFull,
     WorkerDied,
 )
-from penstock.serving.base import Backend
-from penstock.serving.observe.base import Observer
 from penstock.streamer.redis.address import Address
 from penstock.streamer.redis.codec import Malformed
 from penstock.streamer.redis.keys import GROUP, Keys

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.core.contracts import Buffer, Ticket
 from penstock.errors import BadRequest, ModelNotReady, PenstockError
-from penstock.serving.base import Buffer, Ticket
 from penstock.torchpipe.thrift import protocol as thrift
 from penstock.types import Item, ItemResult
 

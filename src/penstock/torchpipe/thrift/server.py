@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from penstock.config.schema import LimitsConfig
-from penstock.serving.base import Backend, Buffer, Ticket
+from penstock.core.contracts import Backend, Buffer, Ticket
 from penstock.serving.http.binding import bind_error
 from penstock.torchpipe.thrift.connection import Connection
 from penstock.types import Item, Sink

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.core.contracts import Ticket
 from penstock.core.engine.call import release
 from penstock.core.engine.engine import Engine
 from penstock.core.wire.slabs import Slab
 from penstock.errors import PenstockError
-from penstock.serving.base import Ticket
 from penstock.torchserve.admin.holding import Held, no_worker, refusal
 from penstock.torchserve.admin.models import Models, Version
 from penstock.torchserve.metrics.observer import UNVERSIONED

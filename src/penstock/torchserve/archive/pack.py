@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from penstock import __version__
+from penstock._version import __version__
 from penstock.errors import ArchiveError, nearest
 from penstock.torchserve.archive.manifest import MANIFEST, Manifest, check_model_name, parse_manifest
 from penstock.torchserve.archive.names import Names, check_name

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from penstock.core.contracts import HttpSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.serving.http.server import HttpServer
-from penstock.serving.observe.base import HttpReading, Observer, Reading
 from penstock.torchserve.admin.startup import Served
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.metrics.declared import default_config, read_config
@@ -43,10 +43,10 @@ class Metrics:
         def http() -> list[HttpServer]:
             return [listener for listener in listeners if isinstance(listener, HttpServer)]
 
-        def reading() -> Reading:
+        def reading() -> ServerSnapshot:
             found = engine.reading()
             servers = http()
-            found.http = HttpReading(
+            found.http = HttpSnapshot(
                 sum(s.connections for s in servers), sum(s.refused for s in servers), _answers(servers)
             )
             return found

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from penstock.cli.running import Stop, runner, settle, tell_ready
 from penstock.config.addresses import Address
 from penstock.config.checks import is_loopback
 from penstock.config.schema import LimitsConfig
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.server import HttpServer
+from penstock.serving.lifetime import Stop, runner, settle, tell_ready
 from penstock.torchserve.admin.launch import pid_path, remove_own
 from penstock.torchserve.admin.logs import Logs
 from penstock.torchserve.admin.startup import Served, administer, load_startup

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 import click
 
-from penstock import __version__
+from penstock._version import __version__
 from penstock.errors import Conflict, PenstockError
 from penstock.torchserve.admin.launch import ALREADY, PidFile, pid_path, running, stop
 from penstock.torchserve.cli.flags import parser, settings_of

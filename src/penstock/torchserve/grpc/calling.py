@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Final
 
+from penstock.core.contracts import Backend
 from penstock.errors import PenstockError, QueueFull
-from penstock.serving.base import Backend
 from penstock.torchserve.grpc.errors import failed, not_taken, required
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.bodies import read_error

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.serving.base import Backend
+from penstock.core.contracts import Backend
 from penstock.torchserve.grpc.calling import model_of, parts, whole
 from penstock.torchserve.grpc.errors import Code, Refusal
 from penstock.torchserve.grpc.messages import INFERENCE, message

@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.serving.base import Backend
 from penstock.torchserve.grpc.calling import model_of, whole
 from penstock.torchserve.grpc.errors import Code, Refusal, failed, refused
 from penstock.torchserve.grpc.messages import OPEN_INFERENCE, message

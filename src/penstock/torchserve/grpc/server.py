@@ -10,8 +10,8 @@ import grpc.aio
 from grpc_reflection.v1alpha import reflection
 from msgspec import Struct
 
+from penstock.core.contracts import Backend
 from penstock.errors import ConfigError
-from penstock.serving.base import Backend
 from penstock.serving.http.binding import free_path
 from penstock.torchserve.grpc import health, inference, management, open_inference
 from penstock.torchserve.grpc.messages import POOL

@@ -11,8 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from msgspec import Struct
 
+from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.serving.base import Backend
 from penstock.torchserve.grpc import messages
 from penstock.torchserve.grpc.errors import Code, Refusal, refused
 from penstock.torchserve.http.base import Administration, Group

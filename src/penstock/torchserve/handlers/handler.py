@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from msgspec import Struct, convert, field
 
+from penstock.core.import_alias import make_importable
 from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory, PenstockError
 from penstock.plugins import load_object
 from penstock.torchserve.handlers.answers import batch_answers, refusal, status_of
 from penstock.torchserve.handlers.entry import Handle, find_entry, in_envelope, prepare_process
-from penstock.torchserve.handlers.library import make_importable
 from penstock.torchserve.handlers.overlap import Prepared, Steps, steps_of
 from penstock.torchserve.handlers.parts import Parts, SendParts
 from penstock.torchserve.protocol.requests import HandlerAnswer, HandlerRequest

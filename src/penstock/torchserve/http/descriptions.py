@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock import __version__
+from penstock._version import __version__
 from penstock.serving.http.answers import MethodNotAllowed
 from penstock.serving.http.template import HttpRequest, Template
 from penstock.torchserve.http.actions import Action, answer, templates_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from penstock.core.contracts import Backend
 from penstock.errors import (
     BadOutput,
     BadRequest,
@@ -20,7 +21,6 @@ from penstock.errors import (
     QueueFull,
     WorkerDied,
 )
-from penstock.serving.base import Backend
 from penstock.serving.http.answers import (
     ExpectationFailed,
     HeadTooLarge,

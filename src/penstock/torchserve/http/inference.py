@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from penstock.serving.base import Backend
+from penstock.core.contracts import Backend
 from penstock.serving.http.template import Route, Template
 from penstock.torchserve.http.base import Administration, Face, Group
 from penstock.torchserve.protocol.bodies import json_body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from penstock import __version__
+from penstock._version import __version__
 from penstock.serving.http.template import HttpRequest
 from penstock.torchserve.http.actions import Action, Serve, answer
 from penstock.torchserve.protocol.openapi import Operation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from penstock.config.schema import LimitsConfig
-from penstock.serving.base import Backend
+from penstock.core.contracts import Backend
 from penstock.serving.http.server import HttpServer
 from penstock.torchserve.http.base import Administration, Face
 from penstock.torchserve.http.descriptions import listener_templates

@@ -14,7 +14,7 @@ from typing import Final
 
 from msgspec import Struct, field
 
-from penstock.serving.observe.base import BatchRecord, Observer
+from penstock.core.contracts import BatchRecord, Observer
 from penstock.serving.observe.prometheus import MAX_GONE, PrometheusObserver
 from penstock.serving.observe.text import Page
 from penstock.torchserve.metrics.declared import Declared, MetricsConfig

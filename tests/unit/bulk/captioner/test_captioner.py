@@ -18,8 +18,8 @@ from penstock.bulk.captioner.model import Prepared, TransformersCaptioner
 from penstock.config.schema import BatchingConfig
 from penstock.core.wire.messages import Unsent
 from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadRequest, ConfigError, LoadFailed
-from penstock.runtimes.python import PythonModel
 from penstock.types import BatchPart, Item
 
 SIDE = 32

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.bulk.captioner import greedy as captioner_greedy
 from penstock.bulk.captioner.files import Source
 from penstock.bulk.captioner.networks import Network, open_network
-from penstock.runtimes import captioner_greedy
 
 ROWS = 24
 

@@ -7,9 +7,8 @@ import pytest
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.policies.make import make_policy
 from penstock.core.batching.scheduler import Scheduler
+from penstock.core.contracts import Observer, OnPart, TransportListener
 from penstock.core.engine.batcher import Batcher
-from penstock.core.transports.base import OnPart, TransportListener
-from penstock.serving.observe.base import Observer
 from penstock.types import Batch, BatchPart, Item, ItemResult
 
 

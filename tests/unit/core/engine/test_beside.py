@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from penstock.core.contracts import Observer
 from penstock.core.engine.batcher import Batcher
 from penstock.core.wire.slabs import SlabPool
 from penstock.errors import ItemFailed, WorkerDied
-from penstock.serving.observe.base import Observer
 from penstock.types import BatchPart, Item, ItemResult
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.telling import Teller
+from penstock.core.engine.notifier import Notifier
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -23,7 +24,6 @@ from penstock.errors import (
     QueueFull,
     WorkerDied,
 )
-from penstock.serving.observe.base import BatchRecord, Observer
 from penstock.types import BatchPart, Item, ItemResult
 
 
@@ -114,7 +114,7 @@ async def test_what_was_served_is_told_with_its_label_its_wait_and_its_latency(b
         def on_served(self, *what: Any) -> None:
             told.append(what)
 
-    b.batcher._teller = Teller("m", "1", [Ear()])
+    b.batcher._teller = Notifier("m", "1", [Ear()])
     calls = [b.submit(caller()) for _ in range(3)]
     for call, label in zip(calls, ("default", "", "1"), strict=True):
         call.label = label

@@ -10,6 +10,7 @@ import pytest
 
 import penstock
 from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.engine import Engine
 from penstock.errors import (
     BadRequest,
@@ -20,7 +21,6 @@ from penstock.errors import (
     ModelNotReady,
     PenstockError,
 )
-from penstock.serving.observe.base import BatchRecord, Observer
 from penstock.types import Item, ItemResult
 
 

@@ -11,11 +11,10 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.batching.policies.fixed import Fixed
+from penstock.core.contracts import Observer, OnPart, TransportListener
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.transports.base import OnPart, TransportListener
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady, PenstockError, WorkerDied
-from penstock.serving.observe.base import Observer
 from penstock.types import Batch, BatchPart, Item, ItemResult, ModelMetadata, Ready
 
 

@@ -5,8 +5,8 @@ import threading
 from typing import Any
 
 from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.engine import Engine
-from penstock.serving.observe.base import BatchRecord, Observer
 from penstock.types import Item
 
 
@@ -28,7 +28,7 @@ async def test_a_reading_tells_of_queue_costs_and_memory() -> None:
             engine.submit("m", None, Item(i), answers.append)
         (m,) = engine.reading().models
         assert (m.status.name, m.status.version, m.in_flight, m.queue_rows) == ("m", "1", 4, 4)
-        assert m.told["ready"] is False
+        assert m.scheduler["ready"] is False
         assert m.max_queue_rows >= 4
         assert m.pids == {}  # a thread is no process of its own
         slab = engine.allocate(100_000)

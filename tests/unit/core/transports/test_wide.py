@@ -16,7 +16,7 @@ from penstock.core.wire import frames
 from penstock.core.wire.messages import FromWorker, Inbox, News, Part, Run, write
 from penstock.core.wire.slabs import SlabPool, lease
 from penstock.core.worker.loop import BatchRunner
-from penstock.runtimes.python import PythonModel
+from penstock.core.worker.python_model import PythonModel
 from penstock.types import Item
 
 LIMIT_S = 10.0

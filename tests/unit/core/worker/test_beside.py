@@ -11,8 +11,8 @@ import pytest
 from penstock.config.schema import BatchingConfig
 from penstock.core.worker.beside import Beside
 from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, Cancelled, ItemFailed, PenstockError
-from penstock.runtimes.python import PythonModel
 from penstock.types import BatchPart, Item
 
 

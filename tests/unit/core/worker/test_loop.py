@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from penstock.config.schema import BatchingConfig
+from penstock.core.contracts import Codec
 from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, BadRequest, Cancelled, ItemFailed, OutOfMemory, PenstockError
-from penstock.runtimes.python import PythonModel
 from penstock.types import Item, ItemResult, ModelMetadata
 
 
-class Upper:
+class Upper(Codec):
     """A codec: text in, text out; refuses an empty body, cannot send a number."""
 
     def __init__(self, model, version):
@@ -37,7 +38,7 @@ def runner(target, **batching):
     model = PythonModel(target)
     model.load("cpu")
     made = BatchRunner(model, ModelMetadata("m", "1"), BatchingConfig(**batching))
-    made._codecs["upper"] = Upper("m", "1")
+    made._codecs._made["upper"] = Upper("m", "1")
     return made
 
 
@@ -546,7 +547,7 @@ def test_the_time_of_each_stage_is_told_also_when_postprocessing_is_done_apart(m
     slow = Slow()
     monkeypatch.setattr("penstock.core.worker.loop.time", slow)
     made = runner(slow)
-    made._codecs["upper"] = SlowCodec(slow)
+    made._codecs._made["upper"] = SlowCodec(slow)
     decoded = made.decode([Item(b"a", codec="upper"), Item(b"b", codec="upper")])
     parts = []
     if apart:

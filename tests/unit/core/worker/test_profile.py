@@ -8,8 +8,8 @@ from penstock.core.worker import loop
 from penstock.core.worker import profile as profiling
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import COLD_RUNS, MAX_AUTO, warm_up
+from penstock.core.worker.python_model import PythonModel
 from penstock.errors import LoadFailed
-from penstock.runtimes.python import PythonModel
 from penstock.types import ModelMetadata
 
 

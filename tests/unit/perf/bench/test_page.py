@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.core.contracts import BatchRecord
 from penstock.perf.bench.page import Page, between, read_page
-from penstock.serving.observe.base import BatchRecord
 from penstock.serving.observe.prometheus import PrometheusObserver
 
 

@@ -101,18 +101,6 @@ class Listener:
 Listen = Callable[..., Any]
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Waits, a pass of the loop at a time, until the condition holds."""
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
-@pytest.fixture
-def wait_until() -> Callable[[Callable[[], object]], Any]:
-    return until
-
-
 @pytest.fixture
 def listen() -> Listen:
     """`async with listen(backend=..., tokens=..., **limits) as listener`."""

@@ -14,7 +14,7 @@ from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import FakeBackend
 
-HERE = Path(__file__).parent / "tls"
+HERE = Path(__file__).parents[3] / "tls"
 CERT, KEY = str(HERE / "cert.pem"), str(HERE / "key.pem")
 
 

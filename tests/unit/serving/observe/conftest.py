@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from penstock.core.contracts import BatchRecord, HttpSnapshot, ModelSnapshot, ServerSnapshot
 from penstock.errors import ItemFailed
-from penstock.serving.observe.base import BatchRecord, HttpReading, ModelReading, Reading
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.types import ModelStatus
 
@@ -41,20 +41,22 @@ def record() -> Callable[..., BatchRecord]:
 
 
 @pytest.fixture
-def reading() -> Callable[..., Reading]:
+def reading() -> Callable[..., ServerSnapshot]:
     """One model, READY, with this very process as its worker, and a listener."""
 
-    def make(model: str = "m", version: str = "1", http: bool = True, **more: object) -> Reading:
+    def make(model: str = "m", version: str = "1", http: bool = True, **more: object) -> ServerSnapshot:
         status = ModelStatus(model, version, "READY", 2, 1, 64, ("cpu",), queue=3)
-        fields = {"told": TOLD, "pids": {0: os.getpid()}, "in_flight": 7, "queue_rows": 5, "queue_bytes": 50}
-        one = ModelReading(status, **{**fields, "max_queue_rows": 100, **more})  # type: ignore[arg-type]
-        return Reading([one], 4096, 8192, HttpReading(9, 1, {2: 10, 4: 3}) if http else None)
+        fields = {"scheduler": TOLD, "pids": {0: os.getpid()}, "in_flight": 7, "queue_rows": 5, "queue_bytes": 50}
+        one = ModelSnapshot(status, **{**fields, "max_queue_rows": 100, **more})  # type: ignore[arg-type]
+        return ServerSnapshot([one], 4096, 8192, HttpSnapshot(9, 1, {2: 10, 4: 3}) if http else None)
 
     return make
 
 
 @pytest.fixture
-def busy(record: Callable[..., BatchRecord], reading: Callable[..., Reading]) -> Callable[..., PrometheusObserver]:
+def busy(
+    record: Callable[..., BatchRecord], reading: Callable[..., ServerSnapshot]
+) -> Callable[..., PrometheusObserver]:
     """An observer that has seen something of every kind."""
 
     def make(model: str = "m", version: str = "1", reason: str = "queue_full") -> PrometheusObserver:

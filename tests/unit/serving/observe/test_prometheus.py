@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.serving.observe.base import BatchRecord, ModelReading, Reading, hearing
+from penstock.core.contracts import BatchRecord, ModelSnapshot, ServerSnapshot
+from penstock.core.engine.notifier import overriding
 from penstock.serving.observe.prometheus import MAX_GONE, PrometheusObserver
 from penstock.serving.observe.records import BatchRecords
 from penstock.types import MetricDelta, ModelStatus
@@ -101,8 +102,8 @@ def test_what_stands_now_is_shown(busy: Callable[..., PrometheusObserver]) -> No
     assert found["penstock_http_requests_total", (("status", "4xx"),)] == 3
 
 
-def test_a_model_that_has_learned_nothing_claims_no_cost(reading: Callable[..., Reading]) -> None:
-    found = samples(PrometheusObserver(lambda: reading(told={}, http=False)))
+def test_a_model_that_has_learned_nothing_claims_no_cost(reading: Callable[..., ServerSnapshot]) -> None:
+    found = samples(PrometheusObserver(lambda: reading(scheduler={}, http=False)))
     assert found["penstock_queue_requests", M] == 3
     names = {name for name, _ in found}
     assert "penstock_cost_row_seconds" not in names
@@ -175,9 +176,9 @@ def test_a_models_own_metrics_go_with_it() -> None:
 @example("\r\x85\u2028", "", " ")
 @example("half \ud800", "1", "x")
 def test_odd_names_and_labels_come_back_as_they_were(model: str, version: str, label: str) -> None:
-    def read() -> Reading:
+    def read() -> ServerSnapshot:
         status = ModelStatus(model, version, "READY", 1, 1, 1, ())
-        return Reading([ModelReading(status, told={"holds_by_kind": {label: 1}})])
+        return ServerSnapshot([ModelSnapshot(status, scheduler={"holds_by_kind": {label: 1}})])
 
     observer = PrometheusObserver(read)
     observer.on_reject(model, version, label)
@@ -209,5 +210,5 @@ async def test_a_gpu_that_does_not_answer_keeps_the_page_waiting_and_nobody_else
 
 def test_only_observers_that_listen_are_called_for_each_request() -> None:
     metrics, records = PrometheusObserver(), BatchRecords()
-    assert hearing([metrics, records], "on_arrival") == [metrics]
-    assert hearing([metrics, records], "on_complete") == [metrics, records]
+    assert overriding([metrics, records], "on_arrival") == [metrics]
+    assert overriding([metrics, records], "on_complete") == [metrics, records]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.serving.observe.base import BatchRecord
+from penstock.core.contracts import BatchRecord
 from penstock.serving.observe.records import KEPT, BatchRecords
 
 

@@ -15,9 +15,8 @@ from penstock.serving.protocols.oip_binary import (
     decode_answer,
     encode_arrays,
     encode_request,
-    peek_head,
 )
-from penstock.serving.protocols.oip_json import OipJsonCodec, peek_rows
+from penstock.serving.protocols.oip_json import OipJsonCodec
 from penstock.types import Item, ItemResult, ModelMetadata, TensorSpec
 
 CODEC = OipBinaryCodec("m", "1")
@@ -234,11 +233,10 @@ def test_an_optional_input_may_be_left_out_and_a_needed_one_may_not():
 def test_the_rows_are_peeked_from_the_json_alone():
     head, buffers = encode_arrays({"frames": FRAMES})
     item = packed(head, buffers)
-    found = peek_head(memoryview(item.payload), item.headers)
-    assert peek_rows(found, len(item.payload)) == 2
-    assert peek_head(item.payload[:10], item.headers) == b""
-    assert peek_head(item.payload, [(b"Inference-Header-Content-Length", b"x")]) == b""
-    assert peek_head(item.payload, None) == b""
+    assert OipBinaryCodec.peek(item, memoryview(item.payload))[0] == 2
+    assert OipBinaryCodec.peek(item, item.payload[:10]) is None
+    for headers in ([(b"Inference-Header-Content-Length", b"x")], None):
+        assert OipBinaryCodec.peek(Item(item.payload, headers=headers), item.payload) is None
 
 
 def test_a_request_that_does_not_fit_itself_is_not_written():

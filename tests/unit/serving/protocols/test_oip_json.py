@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip_json import OipJsonCodec, peek_rows, peek_shape
-from penstock.serving.protocols.oip_tensors import DTYPES
-from penstock.types import Item, ModelMetadata, TensorSpec
+from penstock.serving.protocols.oip_json import OipJsonCodec, peek_json
+from penstock.types import DTYPES, Item, ModelMetadata, TensorSpec
 
 CODEC = OipJsonCodec("m", "1")
 STRICT = OipJsonCodec(
@@ -190,10 +189,16 @@ def test_what_cannot_be_an_answer_is_a_bad_output(value, why):
 
 def test_peeks_tell_rows_and_shape_of_good_requests_only():
     body = item(tensor("b", (3, 4, 5), data=range(60)), tensor("a", (3,), "INT8", [1, 2, 3])).payload
-    assert (peek_rows(body), peek_shape(body)) == (3, "a:INT8:;b:FP32:4x5")
-    for bad in (b"", b"{", b"[]", body[:-1], item().payload, item(tensor(shape=())).payload):
-        assert peek_rows(bad) == 1
-    assert peek_rows(item(tensor(shape=(-3,))).payload) == 1
-    assert peek_rows(item(tensor(shape=(10**9, 0), data=[])).payload) == 1  # more rows than bytes: a lie
-    assert peek_rows(item(tensor(shape=(10**9, 0), data=[])).payload, 10**9) == 10**9
-    assert peek_rows(body + b" " * 70_000) == 1
+
+    def peek(body):
+        return OipJsonCodec.peek(Item(body), body)
+
+    assert peek(body) == (3, "a:INT8:;b:FP32:4x5")
+    for bad in (b"", b"{", b"[]", body[:-1], item().payload):
+        assert peek(bad) is None
+    assert peek(item(tensor(shape=())).payload)[0] == 1
+    assert peek(item(tensor(shape=(-3,))).payload)[0] == 1
+    many = item(tensor(shape=(10**9, 0), data=[])).payload
+    assert peek(many)[0] == 1  # it claims more rows than it has bytes
+    assert peek_json(many, 10**9)[0] == 10**9
+    assert peek(body + b" " * 70_000) is None

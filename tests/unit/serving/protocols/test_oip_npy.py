@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip_npy import NPY, OipNpyCodec, peek, read_head, write_head
+from penstock.serving.protocols.oip_npy import NPY, OipNpyCodec, read_head, write_head
 from penstock.types import Item, ModelMetadata, Response, TensorSpec
 
 CODEC = OipNpyCodec("m", "1")
@@ -136,9 +136,10 @@ def test_the_answers_to_the_parts_are_the_answer_to_the_whole():
 
 def test_rows_and_shape_are_peeked_from_the_head():
     body = saved(np.zeros((7, 2, 3), np.uint8))
-    assert peek(body) == (7, ":UINT8:2x3")
-    assert peek(body[:20]) == (1, "")
-    assert peek(head("{'descr': '|u1', 'fortran_order': False, 'shape': (99999999, 0), }"))[0] == 1
+    peek = OipNpyCodec.peek
+    assert peek(Item(b""), body) == (7, ":UINT8:2x3")
+    assert peek(Item(b""), body[:20]) is None
+    assert peek(Item(b""), head("{'descr': '|u1', 'fortran_order': False, 'shape': (99999999, 0), }"))[0] == 1
 
 
 def test_what_is_written_is_read_again():

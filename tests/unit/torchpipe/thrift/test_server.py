@@ -21,8 +21,8 @@ from thriftpy2.transport import TMemoryBuffer, TTransportException
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError, ItemFailed, QueueFull
 from penstock.serving.http.auth import make_ssl_context
-from penstock.torchpipe.thrift import protocol as thrift
 from penstock.testing.backend import Call, FakeBackend
+from penstock.torchpipe.thrift import protocol as thrift
 from penstock.torchpipe.thrift.server import ThriftServer
 from penstock.types import ItemResult
 
@@ -475,7 +475,7 @@ async def test_a_port_that_is_taken_is_told_with_its_key() -> None:
 
 
 async def test_calls_pass_through_tls(request: pytest.FixtureRequest) -> None:
-    folder = request.path.parent / "tls"
+    folder = request.path.parents[3] / "tls"
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     server = ThriftServer(FakeBackend({"m": answer}), "m", LimitsConfig(), ssl=make_ssl_context(cert, key, cert))
     _, port = await server.start("127.0.0.1", 0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.serving.observe.base import Observer
+from penstock.core.contracts import Observer
 from penstock.torchserve.protocol.api import ApiError, Registration
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.serving.base import Backend
+from penstock.core.contracts import Backend
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
 from penstock.torchserve.config.properties import load_properties, read_properties

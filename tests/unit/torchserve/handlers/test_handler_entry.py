@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from penstock.torchserve.handlers.library import make_importable
+from penstock.core.import_alias import make_importable
 
 
 def test_the_process_is_the_models(make_handler, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.serving.observe.base import BatchRecord, Reading
+from penstock.core.contracts import BatchRecord, ServerSnapshot
 from penstock.torchserve.metrics import observer
 from penstock.torchserve.metrics.declared import Declared, MetricsConfig, default_config
 from penstock.torchserve.metrics.machine import Measured
@@ -168,7 +168,7 @@ async def test_the_page_is_there_in_every_mode_and_the_files_as_it_says(
 
 
 async def test_penstock_s_own_families_stand_beside(
-    reading: Callable[..., Reading], record: Callable[..., BatchRecord], files: Files
+    reading: Callable[..., ServerSnapshot], record: Callable[..., BatchRecord], files: Files
 ) -> None:
     metrics = make()
     metrics.penstock.read = reading

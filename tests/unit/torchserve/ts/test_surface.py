@@ -80,7 +80,7 @@ SURFACE = {
 
 IMPORTS = """
 import importlib, json, sys
-from penstock.torchserve.handlers.library import make_importable
+from penstock.core.import_alias import make_importable
 make_importable()
 for name, members in json.loads(sys.argv[1]).items():
     module = importlib.import_module("ts" + ("." + name if name else ""))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from penstock.torchserve.handlers.library import make_importable
+from penstock.core.import_alias import make_importable
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.schema import BatchingConfig
+from penstock.core.contracts import Model
+from penstock.core.worker.python_model import PythonModel, model, options_of
 from penstock.errors import ConfigError, LoadFailed
-from penstock.runtimes.base import Model
-from penstock.runtimes.python import PythonModel, model, options_of
 from penstock.types import TensorSpec
 
 

@@ -6,27 +6,27 @@ import sys
 import textwrap
 import threading
 
-from penstock.core import native
+from penstock.core import os_threads
 
 PROGRAM = """
     from gevent import monkey
     monkey.patch_all()
     import os, sys, threading
-    from penstock.core import native
+    from penstock.core import os_threads
 
-    main = native.thread_id()
-    answers, done = native.new_queue(), native.new_lock()
+    main = os_threads.thread_id()
+    answers, done = os_threads.new_queue(), os_threads.new_lock()
     done.acquire()
 
     def in_a_thread(word):
-        answers.put((word, native.thread_id()))
+        answers.put((word, os_threads.thread_id()))
         done.release()
 
-    native.start_thread(in_a_thread, "hello", name="mine")
+    os_threads.start_thread(in_a_thread, "hello", name="mine")
     done.acquire()  # a greenlet of this thread would never run now
     word, other = answers.get()
     assert word == "hello" and other != main, (word, other)
-    ours, theirs = native.socketpair()
+    ours, theirs = os_threads.socketpair()
     ours.setblocking(False)
     try:
         ours.recv(1)
@@ -34,9 +34,9 @@ PROGRAM = """
         pass
     theirs.sendall(b"x")
     assert ours.recv(1) == b"x"
-    process = native.popen([sys.executable, "-c", "print(6 * 7)"], stdout=-1)
+    process = os_threads.popen([sys.executable, "-c", "print(6 * 7)"], stdout=-1)
     assert process.stdout.read() == b"42\\n" and process.wait() == 0
-    print("fine", native.patched())
+    print("fine", os_threads.patched())
 """
 
 
@@ -48,21 +48,21 @@ def test_threads_are_threads_in_a_program_that_gevent_has_patched() -> None:
 
 
 def test_elsewhere_they_are_the_plain_ones() -> None:
-    assert not native.patched()
+    assert not os_threads.patched()
     told: list[tuple[str, bool]] = []
-    ended = native.new_lock()
+    ended = os_threads.new_lock()
     ended.acquire()
 
     def run() -> None:
         told.append((threading.current_thread().name, threading.current_thread().daemon))
         ended.release()
 
-    native.start_thread(run, name="mine")
+    os_threads.start_thread(run, name="mine")
     ended.acquire()
     assert told == [("mine", True)]
-    assert native.thread_id() == threading.get_ident()
-    ours, theirs = native.socketpair()
+    assert os_threads.thread_id() == threading.get_ident()
+    ours, theirs = os_threads.socketpair()
     with ours, theirs:
         theirs.sendall(b"x")
         assert ours.recv(1) == b"x"
-    assert native.popen([sys.executable, "-c", ""], cwd=os.getcwd()).wait() == 0
+    assert os_threads.popen([sys.executable, "-c", ""], cwd=os.getcwd()).wait() == 0

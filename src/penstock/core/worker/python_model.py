@@ -147,6 +147,12 @@ class PythonModel:
         return parameters
 
 
+def is_torch_module(found: object) -> bool:
+    """Whether an object is a `torch.nn.Module`, or a class of them. Never imports torch."""
+    kind = found if inspect.isclass(found) else type(found)
+    return any(c.__module__ == "torch.nn.modules.module" and c.__name__ == "Module" for c in kind.__mro__)
+
+
 def _check_options(target: Any, options: Mapping[str, Any]) -> None:
     """Raises LoadFailed for an option that the class does not take, or lacks; and for any of what is no class."""
     if not inspect.isclass(target):

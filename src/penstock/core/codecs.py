@@ -1,0 +1,60 @@
+"""Codecs by name: what a codec declares about its format, and codecs made for one model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+from msgspec import Struct
+
+from penstock.core.contracts import Codec
+from penstock.plugins import resolve
+from penstock.types import Item, ModelMetadata
+
+OBJECT: Final = "object"
+"""The name of the codec of in-process callers: payloads are Python objects, and nothing is decoded."""
+
+Peek = Callable[[Item, "bytes | memoryview"], "tuple[int, str] | None"]
+
+
+class CodecTraits(Struct, frozen=True):
+    """What a codec declares; see `Codec`."""
+
+    divisible: bool = False
+    reads_headers: bool = False
+    peek: Peek | None = None
+
+
+@cache
+def traits_of(name: str) -> CodecTraits:
+    """The declarations of a codec. Raises ConfigError for an unknown name."""
+    if name == OBJECT:
+        return CodecTraits()
+    found: Any = resolve("codec", name)
+    peek = getattr(found, "peek", Codec.peek)
+    return CodecTraits(
+        bool(getattr(found, "divisible", False)),
+        bool(getattr(found, "reads_headers", False)),
+        None if peek is Codec.peek else peek,
+    )
+
+
+class ModelCodecs:
+    """The codecs of one model, each made at its first use."""
+
+    def __init__(self, metadata: ModelMetadata) -> None:
+        self._metadata = metadata
+        self._made: dict[str, Codec] = {}
+
+    def get(self, name: str) -> Codec:
+        """Raises ConfigError for an unknown name."""
+        codec = self._made.get(name)
+        if codec is None:
+            make = resolve("codec", name)
+            m = self._metadata
+            takes_metadata = "metadata" in inspect.signature(make).parameters
+            codec = make(m.name, m.version, metadata=m) if takes_metadata else make(m.name, m.version)
+            self._made[name] = codec
+        return codec

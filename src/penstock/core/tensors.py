@@ -1,0 +1,97 @@
+"""Nested lists as NumPy arrays of a tensor datatype, with errors that name the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.errors import BadRequest, PenstockError
+from penstock.types import DTYPES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_KINDS: Final = {"b": "b", "u": "iu", "i": "iu", "f": "iuf"}  # NumPy kinds of parsed JSON that each kind accepts
+
+Error = type[PenstockError]
+
+
+def array_of(name: str, data: Any, datatype: str) -> np.ndarray[Any, Any]:
+    """Nested lists of an input `name` as an array of `datatype`. Raises BadRequest."""
+    return as_array(f"input '{name}'", data, datatype, BadRequest, has_text(data))
+
+
+def has_text(data: Any, depth: int = 64) -> bool:
+    """Whether nested lists, no deeper than NumPy's own, hold a text.
+
+    To be asked before NumPy gets them: it takes for every element the memory of the longest text, which are gigabytes
+    for 200 kB of JSON, makes texts of numbers, and ends texts at their last NUL.
+    """
+    if not isinstance(data, list | tuple):
+        return isinstance(data, str | bytes)
+    kinds = set(map(type, data))
+    if str in kinds or bytes in kinds:
+        return True
+    return depth > 0 and not kinds.isdisjoint((list, tuple)) and any(has_text(each, depth - 1) for each in data)
+
+
+def as_array(what: str, data: Any, datatype: str, error: Error, holds_text: bool) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    dtype = np.dtype(DTYPES[datatype])
+    if holds_text and datatype != "BYTES":
+        raise error(f"{what}: {datatype} data holds strings")
+    try:
+        found = np.asarray(data, object if holds_text else None)
+    except (ValueError, OverflowError):
+        raise error(f"{what}: data is a ragged array, or holds a number that is too large") from None
+    if found.size == 0:
+        return np.empty(found.shape, dtype)
+    if datatype == "UINT64" and found.dtype.kind == "f":
+        found = _large_integers(data, found)
+    if holds_text:
+        return _as_bytes(what, found, error)
+    if found.dtype.kind not in _KINDS.get(dtype.kind, ""):
+        raise error(f"{what}: {datatype} data holds {_found(found)}")
+    beyond = f"{what}: data holds a number that {datatype} cannot"
+    if dtype.kind in "ui":
+        limits = np.iinfo(dtype)
+        if int(found.min()) < limits.min or int(found.max()) > limits.max:
+            raise error(beyond)
+    with np.errstate(over="ignore"):
+        array = found.astype(dtype)
+    if dtype.kind == "f" and not np.isfinite(array).all():
+        raise error(beyond)
+    return array
+
+
+def _as_bytes(what: str, found: np.ndarray[Any, Any], error: Error) -> np.ndarray[Any, Any]:
+    """Objects of bytes, from objects of which one at least is a text."""
+    cells = found.ravel().tolist()
+    if any(isinstance(cell, list | tuple) for cell in cells):
+        raise error(f"{what}: data is a ragged array")
+    if not all(isinstance(cell, str | bytes) for cell in cells):
+        raise error(f"{what}: BYTES data holds null or mixed values")
+    return objects([c if isinstance(c, bytes) else c.encode("utf-8", "surrogatepass") for c in cells], found.shape)
+
+
+def _large_integers(data: Any, found: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Integers as such: numpy makes fractions of a list that has some below 2**63 and some above."""
+    import numpy as np
+
+    cells = np.asarray(data, object)
+    whole = all(type(cell) is int and 0 <= cell < 2**64 for cell in cells.ravel().tolist())
+    return cells.astype(np.uint64) if whole else found
+
+
+def _found(array: np.ndarray[Any, Any]) -> str:
+    kinds = {"b": "booleans", "i": "integers", "u": "integers", "f": "fractions"}
+    return kinds.get(array.dtype.kind, "null or mixed values")
+
+
+def objects(cells: list[bytes], shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    array = np.empty(len(cells), object)
+    array[:] = cells
+    return array.reshape(shape)
