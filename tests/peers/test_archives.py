@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.torchserve.archive.mar import read_archive
+from support.archives import read_archive
 
 pytestmark = pytest.mark.peer
 

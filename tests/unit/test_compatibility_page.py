@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.admin import settings
 from penstock.torchserve.archive.pack import BUILT_IN
 from penstock.torchserve.cli.archive import archive
@@ -21,6 +20,7 @@ from penstock.torchserve.http.base import Face
 from penstock.torchserve.http.descriptions import listener_templates
 from penstock.torchserve.http.inference import inference_routes, legacy_routes
 from penstock.torchserve.ts.context import Context
+from support.torchserve import FakeAdministration
 
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "torchserve-compatibility.md").read_text()
@@ -136,7 +136,7 @@ def test_every_built_in_handler_and_envelope_is_there() -> None:
 
 
 def test_every_module_that_handlers_import_is_there() -> None:
-    source = (TESTS / "unit" / "compat" / "ts" / "test_surface.py").read_text()
+    source = (TESTS / "unit" / "torchserve" / "ts" / "test_surface.py").read_text()
     (surface,) = (
         ast.literal_eval(node.value)
         for node in ast.parse(source).body

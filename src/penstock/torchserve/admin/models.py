@@ -15,7 +15,7 @@ from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.split import TrafficSplit
 from penstock.torchserve.admin.holding import Held
 from penstock.torchserve.admin.plan import Plan
-from penstock.torchserve.archive.store import Unpacked
+from penstock.torchserve.archive.store import UnpackedArchive
 from penstock.torchserve.protocol.api import ApiError
 
 MOST_SHOWN = 100  # characters of a name that the client sent
@@ -29,7 +29,7 @@ class Version(Struct, eq=False):
     """
 
     plan: Plan
-    files: Unpacked
+    files: UnpackedArchive
     min_workers: int
     max_workers: int
     at_startup: bool = False

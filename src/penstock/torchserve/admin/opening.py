@@ -14,14 +14,14 @@ from weakref import WeakValueDictionary
 from penstock.errors import ArchiveError
 from penstock.torchserve.admin.background import on_thread
 from penstock.torchserve.admin.plan import Plan, Source, make_plan
-from penstock.torchserve.archive.errors import (
+from penstock.torchserve.archive import (
     ArchiveExists,
     ArchiveNotFound,
     DownloadFailed,
     InstallFailed,
     UrlForbidden,
 )
-from penstock.torchserve.archive.store import ModelStore, Unpacked
+from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError, Registration
 
@@ -54,12 +54,14 @@ class Opener:
         """What the store holds."""
         return self._store.names()
 
-    async def open(self, registration: Registration, said: Mapping[str, Any], workers: int) -> tuple[Plan, Unpacked]:
+    async def open(
+        self, registration: Registration, said: Mapping[str, Any], workers: int
+    ) -> tuple[Plan, UnpackedArchive]:
         """The plan of a version, and its files, to be closed. See `make_plan`."""
         async with self._turn:
             return await on_thread(partial(self._open, registration, said, workers))
 
-    def _open(self, registration: Registration, said: Mapping[str, Any], workers: int) -> tuple[Plan, Unpacked]:
+    def _open(self, registration: Registration, said: Mapping[str, Any], workers: int) -> tuple[Plan, UnpackedArchive]:
         url = registration.url
         if not url:
             raise ApiError("BadRequestException", "Parameter url is required.")
@@ -81,11 +83,11 @@ class Opener:
             self._discard(url, files)
             raise
 
-    async def discard(self, plan: Plan, files: Unpacked) -> None:
+    async def discard(self, plan: Plan, files: UnpackedArchive) -> None:
         """Gives the files back, and removes what was downloaded for them: its name is free again."""
         await on_thread(partial(self._discard, plan.url, files))
 
-    def _discard(self, url: str, files: Unpacked) -> None:
+    def _discard(self, url: str, files: UnpackedArchive) -> None:
         files.close()
         self._store.forget(url)
 

@@ -24,7 +24,7 @@ from penstock.core.worker.spec import Wrapped
 from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.admin.settings import Defaults, Settings, settle
 from penstock.torchserve.archive.manifest import check_handler, check_model_name
-from penstock.torchserve.archive.mar import Archive
+from penstock.torchserve.archive.store import Archive
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError, Registration
 

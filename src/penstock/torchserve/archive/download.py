@@ -1,4 +1,4 @@
-"""A file from an allowed URL: no redirects, no private addresses, bounded in bytes and time."""
+"""Downloads from allowed URLs: no redirects, no private addresses, bounded bytes and time."""
 
 from __future__ import annotations
 
@@ -18,43 +18,36 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 from urllib.parse import SplitResult, urlsplit
 
-from penstock.torchserve.archive.errors import ArchiveExists, DownloadFailed, UrlForbidden
+from penstock.torchserve.archive import ArchiveExists, DownloadFailed, UrlForbidden
 
 log = logging.getLogger("penstock.archive")
 
 CHUNK_BYTES: Final = 1 << 20
-SILENCE_S: Final = 30.0  # without a byte
-TIMEOUT_S: Final = 3600.0  # of all: 100 GB at 28 MB/s
+IDLE_TIMEOUT_S: Final = 30.0  # without a byte
+TIMEOUT_S: Final = 3600.0  # the whole download: 100 GB at 28 MB/s
 
 
 def download(
-    url: str,
-    target: Path,
-    allowed_urls: Sequence[str],
-    *,
-    sha256: str = "",
-    sign_s3: bool = False,
-    max_bytes: int,
-    timeout_s: float = TIMEOUT_S,
+    url: str, target: Path, allowed_urls: Sequence[str], *, sha256: str = "", sign_s3: bool = False, max_bytes: int
 ) -> None:
-    """Writes what is behind the URL, which an allowed one matches, to `target`, whole or not at all.
+    """Writes the file at the URL to `target`, completely or not at all. The caller has matched `allowed_urls`.
 
-    The host's name is looked up once, and the address that was checked is the one that is connected to. Addresses that
-    are not public are taken only if an allowed URL that matches names the host letter by letter. Raises UrlForbidden,
-    DownloadFailed, and ArchiveExists if `target` came to be meanwhile.
+    The host name is resolved once, and the connection goes to the address that was checked. A non-public address is
+    accepted only if a matching allowed URL spells out the host. Raises UrlForbidden, DownloadFailed, and
+    ArchiveExists if `target` appears meanwhile.
     """
     parts = urlsplit(url)
     try:
         if parts.username is not None or parts.password is not None or not parts.hostname:
             raise ValueError("the URL has a name and password, or no host")
-        addresses = _addresses(url, parts, allowed_urls)
-        headers = _signed(url) if sign_s3 else {}
-        deadline_s = time.monotonic() + timeout_s
+        addresses = _resolve(url, parts, allowed_urls)
+        headers = _s3_headers(url) if sign_s3 else {}
+        deadline_s = time.monotonic() + TIMEOUT_S
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:64]}.", dir=target.parent)
         try:
-            with open(handle, "wb") as out:
-                _fetch(parts, addresses, headers, out, sha256, max_bytes, deadline_s)
-            os.link(temporary, target)  # unlike a rename, never over another
+            with open(handle, "wb") as out, _DeadlineReader(_connect(addresses), deadline_s) as reader:
+                _save(_request(parts, headers, reader), out, sha256, max_bytes)
+            os.link(temporary, target)  # unlike a rename, never replaces a file
         finally:
             os.unlink(temporary)
     except FileExistsError:
@@ -65,12 +58,12 @@ def download(
         raise DownloadFailed(f"Failed to download archive from: {url}", detail=str(e) or type(e).__name__) from None
 
 
-def _addresses(url: str, parts: SplitResult, allowed_urls: Sequence[str]) -> list[tuple[str, int]]:
-    """Addresses, with the port, at which the host is. Raises UrlForbidden if one of them is not public, OSError."""
+def _resolve(url: str, parts: SplitResult, allowed_urls: Sequence[str]) -> list[tuple[str, int]]:
+    """The host's addresses with the port. Raises UrlForbidden if one of them is not public, OSError."""
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
     found = [info[4] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    named = any(re.fullmatch(pattern, url) and _names(pattern, host) for pattern in allowed_urls)
+    named = any(re.fullmatch(pattern, url) and _spells_out(pattern, host) for pattern in allowed_urls)
     for address in found:
         ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
         public = getattr(ip, "ipv4_mapped", None) or ip
@@ -80,88 +73,67 @@ def _addresses(url: str, parts: SplitResult, allowed_urls: Sequence[str]) -> lis
     return [(str(address[0]), port) for address in found]
 
 
-def _connected(addresses: Sequence[tuple[str, int]]) -> socket.socket:
-    """A connection to the first of the addresses that takes one. Raises OSError of the last."""
-    for address in addresses[:-1]:
-        try:
-            return socket.create_connection(address, timeout=SILENCE_S)
-        except OSError:
-            continue
-    return socket.create_connection(addresses[-1], timeout=SILENCE_S)
-
-
-def _names(pattern: str, host: str) -> bool:
-    """Whether a regular expression has the host in it as it is, and not by way of wildcards."""
+def _spells_out(pattern: str, host: str) -> bool:
+    """Whether a regular expression contains the host literally, without wildcards."""
     literal = pattern.replace("\\", "").lower()
     name = f"[{host}]" if ":" in host else host
     return any(f"://{name}{end}" in literal for end in "/:")
 
 
-def _fetch(
-    parts: SplitResult,
-    addresses: Sequence[tuple[str, int]],
-    headers: dict[str, str],
-    out: BinaryIO,
-    sha256: str,
-    max_bytes: int,
-    deadline_s: float,
-) -> None:
-    """Writes the answer's body. Raises OSError, ValueError or HTTPException if it is not the whole, right file."""
+def _connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
+    """A connection to the first address that accepts. Raises the last address's OSError."""
+    for address in addresses[:-1]:
+        try:
+            return socket.create_connection(address, timeout=IDLE_TIMEOUT_S)
+        except OSError:
+            continue
+    return socket.create_connection(addresses[-1], timeout=IDLE_TIMEOUT_S)
+
+
+def _request(parts: SplitResult, headers: dict[str, str], reader: _DeadlineReader) -> http.client.HTTPResponse:
+    """The response's head, the body still unread. Raises OSError, HTTPException."""
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
-    plain = _connected(addresses)
-    try:
-        plain = _secured(plain, parts) if parts.scheme == "https" else plain
-        connection.sock = _Timed(plain, deadline_s)
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        host = parts.netloc.rpartition("@")[2]
-        connection.request("GET", path, headers={"Host": host, "Accept-Encoding": "identity", **headers})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise ValueError(f"the server answers {response.status}; redirects are not followed")
-        expected = response.length
-        if expected is not None and expected > max_bytes:
-            raise ValueError(f"the file has {expected} bytes; at most {max_bytes}")
-        size, digest = 0, hashlib.sha256()
-        while data := response.read1(CHUNK_BYTES):
-            size += len(data)
-            if size > max_bytes:
-                raise ValueError(f"the file has more than {max_bytes} bytes")
-            digest.update(data)
-            out.write(data)
-        if expected is not None and size != expected:
-            raise ValueError(f"the connection ended after {size} of {expected} bytes")
-        if sha256 and digest.hexdigest() != sha256.lower():
-            raise ValueError(f"its SHA-256 is {digest.hexdigest()}; expected {sha256}")
-    finally:
-        plain.close()
+    if parts.scheme == "https":
+        reader.sock = ssl.create_default_context().wrap_socket(reader.sock, server_hostname=parts.hostname)
+    connection.sock = reader
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    host = parts.netloc.rpartition("@")[2]
+    connection.request("GET", path, headers={"Host": host, "Accept-Encoding": "identity", **headers})
+    return connection.getresponse()
 
 
-def _secured(plain: socket.socket, parts: SplitResult) -> socket.socket:
-    context = ssl.create_default_context()
-    return context.wrap_socket(plain, server_hostname=parts.hostname)
+def _save(response: http.client.HTTPResponse, out: BinaryIO, sha256: str, max_bytes: int) -> None:
+    """Writes the response's body. Raises OSError, or ValueError unless it is the complete, expected file."""
+    if response.status != 200:
+        raise ValueError(f"the server answers {response.status}; redirects are not followed")
+    expected = response.length
+    if expected is not None and expected > max_bytes:
+        raise ValueError(f"the file has {expected} bytes; at most {max_bytes}")
+    size, digest = 0, hashlib.sha256()
+    while data := response.read1(CHUNK_BYTES):
+        size += len(data)
+        if size > max_bytes:
+            raise ValueError(f"the file has more than {max_bytes} bytes")
+        digest.update(data)
+        out.write(data)
+    if expected is not None and size != expected:
+        raise ValueError(f"the connection ended after {size} of {expected} bytes")
+    if sha256 and digest.hexdigest() != sha256.lower():
+        raise ValueError(f"its SHA-256 is {digest.hexdigest()}; expected {sha256}")
 
 
-class _Timed:
-    """A socket, as http.client uses one, whose every read ends before the deadline, however slowly bytes drip in."""
+class _DeadlineReader(io.RawIOBase):
+    """A socket for http.client on which every read ends by the deadline, however slowly bytes arrive."""
 
-    def __init__(self, plain: socket.socket, deadline_s: float) -> None:
-        self._plain = plain
+    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+        self.sock = sock
         self._deadline_s = deadline_s
 
     def sendall(self, data: bytes) -> None:
-        self._plain.sendall(data)
+        self.sock.sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_Reads(self._plain, self._deadline_s))
-
-    def close(self) -> None:
-        """Nothing: http.client closes a socket whose answer is still being read."""
-
-
-class _Reads(io.RawIOBase):
-    def __init__(self, plain: socket.socket, deadline_s: float) -> None:
-        self._plain = plain
-        self._deadline_s = deadline_s
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
@@ -170,12 +142,18 @@ class _Reads(io.RawIOBase):
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the download took too long")
-        self._plain.settimeout(min(left_s, SILENCE_S))
-        return self._plain.recv_into(buffer)
+        self.sock.settimeout(min(left_s, IDLE_TIMEOUT_S))
+        return self.sock.recv_into(buffer)
+
+    def close(self) -> None:
+        """Does nothing: http.client closes the socket of a response that it still reads."""
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
 
 
-def _signed(url: str) -> dict[str, str]:
-    """The headers that sign a GET of an S3 object, with the credentials and region that the AWS SDK finds."""
+def _s3_headers(url: str) -> dict[str, str]:
+    """The headers that sign a GET of an S3 object, with the AWS SDK's credentials and region."""
     try:
         import botocore.auth
         import botocore.awsrequest

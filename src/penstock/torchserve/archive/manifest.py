@@ -1,6 +1,6 @@
-"""What MAR-INF/MANIFEST.json says of a model archive.
+"""The manifest of a model archive, MAR-INF/MANIFEST.json.
 
-Source: archives written by torch-model-archiver 0.1 to 0.12. Older ones have other keys beside; all are kept in `raw`.
+Source: archives written by torch-model-archiver 0.1 to 0.12. Older manifests have further keys; `raw` keeps them all.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any, Final
 from msgspec import Struct, field
 
 from penstock.errors import ArchiveError
-from penstock.torchserve.archive.names import check_name
+from penstock.torchserve.archive.safe_unpack import check_name
 
 MANIFEST: Final = "MAR-INF/MANIFEST.json"
-MAX_MANIFEST_BYTES: Final = 1 << 20  # the manifests of real archives have a few hundred bytes
+MAX_MANIFEST_BYTES: Final = 1 << 20  # real manifests have a few hundred bytes
 RUNTIMES: Final = ("python", "python3", "LSP")
 NAME_RULE: Final = "^[A-Za-z0-9][A-Za-z0-9_\\-.]*$"
 MAX_NAME: Final = 128
 SUFFIXES: Final = (".mar", ".tar.gz", ".tgz", ".zip")
 
 _NAME = re.compile(NAME_RULE.replace("$", r"\Z"))
-_FILES = (  # attribute, key in the manifest
-    ("serialized_file", "serializedFile"),
-    ("model_file", "modelFile"),
-    ("requirements_file", "requirementsFile"),
-    ("config_file", "configFile"),
-)
+_FILES = {  # attribute: key in the manifest
+    "serialized_file": "serializedFile",
+    "model_file": "modelFile",
+    "requirements_file": "requirementsFile",
+    "config_file": "configFile",
+}
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One archive's manifest. An empty string is a field that it does not have.
+    """One archive's manifest; an absent field is "".
 
-    `handler` is a file with an optional function ("a.py:run", "a:run", "a") or the name of a built-in handler. The
-    names of files are relative to the archive's root and stay inside it. `raw` is the JSON as it was read.
+    `handler` is a file with an optional function ("a.py:run", "a:run", "a") or the name of a built-in handler. File
+    names are relative to the archive's root and stay inside it. `raw` is the original JSON.
     """
 
     model_name: str
@@ -52,12 +52,11 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     raw: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The text of MANIFEST.json; fields that are empty are left out, `raw` is not looked at."""
-        keys = {"modelName": self.model_name, "serializedFile": self.serialized_file, "handler": self.handler}
-        keys |= {"modelFile": self.model_file, "modelVersion": self.model_version, "extensions": self.extensions}
-        keys |= {"requirementsFile": self.requirements_file, "configFile": self.config_file}
+        """The text of MANIFEST.json without empty fields. Ignores `raw`."""
+        model = {"modelName": self.model_name, "handler": self.handler, "modelVersion": self.model_version}
+        model |= {"extensions": self.extensions} | {key: getattr(self, name) for name, key in _FILES.items()}
         tree: dict[str, Any] = {"createdOn": self.created_on, "runtime": self.runtime}
-        tree["model"] = {key: value for key, value in keys.items() if value}
+        tree["model"] = {key: value for key, value in model.items() if value}
         tree["archiverVersion"] = self.archiver_version
         return json.dumps({key: value for key, value in tree.items() if value}, indent=2)
 
@@ -71,19 +70,17 @@ def check_model_name(name: str) -> str:
     return name
 
 
-def name_of(file_name: str) -> str:
-    """A model's name made of the name of its file. Raises ArchiveError if that leaves nothing."""
-    for suffix in SUFFIXES:
-        if file_name.endswith(suffix):
-            file_name = file_name.removesuffix(suffix)
-            break
-    return check_model_name(re.sub(r"[^A-Za-z0-9_.-]", "_", file_name).lstrip("_.-")[:MAX_NAME])
+def model_name_from(file_name: str) -> str:
+    """A model name derived from a file name. Raises ArchiveError if nothing usable remains."""
+    suffix = next((suffix for suffix in SUFFIXES if file_name.endswith(suffix)), "")
+    stem = file_name.removesuffix(suffix)
+    return check_model_name(re.sub(r"[^A-Za-z0-9_.-]", "_", stem).lstrip("_.-")[:MAX_NAME])
 
 
 def parse_manifest(text: bytes, *, file_name: str = "") -> Manifest:
-    """The manifest in the bytes of MANIFEST.json. Raises ArchiveError that says which field is wrong.
+    """The manifest in the bytes of MANIFEST.json. Raises ArchiveError that names the wrong field.
 
-    `file_name` is what the model is named after where the manifest has no name.
+    A manifest without a model name gets one derived from `file_name`.
     """
     if len(text) > MAX_MANIFEST_BYTES:
         raise ArchiveError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
@@ -100,7 +97,7 @@ def parse_manifest(text: bytes, *, file_name: str = "") -> Manifest:
     if runtime not in RUNTIMES:
         raise ArchiveError(f"{MANIFEST}: runtime is {runtime[:64]!r}; expected one of {', '.join(RUNTIMES)}")
     return Manifest(
-        model_name=check_model_name(_text(model, "modelName") or name_of(file_name)),
+        model_name=check_model_name(_text(model, "modelName") or model_name_from(file_name)),
         model_version=_version(_text(model, "modelVersion") or "1.0"),
         handler=check_handler(_text(model, "handler")),
         runtime=runtime,
@@ -109,40 +106,40 @@ def parse_manifest(text: bytes, *, file_name: str = "") -> Manifest:
         created_on=_text(raw, "createdOn"),
         archiver_version=_text(raw, "archiverVersion"),
         raw=raw,
-        **{attribute: _file(model, key) for attribute, key in _FILES},
+        **{name: _file(model, key) for name, key in _FILES.items()},
     )
 
 
 def check_handler(handler: str) -> str:
-    """The handler, "" included. Raises ArchiveError if its file would be outside the archive."""
+    """The handler, possibly "". Raises ArchiveError if its file would be outside the archive."""
     if handler:
-        try:
-            check_name(handler.partition(":")[0])
-        except ArchiveError as e:
-            raise ArchiveError(f"{MANIFEST}: handler: {e.message}") from None
+        _check_file("handler", handler.partition(":")[0])
     return handler
 
 
+def _check_file(key: str, name: str) -> None:
+    try:
+        check_name(name)
+    except ArchiveError as e:
+        raise ArchiveError(f"{MANIFEST}: {key}: {e.message}") from None
+
+
 def _file(model: dict[str, Any], key: str) -> str:
-    """The name of a file in the archive's root, or ""."""
     name = _text(model, key)
     if name:
-        try:
-            check_name(name)
-        except ArchiveError as e:
-            raise ArchiveError(f"{MANIFEST}: {key}: {e.message}") from None
+        _check_file(key, name)
     return name
 
 
 def _version(version: str) -> str:
-    """The version: one segment of a path, as it stands in URLs."""
+    """The version, which must be usable as one segment of a URL path."""
     if len(version) > MAX_NAME or not version.isprintable() or set(version) & set("/\\") or version == "..":
         raise ArchiveError(f"{MANIFEST}: modelVersion is {version[:MAX_NAME]!r}; expected a word without slashes")
     return version
 
 
 def _text(table: dict[str, Any], key: str) -> str:
-    """The text of a field, "" if it is absent; hand-written manifests have numbers as versions."""
+    """The text of a field, "" if absent. Hand-written manifests have numbers as versions."""
     value = table.get(key)
     if value is None:
         return ""

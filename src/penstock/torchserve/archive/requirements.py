@@ -1,4 +1,4 @@
-"""Installs the packages that a model's requirements file names, for that model alone."""
+"""Installs the packages in a model's requirements file, for this model only."""
 
 from __future__ import annotations
 
@@ -13,55 +13,52 @@ import venv as virtual
 from pathlib import Path
 from typing import Final
 
-from penstock.torchserve.archive.errors import InstallFailed
+from penstock.torchserve.archive import InstallFailed
 
 log = logging.getLogger("penstock.archive")
 
 TIMEOUT_S: Final = 1800.0  # torch and its libraries are 3 GB
-MARK: Final = ".penstock-requirements"  # what was installed beside it; so a second start installs nothing
-MOST_SAID: Final = 4000  # characters of pip's words that are kept
+MARK: Final = ".penstock-requirements"  # records the installed requirements, which a restart skips
+MAX_OUTPUT_CHARS: Final = 4000  # pip's output in errors and logs
 
 
 def install_requirements(
     folder: Path, requirements: str, *, model: str, venv: bool = False, timeout_s: float = TIMEOUT_S
 ) -> Path:
-    """The folder in which the packages of `folder`/`requirements` now are, to stand on the workers' PYTHONPATH.
+    """Installs `folder`/`requirements` and returns the folder to put on the workers' PYTHONPATH.
 
-    That is `folder` itself, or with `venv` the site-packages of `folder`/venv, where what this Python has is not
-    installed again. Nothing is done if the same was installed there before. Raises InstallFailed. Blocks; one at a time
-    for one folder.
+    The packages go into `folder`, or with `venv` into `folder`/venv, which inherits the packages of this Python.
+    Requirements that are already installed there are skipped. Blocks; call once at a time per folder. Raises
+    InstallFailed.
     """
     failed = f"Custom pip package installation failed for model {model}"
     file = folder / requirements
     try:
-        wanted = _wanted(file.read_bytes())
+        wanted = f"{hashlib.sha256(file.read_bytes()).hexdigest()} {sys.version}"
     except OSError as e:
         raise InstallFailed(failed, detail=f"{requirements} cannot be read: {e.strerror}") from None
-    python, target = (_venv_python(folder), _venv_packages(folder)) if venv else (sys.executable, folder)
+    packages = folder / "venv" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    target = packages if venv else folder
     mark = target / MARK
     if mark.is_file() and mark.read_text() == wanted:
         return target
     try:
         if venv:
-            _make_venv(folder)
-            how = ["--upgrade-strategy", "only-if-needed"]
+            _create_venv(folder / "venv", packages)
+            python, options = str(folder / "venv" / "bin" / "python"), ["--upgrade-strategy", "only-if-needed"]
         else:
-            how = ["-t", str(folder)]
-        _pip([str(python), "-m", "pip", "install", "-U", *how, "-r", str(file)], folder, timeout_s)
+            python, options = sys.executable, ["-t", str(folder)]
+        _run_pip([python, "-m", "pip", "install", "-U", *options, "-r", str(file)], folder, timeout_s)
     except (OSError, subprocess.SubprocessError) as e:
-        said = str(getattr(e, "stdout", None) or e)[-MOST_SAID:]
-        log.warning("model=%s requirements were not installed: %s", model, said)
-        raise InstallFailed(failed, detail=said) from None
+        output = str(getattr(e, "stdout", None) or e)[-MAX_OUTPUT_CHARS:]
+        log.warning("model=%s requirements were not installed: %s", model, output)
+        raise InstallFailed(failed, detail=output) from None
     mark.write_text(wanted)
     return target
 
 
-def _wanted(requirements: bytes) -> str:
-    return f"{hashlib.sha256(requirements).hexdigest()} {sys.version}"
-
-
-def _pip(command: list[str], cwd: Path, timeout_s: float) -> None:
-    """Runs pip, and ends it with all its children after the time. Raises SubprocessError, OSError."""
+def _run_pip(command: list[str], cwd: Path, timeout_s: float) -> None:
+    """Runs pip; kills it with all its children on timeout. Raises SubprocessError, OSError."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     with subprocess.Popen(
@@ -75,24 +72,16 @@ def _pip(command: list[str], cwd: Path, timeout_s: float) -> None:
         start_new_session=True,
     ) as pip:
         try:
-            said, _ = pip.communicate(timeout=timeout_s)
+            output, _ = pip.communicate(timeout=timeout_s)
         except BaseException:
             os.killpg(pip.pid, signal.SIGKILL)
             raise
     if pip.returncode:
-        raise subprocess.CalledProcessError(pip.returncode, command, said)
+        raise subprocess.CalledProcessError(pip.returncode, command, output)
 
 
-def _venv_python(folder: Path) -> Path:
-    return folder / "venv" / "bin" / "python"
-
-
-def _venv_packages(folder: Path) -> Path:
-    return folder / "venv" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-
-
-def _make_venv(folder: Path) -> None:
-    """A new virtual environment that sees the packages of this Python after its own."""
-    virtual.create(folder / "venv", clear=True, with_pip=True)
+def _create_venv(folder: Path, packages: Path) -> None:
+    """A new virtual environment whose imports fall back to the packages of this Python."""
+    virtual.create(folder, clear=True, with_pip=True)
     inherited = [path for path in [*site.getsitepackages(), site.getusersitepackages()] if os.path.isdir(path)]
-    (_venv_packages(folder) / "inherited.pth").write_text("".join(f"{path}\n" for path in inherited))
+    (packages / "inherited.pth").write_text("".join(f"{path}\n" for path in inherited))

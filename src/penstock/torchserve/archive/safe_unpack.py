@@ -1,15 +1,17 @@
-"""A model archive's files in a folder: own member walk, every rule checked before a byte is written.
+"""Unpacks a model archive member by member: a broken rule refuses the archive.
 
-Nothing of a refused archive stays: files go into a temporary sibling of the target, which is renamed at the end.
+Files go into a temporary sibling of the target, which is renamed at the end. A refused archive leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import tarfile
 import tempfile
+import unicodedata
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,42 +23,97 @@ from typing import IO, BinaryIO, Final, cast
 from msgspec import Struct
 
 from penstock.errors import ArchiveError
-from penstock.torchserve.archive.names import Names, check_name
 
 CHUNK_BYTES: Final = 1 << 20
+MAX_NAME_BYTES: Final = 1024
+MAX_PART_BYTES: Final = 255  # the limit of common file systems
 MAX_HEADER_BYTES: Final = 1 << 20  # of one tar member: its long name and attributes
 MAX_DIRECTORY_BYTES: Final = 8 << 20  # of a zip: 10,000 members with 800 bytes each
 
+_DRIVE = re.compile(r"[A-Za-z]:")
 
-class Limits(Struct, frozen=True, kw_only=True):
-    """What one archive may hold."""
+
+class UnpackLimits(Struct, frozen=True, kw_only=True):
+    """The limits of one archive."""
 
     members: int = 10_000
     total_bytes: int = 200 << 30  # a model of 70 billion parameters in fp16 has 140 GB
-    ratio: int = 100  # unpacked to packed; weights shrink by 0-20 %, text by 10, a bomb by 1000
-    ratio_free_bytes: int = 256 << 20  # so small is no bomb, however well it was packed
+    ratio: int = 100  # unpacked to packed size: weights reach 1.2, text 10, a bomb 1000
+    ratio_free_bytes: int = 256 << 20  # the ratio is not checked below this size
 
 
-LIMITS: Final = Limits()
+LIMITS: Final = UnpackLimits()
 
 
-def unpack(archive: BinaryIO, target: Path, *, tar: bool, limits: Limits = LIMITS) -> None:
-    """Makes the folder `target`, which must not exist, out of the archive: a zip, or with `tar` a gzipped tar file.
+def check_name(name: str) -> str:
+    """The name of a member relative to the archive's root, without a leading "./".
 
-    Of names in a tar file the first part is stripped. Raises ArchiveError that names the rule that is broken.
+    Raises ArchiveError with the broken rule.
+    """
+    plain = name.removeprefix("./")
+    rule = _broken_rule(plain)
+    if rule:
+        raise ArchiveError(f"name {name[:128]!r}: {rule}")
+    return plain
+
+
+def _broken_rule(name: str) -> str:
+    parts = name.split("/")
+    if not name:
+        return "no name may be empty"
+    if name.startswith("/"):
+        return "no path may be absolute"
+    if ".." in parts:
+        return "no path may climb with '..'"
+    if "\\" in name:
+        return "no name may hold a backslash"
+    if _DRIVE.match(name):
+        return "no path may name a drive"
+    if not name.isprintable():  # NUL, newlines, lone surrogates
+        return "names hold printable characters only"
+    if "" in parts or "." in parts:
+        return "no part of a path may be empty or '.'"
+    if len(name.encode()) > MAX_NAME_BYTES or any(len(part.encode()) > MAX_PART_BYTES for part in parts):
+        return f"a name has at most {MAX_NAME_BYTES} bytes, a part of it at most {MAX_PART_BYTES}"
+    return ""
+
+
+class MemberNames:
+    """The names of one archive so far, including all folders."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[str, bool]] = {}  # folded name -> (original spelling, whether it is a folder)
+
+    def add(self, name: str, *, folder: bool) -> None:
+        """Adds a checked name. Raises ArchiveError for a duplicate, also one that differs only in case or accents."""
+        at = name.find("/")
+        while at > 0:
+            self._add_one(name[:at], folder=True)
+            at = name.find("/", at + 1)
+        self._add_one(name, folder=folder)
+
+    def _add_one(self, name: str, *, folder: bool) -> None:
+        key = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        seen = self._seen.get(key)
+        if seen is None:
+            self._seen[key] = (name, folder)
+        elif seen[0] != name:
+            raise ArchiveError(f"name {name[:128]!r}: differs from {seen[0][:128]!r} only in case or in its accents")
+        elif not (folder and seen[1]):
+            raise ArchiveError(f"name {name[:128]!r}: no name may occur twice")
+
+
+def unpack(archive: BinaryIO, target: Path, *, tar: bool, limits: UnpackLimits = LIMITS) -> None:
+    """Unpacks a zip, or with `tar` a gzipped tar file, into the new folder `target`.
+
+    The first part of every name in a tar file is dropped. Raises ArchiveError with the broken rule.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _made_whole(target) as folder, _errors():
-        writer = _Writer(folder, limits, packed_bytes=os.fstat(archive.fileno()).st_size)
-        (_unpack_tar if tar else _unpack_zip)(archive, writer)
-
-
-@contextmanager
-def _made_whole(target: Path) -> Iterator[Path]:
-    """A temporary folder beside the target, which becomes the target at the end, or is removed."""
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name[:64]}.", dir=target.parent))
     try:
-        yield folder
+        with _archive_errors():
+            writer = _Writer(folder, limits, packed_bytes=os.fstat(archive.fileno()).st_size)
+            (_unpack_tar if tar else _unpack_zip)(archive, writer)
         folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -64,45 +121,45 @@ def _made_whole(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """What the readers of the standard library raise on broken archives, as ArchiveError."""
+def _archive_errors() -> Iterator[None]:
+    """Turns the standard library's errors about broken archives into ArchiveError."""
     try:
         yield
     except (zipfile.BadZipFile, BadGzipFile, tarfile.TarError, zlib.error, EOFError, ValueError, UnicodeError) as e:
         raise ArchiveError(f"the archive is damaged or cut short: {e}") from None
     except (NotImplementedError, RuntimeError, OverflowError) as e:
-        raise ArchiveError(f"the archive has a form that is not read: {e}") from None
+        raise ArchiveError(f"the archive has a form that is not supported: {e}") from None
 
 
 class _Writer:
-    """Writes checked members below `folder`, within the limits."""
+    """Writes checked members into `folder` within the limits."""
 
-    def __init__(self, folder: Path, limits: Limits, *, packed_bytes: int) -> None:
+    def __init__(self, folder: Path, limits: UnpackLimits, *, packed_bytes: int) -> None:
         self._folder = folder
         self._limits = limits
-        self._names = Names()
+        self._names = MemberNames()
         self._members = 0
-        ratio_bytes = max(limits.ratio * packed_bytes, limits.ratio_free_bytes)
-        self.most_bytes = min(limits.total_bytes, ratio_bytes)
+        self._max_bytes = min(limits.total_bytes, max(limits.ratio * packed_bytes, limits.ratio_free_bytes))
         self._written_bytes = 0
 
     def check_bytes(self, count: int) -> None:
-        """Raises ArchiveError if that many bytes are too many for this archive."""
+        """Raises ArchiveError if `count` bytes exceed the limits."""
         if count > self._limits.total_bytes:
             raise ArchiveError(f"{count} bytes unpacked; at most {self._limits.total_bytes}")
-        if count > self.most_bytes:
-            ratio = self._limits.ratio
-            raise ArchiveError(f"{count} bytes unpacked; at most {ratio} times the archive's size, which is no bomb")
+        if count > self._max_bytes:
+            raise ArchiveError(
+                f"{count} bytes unpacked; at most {self._limits.ratio} times the archive's size, to refuse zip bombs"
+            )
 
-    def check_room(self, count: int) -> None:
-        """Raises ArchiveError if so many bytes are too many for this archive, or for the disk."""
+    def check_space(self, count: int) -> None:
+        """Raises ArchiveError if `count` bytes exceed the limits or the free disk space."""
         self.check_bytes(count)
         free = shutil.disk_usage(self._folder).free
         if count > free:
             raise ArchiveError(f"{count} bytes unpacked; the disk has {free} bytes free")
 
-    def member(self) -> None:
-        """Counts one. Raises ArchiveError if there are too many."""
+    def count_member(self) -> None:
+        """Raises ArchiveError for one member too many."""
         self._members += 1
         if self._members > self._limits.members:
             raise ArchiveError(f"more than {self._limits.members} members")
@@ -112,7 +169,7 @@ class _Writer:
         (self._folder / name).mkdir(parents=True, exist_ok=True)
 
     def write(self, name: str, open_member: Callable[[], IO[bytes]]) -> None:
-        """Writes one file. Raises ArchiveError if its bytes are too many, whatever size was declared."""
+        """Writes one file. Raises ArchiveError for too many actual bytes, whatever size was declared."""
         self._names.add(name, folder=False)
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +180,8 @@ class _Writer:
                 out.write(data)
 
 
-class _BoundedReads:
-    """A file that refuses to read a zip's directory, which is read in one piece, if it is too long."""
+class _BoundedFile:
+    """A zip file that limits the size of its directory, which zipfile reads in one piece."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -134,7 +191,7 @@ class _BoundedReads:
         try:
             return self._file.seek(position, whence)
         except OSError:
-            raise ArchiveError("the archive is damaged or cut short: it names a place before its beginning") from None
+            raise ArchiveError("the archive is damaged or cut short: an offset lies before its beginning") from None
 
     def read(self, count: int = -1) -> bytes:
         if count > MAX_DIRECTORY_BYTES:
@@ -143,13 +200,13 @@ class _BoundedReads:
 
 
 def _unpack_zip(file: BinaryIO, writer: _Writer) -> None:
-    with zipfile.ZipFile(cast(IO[bytes], _BoundedReads(file))) as archive:
+    with zipfile.ZipFile(cast(IO[bytes], _BoundedFile(file))) as archive:
         members = archive.infolist()
         named = []
-        for member in members:  # all before the first is written
-            writer.member()
+        for member in members:  # check all before writing the first
+            writer.count_member()
             named.append((_zip_name(member), member))
-        writer.check_room(sum(m.file_size for m in members))
+        writer.check_space(sum(m.file_size for m in members))
         for name, member in named:
             if member.is_dir():
                 writer.make_folder(name)
@@ -158,7 +215,7 @@ def _unpack_zip(file: BinaryIO, writer: _Writer) -> None:
 
 
 def _zip_name(member: zipfile.ZipInfo) -> str:
-    """The member's checked name. Raises ArchiveError if it is of a kind that is refused."""
+    """The member's checked name. Raises ArchiveError for a refused kind of member."""
     name = check_name(member.orig_filename.removesuffix("/"))
     kind = stat.S_IFMT(member.external_attr >> 16)
     if kind == stat.S_IFLNK:
@@ -172,14 +229,14 @@ def _zip_name(member: zipfile.ZipInfo) -> str:
     return name
 
 
-class _Unzipped:
-    """The bytes of a gzipped tar file, forwards only. Counts all of them, also those that are skipped."""
+class _TarStream:
+    """The unpacked bytes of a gzipped tar file, forwards only. Skipped bytes count towards the limits."""
 
     def __init__(self, file: BinaryIO, writer: _Writer) -> None:
         self._file = GzipFile(fileobj=file, mode="rb")
         self._writer = writer
         self._position = 0
-        self.last = b""  # what was read last: after the members, the header that is none
+        self.last_read = b""  # at the end of the members: the block that is not a header
 
     def read(self, count: int) -> bytes:
         if count > CHUNK_BYTES + MAX_HEADER_BYTES:
@@ -187,7 +244,7 @@ class _Unzipped:
         data = self._file.read(count)
         self._position += len(data)
         self._writer.check_bytes(self._position)
-        self.last = data
+        self.last_read = data
         return data
 
     def tell(self) -> int:
@@ -198,41 +255,29 @@ class _Unzipped:
             pass
         return self._position
 
-    def drain(self) -> None:
-        """Reads to the end, where the checksum is."""
-        while self.read(CHUNK_BYTES):
-            pass
-
 
 def _unpack_tar(file: BinaryIO, writer: _Writer) -> None:
     if file.read(2) != b"\x1f\x8b":
-        raise ArchiveError("neither a .mar (zip) nor a .tar.gz: it does not begin as a gzip file")
+        raise ArchiveError("neither a .mar (zip) nor a .tar.gz: it has no gzip header")
     file.seek(0)
-    unzipped = _Unzipped(file, writer)
-    with tarfile.open(fileobj=cast(IO[bytes], unzipped), mode="r:") as archive:
+    stream = _TarStream(file, writer)
+    with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:") as archive:
         for member in archive:
-            writer.member()
+            writer.count_member()
             name = _tar_name(member)
             writer.check_bytes(member.size)
-            if not name:
-                continue
-            if member.isdir():
+            if name and member.isdir():
                 writer.make_folder(name)
-            else:
-                writer.write(name, lambda m=member: _opened(archive, m))  # type: ignore[misc]
-    if unzipped.last.strip(b"\0"):
-        raise ArchiveError("the archive is damaged: a member's header is none")
-    unzipped.drain()
-
-
-def _opened(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
-    found = archive.extractfile(member)
-    assert found is not None, "only regular files come here"
-    return found
+            elif name:
+                writer.write(name, lambda m=member: cast(IO[bytes], archive.extractfile(m)))  # type: ignore[misc]
+    if stream.last_read.strip(b"\0"):
+        raise ArchiveError("the archive is damaged: a member's header is invalid")
+    while stream.read(CHUNK_BYTES):  # the checksum is at the end
+        pass
 
 
 def _tar_name(member: tarfile.TarInfo) -> str:
-    """The member's checked name without its first part; "" for the folder around all. Raises ArchiveError."""
+    """The member's checked name without its first part; "" for the outermost folder. Raises ArchiveError."""
     whole = check_name(member.name) if member.name != "." else ""
     if member.issym() or member.islnk():
         raise ArchiveError(f"name {whole[:128]!r}: links are refused")

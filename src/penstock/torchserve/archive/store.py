@@ -1,6 +1,6 @@
-"""The model store: what a name or URL means, and archives unpacked for use.
+"""The model store: finds the archive that a name or URL means and keeps it unpacked while it is in use.
 
-All of it blocks (disk, network): on a loop, call it in a thread.
+An archive is a .mar, a .tar.gz or a folder. Everything here blocks on disk and network: call it in a thread.
 """
 
 from __future__ import annotations
@@ -19,44 +19,92 @@ from types import TracebackType
 from typing import BinaryIO, Final
 from urllib.parse import unquote, urlsplit
 
+from msgspec import Struct
+
 from penstock.errors import ArchiveError, ConfigError
-from penstock.torchserve.archive.errors import ArchiveExists, ArchiveNotFound, UrlForbidden
-from penstock.torchserve.archive.mar import Archive, read_folder, unpack_archive
-from penstock.torchserve.archive.names import check_name
-from penstock.torchserve.archive.safe_unpack import LIMITS, Limits
+from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, UrlForbidden
+from penstock.torchserve.archive.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    model_name_from,
+    parse_manifest,
+)
+from penstock.torchserve.archive.safe_unpack import LIMITS, UnpackLimits, check_name, unpack
 
 _URL: Final = re.compile(r"(?:file|https?)://.*", re.DOTALL)
 
 
-class Unpacked:
-    """An archive in use: its files stay where they are until `close`, after which the last user's are removed.
+class Archive(Struct, frozen=True):
+    """An unpacked archive. `folder` is the root of its files: the handler's model_dir."""
 
-    `digest` is the SHA-256 of the archive, "" of a folder that is used where it is.
+    folder: Path
+    manifest: Manifest
+    has_manifest: bool = True
+
+
+def read_folder(folder: Path, *, name: str = "") -> Archive:
+    """The archive in a folder, or in the only folder inside it.
+
+    Without a manifest the model's name derives from `name`, its version is "1.0", and it has no handler. Raises
+    ArchiveError.
+    """
+    inner = list(folder.iterdir())
+    if len(inner) == 1 and inner[0].is_dir() and inner[0].name != "MAR-INF":
+        folder = inner[0]
+    try:
+        with (folder / MANIFEST).open("rb") as f:
+            text = f.read(MAX_MANIFEST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return Archive(folder, Manifest(model_name=model_name_from(name or folder.name)), has_manifest=False)
+    except OSError as e:
+        raise ArchiveError(f"{MANIFEST} cannot be read: {e.strerror}", detail=str(e)) from None
+    return Archive(folder, parse_manifest(text, file_name=name or folder.name))
+
+
+def unpack_archive(file: BinaryIO, name: str, target: Path, *, limits: UnpackLimits = LIMITS) -> Archive:
+    """Unpacks an open archive into the new folder `target`: a zip if its `name` ends in .mar, else a .tar.gz.
+
+    Raises ArchiveError and then leaves no `target`.
+    """
+    unpack(file, target, tar=not name.endswith(".mar"), limits=limits)
+    try:
+        return read_folder(target, name=name)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+class UnpackedArchive:
+    """An archive in use. Its files stay until `close`; closing the last use removes them.
+
+    `digest` is the archive's SHA-256, "" for a folder, which is used in place.
     """
 
     def __init__(self, archive: Archive, digest: str = "", cached: Path | None = None, in_use: int = -1) -> None:
         self.archive = archive
         self.digest = digest
         self._cached = cached
-        self._in_use = in_use
+        self._in_use = in_use  # a descriptor with a shared lock
 
     def close(self) -> None:
-        """Gives the files back. A second call does nothing."""
+        """Releases the files. May be called twice."""
         cached, self._cached = self._cached, None
         if cached is None:
             return
-        with _alone(cached) as lock:
+        with _exclusive(cached) as lock:
             try:
                 fcntl.flock(self._in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # someone else, perhaps another process, uses it too
+            except BlockingIOError:  # still in use, perhaps by another process
                 pass
             else:
-                _remove(cached)
+                cached.rename(cached.with_name(f".{cached.name}.{os.getpid()}"))  # a crash leaves no partial folder
+                _remove_leftovers(cached)
                 lock.unlink()
             finally:
                 os.close(self._in_use)
 
-    def __enter__(self) -> Unpacked:
+    def __enter__(self) -> UnpackedArchive:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -64,15 +112,20 @@ class Unpacked:
 
 
 class ModelStore:
-    """The archives of one folder, `root` (None: not configured), and of the URLs that are allowed.
+    """The archives in the folder `root` (None: not configured) and behind the allowed URLs.
 
-    `allowed_urls` are regular expressions of which one must match a whole URL; a folder or a file outside the store
-    is matched by its path and as file://PATH. Archives are unpacked below `cache`, which is this user's alone and may
-    be shared by processes; each is there once, however often it is used. Raises ConfigError, ArchiveError.
+    `allowed_urls` are regular expressions; one must match the whole URL. A path outside the store is matched both as a
+    path and as file://PATH. Archives are unpacked once into `cache`, which only this user can write and several
+    processes can share. Raises ConfigError, ArchiveError.
     """
 
     def __init__(
-        self, root: Path | None, *, allowed_urls: Sequence[str] = (), cache: Path | None = None, limits: Limits = LIMITS
+        self,
+        root: Path | None,
+        *,
+        allowed_urls: Sequence[str] = (),
+        cache: Path | None = None,
+        limits: UnpackLimits = LIMITS,
     ) -> None:
         self.root = None if root is None else root.resolve()
         self.allowed_urls = list(allowed_urls)
@@ -80,36 +133,39 @@ class ModelStore:
             try:
                 re.compile(pattern)
             except re.error as e:
-                raise ConfigError(f"allowed_urls: {pattern!r} is no regular expression: {e}") from None
-        self.cache = _private_folder(cache or _default_cache())
+                raise ConfigError(f"allowed_urls: {pattern!r} is not a regular expression: {e}") from None
+        default = Path(tempfile.gettempdir()).resolve() / f"penstock-{os.getuid()}" / "models"
+        self.cache = _private_folder(cache or default)
         self.limits = limits
 
     def names(self) -> list[str]:
-        """What the store holds, by name: .mar files and folders, not what is hidden."""
+        """The names in the store: .mar files and folders, without hidden ones."""
         if self.root is None:
             return []
         entries = [e for e in os.scandir(self.root) if not e.name.startswith(".")]
         return sorted(e.name for e in entries if e.is_dir() or (e.is_file() and e.name.endswith(".mar")))
 
-    def open(self, url: str, *, name: str = "", sha256: str = "", s3_sse_kms: bool = False) -> Unpacked:
-        """The archive that the URL means, unpacked; close it when its files are not used any more.
+    def open(self, url: str, *, name: str = "", sha256: str = "", s3_sse_kms: bool = False) -> UnpackedArchive:
+        """The unpacked archive at the URL. Close it when its files are no longer used.
 
-        `name` is the model's where there is no manifest. Raises what `locate` raises, and ArchiveError for what the
-        archive breaks; what was downloaded for it is then removed.
+        `name` names a model without a manifest. Raises like `locate`, and ArchiveError for a bad archive, whose
+        download is then removed.
         """
         path = self.locate(url, sha256=sha256, s3_sse_kms=s3_sse_kms)
         try:
+            if path.is_dir():
+                return UnpackedArchive(read_folder(path, name=name or path.name))
             return self._unpacked(path, name)
         except BaseException:
             self.forget(url)
             raise
 
     def locate(self, url: str, *, sha256: str = "", s3_sse_kms: bool = False) -> Path:
-        """Where the archive is on this machine; one behind http(s) is downloaded into the store first.
+        """The local path of an archive; an http(s) URL is first downloaded into the store.
 
-        A bare name is a file or folder of the store; of other local paths only folders are taken, where they are.
-        `sha256` is what a download must have. Raises ArchiveNotFound, UrlForbidden, ArchiveExists, DownloadFailed, with
-        TorchServe's texts.
+        A bare name is a file or folder of the store. Other local paths must be folders and are used in place.
+        `sha256` is the expected digest of a download. Raises ArchiveNotFound, UrlForbidden, ArchiveExists,
+        DownloadFailed, with TorchServe's messages.
         """
         if self.root is None:
             raise ArchiveNotFound("Model store has not been configured.")
@@ -118,7 +174,7 @@ class ModelStore:
         if ".." in url:
             raise ArchiveNotFound(f"Relative path is not allowed in url: {url}")
         if _URL.fullmatch(url):
-            return self._behind(url, sha256, s3_sse_kms)
+            return self._fetched(self.root, url, sha256, s3_sse_kms)
         stored = self.root / _file_name(url, url)
         if os.path.isfile(stored):
             return self._permitted(stored, url)
@@ -128,18 +184,17 @@ class ModelStore:
         raise ArchiveNotFound(f"Model not found at: {url}")
 
     def forget(self, url: str) -> None:
-        """Removes what was downloaded for a URL that was opened, if anything was: its name is then free again."""
+        """Removes the download of an http(s) URL, if any, which frees its name."""
         if self.root is not None and url.startswith(("http://", "https://")):
             (self.root / _file_name(urlsplit(url).path, url)).unlink(missing_ok=True)
 
-    def _behind(self, url: str, sha256: str, s3_sse_kms: bool) -> Path:
-        assert self.root is not None
+    def _fetched(self, root: Path, url: str, sha256: str, s3_sse_kms: bool) -> Path:
         self._check_allowed(url, [url])
         try:
             parts = urlsplit(url)
         except ValueError:
             raise ArchiveNotFound(f"Model not found at: {url}") from None
-        target = self.root / _file_name(parts.path, url)
+        target = root / _file_name(parts.path, url)
         if os.path.lexists(target):
             raise ArchiveExists(f"Model file already exists {target.name}")
         if parts.scheme == "file":
@@ -153,10 +208,9 @@ class ModelStore:
         return target
 
     def _permitted(self, path: Path, url: str) -> Path:
-        """The path without links. Raises UrlForbidden if it is outside the store and no allowed URL matches it."""
-        assert self.root is not None
+        """The path with links resolved. Raises UrlForbidden if it is outside the store and no allowed URL matches."""
         real = path.resolve()
-        if not real.is_relative_to(self.root):
+        if self.root is None or not real.is_relative_to(self.root):
             self._check_allowed(url, [str(real), f"file://{real}"])
         return real
 
@@ -164,52 +218,42 @@ class ModelStore:
         if not any(re.fullmatch(pattern, form) for pattern in self.allowed_urls for form in forms):
             raise UrlForbidden(f"Given URL {url} does not match any allowed URL(s)")
 
-    def _unpacked(self, path: Path, name: str) -> Unpacked:
-        if path.is_dir():
-            return Unpacked(read_folder(path, name=name or path.name))
+    def _unpacked(self, path: Path, name: str) -> UnpackedArchive:
+        """The archive's folder in the cache, unpacked there unless it exists."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
-            return self._cached(digest, file, path.name, name)
-
-    def _cached(self, digest: str, file: BinaryIO, file_name: str, name: str) -> Unpacked:
-        cached = self.cache / digest
-        with _alone(cached) as lock:
-            try:
-                if not cached.exists():
-                    _remove_leftovers(cached)
-                    unpack_archive(file, file_name, cached, limits=self.limits)
-                archive = read_folder(cached, name=name or file_name)
-            except BaseException:
-                if not cached.exists():
-                    lock.unlink()
-                raise
-            in_use = os.open(cached, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(in_use, fcntl.LOCK_SH)  # at once: only who holds `lock` asks for more
-        return Unpacked(archive, digest, cached, in_use)
-
-
-def _remove(cached: Path) -> None:
-    """Removes the folder; if that is cut short, what is left is not under the folder's name."""
-    cached.rename(cached.with_name(f".{cached.name}.{os.getpid()}"))
-    _remove_leftovers(cached)
+            cached = self.cache / digest
+            with _exclusive(cached) as lock:
+                try:
+                    if not cached.exists():
+                        _remove_leftovers(cached)
+                        unpack_archive(file, path.name, cached, limits=self.limits)
+                    archive = read_folder(cached, name=name or path.name)
+                except BaseException:
+                    if not cached.exists():
+                        lock.unlink()
+                    raise
+                in_use = os.open(cached, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(in_use, fcntl.LOCK_SH)  # never blocks: only the holder of `lock` takes it exclusively
+        return UnpackedArchive(archive, digest, cached, in_use)
 
 
 def _remove_leftovers(cached: Path) -> None:
-    """Removes what is half made or half removed, also by a process that was killed. Only for who is `_alone`."""
+    """Removes partly written or removed folders, also of killed processes. The caller holds `_exclusive`."""
     for folder in cached.parent.glob(f".{cached.name}.*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _alone(cached: Path) -> Iterator[Path]:
-    """Makes this thread the only one, of all processes, that makes or removes this folder; yields the lock's path."""
+def _exclusive(cached: Path) -> Iterator[Path]:
+    """Lets one thread of all processes create or remove this folder; yields the path of the lock."""
     path = cached.with_suffix(".lock")
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):  # nobody removed it meanwhile
+            if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):  # not removed meanwhile
                 yield path
                 return
         finally:
@@ -225,17 +269,13 @@ def _file_name(path: str, url: str) -> str:
         raise ArchiveNotFound(f"Model not found at: {url}") from None
 
 
-def _default_cache() -> Path:
-    return Path(tempfile.gettempdir()).resolve() / f"penstock-{os.getuid()}" / "models"
-
-
 def _private_folder(path: Path) -> Path:
-    """The folder, made if need be. Raises ArchiveError if other users could put something into it."""
+    """The folder, created if needed. Raises ArchiveError if other users could write into it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
-    above, found = os.lstat(path.parent), os.lstat(path)
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
-    kept = not above.st_mode & 0o022 or above.st_mode & stat.S_ISVTX  # nobody else can put another in its place
-    if not (mine and kept and stat.S_ISDIR(above.st_mode) and above.st_uid in (0, os.getuid())):
-        raise ArchiveError(f"the cache of models {path} is not this user's alone: remove it, or name another")
+    parent, found = os.lstat(path.parent), os.lstat(path)
+    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    irreplaceable = not parent.st_mode & 0o022 or parent.st_mode & stat.S_ISVTX
+    if not (private and irreplaceable and stat.S_ISDIR(parent.st_mode) and parent.st_uid in (0, os.getuid())):
+        raise ArchiveError(f"other users can write to the model cache {path}: remove it, or name another")
     return path

@@ -48,17 +48,17 @@ class _Abbreviating(click.Command):
 @click.option("-f", "--force", is_flag=True, help="Overwrite an archive that is there.")
 @click.option("-r", "--requirements-file", default="", help="The requirements.txt of the model's own packages.")
 @click.option("-c", "--config-file", default="", help="The model's configuration, a YAML file.")
-def archive(export_path: str, archive_format: Any, force: bool, **parts: str) -> None:
+def archive(export_path: str, archive_format: Any, force: bool, **contents: str) -> None:
     """Pack a model, its handler and their files into one archive, as torch-model-archiver does.
 
     Exits with 1 if a file is missing or the archive exists, and with 2 if a flag is wrong.
     """
     from penstock.errors import ArchiveError
-    from penstock.torchserve.archive.pack import Parts, pack
+    from penstock.torchserve.archive.pack import ArchiveContents, pack
 
     logging.basicConfig(format="%(levelname)s - %(message)s")
     try:
-        pack(Parts(**parts), Path(export_path or os.getcwd()), archive_format, force=force)
+        pack(ArchiveContents(**contents), Path(export_path or os.getcwd()), archive_format, force=force)
     except (ArchiveError, OSError) as error:
         said = error.message if isinstance(error, ArchiveError) else f"the archive cannot be written: {error}"
         click.echo(f"{click.get_current_context().command_path}: error: {said}", err=True)

@@ -8,8 +8,7 @@ import pytest
 from penstock.torchserve.admin.models import Models, Version
 from penstock.torchserve.admin.plan import Source, make_plan
 from penstock.torchserve.archive.manifest import Manifest
-from penstock.torchserve.archive.mar import Archive
-from penstock.torchserve.archive.store import Unpacked
+from penstock.torchserve.archive.store import Archive, UnpackedArchive
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError, Registration
 
@@ -20,7 +19,7 @@ def version(name: str, number: str) -> Version:
     archive = Archive(Path("/m"), Manifest(model_name=name, model_version=number, handler="h"))
     source = Source(archive, f"{name}.mar", f"{name}.mar", {})
     plan = make_plan(source, Properties(), Registration(url="x"), {}, workers=0)
-    return Version(plan, Unpacked(archive), 0, 0)
+    return Version(plan, UnpackedArchive(archive), 0, 0)
 
 
 @pytest.fixture

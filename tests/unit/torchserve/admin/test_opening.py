@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import ArchiveError
 from penstock.torchserve.admin.opening import mar_name, read_yaml
-from penstock.torchserve.archive.errors import ArchiveExists, DownloadFailed, InstallFailed
+from penstock.torchserve.archive import ArchiveExists, DownloadFailed, InstallFailed
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.protocol.api import ApiError, Registration
 

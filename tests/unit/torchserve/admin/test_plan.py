@@ -10,7 +10,7 @@ import pytest
 from penstock.config.schema import BatchingConfig
 from penstock.torchserve.admin.plan import FOREVER_S, Plan, Source, make_plan, said_by
 from penstock.torchserve.archive.manifest import Manifest
-from penstock.torchserve.archive.mar import Archive
+from penstock.torchserve.archive.store import Archive
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError, Registration
 

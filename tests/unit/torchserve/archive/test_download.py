@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArchiveError
+from penstock.torchserve.archive import ArchiveExists, DownloadFailed, UrlForbidden
 from penstock.torchserve.archive.download import download
-from penstock.torchserve.archive.errors import ArchiveExists, DownloadFailed, UrlForbidden
 from penstock.torchserve.archive.store import ModelStore
 
 TLS = Path(__file__).parents[3] / "tls"
@@ -75,7 +75,7 @@ def fetch(url: str, target: Path, allowed: list[str] | None = None, **how: Any) 
     download(url, target, ["http(s)?://localhost:.*"] if allowed is None else allowed, **{"max_bytes": 10_000, **how})
 
 
-def test_a_file_is_fetched_whole(server: FileServer, tmp_path: Path):
+def test_a_file_is_downloaded_completely(server: FileServer, tmp_path: Path):
     server.answers["/a/m.mar?x=1"] = b"weights" * 1000
     fetch(f"{server.url}/a/m.mar?x=1", tmp_path / "m.mar")
     assert (tmp_path / "m.mar").read_bytes() == b"weights" * 1000
@@ -83,13 +83,13 @@ def test_a_file_is_fetched_whole(server: FileServer, tmp_path: Path):
     assert server.asked[0][1]["Host"] == f"localhost:{server.port}"
 
 
-def test_a_body_without_a_length_is_fetched_to_its_end(server: FileServer, tmp_path: Path):
+def test_a_body_without_a_length_is_read_to_its_end(server: FileServer, tmp_path: Path):
     server.answers["/m.mar"] = (200, {"Content-Length": ""}, b"abc")
     fetch(f"{server.url}/m.mar", tmp_path / "m.mar")
     assert (tmp_path / "m.mar").read_bytes() == b"abc"
 
 
-def test_a_file_is_fetched_through_tls_that_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tls_certificate_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     server = FileServer(tls=True)
     try:
         server.answers["/m.mar"] = b"abc"
@@ -104,7 +104,7 @@ def test_a_file_is_fetched_through_tls_that_is_checked(tmp_path: Path, monkeypat
         server.close()
 
 
-def test_the_sum_is_checked(server: FileServer, tmp_path: Path):
+def test_the_digest_is_checked(server: FileServer, tmp_path: Path):
     server.answers["/m.mar"] = b"abc"
     with pytest.raises(DownloadFailed) as e:
         fetch(f"{server.url}/m.mar", tmp_path / "m.mar", sha256="0" * 64)
@@ -125,7 +125,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("answer", "why"), ANSWERS.values(), ids=ANSWERS)
-def test_a_wrong_answer_leaves_nothing(server: FileServer, tmp_path: Path, answer: Any, why: str):
+def test_a_bad_response_leaves_no_file(server: FileServer, tmp_path: Path, answer: Any, why: str):
     server.answers |= {"/m.mar": answer, "/ok.mar": b"1"}
     with pytest.raises(DownloadFailed) as e:
         fetch(f"{server.url}/m.mar", tmp_path / "m.mar")
@@ -135,15 +135,17 @@ def test_a_wrong_answer_leaves_nothing(server: FileServer, tmp_path: Path, answe
     assert len(server.asked) == 1
 
 
-def test_who_is_silent_is_left_after_the_time(tmp_path: Path):
+def test_a_silent_server_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.torchserve.archive.download.TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://localhost:{silent.getsockname()[1]}/m.mar"
         with pytest.raises(DownloadFailed, match="Failed to download archive") as e:
-            fetch(url, tmp_path / "m.mar", timeout_s=0.05)
+            fetch(url, tmp_path / "m.mar")
     assert "timed out" in e.value.detail
 
 
-def test_who_drips_is_left_after_the_time(tmp_path: Path):
+def test_a_slow_server_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.torchserve.archive.download.TIMEOUT_S", 0.1)
     stop = threading.Event()
 
     def drip(listener: socket.socket) -> None:
@@ -156,12 +158,12 @@ def test_who_drips_is_left_after_the_time(tmp_path: Path):
         dripping = threading.Thread(target=drip, args=(listener,))
         dripping.start()
         with pytest.raises(DownloadFailed):
-            fetch(f"http://localhost:{listener.getsockname()[1]}/m.mar", tmp_path / "m.mar", timeout_s=0.1)
+            fetch(f"http://localhost:{listener.getsockname()[1]}/m.mar", tmp_path / "m.mar")
         stop.set()
         dripping.join()
 
 
-def test_nobody_there_is_a_failed_download(tmp_path: Path):
+def test_a_refused_connection_is_a_failed_download(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     with pytest.raises(DownloadFailed):
@@ -169,7 +171,7 @@ def test_nobody_there_is_a_failed_download(tmp_path: Path):
 
 
 @pytest.mark.parametrize("url", ["http://me:secret@localhost:1/m.mar", "http:///m.mar", "http://localhost:99999/m.mar"])
-def test_a_url_that_is_none_is_a_failed_download(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_invalid_url_is_a_failed_download(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with pytest.raises(DownloadFailed):
         fetch(url, tmp_path / "m.mar", ANYWHERE)
     assert "secret" not in caplog.text
@@ -209,12 +211,12 @@ def test_an_address_that_is_not_public_is_refused(address: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     "allowed", ["http://.*", "http://local.ost/.*", "http://other/.*|http://.*", "http://localhostx/.*|.*"]
 )
-def test_a_wildcard_names_no_private_host(allowed: str, tmp_path: Path):
+def test_a_wildcard_does_not_allow_a_private_host(allowed: str, tmp_path: Path):
     with pytest.raises(UrlForbidden):
         fetch("http://localhost/m.mar", tmp_path / "m.mar", [allowed])
 
 
-def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_connection_goes_to_the_checked_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked = resolved(monkeypatch, "93.184.216.34", "93.184.216.35")
     connected = []
 
@@ -228,7 +230,7 @@ def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch: pytes
     assert (asked, connected) == (["models.example"], [("93.184.216.34", 8443), ("93.184.216.35", 8443)])
 
 
-def test_a_name_taken_meanwhile_is_not_overwritten(server: FileServer, tmp_path: Path):
+def test_a_file_that_appears_meanwhile_is_not_overwritten(server: FileServer, tmp_path: Path):
     server.answers["/m.mar"] = b"new"
     (tmp_path / "m.mar").write_bytes(b"old")
     with pytest.raises(ArchiveExists, match=r"Model file already exists m\.mar"):
@@ -237,7 +239,7 @@ def test_a_name_taken_meanwhile_is_not_overwritten(server: FileServer, tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["m.mar"]
 
 
-def test_a_store_opens_and_forgets_what_it_downloads(server: FileServer, archives: Any, tmp_path: Path):
+def test_a_store_opens_and_forgets_its_downloads(server: FileServer, archives: Any, tmp_path: Path):
     server.answers["/x/m.mar"] = archives.mar().read_bytes()
     server.answers["/bad.mar"] = b"no archive"
     folder = tmp_path / "store"
@@ -256,7 +258,7 @@ def test_a_store_opens_and_forgets_what_it_downloads(server: FileServer, archive
     assert [path for path, _ in server.asked] == ["/x/m.mar", "/bad.mar"]
 
 
-def test_signing_without_the_sdk_says_what_to_install(
+def test_signing_without_botocore_names_the_package_to_install(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "botocore", None)
@@ -301,7 +303,7 @@ def fake_botocore(monkeypatch: pytest.MonkeyPatch, region: str | None) -> None:
             monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
 
 
-def test_a_signed_request_has_the_sdks_headers(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_signed_request_has_botocores_headers(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake_botocore(monkeypatch, "eu-west-1")
     server.answers["/m.mar"] = b"abc"
     url = f"{server.url}/m.mar"
@@ -309,7 +311,9 @@ def test_a_signed_request_has_the_sdks_headers(server: FileServer, tmp_path: Pat
     assert server.asked[0][1]["X-Signed"] == f"GET {url} credentials s3 eu-west-1"
 
 
-def test_signing_without_a_region_says_what_to_set(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_signing_without_a_region_names_the_variable_to_set(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     fake_botocore(monkeypatch, None)
     with pytest.raises(DownloadFailed) as e:
         fetch(f"{server.url}/m.mar", tmp_path / "m.mar", sign_s3=True)

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArchiveError
-from penstock.torchserve.archive.manifest import MAX_MANIFEST_BYTES, Manifest, check_model_name, name_of, parse_manifest
+from penstock.torchserve.archive.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    check_model_name,
+    model_name_from,
+    parse_manifest,
+)
 
 
 def text_of(**model: Any) -> bytes:
@@ -48,7 +54,7 @@ def test_every_field_is_read():
     )
 
 
-def test_an_old_manifest_with_keys_of_its_own_is_read():
+def test_an_old_manifest_with_further_keys_is_read():
     raw = {
         "specificationVersion": "1.0",
         "implementationVersion": "1.0",
@@ -68,7 +74,7 @@ def test_an_old_manifest_with_keys_of_its_own_is_read():
     assert found.raw == raw
 
 
-def test_a_version_written_as_a_number_is_its_text():
+def test_a_numeric_version_becomes_text():
     assert parse_manifest(text_of(modelVersion=2.5)).model_version == "2.5"
     assert parse_manifest(text_of(modelVersion=3)).model_version == "3"
 
@@ -104,13 +110,13 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "said"), BAD.values(), ids=BAD)
-def test_a_bad_manifest_is_refused_by_its_field(text: bytes, said: str):
+def test_a_bad_manifest_is_refused_with_the_name_of_the_field(text: bytes, said: str):
     with pytest.raises(ArchiveError, match=said):
         parse_manifest(text)
 
 
 @pytest.mark.parametrize("name", ["../x", "", ".m", "-m", "a b", "a/b", "m\n", "é", "m" * 129])
-def test_a_name_that_is_no_model_name_is_refused(name: str):
+def test_an_invalid_model_name_is_refused(name: str):
     with pytest.raises(ArchiveError, match="the model's name"):
         check_model_name(name)
 
@@ -120,7 +126,7 @@ def test_a_name_that_is_no_model_name_is_refused(name: str):
     [("m.mar", "m"), ("m.tar.gz", "m"), ("m-1.0.tgz", "m-1.0"), ("my model.mar", "my_model"), (".m", "m"), ("x", "x")],
 )
 def test_a_model_is_named_after_its_file(file: str, name: str):
-    assert name_of(file) == name
+    assert model_name_from(file) == name
 
 
 KEYS = st.sampled_from(["model", "runtime", "modelName", "modelVersion", "handler"])
@@ -128,7 +134,7 @@ TREES = st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x
 
 
 @given(st.binary() | TREES.map(lambda tree: json.dumps(tree).encode()))
-def test_no_text_raises_anything_else(text: bytes):
+def test_arbitrary_text_raises_nothing_else(text: bytes):
     try:
         parse_manifest(text)
     except ArchiveError:
@@ -153,6 +159,6 @@ WORD = st.text(string.ascii_letters + string.digits, min_size=1, max_size=20)
         archiver_version=WORD,
     )
 )
-def test_what_is_written_is_read(manifest: Manifest):
+def test_a_written_manifest_is_read_back(manifest: Manifest):
     found = parse_manifest(manifest.to_json().encode())
     assert found == Manifest(**{**{f: getattr(manifest, f) for f in Manifest.__struct_fields__}, "raw": found.raw})

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import ArchiveError
 from penstock.torchserve.archive.manifest import MANIFEST
-from penstock.torchserve.archive.mar import read_archive
-from penstock.torchserve.archive.pack import BUILT_IN, Format, Parts, pack
+from penstock.torchserve.archive.pack import BUILT_IN, ArchiveContents, Format, pack
 from penstock.torchserve.archive.safe_unpack import LIMITS
+from support.archives import read_archive
 
 FORMATS: list[Format] = ["default", "zip-store", "tgz", "no-archive"]
 
@@ -49,8 +49,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def parts(**changed: str) -> Parts:
-    return Parts(**{"model_name": "m", "version": "1.0", "handler": "h.py", **changed})
+def parts(**changed: str) -> ArchiveContents:
+    return ArchiveContents(**{"model_name": "m", "version": "1.0", "handler": "h.py", **changed})
 
 
 FULL = {
@@ -64,7 +64,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("archive_format", FORMATS)
-def test_the_files_stand_flat_at_the_root(work: Path, files_below: Any, archive_format: Format):
+def test_all_files_lie_at_the_root_of_the_archive(work: Path, files_below: Any, archive_format: Format):
     target = pack(parts(**FULL), Path("out"), archive_format)
     found = read_archive(target, work / "unpacked")
     names = "h.py net.py w.pt requirements.txt model-config.yaml a.txt sub/b.txt .hidden_file index_to_name.json"
@@ -86,7 +86,7 @@ def test_the_files_stand_flat_at_the_root(work: Path, files_below: Any, archive_
     assert [p.name for p in Path("out").iterdir()] == [target.name]
 
 
-def test_the_container_is_what_was_asked_for(work: Path):
+def test_the_container_has_the_requested_format(work: Path):
     assert pack(parts(), Path("out")).name == "m.mar"
     with zipfile.ZipFile("out/m.mar") as z:
         assert {i.compress_type for i in z.infolist()} == {zipfile.ZIP_DEFLATED}
@@ -121,14 +121,16 @@ def test_a_handler_of_the_cpp_runtime_is_a_library(work: Path):
         assert z.namelist() == [MANIFEST]
 
 
-def test_extra_files_are_a_comma_list_with_globs(work: Path, files_below: Any, caplog: pytest.LogCaptureFixture):
+def test_extra_files_are_a_comma_separated_list_with_globs(
+    work: Path, files_below: Any, caplog: pytest.LogCaptureFixture
+):
     listed = " extra/*.txt, index_to_name.json,,extra/su?,no*thing "
     found = read_archive(pack(parts(extra_files=listed), Path("out")), work / "t")
     assert set(files_below(found.folder)) == {"h.py", "a.txt", "index_to_name.json", "b.txt", MANIFEST}
     assert "wildcard pattern did not match any file: no*thing" in caplog.text
 
 
-def test_a_file_with_a_name_like_a_glob_is_itself(work: Path, files_below: Any):
+def test_a_file_named_like_a_glob_is_packed(work: Path, files_below: Any):
     Path("a[1].txt").write_text("1")
     found = read_archive(pack(parts(extra_files="a[1].txt"), Path("out")), work / "t")
     assert "a[1].txt" in files_below(found.folder)
@@ -146,23 +148,23 @@ def test_links_are_followed_when_packed(work: Path, files_below: Any):
         (work / "out" / "m.mar").unlink(missing_ok=True)
 
 
-def test_of_two_files_with_one_name_the_later_stands(work: Path, files_below: Any, caplog: pytest.LogCaptureFixture):
+def test_the_later_of_two_files_with_one_name_wins(work: Path, files_below: Any, caplog: pytest.LogCaptureFixture):
     Path("extra/w.pt").write_text("other")
     found = read_archive(pack(parts(serialized_file="w.pt", extra_files="extra/w.pt"), Path("out")), work / "t")
     assert files_below(found.folder)["w.pt"] == b"other"
     assert "extra/w.pt replaces w.pt" in caplog.text
 
 
-def test_a_file_that_is_named_twice_is_not_warned_of(work: Path, caplog: pytest.LogCaptureFixture):
+def test_naming_one_file_twice_causes_no_warning(work: Path, caplog: pytest.LogCaptureFixture):
     pack(parts(config_file="model-config.yaml", extra_files="model-config.yaml"), Path("out"))
     assert caplog.text == ""
 
 
-def test_what_is_there_is_overwritten_by_force_only(work: Path, caplog: pytest.LogCaptureFixture):
+def test_only_force_overwrites_an_existing_archive(work: Path, caplog: pytest.LogCaptureFixture):
     for archive_format in FORMATS:
         target = pack(parts(), Path("out"), archive_format, force=True)
         before = target.stat().st_mtime_ns
-        with pytest.raises(ArchiveError, match=r"already exists; say --force"):
+        with pytest.raises(ArchiveError, match=r"already exists; use --force"):
             pack(parts(), Path("out"), archive_format)
         assert target.stat().st_mtime_ns == before
         caplog.set_level(logging.WARNING)
@@ -185,13 +187,13 @@ WRONG = {
     "version": ({"version": "a/b"}, "modelVersion is 'a/b'"),
     "case": ({"extra_files": "H.py"}, "only in case"),
     "broken link": ({"extra_files": "links"}, "links/gone is not a regular file"),
-    "endless link": ({"extra_files": "loop"}, "link to a folder that holds it"),
+    "endless link": ({"extra_files": "loop"}, "link to one of its parent folders"),
     "device": ({"extra_files": "/dev/null"}, "neither a file nor a folder"),
 }
 
 
 @pytest.mark.parametrize(("changed", "said"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told_and_nothing_is_written(work: Path, changed: dict[str, str], said: str):
+def test_a_wrong_argument_is_reported_and_nothing_is_written(work: Path, changed: dict[str, str], said: str):
     Path("H.py").write_text("")
     Path("links").mkdir()
     Path("links/gone").symlink_to("nowhere")
@@ -207,7 +209,7 @@ def test_the_export_path_must_be_a_folder(work: Path):
         pack(parts(), Path("nono"))
 
 
-def test_more_files_than_are_read_are_not_written(work: Path, monkeypatch: pytest.MonkeyPatch):
+def test_more_files_than_the_reader_accepts_are_not_written(work: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("penstock.torchserve.archive.pack.LIMITS", type(LIMITS)(members=2))
     pack(parts(), Path("out"))
     with pytest.raises(ArchiveError, match="at most 2 members"):
@@ -241,7 +243,7 @@ FILES = st.dictionaries(
     deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(files=FILES, archive_format=st.sampled_from(FORMATS))
-def test_whatever_files_are_packed_are_read_back(
+def test_packed_files_are_read_back(
     work: Path, files_below: Any, files: dict[str, bytes], archive_format: Format, tmp_path_factory: Any
 ):
     folder = tmp_path_factory.mktemp("any")

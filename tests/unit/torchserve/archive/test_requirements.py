@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.torchserve.archive.errors import InstallFailed
+from penstock.torchserve.archive import InstallFailed
 from penstock.torchserve.archive.requirements import MARK, install_requirements
 
 
@@ -37,20 +37,20 @@ def imported(path: Path, statement: str) -> str:
     return found.stdout.strip()
 
 
-def test_packages_come_into_the_models_folder_once(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_packages_are_installed_into_the_models_folder_once(model: Path, monkeypatch: pytest.MonkeyPatch):
     assert install_requirements(model, "requirements.txt", model="m") == model
     assert imported(model, "import penstock_tiny; print(penstock_tiny.NAME)") == "tiny"
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("installed again"))
     assert install_requirements(model, "requirements.txt", model="m") == model
 
 
-def test_other_requirements_are_installed_again(model: Path):
+def test_changed_requirements_are_installed_again(model: Path):
     (model / MARK).write_text("something else")
     install_requirements(model, "requirements.txt", model="m")
     assert (model / "penstock_tiny.py").is_file()
 
 
-def test_a_venv_sees_what_this_python_has(model: Path):
+def test_a_venv_inherits_the_packages_of_this_python(model: Path):
     packages = install_requirements(model, "requirements.txt", model="m", venv=True)
     assert packages.is_relative_to(model / "venv")
     assert imported(packages, "import penstock_tiny; print(penstock_tiny.__file__)").startswith(str(packages))
@@ -58,7 +58,7 @@ def test_a_venv_sees_what_this_python_has(model: Path):
     subprocess.run([python, "-c", "import msgspec, penstock_tiny"], check=True)
 
 
-def test_a_failure_has_the_known_text_and_pips_words(model: Path, caplog: pytest.LogCaptureFixture):
+def test_a_failure_has_torchserves_message_and_pips_output(model: Path, caplog: pytest.LogCaptureFixture):
     (model / "requirements.txt").write_text("/nono/nothing-1.0-py3-none-any.whl\n")
     with pytest.raises(InstallFailed, match=r"^Custom pip package installation failed for model m$") as e:
         install_requirements(model, "requirements.txt", model="m")
@@ -67,13 +67,13 @@ def test_a_failure_has_the_known_text_and_pips_words(model: Path, caplog: pytest
     assert not (model / MARK).exists()
 
 
-def test_a_missing_file_is_a_failure(model: Path):
+def test_a_missing_requirements_file_is_a_failure(model: Path):
     with pytest.raises(InstallFailed) as e:
         install_requirements(model, "nono.txt", model="m")
     assert "nono.txt cannot be read" in e.value.detail
 
 
-def test_pip_is_ended_with_its_children_after_the_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_timeout_kills_pip_and_its_children(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nsleep 600 & echo $! > child\nwait\n")
     script.chmod(0o755)

@@ -11,9 +11,75 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArchiveError, ConfigError
-from penstock.torchserve.archive.errors import ArchiveExists, ArchiveNotFound, UrlForbidden
-from penstock.torchserve.archive.safe_unpack import Limits
-from penstock.torchserve.archive.store import ModelStore
+from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, UrlForbidden
+from penstock.torchserve.archive.manifest import MANIFEST
+from penstock.torchserve.archive.safe_unpack import UnpackLimits
+from penstock.torchserve.archive.store import ModelStore, read_folder
+from support.archives import read_archive
+
+
+@pytest.mark.parametrize("kind", ["mar", "tgz"])
+def test_an_archive_is_unpacked_and_read(archives: Any, tmp_path: Path, kind: str):
+    found = read_archive(getattr(archives, kind)(), tmp_path / "target")
+    assert found.folder == tmp_path / "target"
+    assert found.has_manifest
+    assert (found.manifest.model_name, found.manifest.handler) == ("m", "h.py")
+    assert (found.folder / "h.py").is_file()
+
+
+def test_every_file_but_a_mar_is_read_as_a_tar(archives: Any, tmp_path: Path):
+    assert read_archive(archives.tgz(name="model.data"), tmp_path / "t").manifest.model_name == "m"
+
+
+def test_a_folder_is_read_in_place(archives: Any, tmp_path: Path):
+    tree = archives.tree()
+    assert read_archive(tree, tmp_path / "target").folder == tree
+    assert not (tmp_path / "target").exists()
+
+
+def test_the_only_folder_in_a_folder_is_the_archive(archives: Any):
+    outer = archives.tree({f"inner/{name}": data for name, data in archives.files().items()}, "outer")
+    assert read_folder(outer).folder == outer / "inner"
+
+
+def test_a_folder_with_only_a_manifest_is_the_archive(archives: Any):
+    tree = archives.tree({MANIFEST: archives.manifest(handler="image_classifier")})
+    assert read_folder(tree).folder == tree
+
+
+def test_without_a_manifest_the_model_is_named_after_the_file(archives: Any, tmp_path: Path):
+    found = read_archive(archives.mar({"h.py": b"", "w.pt": b""}, "resnet-18.mar"), tmp_path / "t")
+    assert not found.has_manifest
+    assert (found.manifest.model_name, found.manifest.model_version) == ("resnet-18", "1.0")
+    assert (found.manifest.handler, found.manifest.runtime, found.manifest.raw) == ("", "python", {})
+    assert read_folder(tmp_path / "t", name="given").manifest.model_name == "given"
+
+
+@pytest.mark.parametrize("kind", ["mar", "tgz"])
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        (b"{", "is not JSON"),
+        (b" " * 2**21, "more than"),
+        (b'{"model": {"modelName": "m", "handler": "../../x"}}', "handler: .*climb"),
+        (b'{"model": {"modelName": "../x", "handler": "h.py"}}', "the model's name is '../x'"),
+    ],
+)
+def test_an_archive_with_a_bad_manifest_leaves_nothing(
+    archives: Any, tmp_path: Path, kind: str, manifest: bytes, said: str
+):
+    inner = "" if kind == "mar" else "m/"
+    path = getattr(archives, kind)({f"{inner}h.py": b"", f"{inner}{MANIFEST}": manifest})
+    with pytest.raises(ArchiveError, match=said):
+        read_archive(path, tmp_path / "in" / "target")
+    assert list((tmp_path / "in").iterdir()) == []
+
+
+def test_a_manifest_that_is_a_folder_is_reported(archives: Any):
+    tree = archives.tree({f"{MANIFEST}/x": b"", "h.py": b""})
+    with pytest.raises(ArchiveError, match="cannot be read: Is a directory"):
+        read_folder(tree)
+
 
 ANY = "file://.*|http(s)?://.*"
 STRICT = r"https://example\.com/.*"
@@ -44,7 +110,7 @@ def test_the_names_are_archives_and_folders(store: ModelStore):
     assert ModelStore(None, cache=store.cache).names() == []
 
 
-def test_an_archive_is_unpacked_once_and_removed_with_its_last_user(store: ModelStore):
+def test_an_archive_is_unpacked_once_and_removed_after_its_last_use(store: ModelStore):
     first, second = store.open("m.mar"), store.open("m.mar")
     assert first.digest == second.digest
     assert first.archive.folder == second.archive.folder == store.cache / first.digest
@@ -60,7 +126,7 @@ def test_a_tar_is_opened_like_a_mar(store: ModelStore):
         assert opened.archive.manifest.model_name == "m"
 
 
-def test_a_folder_is_used_where_it_is(store: ModelStore, tmp_path: Path):
+def test_a_folder_is_used_in_place(store: ModelStore, tmp_path: Path):
     assert store.root is not None
     with store.open("d") as opened:
         assert (opened.archive.folder, opened.digest) == (store.root / "d", "")
@@ -68,7 +134,7 @@ def test_a_folder_is_used_where_it_is(store: ModelStore, tmp_path: Path):
     assert (store.root / "d" / "h.py").is_file()
 
 
-def test_a_changed_archive_is_another(store: ModelStore, archives: Any):
+def test_a_changed_archive_is_unpacked_separately(store: ModelStore, archives: Any):
     with store.open("m.mar") as old:
         archives.mar(archives.files(modelVersion="2.0"))
         with store.open("m.mar") as new:
@@ -76,7 +142,7 @@ def test_a_changed_archive_is_another(store: ModelStore, archives: Any):
             assert old.archive.folder != new.archive.folder
 
 
-def test_a_name_given_is_for_archives_without_one(store: ModelStore, archives: Any):
+def test_a_given_name_applies_only_to_archives_without_a_manifest(store: ModelStore, archives: Any):
     archives.mar({"h.py": b""}, "bare.mar")
     with store.open("bare.mar") as a, store.open("bare.mar", name="given") as b, store.open("m.mar", name="x") as c:
         names = [opened.archive.manifest.model_name for opened in (a, b, c)]
@@ -92,12 +158,12 @@ def test_a_refused_archive_leaves_nothing_in_the_cache(store: ModelStore, archiv
         assert cached(store) == []
 
 
-def test_the_limits_of_a_store_are_those_of_its_archives(store: ModelStore):
+def test_the_stores_limits_apply_to_its_archives(store: ModelStore):
     with pytest.raises(ArchiveError, match="at most 5"):
-        ModelStore(store.root, cache=store.cache, limits=Limits(total_bytes=5)).open("m.mar")
+        ModelStore(store.root, cache=store.cache, limits=UnpackLimits(total_bytes=5)).open("m.mar")
 
 
-def test_what_a_killed_process_left_is_cleared_and_used(store: ModelStore):
+def test_leftovers_of_a_killed_process_are_replaced(store: ModelStore):
     with store.open("m.mar") as opened:
         digest = opened.digest
     half = store.cache / f".{digest}.abc"
@@ -129,7 +195,7 @@ def test_many_threads_share_one_folder(store: ModelStore):
     assert cached(store) == []
 
 
-def test_many_rounds_leave_no_file_open(store: ModelStore, archives: Any):
+def test_repeated_opening_leaks_no_file_descriptor(store: ModelStore, archives: Any):
     archives.mar({"../x": b""}, "bad.mar")
     store.open("m.mar").close()
     before = sorted(os.listdir("/dev/fd"))
@@ -167,7 +233,7 @@ def test_two_processes_share_one_folder(store: ModelStore):
     assert cached(store) == []
 
 
-def test_the_files_of_a_killed_process_are_free(store: ModelStore):
+def test_files_used_by_a_killed_process_can_be_removed(store: ModelStore):
     other = subprocess.Popen(
         [sys.executable, "-c", OTHER_PROCESS, str(store.root), str(store.cache)],
         stdin=subprocess.PIPE,
@@ -204,17 +270,17 @@ LOCAL_MISSES = {
 
 
 @pytest.mark.parametrize(("url", "said"), LOCAL_MISSES.values(), ids=LOCAL_MISSES)
-def test_what_is_not_there_is_told_with_the_known_text(store: ModelStore, url: str, said: str):
+def test_a_missing_archive_is_reported_with_torchserves_message(store: ModelStore, url: str, said: str):
     with pytest.raises(ArchiveNotFound, match=re.escape(said)):
         store.open(url)
 
 
-def test_without_a_store_nothing_is_found(store: ModelStore):
+def test_without_a_configured_store_no_archive_is_found(store: ModelStore):
     with pytest.raises(ArchiveNotFound, match=r"Model store has not been configured\."):
         ModelStore(None, cache=store.cache).open("m.mar")
 
 
-def test_a_path_to_a_file_means_the_stores_file_of_that_name(store: ModelStore, tmp_path: Path):
+def test_a_path_to_a_file_means_the_file_of_that_name_in_the_store(store: ModelStore, tmp_path: Path):
     (tmp_path / "m.mar").write_bytes(b"another")
     assert store.root is not None
     assert store.locate(str(tmp_path / "m.mar")) == store.root / "m.mar"
@@ -252,7 +318,7 @@ def test_the_store_may_itself_be_a_link(store: ModelStore, tmp_path: Path):
     assert linked.locate("m.mar") == store.root / "m.mar"
 
 
-def test_a_file_url_is_read_where_it_is(store: ModelStore, archives: Any, tmp_path: Path):
+def test_a_file_url_is_used_in_place(store: ModelStore, archives: Any, tmp_path: Path):
     outside = archives.mar(name="../my model.mar").resolve()
     url = f"file://{outside}".replace(" ", "%20")
     assert store.locate(url) == outside
@@ -261,7 +327,7 @@ def test_a_file_url_is_read_where_it_is(store: ModelStore, archives: Any, tmp_pa
         strict(store).locate(url)
 
 
-def test_a_url_whose_name_is_taken_is_refused_first(store: ModelStore):
+def test_a_url_whose_file_name_is_taken_is_refused_first(store: ModelStore):
     for url in ("http://127.0.0.1:1/x/m.mar", "https://nowhere.invalid/m.mar?x=1", "file:///nono/m.mar"):
         with pytest.raises(ArchiveExists, match=r"Model file already exists m\.mar"):
             store.open(url)
@@ -270,28 +336,28 @@ def test_a_url_whose_name_is_taken_is_refused_first(store: ModelStore):
 @pytest.mark.parametrize(
     "url", ["http://example.com/x.mar", "https://example.org/x.mar", "https://example.com.evil.org/x.mar", "file:///x"]
 )
-def test_a_url_must_match_as_a_whole(store: ModelStore, url: str):
+def test_the_whole_url_must_match(store: ModelStore, url: str):
     with pytest.raises(UrlForbidden, match=re.escape(f"Given URL {url} does not match any allowed URL(s)")):
         strict(store).open(url)
 
 
-def test_an_allowed_url_that_is_no_expression_is_told(store: ModelStore):
-    with pytest.raises(ConfigError, match=r"allowed_urls: '\*' is no regular expression"):
+def test_an_invalid_pattern_in_allowed_urls_is_reported(store: ModelStore):
+    with pytest.raises(ConfigError, match=r"allowed_urls: '\*' is not a regular expression"):
         ModelStore(store.root, allowed_urls=["*"], cache=store.cache)
 
 
-def test_a_cache_that_others_may_write_is_refused(store: ModelStore, tmp_path: Path):
+def test_a_cache_that_other_users_can_write_is_refused(store: ModelStore, tmp_path: Path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    with pytest.raises(ArchiveError, match="not this user's alone"):
+    with pytest.raises(ArchiveError, match="other users can write"):
         ModelStore(store.root, cache=shared)
-    with pytest.raises(ArchiveError, match="not this user's alone"):
+    with pytest.raises(ArchiveError, match="other users can write"):
         ModelStore(store.root, cache=shared / "inner")
     shared.chmod(0o1777)  # as /tmp is
     ModelStore(store.root, cache=shared / "inner")
     (tmp_path / "link").symlink_to(shared)
-    with pytest.raises(ArchiveError, match="not this user's alone"):
+    with pytest.raises(ArchiveError, match="other users can write"):
         ModelStore(store.root, cache=tmp_path / "link")
 
 
@@ -299,7 +365,7 @@ def test_the_cache_is_private(store: ModelStore):
     assert not os.stat(store.cache).st_mode & 0o077
 
 
-def test_what_was_not_downloaded_is_not_forgotten(store: ModelStore):
+def test_only_downloads_are_forgotten(store: ModelStore):
     store.forget("m.mar")
     store.forget("file:///somewhere/m.mar")
     assert "m.mar" in store.names()

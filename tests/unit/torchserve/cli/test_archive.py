@@ -100,7 +100,7 @@ def test_an_archive_that_is_there_needs_force(work: Path):
     found = run(line)
     assert found.exit_code == 1
     assert found.output.startswith("torch-model-archiver: error: ")
-    assert "m.mar already exists; say --force (-f) to overwrite it" in found.output
+    assert "m.mar already exists; use --force (-f) to overwrite it" in found.output
     assert run(f"{line} --force").exit_code == 0
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from penstock.errors import ModelNotFound
 from penstock.testing.backend import FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.grpc import messages
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
 from penstock.torchserve.http.base import Face
+from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
 SERVICES = (

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.config.schema import LimitsConfig
 from penstock.testing.backend import FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.base import Face
 from penstock.torchserve.http.server import make_listener
+from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
 ALL = frozenset({"inference", "management", "metrics"})

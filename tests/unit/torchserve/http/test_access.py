@@ -12,11 +12,11 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ItemFailed
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import Call, FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.base import Face
 from penstock.torchserve.http.exchange import TorchServeExchange
 from penstock.torchserve.http.server import make_listener
 from penstock.types import ItemResult
+from support.torchserve import FakeAdministration
 
 
 def stream(call: Call) -> None:

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.base import Face
 from penstock.torchserve.http.descriptions import listener_templates
 from penstock.torchserve.http.inference import inference_routes, legacy_routes
+from support.torchserve import FakeAdministration
 
 ALL = ("inference", "management", "metrics")
 GROUPS = [frozenset(some) for n in (1, 2, 3) for some in itertools.combinations(ALL, n)]

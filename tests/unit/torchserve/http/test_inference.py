@@ -29,11 +29,11 @@ from penstock.errors import (
 )
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import Call, FakeBackend, FakeBuffer
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.base import Face
 from penstock.torchserve.http.server import make_listener
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import ItemResult
+from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
 FIXED = (

@@ -14,10 +14,10 @@ from penstock.errors import BadRequest
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.template import HttpRequest, Template
 from penstock.testing.backend import FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.base import Face
 from penstock.torchserve.http.dialect import TorchServeDialect
 from penstock.types import ItemResult
+from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
 Function = Callable[[HttpRequest], Awaitable[ItemResult]]
