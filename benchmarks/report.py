@@ -78,7 +78,7 @@ def label_of(runs: Runs, name: str) -> str | None:
 
 
 class Report:
-    """The tables of one benchmark: printed as they come, kept in `results/` when the rounds are enough."""
+    """The tables of one benchmark: printed while it runs, and saved if there were enough rounds."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class Report:
         self._targets.append({"what": what, "wanted": wanted, "found": found, "met": met})
 
     def save(self, whole: bool | None = None) -> None:
-        """Prints the targets, and writes `results/DATE-NAME.md` and `.json`.
+        """Prints the targets, and writes `results/DATE-NAME.md` and, outside git, `raw/DATE-NAME.json`.
 
-        `whole`: whether this is a result, if not because the rounds are enough.
+        `whole` overrides the rule that a result takes KEPT_ROUNDS rounds.
         """
         if self._targets:
             self._say("\n| wanted | | found | met |\n|---|---|---|---|")
@@ -206,10 +206,11 @@ class Report:
         flags += f" --seconds {self._options.seconds}" if self._options.seconds else ""
         flags += f" --peers {','.join(self._options.peers)}" if self._options.peers else ""
         self._lines.append(f"\nRepeat with `python benchmarks/{self._name}.py {flags}`.")
-        folder = HERE / "results"
-        folder.mkdir(exist_ok=True)
-        path = folder / "-".join(filter(None, (datetime.date.today().isoformat(), self._name, self._part)))
-        path.with_suffix(".md").write_text("\n".join(self._lines) + "\n")
+        name = "-".join(filter(None, (datetime.date.today().isoformat(), self._name, self._part)))
+        tables, raw = HERE / "results" / f"{name}.md", HERE / "raw" / f"{name}.json"
+        for path in (tables, raw):
+            path.parent.mkdir(exist_ok=True)
+        tables.write_text("\n".join(self._lines) + "\n")
         kept = {
             "question": self._question,
             "machine": self._machine,
@@ -218,5 +219,5 @@ class Report:
             "targets": self._targets,
             "results": self._results,
         }
-        path.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-        print(f"\nkept in {path}.md and .json")
+        raw.write_text(json.dumps(kept, indent=1) + "\n")
+        print(f"\ntables saved in {tables}, every run in {raw}")
