@@ -54,7 +54,7 @@ def relu(values: Array) -> Array:
 
 def data(name: str) -> dict[str, NDArray[Any]]:
     """The arrays of a file in the package: "weights.npz", or "heldout.npz" with `images [n, 8, 8]` and `labels [n]`."""
-    with resources.files("penstock.demo").joinpath("data", name).open("rb") as file, np.load(file) as arrays:
+    with resources.files("penstock.cli.demo").joinpath("data", name).open("rb") as file, np.load(file) as arrays:
         return dict(arrays)
 
 

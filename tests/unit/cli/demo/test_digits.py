@@ -29,7 +29,7 @@ def test_the_held_out_images_are_recognised_as_png(digits: Digits, heldout: Held
 
 
 def test_the_package_ships_less_than_300_kb() -> None:
-    files = resources.files("penstock.demo").joinpath("data").iterdir()
+    files = resources.files("penstock.cli.demo").joinpath("data").iterdir()
     assert sum(len(file.read_bytes()) for file in files) < 300_000
 
 
