@@ -1,14 +1,14 @@
-"""The demo model: which handwritten digit stands in an 8x8 image. Trained by `examples/digits/train.py`.
+"""The demo model: recognises the handwritten digit in an 8x8 image. Trained by `examples/digits/train.py`.
 
-The network is two convolutions and a dense layer. A convolution is a matrix product whose matrix repeats a few
-weights, so `unroll` writes that matrix out once, at load: a forward pass is then three matrix products over the whole
-batch. Reading the matrices costs the same for one image as for sixty-four, which is why batches pay.
+The network has two convolutions and a dense layer. A convolution is a matrix product whose matrix repeats a few
+weights. `unroll` writes out that matrix once, at load, and a forward pass becomes three matrix products over the whole
+batch. Reading the matrices costs the same for one image as for sixty-four: that is why batching pays.
 """
 
 from __future__ import annotations
 
 import os
-from importlib import resources
+from importlib import resources, util
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,17 @@ from penstock.types import TensorSpec
 Array = NDArray[np.float32]
 
 SIDE = 8
-WHITE = 16.0  # the brightest pixel of the set; a PNG's is 255
-FIRST = (SIDE, 1, 24)  # side of the image, channels in, channels out of a 3x3 convolution without border
+WHITE = 16.0  # brightest pixel in the data set; 255 in a PNG
+FIRST = (SIDE, 1, 24)  # image side, input and output channels of a 3x3 convolution without padding
 SECOND = (SIDE - 2, 24, 48)
-MAX_PIXELS = 2**24  # OpenCV decodes no image above this, so a small body cannot fill the memory
+MAX_PIXELS = 2**24  # OpenCV refuses larger images, which a small body could expand to
 
 
 Indices = NDArray[np.intp]
 
 
 def taps(side: int, inputs: int, outputs: int) -> tuple[Indices, Indices, Indices]:
-    """Where each weight of a 3x3 kernel stands in the unrolled matrix: (row, column, weight), one entry a use."""
+    """The positions of a 3x3 kernel's weights in the unrolled matrix: (row, column, weight), one entry per use."""
     places = side - 2
     y, x, dy, dx, i, o = np.meshgrid(*map(np.arange, (places, places, 3, 3, inputs, outputs)), indexing="ij")
     row = ((y + dy) * side + x + dx) * inputs + i
@@ -48,29 +48,29 @@ def unroll(kernel: Array, side: int, inputs: int, outputs: int) -> Array:
 
 
 def relu(values: Array) -> Array:
-    """`values` with its negatives set to 0, in place."""
+    """`values` with negative entries set to 0 in place."""
     return np.maximum(values, 0, out=values)
 
 
 def data(name: str) -> dict[str, NDArray[Any]]:
-    """The arrays of a file in the package: "weights.npz", or "heldout.npz" with `images [n, 8, 8]` and `labels [n]`."""
+    """The arrays of a data file: "weights.npz", or "heldout.npz" with `images [n, 8, 8]` and `labels [n]`."""
     with resources.files("penstock.cli.demo").joinpath("data", name).open("rb") as file, np.load(file) as arrays:
         return dict(arrays)
 
 
 @penstock.model(max_batch_size=64)
 class Digits:
-    """Takes a PNG or JPEG, a JSON 8x8 list of 0 to 16, or Open Inference "image"; gives digit and probability."""
+    """Takes a PNG or JPEG, a JSON 8x8 list of 0 to 16, or Open Inference "image"; returns digit and probability."""
 
     inputs = (TensorSpec("image", "FP32", (-1, SIDE, SIDE)),)
     outputs = (TensorSpec("digit", "INT64", (-1,)), TensorSpec("probability", "FP32", (-1, 10)))
 
     def load(self, device: str) -> None:
-        """Reads the weights that the package ships. The device is always the processor."""
+        """Reads the weights that the package ships. The model always runs on the CPU."""
         self.use(data("weights.npz"))
 
     def use(self, weights: dict[str, NDArray[Any]]) -> None:
-        """Takes `weights` (float16 is enough to keep them) and unrolls the convolutions."""
+        """Sets `weights`, stored as float16, and unrolls the convolutions."""
         weights = {name: array.astype(np.float32) for name, array in weights.items()}
         self.first = unroll(weights["first"], *FIRST)
         self.first_bias = np.tile(weights["first_bias"], self.first.shape[1] // FIRST[2])
@@ -79,7 +79,7 @@ class Digits:
         self.dense, self.dense_bias = weights["dense"], weights["dense_bias"]
 
     def preprocess(self, item: Any) -> Array:
-        """The pixels from 0 to 1: `[8, 8]`, or `[rows, 8, 8]` of an Open Inference request. Raises BadRequest."""
+        """Pixels from 0 to 1: `[8, 8]`, or `[rows, 8, 8]` for an Open Inference request. Raises BadRequest."""
         if isinstance(item, (bytes, bytearray, memoryview)):
             return decode(item)
         pixels = item.get("image") if isinstance(item, dict) else item if isinstance(item, list) else None
@@ -88,7 +88,7 @@ class Digits:
         try:
             image = np.asarray(pixels, np.float32)
         except (TypeError, ValueError):
-            raise penstock.BadRequest("found a list that is no 8x8 of numbers; expected 8 lists of 8 numbers") from None
+            raise penstock.BadRequest("found a list that is not 8x8 numbers; expected 8 lists of 8 numbers") from None
         shape = (SIDE, SIDE) if isinstance(item, list) else (len(image) if image.ndim else 0, SIDE, SIDE)
         if image.shape != shape:
             want = "[8, 8]" if isinstance(item, list) else "[rows, 8, 8]"
@@ -109,19 +109,19 @@ class Digits:
         return [part[0] if item.ndim == 2 else part for item, part in zip(items, parts, strict=True)]
 
     def postprocess(self, result: Array) -> dict[str, Any]:
-        """`{"digit": 7, "probability": 0.99}`, or the two arrays of an Open Inference answer."""
+        """`{"digit": 7, "probability": 0.99}`, or two arrays for an Open Inference request."""
         if result.ndim == 1:
             digit = int(result.argmax())
             return {"digit": digit, "probability": round(float(result[digit]), 4)}
         return {"digit": result.argmax(axis=1).astype(np.int64), "probability": result}
 
     def warmup(self) -> list[Any]:
-        """One held-out image, as JSON would bring it."""
+        """One held-out image as decoded JSON."""
         return [data("heldout.npz")["images"][0].tolist()]
 
 
 def decode(body: bytes | bytearray | memoryview) -> Array:
-    """`[8, 8]` from 0 to 1 from a PNG or JPEG, white on black; other sizes are scaled. Raises BadRequest."""
+    """`[8, 8]`, from 0 to 1, of a PNG or JPEG, white on black; scales other sizes. Raises BadRequest."""
     cv2 = opencv()
     start = bytes(body[:8])
     if not start.startswith((b"\x89PNG", b"\xff\xd8\xff")):
@@ -148,14 +148,19 @@ def encode(image: NDArray[Any]) -> bytes:
     return encoded
 
 
+def has_opencv() -> bool:
+    """Whether PNG and JPEG can be decoded here."""
+    return util.find_spec("cv2") is not None
+
+
 def opencv() -> Any:
-    """The module cv2. Raises PenstockError that names the extra when it is not installed."""
+    """The module cv2. If it is not installed, raises PenstockError that names the extra."""
     os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
     try:
         import cv2
     except ImportError:
         raise penstock.PenstockError(
-            "images need OpenCV, which is not installed: pip install 'penstock[image]'; JSON input works without it"
+            "images need OpenCV, which is not installed: pip install '.[image]'; JSON input works without it"
         ) from None
     return cv2
 

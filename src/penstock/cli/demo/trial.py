@@ -1,4 +1,4 @@
-"""One run of the demo: a server in a process of its own, the held-out images sent to it, and what came of it."""
+"""One run of the demo: sends the held-out images to a server process and measures its answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from penstock.cli.demo.digits import data, encode
+from penstock.cli.demo.digits import data, encode, has_opencv
 from penstock.cli.measuring import run_async
 from penstock.client.endpoint import parse_url
 from penstock.perf.bench.ask import ask
@@ -22,7 +22,7 @@ from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT
 from penstock.perf.bench.server import ServerProcess
 
 Show = Callable[[float, int], None]
-"""Called a few times a second with the share that is done, from 0 to 1, and the number of answers."""
+"""Receives the finished share, from 0 to 1, and the number of answers, a few times per second."""
 
 PATH = "/predictions/digits"
 _FAILED = {
@@ -32,16 +32,16 @@ _FAILED = {
 }
 
 
-class Answer(msgspec.Struct):
-    """What the model answers to one image."""
+class DigitAnswer(msgspec.Struct):
+    """The model's answer to one image."""
 
     digit: int
     probability: float
 
 
 @dataclass
-class Row:
-    """The figures of one run. `failures` counts the requests that were not answered with a digit, by reason."""
+class DemoFigures:
+    """The figures of one run. `failures` counts the requests that returned no digit, by reason."""
 
     accuracy: float
     rate: float
@@ -53,7 +53,7 @@ class Row:
 
 def make_server(policy: str, port: int = 0) -> ServerProcess:
     """`penstock serve` with the digits model and the given policy, not started yet."""
-    # one thread: a network this small only loses time handing its pieces to others, most of all on a busy machine
+    # A network this small is faster on one thread: handing parts to other threads costs more than it saves.
     sets = ("models.digits.threads=1", f"models.digits.batching.policy={policy}")
     return ServerProcess(
         ["penstock.cli.demo.digits:Digits", *(word for text in sets for word in ("--set", text))], port=port
@@ -61,27 +61,32 @@ def make_server(policy: str, port: int = 0) -> ServerProcess:
 
 
 def _batches(server: ServerProcess) -> tuple[float, float]:
-    """How many rows were run so far, and in how many batches."""
+    """The number of rows run so far, and of batches."""
     page = read_page(ask(parse_url(server.urls["metrics"]), "GET", "/metrics").body.decode(), "")
     return page.sums.get("rows_sum", 0.0), page.sums.get("rows_count", 0.0)
 
 
-class Trial:
-    """The held-out images as PNG requests, and their labels. Raises PenstockError without OpenCV."""
+class DemoLoad:
+    """The held-out images as requests, with their labels: PNG, or JSON arrays if OpenCV is not installed."""
 
     def __init__(self) -> None:
         heldout = data("heldout.npz")
-        self.images, self.labels = heldout["images"], heldout["labels"].tolist()
-        self._pngs = [encode(image) for image in self.images]
+        images, self.labels = heldout["images"], heldout["labels"].tolist()
+        arrays = [json.dumps(image.tolist(), separators=(",", ":")) for image in images]
+        self.sample = arrays[0]  # a body that a user can type
+        if has_opencv():
+            self.format, self._content_type = "PNG", "image/png"
+            self._bodies = [encode(image) for image in images]
+        else:
+            self.format, self._content_type = "JSON arrays", "application/json"
+            self._bodies = [text.encode() for text in arrays]
 
-    def sample(self) -> str:
-        """The first image as the JSON body of a request."""
-        return json.dumps(self.images[0].tolist(), separators=(",", ":"))
-
-    def run(self, server: ServerProcess, connections: int, requests: int | None, seconds: float, show: Show) -> Row:
-        """One uncounted pass over the images, then the counted run. Raises PenstockError if the server is lost."""
+    def run(
+        self, server: ServerProcess, connections: int, requests: int | None, seconds: float, show: Show
+    ) -> DemoFigures:
+        """Warms up with one pass over the images, then measures. Raises PenstockError if the server is lost."""
         endpoint = parse_url(server.urls["inference"])
-        decode = msgspec.json.Decoder(Answer).decode
+        decode = msgspec.json.Decoder(DigitAnswer).decode
         failures: Counter[str] = Counter()
         right = 0
 
@@ -96,22 +101,23 @@ class Trial:
                 failures[f"{error}: {body[:200].decode(errors='replace')}"] += 1
             return True
 
-        def told(elapsed_s: float, answers: int) -> None:
+        def report(elapsed_s: float, answers: int) -> None:
             show(elapsed_s / seconds if seconds else answers / at_least, answers)
 
-        posts = [http_request(endpoint, "POST", PATH, {"Content-Type": "image/png"}, png) for png in self._pngs]
+        headers = {"Content-Type": self._content_type}
+        posts = [http_request(endpoint, "POST", PATH, headers, body) for body in self._bodies]
         at_least = requests or 1
         send = partial(closed_loop, endpoint, posts, concurrency=connections, whole_passes=True, check=check)
         warm = run_async(send(at_least=1))
         rows, batches = _batches(server)
         right = 0
-        counted = run_async(send(at_least=at_least, seconds=seconds, on_progress=told))
+        counted = run_async(send(at_least=at_least, seconds=seconds, on_progress=report))
         more_rows, more_batches = _batches(server)
         for status in (*warm.status, *counted.status):
             if status in _FAILED:
                 failures[_FAILED[status]] += 1
         latencies_s = sorted(took for took, s in zip(counted.latency_s, counted.status, strict=True) if s > 0)
-        return Row(
+        return DemoFigures(
             accuracy=right / max(1, len(latencies_s)),
             rate=len(latencies_s) / counted.seconds,
             p50_ms=percentile(latencies_s, 0.5) * 1e3,
@@ -122,7 +128,7 @@ class Trial:
 
 
 def forward_terminations() -> None:
-    """Makes SIGTERM and SIGHUP end this process as Ctrl-C does, so that its server is stopped too."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with "&"
+    """Makes SIGTERM and SIGHUP end this process as Ctrl-C does, which also stops its server."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -1,4 +1,4 @@
-"""The digits model, loaded once, and the images that it has never seen."""
+"""The digits model, loaded once, and the held-out images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model reads digits, each input form gives the same answer, and a wrong body is told what it is."""
+"""The model recognises digits, every input format gives the same answer, and errors describe a wrong body."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_the_package_ships_less_than_300_kb() -> None:
     assert sum(len(file.read_bytes()) for file in files) < 300_000
 
 
-def test_the_held_out_images_are_no_training_images(heldout: Heldout) -> None:
+def test_no_held_out_image_is_a_training_image(heldout: Heldout) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     every = sorted(image.astype(np.uint8).tobytes() for image in datasets.load_digits().images)
     held = {image.tobytes() for image in heldout["images"]}
     assert len(held) == 450
-    assert sum(image in held for image in every) == 450, "no held-out image stands in the set a second time"
+    assert sum(image in held for image in every) == 450, "no held-out image occurs twice in the data set"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 64, 100])
@@ -92,8 +92,8 @@ def test_a_png_holds_the_pixels_that_were_encoded(heldout: Heldout) -> None:
         ({"img": 1}, r"found a table with the keys \['img'\]"),
         ([], r"found numbers of shape \[0\], expected \[8, 8\]"),
         ([[0] * 8] * 7, r"found numbers of shape \[7, 8\], expected \[8, 8\]"),
-        ([[0] * 8] * 7 + [[0] * 7], "no 8x8 of numbers"),
-        ([["a"] * 8] * 8, "no 8x8 of numbers"),
+        ([[0] * 8] * 7 + [[0] * 7], "not 8x8 numbers"),
+        ([["a"] * 8] * 8, "not 8x8 numbers"),
         ([[None] * 8] * 8, "found pixels from nan"),
         ([[17] * 8] * 8, "found pixels from 17 to 17, expected 0 to 16"),
         ([[-1] * 8] * 8, "found pixels from -1 to -1, expected 0 to 16"),
@@ -102,7 +102,7 @@ def test_a_png_holds_the_pixels_that_were_encoded(heldout: Heldout) -> None:
         ({"image": np.full((1, 8, 8), np.nan, np.float32)}, "found pixels from nan"),
     ],
 )
-def test_a_wrong_body_is_told_what_it_is(digits: Digits, item: Any, message: str) -> None:
+def test_the_error_for_a_wrong_body_describes_it(digits: Digits, item: Any, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         digits.preprocess(item)
 
@@ -124,7 +124,7 @@ def test_without_opencv_images_name_the_extra_and_json_works(
 ) -> None:
     png = encode(heldout["images"][0])
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(PenstockError, match=r"pip install 'penstock\[image\]'"):
+    with pytest.raises(PenstockError, match=r"pip install '\.\[image\]'"):
         digits.preprocess(png)
     assert answer(digits, heldout["images"][0].tolist())["digit"] == heldout["labels"][0]
 
@@ -144,7 +144,7 @@ def test_an_unrolled_convolution_is_the_convolution() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-def test_the_weights_are_no_pickle() -> None:
+def test_the_weights_contain_no_pickle() -> None:
     weights = data("weights.npz")  # np.load refuses pickles
     assert weights["first"].shape == (9 * FIRST[1], FIRST[2])
     assert all(np.isfinite(array).all() for array in weights.values())
