@@ -1,4 +1,4 @@
-# Everything a fresh machine needs is done here: a virtual environment, packages, system packages.
+# Each target installs what it needs: a virtual environment, Python packages, system packages.
 PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
@@ -10,21 +10,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
 
-# clips captioned over HTTP, every frame number verified, a job killed and resumed: a minute on two cores
+# captions clips over HTTP, verifies every frame number, kills a job and resumes it; a minute on two cores
 demo-captions: $(VENV)/.captions
 	$(BIN)/python examples/video_captioning/demo.py
 
-# what looks at how long things take has the machine to itself; all else goes two at a time
+# tests that measure time run alone; all others run two at a time
 ALONE = tests/chaos $(wildcard tests/e2e/test_bench*.py) tests/e2e/test_tune.py tests/e2e/test_tuning_docs.py
 test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(ALONE)
 
-# beside TorchServe 0.12.0 in a virtual environment of its own: a minute at first, then seconds
+# compares with TorchServe 0.12.0 in a separate virtual environment; the first run takes a minute
 test-peers: $(VENV)/.dev $(PEERS)/.peers java
 	PEERS_VENV=$(PEERS) $(BIN)/python -m pytest -m peer tests/peers
 
-# every fault at its full count, about 10 minutes; `make test` runs the short counts
+# repeats every fault at its full count, about 10 minutes; `make test` runs short counts
 chaos: $(VENV)/.dev redis-server
 	CHAOS=full $(BIN)/python -m pytest tests/chaos
 
@@ -37,13 +37,16 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# BENCH="--rounds 1 --seconds 1" tries them out and keeps no results; --peers names some of the peers
+# BENCH="--rounds 1 --seconds 1" is a trial that saves no results; --peers selects peers
 BENCHMARKS = $(shell grep -l 'Report.__file__' benchmarks/*.py)
 bench: $(VENV)/.dev wrk redis-server
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
 
-docs: $(VENV)/.dev
+# the site in site/, and the pages of the reference that are kept in git
+docs: $(VENV)/.docs
 	$(BIN)/python -m penstock.config.document > docs/configuration.md
+	$(BIN)/python -m penstock.pipeline.manual docs/pipelines.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 PROTOS = src/penstock/torchserve/grpc/protos
 protos: $(VENV)/.dev
@@ -71,6 +74,10 @@ $(VENV)/.captions: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[video,torch,transformers]'
 	@touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[docs]'
+	@touch $@
+
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.demo $(VENV)/.captions
@@ -82,4 +89,4 @@ $(PEERS)/.peers: constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
