@@ -2,13 +2,13 @@
 
 A model is a class with
 
-- `load(device)`        once in each worker, before the first batch;
-- `predict(items)`      a list of items in, a list of as many results out; an exception in a result's place fails
-                        only its own item;
+- `load(device)`, called once in each worker before the first batch;
+- `predict(items)`, which takes a list of items and returns a list with one result per item. An exception in place of a
+  result fails only its own item;
 
-and, when it likes, `preprocess(item)` and `postprocess(result)` for one item each, `warmup()` with sample items for the
-first runs, `unload()`, and `inputs` and `outputs` for Open Inference clients. `@penstock.model(...)` sets defaults for
-its batching. The class itself is in `src/penstock/cli/demo/digits.py`, because `penstock demo` serves it too.
+and optionally `preprocess(item)` and `postprocess(result)` for one item each, `warmup()`, which returns sample items
+for the first runs, `unload()`, and `inputs` and `outputs` for Open Inference clients. `@penstock.model(...)` sets
+defaults for batching. The class itself is in `src/penstock/cli/demo/digits.py`, because `penstock demo` serves it too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trains the digits model and writes what the package ships: `python examples/digits/train.py` (half a minute).
 
-The data are the handwritten digits of the UCI repository, as scikit-learn brings them: 1797 images of 8x8, values 0 to
-16. A quarter is held out: it is written beside the weights and takes no part in training or in any choice. What was
-chosen by trial (sizes, rates, epochs) was chosen on a fifth of the rest: `--validate` trains without that fifth.
+The data are the handwritten digits of the UCI repository as scikit-learn ships them: 1797 images of 8x8, values 0 to
+16. A quarter is held out: it is saved with the weights and takes no part in training or in any choice. Sizes, rates and
+epochs were chosen on a fifth of the rest; `--validate` trains without that fifth.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from sklearn.model_selection import train_test_split
 
 from penstock.cli.demo.digits import FIRST, SECOND, SIDE, WHITE, Digits, relu, taps, unroll
 
-DATA = Path(__file__).parents[2] / "src" / "penstock" / "demo" / "data"
+DATA = Path(__file__).parents[2] / "src" / "penstock" / "cli" / "demo" / "data"
 SEED = 20
 EPOCHS = 60
 BATCH = 64
 RATE = 2e-3
 DECAY = 1e-4
-DROP = 0.3  # share of hidden values that are silenced in training
+DROP = 0.3  # dropout
 
 Array = NDArray[np.float32]
 
 
 class Convolution:
-    """A 3x3 convolution that is trained as the matrix it is served as; gradients are summed over equal weights."""
+    """A 3x3 convolution, trained as its unrolled matrix; gradients are summed over equal weights."""
 
     def __init__(self, rng: np.random.Generator, side: int, inputs: int, outputs: int) -> None:
         self.shape = (side, inputs, outputs)
@@ -43,7 +43,7 @@ class Convolution:
         return self.y
 
     def backward(self, dy: Array) -> tuple[Array, list[Array]]:
-        """The gradient for the input, and those of kernel and bias."""
+        """The gradient of the input, and the gradients of kernel and bias."""
         dy = dy * (self.y > 0)
         dmatrix = self.x.T @ dy
         dkernel = np.bincount(self.weight, dmatrix[self.row, self.column], self.kernel.size)
@@ -52,9 +52,9 @@ class Convolution:
 
 
 def shifted(rng: np.random.Generator, images: Array) -> Array:
-    """The images, each moved by up to one pixel and made up to a tenth brighter or darker."""
+    """The images, each shifted by up to one pixel and up to 10 % brighter or darker."""
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
-    # Most stay where they are: a digit fills the width of its 8 pixels, and a shift cuts it.
+    # Most images stay in place: a digit fills the 8 pixels, and a shift cuts it off.
     dy, dx = rng.choice([0, 1, 2], (2, len(images)), p=[0.15, 0.7, 0.15])
     moved = [image[y : y + SIDE, x : x + SIDE] for image, y, x in zip(padded, dy, dx, strict=True)]
     scale = rng.uniform(0.9, 1.1, (len(images), 1, 1))

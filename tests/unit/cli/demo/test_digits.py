@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -148,3 +149,11 @@ def test_the_weights_contain_no_pickle() -> None:
     weights = data("weights.npz")  # np.load refuses pickles
     assert weights["first"].shape == (9 * FIRST[1], FIRST[2])
     assert all(np.isfinite(array).all() for array in weights.values())
+
+
+def test_the_onnx_file_of_the_example_is_the_same_network(digits: Digits, heldout: Heldout) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pixels = heldout["images"].astype(np.float32) / np.float32(WHITE)
+    session = runtime.InferenceSession(Path(__file__).parents[4] / "examples" / "digits" / "digits.onnx")
+    (found,) = session.run(None, {"image": pixels[:, None].repeat(3, axis=1)})
+    np.testing.assert_allclose(found, np.stack(digits.predict(list(pixels))), atol=1e-5)
