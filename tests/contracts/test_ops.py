@@ -11,7 +11,7 @@ from PIL import Image
 
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
-from penstock.pipeline.ops.scaled import picture
+from penstock.pipeline.ops.decode import picture
 from penstock.testing.ops import check_op
 
 MAT = picture(40, 60, 1)

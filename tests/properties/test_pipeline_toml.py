@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from penstock.errors import ConfigError
 from penstock.pipeline.convert import to_toml
-from penstock.pipeline.expression import parse
 from penstock.pipeline.keys import NODE, torchpipe_keys
 from penstock.pipeline.load import parse_graph
+from penstock.pipeline.lower import parse
 
 FOLDER = "/srv/nets"
 MILLISECONDS = st.floats(0.001, 1e6) | st.integers(1, 10_000)

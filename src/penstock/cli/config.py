@@ -20,11 +20,11 @@ def check(file: str) -> None:
 
     Prints "ok" and the models found, or what is wrong and exits with 1. The files of pipelines are checked, too.
     """
-    from penstock.cli.pipelines import check_pipelines, pipelines_of, tells_pipeline
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
     from penstock.core.engine.rules import check_rules
     from penstock.errors import ConfigError, PenstockError
+    from penstock.pipeline.preflight import check_pipelines, pipelines_of, tells_pipeline
     from penstock.plugins import resolve
 
     try:

@@ -17,7 +17,7 @@ _VERBS = {
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo.command:demo",
     "gate": "penstock.cli.gate:gate",
-    "pipeline": "penstock.cli.pipeline:pipeline",
+    "pipeline": "penstock.pipeline.cli:pipeline",
     "serve": "penstock.cli.serve:serve",
     "simulate": "penstock.cli.simulate:simulate",
     "torchserve": "penstock.torchserve.cli.torchserve:torchserve",

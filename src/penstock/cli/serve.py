@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from penstock.cli.only_model import only_model
-from penstock.cli.pipelines import Checking, pipelines_of, tells_pipeline, warn_of_sections
 from penstock.config.load import check_bind, load_config, toml_value
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError, TargetNotFound
+from penstock.pipeline.preflight import Checking, pipelines_of, tells_pipeline, warn_of_sections
 from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # what says a key, where it is not its name

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.lower import PATHS, TARGET, Draft, takes_size
-from penstock.pipeline.placing import AUTO
+from penstock.pipeline.placement import AUTO
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 100

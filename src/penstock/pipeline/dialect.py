@@ -8,8 +8,7 @@ from typing import Any
 from penstock.config.words import found
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError
-from penstock.pipeline.keys import Key, torchpipe_key
-from penstock.pipeline.source import Source
+from penstock.pipeline.keys import Key, Source, torchpipe_key
 
 TASK_KEYS = {
     "BOX": "_box",

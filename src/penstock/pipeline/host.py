@@ -17,14 +17,14 @@ from penstock.core.engine.handle import ModelHandle
 from penstock.core.transports.thread import ThreadTransport
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import ItemFailed, LoadFailed, PenstockError
+from penstock.pipeline.collate import PadTo
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph, Node
-from penstock.pipeline.inline import chain
 from penstock.pipeline.journey import MOST_PARTS, Journey, Stop, budget_of, nbytes_of, shape_of
 from penstock.pipeline.meter import Meter
 from penstock.pipeline.node import NodeModel, Shared
 from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
-from penstock.pipeline.padding import PadTo
+from penstock.pipeline.placement import chain
 from penstock.pipeline.routes import needs
 from penstock.types import Item
 

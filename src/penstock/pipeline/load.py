@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from penstock.config import toml
 from penstock.config.words import found
 from penstock.errors import ConfigError, nearest
+from penstock.pipeline.check import check_structure, entry_of, linked
 from penstock.pipeline.dialect import native_table
-from penstock.pipeline.graph import Graph, Node
-from penstock.pipeline.keys import NODE, OF_AN_ALIAS, ONLY_IN_NODES, PIPELINE, RESERVED, torchpipe_key
-from penstock.pipeline.native import Reading, read_node
-from penstock.pipeline.source import Source
-from penstock.pipeline.structure import check_structure, entry_of, linked
+from penstock.pipeline.graph import Each, Graph, Input, Node
+from penstock.pipeline.keys import (
+    NODE,
+    OF_AN_ALIAS,
+    ONLY_IN_NODES,
+    ONLY_WITH_A_MODEL,
+    PIPELINE,
+    RESERVED,
+    Source,
+    torchpipe_key,
+    torchpipe_keys,
+)
+from penstock.pipeline.lower import (
+    FAN_OUT,
+    Draft,
+    drafts_of,
+    filter_name,
+    has_model,
+    op_class,
+    parameter_name,
+    rooted,
+    steps_of,
+    takes_size,
+)
+from penstock.pipeline.ops.parameters import parameters_of
+from penstock.pipeline.placement import AUTO
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
 _ALONE = {"backend", "ops", "model"}  # one of these above all tables, and no node: the file is one node
@@ -156,3 +180,153 @@ def _check_unused(reading: Reading) -> None:
         if not reading.compat:
             raise reading.source.error("", key, message)
         reading.source.warn("", key, f"{message}; passed over")
+
+
+MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64
+
+_DEVICE = re.compile(rf"{AUTO}|cpu|cuda(:\d{{1,2}})?")
+_STEPS = {"ops", "backend"}
+_AS_THEY_ARE = {
+    "instances", "max_batch", "min_batch", "sizes", "bucket", "pad_to", "device", "queue", "queue_bytes",
+    "run_timeout_s", "retry_split", "idempotent", "on_error", "filter", "when", "require", "next",
+}  # fmt: skip
+_RENAMED = {"else": "otherwise"}
+_IN_SECONDS = {"wait_ms": "wait_s", "deadline_ms": "deadline_s"}
+_OF_EACH = {"each": "split", "body": "body", "gather": "gather"}
+_OF_EACH_TOO = {"max_fanout", "on_item_error"}
+
+
+class Reading(Struct):
+    """What all nodes of a file are read with. `used` gathers the defaults that some node took."""
+
+    source: Source
+    defaults: Mapping[str, Any]
+    folder: str
+    compat: bool
+    used: set[str]
+
+
+def read_node(name: str, table: Mapping[str, Any], reading: Reading) -> Node:
+    """The node of a table with native keys. Raises ConfigError, which names the key."""
+    keys = _with_defaults(table, reading)
+    values = {key: _value(name, key, keys[key], reading.source) for key in NODE if key in keys}
+    with _blaming(name, keys, table, reading.source):
+        drafts = _drafts(keys, values, reading.folder)
+        model = has_model(drafts)
+        if model:
+            _settle_model(keys, values, drafts, reading)
+    for key in () if model else ONLY_WITH_A_MODEL - table.keys():
+        values.pop(key, None), keys.pop(key, None)
+    _check_sizes(name, values, reading.source)
+    free = (keys if reading.compat else table).keys() - NODE.keys()
+    with _blaming(name, keys, table, reading.source):
+        steps, taken = steps_of(drafts, keys, sorted(free), reading.folder)
+    if values.get("pad_to") and not model:
+        raise reading.source.error(name, "pad_to", "is for what a model is given, but the node has none")
+    reading.used |= taken
+    for key in [key for key in table if key not in NODE and key not in taken]:
+        _unknown(name, key, drafts, reading)
+    _check_device(name, values, reading.source)
+    values["filter"] = filter_name(values.get("filter", "swap"))
+    fields = {_RENAMED.get(key, key): values[key] for key in (*_AS_THEY_ARE, *_RENAMED) if key in values}
+    fields |= {_IN_SECONDS[key]: values[key] / 1000 for key in _IN_SECONDS if key in values}
+    inputs = tuple(_input(name, k, v, reading.source) for k, v in values.get("inputs", {}).items())
+    return Node(name=name, steps=steps, inputs=inputs, each=_each(name, values, reading.source), **fields)
+
+
+def _with_defaults(table: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+    said = _STEPS & table.keys()
+    return {k: v for k, v in reading.defaults.items() if not (said and k in _STEPS)} | dict(table)
+
+
+def _value(node: str, key: str, value: Any, source: Source) -> Any:
+    try:
+        return NODE[key].read(value)
+    except ConfigError as e:
+        raise source.error(node, key, e.message) from None
+
+
+@contextmanager
+def _blaming(node: str, keys: Mapping[str, Any], table: Mapping[str, Any], source: Source) -> Iterator[None]:
+    """Errors within are told at the key that they are about: a parameter that they name, else where the ops stand."""
+    try:
+        yield
+    except ConfigError as e:
+        named = (key for key in keys if re.search(rf"(^|: ){re.escape(parameter_name(key))}( is| =| and)", e.message))
+        key = next(named, next((key for key in _STEPS if key in table), ""))
+        raise source.error(node, key, e.message) from None
+
+
+def _drafts(keys: Mapping[str, Any], values: dict[str, Any], folder: str) -> list[Draft]:
+    """The node's ops; a fan-out has none of its own."""
+    drafts = drafts_of(keys)
+    for draft in drafts:
+        draft.params = rooted(draft.params, folder)
+    if FAN_OUT.lower() in (draft.op.lower() for draft in drafts):
+        values.setdefault("each", "data")
+    if "each" in values:
+        return [draft for draft in drafts if draft.op.lower() not in (FAN_OUT.lower(), "identity")]
+    return drafts
+
+
+def _settle_model(keys: dict[str, Any], values: dict[str, Any], drafts: list[Draft], reading: Reading) -> None:
+    """A model's node has a `max_batch`, whatever the dialect leaves unsaid, and goes where it can."""
+    if "max_batch" not in values:
+        usual = MAX_BATCH
+        if reading.compat:  # there an op of a user says itself how many it takes
+            usual = MAX_BATCH_COMPAT if takes_size(drafts) else MAX_BATCH_OF_USERS
+        most = max(values["sizes"]) if values.get("sizes") else usual
+        keys["max_batch"] = values["max_batch"] = max(most, values.get("min_batch", 1))
+    if takes_size(drafts):
+        values.setdefault("device", AUTO)
+
+
+def _check_sizes(node: str, values: Mapping[str, Any], source: Source) -> None:
+    least, most = values.get("min_batch", 1), values.get("max_batch")
+    if most is not None and least > most:
+        raise source.error(node, "min_batch", f"found {least}, expected at most max_batch, which is {most}")
+    for key in ("sizes", "pad_to"):
+        sizes = values.get(key, ())
+        if list(sizes) != sorted(set(sizes)):
+            raise source.error(node, key, f"found {', '.join(map(str, sizes))}, expected sizes from small to large")
+    sizes = values.get("sizes", ())
+    if sizes and most is not None and sizes[-1] < most:
+        raise source.error(node, "sizes", f"the largest is {sizes[-1]}, expected at least max_batch, which is {most}")
+
+
+def _check_device(node: str, values: dict[str, Any], source: Source) -> None:
+    device = values.get("device", "cpu")
+    if not _DEVICE.fullmatch(device):
+        raise source.error(node, "device", f"found {found(device)}, expected auto, cpu, cuda, or one such as cuda:0")
+    values["device"] = "cuda:0" if device == "cuda" else device
+
+
+def _input(node: str, name: str, value: Any, source: Source) -> Input:
+    """`"prep.image"`: the field image of prep; `"prep"`: its result. Nodes with dots are told apart by `link`."""
+    if not isinstance(value, str) or not value.strip("."):
+        raise source.error(node, "inputs", f'{name}: found {found(value)}, expected a field such as "prep.result"')
+    producer, dot, field = value.rpartition(".")
+    return Input(producer, field, name) if dot else Input(value, "result", name)
+
+
+def _each(node: str, values: Mapping[str, Any], source: Source) -> Each | None:
+    if "each" not in values:
+        for key in (*_OF_EACH, *_OF_EACH_TOO):
+            if key in values:
+                raise source.error(node, key, "is part of a fan-out, but found no 'each': the field to split")
+        return None
+    if "body" not in values:
+        raise source.error(node, "each", "is a fan-out, but found no 'body' (TorchPipe's jump): where its items begin")
+    given = {_OF_EACH[key]: values[key] for key in _OF_EACH if key in values}
+    return Each(**{"gather": ("result",), **given, **{key: values[key] for key in _OF_EACH_TOO if key in values}})
+
+
+def _unknown(node: str, key: str, drafts: list[Draft], reading: Reading) -> None:
+    """Raises ConfigError for a key that nobody takes, or warns of it in TorchPipe's dialect."""
+    of_ops = [name for draft in drafts for name in parameters_of(op_class(draft.op, draft.params))]
+    known = [*NODE, *of_ops, *(k.name for k in torchpipe_keys() if k.state in ("used", "held"))]
+    ops = ", ".join(dict.fromkeys(draft.op for draft in drafts)) or "none"
+    hint = nearest(key, known) or f" (ops of this node: {ops})"
+    if not reading.compat:
+        raise reading.source.error(node, key, f"unknown key: neither the node nor its ops have it{hint}")
+    reading.source.warn(node, key, f"unknown key, passed over{hint}")

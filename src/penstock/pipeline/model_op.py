@@ -11,10 +11,18 @@ from msgspec import Struct
 
 from penstock import metrics
 from penstock.errors import BadOutput, BadRequest, ConfigError
-from penstock.pipeline.collate import Collator, Normalization, calls, chunks, normalizations
-from penstock.pipeline.fitting import PIXELS, array_of, check, dtype_of
-from penstock.pipeline.ops.arrays import found
-from penstock.pipeline.ops.base import BatchOp, Fields
+from penstock.pipeline.collate import (
+    PIXELS,
+    Collator,
+    Normalization,
+    array_of,
+    calls,
+    check,
+    chunks,
+    dtype_of,
+    normalizations,
+)
+from penstock.pipeline.ops.base import BatchOp, Fields, found
 from penstock.pipeline.runtimes import Precision, Runtime, Wanted, cores, open_program, warn_once
 from penstock.runtimes.onnx import PROFILE_ROWS
 from penstock.runtimes.onnx_fuse import RAW, plain_input

@@ -19,11 +19,11 @@ from msgspec import Struct, field
 from penstock import metrics
 from penstock.core.worker.batch import ENDS, out_of_memory
 from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory, PenstockError, describe
+from penstock.pipeline.collate import PadTo
 from penstock.pipeline.graph import Node
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op
 from penstock.pipeline.ops.parameters import make_op
-from penstock.pipeline.padding import PadTo
 from penstock.types import TensorSpec
 
 log = logging.getLogger("penstock.pipeline")

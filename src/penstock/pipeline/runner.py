@@ -12,11 +12,10 @@ from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull,
 from penstock.pipeline.credits import Flow
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.host import Host
-from penstock.pipeline.inline import chain
 from penstock.pipeline.journey import Done, Journey
 from penstock.pipeline.node import Shared
 from penstock.pipeline.ops.base import NODE_NAME, Fields
-from penstock.pipeline.placing import placed
+from penstock.pipeline.placement import chain, placed
 from penstock.pipeline.routes import Route, check_runnable, route
 
 LONGEST_NAME = 128  # of a node; what callers give instead may be of any length

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from penstock._version import __version__ as __version__
 from penstock.torchpipe import utils as utils
-from penstock.torchpipe.absent import absent
-from penstock.torchpipe.configs import parse_toml as parse_toml
 from penstock.torchpipe.events import Event as Event
+from penstock.torchpipe.naming import absent
 from penstock.torchpipe.naming import install as install
+from penstock.torchpipe.pipes import parse_toml as parse_toml
 from penstock.torchpipe.pipes import pipe as pipe
 from penstock.torchpipe.registry import Status as Status
 from penstock.torchpipe.registry import is_registered as is_registered

@@ -6,19 +6,21 @@ import logging
 import os
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 from penstock.core import os_threads
-from penstock.errors import DecodeError, PenstockError, describe, nearest
+from penstock.errors import ConfigError, DecodeError, PenstockError, describe, nearest
+from penstock.pipeline.check import check
 from penstock.pipeline.graph import Graph
+from penstock.pipeline.load import parse_graph, read_tables
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, EVENT, NODE_NAME, RESULT, Fields
 from penstock.pipeline.outcome import Outcome
-from penstock.torchpipe.configs import graph_of
+from penstock.torchpipe.boundary import NoData, NoSuchNode, as_runtime_error, is_rows, to_array, to_tensor
 from penstock.torchpipe.events import Event, answering
-from penstock.torchpipe.failures import NoData, NoSuchNode, as_runtime_error
-from penstock.torchpipe.values import is_rows, to_array, to_tensor
+from penstock.torchpipe.registry import is_filter
 
 log = logging.getLogger("penstock.compat")
 
@@ -224,3 +226,52 @@ def _gives_mat(graph: Graph, name: str) -> bool:
 def _close_aside(pipeline: LocalPipeline) -> None:
     """Closes it on a thread of its own: what drops the last reference to a pipe may be any thread, at any point."""
     os_threads.start_thread(pipeline.close, name="penstock-close")
+
+
+ONLY = "pipe"
+"""The name of a pipeline, and of its node, that was given without one."""
+
+GLOBAL = "global"
+"""The table that `parse_toml` and programs keep the defaults of all nodes in."""
+
+
+def parse_toml(path_toml: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tables of a file as `pipe` takes them, to be changed before: texts by key, by node; defaults in `global`.
+
+    Arrays and tables within tables stay what they are. Raises ConfigError.
+    """
+    tables = read_tables(Path(path_toml))
+    top = {key: value for key, value in tables.items() if not isinstance(value, dict)}
+    nodes = {key: value for key, value in tables.items() if isinstance(value, dict)}
+    nodes[GLOBAL] = {**top, **nodes.get(GLOBAL, {})}
+    return {name: {key: _text(value) for key, value in table.items()} for name, table in nodes.items()}
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(value) if isinstance(value, int | float) else value
+
+
+def graph_of(config: str | os.PathLike[str] | dict[str, Any]) -> Graph:
+    """The graph of what a pipe is made of. Relative paths start from the working directory, as TorchPipe's do.
+
+    Raises ConfigError.
+    """
+    if isinstance(config, str | os.PathLike):
+        name, tables = Path(config).stem, read_tables(Path(config))
+    elif isinstance(config, dict) and config:
+        alone = not any(isinstance(value, dict) for value in config.values())
+        name, tables = ONLY, {ONLY: config} if alone else config
+    else:
+        raise ConfigError(f"pipe was given {config!r}, expected a path to a TOML file, or a dict of its tables or keys")
+    graph = parse_graph(tables, name=name, folder=os.getcwd(), compat=True)
+    for node in graph.nodes.values():
+        for guard in (node.filter, *(step.filter for step in node.steps)):
+            if is_filter(guard):
+                raise ConfigError(
+                    f"node '{node.name}' names the filter '{guard}' of this program; only 'swap' and 'or' are run yet:"
+                    " let a backend leave 'result' out, or set it, where the filter decided"
+                )
+    check(graph)
+    return graph

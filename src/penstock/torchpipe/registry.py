@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.python import adapt
-from penstock.torchpipe.values import is_rows, to_array, to_tensor
+from penstock.torchpipe.boundary import is_rows, to_array, to_tensor
 
 _filters: dict[str, Any] = {}
 

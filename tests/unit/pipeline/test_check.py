@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.errors import ConfigError
-from penstock.pipeline.check import cannot_run, check
-from penstock.pipeline.fields import edges_of
+from penstock.pipeline.check import cannot_run, check, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.load import parse_graph
 
@@ -113,3 +112,21 @@ def test_graphs_made_by_hand_are_checked_alike() -> None:
         assert message in told(replace(graph, nodes={**graph.nodes, "b": changed}))
     assert "entry: there is no node 'c'" in told(replace(graph, entry="c"))
     assert "entry: there is no node 'c'" in told(Graph("g", {"a": Node("a", (Step("Identity"),))}, "c"))
+
+
+def test_published_fallbacks_to_another_decoder_are_graphs_that_fit() -> None:
+    inside = "S[S[DecodeTensor,SyncTensor],(or)S[DecodeMat,CvtColorMat,Mat2Tensor]]"
+    nodes = {
+        "gpu": {"backend": "DecodeTensor", "filter": "run", "next": "cpu"},
+        "cpu": {"backend": "S[DecodeMat,CvtColorMat,Mat2Tensor]", "filter": "or", "color": "rgb"},
+    }
+    for tables in ({"both": {"backend": inside, "color": "rgb"}}, nodes):
+        graph = parse_graph(tables, name="fallback", folder=".", compat=True)
+        check(graph)
+        assert fields_of(graph)[graph.outputs[0]]["result"] == "tensor"
+
+
+def test_a_step_that_runs_on_the_data_that_there_was_may_take_it_again() -> None:
+    graph = parse_graph({"a": {"backend": "S[DecodeMat,(run)DecodeTensor]"}}, name="twice", folder=".")
+    check(graph)
+    assert fields_of(graph)["a"]["result"] == "tensor"

@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from penstock.pipeline.graph import Graph, Node
+from penstock.errors import BadRequest, ConfigError
+from penstock.pipeline.graph import Graph, Input, Node
+from penstock.pipeline.routes import check_runnable, needs, route
 
 
 def graph(**edges: str) -> Graph:
@@ -43,3 +45,36 @@ def test_a_thousand_nodes_are_ordered_in_no_time() -> None:
     begin_s = time.thread_time()
     assert chain.order() == tuple(nodes)
     assert time.thread_time() - begin_s < 0.5, "linear takes 2 ms, square over a second"
+
+
+def joined(**nodes: tuple[str, tuple[Input, ...]]) -> Graph:
+    made = {name: Node(name, next=tuple(after.split()), inputs=inputs) for name, (after, inputs) in nodes.items()}
+    return Graph("g", made, next(iter(made)))
+
+
+FORK = joined(
+    a=("b c e", ()), b=("d", ()), c=("d", ()), d=("", (Input("b", "result", "data"), Input("a", "x", "y"))), e=("", ())
+)
+
+
+def test_a_join_needs_its_producers_and_whose_fields_it_takes() -> None:
+    assert needs(FORK, "d") == {"a", "b", "c"}
+    assert needs(FORK, "b") == frozenset()
+
+
+def test_a_way_has_its_outputs_and_joins() -> None:
+    way = route(FORK, "a")
+    assert (way.outputs, dict(way.waits)) == (("d", "e"), {"d": 3})
+    assert (route(FORK, "d").outputs, dict(route(FORK, "d").waits)) == (("d",), {})
+    assert route(FORK, "e").outputs == ("e",)
+
+
+def test_a_way_that_a_join_would_wait_on_for_ever_is_refused() -> None:
+    with pytest.raises(BadRequest, match="cannot begin at node 'c': node 'd' takes what node 'a' gives"):
+        route(FORK, "c")
+
+
+def test_fields_of_a_node_that_does_not_come_before_are_refused() -> None:
+    with pytest.raises(ConfigError, match="node 'b': inputs name 'c', which does not come before it"):
+        check_runnable(joined(a=("b c", ()), b=("", (Input("c", "x", "data"),)), c=("", ())))
+    check_runnable(FORK)

@@ -255,7 +255,7 @@ def test_statistics_tell_of_each_node(make: Make) -> None:
 
 
 async def test_a_line_that_is_too_long_is_told_at_once(make: Make, doors: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("penstock.pipeline.line.MAX_LINE", 3)
+    monkeypatch.setattr("penstock.pipeline.local.MAX_LINE", 3)
     pipeline = make({"a": gate("a")}, in_flight=1)
     inside = pipeline.submit({"data": "0"})
     await doors.until("a", 1)

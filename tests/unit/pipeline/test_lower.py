@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.pipeline.load import parse_graph
+from penstock.pipeline.lower import Expression, parse
 from penstock.pipeline.node import NodeModel, Visit
 from penstock.pipeline.ops.base import BatchOp, Fields
 
@@ -55,3 +57,70 @@ def results(backend: str, *data: int) -> list[Any]:
 )
 def test_steps_behind_a_filter_run_where_it_lets_them(backend: str, expected: list[int | None]) -> None:
     assert results(backend, 2, 3, 4) == expected
+
+
+def shape(found: Expression) -> str:
+    """The expression as text again, without spaces."""
+    guard = f"({found.filter})" if found.filter else ""
+    params = "(" + ",".join(f"{k}={v}" for k, v in found.params.items()) + ")" if found.params else ""
+    args = f"[{','.join(map(shape, found.args))}]" if found.args else ""
+    return f"{guard}{found.name}{params}{args}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DecodeMat",
+        "SyncTensor[TensorrtTensor]",
+        "Sequential[ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]",
+        "S[S[DecodeTensor,ResizeTensor],(or)S[DecodeMat,ResizeMat]]",
+        "ResizeMat(resize_h=224,resize_w=224)",
+        "Torch(device_id=1)[S[A,B]]",
+        "Python[pkg.mod:Class]",
+        "Python[app/post.py:Boxes]",
+        "Copy[a:b,c:d]",
+        "(swap)Result2Key(key=x)[A]",
+    ],
+)
+def test_an_expression_is_read_as_it_is_written(text: str) -> None:
+    assert shape(parse(text)) == text
+    assert shape(parse(text.replace(",", " , ").replace("[", "\n[\t"))) == text
+
+
+def test_a_value_may_hold_commas() -> None:
+    assert parse("Onnx(mean=1,2,3,std=4)").params == {"mean": "1,2,3", "std": "4"}
+
+
+def test_positions_count_the_spaces_that_were_written() -> None:
+    assert parse("S[ A ,  B]").args[1].position == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "character", "expected"),
+    [
+        ("", 1, "found the end, expected a name"),
+        ("   ", 4, "found the end, expected a name"),
+        ("S[A,B", 6, "found the end, expected ',' or ']'"),
+        ("S[A,,B]", 5, "found ',', expected a name"),
+        ("S[]", 3, "found ']', expected a name"),
+        ("A]", 2, "found ']', expected the end"),
+        ("A B*", 4, "found '*', expected the end"),
+        ("(or", 4, "found the end, expected ')' after the filter"),
+        ("()A", 2, "found ')', expected the name of a filter"),
+        ("A(k=v", 6, "found the end, expected ')' after the parameters"),
+        ("A(k)", 3, "expected a parameter such as resize_h=224"),
+        ("A(=1)", 3, "expected a parameter such as resize_h=224"),
+        ("A(k=1,k=2)", 7, "expected 'k' once"),
+        ("A|B", 2, "found '|', expected the end"),
+    ],
+)
+def test_an_error_names_the_character(text: str, character: int, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert f"at character {character} of" in caught.value.message
+    assert expected in caught.value.message
+
+
+def test_brackets_have_a_greatest_depth() -> None:
+    with pytest.raises(ConfigError, match="at most 20 deep"):
+        parse("S[" * 10_000 + "A" + "]" * 10_000)

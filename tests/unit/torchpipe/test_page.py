@@ -9,12 +9,11 @@ import pytest
 
 import penstock.torchpipe as torchpipe
 from penstock.pipeline.check import FILTERS
-from penstock.pipeline.expression import parse
 from penstock.pipeline.keys import NODE, torchpipe_keys
-from penstock.pipeline.lower import flatten
+from penstock.pipeline.lower import flatten, parse
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.parameters import parameters_of
-from penstock.torchpipe.absent import INSTEAD
+from penstock.torchpipe.naming import INSTEAD
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migrate-from-torchpipe.md").read_text()
 STATES = {"works", "differently", "later", "ignored", "never"}

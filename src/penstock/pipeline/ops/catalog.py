@@ -11,15 +11,13 @@ from penstock.pipeline.ops.base import BatchOp, ItemOp, Op
 from penstock.plugins import load_object
 
 _HOMES = {
-    "align": "AlignMat BatchFixHLimitW",
-    "bridge": "Any2Mat Mat2CpuTensor Mat2GpuTensor Mat2Tensor Tensor2Mat Tensor2Vector",
-    "color": "CvtColorMat FloatMat",
     "crop": "CropMat CropResizeMat PerspectiveTransformMat PerspectiveTransformMats",
     "data": "Add AddInt Copy Identity Keep KeyA2KeyB Move Remove Result2Key Result2Other Sleep",
     "decode": "DecodeMat DecodeTensor",
+    "mat": "Any2Mat CvtColorMat FloatMat Mat2CpuTensor Mat2GpuTensor Mat2Tensor Tensor2Mat Tensor2Vector",
     "python": "Python",
-    "resize": "DynamicFixHResizePadMat DynamicResizeMat FixHResizePadMat FixRatioResizeMat PillowResizeMat "
-    "ResizeCenterPadMat ResizeMat ResizePadMat",
+    "resize": "AlignMat BatchFixHLimitW DynamicFixHResizePadMat DynamicResizeMat FixHResizePadMat FixRatioResizeMat "
+    "PillowResizeMat ResizeCenterPadMat ResizeMat ResizePadMat",
     "save": "SaveMat",
     "scores": "ArgMax ArgMaxTensor SoftmaxArgMax SoftmaxArgMaxTensor SoftmaxCpu SoftmaxMax",
     "tensor": "CpuTensor CropTensor CvtColorTensor FloatNCHWTensor FloatTensor GpuTensor NCHWTensor "

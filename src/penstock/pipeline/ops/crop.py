@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.ops.arrays import Array, as_mat
-from penstock.pipeline.ops.base import BOX, Fields, ItemOp
-from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.base import BOX, Array, Fields, ItemOp, as_mat
 from penstock.pipeline.ops.data import field
+from penstock.pipeline.ops.mat import cv2
 from penstock.pipeline.ops.resize import MAX_PIXELS, check_size, sized
 
 

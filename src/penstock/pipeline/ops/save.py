@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.pipeline.ops.arrays import Array, as_mat
-from penstock.pipeline.ops.base import Fields, ItemOp
-from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.base import Array, Fields, ItemOp, as_mat
+from penstock.pipeline.ops.mat import cv2
 
 _numbers = itertools.count()
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadRequest
-from penstock.pipeline.ops.arrays import Array, as_tensor, found
-from penstock.pipeline.ops.base import Fields, ItemOp
+from penstock.pipeline.ops.base import Array, Fields, ItemOp, as_tensor, found
 
 
 def softmax(logits: Array) -> Array:

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.errors import BadRequest
-from penstock.pipeline.ops.arrays import Array, as_tensor, found
-from penstock.pipeline.ops.base import BOX, Fields, ItemOp
-from penstock.pipeline.ops.bridge import image_of, interleaved, planes
+from penstock.pipeline.ops.base import BOX, Array, Fields, ItemOp, as_tensor, found
 from penstock.pipeline.ops.crop import box_of
+from penstock.pipeline.ops.mat import image_of, interleaved, planes
 from penstock.pipeline.ops.resize import Inverse, check_size, fitted, four, pillow_sized, sized
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.torchpipe.absent import absent
+from penstock.torchpipe.naming import absent
 
 load = absent("utils.cpp_extension.load")
 load_backend = absent("utils.cpp_extension.load_backend")

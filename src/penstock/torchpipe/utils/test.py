@@ -1,13 +1,142 @@
+# ruff: noqa: PT028 - these are no tests: TorchPipe names them so
 """torchpipe.utils.test: clients in threads, and what they measured."""
 
 from __future__ import annotations
 
-from penstock.torchpipe.absent import absent
-from penstock.torchpipe.utils.measuring import of_files, of_function
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
-test_function = of_function
-test_from_raw_file = of_files
+from penstock.torchpipe.naming import absent
 
 Sampler = absent("utils.test.Sampler")
 test = absent("utils.test.test")
 throughput = absent("utils.test.throughput")
+
+
+WARM_UP = 20  # calls of each client before those that count
+JPEGS = (".jpg", ".JPG", ".jpeg", ".JPEG")
+
+Results = dict[str, float]
+
+
+def test_function(
+    forward_function: Callable[[], Any] | Sequence[Callable[[], Any]],
+    num_clients: int = 10,
+    batch_size: int = 1,
+    total_number: int = 10000,
+) -> Results:
+    """What `num_clients` threads measured that call a function, or one each, for `total_number` items in all.
+
+    A call counts as `batch_size` items. Printed and returned: items a second, and the latencies of calls in ms. What a
+    call raises ends all of it.
+    """
+    return _measure(_for_each(forward_function, num_clients), batch_size, total_number)
+
+
+def test_from_raw_file(
+    forward_function: Callable[[list[tuple[str, bytes]]], Any] | Sequence[Callable[[list[tuple[str, bytes]]], Any]],
+    file_dir: str,
+    num_clients: int = 10,
+    batch_size: int = 1,
+    total_number: int = 10000,
+    num_preload: int = 1000,
+    recursive: bool = True,
+    ext: Sequence[str] = JPEGS,
+) -> Results:
+    """As `test_function`, of a function of `batch_size` files: (path, bytes) each, drawn from a folder.
+
+    At most `num_preload` files are read before; with 0, all are taken once, and read by the clients.
+    """
+    paths = list(_files(Path(file_dir), recursive, ext))
+    if not paths:
+        raise FileNotFoundError(f"{file_dir} has no files that end in {', '.join(ext)}")
+    functions = _for_each(forward_function, num_clients)
+    if num_preload > 0:
+        loaded = [(str(path), path.read_bytes()) for path in paths[:num_preload]]
+        drawn = [partial(_of, f, lambda: random.choices(loaded, k=batch_size)) for f in functions]
+        return _measure(drawn, batch_size, total_number)
+    left = iter(paths)
+    lock = threading.Lock()
+
+    def some() -> list[tuple[str, bytes]]:
+        with lock:
+            taken = list(islice(left, batch_size))
+        return [(str(path), path.read_bytes()) for path in taken]
+
+    return _measure([partial(_of, f, some) for f in functions], batch_size, len(paths), warm_up=0)
+
+
+def _of(function: Callable[[Any], Any], some: Callable[[], Any]) -> None:
+    function(some())
+
+
+def _for_each(function: Any, num_clients: int) -> list[Any]:
+    functions = list(function) if isinstance(function, list | tuple) else [function] * num_clients
+    if len(functions) != num_clients or not functions:
+        raise ValueError(f"{len(functions)} functions for {num_clients} clients, expected one, or one for each client")
+    return functions
+
+
+def _files(folder: Path, recursive: bool, ext: Sequence[str]) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*") if recursive else folder.iterdir()):
+        if path.suffix in ext and path.is_file():
+            yield path
+
+
+def _measure(calls: Sequence[Callable[[], Any]], batch_size: int, total: int, warm_up: int = WARM_UP) -> Results:
+    """Runs the calls in a thread each, until `total` items are done."""
+    turns = iter(range(-(-total // batch_size)))
+    lock = threading.Lock()
+
+    def warm(call: Callable[[], Any]) -> None:
+        for _ in range(warm_up):
+            call()
+
+    def client(call: Callable[[], Any]) -> list[float]:
+        took: list[float] = []
+        while True:
+            with lock:
+                if next(turns, None) is None:
+                    return took
+            began_s = time.perf_counter()
+            call()
+            took.append(time.perf_counter() - began_s)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        list(pool.map(warm, calls))
+        began_s, cpu_s = time.perf_counter(), _cpu_s()
+        took = sorted(1000 * s for found in pool.map(client, calls) for s in found)
+        wall_s = time.perf_counter() - began_s
+    return _told(len(calls), len(took) * batch_size, took, wall_s, (_cpu_s() - cpu_s) / wall_s)
+
+
+def _cpu_s() -> float:
+    return sum(os.times()[:2])
+
+
+def _told(clients: int, items: int, took_ms: Sequence[float], wall_s: float, cores: float) -> Results:
+    def at(share: float) -> float:
+        return round(took_ms[min(int(share * len(took_ms)), len(took_ms) - 1)], 2)
+
+    results = {
+        "num_clients": clients,
+        "total_number": items,
+        "throughput::qps": round(items / wall_s, 2),
+        "throughput::avg": round(1000 * clients * wall_s / items, 2),
+        "latency::TP50": at(0.5),
+        "latency::TP90": at(0.9),
+        "latency::TP99": at(0.99),
+        "latency::avg": round(sum(took_ms) / len(took_ms), 2),
+        "cpu_usage": round(100 * cores, 1),
+    }
+    for name, value in results.items():
+        print(f"{name:<16} {value:g}", flush=True)
+    return results

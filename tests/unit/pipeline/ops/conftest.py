@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.pipeline.ops.scaled import picture
+from penstock.pipeline.ops.decode import picture
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,7 @@ def test_an_op_whose_library_is_missing_is_told_with_what_to_install(monkeypatch
         if module not in (
             "penstock.pipeline.ops.base",
             "penstock.pipeline.ops.catalog",
-            "penstock.pipeline.ops.arrays",
+            "penstock.pipeline.ops.base",
         ):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "cv2", None)

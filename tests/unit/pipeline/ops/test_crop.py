@@ -5,7 +5,7 @@ import pytest
 
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.crop import CropMat, CropResizeMat, PerspectiveTransformMat, PerspectiveTransformMats
-from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.mat import cv2
 from penstock.pipeline.ops.tensor import CropTensor
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.mat import cv2
 from penstock.pipeline.ops.save import SaveMat
 
 

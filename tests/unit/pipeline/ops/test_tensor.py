@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.ops.cv import cv2
+from penstock.pipeline.ops.mat import cv2
 from penstock.pipeline.ops.resize import PillowResizeMat
 from penstock.pipeline.ops.tensor import (
     CpuTensor,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.torchpipe.values import is_rows, to_array, to_tensor
+from penstock.torchpipe.boundary import is_rows, to_array, to_tensor
 
 
 def test_a_tensor_and_its_array_share_their_memory() -> None:

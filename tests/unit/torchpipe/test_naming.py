@@ -11,8 +11,8 @@ import pytest
 
 import penstock.torchpipe as torchpipe
 from penstock.errors import BadRequest, DeadlineExceeded, ItemFailed
-from penstock.torchpipe.absent import INSTEAD
-from penstock.torchpipe.failures import NoData, as_runtime_error
+from penstock.torchpipe.boundary import NoData, as_runtime_error
+from penstock.torchpipe.naming import INSTEAD
 
 PUBLISHED = {
     "Event", "Interpreter", "Pipe", "Status", "TASK_BOX_KEY", "TASK_CONTEXT_KEY", "TASK_DATA_KEY", "TASK_EVENT_KEY",

@@ -1,17 +1,87 @@
-"""Nodes that run in the call of the one before are nodes all the same: in traces, counts, errors, and as entries."""
+"""Where nodes run that leave it open."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock import metrics
-from penstock.pipeline import inline, placing
-from penstock.pipeline.graph import Step
+from penstock.errors import LoadFailed
+from penstock.pipeline import placement
+from penstock.pipeline.graph import Graph, Node, Step
 from penstock.pipeline.meter import FLUSH_S
+from penstock.pipeline.placement import placed
+
+
+def device_of(device: str = "auto", **params: object) -> str:
+    node = Node("net", (Step("Mat2Tensor"), Step("OnnxTensor", params)), device=device)
+    return placed(Graph("g", {"net": node}, "net")).nodes["net"].device
+
+
+@pytest.fixture
+def providers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The providers of an ONNX Runtime on a machine with a GPU."""
+    found = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(placement, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(placement, "import_onnxruntime", lambda: SimpleNamespace(get_available_providers=lambda: found))
+    return found
+
+
+def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "visible_gpus", lambda: 0)
+    assert device_of(model="net.onnx") == "cpu"
+    assert device_of("cuda:1", model="net.onnx") == "cuda:1"
+
+
+def test_a_gpu_is_taken_where_the_runtime_can_use_it(
+    providers: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert device_of(model="net.onnx") == "cuda:0"
+    assert device_of("cpu", model="net.onnx") == "cpu"
+    assert device_of(model="net.onnx", runtime="openvino") == "cpu"
+    assert not caplog.records
+    providers.remove("CUDAExecutionProvider")
+    assert device_of(model="net.onnx") == "cpu"
+    assert "the GPU is used where onnxruntime-gpu is installed" in caplog.text
+
+
+def test_files_of_pytorch_ask_pytorch(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for usable, device in ((True, "cuda:0"), (False, "cpu")):
+        torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda usable=usable: usable))
+        monkeypatch.setattr(placement, "import_torch", lambda torch=torch: torch)
+        assert device_of(model="net.pt") == device
+
+
+def test_a_runtime_that_is_not_there_is_the_nodes_own_error(
+    providers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise LoadFailed("not installed")
+
+    monkeypatch.setattr(placement, "import_onnxruntime", missing)
+    assert device_of(model="net.onnx") == "cpu"
+
+
+def instances_of(*steps: Step, device: str = "auto") -> int:
+    node = Node("n", steps, device=device, instances=8)
+    return placed(Graph("g", {"n": node}, "n")).nodes["n"].instances
+
+
+def test_what_only_computes_on_the_cpu_has_no_more_instances_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(placement, "cores", lambda: 3)
+    image, net = Step("DecodeMat"), Step("OnnxTensor", {"model": "net.onnx"})
+    assert instances_of(image) == instances_of(Step("Mat2Tensor"), net) == 3
+    assert instances_of(net, device="cuda:0") == 8
+    for waits in (Step("Sleep"), Step("Python", {"target": "pkg.mod:obj"})):
+        assert instances_of(image, waits) == 8
+    monkeypatch.setattr(placement, "cores", lambda: 16)
+    assert instances_of(image) == 8
+
 
 cv2: Any = pytest.importorskip("cv2")
 
@@ -25,8 +95,8 @@ TWO = {"instances": 2}
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inline, "cores", lambda: 2)
-    monkeypatch.setattr(placing, "cores", lambda: 2)
+    monkeypatch.setattr(placement, "cores", lambda: 2)
+    monkeypatch.setattr(placement, "cores", lambda: 2)
 
 
 def preparing(make_graph: Any, **more: Any) -> Any:
@@ -55,10 +125,10 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_image_ops_on_the_cpu_run_on_in_the_same_call(make_graph: Any) -> None:
     graph = preparing(make_graph)
-    assert inline.chain(graph, "decode") == ("prepare",)
-    assert inline.chain(graph, "prepare") == ()  # what follows is a user's, and may wait for something
+    assert placement.chain(graph, "decode") == ("prepare",)
+    assert placement.chain(graph, "prepare") == ()  # what follows is a user's, and may wait for something
     three = {"a": (DECODE, "b", TWO), "b": (RESIZE, "c", TWO), "c": (TENSOR, "", {})}
-    assert inline.chain(make_graph(three), "a") == ("b", "c")
+    assert placement.chain(make_graph(three), "a") == ("b", "c")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +152,7 @@ def test_what_asks_for_a_node_of_its_own_gets_it(
     make_graph: Any, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     graph = make_graph({"a": (DECODE, "b", {**TWO, **first}), "b": (RESIZE, "", {**TWO, **second})})
-    assert inline.chain(graph, "a") == ()
+    assert placement.chain(graph, "a") == ()
 
 
 def test_nodes_of_branches_have_calls_of_their_own(make_graph: Any) -> None:
@@ -93,7 +163,7 @@ def test_nodes_of_branches_have_calls_of_their_own(make_graph: Any) -> None:
         "d": (TENSOR, "", {"inputs": [("b", "result", "data"), ("c", "result", "other")]}),
     }
     graph = make_graph(nodes)
-    assert [inline.chain(graph, name) for name in nodes] == [(), (), (), ()]
+    assert [placement.chain(graph, name) for name in nodes] == [(), (), (), ()]
 
 
 def test_a_node_whose_fields_another_takes_is_not_passed_over(make_graph: Any) -> None:
@@ -102,7 +172,7 @@ def test_a_node_whose_fields_another_takes_is_not_passed_over(make_graph: Any) -
         "b": (RESIZE, "c", TWO),
         "c": (TENSOR, "", {"inputs": [("a", "result", "whole"), ("b", "result", "data")]}),
     }
-    assert inline.chain(make_graph(nodes), "a") == ()
+    assert placement.chain(make_graph(nodes), "a") == ()
 
 
 # ---- how
@@ -114,7 +184,7 @@ async def test_results_are_those_of_nodes_with_calls_of_their_own(
     s = await stage(preparing(make_graph))
     assert s.runner.host("decode").then is s.runner.host("prepare")
     found = await s.results(*[PNG] * 5, b"no image", PNG)
-    monkeypatch.setattr(inline, "cores", lambda: 99)
+    monkeypatch.setattr(placement, "cores", lambda: 99)
     apart = await stage(preparing(make_graph))
     assert apart.runner.host("decode").then is None
     assert await apart.results(*[PNG] * 5, b"no image", PNG) == found

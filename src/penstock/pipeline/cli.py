@@ -43,7 +43,7 @@ def check(file: str, compat: str | None) -> None:
     """
     from penstock.config.load import load_config
     from penstock.pipeline.check import check as check_graph
-    from penstock.pipeline.show import shown
+    from penstock.pipeline.describe import shown
 
     _or_exit(lambda: load_config(None, env={}, sets=(), base={}, pipelines=[file]))  # its tables for the server
     graph = _or_exit(lambda: _load(file, compat))
@@ -102,7 +102,7 @@ def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compa
 @click.argument("names", nargs=-1)
 def ops(names: tuple[str, ...]) -> None:
     """List the ops, or tell the parameters of those that are named."""
-    from penstock.pipeline.manual import described, listed
+    from penstock.pipeline.describe import described, listed
 
     click.echo(_or_exit(lambda: "\n".join(map(described, names))) if names else listed())
 

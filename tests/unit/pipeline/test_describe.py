@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.pipeline.check import check
+from penstock.pipeline.describe import BEGIN, END, filled, listed, tables
 from penstock.pipeline.keys import NODE, PIPELINE
 from penstock.pipeline.load import load_graph, parse_graph
-from penstock.pipeline.manual import BEGIN, END, filled, listed, tables
 from penstock.pipeline.ops.catalog import find
 from penstock.pipeline.ops.parameters import make_op
 
@@ -23,7 +23,7 @@ def test_the_page_has_the_tables_of_the_code() -> None:
     for name in ("keys of a node", "keys of the pipeline", "ops"):
         assert BEGIN.format(name) in text
         assert END.format(name) in text
-    assert filled(text) == text, "write it anew: python -m penstock.pipeline.manual docs/pipelines.md"
+    assert filled(text) == text, "write it anew: python -m penstock.pipeline.describe docs/pipelines.md"
 
 
 def test_a_table_without_its_marks_is_written_nowhere() -> None:

@@ -10,11 +10,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli import pipelines
 from penstock.cli.config import config as config_verb
-from penstock.cli.pipelines import Checking, tells_pipeline
 from penstock.cli.serve import build_config, split_targets
 from penstock.errors import ConfigError
+from penstock.pipeline import preflight
+from penstock.pipeline.preflight import Checking, tells_pipeline
 
 FLAGS: dict[str, object] = {
     **dict.fromkeys(("instances", "devices", "max_batch_size", "model", "compat", "host", "port")),
@@ -109,7 +109,7 @@ def test_a_check_that_dies_leaves_the_word_to_the_workers(folder: Path) -> None:
 
 
 def test_a_check_that_never_ends_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(preflight, "PATIENCE_S", 0.2)
     (folder / "steps.py").write_text("import time\ntime.sleep(3600)\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     before = children()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import penstock.torchpipe as torchpipe
-from penstock.torchpipe.utils.measuring import WARM_UP
+from penstock.torchpipe.utils.test import WARM_UP
 
 
 def test_all_clients_share_the_calls(capsys: pytest.CaptureFixture[str]) -> None:
