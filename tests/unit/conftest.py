@@ -6,9 +6,15 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+from penstock.core.contracts import BatchRecord, HttpSnapshot, ModelSnapshot, ServerSnapshot
+from penstock.errors import ItemFailed
+from penstock.serving.observe.prometheus import PrometheusObserver
+from penstock.types import ModelStatus
 
 LIMIT_S = 10.0
 
@@ -39,3 +45,81 @@ def own_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         file = getattr(sys.modules[name], "__file__", None) or ""
         if name == "ts" or name.startswith("ts.") or file.startswith(str(tmp_path_factory.getbasetemp())):
             del sys.modules[name]
+
+
+# ---- metrics
+
+TOLD = {
+    "ready": True,
+    "a_s": 0.005,
+    "b_s": 0.0002,
+    "held_s": 1.5,
+    "holds_by_kind": {"stagger": 2, "regroup": 3},
+}
+
+
+@pytest.fixture
+def record() -> Callable[..., BatchRecord]:
+    def make(rows: int = 5, seconds: float = 0.2, model: str = "m", version: str = "1", **more: object) -> BatchRecord:
+        fields = {
+            "slot": 0,
+            "rows": rows,
+            "max_batch_size": 64,
+            "reason": "full",
+            "ahead": False,
+            "run_s": seconds,
+            "seconds": seconds,
+            "waits_s": [0.0] * rows,
+            "failed": 0,
+        }
+        return BatchRecord(model=model, version=version, **{**fields, **more})  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def reading() -> Callable[..., ServerSnapshot]:
+    """One READY model whose worker is this process, and one listener."""
+
+    def make(model: str = "m", version: str = "1", http: bool = True, **more: object) -> ServerSnapshot:
+        status = ModelStatus(model, version, "READY", 2, 1, 64, ("cpu",), queue=3)
+        fields = {"scheduler": TOLD, "pids": {0: os.getpid()}, "in_flight": 7, "queue_rows": 5, "queue_bytes": 50}
+        one = ModelSnapshot(status, **{**fields, "max_queue_rows": 100, **more})  # type: ignore[arg-type]
+        return ServerSnapshot([one], 4096, 8192, HttpSnapshot(9, 1, {2: 10, 4: 3}) if http else None)
+
+    return make
+
+
+@pytest.fixture
+def busy(
+    record: Callable[..., BatchRecord], reading: Callable[..., ServerSnapshot]
+) -> Callable[..., PrometheusObserver]:
+    """An observer with at least one event of every kind."""
+
+    def make(model: str = "m", version: str = "1", reason: str = "queue_full") -> PrometheusObserver:
+        observer = PrometheusObserver(lambda: reading(model, version))
+        for _ in range(6):
+            observer.on_arrival(model, version)
+        observer.on_answer(model, version, [0.2] * 5, 1)
+        observer.on_complete(record(model=model, version=version, ahead=True))
+        observer.on_reject(model, version, reason)
+        observer.on_error(model, version, ItemFailed("no"))
+        for state in ("ready", "died", "ready"):
+            observer.on_worker(model, version, 0, state)
+        return observer
+
+    return make
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """nvidia-ml-py, with one GPU."""
+    nvml = ModuleType("pynvml")
+    nvml.nvmlInit = lambda: None  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetCount = lambda: 1  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetHandleByIndex = lambda i: i  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetName = lambda handle: b"Card 9000"  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=25)  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=3, total=8)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    return nvml

@@ -45,7 +45,7 @@ _LEVELS: Final = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 class Line(logging.Formatter):
-    """`2026-01-01T00:00:00,000 [INFO ] main penstock.core.engine - text`; bare: `2026-01-01T00:00:00,000 - text`.
+    """`2026-01-01T00:00:00,000 [INFO ] main penstock.engine - text`; bare: `2026-01-01T00:00:00,000 - text`.
 
     What a worker printed stands as in TorchServe: `W-9000-name_version-stdout MODEL_LOG`.
     """

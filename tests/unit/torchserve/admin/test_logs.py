@@ -271,7 +271,7 @@ def test_the_servers_lines_stay_with_a_log4j2_xml_that_names_its_logger(
     logging.getLogger("penstock.engine").debug("here")
     opened.close()
     (line,) = lines(tmp_path / "logs", "ts_log")
-    assert line.endswith("[DEBUG] main penstock.core.engine - here")
+    assert line.endswith("[DEBUG] main penstock.engine - here")
     assert capsys.readouterr().out == line + "\n"
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli import torchserve
 from penstock.cli.main import main as penstock
 from penstock.config.addresses import Address
 from penstock.errors import ConfigError
 from penstock.torchserve.admin.launch import PidFile
+from penstock.torchserve.cli import torchserve
 from penstock.torchserve.cli.flags import Settings, parser, settings_of
 from penstock.torchserve.cli.server import face_of, limits_of, listeners_of
 from penstock.torchserve.config.properties import Properties
