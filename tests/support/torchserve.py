@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from penstock.torchserve.http.base import Group
-from penstock.torchserve.protocol.api import ApiError, Done, Registration
+from penstock.torchserve.protocol.api import Group
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
 
 REFUSED: Final = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 
@@ -22,7 +22,7 @@ class FakeAdministration:
         self.asked: list[tuple[Any, ...]] = []
         self.keys: dict[str, bytes] | None = None  # of "management", "inference", "token"
         self.error: Exception | None = None
-        self.done = Done("done")
+        self.done = ChangeResult("done")
         self.is_healthy = True
         self.names = ["m"]
 
@@ -41,7 +41,7 @@ class FakeAdministration:
         """What `is_healthy` says."""
         return self.is_healthy
 
-    async def register(self, registration: Registration) -> Done:
+    async def register(self, registration: Registration) -> ChangeResult:
         """Any registration is right."""
         return self._note("register", registration)
 
@@ -53,7 +53,7 @@ class FakeAdministration:
         min_worker: int | None = None,
         max_worker: int | None = None,
         synchronous: bool = False,
-    ) -> Done:
+    ) -> ChangeResult:
         """Raises ApiError for an unknown model or version."""
         self._find(model, version)
         return self._note("scale", model, version, min_worker, max_worker, synchronous)
@@ -75,17 +75,17 @@ class FakeAdministration:
         page = [(name, f"{name}.mar") for name in sorted(self.names)[page_token:last]]
         return page, last if last < len(self.names) else None
 
-    async def set_default(self, model: str, version: str) -> Done:
+    async def set_default(self, model: str, version: str) -> ChangeResult:
         """Raises ApiError for an unknown model or version."""
         self._find(model, version)
         return self._note("set_default", model, version)
 
-    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> Done:
+    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> ChangeResult:
         """Raises ApiError for an unknown model."""
         self._find(model, None)
         return self._note("set_traffic", model, dict(weights))
 
-    async def unregister(self, model: str, version: str | None) -> Done:
+    async def unregister(self, model: str, version: str | None) -> ChangeResult:
         """Raises ApiError for an unknown model or version."""
         self._find(model, version)
         return self._note("unregister", model, version)
@@ -101,7 +101,7 @@ class FakeAdministration:
             text = f"Model version: {version} does not exist for model: {model}"
             raise ApiError("ModelVersionNotFoundException", text)
 
-    def _note(self, *what: Any) -> Done:
+    def _note(self, *what: Any) -> ChangeResult:
         if self.error is not None:
             raise self.error
         self.asked.append(what)

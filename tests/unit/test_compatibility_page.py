@@ -16,9 +16,8 @@ from penstock.torchserve.archive.pack import BUILT_IN
 from penstock.torchserve.cli.archive import archive
 from penstock.torchserve.cli.flags import parser
 from penstock.torchserve.config.properties import IGNORED, Properties
-from penstock.torchserve.http.base import Face
-from penstock.torchserve.http.descriptions import listener_templates
-from penstock.torchserve.http.inference import inference_routes, legacy_routes
+from penstock.torchserve.http.listener import listener_templates
+from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.torchserve.ts.context import Context
 from support.torchserve import FakeAdministration
 
@@ -79,10 +78,10 @@ async def _no_metrics(names: list[str]) -> bytes:
 
 def test_every_route_of_the_listeners_is_there_and_those_for_later_are_not() -> None:
     administration: Any = FakeAdministration()
-    face = Face(groups=frozenset({"inference", "management", "metrics"}), open_inference=True, model_api=True)
-    templates = listener_templates(
-        administration, face, inference_routes(administration, face), _no_metrics, legacy_routes(face)
+    config = ListenerConfig(
+        groups=frozenset({"inference", "management", "metrics"}), open_inference=True, model_api=True
     )
+    templates = listener_templates(administration, config, _no_metrics)
     routes = set()
     for template in templates:
         path = re.sub(r"\{[^}]*\}", "{}", template.path)

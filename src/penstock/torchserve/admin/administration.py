@@ -19,13 +19,13 @@ from penstock.torchserve.admin.running import Runner
 from penstock.torchserve.admin.snapshots import Kind, Snapshots
 from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.protocol.api import ApiError, Done, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
 
 log = logging.getLogger("penstock.compat")
 
 T = TypeVar("T")
 END_S: Final = 5.0
-_LATER = Done("Processing worker updates...", 202)
+_LATER = ChangeResult("Processing worker updates...", 202)
 
 
 class Administrator:
@@ -98,7 +98,7 @@ class Administrator:
 
     # ---- changes
 
-    async def register(self, registration: Registration) -> Done:
+    async def register(self, registration: Registration) -> ChangeResult:
         return await self.change(self._register(registration))
 
     async def scale(
@@ -109,7 +109,7 @@ class Administrator:
         min_worker: int | None = None,
         max_worker: int | None = None,
         synchronous: bool = False,
-    ) -> Done:
+    ) -> ChangeResult:
         self._check_open()
         found = self._models.find(model, version)
         least = 1 if min_worker is None else min_worker
@@ -120,11 +120,11 @@ class Administrator:
         task = self._begin(self._scale(found, least, most, version))
         return await asyncio.shield(task) if synchronous else _LATER
 
-    async def set_default(self, model: str, version: str) -> Done:
+    async def set_default(self, model: str, version: str) -> ChangeResult:
         self._check_open()
         self._models.set_default(model, version)
         self.snapshot("snapshot")
-        return Done(f'Default version successfully updated for model "{model}" to "{version}"')
+        return ChangeResult(f'Default version successfully updated for model "{model}" to "{version}"')
 
     def prefer(self, version: Version, weights: Mapping[str, float]) -> None:
         """At the start: requests that name no version go to this one, or are shared out."""
@@ -132,20 +132,20 @@ class Administrator:
         if weights:
             self._models.set_traffic(version.name, weights)
 
-    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> Done:
+    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> ChangeResult:
         self._check_open()
         self._models.set_traffic(model, weights)
         self.snapshot("snapshot")
-        return Done(f'Traffic successfully updated for model "{model}"')
+        return ChangeResult(f'Traffic successfully updated for model "{model}"')
 
-    async def unregister(self, model: str, version: str | None) -> Done:
+    async def unregister(self, model: str, version: str | None) -> ChangeResult:
         self._check_open()
         found = self._models.find(model, version)
         self._models.check_removal(found)
         await self.change(self._remove(found))
         self.snapshot("snapshot")
         log.info("unregistered model=%s version=%s", found.name, found.version)
-        return Done(f'Model "{found.name}" unregistered')
+        return ChangeResult(f'Model "{found.name}" unregistered')
 
     # ---- how they are made
 
@@ -182,7 +182,7 @@ class Administrator:
         finally:
             self._describer.number(version)
 
-    async def _register(self, registration: Registration) -> Done:
+    async def _register(self, registration: Registration) -> ChangeResult:
         version = await self.claim(
             registration, said_by(registration), workers=self._properties.default_workers_per_model
         )
@@ -191,7 +191,7 @@ class Administrator:
         if not wanted:
             self.snapshot("snapshot")
             log.info("registered model=%s version=%s workers=0", version.name, version.version)
-            return Done(f"{named} 0 initial workers. Use scale workers API to add workers for the model.")
+            return ChangeResult(f"{named} 0 initial workers. Use scale workers API to add workers for the model.")
         if registration.synchronous is False:
             self._begin(self._start_later(version))
             return _LATER
@@ -199,8 +199,8 @@ class Administrator:
         self.snapshot("snapshot")
         log.info("registered model=%s version=%s workers=%d", version.name, version.version, version.up)
         if version.up < wanted:
-            return Done("Workers scaling in progress...", 206)
-        return Done(f"{named} {wanted} initial workers")
+            return ChangeResult("Workers scaling in progress...", 206)
+        return ChangeResult(f"{named} {wanted} initial workers")
 
     async def _start_later(self, version: Version) -> None:
         self._describer.number(version)
@@ -208,7 +208,7 @@ class Administrator:
         self.snapshot("snapshot")
         log.info("registered model=%s version=%s workers=%d", version.name, version.version, version.up)
 
-    async def _scale(self, version: Version, least: int, most: int, named: str | None) -> Done:
+    async def _scale(self, version: Version, least: int, most: int, named: str | None) -> ChangeResult:
         try:
             await self._runner.scale(version, least, most, named)
         finally:
@@ -216,7 +216,7 @@ class Administrator:
         self.snapshot("snapshot")
         log.info("scaled model=%s version=%s workers=%d", version.name, version.version, version.up)
         suffix = f", version: {named}" if named is not None else ""
-        return Done(f"Workers scaled to {least} for model: {version.name}{suffix}")
+        return ChangeResult(f"Workers scaled to {least} for model: {version.name}{suffix}")
 
     async def _remove(self, version: Version) -> None:
         """Out of sight at once; then its workers answer what they have, and its files are given back, with what was

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.torchserve.admin.startup import Served
 from penstock.torchserve.admin.tls import Pem
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.http.base import Face, Group
+from penstock.torchserve.protocol.api import Group, ListenerConfig
 
 if TYPE_CHECKING:
     from penstock.torchserve.grpc.server import GrpcServer
@@ -53,7 +53,7 @@ def grpc_addresses(properties: Properties) -> list[GrpcAddress]:
 def grpc_listeners(
     served: Served,
     limits: LimitsConfig,
-    face: Callable[[Group], Face],
+    face: Callable[[Group], ListenerConfig],
     pem: Callable[[], Pem],
 ) -> Iterable[tuple[GrpcServer, GrpcAddress]]:
     """The listeners, not started yet; none, and a warning, without grpcio. Raises ConfigError."""

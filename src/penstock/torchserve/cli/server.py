@@ -31,8 +31,8 @@ from penstock.torchserve.cli.flags import Settings, parser, settings_of
 from penstock.torchserve.cli.grpc import GrpcAddress, grpc_addresses, grpc_listeners
 from penstock.torchserve.cli.metrics import Metrics
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.http.base import Face, Group
 from penstock.torchserve.http.server import make_listener
+from penstock.torchserve.protocol.api import Group, ListenerConfig
 
 if TYPE_CHECKING:
     from penstock.torchserve.grpc.server import GrpcServer
@@ -223,9 +223,9 @@ def listeners_of(properties: Properties) -> list[tuple[Address, set[Group]]]:
     return found
 
 
-def face_of(properties: Properties, groups: Iterable[Group]) -> Face:
+def face_of(properties: Properties, groups: Iterable[Group]) -> ListenerConfig:
     """How a listener of these groups shows itself."""
-    return Face(
+    return ListenerConfig(
         groups=frozenset(groups),
         codec="torchserve" if properties.decode_input_request else "torchserve_raw",
         cors_origin=properties.cors_allowed_origin,

@@ -11,7 +11,7 @@ from penstock.core.contracts import Backend
 from penstock.errors import PenstockError, QueueFull
 from penstock.torchserve.grpc.errors import failed, not_taken, required
 from penstock.torchserve.http.errors import api_error
-from penstock.torchserve.protocol.bodies import read_error
+from penstock.torchserve.protocol.api import read_error
 from penstock.types import Item, ItemResult
 
 BACKLOG_BYTES: Final = 16 * 2**20  # of parts that a client has not taken

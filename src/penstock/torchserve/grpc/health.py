@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from penstock.torchserve.grpc.errors import Code, Refusal
 from penstock.torchserve.grpc.messages import HEALTH, message
-from penstock.torchserve.http.base import Administration
+from penstock.torchserve.protocol.api import Administration
 
 SERVICE: Final = f"{HEALTH}.Health"
 SERVING: Final = 1

@@ -15,9 +15,8 @@ from penstock.core.contracts import Backend
 from penstock.torchserve.grpc.calling import model_of, parts, whole
 from penstock.torchserve.grpc.errors import Code, Refusal
 from penstock.torchserve.grpc.messages import INFERENCE, message
-from penstock.torchserve.http.base import Administration
 from penstock.torchserve.http.exchange import new_id
-from penstock.torchserve.protocol.bodies import json_text
+from penstock.torchserve.protocol.api import Administration, json_text
 from penstock.types import Item
 
 SERVICE: Final = f"{INFERENCE}.InferenceAPIsService"

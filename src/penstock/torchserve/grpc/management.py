@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from penstock.torchserve.grpc.messages import MANAGEMENT, message
-from penstock.torchserve.http.base import Administration
-from penstock.torchserve.protocol.admin import PAGE, check_registration
-from penstock.torchserve.protocol.api import ApiError, Done, Registration
-from penstock.torchserve.protocol.bodies import json_text
+from penstock.torchserve.protocol.api import Administration, ApiError, ChangeResult, Registration, json_text
+from penstock.torchserve.protocol.management import PAGE, check_registration
 
 SERVICE: Final = f"{MANAGEMENT}.ManagementAPIsService"
 GATED: Final = frozenset({"RegisterModel", "UnregisterModel"})  # need enable_model_api
@@ -83,5 +81,5 @@ def _count(number: int) -> int | None:
     return number if number > 0 else None
 
 
-def _done(done: Done) -> Any:
+def _done(done: ChangeResult) -> Any:
     return _Response(msg=done.message)

@@ -14,9 +14,9 @@ from penstock.errors import PenstockError
 from penstock.torchserve.grpc.calling import model_of, whole
 from penstock.torchserve.grpc.errors import Code, Refusal, failed, refused
 from penstock.torchserve.grpc.messages import OPEN_INFERENCE, message
-from penstock.torchserve.http.base import Administration
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.http.exchange import new_id
+from penstock.torchserve.protocol.api import Administration
 from penstock.types import Item
 
 SERVICE: Final = f"{OPEN_INFERENCE}.GRPCInferenceService"

@@ -16,7 +16,7 @@ from penstock.serving.http.binding import free_path
 from penstock.torchserve.grpc import health, inference, management, open_inference
 from penstock.torchserve.grpc.messages import POOL
 from penstock.torchserve.grpc.services import Service, Services
-from penstock.torchserve.http.base import Administration, Face
+from penstock.torchserve.protocol.api import Administration, ListenerConfig
 
 MAX_STREAMS: Final = 1024  # calls of one connection at a time; a client holds more back
 
@@ -38,7 +38,7 @@ class GrpcServer:
         self,
         backend: Backend,
         administration: Administration,
-        face: Face,
+        face: ListenerConfig,
         limits: GrpcLimits,
         *,
         tls: tuple[bytes, bytes] | None = None,
@@ -89,7 +89,7 @@ class GrpcServer:
                 os.unlink(self._path)
 
 
-def _services(backend: Backend, administration: Administration, face: Face) -> list[Service]:
+def _services(backend: Backend, administration: Administration, face: ListenerConfig) -> list[Service]:
     services = []
     if "inference" in face.groups:
         services.append(Service(inference.SERVICE, inference.Inference(backend, administration), "inference"))

@@ -15,9 +15,8 @@ from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
 from penstock.torchserve.grpc import messages
 from penstock.torchserve.grpc.errors import Code, Refusal, refused
-from penstock.torchserve.http.base import Administration, Group
 from penstock.torchserve.http.errors import api_error
-from penstock.torchserve.protocol.api import ApiError
+from penstock.torchserve.protocol.api import Administration, ApiError, Group
 
 log = logging.getLogger("penstock.frontends")
 

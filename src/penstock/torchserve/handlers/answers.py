@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from penstock.errors import BadOutput
-from penstock.torchserve.protocol.bodies import error_body
-from penstock.torchserve.protocol.requests import HandlerAnswer
+from penstock.torchserve.protocol.api import error_body
+from penstock.torchserve.protocol.codec import HandlerAnswer
 
 STREAMED = "ts_stream_next"  # header of an answer in parts: "true", and "false" with the last
 

@@ -19,7 +19,7 @@ from penstock.torchserve.handlers.answers import batch_answers, refusal, status_
 from penstock.torchserve.handlers.entry import Handle, find_entry, in_envelope, prepare_process
 from penstock.torchserve.handlers.overlap import Prepared, Steps, steps_of
 from penstock.torchserve.handlers.parts import Parts, SendParts
-from penstock.torchserve.protocol.requests import HandlerAnswer, HandlerRequest
+from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
 
 log = logging.getLogger("penstock.models")
 

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from penstock.plugins import load_object
-from penstock.torchserve.protocol.requests import HandlerRequest
+from penstock.torchserve.protocol.codec import HandlerRequest
 
 
 class Prepared(list[HandlerRequest]):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from penstock.torchserve.handlers.answers import answer
-from penstock.torchserve.protocol.requests import HandlerAnswer
+from penstock.torchserve.protocol.codec import HandlerAnswer
 
 SendParts = Callable[[list[HandlerAnswer | None]], None]
 """Takes the parts of one moment, aligned with the items of the running call; None where there is none."""

@@ -1,4 +1,4 @@
-"""The one table from Penstock's errors to those that TorchServe's clients know, for HTTP and gRPC alike."""
+"""The table from Penstock's errors to TorchServe's, for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -30,17 +30,13 @@ from penstock.serving.http.answers import (
     RequestTimeout,
     RouteNotFound,
 )
-from penstock.torchserve.protocol.api import ApiError
+from penstock.torchserve.protocol.api import ApiError, no_worker
 
 UNKNOWN_ROUTE: Final = "Requested resource is not found, please refer to API document."
 WRONG_METHOD: Final = "Requested method is not allowed, please refer to API document."
 NO_HTTP: Final = "Invalid HTTP message."
-NO_WORKER: Final = (
-    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
-    "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
-)
 
-# class -> (type, status if it is not that of the type, text if it is not the error's own); the nearest ancestor counts
+# class -> (type, status unless the type determines it, text unless the error's own); the nearest ancestor counts
 _TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
     BadRequest: ("BadRequestException", None, None),
     PayloadTooLarge: ("BadRequestException", 413, None),
@@ -63,14 +59,13 @@ _TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
 
 
 def api_error(error: PenstockError, backend: Backend, model: str = "", version: str | None = None) -> ApiError:
-    """The error as a client of TorchServe knows it, for a request that named this model and version."""
+    """The error that a client of TorchServe receives for a request to this model and version."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ModelNotFound):
         return _not_found(backend, model, version)
     if isinstance(error, (QueueFull, ModelNotReady, Cancelled)) and model:
-        named = f'Model "{model}"' if version is None else f'Model "{model}" Version {version}'
-        return ApiError("ServiceUnavailableException", f"{named} {NO_WORKER}")
+        return no_worker(model, version)
     if isinstance(error, (QueueFull, ModelNotReady, Cancelled)):
         return ApiError("ServiceUnavailableException", error.message)
     kind, status, text = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
@@ -78,7 +73,7 @@ def api_error(error: PenstockError, backend: Backend, model: str = "", version: 
 
 
 def _not_found(backend: Backend, model: str, version: str | None) -> ApiError:
-    """Says whether it is the model that is unknown, or only its version."""
+    """The error for an unknown model, or for an unknown version of a known model."""
     if version is not None:
         try:
             backend.model_ready(model, None)

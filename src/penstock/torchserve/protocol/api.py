@@ -1,15 +1,19 @@
-"""What TorchServe's management API is asked and answers, for HTTP and gRPC alike. Pure.
+"""The types, errors and JSON that TorchServe's HTTP and gRPC APIs share. Pure.
 
-Source: the endpoints, texts and status codes of TorchServe 0.12.0.
+Source: the endpoints, texts, status codes and responses of TorchServe 0.12.0.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from penstock.errors import PenstockError
+
+Group = Literal["inference", "management", "metrics"]
 
 STATUS_OF: Final = {
     "BadRequestException": 400,
@@ -33,7 +37,7 @@ STATUS_OF: Final = {
 
 
 class ApiError(PenstockError):
-    """An error as TorchServe's clients know it: `kind` stands as "type" in its JSON, and gives the status."""
+    """An error in TorchServe's terms: `kind` is the "type" in its JSON and determines the status."""
 
     code = "torchserve"
 
@@ -46,8 +50,19 @@ class ApiError(PenstockError):
         return (ApiError, (self.kind, self.message))
 
 
+def no_worker(model: str, version: str | None, detail: str = "") -> ApiError:
+    """The error of a request that no worker can take: there are no workers, or the queue is full."""
+    named = f'Model "{model}"' if version is None else f'Model "{model}" Version {version}'
+    return ApiError(
+        "ServiceUnavailableException",
+        f"{named} has no worker to serve inference request. Please use scale workers API to add workers. If this is a"
+        " sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize",
+        detail=detail,
+    )
+
+
 class Registration(Struct, kw_only=True, omit_defaults=True):
-    """What `POST /models` asks for: the query, or the JSON body with the same keys. None: not said."""
+    """The parameters of `POST /models`, from the query or the JSON body. None means not given."""
 
     url: str | None = None
     model_name: str | None = None
@@ -56,14 +71,121 @@ class Registration(Struct, kw_only=True, omit_defaults=True):
     batch_size: int | None = None
     max_batch_delay: int | None = None  # ms
     initial_workers: int | None = None
-    synchronous: bool | None = None  # None: as the front-end has it: true over HTTP, false over gRPC
+    synchronous: bool | None = None  # None: true over HTTP, false over gRPC
     response_timeout: int | None = None  # s
     startup_timeout: int | None = None  # s
     s3_sse_kms: bool = False
 
 
-class Done(Struct, frozen=True):
-    """A change that was made, or begun: the text of `{"status": ...}`, and 200, 202 or 206."""
+class ChangeResult(Struct, frozen=True):
+    """The result of a change: the text of `{"status": ...}`, and 200 (made), 202 (in progress) or 206 (partly made)."""
 
     message: str
     status: int = 200
+
+
+class Administration(Protocol):
+    """The management operations behind the HTTP and gRPC APIs. Called on the loop's thread; failures raise ApiError.
+
+    `version` None is the default version.
+    """
+
+    def check_token(self, group: Group, authorization: bytes | None) -> None:
+        """Raises ApiError (InvalidKeyException) unless tokens are off or the header is `Bearer` and the group's key."""
+        ...
+
+    def new_token(self, group: str, authorization: bytes | None) -> None:
+        """Creates a new key for "management" or "inference", authorized by the API key, and rewrites the key file."""
+        ...
+
+    def healthy(self) -> bool:
+        """False if the default version of any model has fewer live workers than its minWorkers."""
+        ...
+
+    async def register(self, registration: Registration) -> ChangeResult: ...
+
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        *,
+        min_worker: int | None = None,  # None: 1
+        max_worker: int | None = None,  # None: min_worker
+        synchronous: bool = False,
+    ) -> ChangeResult: ...
+
+    async def describe(self, model: str, version: str | None, *, customized: bool = False) -> list[dict[str, Any]]:
+        """The objects of `GET /models/{m}[/{version}|/all]`; `version` "all" means every version."""
+        ...
+
+    def models(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
+        """((name, url) of each default version on the page, by name; the next page's token, None on the last page)."""
+        ...
+
+    async def set_default(self, model: str, version: str) -> ChangeResult: ...
+
+    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> ChangeResult:
+        """Splits requests without a version by weight; at least one weight is above 0. A Penstock extension."""
+        ...
+
+    async def unregister(self, model: str, version: str | None) -> ChangeResult: ...
+
+
+class ListenerConfig(Struct, frozen=True, kw_only=True):
+    """The routes and headers of one listener. Groups with the same address share a listener."""
+
+    groups: frozenset[Group]
+    codec: str = "torchserve"  # "torchserve_raw" with decode_input_request=false
+    cors_origin: str = ""
+    cors_methods: str = ""
+    cors_headers: str = ""
+    open_inference: bool = False  # ts_open_inference_protocol
+    model_api: bool = False  # enable_model_api
+    metrics_api: bool = True  # enable_metrics_api
+
+
+# ---- JSON
+
+
+def json_body(value: Any) -> bytes:
+    """The value (plain objects or structs) as TorchServe writes it: indented by two, no nulls, a final newline."""
+    return msgspec.json.format(msgspec.json.encode(_without_nulls(msgspec.to_builtins(value))), indent=2) + b"\n"
+
+
+def json_text(value: Any) -> str:
+    """The same JSON as TorchServe's gRPC API returns it: text without the final newline."""
+    return json_body(value)[:-1].decode()
+
+
+def model_page(models: list[tuple[str, str]], next_token: int | None) -> dict[str, Any]:
+    """The JSON object of `GET /models` for one page of `Administration.models`."""
+    found = [{"modelName": name, "modelUrl": url} for name, url in models]
+    return {"nextPageToken": None if next_token is None else str(next_token), "models": found}
+
+
+def error_body(status: int, kind: str, message: str) -> bytes:
+    """The JSON body of an error. Unpaired surrogates, which a client's JSON may contain, become "?"."""
+    return json_body({"code": status, "type": kind, "message": message.encode("utf-8", "replace").decode()})
+
+
+def read_error(status: int, body: bytes) -> str | None:
+    """The message of an `error_body` with this status; None for any other body."""
+    try:
+        found = msgspec.json.decode(body, type=_ErrorBody)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found.message if found.code == status else None
+
+
+class _ErrorBody(Struct, forbid_unknown_fields=True):
+    code: int
+    type: str
+    message: str
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value

@@ -1,7 +1,7 @@
-"""Requests as TorchServe's handlers receive them, and their answers. Pure.
+"""Codecs between request bodies and the dicts of TorchServe's handlers. Pure.
 
-A body that is no form is one input, `body`. `application/json` is decoded by Python's json, `text/*` as UTF-8; what
-cannot be decoded, and everything else, is a bytearray. Source: section 2.3 of what TorchServe 0.12.0 does.
+A body that is not a form becomes one input named `body`. `application/json` is decoded by Python's json and `text/*`
+as UTF-8; undecodable bodies and all other types become a bytearray. Source: TorchServe 0.12.0.
 """
 
 from __future__ import annotations
@@ -12,32 +12,54 @@ from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
 import msgspec
+from msgspec import Struct, field
 
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import MAX_FIELDS
-from penstock.torchserve.protocol.requests import HandlerAnswer, HandlerRequest
 from penstock.types import Item, ItemResult
 
-QUERY: Final = b":query"  # pseudo header of routes whose query reaches the handler
-FILE: Final = "application/octet-stream"  # of a file of a form that names no type
+QUERY: Final = b":query"  # pseudo-header of routes whose query reaches the handler
+FILE: Final = "application/octet-stream"  # of a form file without a content type
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-_FRAMING: Final = frozenset({"connection", "content-length", "transfer-encoding"})  # the server's own affair
+_FRAMING: Final = frozenset({"connection", "content-length", "transfer-encoding"})  # set by the server
 
 _inputs = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
-class TorchServeCodec:
-    """Codec of TorchServe's HTTP routes."""
+class HandlerRequest(Struct):
+    """One request to a handler. `inputs` is the dict that the handler gets; `headers` keep the client's spelling.
 
-    decodes = True  # JSON and text; False: every input is a bytearray
+    The last of repeated headers wins. The server adds `explain` ("True" or "False") and, for a longer path,
+    `url_path`. The headers of a form's parts are `{field: {"content-type": ...}}`.
+    """
+
+    id: str
+    inputs: dict[str, Any]
+    headers: dict[str, Any] = field(default_factory=dict)
+
+
+class HandlerAnswer(Struct):
+    """A handler's answer to one request, encoded; `reason` is the phrase next to the status."""
+
+    body: bytes | bytearray | memoryview
+    content_type: str = ""
+    status: int = 200
+    reason: str = ""
+    headers: list[tuple[str, str]] = field(default_factory=list)
+
+
+class TorchServeCodec:
+    """The codec of TorchServe's HTTP routes."""
+
+    decodes = True  # JSON and text; if False, every input is a bytearray
 
     def __init__(self, model: str, version: str) -> None:
         pass
 
     def decode(self, item: Item) -> tuple[HandlerRequest, None]:
-        """The handler's dict of this request, and its headers. Raises BadRequest."""
+        """The handler's request. Raises BadRequest."""
         inputs: dict[str, Any] = {}
         headers: dict[str, Any] = {}
         sent: dict[str, str] = {}
@@ -48,7 +70,7 @@ class TorchServeCodec:
             else:
                 sent[name.decode("latin-1")] = value.decode("latin-1")
         self._take(item, inputs, headers)
-        headers.update(sent)  # in the one map that both share, a header hides a field of its name
+        headers.update(sent)  # headers and form fields share one map; a header hides a field of the same name
         return HandlerRequest(item.request_id, inputs, headers), None
 
     def _take(self, item: Item, inputs: dict[str, Any], headers: dict[str, Any]) -> None:
@@ -57,7 +79,7 @@ class TorchServeCodec:
             for name, value in _fields(item.payload):
                 inputs[name], headers[name] = value, {"content-type": ""}
         elif kind == "multipart/form-data":
-            from penstock.serving.protocols.multipart import parse_parts  # python-multipart is loaded by the first form
+            from penstock.serving.protocols.multipart import parse_parts  # the first form loads python-multipart
 
             for part in parse_parts(item.payload, item.content_type, MAX_FIELDS):
                 kind = (media_type(part.content_type) or FILE) if part.is_file else ""
@@ -78,13 +100,13 @@ class TorchServeCodec:
         return data if type(data) is bytearray else bytearray(data)
 
     def encode(self, value: HandlerAnswer, item: Item, context: Any) -> ItemResult:
-        """The answer as it goes out. Raises BadOutput for what is none, or has headers that would break the framing."""
+        """The response. Raises BadOutput for a value that is no answer, or whose headers would break HTTP's framing."""
         if not isinstance(value, HandlerAnswer):
-            raise BadOutput(f"the model returned a {type(value).__name__}, expected the answer of a handler")
+            raise BadOutput(f"the model returned a {type(value).__name__}, expected a handler's answer")
         headers = []
         for name, text in value.headers:
             if not _HEADER_NAME.fullmatch(name):
-                raise BadOutput(f"the handler set a header of the invalid name {name[:60]!r}")
+                raise BadOutput(f"the handler set a header with the invalid name {name[:60]!r}")
             if name.lower() not in _FRAMING:
                 headers.append((name, _line(text)))
         content_type, reason = _line(value.content_type), _line(value.reason)
@@ -92,24 +114,24 @@ class TorchServeCodec:
         return ItemResult(body, content_type, value.status, headers or None, reason=reason)
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """Requests to handlers are one row each: there is one part."""
+        """The only part: each request to a handler is one row."""
         return parts[0]
 
 
 class RawCodec(TorchServeCodec):
-    """The same with `decode_input_request=false`: nothing is decoded."""
+    """The codec with `decode_input_request=false`: it decodes nothing."""
 
     decodes = False
 
 
 class InputsCodec(TorchServeCodec):
-    """Codec of TorchServe's gRPC: the payload is msgpack of {name: bytes}; every input is a bytearray."""
+    """The codec of TorchServe's gRPC API: the payload is msgpack of {name: bytes}; every input is a bytearray."""
 
     def _take(self, item: Item, inputs: dict[str, Any], headers: dict[str, Any]) -> None:
         try:
             found = _inputs.decode(item.payload)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise BadRequest("the inputs of the request cannot be read") from None
+            raise BadRequest("the inputs of the request cannot be decoded") from None
         for name, value in found.items():
             inputs[name], headers[name] = bytearray(value), {"content-type": ""}
 
@@ -120,14 +142,14 @@ def media_type(content_type: str) -> str:
 
 
 def _line(text: str) -> str:
-    """The text as a head can carry it: what Latin-1 lacks is "?". Raises BadOutput."""
+    """The text in Latin-1, as a header carries it; other characters become "?". Raises BadOutput."""
     if _CONTROL.search(text):
         raise BadOutput(f"the handler set a header with control characters: {text[:60]!r}")
     return text if text.isascii() else text.encode("latin-1", "replace").decode("latin-1")
 
 
 def _fields(data: bytes | memoryview) -> list[tuple[str, bytearray]]:
-    """The fields of a urlencoded body or of a query, values as the very bytes. Raises BadRequest."""
+    """The fields of a urlencoded body or query, with raw bytes as values. Raises BadRequest."""
     pairs = bytes(data).split(b"&", MAX_FIELDS)
     if len(pairs) > MAX_FIELDS:
         raise BadRequest(f"the form has more than {MAX_FIELDS} fields")

@@ -14,7 +14,7 @@ import pytest
 from penstock.torchserve.admin.administration import Administrator
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.config.properties import read_properties
-from penstock.torchserve.protocol.api import ApiError, Done, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
 from penstock.types import Item
 
 House = Any  # of conftest.py
@@ -54,7 +54,7 @@ def last_models(house: House) -> dict[str, Any]:
 
 async def test_a_model_is_registered_with_its_workers_and_answers(house: House, admin: Administrator) -> None:
     done = await admin.register(Registration(url=house.archive("m"), initial_workers=2))
-    assert done == Done('Model "m" Version: 1.0 registered with 2 initial workers')
+    assert done == ChangeResult('Model "m" Version: 1.0 registered with 2 initial workers')
     assert await house.ask("m") == "1.0 hi"
     assert await house.ask("m", "1.0") == "1.0 hi"
     assert last_models(house)["m"]["1.0"]["minWorkers"] == 2
@@ -62,7 +62,7 @@ async def test_a_model_is_registered_with_its_workers_and_answers(house: House, 
 
 async def test_without_workers_it_is_there_and_says_so(house: House, admin: Administrator, refused: Refused) -> None:
     done = await admin.register(Registration(url=house.archive("m")))
-    assert done == Done(
+    assert done == ChangeResult(
         'Model "m" Version: 1.0 registered with 0 initial workers. Use scale workers API to add workers for the model.'
     )
     assert admin.models(100, 0) == ([("m", "m.mar")], None)
@@ -82,7 +82,7 @@ async def test_without_workers_it_is_there_and_says_so(house: House, admin: Admi
 
 async def test_in_the_background_it_is_described_at_once_and_answers_later(house: House, admin: Administrator) -> None:
     registration = Registration(url=house.archive("m"), initial_workers=1, synchronous=False)
-    assert await admin.register(registration) == Done("Processing worker updates...", 202)
+    assert await admin.register(registration) == ChangeResult("Processing worker updates...", 202)
     (description,) = await admin.describe("m", None)
     assert description["minWorkers"] == 1
     await house.until(lambda: house.served.backend.model_ready("m", None))
@@ -118,7 +118,7 @@ async def test_one_that_dies_in_the_background_stays_and_the_others_serve(house:
     (description,) = await admin.describe("bad", None)
     assert [w["status"] for w in description["workers"]] == ["UNLOADING"]
     assert await house.ask("good") == "1.0 hi"
-    assert await admin.unregister("bad", None) == Done('Model "bad" unregistered')
+    assert await admin.unregister("bad", None) == ChangeResult('Model "bad" unregistered')
     assert admin.healthy()
 
 
@@ -127,7 +127,7 @@ async def test_a_version_is_registered_once_also_by_two_at_once(
 ) -> None:
     registration = Registration(url=house.archive("m"), initial_workers=1)
     results = await asyncio.gather(*(admin.register(registration) for _ in range(2)), return_exceptions=True)
-    assert sorted(type(r).__name__ for r in results) == ["ApiError", "Done"]
+    assert sorted(type(r).__name__ for r in results) == ["ApiError", "ChangeResult"]
     with pytest.raises(ApiError) as found:
         await admin.register(registration)
     assert refused(found) == (
@@ -223,9 +223,9 @@ async def test_workers_come_and_go(house: House, admin: Administrator) -> None:
         return [w["id"] for w in description["workers"]]
 
     done = await admin.scale("m", None, min_worker=3, synchronous=True)
-    assert done == Done("Workers scaled to 3 for model: m")
+    assert done == ChangeResult("Workers scaled to 3 for model: m")
     assert await workers() == ["9000", "9001", "9002"]
-    assert await admin.scale("m", "1.0", min_worker=1, synchronous=True) == Done(
+    assert await admin.scale("m", "1.0", min_worker=1, synchronous=True) == ChangeResult(
         "Workers scaled to 1 for model: m, version: 1.0"
     )
     assert await workers() == ["9000"]
@@ -245,7 +245,7 @@ async def test_workers_come_and_go(house: House, admin: Administrator) -> None:
 
 async def test_a_scale_without_waiting_is_made_later(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m")))
-    assert await admin.scale("m", None, min_worker=1) == Done("Processing worker updates...", 202)
+    assert await admin.scale("m", None, min_worker=1) == ChangeResult("Processing worker updates...", 202)
     await house.until(lambda: house.served.backend.model_ready("m", None))
 
 
@@ -294,7 +294,9 @@ async def test_requests_go_to_the_default_version(house: House, admin: Administr
         url = house.archive("m", version, file=f"m{version}.mar")
         await admin.register(Registration(url=url, initial_workers=1))
     assert (await house.ask("m"), await house.ask("m", "2.0")) == ("1.0 hi", "2.0 hi")
-    assert await admin.set_default("m", "2.0") == Done('Default version successfully updated for model "m" to "2.0"')
+    assert await admin.set_default("m", "2.0") == ChangeResult(
+        'Default version successfully updated for model "m" to "2.0"'
+    )
     assert await house.ask("m") == "2.0 hi"
     assert {v: s["defaultVersion"] for v, s in last_models(house)["m"].items()} == {"1.0": False, "2.0": True}
     assert [d["modelVersion"] for d in await admin.describe("m", "all")] == ["1.0", "2.0"]
@@ -310,8 +312,8 @@ async def test_the_default_is_not_unregistered_while_there_are_others(
         with pytest.raises(ApiError) as found:
             await admin.unregister("m", version)
         assert refused(found) == (403, "InvalidModelVersionException", "Cannot remove default version for model m")
-    assert await admin.unregister("m", "2.0") == Done('Model "m" unregistered')
-    assert await admin.unregister("m", None) == Done('Model "m" unregistered')
+    assert await admin.unregister("m", "2.0") == ChangeResult('Model "m" unregistered')
+    assert await admin.unregister("m", None) == ChangeResult('Model "m" unregistered')
     assert last_models(house) == {}
 
 
@@ -350,7 +352,7 @@ async def test_what_was_accepted_is_answered_before_the_model_goes(house: House,
     with pytest.raises(ApiError, match="Model not found: m"):
         await house.ask("m")
     assert await asyncio.gather(*requests) == ["done"] * 4
-    assert await unregister == Done('Model "m" unregistered')
+    assert await unregister == ChangeResult('Model "m" unregistered')
     assert list((house.folder / "cache").iterdir()) == []
 
 
@@ -362,7 +364,7 @@ async def test_a_load_under_way_is_ended(house: House, admin: Administrator, ref
     await asyncio.sleep(0.1)
     pids = {p.pid for p in psutil.Process().children()} - others
     async with asyncio.timeout(5):
-        assert await admin.unregister("m", None) == Done('Model "m" unregistered')
+        assert await admin.unregister("m", None) == ChangeResult('Model "m" unregistered')
         with pytest.raises(ApiError) as found:
             await register
     assert refused(found)[:2] == (409, "ConflictStatusException")

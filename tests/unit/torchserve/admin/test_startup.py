@@ -10,8 +10,7 @@ from penstock.core.contracts import Backend
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
 from penstock.torchserve.config.properties import load_properties, read_properties
-from penstock.torchserve.http.base import Administration
-from penstock.torchserve.protocol.api import ApiError, Registration
+from penstock.torchserve.protocol.api import Administration, ApiError, Registration
 
 House = Any  # of conftest.py
 

@@ -13,8 +13,7 @@ from penstock.errors import ModelNotFound
 from penstock.testing.backend import FakeBackend
 from penstock.torchserve.grpc import messages
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
-from penstock.torchserve.http.base import Face
-from support.torchserve import FakeAdministration
+from penstock.torchserve.protocol.api import ListenerConfig
 
 LIMIT_S = 10.0
 SERVICES = (
@@ -84,7 +83,7 @@ def grpc_site(administration: FakeAdministration) -> Callable[..., Any]:
         backend = KnownBackend(models)
         face = {"groups": frozenset({"inference", "management"}), "model_api": True, "open_inference": True} | face
         limits = GrpcLimits(max_request_bytes=max_request_bytes, max_calls=100)
-        server = GrpcServer(backend, administration, Face(**face), limits)
+        server = GrpcServer(backend, administration, ListenerConfig(**face), limits)
         site = GrpcSite(administration, backend, server, await server.start("127.0.0.1", 0, "a_key"))
         try:
             yield site

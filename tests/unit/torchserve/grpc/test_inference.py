@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, QueueFull, WorkerDied
 from penstock.testing.backend import Call
 from penstock.torchserve.grpc import calling
-from penstock.torchserve.protocol.bodies import error_body
+from penstock.torchserve.protocol.api import error_body
 
 CLASS = "org.pytorch.serve.http.InternalServerException"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.errors import OutOfMemory
-from penstock.torchserve.protocol.api import ApiError, Done, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
 
 NO_MODEL = "Model not found: no\norg.pytorch.serve.archive.model.ModelNotFoundException"
 
@@ -54,7 +54,7 @@ async def test_a_registration_says_what_the_request_says(grpc_site, administrati
         "max_batch_delay": 3, "initial_workers": 4, "synchronous": True, "response_timeout": 5, "startup_timeout": 6,
         "s3_sse_kms": True,
     }  # fmt: skip
-    administration.done = Done("registered")
+    administration.done = ChangeResult("registered")
     async with grpc_site() as ask:
         assert (await ask("RegisterModel", **fields)).msg == "registered"
         assert administration.asked == [("register", Registration(**fields))]
@@ -85,7 +85,7 @@ async def test_numbers_that_are_not_above_zero_were_not_said(grpc_site, administ
     ],
 )
 async def test_changes_answer_the_text_of_http(grpc_site, administration, call, fields, asked):
-    administration.done = Done("what was done", 202)
+    administration.done = ChangeResult("what was done", 202)
     async with grpc_site() as ask:
         assert (await ask(call, **fields)).msg == "what was done"
         assert administration.asked == [asked]

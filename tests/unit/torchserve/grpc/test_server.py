@@ -11,11 +11,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from penstock.errors import ConfigError
 from penstock.testing.backend import FakeBackend
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
-from penstock.torchserve.http.base import Face
+from penstock.torchserve.protocol.api import ListenerConfig
 
 TLS = Path(__file__).parents[3] / "tls"
 LIMITS = GrpcLimits(max_request_bytes=1000, max_calls=10)
-INFERENCE = Face(groups=frozenset({"inference"}))
+INFERENCE = ListenerConfig(groups=frozenset({"inference"}))
 
 
 async def ping(channel):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory
-from penstock.torchserve.protocol.requests import HandlerRequest
+from penstock.torchserve.protocol.codec import HandlerRequest
 
 
 def asked(*inputs, **headers):

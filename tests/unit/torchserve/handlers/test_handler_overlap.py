@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from penstock.errors import ItemFailed
-from penstock.torchserve.protocol.requests import HandlerRequest
+from penstock.torchserve.protocol.codec import HandlerRequest
 
 SOURCE = """
 import threading

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.config.schema import LimitsConfig
 from penstock.testing.backend import FakeBackend
-from penstock.torchserve.http.base import Face
-from penstock.torchserve.http.server import make_listener
-from support.torchserve import FakeAdministration
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.http.listener import make_listener
+from penstock.torchserve.protocol.api import ListenerConfig
 
 LIMIT_S = 10.0
 ALL = frozenset({"inference", "management", "metrics"})
@@ -69,7 +69,7 @@ def site(administration: FakeAdministration) -> Callable[..., Any]:
 
         backend = FakeBackend()
         face = {"groups": groups, "model_api": True, "open_inference": True} | face
-        server = make_listener(backend, administration, Face(**face), LimitsConfig(), scrape=scrape or show)
+        server = make_listener(backend, administration, ListenerConfig(**face), LimitsConfig(), scrape=scrape or show)
         _, port = await server.start("127.0.0.1", 0)
         try:
             yield Site(administration, backend, port)

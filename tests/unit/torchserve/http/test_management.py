@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from penstock.torchserve.protocol.api import ApiError, Done, Registration
-from support.torchserve import REFUSED
+from penstock.testing.torchserve import REFUSED
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
 
 MANAGEMENT = frozenset({"management"})
 JSON = "Content-Type: application/json"
@@ -44,7 +44,7 @@ def aliases(path: str) -> list[str]:
     ],
 )
 async def test_a_model_is_registered_by_query_or_body_and_waited_for(site, administration, target, lines, body):
-    administration.done = Done('Model "m" Version: 1.0 registered with 1 initial workers')
+    administration.done = ChangeResult('Model "m" Version: 1.0 registered with 1 initial workers')
     async with site(MANAGEMENT) as ask:
         reply = await ask("POST", target, *lines, body=body)
     assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
@@ -55,7 +55,10 @@ async def test_a_model_is_registered_by_query_or_body_and_waited_for(site, admin
 
 async def test_a_registration_may_go_on_in_the_background_or_in_part(site, administration):
     async with site(MANAGEMENT) as ask:
-        for done in (Done("Processing worker updates...", 202), Done("Workers scaling in progress...", 206)):
+        for done in (
+            ChangeResult("Processing worker updates...", 202),
+            ChangeResult("Workers scaling in progress...", 206),
+        ):
             administration.done = done
             reply = await ask("POST", "/models?url=a.mar&synchronous=false")
             assert (reply.status, reply.json()) == (done.status, {"status": done.message})

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadOutput, BadRequest, PenstockError
-from penstock.torchserve.protocol.codec import InputsCodec, RawCodec, TorchServeCodec
-from penstock.torchserve.protocol.requests import HandlerAnswer
+from penstock.torchserve.protocol.codec import HandlerAnswer, InputsCodec, RawCodec, TorchServeCodec
 from penstock.types import Item, ItemResult
 
 CODEC = TorchServeCodec("m", "1")

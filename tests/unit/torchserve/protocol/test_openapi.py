@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.torchserve.protocol.openapi import Operation, Parameter, operations_document
+from penstock.torchserve.protocol.openapi import Operation, QueryParameter, operations_document
 
 OPERATIONS = (
     Operation(
@@ -10,10 +10,13 @@ OPERATIONS = (
         "/things/{name}/{rest...}",
         "getThing",
         "Gets a thing.",
-        (Parameter("many", "How many", "integer", 3), Parameter("kind", "Which", values=("a", "b"), required=True)),
-        answers=((200, "OK", "page"), (404, "No such thing", "error")),
+        (
+            QueryParameter("many", "How many", "integer", 3),
+            QueryParameter("kind", "Which", values=("a", "b"), required=True),
+        ),
+        responses=((200, "OK", "page"), (404, "No such thing", "error")),
     ),
-    Operation("POST", "/things/{name}/{rest...}", "postThing", "Posts one.", takes="bytes", deprecated=True),
+    Operation("POST", "/things/{name}/{rest...}", "postThing", "Posts one.", body="bytes", deprecated=True),
 )
 
 

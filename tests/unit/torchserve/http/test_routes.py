@@ -1,4 +1,4 @@
-"""Routes that are functions of a whole request."""
+"""Routes served by a function of the whole request: bodies, errors, order, metrics and Open Inference routes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from penstock import __version__
 from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.template import HttpRequest, Template
 from penstock.testing.backend import FakeBackend
-from penstock.torchserve.http.base import Face
-from penstock.torchserve.http.dialect import TorchServeDialect
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.http.flavor import TorchServeFlavor
+from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.types import ItemResult
 from support.torchserve import FakeAdministration
 
@@ -26,8 +28,8 @@ Function = Callable[[HttpRequest], Awaitable[ItemResult]]
 @asynccontextmanager
 async def serving(function: Function, path: str = "/do/{what}", **limits: Any) -> AsyncIterator[tuple[HttpServer, int]]:
     table = [Template(path, "", serve=function, methods=frozenset({"PUT", "GET", "POST"}))]
-    dialect = TorchServeDialect(FakeAdministration(), Face(groups=frozenset({"management"})), table)
-    server = HttpServer(FakeBackend(), LimitsConfig(**limits), dialect=dialect)
+    flavor = TorchServeFlavor(FakeAdministration(), ListenerConfig(groups=frozenset({"management"})), table)
+    server = HttpServer(FakeBackend(), LimitsConfig(**limits), dialect=flavor)
     _, port = await server.start("127.0.0.1", 0)
     try:
         yield server, port
@@ -159,3 +161,69 @@ async def test_closing_waits_no_longer_than_it_was_told():
         await server.close(0.05)
         assert cancelled.is_set()
         writer.close()
+
+
+# ---- metrics
+
+METRICS = frozenset({"metrics"})
+
+
+async def test_metrics_are_those_whose_names_are_asked_for(site):
+    async with site(METRICS) as ask:
+        reply = await ask("GET", "/metrics")
+        assert (reply.status, reply.body) == (200, b"metrics of ")
+        assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert (await ask("GET", "/metrics?name[]=a&name%5B%5D=b&other=c")).body == b"metrics of a,b"
+
+
+async def test_metrics_need_no_token_and_no_other_listener_has_them(site, administration):
+    administration.keys = {"management": b"k", "inference": b"i", "token": b"t"}
+    async with site(METRICS) as ask:
+        assert (await ask("GET", "/metrics")).status == 200
+        assert (await ask("GET", "/models")).status == 404
+    async with site(frozenset({"management"})) as ask:
+        assert (await ask("GET", "/metrics", "Authorization: Bearer k")).status == 404
+
+
+async def test_metrics_that_are_off_are_not_found(site):
+    async with site(METRICS, metrics_api=False) as ask:
+        assert (await ask("GET", "/metrics")).status == 404
+
+
+async def test_a_failure_of_the_metrics_tells_nothing_of_itself(site, caplog):
+    async def fail(names: list[str]) -> bytes:
+        raise RuntimeError("secret")
+
+    async with site(METRICS, scrape=fail) as ask:
+        reply = await ask("GET", "/metrics")
+    assert (reply.status, reply.json()["type"]) == (500, "InternalServerException")
+    assert b"secret" not in reply.body
+    assert "event=bug" in caplog.text
+
+
+# ---- the Open Inference Protocol
+
+INFERENCE = frozenset({"inference"})
+ROUTES = (
+    ("/v2", 200, {"name": "Torchserve", "version": __version__, "extenstion": ["kserve", "kubeflow"]}),
+    ("/v2/health/live", 200, {"live": True}),
+    ("/v2/health/ready", 200, {"ready": True}),
+    ("/v2/models/m/versions/1", 501, {"error": "Model versioning is not yet supported."}),
+    ("/v2/models/m/versions/1/infer", 501, {"error": "Model versioning is not yet supported."}),
+)
+
+
+@pytest.mark.parametrize(("target", "status", "value"), ROUTES)
+async def test_the_protocol_answers_as_on_the_wire(site, target, status, value):
+    async with site(INFERENCE) as ask:
+        for method in ("GET", "POST"):
+            reply = await ask(method, target)
+            assert (reply.status, reply.json()) == (status, value)
+
+
+@pytest.mark.parametrize("target", [target for target, _, _ in ROUTES])
+async def test_without_the_switch_nothing_is_there(site, target):
+    async with site(INFERENCE, open_inference=False) as ask:
+        assert (await ask("GET", target)).status == 404
+    async with site(frozenset({"management"})) as ask:
+        assert (await ask("GET", target)).status == 404

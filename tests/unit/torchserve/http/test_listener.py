@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from penstock.torchserve.http.base import Face
-from penstock.torchserve.http.descriptions import listener_templates
-from penstock.torchserve.http.inference import inference_routes, legacy_routes
-from support.torchserve import FakeAdministration
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.http.listener import listener_templates
+from penstock.torchserve.protocol.api import ListenerConfig
 
 ALL = ("inference", "management", "metrics")
 GROUPS = [frozenset(some) for n in (1, 2, 3) for some in itertools.combinations(ALL, n)]
@@ -28,10 +27,8 @@ def plain(path: str) -> str:
 @pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(sorted(groups)))
 async def test_a_document_has_exactly_the_routes_of_its_listener(site, groups):
     administration = FakeAdministration()
-    face = Face(groups=groups, open_inference=True)
-    templates = listener_templates(
-        administration, face, inference_routes(administration, face), no_metrics, legacy_routes(face)
-    )
+    config = ListenerConfig(groups=groups, open_inference=True)
+    templates = listener_templates(administration, config, no_metrics)
     async with site(groups) as ask:
         document = (await ask("OPTIONS", "/")).json()
         assert (await ask("GET", "/api-description")).json() == document

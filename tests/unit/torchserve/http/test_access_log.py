@@ -12,9 +12,10 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ItemFailed
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import Call, FakeBackend
-from penstock.torchserve.http.base import Face
-from penstock.torchserve.http.exchange import TorchServeExchange
-from penstock.torchserve.http.server import make_listener
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.http.flavor import TorchServeRequest
+from penstock.torchserve.http.listener import make_listener
+from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.types import ItemResult
 from support.torchserve import FakeAdministration
 
@@ -30,8 +31,8 @@ def listener() -> HttpServer:
         "bad": lambda call: call.sink(ItemResult(error=ItemFailed("no"))),
         "stream": stream,
     }
-    face = Face(groups=frozenset({"inference", "management"}))
-    return make_listener(FakeBackend(models), FakeAdministration(), face, LimitsConfig())
+    config = ListenerConfig(groups=frozenset({"inference", "management"}))
+    return make_listener(FakeBackend(models), FakeAdministration(), config, LimitsConfig())
 
 
 async def ask(port: int, data: bytes) -> str:
@@ -46,7 +47,7 @@ async def ask(port: int, data: bytes) -> str:
 
 def test_without_the_log_no_request_pays_for_it(caplog):
     caplog.set_level(logging.WARNING, "ACCESS_LOG")
-    assert listener().exchange is TorchServeExchange
+    assert listener().exchange is TorchServeRequest
 
 
 END = b" HTTP/1.1\r\nConnection: close\r\n"

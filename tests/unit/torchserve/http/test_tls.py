@@ -17,9 +17,9 @@ from penstock.errors import ConfigError
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import Call, FakeBackend
-from penstock.torchserve.http.base import Face
-from penstock.torchserve.http.server import make_listener
-from support.torchserve import FakeAdministration
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.http.listener import make_listener
+from penstock.torchserve.protocol.api import ListenerConfig
 
 LIMIT_S = 10.0
 HERE = Path(__file__).parents[3] / "tls"
@@ -36,7 +36,7 @@ async def guarded(**limits: Any) -> AsyncIterator[tuple[HttpServer, int]]:
     server = make_listener(
         FakeBackend({"m": lambda call: call.reply(content_type="")}),
         FakeAdministration(),
-        Face(groups=frozenset({"inference"})),
+        ListenerConfig(groups=frozenset({"inference"})),
         LimitsConfig(**limits),
         ssl=make_ssl_context(CERT, KEY),
     )
@@ -210,7 +210,7 @@ async def test_a_port_in_use_and_a_host_that_is_none_are_refused():
             other = make_listener(
                 FakeBackend(),
                 FakeAdministration(),
-                Face(groups=frozenset({"inference"})),
+                ListenerConfig(groups=frozenset({"inference"})),
                 LimitsConfig(),
                 ssl=make_ssl_context(CERT, KEY),
             )

@@ -29,9 +29,9 @@ from penstock.errors import (
 )
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import Call, FakeBackend, FakeBuffer
-from penstock.torchserve.http.base import Face
-from penstock.torchserve.http.server import make_listener
-from penstock.torchserve.protocol.api import ApiError
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.http.listener import make_listener
+from penstock.torchserve.protocol.api import ApiError, ListenerConfig
 from penstock.types import ItemResult
 from support.torchserve import FakeAdministration
 
@@ -105,7 +105,7 @@ async def listening(
     backend = FakeBackend(models or {"m": plain})
     administration = administration or FakeAdministration()
     face = {"groups": frozenset({"inference"})} | face
-    server = make_listener(backend, administration, Face(**face), LimitsConfig(**limits or {}))
+    server = make_listener(backend, administration, ListenerConfig(**face), LimitsConfig(**limits or {}))
     peer = Peer(server, backend, administration)
     await peer.connect((await server.start("127.0.0.1", 0))[1])
     try:

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.torchserve.protocol import admin
+from penstock.torchserve.protocol import management as parsers
 from penstock.torchserve.protocol.api import ApiError, Registration
 
 JSON = "application/json; charset=utf-8"
 NUMBERS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
 READERS = (
-    lambda query, body: admin.read_registration(query, "", body),
-    lambda query, body: admin.read_registration(query, JSON, body),
-    lambda query, body: admin.read_scaling(query),
-    lambda query, body: admin.read_page(query),
-    lambda query, body: admin.read_customized(query),
-    lambda query, body: admin.read_weights(body),
-    lambda query, body: admin.unknown(query, ("url",)),
+    lambda query, body: parsers.read_registration(query, "", body),
+    lambda query, body: parsers.read_registration(query, JSON, body),
+    lambda query, body: parsers.read_scale_request(query),
+    lambda query, body: parsers.read_page(query),
+    lambda query, body: parsers.read_customized(query),
+    lambda query, body: parsers.read_weights(body),
+    lambda query, body: parsers.unknown_parameters(query, ("url",)),
 )
 
 
@@ -30,7 +30,7 @@ def query(text: str) -> dict[str, list[str]]:
 
 
 def register(text: str) -> Registration:
-    return admin.read_registration(query(text), "", b"")
+    return parsers.read_registration(query(text), "", b"")
 
 
 def refusal(reader, *given) -> ApiError:
@@ -69,19 +69,19 @@ def test_what_is_not_said_is_none():
 
 def test_a_json_body_has_the_same_keys_and_may_say_numbers_as_texts():
     body = {"url": "a.mar", "batch_size": 4, "initial_workers": "3", "max_batch_delay": 7.0, "synchronous": "true"}
-    found = admin.read_registration(query("url=other.mar"), JSON, json.dumps(body | {"handler": None}).encode())
+    found = parsers.read_registration(query("url=other.mar"), JSON, json.dumps(body | {"handler": None}).encode())
     assert found == Registration(url="a.mar", batch_size=4, initial_workers=3, max_batch_delay=7, synchronous=True)
 
 
 def test_a_body_that_is_not_json_or_empty_is_not_looked_at():
-    assert admin.read_registration(query("url=a.mar"), "text/plain", b'{"url": "b.mar"}').url == "a.mar"
-    assert admin.read_registration(query("url=a.mar"), JSON, b"").url == "a.mar"
+    assert parsers.read_registration(query("url=a.mar"), "text/plain", b'{"url": "b.mar"}').url == "a.mar"
+    assert parsers.read_registration(query("url=a.mar"), JSON, b"").url == "a.mar"
 
 
 def test_the_first_of_equal_names_counts_and_unknown_ones_do_not():
     assert register("url=a&url=b&batch_delay=9") == Registration(url="a")
-    assert admin.unknown(query("url=a&batch_delay=9&x=1"), ("url",)) == ["batch_delay", "x"]
-    assert admin.unknown({"x" * 1000: ["1"]}, ()) == ["x" * 40]
+    assert parsers.unknown_parameters(query("url=a&batch_delay=9&x=1"), ("url",)) == ["batch_delay", "x"]
+    assert parsers.unknown_parameters({"x" * 1000: ["1"]}, ()) == ["x" * 40]
 
 
 @pytest.mark.parametrize("text", ["", "url=", "model_name=m"])
@@ -93,7 +93,7 @@ def test_an_archive_must_be_named(text):
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", ["NaN", "", "1" + "0" * 30, "-1", "x", "1.5", "0x10", "١", "1e3", "9" * 5000, "--1"])
 def test_a_number_in_a_query_that_is_none_is_refused_with_what_was_found(name, value):
-    error = refusal(admin.read_registration, {"url": ["a"], name: [value]}, "", b"")
+    error = refusal(parsers.read_registration, {"url": ["a"], name: [value]}, "", b"")
     assert (error.status, error.kind) == (400, "BadRequestException")
     assert error.message.startswith(f"{name} is {value[:40]!r}"[:45])
     assert "expected a whole number from" in error.message
@@ -103,7 +103,7 @@ def test_a_number_in_a_query_that_is_none_is_refused_with_what_was_found(name, v
 @pytest.mark.parametrize("value", ["NaN", "", "[]", "{}", "true", "1.5", "-1", "1" + "0" * 30, "1" + "0" * 300, "-0.5"])
 def test_a_number_in_a_body_that_is_none_is_refused(value):
     body = b'{"url": "a", "batch_size": %s}' % (value.encode() or b'""')
-    error = refusal(admin.read_registration, {}, JSON, body)
+    error = refusal(parsers.read_registration, {}, JSON, body)
     assert (error.status, error.kind) == (400, "BadRequestException")
     assert len(error.message) < 200
 
@@ -112,7 +112,7 @@ def test_a_number_in_a_body_that_is_none_is_refused(value):
     "body", [b"null", b"[]", b"3", b'"x"', b"{", b"\xff", b'{"url": 5}', b'{"url": "a", "runtime": []}']
 )
 def test_a_body_that_is_no_registration_is_refused(body):
-    assert refusal(admin.read_registration, {}, JSON, body).status == 400
+    assert refusal(parsers.read_registration, {}, JSON, body).status == 400
 
 
 def test_a_runtime_that_there_is_not_is_refused():
@@ -124,22 +124,22 @@ def test_a_runtime_that_there_is_not_is_refused():
 
 
 def test_scaling_says_what_was_said():
-    assert admin.read_scaling(query("")) == admin.Scaling()
-    assert admin.read_scaling(query("min_worker=2&synchronous=true&model_version=2.0&timeout=x&number_gpu=")) == (
-        admin.Scaling(2, None, "2.0", True)
-    )
-    assert admin.read_scaling(query("min_worker=0&max_worker=0")) == admin.Scaling(0, 0)
+    assert parsers.read_scale_request(query("")) == parsers.ScaleRequest()
+    assert parsers.read_scale_request(
+        query("min_worker=2&synchronous=true&model_version=2.0&timeout=x&number_gpu=")
+    ) == (parsers.ScaleRequest(2, None, "2.0", True))
+    assert parsers.read_scale_request(query("min_worker=0&max_worker=0")) == parsers.ScaleRequest(0, 0)
 
 
 @pytest.mark.parametrize("text", ["min_worker=3&max_worker=2", "max_worker=0"])
 def test_the_most_workers_cannot_be_less_than_the_least(text):
-    assert refusal(admin.read_scaling, query(text)).message == "max_worker cannot be less than min_worker."
+    assert refusal(parsers.read_scale_request, query(text)).message == "max_worker cannot be less than min_worker."
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "", "1" + "0" * 30, "one"])
 @pytest.mark.parametrize("name", ["min_worker", "max_worker"])
 def test_a_number_of_workers_that_is_none_is_refused(name, value):
-    assert refusal(admin.read_scaling, {name: [value]}).message.endswith(
+    assert refusal(parsers.read_scale_request, {name: [value]}).message.endswith(
         f"is {value!r}, expected a whole number from 0 to 2147483647"
     )
 
@@ -157,21 +157,21 @@ def test_a_number_of_workers_that_is_none_is_refused(name, value):
     ],
 )
 def test_a_page_is_never_longer_than_a_hundred(text, found):
-    assert admin.read_page(query(text)) == found
+    assert parsers.read_page(query(text)) == found
 
 
 @pytest.mark.parametrize("text", ["limit=x", "next_page_token=NaN", "limit="])
 def test_a_page_that_is_no_number_is_refused(text):
-    assert refusal(admin.read_page, query(text)).status == 400
+    assert refusal(parsers.read_page, query(text)).status == 400
 
 
 def test_only_the_word_true_is_true():
     values = ["true", "True", "TRUE", "false", "1", "yes", ""]
-    assert [admin.read_customized({"customized": [value]}) for value in values] == [True] * 3 + [False] * 4
+    assert [parsers.read_customized({"customized": [value]}) for value in values] == [True] * 3 + [False] * 4
 
 
 def test_weights_are_numbers_by_version():
-    assert admin.read_weights(b'{"1.0": 9, "2.0": 0.5, "3.0": 0}') == {"1.0": 9.0, "2.0": 0.5, "3.0": 0.0}
+    assert parsers.read_weights(b'{"1.0": 9, "2.0": 0.5, "3.0": 0}') == {"1.0": 9.0, "2.0": 0.5, "3.0": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_weights_are_numbers_by_version():
     ],
 )
 def test_weights_that_share_nothing_out_are_refused(body):
-    error = refusal(admin.read_weights, body)
+    error = refusal(parsers.read_weights, body)
     assert (error.status, error.kind) == (400, "BadRequestException")
 
 

@@ -1,0 +1,250 @@
+"""How TorchServe's HTTP listeners speak: routing, token checks, response headers, error bodies and the access log.
+
+Source: what clients of TorchServe 0.12.0 receive.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, cast
+from urllib.parse import unquote
+
+from penstock.errors import PenstockError
+from penstock.serving.http.answers import REASONS, MethodNotAllowed, RouteNotFound
+from penstock.serving.http.connection import Connection
+from penstock.serving.http.exchange import Exchange, status_line
+from penstock.serving.http.routes import check_framing, split_target
+from penstock.serving.http.table import Table, remember
+from penstock.serving.http.template import Route, Template
+from penstock.torchserve.http.errors import api_error
+from penstock.torchserve.protocol.api import Administration, Group, ListenerConfig, error_body
+from penstock.torchserve.protocol.openapi import JSON
+from penstock.types import Headers, ItemResult
+
+if TYPE_CHECKING:
+    from penstock.serving.http.answering import Answering
+    from penstock.serving.http.server import HttpServer
+
+access_log = logging.getLogger("ACCESS_LOG")
+
+NO_CACHE: Final = (
+    b"Pragma: no-cache\r\n"
+    b"Cache-Control: no-cache; no-store, must-revalidate, private\r\n"
+    b"Expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
+)
+OWN_HEADERS: Final = frozenset(
+    {
+        "cache-control", "connection", "content-length", "content-type", "expires", "pragma", "transfer-encoding",
+        "ts_stream_next", "x-request-id",
+    }
+)  # fmt: skip
+LOGGED_TARGET_BYTES: Final = 80
+_NOTHING: Final = Template("", "")
+_UNROUTED: Final = Route(_NOTHING)
+_random_bits = random.Random().getrandbits  # seeded by the system once: an id need not be hard to guess
+
+
+def new_id() -> str:
+    """A random UUID, version 4, generated without a system call."""
+    h = _random_bits(128).to_bytes(16, "big").hex()
+    return f"{h[:8]}-{h[8:12]}-4{h[13:16]}-{'89ab'[_random_bits(2)]}{h[17:20]}-{h[20:]}"
+
+
+class GuardedRoute(Route, frozen=True):
+    """A route with the group whose token opens it ("" for none), or the error that callers with the token receive."""
+
+    guard: str = ""
+    refusal: type[PenstockError] | None = None
+
+
+class TorchServeFlavor:
+    """The API flavor of TorchServe's listeners. The first of `templates` that matches path and method is the route.
+
+    The token is checked before anything else, also before a 404: an unknown path has the guard of the listener's
+    first group.
+    """
+
+    guarded = True
+
+    def __init__(self, administration: Administration, config: ListenerConfig, templates: Sequence[Template]) -> None:
+        logged = access_log.isEnabledFor(logging.INFO)  # checked once: without the log, requests pay nothing for it
+        self.exchange: type[Exchange] = LoggedRequest if logged else TorchServeRequest
+        self.known: dict[bytes, Route] = {}
+        self.fixed = NO_CACHE + _cors(config)
+        self._administration = administration
+        self._others: dict[bytes, Route] = {}  # inference routes by method and target
+        self._table = Table(templates)
+        guards: tuple[Group, ...] = ("inference", "management")
+        self._guard = next((group for group in guards if group in config.groups), "")
+
+    def too_many(self) -> bytes:
+        """503 with a Retry-After of one second."""
+        return status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+    def no_tls(self) -> bytes:
+        """403 with the whole message in the status line."""
+        first = status_line(403, "This TorchServe instance only accepts HTTPS requests")
+        return b"%b%bcontent-length: 0\r\nconnection: close\r\n\r\n" % (first, self.fixed)
+
+    def find(self, exchange: Exchange, method: bytes, target: bytes) -> Route:
+        """The route. Raises nothing: `read_head` raises the route's error after the token check."""
+        key = b"%b %b" % (method, target)
+        route = self._others.get(key)
+        if route is None:
+            route = self._search(method.decode("ascii"), *_segments(target))
+            if route.template.codec:
+                known, key = (self.known, target) if method == b"POST" else (self._others, key)
+                remember(known, key, route)
+        exchange.route = route
+        return route
+
+    def _search(self, method: str, segments: list[str], query: bytes) -> GuardedRoute:
+        wrong: Template | None = None
+        for template, names in self._table.matches(segments):
+            if template.methods is None or method in template.methods:
+                return _route(template, names, query)
+            if method == "OPTIONS" and template.codec:  # on any inference route, OPTIONS describes the model
+                described = ["predictions", names["model"], *([names["version"]] if "version" in names else [])]
+                if segments != described:
+                    return self._search(method, described, query)
+            wrong = wrong or template
+        if wrong is not None:
+            return GuardedRoute(_NOTHING, guard=wrong.guard, refusal=MethodNotAllowed)
+        return GuardedRoute(_NOTHING, guard=self._guard, refusal=RouteNotFound)
+
+    def read_head(self, exchange: Exchange, special: dict[bytes, bytes]) -> None:
+        """Sets the request's id and the headers of its route.
+
+        Raises ApiError without the token, RouteNotFound, MethodNotAllowed, and the errors of `check_framing`.
+        """
+        exchange.request_id = new_id()
+        route = cast(GuardedRoute, exchange.route)
+        if route.guard:
+            self._administration.check_token(cast(Group, route.guard), special.get(b"authorization"))
+        if route.refusal is not None:
+            raise route.refusal("")
+        if special:
+            check_framing(special)
+        exchange.headers += route.headers
+
+
+class TorchServeRequest(Exchange):
+    """One request, and its response as TorchServe writes it."""
+
+    def plain_head(self, server: HttpServer, result: ItemResult) -> bytes:
+        """The head of a successful inference on a connection that stays open: the frequent case."""
+        kind = f"content-type: {result.content_type}\r\n".encode("latin-1") if result.content_type else b""
+        return b"%b%bx-request-id: %b\r\n%bconnection: keep-alive\r\ncontent-length: " % (
+            self._status_line(result),
+            kind,
+            self._id(),
+            cast(TorchServeFlavor, server.dialect).fixed,
+        )
+
+    def head_lines(self, server: HttpServer, result: ItemResult, content_type: str) -> list[bytes]:
+        """The head of any other response. Every error closes the connection."""
+        self.close = self.close or result.status >= 400
+        lines = [self._status_line(result)]
+        for name, value in result.headers or ():
+            if name.lower() not in OWN_HEADERS:
+                lines.append(f"{name}: {value}\r\n".encode("latin-1"))
+        if self.started:
+            lines.append(b"ts_stream_next: true\r\n")
+        if content_type:
+            lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
+        lines.append(b"x-request-id: %b\r\n" % self._id())
+        lines.append(cast(TorchServeFlavor, server.dialect).fixed)
+        lines.append(b"connection: close\r\n" if self.close else b"connection: keep-alive\r\n")
+        return lines
+
+    def failure(self, server: HttpServer, error: PenstockError) -> ItemResult:
+        """The error as JSON; 413 has an empty body."""
+        route = self.route or _UNROUTED
+        found = api_error(error, server.backend, route.model, route.version)
+        reason = REASONS.get(found.status, "")
+        if found.status == 413:
+            return ItemResult(status=413, reason=reason)
+        body = error_body(found.status, found.kind, found.message)
+        return ItemResult(body=body, content_type=JSON, status=found.status, reason=reason)
+
+    def part_type(self, result: ItemResult) -> str:
+        """The handler's content type, if it set one."""
+        return result.content_type
+
+    def part_data(self, result: ItemResult) -> bytes:
+        """The handler's bytes, unchanged."""
+        return bytes(result.body)
+
+    def _id(self) -> bytes:
+        if not self.request_id:
+            self.request_id = new_id()
+        return self.request_id.encode("ascii")
+
+    def _status_line(self, result: ItemResult) -> bytes:
+        """A prediction has the handler's reason phrase or none."""
+        if result.reason is None and self.route is not None and self.route.template.codec:
+            return b"HTTP/1.1 %d \r\n" % result.status
+        return status_line(result.status, result.reason)
+
+
+class LoggedRequest(TorchServeRequest):
+    """A request that logs `127.0.0.1:53124 "GET /ping HTTP/1.1" 200 3` after its response; the last number is ms.
+
+    A line has at most 170 bytes.
+    """
+
+    def __init__(self, connection: Answering) -> None:
+        super().__init__(connection)
+        assert isinstance(connection, Connection)
+        self._began_s = connection.server.now()
+        self._status = 0
+        self._request_line = "-"
+        if connection.url:
+            method = connection.parser.get_method().decode("ascii")
+            target = connection.url[:LOGGED_TARGET_BYTES].decode("ascii", "backslashreplace")[:LOGGED_TARGET_BYTES]
+            self._request_line = f"{method} {target} HTTP/{connection.parser.get_http_version()}"
+        peer = connection.transport.get_extra_info("peername")
+        self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix"
+
+    def on_result(self, result: ItemResult) -> None:
+        """The sink."""
+        connection = self.connection
+        super().on_result(result)
+        if connection is not None and self.connection is None:
+            took_ms = round(1000 * (connection.server.now() - self._began_s))
+            access_log.info('%s "%s" %d %d', self._peer, self._request_line, self._status, took_ms)
+
+    def plain_head(self, server: HttpServer, result: ItemResult) -> bytes:
+        """Records the status."""
+        self._status = result.status
+        return super().plain_head(server, result)
+
+    def head_lines(self, server: HttpServer, result: ItemResult, content_type: str) -> list[bytes]:
+        """Records the status."""
+        self._status = result.status
+        return super().head_lines(server, result, content_type)
+
+
+def _segments(target: bytes) -> tuple[list[str], bytes]:
+    """(path segments, raw query). As in TorchServe, an encoded slash separates segments; trailing slashes do not."""
+    path, query = split_target(target)
+    segments = unquote(path.decode("latin-1"), errors="replace").split("/")[1:]
+    while len(segments) > 1 and not segments[-1]:
+        segments.pop()
+    return segments, query
+
+
+def _route(template: Template, names: dict[str, str], query: bytes) -> GuardedRoute:
+    headers: Headers = list(template.headers)
+    if "url_path" in names:
+        headers[-1] = (b"url_path", names["url_path"].encode())
+    if template.query and query:
+        headers.append((b":query", query))
+    return GuardedRoute(template, names.get("model", ""), names.get("version"), names, headers, guard=template.guard)
+
+
+def _cors(config: ListenerConfig) -> bytes:
+    allowed = (("Origin", config.cors_origin), ("Methods", config.cors_methods), ("Headers", config.cors_headers))
+    return "".join(f"Access-Control-Allow-{name}: {value}\r\n" for name, value in allowed if value).encode("latin-1")

@@ -1,0 +1,160 @@
+"""Routes of TorchServe's HTTP APIs: inference, health, metrics, and the table of functions behind the other routes.
+
+Source: `docs/inference_api.md` of TorchServe 0.12.0, and the KServe protocols V1 and V2.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
+
+from msgspec import Struct
+
+from penstock import __version__
+from penstock.serving.base import Backend
+from penstock.serving.http.template import HttpRequest, Route, Template
+from penstock.torchserve.protocol.api import Administration, ChangeResult, Group, ListenerConfig, json_body
+from penstock.torchserve.protocol.management import unknown_parameters
+from penstock.torchserve.protocol.openapi import JSON, METRICS, Operation, QueryParameter
+from penstock.types import Headers, ItemResult
+
+log = logging.getLogger("penstock.frontends")
+
+CHANGING: Final = ("POST", "PUT", "DELETE")
+GUARD: Final[Group] = "inference"
+# Every method of the parser except OPTIONS, which asks for a description, and CONNECT, which has no path.
+NOT_OPTIONS: Final = frozenset(
+    {
+        "GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE", "COPY", "LOCK", "MKCOL", "MOVE",
+        "PROPFIND", "PROPPATCH", "SEARCH", "UNLOCK", "BIND", "REBIND", "UNBIND", "ACL", "REPORT",
+        "MKACTIVITY", "CHECKOUT", "MERGE", "M-SEARCH", "NOTIFY", "SUBSCRIBE", "UNSUBSCRIBE", "PURGE",
+        "MKCALENDAR", "LINK", "UNLINK", "SOURCE",
+    }
+)  # fmt: skip
+PREDICT: Final[Headers] = [(b"explain", b"False")]
+EXPLAIN: Final[Headers] = [(b"explain", b"True")]
+SERVER: Final = {"name": "Torchserve", "version": __version__, "extenstion": ["kserve", "kubeflow"]}  # TorchServe's key
+NO_VERSIONS: Final = {"error": "Model versioning is not yet supported."}
+
+Serve = Callable[[HttpRequest], Awaitable[ItemResult]]
+Scrape = Callable[[list[str]], Awaitable[bytes]]  # metric names (empty: all) -> Prometheus text 0.0.4
+
+
+# ---- inference
+
+
+def inference_routes(administration: Administration, config: ListenerConfig) -> tuple[Template, ...]:
+    """`/ping` and every route to a prediction or an explanation except the legacy ones."""
+
+    def ping(backend: Backend, route: Route) -> ItemResult:
+        healthy = administration.healthy()
+        body = json_body({"status": "Healthy" if healthy else "Unhealthy"})
+        return ItemResult(body=body, content_type=JSON, status=200 if healthy else 500)
+
+    return (
+        Template("/ping", "Reports whether every model has its workers", answer=ping, guard=GUARD),
+        Template("/ping/{rest...}", "The same", answer=ping, guard=GUARD),
+        *(
+            _model_route(config, f"/{verb}/{{model}}{tail}", summary, [*headers, (b"url_path", b"")])
+            for verb, summary, headers in (("predictions", "Predict", PREDICT), ("explanations", "Explain", EXPLAIN))
+            for tail in ("", "/{version}", "/{version}/{url_path...}")
+        ),
+        _model_route(config, "/v1/models/{model}:predict", "Predict, KServe V1", PREDICT),
+        _model_route(config, "/v1/models/{model}:explain", "Explain, KServe V1", EXPLAIN),
+        _model_route(config, "/v2/models/{model}/infer", "Predict, KServe V2", PREDICT),
+        _model_route(config, "/v2/models/{model}/explain", "Explain, KServe V2", EXPLAIN),
+    )
+
+
+def legacy_routes(config: ListenerConfig) -> tuple[Template, ...]:
+    """The oldest prediction routes. They match last because their first segment is any model name."""
+    return tuple(
+        _model_route(config, path, "Predict, deprecated", [], query=True)
+        for path in ("/{model}/predict", "/{model}/{version}/predict")
+    )
+
+
+def _model_route(config: ListenerConfig, path: str, summary: str, headers: Headers, query: bool = False) -> Template:
+    """An inference route for every method: TorchServe does not check the method here."""
+    return Template(path, summary, codec=config.codec, headers=headers, query=query, methods=NOT_OPTIONS, guard=GUARD)
+
+
+# ---- other routes
+
+
+class Action(Struct, frozen=True):
+    """A method of a path: its OpenAPI description and the function that serves it."""
+
+    operation: Operation
+    serve: Serve
+    any_method: bool = False  # TorchServe checks the method of few routes
+
+
+def templates_of(actions: Iterable[Action], guard: Group | None = None) -> tuple[Template, ...]:
+    """One route per path, in the order of the actions; `guard` is the group whose token opens them."""
+    paths: dict[str, dict[str, Action]] = {}
+    for action in actions:
+        paths.setdefault(action.operation.path, {})[action.operation.method] = action
+    return tuple(_template(path, table, guard) for path, table in paths.items())
+
+
+def _template(path: str, table: dict[str, Action], guard: Group | None) -> Template:
+    first = next(iter(table.values()))
+
+    async def serve(request: HttpRequest) -> ItemResult:
+        action = table.get(request.method, first)
+        operation = action.operation
+        if operation.method in CHANGING and request.query:
+            ignored = unknown_parameters(request.query, (parameter.name for parameter in operation.parameters))
+            if ignored:
+                log.warning("event=unknown_parameters route=%s names=%r consequence=ignored", operation.id, ignored)
+        return await action.serve(request)
+
+    methods = None if first.any_method else frozenset(table)
+    return Template(path, first.operation.description, serve=serve, methods=methods, guard=guard or "")
+
+
+def json_result(value: Any, status: int = 200) -> ItemResult:
+    """The value as TorchServe's JSON."""
+    return ItemResult(body=json_body(value), content_type=JSON, status=status)
+
+
+def change_result(change: ChangeResult) -> ItemResult:
+    """The response to a change."""
+    return json_result({"status": change.message}, change.status)
+
+
+def metrics_action(scrape: Scrape) -> Action:
+    """`/metrics[?name[]=a&name[]=b]`, which never needs a token."""
+    operation = Operation(
+        "GET",
+        "/metrics",
+        "metrics",
+        "Returns the metrics in the Prometheus text format.",
+        (QueryParameter("name[]", "Name of a metric to return; may be repeated; by default all are returned"),),
+        responses=((200, "The metrics", "metrics"),),
+    )
+
+    async def serve(request: HttpRequest) -> ItemResult:
+        return ItemResult(body=await scrape(request.query.get("name[]", [])), content_type=METRICS)
+
+    return Action(operation, serve, any_method=True)
+
+
+def open_inference_actions() -> tuple[Action, ...]:
+    """The routes of the Open Inference Protocol other than inference."""
+    return (
+        _constant("/v2", "serverMetadata", "Returns the name and version of the server.", SERVER),
+        _constant("/v2/health/live", "serverLive", "Reports that the server is live.", {"live": True}),
+        _constant("/v2/health/ready", "serverReady", "Reports that the server is ready.", {"ready": True}),
+        _constant("/v2/models/{model_name}/versions/{rest...}", "modelVersions", "Not supported.", NO_VERSIONS, 501),
+    )
+
+
+def _constant(path: str, name: str, description: str, value: dict[str, Any], status: int = 200) -> Action:
+    async def serve(request: HttpRequest) -> ItemResult:
+        return json_result(value, status)
+
+    operation = Operation("GET", path, name, description, responses=((status, description, "object"),))
+    return Action(operation, serve, any_method=True)

@@ -1,0 +1,188 @@
+"""Parsers for the queries and bodies of TorchServe's management API. Pure.
+
+The first value of a repeated parameter counts, as in TorchServe; unknown parameters are ignored. Invalid values raise
+ApiError, which states what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+from penstock.errors import BadRequest
+from penstock.serving.protocols.bodies import decode_json, split_type
+from penstock.torchserve.protocol.api import ApiError, Registration
+
+Query = Mapping[str, list[str]]  # as urllib.parse.parse_qs gives it, blank values kept
+
+MAX_INT: Final = 2**31 - 1  # the largest number that a client of TorchServe can send
+PAGE_SIZE: Final = 100  # models on one page of the list: the default and the maximum
+RUNTIMES: Final = ("python", "python3", "LSP")
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")  # int() itself refuses more digits
+_SHOWN: Final = 40  # characters of an invalid value that a message shows
+
+
+class ScaleRequest(Struct, frozen=True):
+    """The parameters of `PUT /models/{m}[/{ver}]`; None means not given. `version` serves paths without a version."""
+
+    min_worker: int | None = None
+    max_worker: int | None = None
+    version: str | None = None
+    synchronous: bool = False
+
+
+def read_registration(query: Query, content_type: str, body: bytes | memoryview) -> Registration:
+    """The parameters of `POST /models`: from its JSON body if it has one, else from its query."""
+    values: Mapping[str, Any]
+    if len(body) and split_type(content_type)[0] == "application/json":
+        values = _object(body, '{"url": "model.mar", "initial_workers": 1}')
+    else:
+        values = _first(query)
+    get = values.get
+    registration = Registration(
+        url=_text("url", get("url")),
+        model_name=_text("model_name", get("model_name")),
+        handler=_text("handler", get("handler")),
+        runtime=_text("runtime", get("runtime")),
+        batch_size=_integer("batch_size", get("batch_size"), 1),
+        max_batch_delay=_integer("max_batch_delay", get("max_batch_delay"), 0),
+        initial_workers=_integer("initial_workers", get("initial_workers"), 0),
+        synchronous=_boolean("synchronous", get("synchronous")),
+        response_timeout=_integer("response_timeout", get("response_timeout"), 1),
+        startup_timeout=_integer("startup_timeout", get("startup_timeout"), 1),
+        s3_sse_kms=bool(_boolean("s3_sse_kms", get("s3_sse_kms"))),
+    )
+    return check_registration(registration)
+
+
+def check_registration(registration: Registration) -> Registration:
+    """The registration, unchanged. Raises ApiError if it names no archive or an unknown runtime."""
+    if not registration.url:
+        raise ApiError("BadRequestException", "Parameter url is required.")
+    if registration.runtime is not None and registration.runtime not in RUNTIMES:
+        raise ApiError("BadRequestException", f"Invalid RuntimeType value: {registration.runtime[:_SHOWN]}")
+    return registration
+
+
+def read_scale_request(query: Query) -> ScaleRequest:
+    """The parameters of `PUT /models/{m}[/{ver}]`."""
+    values = _first(query)
+    scaling = ScaleRequest(
+        _integer("min_worker", values.get("min_worker"), 0),
+        _integer("max_worker", values.get("max_worker"), 0),
+        _text("model_version", values.get("model_version")),
+        bool(_boolean("synchronous", values.get("synchronous"))),
+    )
+    minimum = 1 if scaling.min_worker is None else scaling.min_worker
+    if scaling.max_worker is not None and scaling.max_worker < minimum:
+        raise ApiError("BadRequestException", "max_worker cannot be less than min_worker.")
+    return scaling
+
+
+def read_page(query: Query) -> tuple[int, int]:
+    """(page size, index of the first model) of `GET /models`. A limit outside 1..100 is 100, a token below 0 is 0."""
+    values = _first(query)
+    limit = _number("limit", values.get("limit", str(PAGE_SIZE)))
+    token = _number("next_page_token", values.get("next_page_token", "0"))
+    return limit if 1 <= limit <= PAGE_SIZE else PAGE_SIZE, min(max(token, 0), MAX_INT)
+
+
+def read_customized(query: Query) -> bool:
+    """True if `GET /models/{m}` includes the handler's own description."""
+    return bool(_boolean("customized", _first(query).get("customized")))
+
+
+def read_weights(body: bytes | memoryview) -> dict[str, float]:
+    """{version: weight} of `PUT /models/{m}/traffic`: numbers from 0, at least one above 0."""
+    example = '{"1.0": 9, "2.0": 1}'
+    weights: dict[str, float] = {}
+    for version, weight in _object(body, example).items():
+        valid = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight <= MAX_INT
+        if not valid:
+            raise ApiError(
+                "BadRequestException",
+                f"the weight of version {_cut(version)} is {_cut(weight)}, expected a number from 0 to {MAX_INT}",
+            )
+        weights[version] = float(weight)
+    if not math.fsum(weights.values()) > 0.0:
+        raise ApiError("BadRequestException", f"no version has a weight above 0; expected an object such as {example}")
+    return weights
+
+
+def unknown_parameters(query: Query, known: Iterable[str]) -> list[str]:
+    """The parameters without effect, for the log: at most ten, truncated."""
+    known = frozenset(known)
+    return [name[:_SHOWN] for name in query if name not in known][:10]
+
+
+# ---- values
+
+
+def _first(query: Query) -> dict[str, str]:
+    return {name: values[0] for name, values in query.items() if values}
+
+
+def _object(body: bytes | memoryview, example: str) -> dict[str, Any]:
+    try:
+        found = decode_json(body)
+    except BadRequest as exc:
+        raise ApiError("BadRequestException", f"{exc.message}; expected an object such as {example}") from None
+    if not isinstance(found, dict):
+        raise ApiError("BadRequestException", f"the JSON body is {_cut(found)}, expected an object such as {example}")
+    return found
+
+
+def _text(name: str, value: Any) -> str | None:
+    """The string; None if missing or empty."""
+    if value is not None and not isinstance(value, str):
+        raise _invalid(name, value, "text")
+    return value or None
+
+
+def _boolean(name: str, value: Any) -> bool | None:
+    """TorchServe's rule: "true" in any case is true, every other word is false."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise _invalid(name, value, "true or false")
+    return value.lower() == "true"
+
+
+def _integer(name: str, value: Any, minimum: int) -> int | None:
+    """The integer; None if missing."""
+    if value is None:
+        return None
+    number = _number(name, value, minimum)
+    if not minimum <= number <= MAX_INT:
+        raise _invalid(name, value, f"a whole number from {minimum} to {MAX_INT}")
+    return number
+
+
+def _number(name: str, value: Any, minimum: int = 0) -> int:
+    if isinstance(value, str) and _INTEGER.fullmatch(value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():  # from clients whose language has one number type
+        return int(value)
+    raise _invalid(name, value, f"a whole number from {minimum} to {MAX_INT}")
+
+
+def _invalid(name: str, value: Any, expected: str) -> ApiError:
+    return ApiError("BadRequestException", f"{name} is {_cut(value)}, expected {expected}")
+
+
+def _cut(value: Any) -> str:
+    """The value as a message shows it, truncated: a quoted string, a number, or the name of its type."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= _SHOWN else value[:_SHOWN] + "...")
+    if isinstance(value, (bool, type(None))):
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 128):
+        return repr(value)
+    return {int: "a huge number", list: "a list", dict: "an object"}.get(type(value), type(value).__name__)
