@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.torchserve.grpc import messages
+from penstock.torchserve.grpc import services
 
 CERTIFICATE, KEY = (str(Path(__file__).parents[1] / "tls" / name) for name in ("cert.pem", "key.pem"))
 CONFIG = """
@@ -64,14 +64,14 @@ class Client:
         self.metadata = [("authorization", f"Bearer {key}")] if key else []
 
     def __call__(self, service: str, name: str, /, **fields: Any) -> Any:
-        method = messages.service(f"org.pytorch.serve.grpc.{service}").methods_by_name[name]
+        method = services.service_descriptor(f"org.pytorch.serve.grpc.{service}").methods_by_name[name]
         make = self.channel.unary_stream if method.server_streaming else self.channel.unary_unary
         call = make(
             f"/{method.containing_service.full_name}/{name}",
             request_serializer=lambda request: request.SerializeToString(),
-            response_deserializer=messages.message(method.output_type.full_name).FromString,
+            response_deserializer=services.message_class(method.output_type.full_name).FromString,
         )
-        request = messages.message(method.input_type.full_name)(**fields)
+        request = services.message_class(method.input_type.full_name)(**fields)
         found = call(request, metadata=self.metadata, timeout=60)
         return list(found) if method.server_streaming else found
 

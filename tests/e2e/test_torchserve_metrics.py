@@ -13,7 +13,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.torchserve.grpc import messages
+from penstock.torchserve.grpc import services
 
 CONFIG = """
 inference_address=http://127.0.0.1:0
@@ -132,7 +132,7 @@ def test_a_known_load_is_on_the_page_and_in_both_files(torchserve: Any) -> None:
 
 def test_requests_over_grpc_are_counted_too(torchserve: Any) -> None:
     begin(torchserve)
-    request = messages.message("org.pytorch.serve.grpc.inference.PredictionsRequest")
+    request = services.message_class("org.pytorch.serve.grpc.inference.PredictionsRequest")
     asked = request(model_name="m", input={"body": b"x"})
     with grpc.insecure_channel(torchserve.url("Inference gRPC").removeprefix("grpc://")) as channel:
         call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions")

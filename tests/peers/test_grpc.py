@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.torchserve.grpc import messages
+from penstock.torchserve.grpc import services
 
 pytestmark = pytest.mark.peer
 
@@ -113,20 +113,20 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 def outcomes(ports: tuple[int, int]) -> list[tuple[Any, ...]]:
     """What the server answers to each call: OK and its messages, or a status and a text."""
     inference, management = (grpc.insecure_channel(f"127.0.0.1:{port}") for port in ports)
-    services = {
-        f"{messages.INFERENCE}.InferenceAPIsService": inference,
-        f"{messages.OPEN_INFERENCE}.GRPCInferenceService": inference,
-        f"{messages.MANAGEMENT}.ManagementAPIsService": management,
+    channels = {
+        f"{services.INFERENCE}.InferenceAPIsService": inference,
+        f"{services.OPEN_INFERENCE}.GRPCInferenceService": inference,
+        f"{services.MANAGEMENT}.ManagementAPIsService": management,
     }
     found: list[tuple[Any, ...]] = []
     with inference, management:
         for name, fields in CALLS:
-            service = next(each for each in services if name in messages.service(each).methods_by_name)
-            method = messages.service(service).methods_by_name[name]
-            channel = services[service]
+            service = next(each for each in channels if name in services.service_descriptor(each).methods_by_name)
+            method = services.service_descriptor(service).methods_by_name[name]
+            channel = channels[service]
             call = (channel.unary_stream if method.server_streaming else channel.unary_unary)(f"/{service}/{name}")
-            request = messages.message(method.input_type.full_name)(**fields).SerializeToString()
-            read = messages.message(method.output_type.full_name).FromString
+            request = services.message_class(method.input_type.full_name)(**fields).SerializeToString()
+            read = services.message_class(method.output_type.full_name).FromString
             try:
                 answer = call(request, timeout=30)
                 found.append(("OK", [read(each) for each in (answer if method.server_streaming else [answer])]))

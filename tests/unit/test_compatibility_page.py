@@ -100,9 +100,11 @@ def test_every_route_of_the_listeners_is_there_and_those_for_later_are_not() -> 
 
 
 def test_every_call_of_the_services_is_there() -> None:
-    messages = import_module("penstock.torchserve.grpc.messages")
+    services = import_module("penstock.torchserve.grpc.services")
     calls = {
-        f"{name.rpartition('.')[2]}.{method.name}" for name in SERVICES for method in messages.service(name).methods
+        f"{name.rpartition('.')[2]}.{method.name}"
+        for name in SERVICES
+        for method in services.service_descriptor(name).methods
     }
     assert set(rows("gRPC")) == calls
 

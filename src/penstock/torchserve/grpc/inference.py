@@ -1,63 +1,197 @@
-"""TorchServe's inference service: predictions, in one piece or in parts, and the health of the server.
+"""gRPC services for inference: TorchServe's, the Open Inference Protocol's, and the standard health service.
 
-A client's metadata and deadline do not reach the handler; a request whose client has left is not run.
+A client's metadata and deadline do not reach the handler. A request whose client left before it began is not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import base64
+import json
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
+from msgspec import Struct
 
+from penstock.errors import PenstockError
 from penstock.core.contracts import Backend
-from penstock.torchserve.grpc.calling import model_of, parts, whole
-from penstock.torchserve.grpc.errors import Code, Refusal
-from penstock.torchserve.grpc.messages import INFERENCE, message
-from penstock.torchserve.http.exchange import new_id
+from penstock.torchserve.grpc.calls import (
+    Code,
+    GrpcError,
+    answer_parts,
+    management_error,
+    model_of,
+    prediction_error,
+    whole_answer,
+)
+from penstock.torchserve.grpc.services import HEALTH, INFERENCE, OPEN_INFERENCE, message_class
+from penstock.torchserve.http.errors import api_error
+from penstock.torchserve.http.flavor import new_id
 from penstock.torchserve.protocol.api import Administration, json_text
 from penstock.types import Item
 
-SERVICE: Final = f"{INFERENCE}.InferenceAPIsService"
 CODEC: Final = "torchserve_inputs"
+SERVING: Final = 1
+NOT_SERVING: Final = 2
+CONTENTS: Final = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}  # datatype -> the field with its values; FP16 and BF16 have none
 
-_Response: Final = message(f"{INFERENCE}.PredictionResponse")
-_Health: Final = message(f"{INFERENCE}.TorchServeHealthResponse")
+_HealthCheck: Final = message_class(f"{HEALTH}.HealthCheckResponse")
+_Prediction: Final = message_class(f"{INFERENCE}.PredictionResponse")
+_Ping: Final = message_class(f"{INFERENCE}.TorchServeHealthResponse")
+_Live: Final = message_class(f"{OPEN_INFERENCE}.ServerLiveResponse")
+_Ready: Final = message_class(f"{OPEN_INFERENCE}.ServerReadyResponse")
+_ModelReady: Final = message_class(f"{OPEN_INFERENCE}.ModelReadyResponse")
+_Metadata: Final = message_class(f"{OPEN_INFERENCE}.ModelMetadataResponse")
+_Infer: Final = message_class(f"{OPEN_INFERENCE}.ModelInferResponse")
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Inference:
-    """The functions of the service, by the names of its calls."""
+class HealthService:
+    """The standard health service, without a token. Watch is not served, which clients take for healthy."""
+
+    NAME: Final = f"{HEALTH}.Health"
+
+    def __init__(self, administration: Administration, services: Iterable[str]) -> None:
+        self._administration = administration
+        self._known = frozenset(("", *services))
+
+    async def Check(self, request: Any) -> Any:
+        """The result of `/ping`, for the server and for each of its services."""
+        if request.service not in self._known:
+            raise GrpcError(Code.NOT_FOUND, f"there is no service {request.service[:200]!r}")
+        return _HealthCheck(status=SERVING if self._administration.healthy() else NOT_SERVING)
+
+
+class InferenceService:
+    """TorchServe's inference service. Methods have the names of the calls."""
+
+    NAME: Final = f"{INFERENCE}.InferenceAPIsService"
 
     def __init__(self, backend: Backend, administration: Administration) -> None:
         self._backend = backend
         self._administration = administration
 
     async def Ping(self, request: Any) -> Any:
-        """The text that `GET /ping` answers."""
+        """The text of `GET /ping`."""
         status = "Healthy" if self._administration.healthy() else "Unhealthy"
-        return _Health(health=json_text({"status": status}))
+        return _Ping(health=json_text({"status": status}))
 
     async def Predictions(self, request: Any) -> Any:
-        """The answer as a whole, though the handler sent it in parts."""
-        return _Response(prediction=await whole(self._backend, *_model(request), _item(request)))
+        """The whole answer, also of a handler that sends parts."""
+        return _Prediction(prediction=await whole_answer(self._backend, *_submission(request)))
 
     async def StreamPredictions(self, request: Any) -> AsyncIterator[Any]:
-        """One message for each part that the handler sends."""
-        async with aclosing(parts(self._backend, *_model(request), _item(request))) as found:
-            async for part in found:
-                yield _Response(prediction=part)
+        """One message per part that the handler sends."""
+        async with aclosing(answer_parts(self._backend, *_submission(request))) as parts:
+            async for part in parts:
+                yield _Prediction(prediction=part)
 
     async def StreamPredictions2(self, requests: Any) -> AsyncIterator[Any]:
-        """Is not served."""
-        raise Refusal(Code.UNIMPLEMENTED, "sequences are not served: use Predictions or StreamPredictions")
-        yield  # what makes it one that answers in parts
+        """Not served."""
+        raise GrpcError(Code.UNIMPLEMENTED, "sequences are not served: use Predictions or StreamPredictions")
+        yield  # makes this an async generator
 
 
-def _model(request: Any) -> tuple[str, str | None]:
-    return model_of(request.model_name, request.model_version)
+def _submission(request: Any) -> tuple[str, str | None, Item]:
+    """(model, version, item) of a prediction request."""
+    item = Item(_encode(dict(request.input)), CODEC, request_id=new_id())
+    return (*model_of(request.model_name, request.model_version), item)
 
 
-def _item(request: Any) -> Item:
-    return Item(_encode(dict(request.input)), CODEC, request_id=new_id())
+class _Output(Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any]
+
+
+class _InferAnswer(Struct):
+    id: str | int
+    model_name: str
+    model_version: str | int
+    outputs: list[_Output]
+
+
+class OpenInferenceService:
+    """The Open Inference service. The handler gets and returns the JSON of KServe V2. ServerMetadata is not served."""
+
+    NAME: Final = f"{OPEN_INFERENCE}.GRPCInferenceService"
+
+    def __init__(self, backend: Backend, administration: Administration, codec: str) -> None:
+        self._backend = backend
+        self._administration = administration
+        self._codec = codec  # the HTTP listener's, so that both decode JSON alike
+
+    async def ServerLive(self, request: Any) -> Any:
+        """Always live."""
+        return _Live(live=True)
+
+    async def ServerReady(self, request: Any) -> Any:
+        """Always ready, whatever the state of the models."""
+        return _Ready(ready=True)
+
+    async def ModelReady(self, request: Any) -> Any:
+        """Whether the version has a worker."""
+        return _ModelReady(ready=self._is_ready(*model_of(request.name, request.version, "name")))
+
+    async def ModelMetadata(self, request: Any) -> Any:
+        """Name and versions."""
+        name, version = model_of(request.name, request.version)
+        self._is_ready(name, version)  # raises for an unknown model or version
+        described = await self._administration.describe(name, "all")
+        return _Metadata(name=name, versions=[each["modelVersion"] for each in described])
+
+    async def ModelInfer(self, request: Any) -> Any:
+        """The handler returns `{"id", "model_name", "model_version", "outputs"}`."""
+        model, version = model_of(request.model_name, request.model_version)
+        if request.raw_input_contents:
+            raise GrpcError(Code.INVALID_ARGUMENT, "found raw_input_contents, expected the contents of each input")
+        body = {"id": request.id, "model_name": model, "inputs": [_input(each) for each in request.inputs]}
+        item = Item(json.dumps(body).encode(), self._codec, "application/json", request_id=new_id())
+        return _infer_response(await whole_answer(self._backend, model, version, item))
+
+    def _is_ready(self, name: str, version: str | None) -> bool:
+        try:
+            return self._backend.model_ready(name, version)
+        except PenstockError as error:
+            raise management_error(api_error(error, self._backend, name, version)) from error
+
+
+def _input(tensor: Any) -> dict[str, Any]:
+    found = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
+    field = CONTENTS.get(tensor.datatype)
+    if field is not None:
+        values = getattr(tensor.contents, field)
+        found["data"] = [base64.b64encode(v).decode() for v in values] if tensor.datatype == "BYTES" else list(values)
+    return found
+
+
+def _infer_response(body: bytes) -> Any:
+    try:
+        answer = msgspec.convert(json.loads(body), _InferAnswer)
+        response = _Infer(id=str(answer.id), model_name=answer.model_name, model_version=str(answer.model_version))
+        for output in answer.outputs:
+            tensor = response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+            values = output.data
+            if output.datatype == "BYTES":  # as JSON, with quotes, like TorchServe
+                values = [json.dumps(value).encode() for value in values]
+            getattr(tensor.contents, CONTENTS[output.datatype]).extend(values)
+            tensor.contents.SetInParent()
+        return response
+    except (ValueError, TypeError, RecursionError, KeyError, msgspec.ValidationError) as error:
+        text = f"the handler's answer is not an Open Inference response: {type(error).__name__}: {str(error)[:200]}"
+        raise prediction_error(500, text) from error

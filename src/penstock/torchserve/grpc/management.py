@@ -1,21 +1,22 @@
-"""TorchServe's management service: what the HTTP API does, and the texts that it answers."""
+"""TorchServe's gRPC management service. It returns the texts and JSON of the HTTP API."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from penstock.torchserve.grpc.messages import MANAGEMENT, message
-from penstock.torchserve.protocol.api import Administration, ApiError, ChangeResult, Registration, json_text
-from penstock.torchserve.protocol.management import PAGE, check_registration
+from penstock.torchserve.grpc.services import MANAGEMENT, message_class
+from penstock.torchserve.protocol.api import Administration, ApiError, ChangeResult, Registration, json_text, model_page
+from penstock.torchserve.protocol.management import PAGE_SIZE, check_registration
 
-SERVICE: Final = f"{MANAGEMENT}.ManagementAPIsService"
 GATED: Final = frozenset({"RegisterModel", "UnregisterModel"})  # need enable_model_api
 
-_Response: Final = message(f"{MANAGEMENT}.ManagementResponse")
+_Response: Final = message_class(f"{MANAGEMENT}.ManagementResponse")
 
 
-class Management:
-    """The functions of the service, by the names of its calls. A number that is not above 0 was not said."""
+class ManagementService:
+    """Methods have the names of the calls. A number that is not above 0 means not given."""
+
+    NAME: Final = f"{MANAGEMENT}.ManagementAPIsService"
 
     def __init__(self, administration: Administration) -> None:
         self._administration = administration
@@ -29,13 +30,12 @@ class Management:
 
     async def ListModels(self, request: Any) -> Any:
         """The JSON of `GET /models`."""
-        limit = request.limit if 1 <= request.limit <= PAGE else PAGE
-        models, token = self._administration.models(limit, max(request.next_page_token, 0))
-        found = [{"modelName": name, "modelUrl": url} for name, url in models]
-        return _Response(msg=json_text({"nextPageToken": None if token is None else str(token), "models": found}))
+        limit = request.limit if 1 <= request.limit <= PAGE_SIZE else PAGE_SIZE
+        page = self._administration.models(limit, max(request.next_page_token, 0))
+        return _Response(msg=json_text(model_page(*page)))
 
     async def RegisterModel(self, request: Any) -> Any:
-        """Returns at once what the workers go on to do, unless `synchronous` is said."""
+        """Returns before the workers are up, unless `synchronous` is set."""
         registration = Registration(
             url=request.url or None,
             model_name=request.model_name or None,
@@ -49,37 +49,37 @@ class Management:
             startup_timeout=_count(request.startup_timeout),
             s3_sse_kms=request.s3_sse_kms,
         )
-        return _done(await self._administration.register(check_registration(registration)))
+        return _response(await self._administration.register(check_registration(registration)))
 
     async def ScaleWorker(self, request: Any) -> Any:
-        """No workers cannot be asked for here: 0 is the default, 1."""
-        least = _count(request.min_worker) or 1
-        most = _count(request.max_worker) or least
-        if most < least:
+        """Cannot scale to zero workers: 0 means the default, 1."""
+        minimum = _count(request.min_worker) or 1
+        maximum = _count(request.max_worker) or minimum
+        if maximum < minimum:
             raise ApiError("BadRequestException", "max_worker cannot be less than min_worker.")
-        done = await self._administration.scale(
+        change = await self._administration.scale(
             request.model_name,
             request.model_version or None,
-            min_worker=least,
-            max_worker=most,
+            min_worker=minimum,
+            max_worker=maximum,
             synchronous=request.synchronous,
         )
-        return _done(done)
+        return _response(change)
 
     async def SetDefault(self, request: Any) -> Any:
-        """Makes a version the default one."""
-        return _done(await self._administration.set_default(request.model_name, request.model_version))
+        """Makes a version the default."""
+        return _response(await self._administration.set_default(request.model_name, request.model_version))
 
     async def UnregisterModel(self, request: Any) -> Any:
-        """Takes a version away, or the model."""
+        """Removes a version, or the model."""
         if not request.model_name:
             raise ApiError("BadRequestException", "Parameter url is required.")
-        return _done(await self._administration.unregister(request.model_name, request.model_version or None))
+        return _response(await self._administration.unregister(request.model_name, request.model_version or None))
 
 
 def _count(number: int) -> int | None:
     return number if number > 0 else None
 
 
-def _done(done: ChangeResult) -> Any:
-    return _Response(msg=done.message)
+def _response(change: ChangeResult) -> Any:
+    return _Response(msg=change.message)

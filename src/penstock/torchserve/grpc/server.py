@@ -1,4 +1,4 @@
-"""A listener of TorchServe's gRPC APIs, on the loop of the engine."""
+"""A listener of TorchServe's gRPC APIs, on the engine's event loop."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from msgspec import Struct
 from penstock.core.contracts import Backend
 from penstock.errors import ConfigError
 from penstock.serving.http.binding import free_path
-from penstock.torchserve.grpc import health, inference, management, open_inference
-from penstock.torchserve.grpc.messages import POOL
-from penstock.torchserve.grpc.services import Service, Services
+from penstock.torchserve.grpc.inference import HealthService, InferenceService, OpenInferenceService
+from penstock.torchserve.grpc.management import GATED, ManagementService
+from penstock.torchserve.grpc.services import POOL, CallDispatcher, GrpcService
 from penstock.torchserve.protocol.api import Administration, ListenerConfig
 
-MAX_STREAMS: Final = 1024  # calls of one connection at a time; a client holds more back
+MAX_STREAMS: Final = 1024  # concurrent calls per connection; the client queues the others
 
 
 class GrpcLimits(Struct, frozen=True, kw_only=True):
-    """The bounds of a listener; ages of a connection are endless when they are None."""
+    """The bounds of a listener. An age of None means unlimited."""
 
     max_request_bytes: int
     max_calls: int
-    handshake_s: float = 10.0  # longest time for a connection to become one of gRPC
+    handshake_s: float = 10.0  # maximum time from connection to gRPC handshake
     max_age_ms: int | None = None
     max_age_grace_ms: int | None = None
 
 
 class GrpcServer:
-    """The services of the groups of `face`. `tls` is (key, certificate chain) as PEM."""
+    """The services of the groups of `config`. `tls` is (key, certificate chain) as PEM."""
 
     def __init__(
         self,
         backend: Backend,
         administration: Administration,
-        face: ListenerConfig,
+        config: ListenerConfig,
         limits: GrpcLimits,
         *,
         tls: tuple[bytes, bytes] | None = None,
     ) -> None:
-        services = _services(backend, administration, face)
+        services = _services(backend, administration, config)
         self._names = [service.name for service in services]
-        self._handlers = Services(services, backend, administration)
+        self._handlers = CallDispatcher(services, backend, administration)
         self._limits = limits
         self._tls = tls
         self._server: Any = None
         self._path = ""
 
     async def start(self, host: str, port: int, key: str) -> int:
-        """Listens on a port, or on the socket `unix:PATH` that `host` names; the port really bound.
+        """Listens on a port, or on the socket of a `host` such as `unix:PATH`. Returns the bound port.
 
-        Raises ConfigError naming `key` when it cannot.
+        Raises ConfigError, naming the configuration key `key`.
         """
         self._server = grpc.aio.server(
             handlers=(self._handlers,),
@@ -75,13 +75,13 @@ class GrpcServer:
                 bound = self._server.add_secure_port(address, grpc.ssl_server_credentials([self._tls]))
         except RuntimeError:
             raise ConfigError(
-                f"cannot listen for gRPC on {address}: it is in use, or not of this machine; choose another with {key}"
+                f"cannot listen for gRPC on {address}: it is in use or is no address of this machine; choose another with {key}"
             ) from None
         await self._server.start()
         return int(bound)
 
     async def close(self, drain_s: float) -> None:
-        """Takes no more calls, and drops those that are left after `drain_s`."""
+        """Stops accepting calls, and drops those that are unfinished after `drain_s`."""
         if self._server is not None:
             await self._server.stop(drain_s)
         if self._path:
@@ -89,25 +89,26 @@ class GrpcServer:
                 os.unlink(self._path)
 
 
-def _services(backend: Backend, administration: Administration, face: ListenerConfig) -> list[Service]:
+def _services(backend: Backend, administration: Administration, config: ListenerConfig) -> list[GrpcService]:
     services = []
-    if "inference" in face.groups:
-        services.append(Service(inference.SERVICE, inference.Inference(backend, administration), "inference"))
-        if face.open_inference:
-            functions = open_inference.OpenInference(backend, administration, face.codec)
-            services.append(Service(open_inference.SERVICE, functions, "inference"))
-    if "management" in face.groups:
-        disabled = frozenset() if face.model_api else management.GATED
-        services.append(Service(management.SERVICE, management.Management(administration), "management", disabled))
+    if "inference" in config.groups:
+        services.append(GrpcService(InferenceService.NAME, InferenceService(backend, administration), "inference"))
+        if config.open_inference:
+            functions = OpenInferenceService(backend, administration, config.codec)
+            services.append(GrpcService(OpenInferenceService.NAME, functions, "inference"))
+    if "management" in config.groups:
+        disabled = frozenset() if config.model_api else GATED
+        functions = ManagementService(administration)
+        services.append(GrpcService(ManagementService.NAME, functions, "management", disabled))
     names = [service.name for service in services]
-    return [*services, Service(health.SERVICE, health.Health(administration, names))]
+    return [*services, GrpcService(HealthService.NAME, HealthService(administration, names))]
 
 
 def _options(limits: GrpcLimits) -> list[tuple[str, int]]:
     options = [
-        ("grpc.so_reuseport", 0),  # a port that is taken is an error
+        ("grpc.so_reuseport", 0),  # a port in use is an error
         ("grpc.max_receive_message_length", limits.max_request_bytes),
-        ("grpc.max_send_message_length", -1),  # answers are bounded where they are made
+        ("grpc.max_send_message_length", -1),  # the handler's side bounds answers
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.server_handshake_timeout_ms", max(1, round(limits.handshake_s * 1000))),
     ]

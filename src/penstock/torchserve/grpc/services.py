@@ -1,37 +1,67 @@
-"""Services of functions: which function answers a call, whose token opens it, and how it ends."""
+"""gRPC services: their messages, the dispatch of calls to functions, the token checks and the errors.
+
+The messages come from the descriptors that `make protos` writes. They live in their own pool, so that a program that
+loads the same protos elsewhere keeps its own classes.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from importlib import resources
 from typing import Any, Final
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from msgspec import Struct
 
-from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.torchserve.grpc import messages
-from penstock.torchserve.grpc.errors import Code, Refusal, refused
+from penstock.core.contracts import Backend
+from penstock.torchserve.grpc.calls import Code, GrpcError, management_error
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import Administration, ApiError, Group
 
 log = logging.getLogger("penstock.frontends")
 
-DISABLED: Final = Refusal(Code.PERMISSION_DENIED, "Model API disabled\norg.pytorch.serve.archive.model.ModelException")
+INFERENCE: Final = "org.pytorch.serve.grpc.inference"
+MANAGEMENT: Final = "org.pytorch.serve.grpc.management"
+OPEN_INFERENCE: Final = "org.pytorch.serve.grpc.openinference"
+HEALTH: Final = "grpc.health.v1"
+DISABLED: Final = GrpcError(
+    Code.PERMISSION_DENIED, "Model API disabled\norg.pytorch.serve.archive.model.ModelException"
+)
 
-Failure = Callable[[Exception], Refusal]
+
+def _read_descriptors() -> Any:
+    data = resources.files(__package__).joinpath("protos", "descriptors.binpb").read_bytes()
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
+        pool.AddSerializedFile(file.SerializeToString())
+    return pool
 
 
-class Service(Struct, frozen=True):
-    """The service of this full name and the object whose methods, named as its calls, answer them."""
+POOL: Final = _read_descriptors()
+
+
+def message_class(name: str) -> Any:
+    """The class of a message, by its full name."""
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(name))
+
+
+def service_descriptor(name: str) -> Any:
+    """The descriptor of a service, by its full name."""
+    return POOL.FindServiceByName(name)
+
+
+class GrpcService(Struct, frozen=True):
+    """A service by its full name, and the object whose methods serve its calls, under the names of the calls."""
 
     name: str
     functions: object
-    guard: Group | None = None  # whose token opens it
-    disabled: frozenset[str] = frozenset()  # calls that are refused to all who have the token
+    guard: Group | None = None  # the group whose token opens it
+    disabled: frozenset[str] = frozenset()  # calls that fail even with the token
 
 
 class _Call(Struct, frozen=True):
@@ -40,22 +70,25 @@ class _Call(Struct, frozen=True):
     disabled: bool
 
 
-class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """What a server asks for each call, before it reads anything of it but its path and metadata."""
+class CallDispatcher(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Finds the handler of each call before the server reads anything but its path and metadata."""
 
-    def __init__(self, services: Sequence[Service], backend: Backend, administration: Administration) -> None:
+    def __init__(self, services: Sequence[GrpcService], backend: Backend, administration: Administration) -> None:
         self._backend = backend
         self._administration = administration
         self._calls: dict[str, _Call] = {}
         for service in services:
-            for method in messages.service(service.name).methods:
+            for method in service_descriptor(service.name).methods:
                 path = f"{service.name}/{method.name}"
                 function = getattr(service.functions, method.name, None)
-                handler = _refusing(_unserved(path)) if function is None else self._handler(method, function)
+                if function is None:
+                    handler = _failing(GrpcError(Code.UNIMPLEMENTED, f"Method {path} is unimplemented"))
+                else:
+                    handler = self._handler(method, function)
                 self._calls[f"/{path}"] = _Call(handler, service.guard, method.name in service.disabled)
 
     def service(self, details: Any) -> Any:
-        """The handler of a call, None if there is no such call. Without the token it is one that refuses."""
+        """The handler of a call; None for an unknown call. Without the token, a handler that fails."""
         call = self._calls.get(details.method)
         if call is None:
             return None
@@ -63,11 +96,11 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 self._administration.check_token(call.guard, _authorization(details.invocation_metadata))
             except ApiError as error:
-                return _refusing(Refusal(Code.PERMISSION_DENIED, error.message))
-        return _refusing(DISABLED) if call.disabled else call.handler
+                return _failing(GrpcError(Code.PERMISSION_DENIED, error.message))
+        return _failing(DISABLED) if call.disabled else call.handler
 
     def _handler(self, method: Any, function: Any) -> Any:
-        read = _reader(messages.message(method.input_type.full_name))
+        read = _reader(message_class(method.input_type.full_name))
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._streaming(function), read, _write)
         if method.server_streaming:
@@ -77,7 +110,7 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _unary(self, function: Callable[[Any], Awaitable[Any]]) -> Any:
         async def serve(request: Any, context: Any) -> Any:
             try:
-                if isinstance(request, Refusal):
+                if isinstance(request, GrpcError):
                     raise request
                 return await function(request)
             except Exception as error:
@@ -89,7 +122,7 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _streaming(self, function: Any) -> Any:
         async def serve(request: Any, context: Any) -> None:
             try:
-                if isinstance(request, Refusal):
+                if isinstance(request, GrpcError):
                     raise request
                 async with aclosing(function(request)) as answers:
                     async for answer in answers:
@@ -101,26 +134,22 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         return serve
 
-    def _failure(self, error: Exception) -> Refusal:
-        if isinstance(error, Refusal):
+    def _failure(self, error: Exception) -> GrpcError:
+        if isinstance(error, GrpcError):
             return error
         if isinstance(error, PenstockError):
-            return refused(api_error(error, self._backend))
+            return management_error(api_error(error, self._backend))
         log.error("event=bug where=grpc consequence=answered_internal", exc_info=error)
-        return Refusal(Code.INTERNAL, "internal error")
+        return GrpcError(Code.INTERNAL, "internal error")
 
 
-def _unserved(path: str) -> Refusal:
-    return Refusal(Code.UNIMPLEMENTED, f"Method {path} is unimplemented")
+def _failing(error: GrpcError) -> Any:
+    """A handler that ends any kind of call before it reads a message."""
 
+    async def fail(requests: Any, context: Any) -> None:
+        await context.abort(error.code, error.details)
 
-def _refusing(refusal: Refusal) -> Any:
-    """A handler that ends any kind of call before it has read a message."""
-
-    async def refuse(requests: Any, context: Any) -> None:
-        await context.abort(refusal.code, refusal.details)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(fail)
 
 
 def _reader(cls: Any) -> Callable[[bytes], Any]:
@@ -128,7 +157,7 @@ def _reader(cls: Any) -> Callable[[bytes], Any]:
         try:
             return cls.FromString(data)
         except DecodeError:
-            return Refusal(Code.INVALID_ARGUMENT, f"the request is no {cls.DESCRIPTOR.full_name}")
+            return GrpcError(Code.INVALID_ARGUMENT, f"the request is not a valid {cls.DESCRIPTOR.full_name}")
 
     return read
 

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 from msgspec.structs import replace
 
-from penstock import __version__
+from penstock._version import __version__
 from penstock.config.schema import LimitsConfig
-from penstock.serving.base import Backend
+from penstock.core.contracts import Backend
 from penstock.serving.http.answers import MethodNotAllowed
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.template import HttpRequest, Template

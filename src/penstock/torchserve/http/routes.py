@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from penstock import __version__
-from penstock.serving.base import Backend
+from penstock._version import __version__
+from penstock.core.contracts import Backend
 from penstock.serving.http.template import HttpRequest, Route, Template
 from penstock.torchserve.protocol.api import Administration, ChangeResult, Group, ListenerConfig, json_body
 from penstock.torchserve.protocol.management import unknown_parameters

@@ -11,18 +11,19 @@ import pytest
 
 from penstock.errors import ModelNotFound
 from penstock.testing.backend import FakeBackend
-from penstock.torchserve.grpc import messages
+from penstock.testing.torchserve import FakeAdministration
+from penstock.torchserve.grpc import services
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
 from penstock.torchserve.protocol.api import ListenerConfig
 
 LIMIT_S = 10.0
 SERVICES = (
-    f"{messages.INFERENCE}.InferenceAPIsService",
-    f"{messages.MANAGEMENT}.ManagementAPIsService",
-    f"{messages.OPEN_INFERENCE}.GRPCInferenceService",
-    f"{messages.HEALTH}.Health",
+    f"{services.INFERENCE}.InferenceAPIsService",
+    f"{services.MANAGEMENT}.ManagementAPIsService",
+    f"{services.OPEN_INFERENCE}.GRPCInferenceService",
+    f"{services.HEALTH}.Health",
 )
-METHODS = {method.name: method for name in SERVICES for method in messages.service(name).methods}
+METHODS = {method.name: method for name in SERVICES for method in services.service_descriptor(name).methods}
 
 
 class GrpcSite:
@@ -38,13 +39,13 @@ class GrpcSite:
     def begin(self, name: str, /, metadata: Any = None, raw: bytes | None = None, **fields: Any) -> Any:
         """The call, which may be cancelled, awaited or iterated; `raw` is sent in place of the request."""
         method = METHODS[name]
-        request = messages.message(method.input_type.full_name)(**fields)
+        request = services.message_class(method.input_type.full_name)(**fields)
         make = getattr(self.channel, ("stream" if method.client_streaming else "unary") + "_"
                        + ("stream" if method.server_streaming else "unary"))  # fmt: skip
         call = make(
             f"/{method.containing_service.full_name}/{name}",
             request_serializer=lambda message: message.SerializeToString() if raw is None else raw,
-            response_deserializer=messages.message(method.output_type.full_name).FromString,
+            response_deserializer=services.message_class(method.output_type.full_name).FromString,
         )
         if method.client_streaming:  # nothing is sent: at a refused call it is an error of the client's
             return call(metadata=metadata, timeout=LIMIT_S)
@@ -79,11 +80,11 @@ def grpc_site(administration: FakeAdministration) -> Callable[..., Any]:
     """`async with grpc_site(models, ...) as ask`: both groups on one port, everything is on."""
 
     @asynccontextmanager
-    async def run(models: Any = None, max_request_bytes: int = 2**20, **face: Any) -> AsyncIterator[GrpcSite]:
+    async def run(models: Any = None, max_request_bytes: int = 2**20, **config: Any) -> AsyncIterator[GrpcSite]:
         backend = KnownBackend(models)
-        face = {"groups": frozenset({"inference", "management"}), "model_api": True, "open_inference": True} | face
+        config = {"groups": frozenset({"inference", "management"}), "model_api": True, "open_inference": True} | config
         limits = GrpcLimits(max_request_bytes=max_request_bytes, max_calls=100)
-        server = GrpcServer(backend, administration, ListenerConfig(**face), limits)
+        server = GrpcServer(backend, administration, ListenerConfig(**config), limits)
         site = GrpcSite(administration, backend, server, await server.start("127.0.0.1", 0, "a_key"))
         try:
             yield site

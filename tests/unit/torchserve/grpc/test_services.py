@@ -1,15 +1,15 @@
-"""Every call of every service, without the key, with a wrong one, an expired one, and the right one."""
+"""Token checks on every gRPC call, and the wire format of TorchServe's services."""
 
 from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-
 import grpc
 import pytest
-
 from penstock.testing.backend import Call
 from penstock.torchserve.admin.tokens import Tokens
+from pathlib import Path
+from penstock.torchserve.grpc import services
 
 GUARDS = {
     "Ping": "inference", "Predictions": "inference", "StreamPredictions": "inference",
@@ -86,7 +86,7 @@ async def test_with_the_key_a_request_must_be_one(guarded):
     metadata = [("authorization", f"Bearer {keys['inference']}")]
     async with site(max_request_bytes=1000) as ask:
         for call in ("Predictions", "StreamPredictions"):
-            told = ("INVALID_ARGUMENT", "the request is no org.pytorch.serve.grpc.inference.PredictionsRequest")
+            told = ("INVALID_ARGUMENT", "the request is not a valid org.pytorch.serve.grpc.inference.PredictionsRequest")
             assert await ask.refusal(call, metadata, raw=b"\xff\xff") == told
         code, _text = await ask.refusal("Predictions", metadata, raw=b"x" * 10_000)
         assert code == "RESOURCE_EXHAUSTED"
@@ -108,3 +108,112 @@ async def test_health_follows_the_models(grpc_site, administration):
         assert ((await ask("Check")).status, (await ask("Check", service=name)).status) == (2, 2)
         assert await ask.refusal("Check", service="no") == ("NOT_FOUND", "there is no service 'no'")
         assert (await ask.refusal("Watch"))[0] == "UNIMPLEMENTED"
+
+
+# ---- messages and services
+
+PROTOS = Path(services.__file__).parent / "protos"
+
+# What clients that were made from TorchServe's own protos send and expect.
+FIELDS = {
+    "inference.PredictionsRequest": "1 model_name string, 2 model_version string, 3 input map, 4 sequence_id string",
+    "inference.PredictionResponse": "1 prediction bytes, 2 sequence_id string, 3 status google.rpc.Status",
+    "inference.TorchServeHealthResponse": "1 health string",
+    "management.ManagementResponse": "1 msg string",
+    "management.DescribeModelRequest": "1 model_name string, 2 model_version string, 3 customized bool",
+    "management.ListModelsRequest": "1 limit int32, 2 next_page_token int32",
+    "management.RegisterModelRequest": "1 batch_size int32, 2 handler string, 3 initial_workers int32, "
+    "4 max_batch_delay int32, 5 model_name string, 6 response_timeout int32, 7 runtime string, 8 synchronous bool, "
+    "9 url string, 10 s3_sse_kms bool, 11 startup_timeout int32",
+    "management.ScaleWorkerRequest": "1 model_name string, 2 model_version string, 3 max_worker int32, "
+    "4 min_worker int32, 5 number_gpu int32, 6 synchronous bool, 7 timeout int32",
+    "management.SetDefaultRequest": "1 model_name string, 2 model_version string",
+    "management.UnregisterModelRequest": "1 model_name string, 2 model_version string",
+    "openinference.ServerLiveResponse": "1 live bool",
+    "openinference.ServerReadyResponse": "1 ready bool",
+    "openinference.ModelReadyRequest": "1 name string, 2 version string",
+    "openinference.ModelReadyResponse": "1 ready bool",
+    "openinference.ServerMetadataResponse": "1 name string, 2 version string, 3* extensions string",
+    "openinference.ModelMetadataRequest": "1 name string, 2 version string",
+    "openinference.ModelMetadataResponse": "1 name string, 2* versions string, 3 platform string, "
+    "4* inputs ModelMetadataResponse.TensorMetadata, 5* outputs ModelMetadataResponse.TensorMetadata",
+    "openinference.ModelMetadataResponse.TensorMetadata": "1 name string, 2 datatype string, 3* shape int64",
+    "openinference.ModelInferRequest": "1 model_name string, 2 model_version string, 3 id string, 4 parameters map, "
+    "5* inputs ModelInferRequest.InferInputTensor, 6* outputs ModelInferRequest.InferRequestedOutputTensor, "
+    "7* raw_input_contents bytes",
+    "openinference.ModelInferRequest.InferInputTensor": "1 name string, 2 datatype string, 3* shape int64, "
+    "4 parameters map, 5 contents InferTensorContents",
+    "openinference.ModelInferRequest.InferRequestedOutputTensor": "1 name string, 2 parameters map",
+    "openinference.ModelInferResponse": "1 model_name string, 2 model_version string, 3 id string, 4 parameters map, "
+    "5* outputs ModelInferResponse.InferOutputTensor, 6* raw_output_contents bytes",
+    "openinference.ModelInferResponse.InferOutputTensor": "1 name string, 2 datatype string, 3* shape int64, "
+    "4 parameters map, 5 contents InferTensorContents",
+    "openinference.InferParameter": "1 bool_param bool, 2 int64_param int64, 3 string_param string",
+    "openinference.InferTensorContents": "1* bool_contents bool, 2* int_contents int32, 3* int64_contents int64, "
+    "4* uint_contents uint32, 5* uint64_contents uint64, 6* fp32_contents float, 7* fp64_contents double, "
+    "8* bytes_contents bytes",
+}
+CALLS = {
+    "inference.InferenceAPIsService": "Ping Predictions StreamPredictions> >StreamPredictions2>",
+    "management.ManagementAPIsService": "DescribeModel ListModels RegisterModel ScaleWorker SetDefault UnregisterModel",
+    "openinference.GRPCInferenceService": "ServerLive ServerReady ModelReady ServerMetadata ModelMetadata ModelInfer",
+}  # > before a name: requests in a stream, > behind it: answers in a stream
+TYPES = {
+    1: "double", 2: "float", 3: "int64", 4: "uint64", 5: "int32", 8: "bool", 9: "string", 12: "bytes", 13: "uint32",
+}  # fmt: skip
+
+
+def kind(field):
+    inner = field.message_type
+    if inner is None:
+        return TYPES[field.type]
+    if inner.GetOptions().map_entry:
+        return "map"
+    return inner.full_name.removeprefix(f"{services.OPEN_INFERENCE}.")
+
+
+def repeated(field):
+    return "*" if field.is_repeated and kind(field) != "map" else ""
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_messages_have_the_names_and_numbers_of_torchserve(name):
+    found = services.message_class(f"org.pytorch.serve.grpc.{name}").DESCRIPTOR
+    told = [f"{field.number}{repeated(field)} {field.name} {kind(field)}" for field in found.fields]
+    assert ", ".join(told) == FIELDS[name]
+
+
+def test_maps_lead_from_text_to_bytes_and_to_parameters():
+    assert services.message_class(f"{services.INFERENCE}.PredictionsRequest")(input={"a": b"\xff"}).input["a"] == b"\xff"
+    request = services.message_class(f"{services.OPEN_INFERENCE}.ModelInferRequest")()
+    request.parameters["k"].int64_param = 2**40
+    assert request.parameters["k"].WhichOneof("parameter_choice") == "int64_param"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_services_have_the_calls_of_torchserve(name):
+    found = services.service_descriptor(f"org.pytorch.serve.grpc.{name}").methods
+    told = [">" * each.client_streaming + each.name + ">" * each.server_streaming for each in found]
+    assert " ".join(told) == CALLS[name]
+
+
+def test_a_prediction_is_written_as_torchserve_reads_it():
+    request = services.message_class(f"{services.INFERENCE}.PredictionsRequest")
+    wire = b"\x0a\x01m\x12\x011\x1a\x09\x0a\x04data\x12\x01x"
+    assert request(model_name="m", model_version="1", input={"data": b"x"}).SerializeToString() == wire
+    assert dict(request.FromString(wire).input) == {"data": b"x"}
+
+
+def test_the_descriptors_are_those_of_the_protos(tmp_path):
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    includes = [f"-I{PROTOS}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
+    files = [str(path) for path in sorted(PROTOS.glob("*.proto"))]
+    written = tmp_path / "descriptors.binpb"
+    assert protoc.main(["", *includes, "--include_imports", f"--descriptor_set_out={written}", *files]) == 0
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+    ours = {f.name: f for f in FileDescriptorSet.FromString((PROTOS / "descriptors.binpb").read_bytes()).file}
+    fresh = {f.name: f for f in FileDescriptorSet.FromString(written.read_bytes()).file}
+    own = {name for name in ours if not name.startswith("google/protobuf/")}  # those are of the version of protoc
+    assert own == {name for name in fresh if not name.startswith("google/protobuf/")}
+    assert all(ours[name] == fresh[name] for name in own), "write them anew with: make protos"

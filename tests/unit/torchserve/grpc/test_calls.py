@@ -1,8 +1,10 @@
+"""The status and text of each error of a gRPC call."""
+
 from __future__ import annotations
 
 import pytest
 
-from penstock.torchserve.grpc.errors import code_of, failed, not_taken, refused, required
+from penstock.torchserve.grpc.calls import GrpcError, code_of, management_error, model_of, prediction_error, submit_error
 from penstock.torchserve.protocol.api import STATUS_OF, ApiError
 
 
@@ -29,14 +31,14 @@ def test_each_status_has_its_code(status, code):
         ("IllegalArgumentException", "PERMISSION_DENIED", "java.lang.IllegalArgumentException"),
     ],
 )
-def test_management_is_told_the_class_of_the_error(kind, code, name):
-    found = refused(ApiError(kind, "what happened"))
+def test_a_management_error_names_its_java_class(kind, code, name):
+    found = management_error(ApiError(kind, "what happened"))
     assert (found.code.name, found.details) == (code, f"what happened\n{name}")
 
 
 @pytest.mark.parametrize("kind", STATUS_OF)
-def test_a_prediction_that_is_not_taken_is_internal(kind):
-    found = not_taken(ApiError(kind, "why"))
+def test_a_prediction_without_a_worker_is_internal(kind):
+    found = submit_error(ApiError(kind, "why"))
     named = {
         "ModelNotFoundException": "org.pytorch.serve.archive.model.ModelNotFoundException",
         "ModelVersionNotFoundException": "org.pytorch.serve.archive.model.ModelVersionNotFoundException",
@@ -44,12 +46,13 @@ def test_a_prediction_that_is_not_taken_is_internal(kind):
     assert (found.code.name, found.details) == ("INTERNAL", f"why\n{named}")
 
 
-def test_a_prediction_that_fails_has_the_code_of_its_status():
-    found = failed(503, "Prediction failed")
-    told = "Prediction failed\norg.pytorch.serve.http.InternalServerException"
-    assert (found.code.name, found.details) == ("UNAVAILABLE", told)
+def test_a_failed_prediction_has_the_code_of_its_status():
+    found = prediction_error(503, "Prediction failed")
+    details = "Prediction failed\norg.pytorch.serve.http.InternalServerException"
+    assert (found.code.name, found.details) == ("UNAVAILABLE", details)
 
 
-def test_a_call_without_a_model_is_told_which_parameter_is_missing():
-    found = required("name")
-    assert (found.code.name, found.details) == ("INTERNAL", "Parameter name is required.\nBadRequestException.()")
+def test_a_call_without_a_model_names_the_missing_parameter():
+    with pytest.raises(GrpcError) as found:
+        model_of("", "1.0", "name")
+    assert (found.value.code.name, found.value.details) == ("INTERNAL", "Parameter name is required.\nBadRequestException.()")
