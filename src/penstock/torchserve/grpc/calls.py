@@ -9,8 +9,8 @@ from typing import Final
 
 import grpc
 
-from penstock.errors import PenstockError, QueueFull
 from penstock.core.contracts import Backend
+from penstock.errors import PenstockError, QueueFull
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import ApiError, read_error
 from penstock.types import Item, ItemResult

@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from penstock.errors import PenstockError
 from penstock.core.contracts import Backend
+from penstock.errors import PenstockError
 from penstock.torchserve.grpc.calls import (
     Code,
     GrpcError,

@@ -17,8 +17,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from msgspec import Struct
 
-from penstock.errors import PenstockError
 from penstock.core.contracts import Backend
+from penstock.errors import PenstockError
 from penstock.torchserve.grpc.calls import Code, GrpcError, management_error
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import Administration, ApiError, Group

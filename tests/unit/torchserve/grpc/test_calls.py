@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.torchserve.grpc.calls import GrpcError, code_of, management_error, model_of, prediction_error, submit_error
+from penstock.torchserve.grpc.calls import (
+    GrpcError,
+    code_of,
+    management_error,
+    model_of,
+    prediction_error,
+    submit_error,
+)
 from penstock.torchserve.protocol.api import STATUS_OF, ApiError
 
 
@@ -55,4 +62,7 @@ def test_a_failed_prediction_has_the_code_of_its_status():
 def test_a_call_without_a_model_names_the_missing_parameter():
     with pytest.raises(GrpcError) as found:
         model_of("", "1.0", "name")
-    assert (found.value.code.name, found.value.details) == ("INTERNAL", "Parameter name is required.\nBadRequestException.()")
+    assert (found.value.code.name, found.value.details) == (
+        "INTERNAL",
+        "Parameter name is required.\nBadRequestException.()",
+    )

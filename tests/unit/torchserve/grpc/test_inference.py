@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
+
 import grpc
 import msgspec
 import pytest
+
 from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, QueueFull, WorkerDied
 from penstock.testing.backend import Call
 from penstock.torchserve.grpc import calls
-from penstock.torchserve.protocol.api import error_body
-import json
 from penstock.torchserve.grpc.services import OPEN_INFERENCE, message_class
+from penstock.torchserve.protocol.api import error_body
 
 CLASS = "org.pytorch.serve.http.InternalServerException"
 
 
-async def test_ping_tells_what_http_tells(grpc_site, administration):
+async def test_ping_returns_the_text_of_http(grpc_site, administration):
     async with grpc_site() as ask:
         assert (await ask("Ping")).health == '{\n  "status": "Healthy"\n}'
         administration.is_healthy = False
         assert (await ask("Ping")).health == '{\n  "status": "Unhealthy"\n}'
 
 
-async def test_inputs_reach_the_model_as_they_are_and_nothing_else_does(grpc_site):
+async def test_inputs_reach_the_model_unchanged_and_metadata_does_not(grpc_site):
     async with grpc_site({"m": lambda call: call.reply(b"\xfe")}) as ask:
         fields = {"model_name": "m", "model_version": "2.0", "input": {"data": b"\xff", "b": b""}}
         answer = await ask("Predictions", metadata=[("x-own", "1")], **fields)
@@ -39,7 +41,7 @@ async def test_an_answer_in_parts_is_joined_for_predictions(grpc_site):
         assert (await ask("Predictions", model_name="m")).prediction == b"onetwothree"
 
 
-async def test_every_part_is_a_message_of_a_stream(grpc_site):
+async def test_a_stream_has_one_message_per_part(grpc_site):
     async with grpc_site({"m": in_parts}) as ask:
         assert [part.prediction for part in await ask("StreamPredictions", model_name="m")] == [
             b"one",
@@ -78,7 +80,7 @@ async def test_parts_reach_the_client_before_the_answer_ends(grpc_site):
         ),
     ],
 )
-async def test_a_model_that_is_not_there_is_an_internal_error(grpc_site, call, fields, text):
+async def test_an_unknown_model_is_an_internal_error(grpc_site, call, fields, text):
     async with grpc_site({"m": Call.reply}) as ask:
         assert await ask.refusal(call, **fields) == ("INTERNAL", text)
 
@@ -103,20 +105,20 @@ async def test_a_model_without_a_free_worker_is_an_internal_error(grpc_site, err
         (WorkerDied("exit 1"), "INTERNAL", "Worker died."),
     ],
 )
-async def test_what_fails_in_a_worker_has_the_code_of_its_status(grpc_site, call, error, code, text):
+async def test_a_failure_in_a_worker_has_the_code_of_its_status(grpc_site, call, error, code, text):
     async with grpc_site({"m": lambda asked: asked.reply(b"", error=error)}) as ask:
         assert await ask.refusal(call, model_name="m") == (code, f"{text}\n{CLASS}")
 
 
 @pytest.mark.parametrize(("status", "code"), [(404, "NOT_FOUND"), (513, "INTERNAL"), (429, "RESOURCE_EXHAUSTED")])
-async def test_an_error_that_the_handler_raised_with_a_status_is_one(grpc_site, status, code):
+async def test_an_error_raised_with_a_status_fails_the_call(grpc_site, status, code):
     body = error_body(status, "InternalServerException", "bad thing")
     async with grpc_site({"m": lambda call: call.reply(body, status=status)}) as ask:
         assert await ask.refusal("Predictions", model_name="m") == (code, f"bad thing\n{CLASS}")
 
 
 @pytest.mark.parametrize("body", [b"a body", b"[]", b'{"code": 200, "type": "t", "message": "m"}', b"\xff"])
-async def test_a_status_that_the_handler_set_means_nothing_here(grpc_site, body):
+async def test_a_status_set_by_the_handler_is_ignored(grpc_site, body):
     async with grpc_site({"m": lambda call: call.reply(body, status=404)}) as ask:
         assert (await ask("Predictions", model_name="m")).prediction == body
 
@@ -140,7 +142,7 @@ async def test_a_request_that_was_answered_is_not_cancelled(grpc_site):
         assert [call.cancelled for call in ask.backend.calls] == [False, False]
 
 
-async def test_parts_that_are_not_taken_are_bounded(grpc_site, monkeypatch):
+async def test_unread_parts_are_bounded(grpc_site, monkeypatch):
     monkeypatch.setattr(calls, "UNREAD_BYTES", 2)
     async with grpc_site({"m": in_parts}) as ask:
         code, text = await ask.refusal("StreamPredictions", model_name="m")
@@ -149,7 +151,7 @@ async def test_parts_that_are_not_taken_are_bounded(grpc_site, monkeypatch):
         assert ask.backend.calls[0].cancelled
 
 
-async def test_a_large_part_that_is_not_alone_is_no_client_that_lags(grpc_site, monkeypatch):
+async def test_one_large_part_does_not_count_as_a_slow_client(grpc_site, monkeypatch):
     monkeypatch.setattr(calls, "UNREAD_BYTES", 4)
 
     def answer(call):
@@ -160,7 +162,7 @@ async def test_a_large_part_that_is_not_alone_is_no_client_that_lags(grpc_site, 
         assert (await ask("Predictions", model_name="m")).prediction == b"larger than thatend"
 
 
-async def test_parts_are_copied_when_they_come(grpc_site):
+async def test_parts_are_copied_on_arrival(grpc_site):
     memory = bytearray(b"one")
 
     def answer(call):
@@ -219,7 +221,7 @@ def answering(**changes):
     return lambda call: call.reply(json.dumps(answer).encode())
 
 
-async def test_the_server_lives_and_is_ready_and_its_metadata_is_not_served(grpc_site):
+async def test_the_server_is_live_and_ready_and_does_not_serve_metadata(grpc_site):
     async with grpc_site() as ask:
         assert (await ask("ServerLive")).live
         assert (await ask("ServerReady")).ready
@@ -238,7 +240,7 @@ async def test_a_model_is_ready_when_its_workers_are(grpc_site):
 
 
 @pytest.mark.parametrize("call", ["ModelReady", "ModelMetadata"])
-async def test_a_model_that_is_not_there_is_not_found(grpc_site, call):
+async def test_an_unknown_model_is_not_found(grpc_site, call):
     async with grpc_site({"m": Call.reply}) as ask:
         assert await ask.refusal(call, name="no") == ("NOT_FOUND", f"Model not found: no\n{NO_MODEL}")
         code, text = await ask.refusal(call, name="m", version="9")
@@ -253,14 +255,14 @@ async def test_a_call_must_name_a_model(grpc_site, call, name):
         assert await ask.refusal(call) == ("INTERNAL", f"Parameter {name} is required.\nBadRequestException.()")
 
 
-async def test_metadata_are_name_and_versions(grpc_site):
+async def test_metadata_has_name_and_versions(grpc_site):
     async with grpc_site({"m": Call.reply}) as ask:
         found = await ask("ModelMetadata", name="m")
         assert (found.name, list(found.versions), found.platform, list(found.inputs)) == ("m", ["1.0", "2.0"], "", [])
 
 
 @pytest.mark.parametrize("codec", ["torchserve", "torchserve_raw"])
-async def test_the_handler_gets_the_json_of_the_second_protocol(grpc_site, codec):
+async def test_the_handler_receives_kserve_v2_json(grpc_site, codec):
     async with grpc_site({"m": echo}, codec=codec) as ask:
         await ask(
             "ModelInfer", model_name="m", model_version="1.0", id="r", inputs=[tensor("FP32", "fp32_contents", [1.5])]
@@ -272,7 +274,7 @@ async def test_the_handler_gets_the_json_of_the_second_protocol(grpc_site, codec
 
 
 @pytest.mark.parametrize("datatype", TENSORS)
-async def test_numbers_go_there_and_back(grpc_site, datatype):
+async def test_numbers_round_trip(grpc_site, datatype):
     field, values = TENSORS[datatype]
     async with grpc_site({"m": echo}) as ask:
         answer = await ask("ModelInfer", model_name="m", id="r", inputs=[tensor(datatype, field, values)])
@@ -315,18 +317,18 @@ def output(**changes):
     ],
     ids=str,
 )  # fmt: skip
-async def test_an_answer_that_is_no_response_is_an_internal_error(grpc_site, changes):
+async def test_an_invalid_answer_is_an_internal_error(grpc_site, changes):
     async with grpc_site({"m": answering(**changes)}) as ask:
         code, text = await ask.refusal("ModelInfer", model_name="m")
         assert (code, text.split(":")[0]) == ("INTERNAL", "the handler's answer is not an Open Inference response")
 
 
 @pytest.mark.parametrize("body", [b"", b"no json", b"[]", b"\xff", b"[" * 100_000])
-async def test_an_answer_that_is_no_object_is_an_internal_error(grpc_site, body):
+async def test_an_answer_that_is_not_an_object_is_an_internal_error(grpc_site, body):
     async with grpc_site({"m": lambda call: call.reply(body)}) as ask:
         assert (await ask.refusal("ModelInfer", model_name="m"))[0] == "INTERNAL"
 
 
-async def test_the_service_is_there_only_when_it_is_switched_on(grpc_site):
+async def test_the_service_exists_only_when_enabled(grpc_site):
     async with grpc_site(open_inference=False) as ask:
         assert (await ask.refusal("ServerLive"))[0] == "UNIMPLEMENTED"

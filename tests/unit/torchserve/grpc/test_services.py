@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
 import grpc
 import pytest
+
 from penstock.testing.backend import Call
 from penstock.torchserve.admin.tokens import Tokens
-from pathlib import Path
 from penstock.torchserve.grpc import services
 
 GUARDS = {
@@ -81,18 +83,21 @@ async def test_a_call_without_the_key_is_refused_before_its_request_is_read(guar
         assert await ask.refusal("Predictions", raw=b"x" * 10_000) == REFUSED
 
 
-async def test_with_the_key_a_request_must_be_one(guarded):
+async def test_an_undecodable_request_is_refused(guarded):
     site, keys, _ = guarded
     metadata = [("authorization", f"Bearer {keys['inference']}")]
     async with site(max_request_bytes=1000) as ask:
         for call in ("Predictions", "StreamPredictions"):
-            told = ("INVALID_ARGUMENT", "the request is not a valid org.pytorch.serve.grpc.inference.PredictionsRequest")
+            told = (
+                "INVALID_ARGUMENT",
+                "the request is not a valid org.pytorch.serve.grpc.inference.PredictionsRequest",
+            )
             assert await ask.refusal(call, metadata, raw=b"\xff\xff") == told
         code, _text = await ask.refusal("Predictions", metadata, raw=b"x" * 10_000)
         assert code == "RESOURCE_EXHAUSTED"
 
 
-async def test_a_service_of_another_group_is_not_there(grpc_site):
+async def test_a_listener_serves_only_its_groups(grpc_site):
     async with grpc_site(groups=frozenset({"management"})) as ask:
         assert (await ask.refusal("Ping"))[0] == "UNIMPLEMENTED"
         assert (await ask.refusal("ServerLive"))[0] == "UNIMPLEMENTED"
@@ -100,7 +105,7 @@ async def test_a_service_of_another_group_is_not_there(grpc_site):
         assert (await ask.refusal("ListModels"))[0] == "UNIMPLEMENTED"
 
 
-async def test_health_follows_the_models(grpc_site, administration):
+async def test_health_reports_the_state_of_the_models(grpc_site, administration):
     async with grpc_site() as ask:
         name = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
         assert ((await ask("Check")).status, (await ask("Check", service=name)).status) == (1, 1)
@@ -177,34 +182,36 @@ def repeated(field):
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_messages_have_the_names_and_numbers_of_torchserve(name):
+def test_messages_have_torchserves_names_and_numbers(name):
     found = services.message_class(f"org.pytorch.serve.grpc.{name}").DESCRIPTOR
     told = [f"{field.number}{repeated(field)} {field.name} {kind(field)}" for field in found.fields]
     assert ", ".join(told) == FIELDS[name]
 
 
-def test_maps_lead_from_text_to_bytes_and_to_parameters():
-    assert services.message_class(f"{services.INFERENCE}.PredictionsRequest")(input={"a": b"\xff"}).input["a"] == b"\xff"
+def test_maps_hold_bytes_and_parameters():
+    assert (
+        services.message_class(f"{services.INFERENCE}.PredictionsRequest")(input={"a": b"\xff"}).input["a"] == b"\xff"
+    )
     request = services.message_class(f"{services.OPEN_INFERENCE}.ModelInferRequest")()
     request.parameters["k"].int64_param = 2**40
     assert request.parameters["k"].WhichOneof("parameter_choice") == "int64_param"
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_services_have_the_calls_of_torchserve(name):
+def test_services_have_torchserves_calls(name):
     found = services.service_descriptor(f"org.pytorch.serve.grpc.{name}").methods
     told = [">" * each.client_streaming + each.name + ">" * each.server_streaming for each in found]
     assert " ".join(told) == CALLS[name]
 
 
-def test_a_prediction_is_written_as_torchserve_reads_it():
+def test_a_prediction_has_torchserves_wire_format():
     request = services.message_class(f"{services.INFERENCE}.PredictionsRequest")
     wire = b"\x0a\x01m\x12\x011\x1a\x09\x0a\x04data\x12\x01x"
     assert request(model_name="m", model_version="1", input={"data": b"x"}).SerializeToString() == wire
     assert dict(request.FromString(wire).input) == {"data": b"x"}
 
 
-def test_the_descriptors_are_those_of_the_protos(tmp_path):
+def test_the_descriptors_match_the_protos(tmp_path):
     protoc = pytest.importorskip("grpc_tools.protoc")
     includes = [f"-I{PROTOS}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
     files = [str(path) for path in sorted(PROTOS.glob("*.proto"))]

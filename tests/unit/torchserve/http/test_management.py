@@ -193,7 +193,7 @@ async def test_kserve_asks_whether_a_model_is_ready(site):
     ("method", "target"),
     [(m, t) for m, t in itertools.product(("GET", "PUT", "DELETE", "OPTIONS"), ("/models/x", "/models/m/9"))],
 )
-async def test_a_model_that_is_not_there_is_not_found(site, method, target):
+async def test_an_unknown_model_is_not_found(site, method, target):
     async with site(MANAGEMENT) as ask:
         reply = await ask(method, target)
     kind = "ModelNotFoundException" if target == "/models/x" else "ModelVersionNotFoundException"
