@@ -75,7 +75,7 @@ class GrpcServer:
                 bound = self._server.add_secure_port(address, grpc.ssl_server_credentials([self._tls]))
         except RuntimeError:
             raise ConfigError(
-                f"cannot listen for gRPC on {address}: the address is in use or is not an address of this machine; choose"
+                f"cannot listen for gRPC on {address}: the address is in use or not on this machine; choose"
                 f" another with {key}"
             ) from None
         await self._server.start()

@@ -30,7 +30,7 @@ async def test_a_port_that_is_taken_is_refused_with_its_key(administration, capf
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: it is in use.*with grpc_inference_port"):
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the address is in use.*with grpc_inference_port"):
             await server.start("127.0.0.1", port, "grpc_inference_port")
         await server.close(0.0)
 
