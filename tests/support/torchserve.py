@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from penstock.torchserve.protocol.api import Group
-from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Group, Registration
 
 REFUSED: Final = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 

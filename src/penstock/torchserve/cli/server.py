@@ -31,7 +31,7 @@ from penstock.torchserve.cli.flags import Settings, parser, settings_of
 from penstock.torchserve.cli.grpc import GrpcAddress, grpc_addresses, grpc_listeners
 from penstock.torchserve.cli.metrics import Metrics
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.http.server import make_listener
+from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import Group, ListenerConfig
 
 if TYPE_CHECKING:

@@ -95,12 +95,12 @@ def _services(backend: Backend, administration: Administration, config: Listener
     if "inference" in config.groups:
         services.append(GrpcService(InferenceService.NAME, InferenceService(backend, administration), "inference"))
         if config.open_inference:
-            functions = OpenInferenceService(backend, administration, config.codec)
-            services.append(GrpcService(OpenInferenceService.NAME, functions, "inference"))
+            open_inference = OpenInferenceService(backend, administration, config.codec)
+            services.append(GrpcService(OpenInferenceService.NAME, open_inference, "inference"))
     if "management" in config.groups:
         disabled = frozenset() if config.model_api else GATED
-        functions = ManagementService(administration)
-        services.append(GrpcService(ManagementService.NAME, functions, "management", disabled))
+        management = ManagementService(administration)
+        services.append(GrpcService(ManagementService.NAME, management, "management", disabled))
     names = [service.name for service in services]
     return [*services, GrpcService(HealthService.NAME, HealthService(administration, names))]
 

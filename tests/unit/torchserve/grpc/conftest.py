@@ -11,10 +11,10 @@ import pytest
 
 from penstock.errors import ModelNotFound
 from penstock.testing.backend import FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.grpc import services
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
 from penstock.torchserve.protocol.api import ListenerConfig
+from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
 SERVICES = (

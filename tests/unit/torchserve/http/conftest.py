@@ -12,9 +12,9 @@ import pytest
 
 from penstock.config.schema import LimitsConfig
 from penstock.testing.backend import FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ListenerConfig
+from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
 ALL = frozenset({"inference", "management", "metrics"})

@@ -12,7 +12,6 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ItemFailed
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import Call, FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.flavor import TorchServeRequest
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ListenerConfig

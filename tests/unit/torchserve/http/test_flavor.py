@@ -29,7 +29,6 @@ from penstock.errors import (
 )
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import Call, FakeBackend, FakeBuffer
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ApiError, ListenerConfig
 from penstock.types import ItemResult

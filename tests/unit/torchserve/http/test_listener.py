@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.listener import listener_templates
 from penstock.torchserve.protocol.api import ListenerConfig
+from support.torchserve import FakeAdministration
 
 ALL = ("inference", "management", "metrics")
 GROUPS = [frozenset(some) for n in (1, 2, 3) for some in itertools.combinations(ALL, n)]

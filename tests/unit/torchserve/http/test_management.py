@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from penstock.testing.torchserve import REFUSED
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
+from support.torchserve import REFUSED
 
 MANAGEMENT = frozenset({"management"})
 JSON = "Content-Type: application/json"

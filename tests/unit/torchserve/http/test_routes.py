@@ -15,7 +15,6 @@ from penstock.errors import BadRequest
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.template import HttpRequest, Template
 from penstock.testing.backend import FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.flavor import TorchServeFlavor
 from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.types import ItemResult

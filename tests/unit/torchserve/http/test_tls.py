@@ -17,9 +17,9 @@ from penstock.errors import ConfigError
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
 from penstock.testing.backend import Call, FakeBackend
-from penstock.testing.torchserve import FakeAdministration
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ListenerConfig
+from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
 HERE = Path(__file__).parents[3] / "tls"
