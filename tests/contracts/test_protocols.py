@@ -14,8 +14,7 @@ from penstock.serving.protocols.oip_json import OipJsonCodec
 from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
 from penstock.testing.protocols import check_protocol
 from penstock.torchpipe.thrift.protocol import ThriftCodec
-from penstock.torchserve.protocol.codec import InputsCodec, RawCodec, TorchServeCodec
-from penstock.torchserve.protocol.codec import HandlerAnswer
+from penstock.torchserve.protocol.codec import HandlerAnswer, InputsCodec, RawCodec, TorchServeCodec
 from penstock.types import Item, ModelMetadata, Response, TensorSpec
 
 FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'
