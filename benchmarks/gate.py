@@ -16,12 +16,10 @@ import harness
 import uvloop
 from report import number
 
-from penstock.perf.bench.compare import METRICS, compare
-from penstock.perf.bench.gate import REGRESSION, decide
+from penstock.perf.bench.compare import METRICS, REGRESSION, compare, decide
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.payload import Payload
-from penstock.perf.bench.protocol import check_of, request_of
-from penstock.perf.bench.results import Origin
+from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.payload import Payload, check_of, request_of
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.target import Target, open_target
 

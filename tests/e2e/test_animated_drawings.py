@@ -376,9 +376,8 @@ def test_the_file_for_the_benchmark_suite_is_read_as_it_stands_there() -> None:
 
 
 def test_the_commands_of_the_readme_that_measure_are_understood() -> None:
-    from penstock.cli.bench import bench
-    from penstock.cli.benchmark_suite import benchmark_suite
     from penstock.cli.tune import tune
+    from penstock.perf.bench.cli import bench, benchmark_suite
     from penstock.perf.bench.slo import parse_slo
     from penstock.perf.tune.space import parse_space
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli.bench import bench
 from penstock.perf.bench import figures
+from penstock.perf.bench.cli import bench
 
 APP = """
 import time

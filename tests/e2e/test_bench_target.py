@@ -16,11 +16,10 @@ import pytest
 
 from penstock.client.endpoint import parse_url
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.ask import ask
-from penstock.perf.bench.measurement import ServerSide
+from penstock.perf.bench.measurement import ServerStats
 from penstock.perf.bench.payload import payloads
-from penstock.perf.bench.probe import Probe
-from penstock.perf.bench.server import ServerProcess
+from penstock.perf.bench.probe import ServerProbe
+from penstock.perf.bench.server import ServerProcess, fetch
 from penstock.perf.bench.target import Target, open_target
 
 APP = """
@@ -76,7 +75,7 @@ def served(folder: Path) -> Iterator[Target]:
 def post(target: Target, count: int) -> None:
     payload = payloads(None, target)[0]
     for _ in range(count):
-        reply = ask(target.endpoint, "POST", target.path, payload.body, content_type=payload.content_type)
+        reply = fetch(target.endpoint, "POST", target.path, payload.body, content_type=payload.content_type)
         assert (reply.status, reply.json()) == (200, 6.0)
 
 
@@ -87,14 +86,14 @@ def test_an_app_is_served_for_the_run_and_answers_its_example(served: Target) ->
     assert served.pids == (served.server.pid,)
     post(served, 1)
     chance = payloads("random", served)[0]
-    reply = ask(served.endpoint, "POST", chance.path, chance.body, content_type=chance.content_type)
+    reply = fetch(served.endpoint, "POST", chance.path, chance.body, content_type=chance.content_type)
     assert reply.status == 200
     assert "predicting 1" in served.server.said()
 
 
 def test_models_of_a_server_that_was_started_to_be_changed_can_be(served: Target) -> None:
     assert served.management is not None
-    reply = ask(served.management, "PUT", "/models/sum/scale", b'{"instances": 1}')
+    reply = fetch(served.management, "PUT", "/models/sum/scale", b'{"instances": 1}')
     assert reply.ok, reply.text
 
 
@@ -108,8 +107,8 @@ def test_a_server_that_runs_is_found_with_its_process_and_its_other_listeners(se
 
 
 def test_the_servers_side_of_a_run_is_told(served: Target) -> None:
-    async def watch() -> ServerSide | None:
-        probe = Probe(served)
+    async def watch() -> ServerStats | None:
+        probe = ServerProbe(served)
         await probe.start()
         await asyncio.to_thread(post, served, 5)
         return await probe.stop()
@@ -133,7 +132,7 @@ def test_an_archive_is_served_as_torchserve_does(tmp_path: Path) -> None:
     subprocess.run([*packed, "--handler", "upper.py", "--export-path", "."], cwd=tmp_path, check=True)
     with open_target(str(tmp_path / "upper.mar")) as target:
         assert (target.model, target.path, target.protocol) == ("upper", "/predictions/upper", "torchserve")
-        reply = ask(target.endpoint, "POST", target.path, b"abc", content_type="application/octet-stream")
+        reply = fetch(target.endpoint, "POST", target.path, b"abc", content_type="application/octet-stream")
         assert (reply.status, reply.body) == (200, b"ABC")
         with open_target(f"{target.endpoint.url}/predictions/upper") as found:
             assert (found.protocol, found.metrics) == ("torchserve", target.metrics)
@@ -150,7 +149,7 @@ def test_a_name_that_is_not_in_the_app_is_wrong_usage_and_told_in_a_line(folder:
 def test_of_a_server_that_talks_much_the_end_is_kept(folder: Path) -> None:
     with open_target(f"{folder}/app.py:Talks") as target:
         for letter in (b'"a"', b'"b"', b'"c"'):
-            assert ask(target.endpoint, "POST", target.path, letter).ok
+            assert fetch(target.endpoint, "POST", target.path, letter).ok
         assert target.server is not None
         said = target.server.said()
     assert said.endswith("c" * 500_000 + "\n")
@@ -214,7 +213,7 @@ def test_settings_of_the_environment_are_not_those_of_a_measured_server(
     with ServerProcess(["app.py:Sum", "--record", str(trace)], cwd=folder) as server:
         endpoint = parse_url(server.urls["inference"])
         for _ in range(3):
-            assert ask(endpoint, "POST", "/predictions/sum", b'{"x": [[1, 2, 3]]}').ok
+            assert fetch(endpoint, "POST", "/predictions/sum", b'{"x": [[1, 2, 3]]}').ok
     lines = trace.read_text().splitlines()
     assert len(lines) == 3
     assert lines[0].endswith(',"rows":1,"bytes":18,"model":"sum"}')

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.benchmark_suite import benchmark_suite
+from penstock.perf.bench.cli import benchmark_suite
 from penstock.perf.bench.results import read
 
 GUIDE = (Path(__file__).parents[1] / "unit" / "perf" / "bench" / "guide.yaml").read_text()

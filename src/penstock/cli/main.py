@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 
 import click
 
@@ -10,13 +12,13 @@ from penstock._version import __version__
 
 _VERBS = {
     "archive": "penstock.torchserve.cli.archive:archive",
-    "benchmark-suite": "penstock.cli.benchmark_suite:benchmark_suite",
-    "bench": "penstock.cli.bench:bench",
+    "benchmark-suite": "penstock.perf.bench.cli:benchmark_suite",
+    "bench": "penstock.perf.bench.cli:bench",
     "caption": "penstock.cli.caption:caption",
-    "compare": "penstock.cli.compare:compare",
+    "compare": "penstock.perf.bench.cli:compare",
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo.command:demo",
-    "gate": "penstock.cli.gate:gate",
+    "gate": "penstock.perf.bench.cli:gate",
     "pipeline": "penstock.pipeline.cli:pipeline",
     "serve": "penstock.cli.serve:serve",
     "simulate": "penstock.cli.simulate:simulate",
@@ -42,8 +44,17 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="penstock")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Serves models: requests are gathered into full batches and driven onto workers."""
+    ctx.obj = {"download_archive": _download_archive}
+
+
+def _download_archive(url: str, folder: Path) -> Path:
+    """The archive behind an http(s) URL, downloaded into the folder. Raises ArchiveError."""
+    from penstock.torchserve.archive.store import ModelStore
+
+    return ModelStore(folder, allowed_urls=[re.escape(url)]).locate(url)
 
 
 if __name__ == "__main__":

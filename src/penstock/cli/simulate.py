@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from penstock.cli.measuring import exit_code, seconds
+from penstock.perf.cli import exit_code, seconds
 
 if TYPE_CHECKING:
     from penstock.perf.bench.arrivals import Trace
@@ -126,10 +126,10 @@ def _offered(trace: Trace) -> str:
 
 def _table(found: Sequence[Outcome]) -> Iterator[str]:
     """A line a setting, and which is the best."""
-    from penstock.perf.bench.table import plain
+    from penstock.perf.bench.document import align
     from penstock.perf.simulate.replay import best
 
-    yield from plain([HEADER, *(_cells(one) for one in found)])
+    yield from align([HEADER, *(_cells(one) for one in found)])
     first = best(found)
     slo = ",".join(clause.text for clause in found[0].slo)
     if first is None:

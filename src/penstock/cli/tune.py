@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from penstock.cli.measuring import FAILED, INTERRUPTED, exit_code, seconds, warmup
 from penstock.cli.tune_job import Job, identity, read_job
+from penstock.perf.cli import FAILED, INTERRUPTED, exit_code, seconds, warmup
 
 if TYPE_CHECKING:
-    from penstock.perf.bench.results import Origin, Results
+    from penstock.perf.bench.origin import Origin
+    from penstock.perf.bench.results import Results
     from penstock.perf.bench.slo import Slo
     from penstock.perf.simulate.capacity import Effort
     from penstock.perf.tune.journal import Journal
@@ -141,11 +142,9 @@ def _effort(name: str) -> Effort:
 
 def _told(job: Job, outcome: Outcome, payload_bytes: int) -> int:
     """Writes the reports and the configuration, tells the verdict, and gives the exit status."""
-    from penstock.perf.bench.document import Report, markdown
-    from penstock.perf.bench.publish import publish
-    from penstock.perf.bench.report import compose
-    from penstock.perf.bench.results import not_written, read, write_whole
-    from penstock.perf.bench.table import plain
+    from penstock.perf.bench.document import Report, align, markdown
+    from penstock.perf.bench.report import compose, publish
+    from penstock.perf.bench.results import read, write_error, write_whole
     from penstock.perf.tune.table import as_csv, rows
 
     origin, measurements = read(job.folder)
@@ -156,12 +155,12 @@ def _told(job: Job, outcome: Outcome, payload_bytes: int) -> int:
     try:
         write_whole(job.folder / TABLE, as_csv(table).encode())
     except OSError as e:
-        raise not_written(job.folder, e) from e
+        raise write_error(job.folder, e) from e
     if job.flags["json"]:
         click.echo(msgspec.json.format(msgspec.json.encode(verdict)))
     else:
         click.echo(markdown(Report(report.title, report.verdict, [])))
-        click.echo("\n".join(plain(table)))
+        click.echo("\n".join(align(table)))
     click.echo(f"{text} and {page} tell all of it", err=True)
     _write(job, outcome, page)
     if outcome.ended == "interrupted":
@@ -201,7 +200,7 @@ def _write(job: Job, outcome: Outcome, page: Path) -> None:
 
 def _forget(folder: Path) -> None:
     """Takes away what a run left there, and nothing else but the folder that is empty then."""
-    from penstock.perf.bench.publish import PAGE, REPORT, VERDICT
+    from penstock.perf.bench.report import PAGE, REPORT, VERDICT
     from penstock.perf.bench.results import RECORDS, RUN, SUMMARY
 
     for name in (RUN, RECORDS, SUMMARY, JOURNAL, REPORT, PAGE, VERDICT, TABLE):
@@ -211,13 +210,11 @@ def _forget(folder: Path) -> None:
 
 
 def _origin(job: Job) -> Origin:
-    from penstock.perf.bench.machine import machine, versions
-    from penstock.perf.bench.redact import typed
-    from penstock.perf.bench.results import Origin
+    from penstock.perf.bench.origin import Origin, command_line, machine, versions
 
     return Origin(
         command="tune",
-        line=typed(sys.argv[1:]),
+        line=command_line(sys.argv[1:]),
         target=job.subject.target,
         slo=job.slo.text,
         seed=job.flags["seed"],

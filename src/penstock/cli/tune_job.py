@@ -44,7 +44,7 @@ def read_job(target: str, flags: dict[str, Any]) -> Job:
     from penstock.perf.tune.space import parse_space
 
     slo = parse_slo(flags["slo"])
-    if not any(part.name == "error" for part in slo.parts):
+    if not any(part.name == "error" for part in slo.objectives):
         # a server that refuses most requests answers the rest soon
         slo = parse_slo(f"{slo.text},error<={MOST_ERRORS:.0%}")
     if slo.latency_s is None:
@@ -76,7 +76,7 @@ def default_space() -> str:
 def read_subject(target: str, flags: dict[str, Any]) -> tuple[Subject, str | None]:
     """(what is to be tuned, the TOML that it was read from if it is one). Raises ConfigError."""
     from penstock.cli.serve import read_options, split_targets
-    from penstock.cli.tokens import read_token
+    from penstock.client.tokens import read_token
     from penstock.config.load import load_config
     from penstock.perf.tune.served import Subject
     from penstock.plugins import is_pipeline_file

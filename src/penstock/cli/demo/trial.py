@@ -12,14 +12,13 @@ from functools import partial
 import msgspec
 
 from penstock.cli.demo.digits import data, encode, has_opencv
-from penstock.cli.measuring import run_async
 from penstock.client.endpoint import parse_url
-from penstock.perf.bench.ask import ask
 from penstock.perf.bench.figures import percentile
 from penstock.perf.bench.load import closed_loop, http_request
-from penstock.perf.bench.page import read_page
-from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT
-from penstock.perf.bench.server import ServerProcess
+from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT
+from penstock.perf.bench.probe import read_page
+from penstock.perf.bench.server import ServerProcess, fetch
+from penstock.perf.cli import run_async
 
 Show = Callable[[float, int], None]
 """Receives the finished share, from 0 to 1, and the number of answers, a few times per second."""
@@ -62,7 +61,7 @@ def make_server(policy: str, port: int = 0) -> ServerProcess:
 
 def _batches(server: ServerProcess) -> tuple[float, float]:
     """The number of rows run so far, and of batches."""
-    page = read_page(ask(parse_url(server.urls["metrics"]), "GET", "/metrics").body.decode(), "")
+    page = read_page(fetch(parse_url(server.urls["metrics"]), "GET", "/metrics").body.decode(), "")
     return page.sums.get("rows_sum", 0.0), page.sums.get("rows_count", 0.0)
 
 

@@ -1,19 +1,19 @@
-"""Two runs held against each other, load by load: better, worse or the same, by how much, and how surely. Pure."""
+"""Whether a run is as good as its baseline: the answer for a build, as an exit status and as JUnit XML. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
+from xml.etree import ElementTree
 
 from msgspec import Struct, field, structs
 
 from penstock.perf.bench.document import NOT_TOLD, number, percent, seconds
-from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.points import Get, Point, p99, points, throughput
-from penstock.perf.bench.results import MACHINE, Origin
+from penstock.perf.bench.measurement import Get, Load, LoadPoint, Measurement, p99, points, throughput
+from penstock.perf.bench.origin import MACHINE, Origin
 from penstock.perf.bench.stats import LEAST, Difference, difference, ratio
 
-Run = tuple[Origin, Sequence[Measurement]]
+RunResults = tuple[Origin, Sequence[Measurement]]
 Judged = Literal["better", "worse", "same", "n/a"]
 
 TOLERANCE: Final = 0.05
@@ -21,7 +21,7 @@ CONFIDENCE: Final = 0.95  # for all changes of a comparison together
 SEES: Final = 0.10  # an interval wider than that on either side would hide a change that matters
 
 
-class Metric(Struct, frozen=True):
+class ComparedMetric(Struct, frozen=True):
     """`counted` metrics change by a share of what they were, others (shares themselves) by their difference, of which
     `tolerance` is the least that matters; None: that of the comparison."""
 
@@ -34,10 +34,10 @@ class Metric(Struct, frozen=True):
 
 
 METRICS: Final = (
-    Metric("throughput/s", throughput, number, more_is_better=True),
-    Metric("p50", lambda m: m.latency.p50_s, seconds),
-    Metric("p99", p99, seconds),
-    Metric("errors", lambda m: m.error_share, percent, counted=False, tolerance=0.001),
+    ComparedMetric("throughput/s", throughput, number, more_is_better=True),
+    ComparedMetric("p50", lambda m: m.latency.p50_s, seconds),
+    ComparedMetric("p99", p99, seconds),
+    ComparedMetric("errors", lambda m: m.error_share, percent, counted=False, tolerance=0.001),
 )
 
 
@@ -87,7 +87,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return next((judged for judged in order if judged in found), "n/a")
 
 
-def compare(before: Run, after: Run, *, tolerance: float = TOLERANCE) -> Comparison:
+def compare(before: RunResults, after: RunResults, *, tolerance: float = TOLERANCE) -> Comparison:
     """How `after` differs from `before`, under the loads that both have.
 
     Better or worse is what changed by `tolerance` at least, and surely: the intervals hold for all changes of the
@@ -108,17 +108,19 @@ def compare(before: Run, after: Run, *, tolerance: float = TOLERANCE) -> Compari
 _Values = tuple[list[float], list[float]]
 
 
-def _values(a: Point, b: Point, metric: Metric) -> _Values:
+def _values(a: LoadPoint, b: LoadPoint, metric: ComparedMetric) -> _Values:
     """Of the repeats; empty for a side of which not all can tell it."""
     first, second = ([] if p.median(metric.get) is None else p.values(metric.get) for p in (a, b))
     return first, second
 
 
-def _testable(metric: Metric, first: list[float], second: list[float]) -> bool:
+def _testable(metric: ComparedMetric, first: list[float], second: list[float]) -> bool:
     return min(len(first), len(second)) >= LEAST and (metric.counted or any(first + second))
 
 
-def _change(a: Point, b: Point, metric: Metric, values: _Values, confidence: float, tolerance: float) -> Change:
+def _change(
+    a: LoadPoint, b: LoadPoint, metric: ComparedMetric, values: _Values, confidence: float, tolerance: float
+) -> Change:
     told = Change(
         load=a.name, metric=metric.name, judged="n/a", before=a.median(metric.get), after=b.median(metric.get)
     )
@@ -135,7 +137,7 @@ def _change(a: Point, b: Point, metric: Metric, values: _Values, confidence: flo
     return structs.replace(told, judged=judged, change=found.change, low=found.low, high=found.high, why=why)
 
 
-def _why_not(a: Point, b: Point, first: list[float], second: list[float]) -> str:
+def _why_not(a: LoadPoint, b: LoadPoint, first: list[float], second: list[float]) -> str:
     """Why the two sides cannot be compared; "" when they can."""
     if lost := next((point for point in (a, b) if not point.runs), None):
         return f"all repeats of a run are INVALID: {lost.invalid[0].invalid[0]}"
@@ -146,13 +148,15 @@ def _why_not(a: Point, b: Point, first: list[float], second: list[float]) -> str
     return ""
 
 
-def _judge(found: Difference, metric: Metric, chance: float, tolerance: float) -> Judged:
+def _judge(found: Difference, metric: ComparedMetric, chance: float, tolerance: float) -> Judged:
     if found.chance > chance or abs(found.change) < tolerance:
         return "same"
     return "better" if (found.change > 0) == metric.more_is_better else "worse"
 
 
-def _paired(before: list[Point], after: list[Point]) -> tuple[list[tuple[Point, Point]], list[str], list[str]]:
+def _paired(
+    before: list[LoadPoint], after: list[LoadPoint]
+) -> tuple[list[tuple[LoadPoint, LoadPoint]], list[str], list[str]]:
     """The loads that both have, the names of those that only `before` has, and what is to be said of all."""
     there = {point.name: point for point in after}
     pairs = [(point, there[point.name]) for point in before if point.name in there]
@@ -183,3 +187,79 @@ def _origins(before: Origin, after: Origin) -> list[str]:
         facts.append((f"version of {name}", before.versions.get(name), after.versions.get(name)))
     found = [f"{name}: {old} in the first run, {new} in the second" for name, old, new in facts if old != new]
     return found + [f"{which} run: {o.busy}" for which, o in (("first", before), ("second", after)) if o.busy]
+
+
+PASS: Final = 0
+REGRESSION: Final = 1
+INVALID: Final = 2
+USAGE: Final = 3
+
+
+class Decision(Struct, frozen=True):
+    """`why` has a line for each regression, and for all that makes the answer invalid."""
+
+    code: int
+    why: list[str]
+
+
+def decide(comparison: Comparison, *, any_machine: bool = False) -> Decision:
+    """A regression is what is surely worse under a load. Invalid is what cannot be told: other machines, loads of the
+    baseline that the run has not, runs marked INVALID, too few repeats. A regression counts more, except on another
+    machine, where nothing counts."""
+    invalid = [] if any_machine else [f"another machine: {text}" for text in comparison.other_machine]
+    if invalid:
+        return Decision(INVALID, [*invalid, "measure both on one machine, or say --any-machine"])
+    invalid += [f"{load}: in the baseline, but not in the run" for load in comparison.missing]
+    invalid += _untold(comparison)
+    if not comparison.changes:
+        invalid.append("the run and its baseline have no load in common")
+    worse = [_sentence(change) for change in comparison.changes if change.judged == "worse"]
+    return Decision(REGRESSION if worse else INVALID if invalid else PASS, worse + invalid)
+
+
+def _untold(comparison: Comparison) -> list[str]:
+    """Loads of which not even the throughput can be told. A percentile may need more samples than there are."""
+    return [
+        f"{change.load}: {change.why}"
+        for change in comparison.changes
+        if change.metric == "throughput/s" and change.judged == "n/a"
+    ]
+
+
+def _sentence(change: Change) -> str:
+    load, metric, before, after, by, between, *_ = change.cells()
+    return f"{load}: {metric} {before} -> {after}, {by} ({between})"
+
+
+def junit_xml(comparison: Comparison, decision: Decision) -> bytes:
+    """The decision as a test suite: a case for each load and metric, and one for what makes it invalid as a whole.
+
+    What is worse is a failure where it counts: not on another machine.
+    """
+    suite = ElementTree.Element("testsuite", name="penstock gate")
+    counts = {"failure": 0, "error": 0, "skipped": 0}
+
+    def case(load: str, name: str, kind: str = "", message: str = "") -> None:
+        found = ElementTree.SubElement(suite, "testcase", classname=_printable(load), name=name)
+        if kind:
+            ElementTree.SubElement(found, kind, message=_printable(message))
+            counts[kind] += 1
+
+    kinds = {"worse": "failure" if decision.code == REGRESSION else "skipped", "n/a": "skipped"}
+    for change in comparison.changes:
+        told = change.why if change.judged == "n/a" else _sentence(change)
+        case(change.load, change.metric, kinds.get(change.judged, ""), told)
+    regressions = [_sentence(change) for change in comparison.changes if change.judged == "worse"]
+    for text in decision.why:
+        if text not in regressions:
+            case("penstock gate", "valid", "error", text)
+    for name, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(name, str(counts[kind]))
+    suite.set("tests", str(len(suite)))
+    found: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+    return found
+
+
+def _printable(text: str) -> str:
+    """What XML can carry: it has no place for control characters."""
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -13,10 +13,42 @@ from typing import Any, Final
 import numpy as np
 from msgspec import structs
 
-from penstock.perf.bench.histogram import encode
-from penstock.perf.bench.measurement import Generator, Latency, Load, Measurement, ServerSide
-from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+from penstock.errors import ConfigError
+from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+from penstock.perf.bench.measurement import GeneratorHealth, Latency, Load, Measurement, ServerStats
 from penstock.perf.bench.slo import Slo
+
+_LEAST_US: Final = 1
+_MOST_US: Final = 3_600_000_000
+_DIGITS: Final = 3
+
+
+def encode(latencies_s: Sequence[float]) -> str:
+    """The histogram; "" without the library (the extra `bench`). What is over an hour counts as an hour."""
+    try:
+        from hdrh.histogram import HdrHistogram
+    except ImportError:
+        return ""
+    histogram = HdrHistogram(_LEAST_US, _MOST_US, _DIGITS)
+    us = np.clip(np.rint(np.asarray(latencies_s, float) * 1e6), _LEAST_US, _MOST_US)
+    for value, count in zip(*np.unique(us, return_counts=True), strict=True):
+        histogram.record_value(int(value), int(count))
+    return str(histogram.encode().decode("ascii"))
+
+
+def decode(text: str) -> list[tuple[float, int]]:
+    """(seconds, how many took about so long), rising. Raises ConfigError for what is no histogram, or no library."""
+    try:
+        from hdrh.histogram import HdrHistogram
+    except ImportError:
+        raise ConfigError("histograms are read with hdrhistogram; install penstock[bench]") from None
+    try:
+        histogram = HdrHistogram.decode(text)
+    except Exception as exc:  # the library's own, zlib's, base64's and ctypes'
+        raise ConfigError(f"no HDR histogram: found {text[:20]!r}..., expected V2 in base64 ({exc})") from None
+    found = ((x.value_iterated_to * 1e-6, x.count_at_value_iterated_to) for x in histogram.get_recorded_iterator())
+    return [(seconds, int(count)) for seconds, count in found if math.isfinite(seconds)]
+
 
 LATE_S: Final = 0.001
 MOST_LATE: Final = 0.01  # of the sends
@@ -113,7 +145,7 @@ def summarise(
     label: str = "",
     repeat: int = 0,
     started: str = "",
-    server: ServerSide | None = None,
+    server: ServerStats | None = None,
     late_s: float = 0.0,
 ) -> Measurement:
     """One run as it is kept, with the verdict on the SLO, and what speaks against believing it.
@@ -202,13 +234,15 @@ def _first_error(samples: Samples) -> str | None:
     return f"{status_text}: {text}" if text else status_text
 
 
-def _health(samples: Samples, late: Sequence[float]) -> Generator:
+def _health(samples: Samples, late: Sequence[float]) -> GeneratorHealth:
     cpu = samples.cpu_s / samples.busy_s if samples.busy_s else 0.0
     share = (len(late) - bisect_right(late, LATE_S)) / len(late) if late else 0.0
-    return Generator(cpu=cpu, late_share=share, late_p99_s=percentile(late, 0.99) if late else 0.0)
+    return GeneratorHealth(cpu=cpu, late_share=share, late_p99_s=percentile(late, 0.99) if late else 0.0)
 
 
-def _invalid(samples: Samples, health: Generator, late: Sequence[float], latency: Latency, late_s: float) -> list[str]:
+def _invalid(
+    samples: Samples, health: GeneratorHealth, late: Sequence[float], latency: Latency, late_s: float
+) -> list[str]:
     """Why the run says nothing about the server. Lateness that is a small part of the latencies is a caveat only."""
     found = []
     if _late(health, late) and _matters(late, latency, late_s):
@@ -236,7 +270,7 @@ def _matters(late: Sequence[float], latency: Latency, late_s: float) -> bool:
     return any(percentile(late, q) > max(late_s, MATTERS * (whole or 0.0)) for q, whole in parts)
 
 
-def _late(health: Generator, late: Sequence[float]) -> bool:
+def _late(health: GeneratorHealth, late: Sequence[float]) -> bool:
     return health.late_share >= MOST_LATE and health.late_share * len(late) > CHANCE
 
 
@@ -255,7 +289,7 @@ def _own_tail(late: Sequence[float], latency: Latency) -> list[str]:
 def _caveats(
     load: Load,
     samples: Samples,
-    health: Generator,
+    health: GeneratorHealth,
     late: Sequence[float],
     latency: Latency,
     histogram: str,

@@ -5,17 +5,116 @@ One asyncio protocol on httptools; no task, no timer and no dict a request. Both
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import math
+import os
+import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from penstock.client.endpoint import Endpoint
-from penstock.perf.bench.alarm import make_alarm
-from penstock.perf.bench.connection import Connection
-from penstock.perf.bench.drive import Check, Progress, Run, Work
-from penstock.perf.bench.samples import REFUSED, TIMED_OUT, UNDER_WAY, Samples
+from penstock.perf.bench.load_run import (
+    REFUSED,
+    TIMED_OUT,
+    UNDER_WAY,
+    Check,
+    LoadConnection,
+    LoadInput,
+    LoadRun,
+    Progress,
+    Samples,
+)
+
+_MONOTONIC = 1  # CLOCK_MONOTONIC, which time.perf_counter reads on Linux
+_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK, TFD_CLOEXEC
+_ABSOLUTE = 1  # TFD_TIMER_ABSTIME
+
+
+class _Spec(ctypes.Structure):
+    """struct itimerspec: twice seconds and nanoseconds, how often and when first."""
+
+    _fields_ = (
+        ("every_s", ctypes.c_long),
+        ("every_ns", ctypes.c_long),
+        ("at_s", ctypes.c_long),
+        ("at_ns", ctypes.c_long),
+    )
+
+
+class Alarm(Protocol):
+    """Calls what it was made with, in the loop's thread, once for each `at`."""
+
+    def at(self, when_s: float) -> None:
+        """Rings at that time of `time.perf_counter`, at once if it is over; replaces what was set before."""
+
+    def close(self) -> None:
+        """Never rings again."""
+
+
+class TimerFile:
+    """An alarm by timerfd (Linux). Raises OSError where there is none."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._settime = libc.timerfd_settime
+        self._fd = int(libc.timerfd_create(_MONOTONIC, _FLAGS))
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._spec = _Spec()
+        self._set = False
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._readable)
+
+    def at(self, when_s: float) -> None:
+        """Sets the file's time; all zero would disarm it."""
+        spec = self._spec
+        spec.at_s = whole = int(when_s)
+        spec.at_ns = max(1, int((when_s - whole) * 1e9))
+        self._set = True
+        self._settime(self._fd, _ABSOLUTE, ctypes.byref(spec), None)
+
+    def _readable(self) -> None:
+        self._set = False
+        self._ring()
+        if not self._set:
+            os.read(self._fd, 8)  # a file that is set anew is not readable any more; this one would ring again
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        self._set = True
+
+
+class LoopTimer:
+    """An alarm by the loop's own timer: up to a millisecond or two late."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self._handle: asyncio.TimerHandle | None = None
+
+    def at(self, when_s: float) -> None:
+        self.close()
+        self._handle = self._loop.call_later(max(0.0, when_s - time.perf_counter()), self._ring)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+def make_alarm(ring: Callable[[], None]) -> Alarm:
+    """The most exact alarm there is, for the running loop."""
+    if sys.platform == "linux":
+        try:
+            return TimerFile(ring)
+        except (OSError, AttributeError):  # forbidden, or a C library without it
+            pass
+    return LoopTimer(ring)
+
 
 __all__ = ["Check", "Progress", "Samples", "closed_loop", "http_request", "open_loop"]
 
@@ -50,7 +149,7 @@ async def open_loop(
     """
     if not requests or not times:
         raise ValueError("an open loop takes at least one request and one time")
-    work = Work(endpoint, requests, check, on_progress, samples or Samples())
+    work = LoadInput(endpoint, requests, check, on_progress, samples or Samples())
     run = _Open(work, times, patience_s)
     run.samples.seconds = seconds or times[-1] * len(times) / max(1, len(times) - 1)
     return await run.run(min(connections, run.most))
@@ -78,15 +177,15 @@ async def closed_loop(
     """
     if not requests or concurrency < 1 or (seconds <= 0 and at_least < 1):
         raise ValueError("a closed loop takes a request, a client, and seconds or a number of requests")
-    work = Work(endpoint, requests, check, on_progress, samples or Samples())
+    work = LoadInput(endpoint, requests, check, on_progress, samples or Samples())
     run = _Closed(work, concurrency, seconds, max(1, at_least), len(requests) if whole_passes else 1, timeout_s)
     return await run.run(concurrency)
 
 
-class _Open(Run):
+class _Open(LoadRun):
     """Requests at their times."""
 
-    def __init__(self, work: Work, times: Sequence[float], patience_s: float) -> None:
+    def __init__(self, work: LoadInput, times: Sequence[float], patience_s: float) -> None:
         super().__init__(work)
         self.times = times
         self.patience_s = patience_s
@@ -119,7 +218,7 @@ class _Open(Run):
         if len(self._all) + len(self._opening) < self.most:
             self.one_more()
 
-    def free(self, connection: Connection) -> None:
+    def free(self, connection: LoadConnection) -> None:
         if self._waiting and not self.over:
             connection.send(self._waiting.popleft())
             return
@@ -155,10 +254,12 @@ class _Open(Run):
                 samples.latency_s[index] = now_s - samples.intended_s[index]
 
 
-class _Closed(Run):
+class _Closed(LoadRun):
     """Clients that each wait for their answer."""
 
-    def __init__(self, work: Work, clients: int, seconds: float, at_least: int, passes: int, timeout_s: float) -> None:
+    def __init__(
+        self, work: LoadInput, clients: int, seconds: float, at_least: int, passes: int, timeout_s: float
+    ) -> None:
         super().__init__(work)
         self.clients = clients
         self.seconds = seconds
@@ -175,7 +276,7 @@ class _Closed(Run):
         for _ in range(self.clients - len(idle)):
             self.not_connected(REFUSED)
 
-    def free(self, connection: Connection) -> None:
+    def free(self, connection: LoadConnection) -> None:
         now_s = time.perf_counter() - self.start
         if self._more(now_s):
             connection.send(self.add(now_s, 0.0))

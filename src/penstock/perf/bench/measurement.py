@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from msgspec import Struct, field
@@ -52,7 +54,7 @@ class Latency(Struct, frozen=True, kw_only=True):
     p99_high_s: float | None = None
 
 
-class Generator(Struct, frozen=True, kw_only=True):
+class GeneratorHealth(Struct, frozen=True, kw_only=True):
     """The health of the load generator: `cpu` is its share of one core, `late_share` that of the sends that left more
     than 1 ms after their time (open loop only)."""
 
@@ -70,7 +72,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     total_bytes: int = 0
 
 
-class ServerSide(Struct, frozen=True, kw_only=True):
+class ServerStats(Struct, frozen=True, kw_only=True):
     """What the server did during the run; None where it does not tell.
 
     `queue_s`: mean wait of a request. `preprocess_s`, `run_s`, `postprocess_s`: mean of a batch; `run_s` is the model
@@ -93,7 +95,7 @@ class ServerSide(Struct, frozen=True, kw_only=True):
     gpus: list[Gpu] = field(default_factory=list)
 
 
-class Clause(Struct, frozen=True, kw_only=True):
+class ObjectiveResult(Struct, frozen=True, kw_only=True):
     """One part of an SLO, as measured: `met` None when there are too few samples to tell."""
 
     text: str
@@ -123,9 +125,9 @@ class Measurement(Struct, frozen=True, kw_only=True):
     goodput: float | None = None
     latency: Latency = Latency()
     histogram: str = ""
-    generator: Generator = Generator()
-    server: ServerSide | None = None
-    slo: list[Clause] = field(default_factory=list)
+    generator: GeneratorHealth = GeneratorHealth()
+    server: ServerStats | None = None
+    slo: list[ObjectiveResult] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
     caveats: list[str] = field(default_factory=list)
 
@@ -143,3 +145,134 @@ class Measurement(Struct, frozen=True, kw_only=True):
         if self.error_share > MOST_ERRORS and not any(clause.text.startswith("error") for clause in self.slo):
             return False
         return all(clause.met for clause in self.slo)
+
+
+Get = Callable[[Measurement], float | None]
+
+
+class LoadPoint(Struct, frozen=True, kw_only=True):
+    """One load on one configuration. `runs` are the valid repeats, `invalid` the others."""
+
+    label: str
+    load: Load
+    runs: list[Measurement]
+    invalid: list[Measurement]
+
+    @property
+    def name(self) -> str:
+        """As it stands in sentences: "batch=8 at 64 clients"."""
+        return f"{self.label} at {self.load.label}" if self.label else self.load.label
+
+    def values(self, get: Get) -> list[float]:
+        """Of each valid repeat that can tell it."""
+        return [value for run in self.runs if (value := get(run)) is not None]
+
+    def median(self, get: Get) -> float | None:
+        """Over the valid repeats; None when not all of them can tell it."""
+        values = self.values(get)
+        return statistics.median(values) if values and len(values) == len(self.runs) else None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether each valid repeat kept the SLO: None when one cannot tell and none missed it."""
+        each = [run.met for run in self.runs]
+        if not each or any(met is False for met in each):
+            return False if each else None
+        return None if None in each else True
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """By code, of all valid repeats together."""
+        found: dict[str, int] = {}
+        for run in self.runs:
+            for code, count in run.errors.items():
+                found[code] = found.get(code, 0) + count
+        return dict(sorted(found.items()))
+
+
+def points(measurements: Iterable[Measurement]) -> list[LoadPoint]:
+    """In the order in which they were first measured."""
+    found: dict[tuple[str, str], LoadPoint] = {}
+    for m in measurements:
+        key = (m.label, m.load.label)
+        if key not in found:
+            found[key] = LoadPoint(label=m.label, load=m.load, runs=[], invalid=[])
+        (found[key].invalid if m.invalid else found[key].runs).append(m)
+    return list(found.values())
+
+
+def throughput(m: Measurement) -> float | None:
+    """Good answers a second."""
+    return m.throughput
+
+
+def worth(m: Measurement) -> float:
+    """Goodput where it is known, else throughput, a second."""
+    return m.throughput if m.goodput is None else m.goodput
+
+
+def p99(m: Measurement) -> float | None:
+    """Seconds."""
+    return m.latency.p99_s
+
+
+def side(m: Measurement) -> ServerStats:
+    """The server's side; one that tells nothing where there is none."""
+    return m.server or ServerStats()
+
+
+def knobs(label: str) -> dict[str, str]:
+    """The settings that a label tells: "batch=8,instances=2" -> {"batch": "8", "instances": "2"}."""
+    return dict(part.split("=", 1) for part in label.split(",") if "=" in part)
+
+
+SPLIT: dict[str, Get] = {
+    "queue": lambda m: side(m).queue_s,
+    "preprocess": lambda m: side(m).preprocess_s,
+    "run": lambda m: side(m).run_s,
+    "postprocess": lambda m: side(m).postprocess_s,
+}
+
+
+class RunnerUp(Struct, frozen=True, kw_only=True):
+    """Settings that were not chosen, and why not: in words, with numbers."""
+
+    settings: str
+    why: str
+
+
+class SearchStep(Struct, frozen=True, kw_only=True):
+    """One look of a search: settings, what they were found to bear (good answers a second; None when they were ruled
+    out without), whether that was within the SLO, and how long the search had measured when it knew."""
+
+    settings: str
+    goodput: float | None = None
+    met: bool | None = None
+    elapsed_s: float = 0.0
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What tuning came to. Settings are their canonical text, "batch=8,instances=2", as in `Measurement.label`.
+
+    `met` False: nothing tried keeps the SLO, and `chosen` is only what comes nearest ("": nothing was measured). Not
+    `proven`: the search ended before repeats made sure of it.
+    `gain` is goodput over that of `default`, less one (0.4: 40 % more), within `interval` with 95 % confidence; None
+    where the default has none. `command` reproduces the search, `cost_per_million` is the price of a million requests,
+    in the unit of --price. `table` is what each of the settings bore: the heading, then a row each.
+    """
+
+    slo: str
+    chosen: str
+    default: str
+    met: bool = True
+    proven: bool = True
+    goodput: float | None = None
+    default_goodput: float | None = None
+    gain: float | None = None
+    interval: tuple[float, float] | None = None
+    command: str = ""
+    cost_per_million: float | None = None
+    runners_up: list[RunnerUp] = field(default_factory=list)
+    trajectory: list[SearchStep] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    table: list[list[str]] = field(default_factory=list)

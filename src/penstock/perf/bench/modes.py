@@ -25,7 +25,7 @@ GAIN: Final = 1.03  # less is none
 MOST_CLIENTS: Final = 4096
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class LoadPlan(Struct, frozen=True, kw_only=True):
     """What is to be run. In a ramp `rates` are the first rate and, if there are two, the last; searches of `saturate`
     begin with the first of `concurrency`. `rates` may be empty for a ramp, and for the trace that `arrival` names."""
 
@@ -57,7 +57,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         )
 
 
-async def carry_out(plan: Plan, slo: Slo, measure: Measure) -> AsyncIterator[str]:
+async def carry_out(plan: LoadPlan, slo: Slo, measure: Measure) -> AsyncIterator[str]:
     """Runs all of it, repeats interleaved; gives what a search found, in words, as soon as it is found."""
     for repeat in range(plan.repeat):
         if plan.mode == "closed":
@@ -72,7 +72,7 @@ async def carry_out(plan: Plan, slo: Slo, measure: Measure) -> AsyncIterator[str
             yield await _saturate(plan, measure, repeat)
 
 
-async def _saturate(plan: Plan, measure: Measure, repeat: int) -> str:
+async def _saturate(plan: LoadPlan, measure: Measure, repeat: int) -> str:
     """Doubles the clients until that has gained nothing twice: a batch may be no faster before it is twice as full."""
     best: Measurement | None = None
     clients, idle = plan.concurrency[0], 0
@@ -107,7 +107,7 @@ def _unknown(what: str, so_far: str) -> str:
 class _Ramp:
     """One search for the knee: the highest rate that holds."""
 
-    def __init__(self, plan: Plan, slo: Slo, measure: Measure, repeat: int) -> None:
+    def __init__(self, plan: LoadPlan, slo: Slo, measure: Measure, repeat: int) -> None:
         self._plan, self._slo, self._measure, self._repeat = plan, slo, measure, repeat
         self._good: float | None = None
         self._bad: float | None = None
@@ -155,20 +155,20 @@ class _Ramp:
 
     def _seconds(self, rate: float) -> float:
         """Long enough for the samples that the SLO's percentiles take, with a fifth to spare."""
-        names = {part.name for part in self._slo.parts} or {"p99"}
+        names = {part.name for part in self._slo.objectives} or {"p99"}
         samples = 1000 if "p99.9" in names else 100
         return max(self._plan.seconds, 1.2 * samples / rate)
 
     def _broken(self, run: Measurement) -> str | None:
         """Why the rate does not hold: "" when it does, None when that cannot be told."""
-        if not self._slo.parts and run.latency.p99_s is not None:
+        if not self._slo.objectives and run.latency.p99_s is not None:
             self._slo = parse_slo(f"p99<={run.latency.p99_s * KNEE * 1e3:.4g}ms")
-        if run.error_share > MOST_ERRORS and all(part.name != "error" for part in self._slo.parts):
+        if run.error_share > MOST_ERRORS and all(part.name != "error" for part in self._slo.objectives):
             return f"{run.error_share:.1%} errors"
         clauses = self._slo.judge(run)
         if not clauses or any(clause.value is None for clause in clauses):
             return None
-        parts = zip(self._slo.parts, clauses, strict=True)
+        parts = zip(self._slo.objectives, clauses, strict=True)
         return ", ".join(f"{part.name} is {in_units(part.name, c.value or 0.0)}" for part, c in parts if not c.met)
 
 

@@ -1,4 +1,4 @@
-"""What is sent: files, lines of a file, or tensors of chance in the shapes that a model declares."""
+"""How a payload is asked of a target, and which answers are good ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.errors import ConfigError
+from penstock.perf.bench.load import Check, http_request
 from penstock.perf.bench.target import Target
 from penstock.serving.protocols.oip import HEADER_LENGTH
 from penstock.serving.protocols.oip_binary import encode_request
@@ -97,13 +98,13 @@ def _content(path: Path, most_bytes: int) -> bytes:
         raise ConfigError(f"--data {path}: cannot be read: {exc.strerror}") from None
 
 
-def type_of(path: Path) -> str:
+def content_type_of(path: Path) -> str:
     """The content type that a file of that name is sent as."""
     return _TYPES.get(path.suffix.lower()) or mimetypes.guess_type(path.name)[0] or BYTES
 
 
 def _payload(body: bytes, path: Path, target: Target) -> Payload:
-    content_type = type_of(path)
+    content_type = content_type_of(path)
     if target.protocol != "oip" or content_type in (JSON, NPY):
         return Payload(body, content_type, path.name)
     wanted = [spec for spec in target.inputs if not spec.optional]
@@ -198,3 +199,23 @@ def _array(spec: TensorSpec, chance: np.random.Generator) -> np.ndarray[Any, Any
     if dtype.kind == "f":
         return chance.random(shape).astype(dtype)
     return chance.integers(2 if dtype.kind == "b" else 100, size=shape).astype(dtype)
+
+
+def request_of(target: Target, payload: Payload) -> bytes:
+    """The whole HTTP message. Raises ConfigError for a token that no header can carry."""
+    headers = {"Content-Type": payload.content_type, **payload.headers}
+    if target.token is not None:
+        if not target.token.isascii() or not target.token.isprintable():
+            raise ConfigError("the token holds a character that no header can carry")
+        headers["Authorization"] = f"Bearer {target.token}"
+    return http_request(target.endpoint, "POST", payload.path or target.path, headers, payload.body)
+
+
+def check_of(target: Target) -> Check | None:
+    """What an answer of 2xx must hold to be a good one; None where its status tells, and bodies need no look."""
+    return _has_outputs if target.protocol == "oip" else None
+
+
+def _has_outputs(number: int, status: int, body: bytes) -> bool:
+    """Some servers of the Open Inference Protocol answer 200 with {"error": ...}."""
+    return b'"outputs"' in body

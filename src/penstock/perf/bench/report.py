@@ -4,70 +4,67 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from msgspec import Struct, field
+import msgspec
 
+from penstock.errors import ConfigError
 from penstock.perf.bench.document import (
     NOT_TOLD,
     Block,
-    Bullets,
-    Code,
+    BulletList,
+    CodeBlock,
     Heading,
+    Paragraph,
     Report,
-    Says,
-    Table,
+    TableBlock,
     around,
+    markdown,
     number,
+    page,
     percent,
     seconds,
 )  # fmt: skip
-from penstock.perf.bench.measurement import Measurement
-from penstock.perf.bench.points import Get, Point, p99, points, side, throughput, worth
-from penstock.perf.bench.results import Origin
+from penstock.perf.bench.measurement import (
+    SPLIT,
+    Get,
+    LoadPoint,
+    Measurement,
+    Verdict,
+    p99,
+    points,
+    side,
+    throughput,
+    worth,
+)
+from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.plots import draw
+from penstock.perf.bench.results import read, write_error, write_whole
+
+REPORT, PAGE, VERDICT = "report.md", "report.html", "verdict.json"
 
 
-class RunnerUp(Struct, frozen=True, kw_only=True):
-    """Settings that were not chosen, and why not: in words, with numbers."""
+def publish(folder: Path | str, verdict: Verdict | None = None) -> tuple[Path, Path]:
+    """Where report.md and report.html are, made from the folder's results. The verdict is kept beside them.
 
-    settings: str
-    why: str
-
-
-class Step(Struct, frozen=True, kw_only=True):
-    """One look of a search: settings, what they were found to bear (good answers a second; None when they were ruled
-    out without), whether that was within the SLO, and how long the search had measured when it knew."""
-
-    settings: str
-    goodput: float | None = None
-    met: bool | None = None
-    elapsed_s: float = 0.0
-
-
-class Verdict(Struct, frozen=True, kw_only=True):
-    """What tuning came to. Settings are their canonical text, "batch=8,instances=2", as in `Measurement.label`.
-
-    `met` False: nothing tried keeps the SLO, and `chosen` is only what comes nearest ("": nothing was measured). Not
-    `proven`: the search ended before repeats made sure of it.
-    `gain` is goodput over that of `default`, less one (0.4: 40 % more), within `interval` with 95 % confidence; None
-    where the default has none. `command` reproduces the search, `cost_per_million` is the price of a million requests,
-    in the unit of --price. `table` is what each of the settings bore: the heading, then a row each.
+    Without matplotlib the page has no plots, and says so. Raises ConfigError for what is no folder of results,
+    PenstockError when it cannot be written to.
     """
-
-    slo: str
-    chosen: str
-    default: str
-    met: bool = True
-    proven: bool = True
-    goodput: float | None = None
-    default_goodput: float | None = None
-    gain: float | None = None
-    interval: tuple[float, float] | None = None
-    command: str = ""
-    cost_per_million: float | None = None
-    runners_up: list[RunnerUp] = field(default_factory=list)
-    trajectory: list[Step] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    table: list[list[str]] = field(default_factory=list)
+    folder = Path(folder)
+    origin, measurements = read(folder)
+    report = compose(origin, measurements, verdict)
+    try:
+        plots, without = draw(measurements, origin.slo, verdict), ""
+    except ConfigError as error:
+        plots, without = [], error.message
+    try:
+        if verdict is not None:
+            write_whole(folder / VERDICT, msgspec.json.format(msgspec.json.encode(verdict)) + b"\n")
+        write_whole(folder / REPORT, markdown(report).encode())
+        write_whole(folder / PAGE, page(report, plots, without).encode())
+    except OSError as e:
+        raise write_error(folder, e) from e
+    return folder / REPORT, folder / PAGE
 
 
 def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdict | None = None) -> Report:
@@ -76,7 +73,7 @@ def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdic
     first: list[Block] = []
     if bad := sum(len(point.invalid) for point in found):
         first.append(
-            Says(f"INVALID: {bad} of {len(measurements)} runs say nothing about the server; see below.", "bad")
+            Paragraph(f"INVALID: {bad} of {len(measurements)} runs say nothing about the server; see below.", "bad")
         )
     first += _tuned(verdict) if verdict else _judged(origin, found)
     rest = [
@@ -95,28 +92,34 @@ def _tuned(v: Verdict) -> list[Block]:
     borne = f": {number(v.goodput)} good answers/s" if v.goodput is not None else ""
     told: list[Block]
     if not v.chosen:
-        told = [Says(f"Nothing was measured that could tell whether {v.slo} can be kept.", "bad")]
+        told = [Paragraph(f"Nothing was measured that could tell whether {v.slo} can be kept.", "bad")]
     elif v.met:
-        says = Says(f"Chosen: {v.chosen}{borne} within {v.slo}.", "good")
-        told = [says if v.proven else Says(f"Not proven: {v.chosen}{borne} within {v.slo}.", "bad"), Says(_gain(v))]
+        says = Paragraph(f"Chosen: {v.chosen}{borne} within {v.slo}.", "good")
+        told = [
+            says if v.proven else Paragraph(f"Not proven: {v.chosen}{borne} within {v.slo}.", "bad"),
+            Paragraph(_gain(v)),
+        ]
     else:
-        told = [Says(f"Nothing that was tried keeps {v.slo}. Nearest: {v.chosen}{borne}.", "bad"), Says(_gain(v))]
+        told = [
+            Paragraph(f"Nothing that was tried keeps {v.slo}. Nearest: {v.chosen}{borne}.", "bad"),
+            Paragraph(_gain(v)),
+        ]
     if v.cost_per_million is not None:
-        told.append(Says(f"A million requests cost {v.cost_per_million:,.3g} at the price that was given."))
+        told.append(Paragraph(f"A million requests cost {v.cost_per_million:,.3g} at the price that was given."))
     if v.notes:
-        told.append(Bullets(v.notes))
+        told.append(BulletList(v.notes))
     if v.command:
-        told += [Says("To reproduce:"), Code(v.command)]
+        told += [Paragraph("To reproduce:"), CodeBlock(v.command)]
     if v.runners_up:
         told += [
             Heading("Why not the others"),
-            Table(["settings", "why not"], [[r.settings, r.why] for r in v.runners_up]),
+            TableBlock(["settings", "why not"], [[r.settings, r.why] for r in v.runners_up]),
         ]
     return told
 
 
 def _settings(v: Verdict | None) -> list[Block]:
-    return [Heading("Settings"), Table(v.table[0], v.table[1:])] if v and len(v.table) > 1 else []
+    return [Heading("Settings"), TableBlock(v.table[0], v.table[1:])] if v and len(v.table) > 1 else []
 
 
 def _gain(v: Verdict) -> str:
@@ -131,32 +134,32 @@ def _gain(v: Verdict) -> str:
     return f"Against the default ({default}): {percent(v.gain, signed=True)}{between}."
 
 
-def _judged(origin: Origin, found: Sequence[Point]) -> list[Block]:
+def _judged(origin: Origin, found: Sequence[LoadPoint]) -> list[Block]:
     seen = [point for point in found if point.runs]
     if not seen:
-        return [Says("Nothing valid was measured.", "bad")]
+        return [Paragraph("Nothing valid was measured.", "bad")]
     if not any(run.slo for point in seen for run in point.runs):
         best = max(seen, key=lambda point: point.median(worth) or 0)
         most = f"Most throughput: {number(best.median(throughput))}/s, {best.name}, p99 {seconds(best.median(p99))}."
-        return [Says(most), *_again(origin)]
+        return [Paragraph(most), *_again(origin)]
     told: list[Block] = []
     if kept := [point for point in seen if point.met]:
         best = max(kept, key=lambda point: point.median(worth) or 0)
         told.append(
-            Says(f"SLO {origin.slo} kept up to {number(best.median(worth))} good answers/s ({best.name}).", "good")
+            Paragraph(f"SLO {origin.slo} kept up to {number(best.median(worth))} good answers/s ({best.name}).", "good")
         )
     elif any(point.met is False for point in seen):
-        told.append(Says(f"SLO {origin.slo} kept at no load that was measured.", "bad"))
+        told.append(Paragraph(f"SLO {origin.slo} kept at no load that was measured.", "bad"))
     else:
-        told.append(Says(f"Whether SLO {origin.slo} is kept cannot be told.", "bad"))
+        told.append(Paragraph(f"Whether SLO {origin.slo} is kept cannot be told.", "bad"))
     missed = [f"missed, {p.name}: {_worst(p)}" for p in seen if p.met is False]
     untold = [f"cannot be told, {p.name}: too few requests" for p in seen if p.met is None]
     if missed or untold:
-        told.append(Bullets(missed + untold))
+        told.append(BulletList(missed + untold))
     return [*told, *_again(origin)]
 
 
-def _worst(point: Point) -> str:
+def _worst(point: LoadPoint) -> str:
     """Which clauses were missed in how many repeats, with their median."""
     found = []
     for text in dict.fromkeys(clause.text for run in point.runs for clause in run.slo):
@@ -170,10 +173,10 @@ def _worst(point: Point) -> str:
 
 
 def _again(origin: Origin) -> list[Block]:
-    return [Says("To reproduce:"), Code(origin.line)] if origin.line else []
+    return [Paragraph("To reproduce:"), CodeBlock(origin.line)] if origin.line else []
 
 
-def _loads(found: Sequence[Point]) -> list[Block]:
+def _loads(found: Sequence[LoadPoint]) -> list[Block]:
     labels = any(point.label for point in found)
     header = ["load", "runs", "requests", "errors", "throughput/s", "goodput/s", "p50", "p90", "p99 (95 %)", "p99.9"]
     rows = []
@@ -195,21 +198,21 @@ def _loads(found: Sequence[Point]) -> list[Block]:
         else:
             row += ["INVALID"] + [""] * 8
         rows.append([p.label] * labels + row)
-    return [Heading("Loads"), Table(["settings"] * labels + header + ["SLO"], rows)] if rows else []
+    return [Heading("Loads"), TableBlock(["settings"] * labels + header + ["SLO"], rows)] if rows else []
 
 
-def _count(p: Point) -> str:
+def _count(p: LoadPoint) -> str:
     return f"{len(p.runs)}" + (f" (+{len(p.invalid)} invalid)" if p.invalid else "")
 
 
-def _spread(p: Point, get: Get) -> str:
+def _spread(p: LoadPoint, get: Get) -> str:
     values = p.values(get)
     if len(values) < 2:
         return number(p.median(get))
     return f"{number(p.median(get))} ({number(min(values))}..{number(max(values))})"
 
 
-def _p99(p: Point) -> str:
+def _p99(p: LoadPoint) -> str:
     """With the interval of one run, or between which values the repeats lie."""
     middle, values = p.median(p99), p.values(p99)
     if middle is None:
@@ -220,7 +223,7 @@ def _p99(p: Point) -> str:
     return seconds(middle) if low is None or high is None else around(middle, low, high)
 
 
-def _server(found: Sequence[Point]) -> list[Block]:
+def _server(found: Sequence[LoadPoint]) -> list[Block]:
     rows = [
         [
             p.name,
@@ -235,22 +238,14 @@ def _server(found: Sequence[Point]) -> list[Block]:
     ]
     header = ["load", *SPLIT, "mean batch", "CPU cores", "memory", "GPU"]
     shared = "Memory is what its processes hold; a page that several share counts for each of them."
-    return [Heading("In the server"), Table(header[: len(rows[0])], rows), Says(shared)] if rows else []
-
-
-SPLIT: dict[str, Get] = {
-    "queue": lambda m: side(m).queue_s,
-    "preprocess": lambda m: side(m).preprocess_s,
-    "run": lambda m: side(m).run_s,
-    "postprocess": lambda m: side(m).postprocess_s,
-}
+    return [Heading("In the server"), TableBlock(header[: len(rows[0])], rows), Paragraph(shared)] if rows else []
 
 
 def _mebibytes(value: float | None) -> str:
     return NOT_TOLD if value is None else f"{value / 2**20:,.0f} MiB"
 
 
-def _gpus(p: Point) -> str:
+def _gpus(p: LoadPoint) -> str:
     gpus = [gpu for run in p.runs if run.server for gpu in run.server.gpus]
     if not gpus:
         return NOT_TOLD
@@ -258,16 +253,16 @@ def _gpus(p: Point) -> str:
     return f"{percent(share)}, {_mebibytes(max(gpu.memory_bytes for gpu in gpus))}"
 
 
-def _doubts(found: Sequence[Point], busy: str) -> list[Block]:
+def _doubts(found: Sequence[LoadPoint], busy: str) -> list[Block]:
     """Why runs are invalid, and what is to be known of the others, each said once."""
     why = _each((text, p.name) for p in found for run in p.invalid for text in run.invalid)
     known = _each((text, p.name) for p in found for run in p.runs for text in run.caveats)
     told: list[Block] = []
     if why:
-        told += [Heading("Invalid runs"), Bullets(why)]
+        told += [Heading("Invalid runs"), BulletList(why)]
     known += [busy] if busy else []
     if known:
-        told += [Heading("To be known"), Bullets(known)]
+        told += [Heading("To be known"), BulletList(known)]
     return told
 
 
@@ -282,21 +277,21 @@ def _each(told: Iterable[tuple[str, str]]) -> list[str]:
     ]
 
 
-def _errors(found: Sequence[Point]) -> list[Block]:
+def _errors(found: Sequence[LoadPoint]) -> list[Block]:
     rows = [[p.name, ", ".join(f"{code}: {count:,}" for code, count in p.errors.items())] for p in found if p.errors]
     if not rows:
         return []
     first = next((run.first_error for p in found for run in p.runs if run.first_error), None)
-    told: list[Block] = [Heading("Errors"), Table(["load", "errors by status"], rows)]
+    told: list[Block] = [Heading("Errors"), TableBlock(["load", "errors by status"], rows)]
     if first:
-        told += [Says("The first of them:"), Code(first)]
+        told += [Paragraph("The first of them:"), CodeBlock(first)]
     return told
 
 
 def _machine(origin: Origin) -> list[Block]:
     facts = {"started": origin.started, "seed": origin.seed, "SLO": origin.slo or "none"} | origin.machine
     facts |= {"penstock": origin.penstock} | origin.versions
-    return [Heading("Machine"), Table(["", ""], [[name, _fact(value)] for name, value in facts.items()])]
+    return [Heading("Machine"), TableBlock(["", ""], [[name, _fact(value)] for name, value in facts.items()])]
 
 
 def _fact(value: object) -> str:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from penstock._version import __version__
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import SCHEMA, Measurement
+from penstock.perf.bench.origin import MACHINE, Origin
 
 log = logging.getLogger("penstock.bench")
 
 RUN, RECORDS, SUMMARY = "run.json", "records.jsonl", "summary.csv"
 _SAME: Final = ("command", "target", "slo", "seed", "penstock")  # of two starts that may share a folder
-MACHINE: Final = ("cpu", "cores", "memory_gib", "gpus")  # what figures depend on
 _FULL: Final = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -40,27 +40,6 @@ class NotWritten(PenstockError):
     """A folder of results takes no more."""
 
     code = "not_written"
-
-
-class Origin(Struct, frozen=True, kw_only=True):
-    """Where results come from, as in run.json. `command` is the verb ("bench"), `line` what was typed, redacted."""
-
-    command: str
-    line: str = ""
-    target: str = ""
-    slo: str = ""
-    seed: int = 0
-    started: str = ""
-    machine: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    penstock: str = __version__
-    schema: int = SCHEMA
-
-    @property
-    def busy(self) -> str:
-        """That other work was on the machine when the run began, if there was."""
-        load, cores = self.machine.get("load_before", 0.0), self.machine.get("cores", 1)
-        return f"the machine was busy before the run began: load {load:g} on {cores} cores" if load > cores / 2 else ""
 
 
 class Results:
@@ -84,7 +63,7 @@ class Results:
         try:
             names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
         except OSError as e:
-            raise not_written(folder, e) from e
+            raise write_error(folder, e) from e
         if RUN in names:
             if not resume:
                 raise ConfigError(f"{folder} holds a run already; name another folder, or remove this one")
@@ -95,7 +74,7 @@ class Results:
             folder.mkdir(parents=True, exist_ok=True)
             records = _locked(folder / RECORDS)
         except OSError as e:
-            raise not_written(folder, e) from e
+            raise write_error(folder, e) from e
         try:
             if RUN not in names:
                 if os.fstat(records.fileno()).st_size:
@@ -107,7 +86,7 @@ class Results:
         except BaseException as e:
             records.close()
             if isinstance(e, OSError):
-                raise not_written(folder, e) from e
+                raise write_error(folder, e) from e
             raise
         return cls(folder, origin, measurements, records)
 
@@ -123,7 +102,7 @@ class Results:
         except OSError as e:
             self._records.truncate(start)
             self._records.seek(start)
-            raise not_written(self.folder, e) from e
+            raise write_error(self.folder, e) from e
 
     def close(self) -> None:
         """Writes the summary. Raises NotWritten."""
@@ -132,7 +111,7 @@ class Results:
         try:
             write_whole(self.folder / SUMMARY, summary(self.measurements).encode())
         except OSError as e:
-            raise not_written(self.folder, e) from e
+            raise write_error(self.folder, e) from e
         finally:
             self._records.close()
 
@@ -164,7 +143,7 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def not_written(folder: Path, error: OSError) -> NotWritten:
+def write_error(folder: Path, error: OSError) -> NotWritten:
     """The error to raise when the folder does not take what it is given."""
     reason = _FULL.get(error.errno or 0)
     if reason is None:

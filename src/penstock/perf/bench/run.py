@@ -7,10 +7,11 @@ import gc
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import numpy as np
 from msgspec import structs
 
 from penstock.client.errors import Unreachable
@@ -18,21 +19,98 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
 from penstock.perf.bench.figures import summarise
 from penstock.perf.bench.load import Check, Progress, Samples, closed_loop, open_loop
+from penstock.perf.bench.load_run import WRONG
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.probe import Probe
-from penstock.perf.bench.samples import WRONG
+from penstock.perf.bench.probe import ServerProbe
 from penstock.perf.bench.slo import Slo
 from penstock.perf.bench.target import Target
-from penstock.perf.bench.warm import LONGEST_S, SLICE_S, TREND_S, leaking, slower, warm_up
+
+SLICE_S: Final = 0.5
+LONGEST_S: Final = 10.0
+STILL: Final = 1.05  # faster by more than this: not warm yet
+
+TREND_S: Final = 5.0  # a shorter run tells nothing of time
+WINDOWS: Final = 9  # a run is looked at in so many, one after the other
+FEW: Final = 10 * WINDOWS  # samples of fewer answers tell nothing
+SLOWER: Final = 1.25
+GROWN: Final = 0.05  # of the memory at the beginning
+GROWN_BYTES: Final = 16 * 2**20  # less is how any allocator breathes
+
+
+async def warm_up(
+    run: Callable[[float], Awaitable[float]],
+    seconds: float | None = None,
+    *,
+    slice_s: float = SLICE_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Has the load `run` for so many seconds; None: by slices until it is settled, at most ten seconds.
+
+    `run(seconds)` gives the speed that it saw: more is faster.
+    """
+    if seconds is not None:
+        if seconds > 0:
+            await run(seconds)
+        return
+    start = clock()
+    speeds: list[float] = []
+    while not settled(speeds) and clock() - start < LONGEST_S:
+        speeds.append(await run(slice_s))
+
+
+def settled(speeds: Sequence[float]) -> bool:
+    """Whether the last is hardly faster than the two before it."""
+    return len(speeds) >= 3 and speeds[-1] <= max(speeds[-3:-1]) * STILL
+
+
+def slower(latencies_s: Sequence[float]) -> str:
+    """What to tell of good answers, in the order of their sending, that took ever longer; "" when they did not.
+
+    All windows of the last third must be slower than all of the first: one stall, wherever it is, is no trend.
+    """
+    if len(latencies_s) < FEW:
+        return ""
+    medians = [float(np.median(window)) for window in np.array_split(np.asarray(latencies_s), WINDOWS)]
+    third = WINDOWS // 3
+    first, last = statistics.median(medians[:third]), statistics.median(medians[-third:])
+    if last < first * SLOWER or min(medians[-third:]) <= max(medians[:third]):
+        return ""
+    return (
+        f"it got slower: the median latency was {first * 1e3:.4g} ms in the first third of the run and "
+        f"{last * 1e3:.4g} ms in the last; either the server falls behind under this load, or the model slows down "
+        "with time: run longer with less load to tell them apart"
+    )
+
+
+def leaking(memory: Sequence[tuple[float, int]]) -> str:
+    """What to tell of a server whose memory, as (seconds, bytes), grows steadily; "" when it does not.
+
+    It must grow in the second half of the run by at least half of what it did in the first: a cache fills, a leak
+    goes on.
+    """
+    if len(memory) < WINDOWS:
+        return ""
+    third = len(memory) // 3
+    parts = [memory[:third], memory[third:-third], memory[-third:]]
+    first, middle, last = (statistics.median(b for _, b in part) for part in parts)
+    grown = last - first
+    if grown < max(GROWN_BYTES, first * GROWN) or last - middle < (middle - first) / 2 or middle <= first:
+        return ""
+    between_s = statistics.median(t for t, _ in parts[2]) - statistics.median(t for t, _ in parts[0])
+    return (
+        f"its memory grows steadily: by {grown / 2**20:,.0f} MiB in {between_s:.3g} s "
+        f"({grown / between_s * 3600 / 2**30:.3g} GiB an hour), to {last / 2**20:,.0f} MiB"
+    )
+
 
 LOOKS: Final = 5  # requests, one after the other, that must not all fail before a load is sent
 LOOKS_S: Final = 30.0  # no further one after so long
 CLOSED_S: Final = 60.0  # patience with a request
 OPEN_S: Final = 10.0  # and after the last of an open loop
-FEW: Final = 10  # requests that a slice of the warm-up is to have
+SLICE_REQUESTS: Final = 10  # requests that a slice of the warm-up is to have
 
 
-class Failing(PenstockError):
+class TargetFailing(PenstockError):
     """The target answers nothing but errors: there is nothing to measure."""
 
     code = "failing"
@@ -57,7 +135,7 @@ async def measure(
 
     `warm_s` None warms up until the load gets no faster, 10 s at most; 0 not at all. `timeout_s` is the patience with a
     request, in an open loop after the last. `late_s`: see `summarise`. When the task is cancelled, `on_partial` gets
-    what there is. Raises Failing if the first five answers are errors, Unreachable, ConfigError for arrivals that
+    what there is. Raises TargetFailing if the first five answers are errors, Unreachable, ConfigError for arrivals that
     cannot be.
     """
     asyncio.get_running_loop().set_exception_handler(_told)
@@ -66,7 +144,7 @@ async def measure(
     await warm_up(loops.speed, warm_s, slice_s=loops.slice_s)
     samples = Samples()
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    probe = Probe(target)
+    probe = ServerProbe(target)
     await probe.start()
     gc.collect()
     gc.freeze()  # a look through all of it would stop the generator for milliseconds
@@ -93,7 +171,7 @@ def _told(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-def _doubted(run: Measurement, samples: Samples, probe: Probe) -> Measurement:
+def _doubted(run: Measurement, samples: Samples, probe: ServerProbe) -> Measurement:
     """The run with what makes its end another than its beginning."""
     gone = [f"the target went away {_last_s(samples):.3g} s into the run"] if samples.ended == "gone" else []
     trends = (slower(_good(samples)[2 * run.load.concurrency :]), leaking(probe.memory))  # after the clients' start
@@ -130,10 +208,10 @@ class _Loops:
         self._trace = read_trace(self._arrival.path).times_s if self._arrival.kind == "trace" else array("d")
         self._times = self._whole() if load.mode == "open" else array("d")
         self._rate = load.rate or _rate(self._times)
-        self.slice_s = SLICE_S if load.mode == "closed" else max(SLICE_S, min(FEW / self._rate, LONGEST_S))
+        self.slice_s = SLICE_S if load.mode == "closed" else max(SLICE_S, min(SLICE_REQUESTS / self._rate, LONGEST_S))
 
     async def look(self) -> None:
-        """Sends single requests until one is answered well. Raises Failing with the first error, Unreachable."""
+        """Sends single requests until one is answered well. Raises TargetFailing with the first error, Unreachable."""
         first: Samples | None = None
         start = time.perf_counter()
         for number in range(LOOKS):
@@ -147,7 +225,9 @@ class _Loops:
                 break
         assert first is not None
         error = summarise(self._load, first).first_error
-        raise Failing(f"{self._target.url} answers nothing but errors, so the run was stopped; the first: {error}")
+        raise TargetFailing(
+            f"{self._target.url} answers nothing but errors, so the run was stopped; the first: {error}"
+        )
 
     async def speed(self, seconds: float) -> float:
         """Sends the load for so long; gives good answers a second, of an open loop what is told by its latency."""

@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import Struct, structs
 
 from penstock.errors import ConfigError
-from penstock.perf.bench.measurement import Clause, Measurement
+from penstock.perf.bench.measurement import Measurement, ObjectiveResult
 
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LATENCIES: Final = ("mean", "p50", "p75", "p90", "p95", "p99")
@@ -18,7 +18,7 @@ _NAMES: Final = (*_LATENCIES, "p99.9", "max", "error", "throughput")
 _CLAUSE: Final = re.compile(r"\s*([a-z0-9.]+)\s*(<=|<|>=|>)\s*([0-9]*\.?[0-9]+)\s*(us|ms|s|%|/s|)\s*", re.ASCII)
 
 
-class Part(Struct, frozen=True):
+class Objective(Struct, frozen=True):
     """One condition. `limit` is in seconds, a share from 0 to 1, or requests a second."""
 
     name: str
@@ -39,12 +39,12 @@ class Part(Struct, frozen=True):
 class Slo(Struct, frozen=True):
     """All parts must hold. Empty: anything does."""
 
-    parts: tuple[Part, ...] = ()
+    objectives: tuple[Objective, ...] = ()
 
     @property
     def text(self) -> str:
         """As it can be read again."""
-        return ",".join(part.text for part in self.parts)
+        return ",".join(part.text for part in self.objectives)
 
     @property
     def latency_s(self) -> float | None:
@@ -53,17 +53,17 @@ class Slo(Struct, frozen=True):
         The tightest of the parts that bind nearly all requests; without one that of the highest percentile: half of
         all requests may be over a median.
         """
-        parts = sorted((p for p in self.parts if p.is_latency), key=lambda p: _NAMES.index(p.name))
+        parts = sorted((p for p in self.objectives if p.is_latency), key=lambda p: _NAMES.index(p.name))
         tail = [p.limit for p in parts if p.name in _TAIL]
         return min(tail or [p.limit for p in parts[-1:]], default=None)
 
-    def judge(self, run: Measurement, *, upper: bool = False) -> list[Clause]:
+    def judge(self, run: Measurement, *, upper: bool = False) -> list[ObjectiveResult]:
         """Each part, measured. With `upper` the p99 counts with the upper bound of its interval."""
-        return [self._clause(part, run, upper) for part in self.parts]
+        return [self._clause(part, run, upper) for part in self.objectives]
 
-    def _clause(self, part: Part, run: Measurement, upper: bool) -> Clause:
+    def _clause(self, part: Objective, run: Measurement, upper: bool) -> ObjectiveResult:
         value = _value(part.name, run, upper)
-        return Clause(text=part.text, value=value, met=None if value is None else part.met_by(value))
+        return ObjectiveResult(text=part.text, value=value, met=None if value is None else part.met_by(value))
 
 
 def _value(name: str, run: Measurement, upper: bool) -> float | None:
@@ -90,7 +90,7 @@ def parse_slo(text: str) -> Slo:
     return Slo(parts)
 
 
-def _part(piece: str) -> Part:
+def _part(piece: str) -> Objective:
     found = _CLAUSE.fullmatch(piece)
     if found is None:
         raise ConfigError(f'SLO part "{piece.strip()}": expected NAME<=LIMIT, for instance p99<=100ms or error<=0.1%')
@@ -106,4 +106,4 @@ def _part(piece: str) -> Part:
     limit = float(number) * (0.01 if unit == "%" else _SECONDS.get(unit, 1.0))
     if limit <= 0 and name != "error":
         raise ConfigError(f'SLO part "{piece.strip()}": the limit must be over 0')
-    return Part(name, limit, at_least, piece.strip())
+    return Objective(name, limit, at_least, piece.strip())

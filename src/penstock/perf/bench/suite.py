@@ -7,8 +7,7 @@ anything is measured: TorchServe's suite sends a delay under a name that its ser
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -20,53 +19,51 @@ from msgspec import Struct, structs
 from penstock.client.endpoint import Endpoint, parse_url
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.ask import Reply, ask
 from penstock.perf.bench.measurement import Load
-from penstock.perf.bench.payload import RANDOM, payloads
-from penstock.perf.bench.protocol import request_of
-from penstock.perf.bench.server import START_S, ServerProcess
-from penstock.perf.bench.suite_yaml import Case, Point, Processor, points
+from penstock.perf.bench.payload import RANDOM, payloads, request_of
+from penstock.perf.bench.server import START_S, Reply, ServerProcess, fetch
+from penstock.perf.bench.suite_yaml import Processor, Registration, SuiteCase, points
 from penstock.perf.bench.target import Target, open_target
 from penstock.plugins import is_whole_file
-from penstock.torchserve.archive.store import ModelStore
 
 NAME: Final = "benchmark"  # of the model on its server: that of the file may be no name at all
 _ROOM: Final = 2**20  # bytes of a request that are not its payload
 _QUEUE: Final = 100  # requests that may wait, as TorchServe has it; a closed loop of more clients needs more
 
 
-class Wishes(Struct, frozen=True, kw_only=True):
+class SuiteOptions(Struct, frozen=True, kw_only=True):
     """What the command line says to all runs. `data` and `requests` take the place of what the files say."""
 
     store: Path | None = None
+    download: Callable[[str, Path], Path] | None = None
     data: str | None = None
     requests: int | None = None
     skip_missing_hardware: bool = False
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class SuiteJob(Struct, frozen=True, kw_only=True):
     """One mode of a model, looked up: `source` is an archive on this machine, or a target of `penstock serve`."""
 
-    case: Case
+    case: SuiteCase
     source: str
     data: str | None = None
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[Registration]:
         """All ways in which it is registered."""
         return points(self.case)
 
 
 def prepare(
-    cases: Sequence[Case], wishes: Wishes, downloads: Path, gpus: int | None = None
-) -> tuple[list[Job], list[str]]:
+    cases: Sequence[SuiteCase], wishes: SuiteOptions, downloads: Path, gpus: int | None = None
+) -> tuple[list[SuiteJob], list[str]]:
     """What is run, and what of the files is not, in words; before anything is started.
 
     Archives behind http(s) are loaded into the folder `downloads`. `gpus` is how many there are. Raises ConfigError,
     ArchiveError: a file that is not there, a GPU that is not there.
     """
     gpus = visible_gpus() if gpus is None else gpus
-    kept: list[Case] = []
+    kept: list[SuiteCase] = []
     notes: list[str] = []
     for case in cases:
         there = tuple(p for p in case.processors if gpus >= _needed(p))
@@ -82,7 +79,7 @@ def prepare(
     return [_job(case, wishes, downloads) for case in kept], notes
 
 
-def digest(jobs: Sequence[Job]) -> str:
+def digest(jobs: Sequence[SuiteJob]) -> str:
     """Tells whether two suites ask for the same runs."""
     said = [
         (structs.replace(job.case, where="", folder=Path()), "" if _is_remote(job.case.url) else job.source, job.data)
@@ -91,12 +88,12 @@ def digest(jobs: Sequence[Job]) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 
 
-def load_of(job: Job, clients: int, seed: int) -> Load:
+def load_of(job: SuiteJob, clients: int, seed: int) -> Load:
     """The closed loop that the suite's files mean."""
     return Load(mode="closed", concurrency=clients, requests=job.case.requests, seed=seed)
 
 
-def requests_of(job: Job, target: Target, seed: int) -> list[bytes]:
+def requests_of(job: SuiteJob, target: Target, seed: int) -> list[bytes]:
     """The messages that are sent in turn. Raises ConfigError."""
     found = payloads(job.data, target, seed)
     if job.case.content_type is not None:
@@ -105,7 +102,7 @@ def requests_of(job: Job, target: Target, seed: int) -> list[bytes]:
 
 
 @contextmanager
-def serving(job: Job, point: Point) -> Iterator[Target]:
+def serving(job: SuiteJob, point: Registration) -> Iterator[Target]:
     """The model on a server of its own, as the point has it; both end with the context. Blocks.
 
     Raises PenstockError if it does not start, or does not have the settings that were asked for.
@@ -121,27 +118,27 @@ def _needed(processor: Processor) -> int:
     return 1 if processor.gpus == "all" else processor.gpus
 
 
-def _job(case: Case, wishes: Wishes, downloads: Path) -> Job:
-    source = _source(case, wishes.store, downloads)
+def _job(case: SuiteCase, wishes: SuiteOptions, downloads: Path) -> SuiteJob:
+    source = _source(case, wishes, downloads)
     data = wishes.data or case.input
     if data not in (None, RANDOM):
         data = _file(case, str(data), "input") if wishes.data is None else _typed_file(wishes.data)
     if data is None and _is_archive(source):
         raise ConfigError(f"{case.where}: {case.text} has no input, and an archive tells no example; give --data FILE")
-    return Job(case=case, source=source, data=data)
+    return SuiteJob(case=case, source=source, data=data)
 
 
-def _source(case: Case, store: Path | None, downloads: Path) -> str:
+def _source(case: SuiteCase, wishes: SuiteOptions, downloads: Path) -> str:
     """Where the model is: the archive's path, or a target of `penstock serve` that begins with a whole path."""
     if _is_remote(case.url):
-        return str(_download(case.url, downloads))
+        return str(_download(case, wishes, downloads))
     if case.url.startswith("file://"):
         return _file(case, unquote(urlsplit(case.url).path), "url")
     module, colon, attribute = case.url.rpartition(":")
     if colon and not is_whole_file(case.url):
         return f"{_file(case, module, 'url')}:{attribute}" if module.endswith(".py") else case.url
-    if store is not None:
-        for stored in (store / case.url, store / f"{case.url}.mar"):
+    if wishes.store is not None:
+        for stored in (wishes.store / case.url, wishes.store / f"{case.url}.mar"):
             if stored.exists():
                 return str(stored.resolve())
     return _file(case, case.url, "url")
@@ -151,13 +148,15 @@ def _is_remote(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def _download(url: str, downloads: Path) -> Path:
-    """The archive, in a folder of its own: the names of others may be the same, and it may be asked for again."""
-    folder = downloads / hashlib.sha256(url.encode()).hexdigest()[:12]
+def _download(case: SuiteCase, wishes: SuiteOptions, downloads: Path) -> Path:
+    """The archive, in its own folder: archives of different URLs may share a name, and cases may share a URL."""
+    if wishes.download is None:
+        raise ConfigError(f"{case.where}: {case.url}: archives cannot be downloaded here; give a file")
+    folder = downloads / hashlib.sha256(case.url.encode()).hexdigest()[:12]
     if folder.exists():
         return next(folder.iterdir())
     folder.mkdir()
-    return ModelStore(folder, allowed_urls=[re.escape(url)]).locate(url)
+    return wishes.download(case.url, folder)
 
 
 def _typed_file(name: str) -> str:
@@ -166,7 +165,7 @@ def _typed_file(name: str) -> str:
     return str(Path(name).resolve())
 
 
-def _file(case: Case, name: str, key: str) -> str:
+def _file(case: SuiteCase, name: str, key: str) -> str:
     """The path of what a file of the suite names, from its own folder or from here. Raises ConfigError."""
     for found in (case.folder / name, Path(name)):
         if found.exists():
@@ -183,7 +182,7 @@ def _is_archive(source: str) -> bool:
 
 
 @contextmanager
-def _archive(job: Job, point: Point) -> Iterator[Target]:
+def _archive(job: SuiteJob, point: Registration) -> Iterator[Target]:
     path = Path(job.source)
     properties = {
         "job_queue_size": str(max(_QUEUE, *job.case.concurrency)),
@@ -209,7 +208,7 @@ def _archive(job: Job, point: Point) -> Iterator[Target]:
         )
 
 
-def _register(management: Endpoint, url: str, point: Point) -> None:
+def _register(management: Endpoint, url: str, point: Registration) -> None:
     """Registers the archive, and asks what came of it. Raises PenstockError."""
     keys = {
         "url": url,
@@ -219,8 +218,8 @@ def _register(management: Endpoint, url: str, point: Point) -> None:
         "initial_workers": point.workers,
         "synchronous": "true",
     }
-    _well(point, ask(management, "POST", f"/models?{urlencode(keys)}", timeout_s=START_S))
-    (said,) = _well(point, ask(management, "GET", f"/models/{NAME}"))
+    _well(point, fetch(management, "POST", f"/models?{urlencode(keys)}", timeout_s=START_S))
+    (said,) = _well(point, fetch(management, "GET", f"/models/{NAME}"))
     ready = sum(worker["status"] == "READY" for worker in said["workers"])
     _took(point, {"batch_size": said["batchSize"], "batch_delay": said["maxBatchDelay"], "workers": ready})
 
@@ -235,7 +234,7 @@ def _largest(data: str | None) -> int:
 
 
 @contextmanager
-def _target(job: Job, point: Point) -> Iterator[Target]:
+def _target(job: SuiteJob, point: Registration) -> Iterator[Target]:
     gpus = point.processor.gpus
     devices = ["cpu"] if not gpus else ["cuda"] if gpus == "all" else [f"cuda:{i}" for i in range(gpus)]
     keys: dict[str, Any] = {
@@ -248,7 +247,7 @@ def _target(job: Job, point: Point) -> Iterator[Target]:
     sets = [f"models.{NAME}.{key}={msgspec.json.encode(value).decode()}" for key, value in keys.items()]
     with open_target(f"{NAME}={job.source}", sets=sets) as target:
         assert target.management is not None, "of a server that was started for it"
-        (said,) = _well(point, ask(target.management, "GET", f"/models/{NAME}"))["versions"]
+        (said,) = _well(point, fetch(target.management, "GET", f"/models/{NAME}"))["versions"]
         _took(point, {"batch_size": said["max_batch_size"], "workers": said["ready_instances"]})
         yield target
 
@@ -256,14 +255,14 @@ def _target(job: Job, point: Point) -> Iterator[Target]:
 # ---- both
 
 
-def _well(point: Point, reply: Reply) -> Any:
+def _well(point: Registration, reply: Reply) -> Any:
     """What the server answers. Raises PenstockError."""
     if not reply.ok:
         raise PenstockError(f"{point.settings}: the server does not take it: status {reply.status}: {reply.text}")
     return reply.json()
 
 
-def _took(point: Point, found: dict[str, int]) -> None:
+def _took(point: Registration, found: dict[str, int]) -> None:
     """Raises PenstockError where the server has other settings than the point."""
     wanted = {"batch_size": point.batch_size, "batch_delay": point.case.batch_delay_ms, "workers": point.workers}
     for key, value in found.items():

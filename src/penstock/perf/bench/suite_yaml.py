@@ -7,6 +7,7 @@ as `benchmark-ab.py` has it.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,7 +15,88 @@ from typing import Any, Final, Literal
 from msgspec import Struct, structs
 
 from penstock.errors import ConfigError, nearest
-from penstock.perf.bench.yaml_page import Page, kind_of, shown
+
+MOST_BYTES: Final = 2**20
+
+
+class YamlFile:
+    """One file: what it says, and where. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            import yaml
+        except ImportError:
+            raise ConfigError(f"{path} cannot be read without PyYAML: pip install 'penstock[yaml]'") from None
+        try:
+            with path.open("rb") as file:
+                raw = file.read(MOST_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        if len(raw) > MOST_BYTES:
+            raise ConfigError(f"{path}: found more than {MOST_BYTES} bytes, expected the models of a benchmark suite")
+        try:
+            data = yaml.safe_load(raw)
+            self._root: Any = yaml.compose(raw, Loader=yaml.SafeLoader)
+        except Exception as error:  # PyYAML raises many kinds, also AttributeError and IndexError
+            mark = getattr(error, "problem_mark", None)
+            text = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
+            raise ConfigError(f"{path}{'' if mark is None else f':{mark.line + 1}'}: no valid YAML: {text}") from None
+        if not isinstance(data, dict) or not data:
+            raise ConfigError(f"{path}: found {kind_of(data)}, expected Model_name: eager_mode: url: ...")
+        self._check(self._root, set())
+        self.data: dict[str, Any] = data
+
+    def where(self, at: tuple[str | int, ...]) -> str:
+        """The file and the line of what stands under these keys."""
+        node, line = self._root, 0
+        for step in at:
+            pairs = node.value if hasattr(node, "value") and isinstance(node.value, list) else []
+            if isinstance(step, int):
+                key = node = pairs[step]
+            else:
+                found = [pair for pair in pairs if isinstance(pair, tuple) and pair[0].value == step]
+                if not found:
+                    break
+                key, node = found[0]
+            line = key.start_mark.line
+        return f"{self.path}:{line + 1}"
+
+    def wrong(self, at: tuple[str | int, ...], found: str, expected: str) -> ConfigError:
+        """The error of what stands under these keys."""
+        return ConfigError(f"{self.where(at)}: found {found}, expected {expected}")
+
+    def _check(self, node: Any, seen: set[int]) -> None:
+        """Keys are texts, and none stands twice: YAML would keep the last one without a word."""
+        if id(node) in seen or not isinstance(node.value, list):
+            return
+        seen.add(id(node))
+        keys: set[str] = set()
+        for entry in node.value:
+            if not isinstance(entry, tuple):
+                self._check(entry, seen)
+                continue
+            key, value = entry
+            name = str(key.value)
+            if key.tag != "tag:yaml.org,2002:str" and name != "<<":
+                raise ConfigError(f"{self.path}:{key.start_mark.line + 1}: found the key {name}, expected a text")
+            if name in keys:
+                raise ConfigError(f"{self.path}:{key.start_mark.line + 1}: the key {name!r} stands twice; remove one")
+            keys.add(name)
+            self._check(value, seen)
+
+
+def kind_of(value: object) -> str:
+    """What a value is, as an error tells it."""
+    if value is None:
+        return "nothing"
+    return "keys" if isinstance(value, dict) else "a list" if isinstance(value, list) else shown(value)
+
+
+def shown(value: object) -> str:
+    """The value, in as many characters as an error has room for: lists in lists in lists may have no end."""
+    return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]
+
 
 _TEMPLATE: Final = ("ts_version", "models", "hardware", "metrics_cmd", "report_cmd")
 _IGNORED: Final = {
@@ -46,7 +128,7 @@ class Processor(Struct, frozen=True):
         return f"gpus {self.gpus}" if self.gpus else "cpu"
 
 
-class Case(Struct, frozen=True, kw_only=True):
+class SuiteCase(Struct, frozen=True, kw_only=True):
     """One mode of one model. `input` is None when the file names none; `where` is the file and line, for errors."""
 
     model: str
@@ -69,10 +151,10 @@ class Case(Struct, frozen=True, kw_only=True):
         return f"{self.model} {self.mode}"
 
 
-class Point(Struct, frozen=True, kw_only=True):
+class Registration(Struct, frozen=True, kw_only=True):
     """A model as it is registered: its runs differ in the number of clients only."""
 
-    case: Case
+    case: SuiteCase
     processor: Processor
     workers: int
     batch_size: int
@@ -96,25 +178,25 @@ class Point(Struct, frozen=True, kw_only=True):
         return f"batch={self.batch_size},instances={self.workers}{device}"
 
 
-def points(case: Case) -> list[Point]:
+def points(case: SuiteCase) -> list[Registration]:
     """All ways in which the case's model is registered, in the order in which they are measured."""
     return [
-        Point(case=case, processor=processor, workers=workers, batch_size=batch)
+        Registration(case=case, processor=processor, workers=workers, batch_size=batch)
         for processor in case.processors
         for workers in case.workers
         for batch in case.batch_size
     ]
 
 
-def read_suite(paths: Sequence[Path]) -> tuple[list[Case], list[str]]:
+def read_suite(paths: Sequence[Path]) -> tuple[list[SuiteCase], list[str]]:
     """What the files ask for, in their order, and what of them is not done, in words.
 
     Raises ConfigError: no such file, no YAML, an unknown key, a wrong value; with file and line.
     """
-    cases: list[Case] = []
+    cases: list[SuiteCase] = []
     notes: dict[str, None] = {}
     for path in paths:
-        page = Page(path)
+        page = YamlFile(path)
         cases += _template(page, notes) if isinstance(page.data.get("models"), list) else _models(page, notes)
     seen: dict[str, str] = {}
     for case in cases:
@@ -126,7 +208,7 @@ def read_suite(paths: Sequence[Path]) -> tuple[list[Case], list[str]]:
     return cases, list(notes)
 
 
-def _template(page: Page, notes: dict[str, None]) -> list[Case]:
+def _template(page: YamlFile, notes: dict[str, None]) -> list[SuiteCase]:
     """The cases of all files that a template names, on its hardware."""
     for key in page.data:
         if key not in _TEMPLATE:
@@ -136,7 +218,7 @@ def _template(page: Page, notes: dict[str, None]) -> list[Case]:
     hardware = page.data.get("hardware") or "cpu"
     if hardware not in ("cpu", "gpu"):
         raise page.wrong(("hardware",), shown(hardware), "cpu or gpu")
-    found: list[Case] = []
+    found: list[SuiteCase] = []
     for index, name in enumerate(page.data["models"]):
         if not isinstance(name, str):
             raise page.wrong(("models", index), shown(name), "the name of a YAML file")
@@ -144,7 +226,7 @@ def _template(page: Page, notes: dict[str, None]) -> list[Case]:
         path = next((place for place in places if place.is_file()), None)
         if path is None:
             raise page.wrong(("models", index), f"no file {name!r}", f"it at {places[0]}")
-        found += _models(Page(path), notes)
+        found += _models(YamlFile(path), notes)
     kept = [_on(case, hardware) for case in found]
     for case in kept:
         if not case.processors:
@@ -156,12 +238,12 @@ def _template(page: Page, notes: dict[str, None]) -> list[Case]:
     return [case for case in kept if case.processors]
 
 
-def _on(case: Case, hardware: str) -> Case:
+def _on(case: SuiteCase, hardware: str) -> SuiteCase:
     return structs.replace(case, processors=tuple(p for p in case.processors if bool(p.gpus) == (hardware == "gpu")))
 
 
-def _models(page: Page, notes: dict[str, None]) -> list[Case]:
-    found: list[Case] = []
+def _models(page: YamlFile, notes: dict[str, None]) -> list[SuiteCase]:
+    found: list[SuiteCase] = []
     for model, modes in page.data.items():
         if not isinstance(modes, dict) or not modes:
             raise page.wrong((model,), kind_of(modes), f"modes of the model {model}, for instance eager_mode:")
@@ -175,7 +257,7 @@ def _models(page: Page, notes: dict[str, None]) -> list[Case]:
     return found
 
 
-def _case(part: _Part, notes: dict[str, None]) -> Case:
+def _case(part: _Part, notes: dict[str, None]) -> SuiteCase:
     model, mode = part.at
     for key in part.said:
         if key not in _KEYS:
@@ -199,7 +281,7 @@ def _case(part: _Part, notes: dict[str, None]) -> Case:
         "requests": part.number("requests", 1),
         "processors": part.processors(),
     }
-    case = Case(
+    case = SuiteCase(
         model=model,
         mode=mode,
         url=url,
@@ -214,7 +296,7 @@ def _case(part: _Part, notes: dict[str, None]) -> Case:
 class _Part:
     """The keys of one mode, each read as what it must be. All raise ConfigError; None: not said."""
 
-    def __init__(self, page: Page, at: tuple[str, str], said: Mapping[str, Any]) -> None:
+    def __init__(self, page: YamlFile, at: tuple[str, str], said: Mapping[str, Any]) -> None:
         self.page, self.at, self.said = page, at, said
 
     def wrong(self, key: str, found: str, expected: str) -> ConfigError:

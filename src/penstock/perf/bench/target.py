@@ -11,18 +11,162 @@ from typing import Any, Final, Literal
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
+import psutil
 from msgspec import Struct
 
 from penstock.client.endpoint import Endpoint, parse_url
 from penstock.client.errors import Unreachable
-from penstock.errors import ConfigError, ModelNotReady
-from penstock.perf.bench.ask import reach
-from penstock.perf.bench.catalog import Protocol, check_torchserve, described, kind_of, models_of
-from penstock.perf.bench.listening import listeners_beside, process_at
-from penstock.perf.bench.redact import redacted
-from penstock.perf.bench.server import ServerProcess
+from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized, nearest
+from penstock.perf.bench.origin import redacted
+from penstock.perf.bench.server import Reply, ServerProcess, check_reachable, fetch
 from penstock.plugins import is_whole_file
 from penstock.types import TensorSpec
+
+_MOST = 6  # listeners of one server that are looked at
+_ASK_S = 2.0
+_METRICS = (b"penstock_", b"ts_inference_", b"QueueTime", b"nv_inference_")
+
+
+def process_at(port: int) -> int | None:
+    """The process that listens at the port; None where it cannot be seen (another user's, or in a container)."""
+    try:
+        found = psutil.net_connections("tcp")
+    except psutil.Error:  # macOS shows only root those of others
+        return None
+    for connection in found:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return int(connection.pid)
+    return None
+
+
+def listeners_beside(endpoint: Endpoint, pid: int | None, token: str | None) -> tuple[Endpoint | None, Endpoint | None]:
+    """(the listener of metrics, that of management) of the server at `endpoint`; None for what is not found.
+
+    Where Penstock and TorchServe have them by default is looked at first: one and two ports on.
+    """
+    metrics = management = None
+    token = None if pid is None else token  # whoever listens there may not be the one it is for
+    for port in _ports(endpoint.port, pid):
+        at = Endpoint(endpoint.host, port, "", endpoint.tls)
+        if metrics is None and any(word in _body(at, "/metrics", token) for word in _METRICS):
+            metrics = at
+        if management is None and b'"models"' in _body(at, "/models", token):
+            management = at
+    return metrics, management
+
+
+def _ports(port: int, pid: int | None) -> list[int]:
+    usual = [port + 2, port + 1, port]
+    if pid is None:
+        return [p for p in usual if p < 65536]
+    try:
+        found = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return [port]
+    own = {int(c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
+    return sorted(own, key=lambda p: (p not in usual, p == port, p))[:_MOST]
+
+
+def _body(at: Endpoint, path: str, token: str | None) -> bytes:
+    try:
+        reply = fetch(at, "GET", path, token=token, timeout_s=_ASK_S)
+    except (PenstockError, ValueError):
+        return b""
+    return reply.body if reply.ok else b""
+
+
+Protocol = Literal["native", "torchserve", "oip"]
+
+
+def kind_of(
+    endpoint: Endpoint, token: str | None, said: Protocol | Literal["auto"]
+) -> tuple[Protocol, list[str] | None]:
+    """(which server it is, the names of its models where it lists them). Raises PenstockError for one that is neither.
+
+    "oip" is a server of somebody else's that speaks the Open Inference Protocol. `said` is what the user takes it for.
+    """
+    reply = _asked(endpoint, "/v2", token)
+    page = reply.json() if reply.ok else None
+    name = str(page.get("name", "")) if isinstance(page, dict) else ""
+    if name == "penstock":
+        return "native", _native_names(endpoint, token)
+    if name and name.lower() != "torchserve":
+        return "oip", None
+    ping = fetch(endpoint, "GET", "/ping", token=token).json()
+    if isinstance(ping, dict) and "status" in ping:
+        management = _management(endpoint, token)
+        return "torchserve", None if management is None else models_of(management, token)
+    if said != "auto":
+        return said, None
+    raise PenstockError(
+        f"{endpoint.url} answers, but neither as Penstock, nor as TorchServe, nor by the Open Inference Protocol"
+        f" (GET /v2: {reply.status}); give the whole URL of its inference route"
+    )
+
+
+def _native_names(endpoint: Endpoint, token: str | None) -> list[str] | None:
+    """Of the models that are ready: the routes of the server's own description."""
+    page = fetch(endpoint, "GET", "/openapi.json", token=token).json()
+    paths = page.get("paths", {}) if isinstance(page, dict) else {}
+    start = "/predictions/"
+    return sorted(unquote(path.removeprefix(start)) for path in paths if path.startswith(start))
+
+
+def models_of(management: Endpoint, token: str | None) -> list[str]:
+    """The names of the models, of either management API. Raises Unauthorized."""
+    page = _asked(management, "/models", token).json()
+    models = page.get("models", []) if isinstance(page, dict) else []
+    return sorted({str(each.get("name") or each.get("modelName")) for each in models})
+
+
+def described(endpoint: Endpoint, model: str, names: list[str] | None, token: str | None) -> dict[str, Any]:
+    """What the server says of the model. Raises ModelNotFound, ModelNotReady."""
+    route = f"/v2/models/{quote(model, safe='')}"
+    reply = fetch(endpoint, "GET", route, token=token)
+    if reply.status in (400, 404):
+        raise ModelNotFound(f"{endpoint.url} has no model '{model}'{_nearest(model, names)}")
+    ready = fetch(endpoint, "GET", f"{route}/ready", token=token)
+    if not ready.ok or reply.status == 503:
+        raise ModelNotReady(f"model '{model}' of {endpoint.url} is not ready (status {ready.status}); try again later")
+    said = reply.json()
+    return said if reply.ok and isinstance(said, dict) else {}
+
+
+def check_torchserve(endpoint: Endpoint, model: str, token: str | None) -> None:
+    """Raises ModelNotFound, ModelNotReady; nothing where no management API is found."""
+    management = _management(endpoint, token)
+    if management is None:
+        return
+    reply = fetch(management, "GET", f"/models/{quote(model, safe='')}", token=token)
+    if reply.status == 404:
+        raise ModelNotFound(f"{endpoint.url} has no model '{model}'{_nearest(model, models_of(management, token))}")
+    said = reply.json()
+    if isinstance(said, list) and said and not any(w.get("status") == "READY" for w in said[0].get("workers", [])):
+        raise ModelNotReady(
+            f"model '{model}' of {endpoint.url} has no worker that is ready; scale it, or try again later"
+        )
+
+
+def _management(endpoint: Endpoint, token: str | None) -> Endpoint | None:
+    """The management API of a TorchServe of this machine."""
+    return listeners_beside(endpoint, process_at(endpoint.port), token)[1] if endpoint.local else None
+
+
+def _asked(endpoint: Endpoint, path: str, token: str | None) -> Reply:
+    """Raises Unauthorized."""
+    reply = fetch(endpoint, "GET", path, token=token)
+    if reply.status in (401, 403):
+        raise Unauthorized(
+            f"{endpoint.url} wants a token, found {'another' if token else 'none'}; give its file by --token-file"
+        )
+    return reply
+
+
+def _nearest(model: str, names: list[str] | None) -> str:
+    if names is None:
+        return ""
+    return nearest(model, names) or f"; it has {', '.join(names[:20]) or 'none'}"
+
 
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
 _PREDICT: Final = re.compile(r"(.*?)/predictions/([^/]+)(?:/[^/]+)?")
@@ -111,7 +255,7 @@ def _metrics_at(url: str, tls: ssl.SSLContext | None) -> Endpoint:
     """The listener, also when the URL is that of its page."""
     found = parse_url(url, tls)
     found = msgspec.structs.replace(found, prefix=found.prefix.removesuffix("/metrics"))
-    reach(found)
+    check_reachable(found)
     return found
 
 
@@ -185,7 +329,7 @@ def _of_url(asked: _Asked) -> Target:
             return _checked(asked, root, unquote(match[2]), path=whole + (f"?{parts.query}" if parts.query else ""))
     if path and asked.model is None:  # somebody else's route: what is sent there is the user's affair
         root = msgspec.structs.replace(endpoint, prefix="")
-        reach(root)
+        check_reachable(root)
         protocol_said: Protocol = "native" if asked.protocol == "auto" else asked.protocol
         return Target(
             text=asked.text,

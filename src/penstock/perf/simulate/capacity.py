@@ -59,7 +59,7 @@ class Effort(Struct, frozen=True, kw_only=True):
         """Seconds of one repeat of the proof."""
         shows = PROVEN * (slo.latency_s or 0.0)
         seconds = min(self.most_s, max(self.proof * self.sure(rate, slo), shows))
-        if any(part.name == "p99" for part in slo.parts):
+        if any(part.name == "p99" for part in slo.objectives):
             seconds = max(seconds, 1.2 * TELL_P99 / (self.repeats * rate))  # 1.2: how many requests come is chance
         return round(seconds, 2)
 
@@ -147,7 +147,7 @@ class Prober:
 
     def _narrowly(self, reading: Reading) -> bool:
         """Whether a run may have missed the SLO by chance: by little, or a p99 by few answers."""
-        late, parts = reading.late_share, self.slo.parts
+        late, parts = reading.late_share, self.slo.objectives
         if late is not None and late <= _RARE:
             parts = tuple(part for part in parts if part.name != "p99" or part.limit != self.slo.latency_s)
         return reading.excess(Slo(parts)) <= _NARROW

@@ -15,7 +15,7 @@ from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.make import make_policy
 from penstock.errors import ConfigError
 from penstock.perf.bench.figures import latency_of
-from penstock.perf.bench.measurement import Clause, Latency, Load, Measurement
+from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
 from penstock.perf.bench.slo import Slo
 from penstock.perf.simulate.simulate import Service, simulate
 
@@ -64,7 +64,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     latency: Latency
     mean_batch: float
     busy: float
-    slo: list[Clause] = field(default_factory=list)
+    slo: list[ObjectiveResult] = field(default_factory=list)
 
     @property
     def keeps_up(self) -> bool:

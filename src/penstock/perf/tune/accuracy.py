@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import UNSET, Struct
 
 from penstock.errors import ConfigError, nearest
-from penstock.perf.bench.payload import JSON, type_of
+from penstock.perf.bench.payload import JSON, content_type_of
 from penstock.perf.tune.curve import Body, Given
 
 TOLERANCE: Final = 0.01
@@ -81,7 +81,7 @@ def read_samples(path: str) -> list[Sample]:
 
 
 def _of_file(file: Path, expected: Any = UNSET) -> Sample:
-    return Sample(file.name, Body(_bytes(file), type_of(file)), expected)
+    return Sample(file.name, Body(_bytes(file), content_type_of(file)), expected)
 
 
 def _of_folder(folder: Path) -> list[Sample]:

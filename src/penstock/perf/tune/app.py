@@ -19,9 +19,8 @@ from penstock.client.errors import Unreachable
 from penstock.core.worker.devices import expanded
 from penstock.errors import ConfigError, LoadFailed, PenstockError
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.payload import Payload, payloads
-from penstock.perf.bench.protocol import check_of, request_of
-from penstock.perf.bench.run import Failing, measure
+from penstock.perf.bench.payload import Payload, check_of, payloads, request_of
+from penstock.perf.bench.run import TargetFailing, measure
 from penstock.perf.bench.slo import Slo
 from penstock.perf.tune.accuracy import TOLERANCE, Sample, agreement, truth_of
 from penstock.perf.tune.curve import Body, Order, Rehearsal, rehearse
@@ -173,7 +172,11 @@ class App:
         started = time.monotonic()
         try:
             run = self._runner.run(self._measured(settings, load()))
-        except (Failing, Unreachable, ConfigError) as error:  # in time before any load: these settings are no good
+        except (
+            TargetFailing,
+            Unreachable,
+            ConfigError,
+        ) as error:  # in time before any load: these settings are no good
             self._spent_s = 0.0  # whoever asks for what fails counts its time
             raise LoadFailed(f"loaded, but {error.message}") from error  # ConfigError: so slow that no request comes
         self._warm = True

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.perf.bench.slo import Part, Slo
+from penstock.perf.bench.slo import Objective, Slo
 from penstock.perf.bench.stats import bootstrap, student_at
 from penstock.perf.simulate.capacity import KEPT_UP, TELL_P99, Effort, neat
 from penstock.perf.tune.meter import BudgetOver, Meter, Unfit
@@ -149,7 +149,7 @@ def broken(slo: Slo, readings: Sequence[Reading], side: int) -> str | None:
     their p99 is more: what is rare and slow is the whole p99 of one repeat, and is not in another.
     """
     which = {-1: "at least ", 0: "", 1: "up to "}[side]
-    for part in slo.parts:
+    for part in slo.objectives:
         if part.name == "throughput":
             continue
         late = [share for r in readings if (share := r.late_share) is not None]
@@ -166,7 +166,7 @@ def broken(slo: Slo, readings: Sequence[Reading], side: int) -> str | None:
     return None
 
 
-def _together(part: Part, readings: Sequence[Reading], side: int) -> float | None:
+def _together(part: Objective, readings: Sequence[Reading], side: int) -> float | None:
     """The value of the part over all repeats, or a bound of its mean."""
     if part.name == "error":
         requests = sum(r.run.requests for r in readings)

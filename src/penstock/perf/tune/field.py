@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from penstock.perf.bench.report import Step
+from penstock.perf.bench.measurement import SearchStep
 from penstock.perf.bench.slo import Slo
 from penstock.perf.simulate.capacity import Effort, Prober, Trial
 from penstock.perf.tune.meter import Meter, Unfit
@@ -30,7 +30,7 @@ class Field:
         self.rng = random.Random(seed)
         self.trials: dict[Settings, Trial] = {}
         self.best: Trial | None = None
-        self.steps: list[Step] = []
+        self.steps: list[SearchStep] = []
 
     def trial(self, settings: Settings) -> Trial:
         """What is known; what needs no load to be ruled out is so the first time."""
@@ -127,7 +127,9 @@ class Field:
     def _step(self, trial: Trial) -> None:
         met = None if trial.good is None and not trial.out else bool(trial.rate)
         goodput = trial.good.throughput if trial.good else None
-        self.steps.append(Step(settings=str(trial.settings), goodput=goodput, met=met, elapsed_s=self.meter.spent_s))
+        self.steps.append(
+            SearchStep(settings=str(trial.settings), goodput=goodput, met=met, elapsed_s=self.meter.spent_s)
+        )
 
     def _start(self, trial: Trial) -> float:
         if guess := self.guess(trial.settings):

@@ -20,7 +20,7 @@ from msgspec import Struct
 from penstock._version import __version__
 from penstock.errors import ConfigError
 from penstock.perf.bench.measurement import SCHEMA
-from penstock.perf.bench.results import not_written
+from penstock.perf.bench.results import write_error
 from penstock.perf.tune.trial import Curve, Reading
 
 log = logging.getLogger("penstock.tune")
@@ -63,7 +63,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
         except OSError as e:
-            raise not_written(path, e) from e
+            raise write_error(path, e) from e
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             content = path.read_bytes() if resume else b""
@@ -104,7 +104,7 @@ class Journal:
         except OSError as e:
             self._file.truncate(start)
             self._file.seek(start)
-            raise not_written(self._path, e) from e
+            raise write_error(self._path, e) from e
 
     def close(self) -> None:
         """Lets the file go; safe to call twice."""

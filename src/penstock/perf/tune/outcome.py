@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from penstock.perf.bench.report import RunnerUp, Verdict
+from penstock.perf.bench.measurement import RunnerUp, Verdict
 from penstock.perf.simulate.capacity import Trial
 from penstock.perf.tune.confirm import Finalist, gain
 from penstock.perf.tune.field import Field
@@ -126,7 +126,7 @@ class Telling:
 
     def _too_little(self, best: Finalist) -> str | None:
         """Why the SLO's throughput is not reached; None if it is, or none is asked for."""
-        wanted = next((part for part in self.slo.parts if part.name == "throughput"), None)
+        wanted = next((part for part in self.slo.objectives if part.name == "throughput"), None)
         if wanted is None or best.rate >= wanted.limit:
             return None
         return f"no settings keep {self.slo.text}: the nearest, {best.settings}, sustain {best.rate:g}/s"
@@ -178,7 +178,7 @@ class Telling:
         trials = self.field.trials.values()
         if found := [(t.settings, t.bad) for t in trials if t.bad is not None and not t.bad.invalid]:
             settings, reading = min(found, key=lambda pair: pair[1].excess(self.slo))
-            parts = [part.name for part in self.slo.parts if part.name != "throughput"]
+            parts = [part.name for part in self.slo.objectives if part.name != "throughput"]
             values = ", ".join(f"{name} {told(name, reading.value(name))}" for name in parts)
             return str(settings), f"{none}: the nearest, {settings}, come to {values} at {reading.rate:g}/s"
         if spoiled := next((trial.bad for trial in trials if trial.bad is not None), None):

@@ -19,7 +19,7 @@ from msgspec import Struct, convert, to_builtins
 from penstock.client.endpoint import tls_context
 from penstock.config.schema import ModelConfig
 from penstock.errors import LoadFailed, PenstockError
-from penstock.perf.bench.ask import Reply, ask
+from penstock.perf.bench.server import Reply, fetch
 from penstock.perf.bench.target import Target, open_target
 from penstock.perf.tune.config import changed_keys
 from penstock.perf.tune.space import KEYS, Settings, Value
@@ -191,7 +191,7 @@ class Served:
     def _asked(self, method: str, route: str, body: Any) -> Reply:
         assert self.target.management is not None
         model = self.subject.model
-        return ask(
+        return fetch(
             self.target.management,
             method,
             f"/models/{quote(self.subject.name, safe='')}{route}",

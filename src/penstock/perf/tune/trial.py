@@ -67,7 +67,7 @@ class Reading(Struct, frozen=True, kw_only=True):
         """
         if self.run.invalid:
             return f"invalid: {self.invalid}"
-        for part in slo.parts:
+        for part in slo.objectives:
             if part.name == "throughput":
                 continue
             value = self.value(part.name)
@@ -77,7 +77,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     def excess(self, slo: Slo) -> float:
         """How often the SLO's limit the worst of its parts is, those of throughput left out; infinite if invalid."""
-        parts = [part for part in slo.parts if part.name != "throughput"]
+        parts = [part for part in slo.objectives if part.name != "throughput"]
         values = [(self.value(part.name), max(part.limit, 1e-9)) for part in parts]
         if self.invalid:
             return math.inf

@@ -47,7 +47,7 @@ def tune(
     what is known by then. Raises ConfigError for an unknown search, or an SLO without a latency or error part;
     PenstockError of a bench that fails before anything is known.
     """
-    if all(part.name == "throughput" for part in slo.parts):
+    if all(part.name == "throughput" for part in slo.objectives):
         raise ConfigError(f'SLO "{slo.text}" bounds no latency and no errors; expected for instance "p99<=100ms"')
     run, effort = strategy(search), effort or Effort()
     meter = Meter(bench, Journal() if journal is None else journal, seed=seed, watch=watch)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.perf.bench.measurement import Generator, Gpu, Latency, Load, Measurement, ServerSide
+from penstock.perf.bench.measurement import GeneratorHealth, Gpu, Latency, Load, Measurement, ServerStats
 from penstock.perf.bench.slo import parse_slo
 
 Make = Callable[..., Measurement]
@@ -39,7 +39,7 @@ def make_measurement() -> Make:
             mean_s=middle * 1.05, p50_s=middle, p75_s=middle * 1.1, p90_s=middle * 1.3, p95_s=tail * 0.8, p99_s=tail,
             p999_s=tail * 1.4, max_s=tail * 2, p99_low_s=tail * 0.95, p99_high_s=tail * 1.07,
         )  # fmt: skip
-        server = ServerSide(
+        server = ServerStats(
             queue_s=middle * 0.5, preprocess_s=0.0004, run_s=base_s * 0.4, postprocess_s=0.0002,
             batches={"1": 20, "2": 40, "4": int(300 * busy), "8": int(600 * busy * busy)}, mean_batch=1 + 6 * busy,
             cpu=0.3 + busy, memory_bytes=400 << 20, gpus=[Gpu(name="G", utilization=busy, memory_bytes=1 << 30)],
@@ -48,7 +48,7 @@ def make_measurement() -> Make:
         run = {
             "load": load, "label": label, "seconds": 10.0, "requests": requests, "answered": requests,
             "throughput": throughput, "goodput": throughput * 0.99, "latency": latency, "server": server,
-            "generator": Generator(cpu=0.2), "started": "2026-01-01T00:00:00Z",
+            "generator": GeneratorHealth(cpu=0.2), "started": "2026-01-01T00:00:00Z",
         }  # fmt: skip
         measurement = Measurement(**(run | more))
         return Measurement(**(run | more), slo=parse_slo(slo).judge(measurement)) if slo else measurement

@@ -1,8 +1,24 @@
 from __future__ import annotations
 
+from html.parser import HTMLParser
+
 import pytest
 
-from penstock.perf.bench.document import Bullets, Code, Report, Says, Table, around, markdown, number, percent, seconds
+from penstock.perf.bench.document import (
+    BulletList,
+    CodeBlock,
+    Heading,
+    Paragraph,
+    Plot,
+    Report,
+    TableBlock,
+    around,
+    markdown,
+    number,
+    page,
+    percent,
+    seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +56,64 @@ def test_shares_are_percent_with_their_sign(value: float | None, text: str) -> N
 
 
 def test_what_is_said_cannot_break_out_of_its_place() -> None:
-    report = Report("a*b", [Says("x\n## y", "bad"), Bullets(["one\n- two"])], [Table(["h|"], [["<b>|"]]), Code("````")])
+    report = Report(
+        "a*b",
+        [Paragraph("x\n## y", "bad"), BulletList(["one\n- two"])],
+        [TableBlock(["h|"], [["<b>|"]]), CodeBlock("````")],
+    )
     assert markdown(report) == (
         "# a\\*b\n\n**x ## y**\n\n- one - two\n\n| h\\| |\n| --- |\n| \\<b>\\| |\n\n`````\n````\n`````\n"
     )
+
+
+EVIL = '<script src="https://x/y.js">&'
+
+
+class PlotData(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_every_kind_of_block_is_shown_and_text_of_others_stays_text() -> None:
+    blocks = [
+        Heading(EVIL),
+        Paragraph(EVIL, "bad"),
+        Paragraph(EVIL),
+        BulletList([EVIL]),
+        CodeBlock(EVIL),
+        TableBlock([EVIL], [[EVIL]]),
+    ]
+    seen = PlotData(text := page(Report(EVIL, blocks, blocks), [Plot(EVIL, "<svg></svg>", EVIL)], ""))
+    assert not seen.open
+    names = [tag for tag, _ in seen.tags]
+    assert {"h1", "h2", "p", "li", "pre", "td", "th", "svg", "figcaption"} <= set(names)
+    assert "script" not in names
+    assert text.count("&lt;script src=&quot;https://x/y.js&quot;&gt;&amp;") == 2 + 2 + 2 * 7
+
+
+def test_nothing_is_fetched_and_nothing_runs() -> None:
+    text = page(Report("t", [Paragraph("s")], []), [], "")
+    assert "default-src 'none'" in text
+    assert not {attribute for _, attributes in PlotData(text).tags for attribute in attributes} & {"src", "href"}
+    assert "url(" not in text
+
+
+def test_the_verdict_stands_before_the_plots_and_the_rest_behind() -> None:
+    text = page(Report("t", [Paragraph("first")], [Paragraph("last")]), [Plot("p", "<svg></svg>", "n")], "")
+    assert text.index("<p>first") < text.index("<svg") < text.index("<p>last")
+
+
+def test_a_page_without_plots_tells_why() -> None:
+    assert "<p>No plots: install &lt;it&gt;</p>" in page(Report("t", [], []), [], "install <it>")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import builtins
 import math
 import random
 from typing import Any
@@ -8,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.errors import ConfigError
 from penstock.perf.bench import figures
-from penstock.perf.bench.figures import enough, interval_p99, latency_of, percentile, summarise
-from penstock.perf.bench.histogram import decode
-from penstock.perf.bench.measurement import Load, ServerSide
-from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+from penstock.perf.bench.figures import decode, encode, enough, interval_p99, latency_of, percentile, summarise
+from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+from penstock.perf.bench.measurement import Load, ServerStats
 from penstock.perf.bench.slo import parse_slo
 
 OPEN = Load(mode="open", rate=100.0)
@@ -115,8 +116,8 @@ def test_the_two_ways_to_the_interval_agree_where_they_meet(monkeypatch: pytest.
 
 
 def test_a_run_of_good_answers() -> None:
-    run = summarise(OPEN, samples(*even(1000)), label="a", repeat=2, started="now", server=ServerSide(cpu=1.0))
-    assert (run.label, run.repeat, run.started, run.server) == ("a", 2, "now", ServerSide(cpu=1.0))
+    run = summarise(OPEN, samples(*even(1000)), label="a", repeat=2, started="now", server=ServerStats(cpu=1.0))
+    assert (run.label, run.repeat, run.started, run.server) == ("a", 2, "now", ServerStats(cpu=1.0))
     assert (run.requests, run.answered, run.errors, run.first_error) == (1000, 1000, {}, None)
     assert run.throughput == pytest.approx(100)
     assert (run.goodput, run.slo, run.met) == (None, [], None)
@@ -278,3 +279,39 @@ def test_what_a_reader_must_know_is_told(more: dict[str, Any], told: str) -> Non
 def test_a_histogram_that_could_not_be_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "encode", lambda latencies: "")
     assert summarise(OPEN, samples(*even(10))).caveats == [figures.NO_HISTOGRAM]
+
+
+def test_latencies_come_back_to_three_digits_with_their_counts() -> None:
+    given = [0.001, 0.001, 0.0123456, 1.5, 0.25, 0.25, 0.25]
+    found = decode(encode(given))
+    assert [count for _, count in found] == [2, 1, 3, 1]
+    assert [seconds for seconds, _ in found] == pytest.approx([0.001, 0.0123456, 0.25, 1.5], rel=0.001)
+
+
+def test_what_is_out_of_range_counts_at_its_end() -> None:
+    assert decode(encode([0.0, 1e-9, 7200.0])) == [(pytest.approx(1e-6), 2), (pytest.approx(3600, rel=0.001), 1)]
+
+
+def test_nothing_is_an_empty_histogram() -> None:
+    assert decode(encode([])) == []
+
+
+@pytest.mark.parametrize("text", ["", "x", "HISTFAAAA", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"])
+def test_what_is_no_histogram_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no HDR histogram: found"):
+        decode(text)
+
+
+def test_without_the_library_there_is_no_histogram_and_none_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *rest: Any) -> Any:
+        if name.startswith("hdrh"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    text = encode([0.1])
+    monkeypatch.setattr(builtins, "__import__", absent)
+    assert encode([0.1]) == ""
+    with pytest.raises(ConfigError, match=r"install penstock\[bench\]"):
+        decode(text)

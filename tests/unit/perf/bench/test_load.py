@@ -7,6 +7,7 @@ import contextlib
 import errno
 import math
 import selectors
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -20,11 +21,94 @@ from hypothesis import strategies as st
 from penstock.client.endpoint import Endpoint, tls_context
 from penstock.client.errors import Unreachable
 from penstock.errors import ConfigError
-from penstock.perf.bench import alarm, drive, load
+from penstock.perf.bench import load, load_run
 from penstock.perf.bench.figures import summarise
-from penstock.perf.bench.load import http_request
+from penstock.perf.bench.load import LoopTimer, TimerFile, http_request, make_alarm
+from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+
+KINDS = [LoopTimer, *([TimerFile] if sys.platform == "linux" else [])]
+
+
+def loops() -> list[object]:
+    found: list[object] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
+    try:
+        import uvloop
+    except ImportError:
+        return found
+    return [*found, pytest.param(uvloop.new_event_loop, id="uvloop")]
+
+
+@pytest.mark.parametrize("new_loop", loops())
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_alarm_rings_once_for_each_time_that_is_set(
+    kind: type[LoopTimer] | type[TimerFile], new_loop: object
+) -> None:
+    rung: list[float] = []
+
+    async def run() -> list[float]:
+        rang = asyncio.Event()
+
+        def ring() -> None:
+            rung.append(time.perf_counter())
+            rang.set()
+
+        made = kind(ring)
+        asked = []
+        for after_s in (0.01, -1.0, 0.0005, 0.02):
+            asked.append(time.perf_counter() + after_s)
+            made.at(asked[-1] + 1000)  # replaced
+            made.at(asked[-1])
+            await rang.wait()
+            rang.clear()
+        await asyncio.sleep(0.01)
+        made.at(time.perf_counter() + 0.005)
+        made.close()
+        await asyncio.sleep(0.02)
+        return asked
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:  # type: ignore[arg-type]
+        asked = runner.run(run())
+    assert len(rung) == 4
+    slack = 0.0015 if kind is LoopTimer else 0.0  # a loop's timer counts whole milliseconds
+    assert all(when >= at - slack for when, at in zip(rung, asked, strict=True)), "never early"
+
+
+@pytest.mark.parametrize("new_loop", loops())
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_alarm_may_be_set_anew_by_what_it_calls(kind: type[LoopTimer] | type[TimerFile], new_loop: object) -> None:
+    async def run() -> int:
+        rung = 0
+        over = asyncio.Event()
+
+        def ring() -> None:
+            nonlocal rung
+            rung += 1
+            if rung < 50:
+                made.at(time.perf_counter() + 0.0002)
+            else:
+                over.set()
+
+        made = kind(ring)
+        made.at(time.perf_counter())
+        await over.wait()
+        await asyncio.sleep(0.005)
+        made.close()
+        return rung
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:  # type: ignore[arg-type]
+        assert runner.run(run()) == 50
+
+
+async def test_without_a_timer_file_the_loops_own_timer_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(ring: object) -> TimerFile:
+        raise OSError(38, "timerfd_create")
+
+    monkeypatch.setattr(load, "TimerFile", refuse)
+    made = make_alarm(lambda: None)
+    assert isinstance(made, LoopTimer)
+    made.close()
+
 
 HERE = Endpoint("127.0.0.1", 9)
 TLS = Path(__file__).parents[3] / "tls"
@@ -124,7 +208,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return transport, protocol
 
 
-Run = Callable[[Coroutine[Any, Any, Any], Server], Any]
+LoadRun = Callable[[Coroutine[Any, Any, Any], Server], Any]
 
 
 @contextlib.contextmanager
@@ -133,14 +217,14 @@ def virtual(server: Server) -> Iterator[VirtualLoop]:
     loop = VirtualLoop(server)
     clock = SimpleNamespace(perf_counter=loop.time, process_time=time.process_time)
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(loop):
-        for module in (drive, load, alarm):
+        for module in (load_run, load):
             patch.setattr(module, "time", clock)
-        patch.setattr(load, "make_alarm", alarm.LoopTimer)
+        patch.setattr(load, "make_alarm", load.LoopTimer)
         yield loop
 
 
 @pytest.fixture
-def virtually() -> Iterator[Run]:
+def virtually() -> Iterator[LoadRun]:
     """Runs a coroutine against a server in virtual time; `virtually.loop` afterwards has the loop."""
 
     def run(work: Coroutine[Any, Any, Any], server: Server) -> Any:
@@ -166,7 +250,7 @@ def figures(samples: Samples, mode: str = "open") -> Measurement:
 # ---- the open loop
 
 
-def test_a_stall_of_the_server_counts_for_all_who_came_in_it(virtually: Run) -> None:
+def test_a_stall_of_the_server_counts_for_all_who_came_in_it(virtually: LoadRun) -> None:
     """Coordinated omission: 100 requests a second for 20 s, of which the server stands still for 2."""
     seen = figures(virtually(open_(), Frozen(1009.02, 1011.02)))
     assert seen.requests == seen.answered == 2000
@@ -178,14 +262,14 @@ def test_a_stall_of_the_server_counts_for_all_who_came_in_it(virtually: Run) -> 
     assert not seen.invalid
 
 
-def test_a_closed_loop_does_not_see_a_stall_and_says_so(virtually: Run) -> None:
+def test_a_closed_loop_does_not_see_a_stall_and_says_so(virtually: LoadRun) -> None:
     seen = figures(virtually(closed(concurrency=1, seconds=20.0), Frozen(1009.02, 1011.02)), "closed")
     assert seen.latency.p99_s == pytest.approx(0.005)
     assert seen.latency.max_s == pytest.approx(2.005, rel=0.02)
     assert any("cannot see stalls: use --mode open" in caveat for caveat in seen.caveats)
 
 
-def test_requests_leave_at_their_times_in_turn(virtually: Run) -> None:
+def test_requests_leave_at_their_times_in_turn(virtually: LoadRun) -> None:
     server = Server()
     times = [0.0, 0.0, 0.001, 0.5, 0.5004, 1.25]
     samples = virtually(open_(times=times), server)
@@ -200,23 +284,23 @@ def test_requests_leave_at_their_times_in_turn(virtually: Run) -> None:
     assert samples.seconds == pytest.approx(1.25 * 6 / 5)
 
 
-def test_more_connections_are_opened_while_none_is_free(virtually: Run) -> None:
+def test_more_connections_are_opened_while_none_is_free(virtually: LoadRun) -> None:
     samples = virtually(open_(times=[0.0, 0.001, 0.002, 1.0], connections=2), Server())
     assert (samples.waited, virtually.loop.opened) == (1, 3)  # type: ignore[attr-defined]
     assert list(samples.latency_s) == pytest.approx([0.005] * 4, abs=1e-6)
 
 
 def test_what_no_connection_is_free_for_waits_its_turn_and_the_wait_counts(
-    virtually: Run, monkeypatch: pytest.MonkeyPatch
+    virtually: LoadRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drive, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(load_run, "MOST_CONNECTIONS", 1)
     samples = virtually(open_(times=[0.0, 0.001, 0.002]), Server(0.010))
     assert list(samples.latency_s) == pytest.approx([0.010, 0.019, 0.028], abs=1e-6)
     assert max(samples.late_s) < 1e-6, "the generator itself was on time"
     assert any("2 requests waited for a connection" in caveat for caveat in figures(samples).caveats)
 
 
-def test_what_the_generator_itself_is_late_is_part_of_the_latency_and_makes_the_run_invalid(virtually: Run) -> None:
+def test_what_the_generator_itself_is_late_is_part_of_the_latency_and_makes_the_run_invalid(virtually: LoadRun) -> None:
     def stumbles(number: int, status: int, body: bytes) -> bool:
         virtually.loop.now += 0.050  # type: ignore[attr-defined]
         return True
@@ -229,7 +313,7 @@ def test_what_the_generator_itself_is_late_is_part_of_the_latency_and_makes_the_
     assert "the generator was late" in seen.invalid[0]
 
 
-def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually: Run) -> None:
+def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually: LoadRun) -> None:
     class Silent(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return None if request.endswith(b"2") else super().reply(now, request, connection)
@@ -237,11 +321,11 @@ def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually:
     samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], patience_s=2.0), Silent())
     assert list(samples.status) == [200, 200, TIMED_OUT, 200]
     assert samples.latency_s[2] == pytest.approx(2.1), "it is known to take longer than it was waited for"
-    assert virtually.loop.now == pytest.approx(1000 + drive.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
+    assert virtually.loop.now == pytest.approx(1000 + load_run.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
     assert figures(samples).first_error == "timeout: no answer 2 s after the last request"
 
 
-def test_requests_that_all_come_at_once_have_a_throughput(virtually: Run) -> None:
+def test_requests_that_all_come_at_once_have_a_throughput(virtually: LoadRun) -> None:
     assert figures(virtually(open_(times=[0.0, 0.0, 0.0]), Server(0.5))).throughput == pytest.approx(6)
 
 
@@ -284,7 +368,7 @@ def test_every_request_has_its_own_latency_or_error(drawn: list[tuple[float, flo
 # ---- the closed loop
 
 
-def test_every_client_sends_when_it_was_answered(virtually: Run) -> None:
+def test_every_client_sends_when_it_was_answered(virtually: LoadRun) -> None:
     server = Server(0.010)
     samples = virtually(closed(concurrency=3, seconds=0.095), server)
     assert len(server.seen) == 30, "ten times three, the last of them at 90 ms"
@@ -294,7 +378,7 @@ def test_every_client_sends_when_it_was_answered(virtually: Run) -> None:
     assert figures(samples, "closed").throughput == pytest.approx(300), "the last three count by half"
 
 
-def test_so_many_requests_are_sent_as_were_asked_for(virtually: Run) -> None:
+def test_so_many_requests_are_sent_as_were_asked_for(virtually: LoadRun) -> None:
     samples = virtually(closed(at_least=7), Server(0.010))
     assert list(samples.status) == [200] * 7
     assert samples.seconds == pytest.approx(0.030), "up to the last answer"
@@ -302,12 +386,12 @@ def test_so_many_requests_are_sent_as_were_asked_for(virtually: Run) -> None:
 
 
 @pytest.mark.parametrize(("asked", "sent"), [({"at_least": 7}, 10), ({"seconds": 0.015}, 10), ({"at_least": 1}, 5)])
-def test_whole_passes_send_every_request_as_often(virtually: Run, asked: dict[str, Any], sent: int) -> None:
+def test_whole_passes_send_every_request_as_often(virtually: LoadRun, asked: dict[str, Any], sent: int) -> None:
     samples = virtually(closed(whole_passes=True, **asked), Server(0.010))
     assert sorted(samples.number) == sorted([*range(5)] * (sent // 5))
 
 
-def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtually: Run) -> None:
+def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtually: LoadRun) -> None:
     class Forgetful(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return None if connection == 2 else super().reply(now, request, connection)
@@ -323,7 +407,7 @@ def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtua
 # ---- bad servers
 
 
-def test_nobody_at_the_address_is_told_before_anything_is_sent(virtually: Run) -> None:
+def test_nobody_at_the_address_is_told_before_anything_is_sent(virtually: LoadRun) -> None:
     server = Server()
     server.here = lambda now: False
     with pytest.raises(Unreachable, match=r"no connection to http://127\.0\.0\.1:9: .*refused"):
@@ -332,7 +416,7 @@ def test_nobody_at_the_address_is_told_before_anything_is_sent(virtually: Run) -
         virtually(closed(seconds=1.0), server)
 
 
-def test_the_first_error_is_kept_with_what_the_server_said(virtually: Run) -> None:
+def test_the_first_error_is_kept_with_what_the_server_said(virtually: LoadRun) -> None:
     class Wrong(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return now + self.takes_s, answer(415, b"expected image/png, found %d" % len(self.seen) + b"!" * 1000)
@@ -358,7 +442,7 @@ class Dies(Server):
 
 
 @pytest.mark.parametrize("work", [lambda: open_(connections=2), lambda: closed(seconds=20.0)])
-def test_a_run_whose_server_is_gone_ends_soon(virtually: Run, work: Callable[[], Any]) -> None:
+def test_a_run_whose_server_is_gone_ends_soon(virtually: LoadRun, work: Callable[[], Any]) -> None:
     samples = virtually(work(), Dies())
     assert samples.ended == "gone"
     assert set(samples.status) == {200, LOST, REFUSED}
@@ -369,7 +453,7 @@ def test_a_run_whose_server_is_gone_ends_soon(virtually: Run, work: Callable[[],
 @pytest.mark.parametrize(
     "work", [lambda: open_(times=[0.1 * n for n in range(9)]), lambda: closed(concurrency=2, at_least=9)]
 )
-def test_a_lost_connection_fails_its_own_request_only(virtually: Run, work: Callable[[], Any]) -> None:
+def test_a_lost_connection_fails_its_own_request_only(virtually: LoadRun, work: Callable[[], Any]) -> None:
     class DiesOnce(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return now + self.takes_s, None if len(self.seen) == 3 else answer()
@@ -383,7 +467,7 @@ def test_a_lost_connection_fails_its_own_request_only(virtually: Run, work: Call
 @pytest.mark.parametrize(
     "work", [lambda: open_(times=[0.1 * n for n in range(9)]), lambda: closed(concurrency=2, at_least=9)]
 )
-def test_a_server_that_closes_after_each_answer_is_met_again(virtually: Run, work: Callable[[], Any]) -> None:
+def test_a_server_that_closes_after_each_answer_is_met_again(virtually: LoadRun, work: Callable[[], Any]) -> None:
     class Closes(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return now + self.takes_s, answer(200, b"ok", "Connection: close")
@@ -392,7 +476,7 @@ def test_a_server_that_closes_after_each_answer_is_met_again(virtually: Run, wor
 
 
 @pytest.mark.parametrize("work", [lambda: open_(times=[0.1 * n for n in range(6)]), lambda: closed(at_least=6)])
-def test_what_is_no_http_ends_the_connection(virtually: Run, work: Callable[[], Any]) -> None:
+def test_what_is_no_http_ends_the_connection(virtually: LoadRun, work: Callable[[], Any]) -> None:
     class Babbles(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return now + self.takes_s, b"what?\r\n\r\n"
@@ -413,7 +497,7 @@ BOTH = pytest.mark.parametrize(
 
 @BOTH
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_an_answer_without_a_length_ends_with_its_connection(virtually: Run, work: Any, version: str) -> None:
+def test_an_answer_without_a_length_ends_with_its_connection(virtually: LoadRun, work: Any, version: str) -> None:
     close = "Connection: close\r\n" if version == "1.1" else ""
     bodies = []
 
@@ -439,13 +523,13 @@ class Ending(Server):
 
 @BOTH
 @pytest.mark.parametrize("length", ["Content-Length: 9\r\n", "Transfer-Encoding: chunked\r\n", ""])
-def test_half_an_answer_is_lost(virtually: Run, work: Any, length: str) -> None:
+def test_half_an_answer_is_lost(virtually: LoadRun, work: Any, length: str) -> None:
     half = f"HTTP/1.1 200 OK\r\nConnection: close\r\n{length}" + ("\r\n9\r\nhello" if length else "")
     assert list(virtually(work(), Ending(half.encode())).status) == [LOST] * 4
 
 
 @BOTH
-def test_of_answers_that_nobody_checks_only_the_beginning_is_kept(virtually: Run, work: Any) -> None:
+def test_of_answers_that_nobody_checks_only_the_beginning_is_kept(virtually: LoadRun, work: Any) -> None:
     class Long(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             head = b"HTTP/1.1 500 S\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -456,7 +540,7 @@ def test_of_answers_that_nobody_checks_only_the_beginning_is_kept(virtually: Run
 
 
 @BOTH
-def test_a_check_that_raises_is_no_fault_of_the_server(virtually: Run, work: Any) -> None:
+def test_a_check_that_raises_is_no_fault_of_the_server(virtually: LoadRun, work: Any) -> None:
     def check(number: int, status: int, body: bytes) -> bool:
         raise ZeroDivisionError
 
@@ -466,7 +550,7 @@ def test_a_check_that_raises_is_no_fault_of_the_server(virtually: Run, work: Any
 
 @BOTH
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
-def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: Run, work: Any, number: int) -> None:
+def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: LoadRun, work: Any, number: int) -> None:
     class Scarce(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             self.error = OSError(number, "no more")
@@ -477,7 +561,7 @@ def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: Run, 
     assert "had no file or port for 3 more connections" in figures(samples).invalid[0]
 
 
-def test_a_server_of_one_connection_at_a_time_is_asked_over_its_first(virtually: Run) -> None:
+def test_a_server_of_one_connection_at_a_time_is_asked_over_its_first(virtually: LoadRun) -> None:
     class Single(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return (now + self.takes_s, answer()) if connection == 1 else None
@@ -486,11 +570,11 @@ def test_a_server_of_one_connection_at_a_time_is_asked_over_its_first(virtually:
     assert list(samples.status) == [200] * 9
 
 
-def test_a_short_run_is_not_thought_busy_for_what_came_before_it(virtually: Run) -> None:
-    assert virtually(open_(times=[0.0]), Server()).busy_s == pytest.approx(drive.LEAD_S)
+def test_a_short_run_is_not_thought_busy_for_what_came_before_it(virtually: LoadRun) -> None:
+    assert virtually(open_(times=[0.0]), Server()).busy_s == pytest.approx(load_run.LEAD_S)
 
 
-def test_the_check_sees_every_answer_and_those_it_refuses_are_wrong(virtually: Run) -> None:
+def test_the_check_sees_every_answer_and_those_it_refuses_are_wrong(virtually: LoadRun) -> None:
     class Counts(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return now + self.takes_s, answer(503 if len(self.seen) == 2 else 200, request[-1:])
@@ -508,7 +592,7 @@ def test_the_check_sees_every_answer_and_those_it_refuses_are_wrong(virtually: R
 
 
 @pytest.mark.parametrize("loop", [open_, closed])
-def test_a_run_that_is_cancelled_leaves_what_is_there(virtually: Run, loop: Any) -> None:
+def test_a_run_that_is_cancelled_leaves_what_is_there(virtually: LoadRun, loop: Any) -> None:
     samples = Samples()
     given = {"times": [n / 10 for n in range(100)]} if loop is open_ else {"concurrency": 1, "seconds": 10.0}
 
@@ -530,7 +614,7 @@ def test_a_run_that_is_cancelled_leaves_what_is_there(virtually: Run, loop: Any)
     assert any("1 requests were under way" in text for text in seen.caveats)
 
 
-def test_progress_is_told_while_the_run_goes_on(virtually: Run) -> None:
+def test_progress_is_told_while_the_run_goes_on(virtually: LoadRun) -> None:
     told: list[tuple[float, int]] = []
     virtually(open_(times=[n / 10 for n in range(10)], on_progress=lambda s, n: told.append((s, n))), Server())
     assert len(told) == 9
@@ -538,17 +622,17 @@ def test_progress_is_told_while_the_run_goes_on(virtually: Run) -> None:
     assert told[-1] == (pytest.approx(0.88), 9)
 
 
-def test_more_clients_than_files_may_be_open_are_refused(virtually: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_clients_than_files_may_be_open_are_refused(virtually: LoadRun, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = [(256, 1024)]
-    monkeypatch.setattr(drive.resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(drive.resource, "setrlimit", lambda _, given: limits.append(given))
+    monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(load_run.resource, "setrlimit", lambda _, given: limits.append(given))
     with pytest.raises(ConfigError, match="5000 connections take as many open files, found a limit of 1024"):
         virtually(closed(concurrency=5000, seconds=1.0), Server())
     assert limits[-1] == (1024, 1024), "raised as far as it may be"
-    monkeypatch.setattr(drive.resource, "getrlimit", lambda _: (9000, 9000))
+    monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: (9000, 9000))
     with pytest.raises(ConfigError, match="8001 connections: expected at most 8000 of one generator"):
         virtually(closed(concurrency=8001, seconds=1.0), Server())
-    monkeypatch.setattr(drive.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: limits[-1])
     virtually(open_(times=[0.0], connections=5000), Server())
     assert virtually.loop.opened == 924  # type: ignore[attr-defined]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.perf.bench.measurement import Latency, Load, Measurement
-from penstock.perf.bench.modes import Plan, carry_out, in_units
+from penstock.perf.bench.modes import LoadPlan, carry_out, in_units
 from penstock.perf.bench.slo import Slo, parse_slo
 
 
@@ -18,7 +18,7 @@ class Fake:
         self.loads.append(load)
         return self.answer(load)
 
-    async def run(self, plan: Plan, slo: str = "") -> list[str]:
+    async def run(self, plan: LoadPlan, slo: str = "") -> list[str]:
         return [text async for text in carry_out(plan, parse_slo(slo) if slo else Slo(), self.measure)]
 
 
@@ -48,32 +48,32 @@ def queue(ceiling: float, service_s: float = 0.01) -> Callable[[Load], Measureme
 
 async def test_each_concurrency_is_run_in_each_repeat_one_repeat_after_the_other() -> None:
     fake = Fake(queue(1000))
-    assert await fake.run(Plan(mode="closed", concurrency=(1, 8), repeat=2, seconds=3)) == []
+    assert await fake.run(LoadPlan(mode="closed", concurrency=(1, 8), repeat=2, seconds=3)) == []
     assert [load.concurrency for load in fake.loads] == [1, 8, 1, 8]
     assert {load.seconds for load in fake.loads} == {3}
 
 
 async def test_a_number_of_requests_takes_the_place_of_a_time() -> None:
     fake = Fake(queue(1000))
-    await fake.run(Plan(mode="closed", concurrency=(1,), requests=50))
+    await fake.run(LoadPlan(mode="closed", concurrency=(1,), requests=50))
     assert (fake.loads[0].requests, fake.loads[0].seconds) == (50, 0)
 
 
 async def test_repeats_of_an_open_loop_have_arrivals_of_their_own() -> None:
     fake = Fake(queue(1000))
-    await fake.run(Plan(mode="open", rates=(10, 20), repeat=2, seed=7))
+    await fake.run(LoadPlan(mode="open", rates=(10, 20), repeat=2, seed=7))
     assert [(load.rate, load.seed) for load in fake.loads] == [(10, 7), (20, 7), (10, 8), (20, 8)]
 
 
 async def test_a_trace_needs_no_rate() -> None:
     fake = Fake(queue(1000))
-    await fake.run(Plan(mode="open", arrival="trace:a.jsonl"))
+    await fake.run(LoadPlan(mode="open", arrival="trace:a.jsonl"))
     assert [(load.rate, load.arrival) for load in fake.loads] == [(0, "trace:a.jsonl")]
 
 
 async def test_a_ramp_finds_the_highest_rate_that_holds() -> None:
     fake = Fake(queue(1000))  # p99 is 100 ms at 900/s
-    (text,) = await fake.run(Plan(mode="ramp", rates=(100,)), "p99<=100ms")
+    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100,)), "p99<=100ms")
     good = max(load.rate for load in fake.loads if load.rate <= 900)
     assert 900 / 1.06 < good <= 900
     assert text.startswith(f"knee: {good:g}/s hold p99<=100ms; ")
@@ -83,14 +83,14 @@ async def test_a_ramp_finds_the_highest_rate_that_holds() -> None:
 
 async def test_a_ramp_without_a_rate_begins_with_half_of_what_one_client_gets() -> None:
     fake = Fake(queue(1000))
-    await fake.run(Plan(mode="ramp"), "p99<=100ms")
+    await fake.run(LoadPlan(mode="ramp"), "p99<=100ms")
     assert (fake.loads[0].mode, fake.loads[0].concurrency) == ("closed", 1)
     assert fake.loads[1].rate == 50
 
 
 async def test_a_ramp_without_an_slo_breaks_where_p99_is_five_times_that_of_the_first_rate() -> None:
     fake = Fake(queue(1000))
-    (text,) = await fake.run(Plan(mode="ramp", rates=(100,)))
+    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100,)))
     good = float(text.split(":")[1].split("/s")[0])
     assert 820 / 1.06 < good <= 820  # 10 ms / (1 - 0.1) * 5 = 55.6 ms, at 820/s
     assert "hold p99<=55.56ms" in text
@@ -98,47 +98,47 @@ async def test_a_ramp_without_an_slo_breaks_where_p99_is_five_times_that_of_the_
 
 async def test_a_ramp_whose_first_rate_is_too_high_goes_down() -> None:
     fake = Fake(queue(1000))
-    (text,) = await fake.run(Plan(mode="ramp", rates=(5000,)), "p99<=100ms")
+    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(5000,)), "p99<=100ms")
     assert text.startswith("knee: ")
     assert 900 / 1.06 < float(text.split(":")[1].split("/s")[0].replace(",", "")) <= 900
 
 
 async def test_a_ramp_ends_where_nothing_holds_and_says_why() -> None:
     fake = Fake(lambda load: seen(load, 1.0, errors=500))
-    (text,) = await fake.run(Plan(mode="ramp", rates=(64,)), "p99<=100ms")
+    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
     assert text == "no knee: 1/s is too much already: 50.0% errors"
 
 
 async def test_a_ramp_goes_no_higher_than_it_was_told() -> None:
     fake = Fake(queue(1000))
-    (text,) = await fake.run(Plan(mode="ramp", rates=(100, 200)), "p99<=100ms")
+    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100, 200)), "p99<=100ms")
     assert [load.rate for load in fake.loads] == [100, 150, 200]
     assert text == "knee: 200/s hold p99<=100ms; nothing above was asked for"
 
 
 async def test_steps_of_a_ramp_last_until_there_are_samples_for_the_percentile() -> None:
     fake = Fake(queue(1000))
-    await fake.run(Plan(mode="ramp", rates=(10, 10), seconds=1), "p99<=100ms")
-    await fake.run(Plan(mode="ramp", rates=(10, 10), seconds=1), "p99.9<=100ms")
+    await fake.run(LoadPlan(mode="ramp", rates=(10, 10), seconds=1), "p99<=100ms")
+    await fake.run(LoadPlan(mode="ramp", rates=(10, 10), seconds=1), "p99.9<=100ms")
     assert [load.seconds for load in fake.loads] == [12, 120]
 
 
 async def test_a_ramp_ends_where_the_generator_does_and_names_no_knee() -> None:
     fake = Fake(lambda load: seen(load, load.rate, invalid="late" if load.rate > 200 else ""))
-    (text,) = await fake.run(Plan(mode="ramp", rates=(100,)), "p99<=100ms")
+    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100,)), "p99<=100ms")
     assert text == "where it breaks is not known: 150/s hold p99<=100ms; more cannot be measured, see INVALID"
 
 
 async def test_a_ramp_without_samples_for_its_percentile_names_no_knee() -> None:
     fake = Fake(lambda load: seen(load, load.rate, None))
-    (text,) = await fake.run(Plan(mode="ramp", rates=(64,)), "p99<=100ms")
+    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
     assert text == "no knee: 1,000 good answers at 64/s are too few to tell p99<=100ms"
     assert len(fake.loads) == 1
 
 
 async def test_clients_double_until_that_gains_nothing_twice() -> None:
     fake = Fake(queue(400))
-    (text,) = await fake.run(Plan(mode="saturate"))
+    (text,) = await fake.run(LoadPlan(mode="saturate"))
     assert [load.concurrency for load in fake.loads] == [1, 2, 4, 8, 16]
     assert text == "saturates at 4 clients: 400/s; more clients gain less than 3 %"
 
@@ -146,21 +146,21 @@ async def test_clients_double_until_that_gains_nothing_twice() -> None:
 async def test_one_step_without_a_gain_is_not_the_end() -> None:
     steps = {1: 100.0, 2: 101.0, 4: 190.0, 8: 191.0, 16: 192.0}
     fake = Fake(lambda load: seen(load, steps[load.concurrency]))
-    (text,) = await fake.run(Plan(mode="saturate"))
+    (text,) = await fake.run(LoadPlan(mode="saturate"))
     assert "saturates at 4 clients: 190/s" in text
 
 
 async def test_clients_that_get_errors_do_not_count() -> None:
     fake = Fake(lambda load: seen(load, 100.0 * load.concurrency, errors=500 if load.concurrency > 4 else 0))
-    assert await fake.run(Plan(mode="saturate")) == ["saturates at 4 clients: 400/s; more clients get errors"]
+    assert await fake.run(LoadPlan(mode="saturate")) == ["saturates at 4 clients: 400/s; more clients get errors"]
     fake = Fake(lambda load: seen(load, 1.0, errors=500))
-    (text,) = await fake.run(Plan(mode="saturate", concurrency=(8,)))
+    (text,) = await fake.run(LoadPlan(mode="saturate", concurrency=(8,)))
     assert text == "no throughput: already 8 clients get more than 1% errors"
 
 
 async def test_a_generator_that_is_too_slow_saturates_nothing() -> None:
     fake = Fake(lambda load: seen(load, 100.0 * load.concurrency, invalid="cpu" if load.concurrency > 2 else ""))
-    (text,) = await fake.run(Plan(mode="saturate"))
+    (text,) = await fake.run(LoadPlan(mode="saturate"))
     assert text == "where it saturates is not known: 2 clients get 200/s; more cannot be measured, see INVALID"
 
 
@@ -180,8 +180,8 @@ async def test_a_step_that_was_disturbed_is_run_once_more() -> None:
         return seen(load, min(400.0, load.rate or 100.0 * load.concurrency), invalid=invalid)
 
     fake = Fake(answer)
-    assert "knee: 200/s" in (await fake.run(Plan(mode="ramp", rates=(100, 200)), "p99<=100ms"))[0]
+    assert "knee: 200/s" in (await fake.run(LoadPlan(mode="ramp", rates=(100, 200)), "p99<=100ms"))[0]
     assert [load.rate for load in fake.loads] == [100, 150, 150, 200]
     fake = Fake(answer)
-    assert "saturates at 4 clients" in (await fake.run(Plan(mode="saturate")))[0]
+    assert "saturates at 4 clients" in (await fake.run(LoadPlan(mode="saturate")))[0]
     assert [load.concurrency for load in fake.loads] == [1, 2, 4, 4, 8, 16]

@@ -10,8 +10,7 @@ import pytest
 from penstock.client.endpoint import parse_url
 from penstock.errors import ConfigError
 from penstock.perf.bench import payload
-from penstock.perf.bench.payload import HOW_MANY, payloads
-from penstock.perf.bench.protocol import check_of, request_of
+from penstock.perf.bench.payload import HOW_MANY, check_of, payloads, request_of
 from penstock.perf.bench.target import Target
 from penstock.serving.protocols.oip_json import OipJsonCodec
 from penstock.types import Item, ModelMetadata, TensorSpec

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.perf.bench.histogram import encode
-from penstock.perf.bench.measurement import Latency, Measurement
-from penstock.perf.bench.plots import Plot, draw
-from penstock.perf.bench.report import Step, Verdict
+from penstock.perf.bench.document import Plot
+from penstock.perf.bench.figures import encode
+from penstock.perf.bench.measurement import Latency, Measurement, SearchStep, Verdict
+from penstock.perf.bench.plots import draw
 
 pytest.importorskip("matplotlib")
 Make = Callable[..., Measurement]
@@ -19,11 +19,11 @@ SLO = "p99<=100ms"
 VERDICT = Verdict(
     slo=SLO, chosen="batch=8,instances=2", default="batch=1,instances=1",
     trajectory=[
-        Step(settings="batch=1,instances=1", goodput=90.0, met=True, elapsed_s=3.0),
-        Step(settings="batch=8,instances=1", goodput=310.0, met=True, elapsed_s=9.0),
-        Step(settings="batch=8,instances=2", goodput=480.0, met=True, elapsed_s=12.0),
-        Step(settings="batch=1,instances=2", goodput=70.0, met=False, elapsed_s=15.0),
-        Step(settings="batch=32,instances=2"),
+        SearchStep(settings="batch=1,instances=1", goodput=90.0, met=True, elapsed_s=3.0),
+        SearchStep(settings="batch=8,instances=1", goodput=310.0, met=True, elapsed_s=9.0),
+        SearchStep(settings="batch=8,instances=2", goodput=480.0, met=True, elapsed_s=12.0),
+        SearchStep(settings="batch=1,instances=2", goodput=70.0, met=False, elapsed_s=15.0),
+        SearchStep(settings="batch=32,instances=2"),
     ],
 )  # fmt: skip
 

@@ -9,11 +9,131 @@ import pytest
 
 from penstock.client.endpoint import parse_url
 from penstock.client.errors import Unreachable
+from penstock.core.contracts import BatchRecord
 from penstock.perf.bench import probe as module
-from penstock.perf.bench.ask import Reply
-from penstock.perf.bench.probe import Probe
+from penstock.perf.bench.probe import MetricsPage, ServerProbe, between, read_page
+from penstock.perf.bench.server import Reply
 from penstock.perf.bench.target import Target
+from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.system import GpuReading
+
+
+def shown(observer: PrometheusObserver, model: str = "m") -> MetricsPage:
+    return read_page(observer.render().decode(), model)
+
+
+def batch(
+    rows: int, stages_s: tuple[float, float, float] | None, *, model: str = "m", version: str = "1"
+) -> BatchRecord:
+    return BatchRecord(
+        model=model, version=version, slot=0, rows=rows, max_batch_size=64, reason="full", ahead=False,
+        run_s=0.2, seconds=0.3, waits_s=[0.004] * rows, failed=0, stages_s=stages_s,
+    )  # fmt: skip
+
+
+def test_only_what_came_between_two_pages_is_told_of_one_model_in_all_its_versions() -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(batch(64, (5.0, 5.0, 5.0)))
+    before = shown(observer)
+    observer.on_complete(batch(3, (0.01, 0.1, 0.02)))
+    observer.on_complete(batch(1, (0.03, 0.3, 0.02), version="2"))
+    observer.on_complete(batch(9, (9.0, 9.0, 9.0), model="other"))
+    told = between(before, shown(observer))
+    assert told["queue_s"] == pytest.approx(0.004)
+    assert (told["preprocess_s"], told["run_s"], told["postprocess_s"]) == pytest.approx((0.02, 0.2, 0.02))
+    assert told["mean_batch"] == 2
+    assert told["batches"] == {"4": 1, "1": 1}
+    assert list(told["batches"]) == ["1", "4"]
+
+
+def test_percentiles_lie_between_the_bounds_of_their_bucket() -> None:
+    observer = PrometheusObserver()
+    before = shown(observer)
+    for _ in range(100):
+        observer.on_complete(batch(1, None))
+    told = between(before, shown(observer))
+    assert told["worker_at_s"] == pytest.approx({"p50": 0.175, "p90": 0.235, "p99": 0.2485})  # from 0.1 to 0.25
+    assert told["queue_at_s"] == pytest.approx(
+        {"p50": 0.00375, "p90": 0.00475, "p99": 0.004975}
+    )  # from 0.0025 to 0.005
+
+
+def test_percentiles_are_found_over_all_buckets_in_whatever_order_they_stand() -> None:
+    counts = {"4": 200, "2": 100, "1": 100, "+Inf": 200}
+    page = read_page("".join(f'penstock_run_seconds_bucket{{le="{le}"}} {n}\n' for le, n in counts.items()), "m")
+    assert between(MetricsPage(), page)["worker_at_s"] == pytest.approx({"p50": 1.0, "p90": 3.6, "p99": 3.96})
+
+
+def test_a_model_that_tells_no_stages_is_timed_as_a_whole() -> None:
+    observer = PrometheusObserver()
+    before = shown(observer)
+    observer.on_complete(batch(1, None))
+    told = between(before, shown(observer))
+    assert told["run_s"] == pytest.approx(0.2)
+    assert not told.keys() & {"preprocess_s", "postprocess_s"}
+
+
+def test_values_beyond_the_last_bound_stand_at_it() -> None:
+    observer = PrometheusObserver()
+    before = shown(observer)
+    observer.on_complete(batch(5000, None))
+    told = between(before, shown(observer))
+    assert told["batches"] == {"2048": 1}
+    inf = 'penstock_run_seconds_bucket{model="m",le="1"} 0\npenstock_run_seconds_bucket{le="+Inf"} 100\n'
+    assert between(MetricsPage(), read_page(inf, "m"))["worker_at_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, []), (2, ["p50"]), (10, ["p50", "p90"]), (99, ["p50", "p90"])])
+def test_a_percentile_of_too_few_values_is_not_told(count: int, told: list[str]) -> None:
+    page = read_page(f'penstock_queue_seconds_bucket{{le="1"}} {count}\n', "m")
+    assert list(between(MetricsPage(), page).get("queue_at_s", {})) == told
+
+
+def test_a_server_that_began_anew_meanwhile_tells_nothing() -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(batch(8, None))
+    observer.on_complete(batch(8, None))
+    fresh = PrometheusObserver()
+    fresh.on_complete(batch(8, None))
+    assert between(shown(observer), shown(fresh)) == {}
+
+
+def test_a_time_in_which_nothing_was_run_tells_no_means() -> None:
+    observer = PrometheusObserver()
+    observer.on_complete(batch(8, None))
+    assert between(shown(observer), shown(observer)) == {}
+
+
+TORCHSERVE = """# TYPE ts_queue_latency_microseconds counter
+ts_queue_latency_microseconds{uuid="a",model_name="m",model_version="default",hostname="h",} %s
+ts_queue_latency_microseconds{uuid="a",model_name="n",model_version="default",hostname="h",} 1.0E9
+ts_inference_requests_total{uuid="a",model_name="m",model_version="default",hostname="h",} %s
+ts_inference_requests_total{uuid="a",model_name="m",model_version="2.0",hostname="h",} %s
+PredictionTime{ModelName="m",ModelVersion="1.0",Level="Model",Hostname="h",} 99
+PredictionTime{ModelName="m",ModelVersion="2.0",Level="Model",Hostname="h",} 12.5
+PredictionTime{ModelName="n",Level="Model",Hostname="h",} 99
+QueueTime{Level="Host",Hostname="h",} 7.0 1767225600000
+"""
+
+
+def test_the_waits_of_torchserve_are_told_from_its_counters_and_its_last_batch_stands_for_all() -> None:
+    before, after = (read_page(TORCHSERVE % values, "m") for values in (("1000.0", 4, 9), ("1.0E4", 6, 10)))
+    assert between(before, after) == pytest.approx({"queue_s": 0.003, "run_s": 0.0125})
+    assert between(after, after)["queue_s"] == pytest.approx(0.007)  # without counters its last request must do
+    requests = [read_page(f"ts_inference_requests_total {count}\n", "m") for count in (1, 2)]
+    assert between(*requests) == {}  # a wait that is not told is not 0
+
+
+def test_what_is_no_page_of_metrics_tells_nothing() -> None:
+    for text in (
+        "",
+        "<html>\n",
+        'penstock_run_seconds_sum{model="m"} many\n',
+        "penstock_run_seconds_count 3",
+        "\x00\xff",
+    ):
+        assert between(MetricsPage(), read_page(text, "m")) == {}
+
 
 HERE = parse_url("http://127.0.0.1:8080")
 
@@ -33,7 +153,7 @@ class FakeGpus:
         return [(("0", "H"), self.looks / 10, self.looks * 1000, 9000)]
 
 
-async def watched(probe: Probe) -> Any:
+async def watched(probe: ServerProbe) -> Any:
     await probe.start()
     for _ in range(3):  # as its timer would
         if probe._looking is not None:
@@ -48,7 +168,7 @@ def test_processes_and_gpus_are_looked_at_while_the_run_goes_on(monkeypatch: pyt
     monkeypatch.setattr(module, "_cpu_s", lambda processes: next(used_s) if processes else 0.0)
     clock = iter(range(50, 100))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
-    probe = Probe(target(pids=(os.getpid(),)))
+    probe = ServerProbe(target(pids=(os.getpid(),)))
     side = asyncio.run(watched(probe))
     assert side.cpu == pytest.approx(2 / 6)  # started, four looks, stopped
     assert len(probe.memory) >= 3
@@ -88,7 +208,7 @@ def test_workers_count_with_their_server_also_those_that_came_meanwhile(monkeypa
     monkeypatch.setattr(module.psutil, "Process", Process)
     clock = iter(range(100))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
-    side = asyncio.run(watched(Probe(target(pids=(7,)))))
+    side = asyncio.run(watched(ServerProbe(target(pids=(7,)))))
     assert side.cpu == pytest.approx((3 - 2) * 10 / 6)
     assert side.memory_bytes == 2 * 1000
 
@@ -99,12 +219,12 @@ def test_what_the_page_of_metrics_tells_of_the_run_is_there(monkeypatch: pytest.
         for total, count in [(1.0, 10), (3.0, 20)]
     )
 
-    def ask(endpoint: Any, method: str, path: str, *, token: str, timeout_s: float) -> Reply:
+    def fetch(endpoint: Any, method: str, path: str, *, token: str, timeout_s: float) -> Reply:
         assert (endpoint, method, path, token) == (HERE, "GET", "/metrics", "t0k3n")
         return Reply(200, next(pages).encode())
 
-    monkeypatch.setattr(module, "ask", ask)
-    side = asyncio.run(watched(Probe(target(metrics=HERE, token="t0k3n"))))
+    monkeypatch.setattr(module, "fetch", fetch)
+    side = asyncio.run(watched(ServerProbe(target(metrics=HERE, token="t0k3n"))))
     assert side.queue_s == pytest.approx(0.2)
     assert (side.cpu, side.memory_bytes, side.gpus) == (None, None, [])
 
@@ -113,12 +233,12 @@ def test_a_server_that_shows_nothing_is_no_server_side(monkeypatch: pytest.Monke
     def gone(*_: object, **__: object) -> Reply:
         raise Unreachable("gone")
 
-    monkeypatch.setattr(module, "ask", gone)
+    monkeypatch.setattr(module, "fetch", gone)
     monkeypatch.setattr(module, "Gpus", FakeGpus)
-    assert asyncio.run(watched(Probe(target()))) is None
-    assert asyncio.run(watched(Probe(target(metrics=HERE)))) is None
+    assert asyncio.run(watched(ServerProbe(target()))) is None
+    assert asyncio.run(watched(ServerProbe(target(metrics=HERE)))) is None
     none_such = 2**22 + 1  # beyond what Linux gives
-    side = asyncio.run(watched(Probe(target(metrics=HERE, pids=(none_such,)))))
+    side = asyncio.run(watched(ServerProbe(target(metrics=HERE, pids=(none_such,)))))
     assert (side.cpu, side.memory_bytes, len(side.gpus)) == (None, None, 1)
 
 
@@ -126,13 +246,13 @@ def test_a_page_that_is_there_only_once_tells_nothing(monkeypatch: pytest.Monkey
     page = b"penstock_queue_seconds_sum 1\npenstock_queue_seconds_count 2\n"
     for statuses in ((503, 200), (200, 503)):
         replies = iter(statuses)
-        monkeypatch.setattr(module, "ask", lambda *_, replies=replies, **__: Reply(next(replies), page))
-        assert asyncio.run(watched(Probe(target(metrics=HERE)))) is None
+        monkeypatch.setattr(module, "fetch", lambda *_, replies=replies, **__: Reply(next(replies), page))
+        assert asyncio.run(watched(ServerProbe(target(metrics=HERE)))) is None
 
 
 def test_a_probe_that_was_not_started_or_was_stopped_sees_nothing() -> None:
     async def twice() -> None:
-        probe = Probe(target(pids=(os.getpid(),)))
+        probe = ServerProbe(target(pids=(os.getpid(),)))
         assert await probe.stop() is None
         await probe.start()
         assert await probe.stop() is not None

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.measurement import Latency, Load, Measurement, ServerSide
+from penstock.perf.bench.measurement import Latency, Load, Measurement, ServerStats
 from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, read, summary
 
 ORIGIN = Origin(command="bench", target="app.py:Model", slo="p99<=100ms", seed=7, started="2026-01-01T00:00:00Z")
@@ -25,7 +25,7 @@ def measured(rate: float, **more: object) -> Measurement:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    server = ServerSide(queue_s=0.001, batches={"1": 3, "8": 2})
+    server = ServerStats(queue_s=0.001, batches={"1": 3, "8": 2})
     runs = [measured(50.0, latency=Latency(p50_s=0.01), server=server), measured(100.0, errors={"503": 2, "lost": 1})]
     with Results.open(tmp_path / "new" / "run", ORIGIN) as results:
         for run in runs:
@@ -156,7 +156,8 @@ def test_a_broken_line_before_the_last_is_told(tmp_path: Path) -> None:
 _WRITES = """
 import itertools, sys
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.results import Origin, Results
+from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.results import Results
 results = Results.open(sys.argv[1], Origin(command="bench"))
 for number in itertools.count():
     results.append(Measurement(load=Load(mode="closed", concurrency=1), repeat=number, histogram="x" * 9000))
@@ -181,7 +182,8 @@ def test_a_run_that_is_killed_loses_at_most_the_measurement_at_work(tmp_path: Pa
 _FILLS = """
 import resource, sys
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.results import Origin, Results
+from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.results import Results
 from penstock.errors import PenstockError
 results = Results.open(sys.argv[1], Origin(command="bench"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
@@ -264,7 +266,7 @@ def test_the_summary_has_no_number_of_an_invalid_run() -> None:
 
 
 def test_the_summary_tells_the_servers_side_where_it_is_known() -> None:
-    side = ServerSide(
+    side = ServerStats(
         queue_s=0.1, preprocess_s=0.2, run_s=0.3, postprocess_s=0.4, mean_batch=5.5, cpu=1.5, memory_bytes=9
     )
     told, untold = csv.DictReader(summary([measured(50.0, server=side), measured(60.0)]).splitlines())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,11 +12,11 @@ from msgspec import structs
 from penstock.client.endpoint import Endpoint
 from penstock.client.errors import Unreachable
 from penstock.errors import ConfigError
-from penstock.perf.bench import drive as generator
+from penstock.perf.bench import load_run as generator
 from penstock.perf.bench import run as module
 from penstock.perf.bench.load import http_request
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.run import Failing, measure
+from penstock.perf.bench.run import TargetFailing, leaking, measure, settled, slower, warm_up
 from penstock.perf.bench.slo import parse_slo
 from penstock.perf.bench.target import Target
 
@@ -160,7 +161,7 @@ async def test_slices_of_the_warm_up_have_a_few_requests_or_last_ten_seconds(
 async def test_a_target_that_is_slow_to_fail_is_not_looked_at_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOKS_S", 0.0)
     async with scripted(lambda number: (503, b"loading")) as server:
-        with pytest.raises(Failing, match="loading"):
+        with pytest.raises(TargetFailing, match="loading"):
             await measure(server.target, server.requests, CLOSED)
     assert server.asked == 1
 
@@ -168,7 +169,7 @@ async def test_a_target_that_is_slow_to_fail_is_not_looked_at_for_long(monkeypat
 @pytest.mark.parametrize("status", [400, 415, 500, 503])
 async def test_a_target_that_only_fails_is_told_with_its_first_answer_and_sent_no_load(status: int) -> None:
     async with scripted(lambda number: (status, b"answer %d" % number)) as server:
-        with pytest.raises(Failing, match=rf"{status} .*: answer 0$"):
+        with pytest.raises(TargetFailing, match=rf"{status} .*: answer 0$"):
             await measure(server.target, server.requests, CLOSED)
     assert server.asked == 5
 
@@ -181,7 +182,7 @@ async def test_a_first_answer_that_fails_by_chance_stops_nothing() -> None:
 
 async def test_the_check_of_a_protocol_tells_what_is_no_good_answer() -> None:
     async with scripted() as server:
-        with pytest.raises(Failing, match="200 OK: ok"):
+        with pytest.raises(TargetFailing, match="200 OK: ok"):
             await measure(server.target, server.requests, CLOSED, check=lambda number, status, body: body == b"no")
 
 
@@ -237,7 +238,7 @@ async def test_a_model_that_slows_down_is_flagged(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Seen:
+    class PlotData:
         def __init__(self, target: Target) -> None:
             self.memory = [(n / 2, (500 + 10 * n) * 2**20) for n in range(30)]
 
@@ -245,7 +246,7 @@ async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -
 
         async def stop(self) -> None: ...
 
-    monkeypatch.setattr(module, "Probe", Seen)
+    monkeypatch.setattr(module, "ServerProbe", PlotData)
     monkeypatch.setattr(module, "TREND_S", 0.0)
     async with scripted() as server:
         run = await measure(server.target, server.requests, CLOSED, warm_s=0)
@@ -256,3 +257,112 @@ async def test_times_that_no_request_falls_into_are_refused() -> None:
     async with scripted() as server:
         with pytest.raises(ConfigError, match=r"no request comes at 0\.01/s poisson within 0\.001 s"):
             await measure(server.target, server.requests, Load(mode="open", rate=0.01, seconds=0.001))
+
+
+MIB = 2**20
+
+
+class Slices:
+    """Runs of load in virtual time, with the speeds that are given (the last one for ever)."""
+
+    def __init__(self, *speeds: float, each_s: float | None = None) -> None:
+        self.now, self.ran, self._speeds, self._each_s = 0.0, [], list(speeds), each_s
+
+    ran: list[float]
+
+    async def run(self, seconds: float) -> float:
+        self.ran.append(seconds)
+        self.now += self._each_s or seconds
+        return self._speeds[min(len(self.ran), len(self._speeds)) - 1]
+
+    def clock(self) -> float:
+        return self.now
+
+
+async def test_warming_up_ends_when_the_load_gets_no_faster() -> None:
+    slices = Slices(10, 50, 100, 101, 100)
+    await warm_up(slices.run, clock=slices.clock)
+    assert slices.ran == [0.5] * 4
+
+
+async def test_warming_up_ends_after_ten_seconds_at_the_latest() -> None:
+    slices = Slices(*(1.2**i for i in range(100)))
+    await warm_up(slices.run, clock=slices.clock)
+    assert sum(slices.ran) == 10
+    slow = Slices(*(1.2**i for i in range(100)), each_s=4.0)
+    await warm_up(slow.run, clock=slow.clock)
+    assert len(slow.ran) == 3
+
+
+async def test_warming_up_takes_as_long_as_it_is_told() -> None:
+    slices = Slices(1)
+    await warm_up(slices.run, 3.0, clock=slices.clock)
+    assert slices.ran == [3.0]
+    await warm_up(slices.run, 0.0, clock=slices.clock)
+    assert slices.ran == [3.0]
+
+
+async def test_a_slow_load_is_looked_at_in_longer_slices() -> None:
+    slices = Slices(1)
+    await warm_up(slices.run, slice_s=4.0, clock=slices.clock)
+    assert slices.ran == [4.0] * 3
+
+
+def test_a_load_that_becomes_slower_is_warm() -> None:
+    assert settled([100, 90, 80])
+    assert not settled([100, 100])
+    assert not settled([100, 100, 120])
+
+
+def steady(count: int, seed: int = 1) -> list[float]:
+    draw = random.Random(seed)
+    return [0.01 * draw.lognormvariate(0, 0.4) for _ in range(count)]
+
+
+def test_latencies_that_grow_are_flagged_with_how_much() -> None:
+    grown = [latency * (1 + i / 900) for i, latency in enumerate(steady(900))]
+    text = slower(grown)
+    assert "it got slower" in text
+    assert "first third" in text
+
+
+def test_steady_latencies_are_not_flagged() -> None:
+    assert [seed for seed in range(200) if slower(steady(300, seed))] == []
+
+
+@pytest.mark.parametrize("at", [0.0, 0.4, 0.93])
+def test_a_stall_is_no_trend(at: float) -> None:
+    latencies = steady(900)
+    begin = int(900 * at)
+    latencies[begin : begin + 60] = [2.0] * 60
+    assert slower(latencies) == ""
+
+
+def test_of_few_answers_no_trend_is_told() -> None:
+    assert slower([0.01 * i for i in range(80)]) == ""
+
+
+def memory(*megabytes: float) -> list[tuple[float, int]]:
+    return [(i * 0.5, int(value * MIB)) for i, value in enumerate(megabytes)]
+
+
+def test_a_leak_is_flagged_with_its_pace() -> None:
+    text = leaking(memory(*(500 + 10 * i for i in range(30))))
+    assert text == "its memory grows steadily: by 200 MiB in 10 s (70.3 GiB an hour), to 745 MiB"
+
+
+@pytest.mark.parametrize(
+    "megabytes",
+    [
+        [500.0] * 30,
+        [500 + 0.1 * i for i in range(30)],  # 3 MiB: less than an allocator's own
+        [5000 + 2 * i for i in range(30)],  # 1 % of it
+        [500.0] * 5 + [700.0] * 25,  # a buffer that is made once
+        [500 + 200 * (1 - 0.7**i) for i in range(30)],  # a cache that fills
+        [500 + 100 * (i % 2) for i in range(30)],
+        [1000 - 10 * i for i in range(30)],
+        [500 + 100 * i for i in range(8)],  # too short to tell
+    ],
+)
+def test_memory_that_is_no_leak_is_not_flagged(megabytes: list[float]) -> None:
+    assert leaking(memory(*megabytes)) == ""

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 
 from penstock.client.endpoint import Endpoint
-from penstock.errors import ArchiveError, ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench import suite
-from penstock.perf.bench.ask import Reply
-from penstock.perf.bench.suite import Job, Wishes, digest, load_of, prepare
-from penstock.perf.bench.suite_yaml import Case, Processor, points
+from penstock.perf.bench.server import Reply
+from penstock.perf.bench.suite import SuiteJob, SuiteOptions, digest, load_of, prepare
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, points
 
 CPU, ALL, TWO = Processor(), Processor("all"), Processor(2)
 
 
-def case(folder: Path, url: str = "m.mar", **more: object) -> Case:
+def case(folder: Path, url: str = "m.mar", **more: object) -> SuiteCase:
     given: dict[str, object] = {"model": "m", "mode": "e", "url": url, "input": "cat.jpg"}
-    return Case(folder=folder, where=f"{folder}/models.yaml:2", **{**given, **more})  # type: ignore[arg-type]
+    return SuiteCase(folder=folder, where=f"{folder}/models.yaml:2", **{**given, **more})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def source(folder: Path, url: str, wishes: Wishes | None = None, **more: object) -> str:
-    ((job,), _) = prepare([case(folder, url, **more)], wishes or Wishes(), folder / "downloads", 0)
+def source(folder: Path, url: str, wishes: SuiteOptions | None = None, **more: object) -> str:
+    ((job,), _) = prepare([case(folder, url, **more)], wishes or SuiteOptions(), folder / "downloads", 0)
     return job.source
 
 
 def test_a_model_is_found_beside_the_yaml_in_the_store_or_by_its_whole_path(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Wishes(store=folder / "store")
+    store = SuiteOptions(store=folder / "store")
     assert source(folder, "m.mar") == str(folder / "m.mar")
     assert source(folder, str(folder / "m.mar")) == str(folder / "m.mar")
     assert source(folder, f"file://{folder}/m.mar") == str(folder / "m.mar")
@@ -68,70 +68,67 @@ def test_a_model_that_is_not_there_is_told_before_anything_is_started(folder: Pa
         source(folder, url)
 
 
-def test_an_archive_that_cannot_be_downloaded_is_told_before_anything_is_started(folder: Path) -> None:
-    (folder / "downloads").mkdir()
-    with pytest.raises(ArchiveError, match="Failed to download archive from: http://127"):
+def test_without_a_downloader_an_archive_behind_a_url_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="archives cannot be downloaded"):
         source(folder, "http://127.0.0.1:1/m.mar")
 
 
-def test_archives_behind_urls_are_loaded_once_each_also_when_they_have_one_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_url_is_downloaded_once_even_if_archives_share_a_name(folder: Path) -> None:
     loaded = []
 
-    def download(url: str, target: Path, *_: object, **__: object) -> None:
+    def download(url: str, target: Path) -> Path:
         loaded.append(url)
-        target.write_text(url)
+        (target / "m.mar").write_text(url)
+        return target / "m.mar"
 
-    monkeypatch.setattr("penstock.torchserve.archive.download.download", download)
     urls = [f"https://h/{version}/m.mar" for version in "121"]
     cases = [case(folder, url, mode=str(n)) for n, url in enumerate(urls)]
-    jobs, _ = prepare(cases, Wishes(), folder / "store", 0)
+    jobs, _ = prepare(cases, SuiteOptions(download=download), folder / "store", 0)
     assert [Path(job.source).read_text() for job in jobs] == urls
     assert {Path(job.source).name for job in jobs} == {"m.mar"}
     assert loaded == urls[:2]
 
 
 def test_what_is_sent_is_found_too_and_an_archive_needs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def data(wishes: Wishes, **more: object) -> str | None:
+    def data(wishes: SuiteOptions, **more: object) -> str | None:
         ((job,), _) = prepare([case(folder, **more)], wishes, folder, 0)
         return job.data
 
     monkeypatch.chdir(folder / "store")
     (folder / "store" / "dog.jpg").write_bytes(b"x")
-    assert data(Wishes()) == str(folder / "cat.jpg")
-    assert data(Wishes(data="dog.jpg")) == str(folder / "store" / "dog.jpg")
-    assert data(Wishes(data="random")) == "random"
-    assert data(Wishes(), url="app.py:Model", input=None) is None
+    assert data(SuiteOptions()) == str(folder / "cat.jpg")
+    assert data(SuiteOptions(data="dog.jpg")) == str(folder / "store" / "dog.jpg")
+    assert data(SuiteOptions(data="random")) == "random"
+    assert data(SuiteOptions(), url="app.py:Model", input=None) is None
     with pytest.raises(ConfigError, match=r"models.yaml:2: m e: input: no file 'cow.jpg' in [^,]*, nor here$"):
-        data(Wishes(), input="cow.jpg")
+        data(SuiteOptions(), input="cow.jpg")
     with pytest.raises(
         ConfigError, match=r"--data cat.jpg: no such file or folder"
     ):  # what is typed is found from here
-        data(Wishes(data="cat.jpg"))
+        data(SuiteOptions(data="cat.jpg"))
     for archive in ("m.mar", "m.tar.gz", "m.tgz", "store/folder"):
         with pytest.raises(ConfigError, match="m e has no input, and an archive tells no example; give --data"):
-            data(Wishes(), url=archive, input=None)
+            data(SuiteOptions(), url=archive, input=None)
 
 
 def test_a_gpu_that_is_not_there_is_told_before_anything_is_started(folder: Path) -> None:
     asks = case(folder, processors=(CPU, ALL))
     with pytest.raises(ConfigError, match="m e asks for gpus all, and this machine has none; take it out, or go on"):
-        prepare([asks], Wishes(), folder, 0)
-    (job,), notes = prepare([asks], Wishes(skip_missing_hardware=True), folder, 0)
+        prepare([asks], SuiteOptions(), folder, 0)
+    (job,), notes = prepare([asks], SuiteOptions(skip_missing_hardware=True), folder, 0)
     assert job.case.processors == (CPU,)
     assert notes == ["m e asks for gpus all, and this machine has none: left out"]
     with pytest.raises(ConfigError, match="nothing is left to run: m e asks for gpus all"):
-        prepare([case(folder, processors=(ALL,))], Wishes(skip_missing_hardware=True), folder, 0)
+        prepare([case(folder, processors=(ALL,))], SuiteOptions(skip_missing_hardware=True), folder, 0)
     with pytest.raises(ConfigError, match="asks for gpus 2, and this machine has 1;"):
-        prepare([case(folder, processors=(ALL, TWO))], Wishes(), folder, 1)
-    (job,), _ = prepare([case(folder, processors=(ALL, TWO))], Wishes(), folder, 2)
+        prepare([case(folder, processors=(ALL, TWO))], SuiteOptions(), folder, 1)
+    (job,), _ = prepare([case(folder, processors=(ALL, TWO))], SuiteOptions(), folder, 2)
     assert job.case.processors == (ALL, TWO)
 
 
 def test_the_command_line_says_how_many_requests_and_that_is_another_suite(folder: Path) -> None:
-    def jobs(requests: int | None) -> list[Job]:
-        return prepare([case(folder, concurrency=(4,))], Wishes(requests=requests), folder, 0)[0]
+    def jobs(requests: int | None) -> list[SuiteJob]:
+        return prepare([case(folder, concurrency=(4,))], SuiteOptions(requests=requests), folder, 0)[0]
 
     load = load_of(jobs(7)[0], 4, seed=3)
     assert (load.mode, load.requests, load.concurrency, load.seed) == ("closed", 7, 4, 3)
@@ -143,7 +140,7 @@ def test_another_archive_of_the_same_name_is_another_suite(folder: Path) -> None
     (folder / "other").mkdir()
     (folder / "other" / "stored.mar").write_bytes(b"y")
     first, second = (
-        prepare([case(folder, "stored")], Wishes(store=folder / s), folder, 0)[0] for s in ("store", "other")
+        prepare([case(folder, "stored")], SuiteOptions(store=folder / s), folder, 0)[0] for s in ("store", "other")
     )
     assert digest(first) != digest(second)
 
@@ -170,7 +167,7 @@ HERE = Endpoint("h", 1)
 
 def test_an_archive_is_registered_with_the_settings_of_its_point(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (point, *_) = points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
-    monkeypatch.setattr(suite, "ask", asked := Management())
+    monkeypatch.setattr(suite, "fetch", asked := Management())
     suite._register(HERE, "m.mar", point)
     expected = {"url": "m.mar", "batch_size": "8", DELAY: "70", "initial_workers": "2", "synchronous": "true"}
     assert asked.asked == {**expected, "model_name": suite.NAME}
@@ -189,6 +186,6 @@ def test_a_server_that_has_other_settings_than_it_was_asked_for_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], words: str
 ) -> None:
     (point, *_) = points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
-    monkeypatch.setattr(suite, "ask", Management(**other))
+    monkeypatch.setattr(suite, "fetch", Management(**other))
     with pytest.raises(PenstockError, match=words):
         suite._register(HERE, "m.mar", point)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.perf.bench.suite_yaml import Case, Processor, points, read_suite
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, points, read_suite
 
 GUIDE = Path(__file__).with_name("guide.yaml").read_text()
 TEMPLATE = """\
@@ -25,7 +25,7 @@ report_cmd:
 """
 
 
-def read(folder: Path, text: str) -> tuple[list[Case], list[str]]:
+def read(folder: Path, text: str) -> tuple[list[SuiteCase], list[str]]:
     path = folder / "models.yaml"
     path.write_text(text)
     return read_suite([path])

@@ -10,9 +10,8 @@ import pytest
 from penstock.client.endpoint import Endpoint
 from penstock.client.errors import Unreachable
 from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized
-from penstock.perf.bench import catalog
 from penstock.perf.bench import target as module
-from penstock.perf.bench.ask import Reply
+from penstock.perf.bench.server import Reply
 from penstock.perf.bench.target import is_served, open_target
 
 Pages = dict[str, Any]
@@ -35,7 +34,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`serve(pages, management)` stands for a server on far.example:8080: what is no JSON of it answers 404."""
 
     def fake(pages: Pages | None, management: Pages | None = None, prefix: str = "") -> None:
-        def ask(endpoint: Endpoint, method: str, path: str, *_: object, **__: object) -> Reply:
+        def fetch(endpoint: Endpoint, method: str, path: str, *_: object, **__: object) -> Reply:
             if pages is None:
                 raise Unreachable(f"{endpoint.url}: cannot connect: Connection refused")
             assert endpoint.prefix == prefix
@@ -44,9 +43,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return Reply(404, b"{}") if page is None else Reply(status, json.dumps(page).encode())
 
         beside = (None, Endpoint("127.0.0.1", 8081)) if management is not None else (None, None)
-        monkeypatch.setattr(catalog, "ask", ask)
-        monkeypatch.setattr(module, "reach", lambda endpoint: ask(endpoint, "GET", "/"))
-        for each in (module, catalog):
+        monkeypatch.setattr(module, "fetch", fetch)
+        monkeypatch.setattr(module, "check_reachable", lambda endpoint: fetch(endpoint, "GET", "/"))
+        for each in (module, module):
             monkeypatch.setattr(each, "process_at", lambda port: None)
             monkeypatch.setattr(each, "listeners_beside", lambda endpoint, pid, token: beside)
 
@@ -112,7 +111,7 @@ def test_a_listener_of_metrics_that_is_named_is_the_one_that_is_watched(
     serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(NATIVE)
-    monkeypatch.setattr(module, "reach", lambda endpoint: None)
+    monkeypatch.setattr(module, "check_reachable", lambda endpoint: None)
     for url in ("http://far.example:9", "http://far.example:9/metrics", "http://far.example:9/"):
         assert opened(FAR, metrics=url).metrics == Endpoint("far.example", 9)
     assert opened(FAR).metrics is None

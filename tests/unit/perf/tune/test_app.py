@@ -13,7 +13,7 @@ from penstock.config.schema import ModelConfig
 from penstock.errors import ConfigError, LoadFailed, PenstockError
 from penstock.perf.bench.measurement import Load, Measurement
 from penstock.perf.bench.payload import Payload
-from penstock.perf.bench.run import Failing
+from penstock.perf.bench.run import TargetFailing
 from penstock.perf.bench.slo import parse_slo
 from penstock.perf.bench.target import Target
 from penstock.perf.tune import app as module
@@ -282,7 +282,7 @@ def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps:
 
 
 @pytest.mark.parametrize(
-    "error", [Failing("answers nothing but errors; the first: 503"), ConfigError("no request comes within 30 s")]
+    "error", [TargetFailing("answers nothing but errors; the first: 503"), ConfigError("no request comes within 30 s")]
 )
 def test_settings_under_which_nothing_is_answered_did_not_load(
     world: World, apps: list[App], error: PenstockError
@@ -337,7 +337,7 @@ def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_failed_rehea
     monkeypatch.setattr(module, "rehearse", rehearse)
     assert app.refusal(parse_settings("threads=2"))
     assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 105.0
-    world.run = Failing("503")
+    world.run = TargetFailing("503")
     with pytest.raises(LoadFailed):
         app.measure(parse_settings("batch=8"), 50.0, 2.0, 3)
     world.run = None

@@ -13,7 +13,7 @@ from penstock.client.endpoint import Endpoint
 from penstock.client.errors import ConnectionLost
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
-from penstock.perf.bench.ask import Reply
+from penstock.perf.bench.server import Reply
 from penstock.perf.bench.target import Target
 from penstock.perf.tune import served as module
 from penstock.perf.tune.served import Served, Subject, keys_of, reachable
@@ -45,7 +45,7 @@ class Server:
         yield Target(text=text, endpoint=there, model="net", path="", management=there, server=self)  # type: ignore[arg-type]
         self.stops += 1
 
-    def ask(self, endpoint: Endpoint, method: str, path: str, body: bytes | None, **flags: Any) -> Reply:
+    def fetch(self, endpoint: Endpoint, method: str, path: str, body: bytes | None, **flags: Any) -> Reply:
         self.asked.append((method, path, None if body is None else msgspec.json.decode(body)))
         self.flags.append(flags)
         if isinstance(self.answer, PenstockError):
@@ -60,7 +60,7 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     found = Server()
     monkeypatch.setattr(module, "open_target", found.open_target)
-    monkeypatch.setattr(module, "ask", found.ask)
+    monkeypatch.setattr(module, "fetch", found.fetch)
     return found
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.report import Verdict
+from penstock.perf.bench.measurement import Verdict
 from penstock.perf.bench.slo import parse_slo
 from penstock.perf.simulate.capacity import Effort
 from penstock.perf.simulate.synthetic import SyntheticBench, drawn
@@ -210,14 +210,14 @@ def slow(hill: Any) -> Any:
 
 
 def test_a_bench_that_fails_later_leaves_what_was_measured(hill: Any) -> None:
-    class Failing(hill):  # type: ignore[misc]
+    class TargetFailing(hill):  # type: ignore[misc]
         def measure(self, *args: Any) -> Reading:
             found: Reading = super().measure(*args)
             if len(self.asked) == 12:
                 raise PenstockError("the machine is too busy")
             return found
 
-    outcome = tune(Failing(able), SPACE, SLO, default=DEFAULT)
+    outcome = tune(TargetFailing(able), SPACE, SLO, default=DEFAULT)
     assert (outcome.ended, outcome.confirmed, outcome.verdict.proven) == ("failed", False, False)
     assert outcome.chosen is not None
     told = "the search did not end by itself: the machine is too busy; this is the best of what was measured"

@@ -9,14 +9,14 @@ import pytest
 
 from penstock.client.endpoint import Endpoint
 from penstock.client.errors import ConnectionLost, MalformedAnswer, NoAnswer, Unreachable
-from penstock.perf.bench.ask import Reply, ask, reach
-from penstock.perf.bench.listening import listeners_beside, process_at
+from penstock.perf.bench.server import Reply, check_reachable, fetch
+from penstock.perf.bench.target import listeners_beside, process_at
 
-Says = Callable[[bytes], Endpoint]
+Paragraph = Callable[[bytes], Endpoint]
 
 
 @pytest.fixture
-def says() -> Iterator[Says]:
+def says() -> Iterator[Paragraph]:
     """`says(answer)` is a server that answers each request with these bytes and hangs up; b"-": never.
 
     After b"..." it goes on with dots, for ever.
@@ -64,32 +64,32 @@ def http(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
-def test_an_answer_is_given_whatever_its_status(says: Says) -> None:
-    assert ask(says(http(b'{"a": 1}')), "GET", "/x") == Reply(200, b'{"a": 1}')
-    reply = ask(says(http(b"not JSON", b"503 Busy")), "POST", "/x", b"{}")
+def test_an_answer_is_given_whatever_its_status(says: Paragraph) -> None:
+    assert fetch(says(http(b'{"a": 1}')), "GET", "/x") == Reply(200, b'{"a": 1}')
+    reply = fetch(says(http(b"not JSON", b"503 Busy")), "POST", "/x", b"{}")
     assert (reply.status, reply.ok, reply.json(), reply.text) == (503, False, None, "not JSON")
 
 
-def test_what_is_no_answer_is_told_apart(says: Says) -> None:
+def test_what_is_no_answer_is_told_apart(says: Paragraph) -> None:
     with pytest.raises(ConnectionLost):
-        ask(says(b""), "GET", "/")
+        fetch(says(b""), "GET", "/")
     with pytest.raises(MalformedAnswer):
-        ask(says(b"220 mail.example ESMTP\r\n"), "GET", "/")
+        fetch(says(b"220 mail.example ESMTP\r\n"), "GET", "/")
     with pytest.raises(NoAnswer, match=r"within 0\.05 s"):
-        ask(says(b"-"), "GET", "/", timeout_s=0.05)
+        fetch(says(b"-"), "GET", "/", timeout_s=0.05)
     with pytest.raises(NoAnswer, match=r"within 0\.05 s"):
-        ask(says(b"HTTP/1.1 200 OK\r\n\r\n..."), "GET", "/", timeout_s=0.05)
+        fetch(says(b"HTTP/1.1 200 OK\r\n\r\n..."), "GET", "/", timeout_s=0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = Endpoint("127.0.0.1", free.getsockname()[1])
-        for look in (lambda: ask(nobody, "GET", "/"), lambda: reach(nobody)):
+        for look in (lambda: fetch(nobody, "GET", "/"), lambda: check_reachable(nobody)):
             with pytest.raises(Unreachable, match="cannot connect"):
                 look()
     with pytest.raises(Unreachable, match="no name that a host can have"):
-        reach(Endpoint("a..b", 80))
+        check_reachable(Endpoint("a..b", 80))
 
 
-def test_a_server_is_found_by_its_port_with_what_listens_beside_it(says: Says) -> None:
+def test_a_server_is_found_by_its_port_with_what_listens_beside_it(says: Paragraph) -> None:
     here = says(http(b"{}", b"404 Not Found"))
     metrics = says(http(b"# HELP\npenstock_build_info 1\n"))
     management = says(http(b'{"models":[]}'))

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from penstock.perf.bench.measurement import Clause, Gpu, Latency, Load, Measurement, ServerSide
+from penstock.perf.bench.document import align
+from penstock.perf.bench.measurement import Gpu, Latency, Load, Measurement, ObjectiveResult, ServerStats
+from penstock.perf.bench.session import line, name_of, notes, rows, server_lines, verdict
 from penstock.perf.bench.slo import parse_slo
-from penstock.perf.bench.table import line, name_of, notes, plain, rows, server_lines, verdict
 
 RUN = Measurement(
     load=Load(mode="closed", concurrency=8),
@@ -13,7 +14,7 @@ RUN = Measurement(
     errors={"503": 2},
     throughput=1234.56,
     latency=Latency(mean_s=0.006, p50_s=0.005, p90_s=0.008, p99_s=0.0123, max_s=0.5),
-    server=ServerSide(
+    server=ServerStats(
         queue_s=0.001,
         run_s=0.004,
         batches={"1": 3, "2": 0, "8": 120},
@@ -22,7 +23,7 @@ RUN = Measurement(
         memory_bytes=300 * 2**20,
         gpus=[Gpu(name="NVIDIA H200", utilization=0.8, memory_bytes=2**30)],
     ),
-    slo=[Clause(text="p99<=10ms", value=0.0123, met=False)],
+    slo=[ObjectiveResult(text="p99<=10ms", value=0.0123, met=False)],
     first_error="status 503: busy",
     caveats=["a closed loop cannot see stalls"],
 )
@@ -84,7 +85,7 @@ def test_loads_are_told_by_what_makes_them() -> None:
 
 
 def test_lines_stand_in_columns() -> None:
-    assert plain([["load", "good/s"], ["1 client", "7"], ["64 clients"]]) == [
+    assert align([["load", "good/s"], ["1 client", "7"], ["64 clients"]]) == [
         "load        good/s",
         "1 client         7",
         "64 clients",
@@ -104,7 +105,7 @@ def test_the_servers_side_is_one_line_a_run() -> None:
     assert server_lines([RUN, BROKEN]) == [
         "8 clients: queue 1 ms · run 4 ms · batches by rows <=1:3 <=8:120 · memory 300 MiB · NVIDIA H200 80%, 1,024 MiB"
     ]
-    assert server_lines([Measurement(load=RUN.load, server=ServerSide())]) == []
+    assert server_lines([Measurement(load=RUN.load, server=ServerStats())]) == []
 
 
 def test_a_run_is_told_in_a_line_when_it_is_done() -> None:
@@ -113,10 +114,10 @@ def test_a_run_is_told_in_a_line_when_it_is_done() -> None:
 
 
 def test_an_slo_that_says_nothing_of_errors_is_not_kept_with_many() -> None:
-    kept = Clause(text="p99<=10ms", value=0.009, met=True)
+    kept = ObjectiveResult(text="p99<=10ms", value=0.009, met=True)
     few = Measurement(load=Load(mode="closed", concurrency=1), requests=100, errors={"503": 1}, slo=[kept])
     many = structs.replace(few, load=Load(mode="closed", concurrency=8), errors={"503": 50})
-    borne = structs.replace(many, slo=[kept, Clause(text="error<=60%", value=0.5, met=True)])
+    borne = structs.replace(many, slo=[kept, ObjectiveResult(text="error<=60%", value=0.5, met=True)])
     assert (few.met, many.met, borne.met) == (True, False, True)
     slo = parse_slo("p99<=10ms")
     assert verdict([few, many], slo) == "SLO p99<=10ms: kept at 1 client; MISSED at 8 clients (50.0% errors)"
@@ -124,8 +125,12 @@ def test_an_slo_that_says_nothing_of_errors_is_not_kept_with_many() -> None:
 
 def test_the_verdict_says_where_the_slo_is_kept_and_why_not_elsewhere() -> None:
     slo = parse_slo("p99<=10ms")
-    kept = Measurement(load=Load(mode="closed", concurrency=1), slo=[Clause(text="p99<=10ms", value=0.009, met=True)])
-    untold = Measurement(load=Load(mode="closed", concurrency=2), slo=[Clause(text="p99<=10ms", value=None, met=None)])
+    kept = Measurement(
+        load=Load(mode="closed", concurrency=1), slo=[ObjectiveResult(text="p99<=10ms", value=0.009, met=True)]
+    )
+    untold = Measurement(
+        load=Load(mode="closed", concurrency=2), slo=[ObjectiveResult(text="p99<=10ms", value=None, met=None)]
+    )
     assert verdict([kept, RUN, untold, BROKEN], slo) == (
         "SLO p99<=10ms: kept at 1 client; MISSED at 8 clients (p99 is 12.3 ms); "
         "cannot be told at 2 clients (p99<=10ms: too few samples), 64 clients (INVALID)"

@@ -8,14 +8,121 @@ import math
 import resource
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, cast
+
+import httptools
 
 from penstock.client.endpoint import Endpoint
 from penstock.client.errors import Unreachable
 from penstock.errors import ConfigError
-from penstock.perf.bench.connection import Connection
-from penstock.perf.bench.samples import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
+
+LOST: Final = 0  # the connection ended before the answer was there
+TIMED_OUT: Final = -1
+REFUSED: Final = -2  # no connection to the server
+WRONG: Final = -3  # a 2xx that the check did not take
+UNDER_WAY: Final = -4  # not answered yet when the run was ended early: neither good nor an error
+
+
+class Samples:
+    """One entry a request, in the order in which they were to be sent; filled while the run goes on.
+
+    `intended_s` from the start; `late_s`: how much later the generator came to it (0 in a closed loop); `latency_s`
+    from the intended time, infinite without an answer, and of a request that timed out how long it was waited for;
+    `status` of HTTP, or one of the constants above; `number` of the request in the list. `seconds`: the counted time.
+    `cpu_s`: what this process took in the `busy_s` until the last was sent. `waited`: how many found no free
+    connection. `starved`: how often this machine had no file or port for one more. `first_error`: status and beginning
+    of the body, or what was wrong.
+    `ended`: why the run was ended early, if it was: the server gone, or cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.intended_s: array[float] = array("d")
+        self.late_s: array[float] = array("d")
+        self.latency_s: array[float] = array("d")
+        self.status: array[int] = array("i")
+        self.number: array[int] = array("i")
+        self.seconds = 0.0
+        self.cpu_s = self.busy_s = 0.0
+        self.waited = self.starved = 0
+        self.first_error: tuple[int, bytes] | None = None
+        self.ended: Literal["", "gone", "cancelled"] = ""
+
+
+class LoadConnection(asyncio.Protocol):
+    """One request at a time."""
+
+    __slots__ = ("_body", "_data", "_parser", "_run", "_to_end", "index", "transport")
+
+    def __init__(self, run: LoadRun) -> None:
+        self._run = run
+        self.index = -1  # of the request under way
+        self._body: list[bytes] = []
+        self._data = b""
+        self._to_end = False  # the answer ends with its connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)
+
+    def send(self, index: int) -> None:
+        """Sends the request of that index; free connections only."""
+        self.index = index
+        run = self._run
+        self.transport.write(run.requests[run.samples.number[index]])
+
+    def data_received(self, data: bytes) -> None:
+        self._data = data
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._run.broken(error.__context__ or error)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail(b"what came is no HTTP/1 answer: " + data[:80])
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        """The head of an answer is there."""
+        if not self._parser.should_keep_alive():
+            head = self._data.partition(b"\r\n\r\n")[0].lower()
+            self._to_end = b"\ncontent-length:" not in head and b"\ntransfer-encoding:" not in head
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of an answer."""
+        if len(self._body) < self._run.pieces:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """An answer is whole."""
+        status = self._parser.get_status_code()
+        if status < 200:  # interim
+            return
+        index, self.index = self.index, -1
+        run = self._run
+        if index < 0 or run.over:  # an answer that nobody asked for, or waits for any more
+            self.transport.abort()
+            return
+        run.answer(index, status, self._body)
+        self._body.clear()
+        if self._parser.should_keep_alive():
+            run.free(self)
+        else:
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        index, self.index = self.index, -1
+        run = self._run
+        if self._to_end and error is None and index >= 0 and not run.over:
+            run.answer(index, self._parser.get_status_code(), self._body)
+            index = -1
+        run.lost(self, index)
+
+    def _fail(self, why: bytes) -> None:
+        index, self.index = self.index, -1
+        if index >= 0 and not self._run.over:
+            self._run.fail(index, LOST, why)
+
 
 MOST_CONNECTIONS: Final = 8000
 SPARE_FILES: Final = 100  # open files that are not connections
@@ -35,7 +142,7 @@ Progress = Callable[[float, int], None]
 """Called ten times a second with the seconds since the start and how many requests were answered, or failed."""
 
 
-class Work(NamedTuple):
+class LoadInput(NamedTuple):
     """What every run is given; see `load.open_loop`."""
 
     endpoint: Endpoint
@@ -45,10 +152,10 @@ class Work(NamedTuple):
     samples: Samples
 
 
-class Run(ABC):
+class LoadRun(ABC):
     """What both loops do: connections, answers, and how a run begins and ends."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LoadInput) -> None:
         self.requests = work.requests
         self.samples = work.samples
         self.pieces = FIRST_PIECES if work.check is None else math.inf  # kept of an answer
@@ -62,8 +169,8 @@ class Run(ABC):
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._address = (work.endpoint.host, work.endpoint.port)
-        self._all: set[Connection] = set()
-        self._idle: list[Connection] = []
+        self._all: set[LoadConnection] = set()
+        self._idle: list[LoadConnection] = []
         self._opening: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.TimerHandle | None = None
         self._cpu_start_s = self._busy_start_s = 0.0
@@ -98,7 +205,7 @@ class Run(ABC):
         """Sends, or sets out to."""
 
     @abstractmethod
-    def free(self, connection: Connection) -> None:
+    def free(self, connection: LoadConnection) -> None:
         """A connection has no request under way."""
 
     @abstractmethod
@@ -125,12 +232,12 @@ class Run(ABC):
         self._idle.append(first)
         await asyncio.gather(*(self._connected() for _ in range(connections - 1)))
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> LoadConnection:
         tls = self._endpoint.tls
         name = self._endpoint.host if tls else None
         async with asyncio.timeout(CONNECT_S):
             _, made = await self._loop.create_connection(
-                lambda: Connection(self), *self._address, ssl=tls, server_hostname=name
+                lambda: LoadConnection(self), *self._address, ssl=tls, server_hostname=name
             )
         self._all.add(made)
         return made
@@ -197,7 +304,7 @@ class Run(ABC):
         if status == REFUSED and time.perf_counter() - self.start - self._heard_s > GONE_S:
             self.end("gone")
 
-    def lost(self, connection: Connection, index: int) -> None:
+    def lost(self, connection: LoadConnection, index: int) -> None:
         """A connection ended, with the request `index` under way unless that is negative."""
         if self.over:
             return

@@ -11,22 +11,31 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, Final
 
-from penstock.perf.bench.document import NOT_TOLD, Block, Bullets, Code, Heading, Report, Says, Table, number, seconds
-from penstock.perf.bench.measurement import Gpu, Load, Measurement, ServerSide
-from penstock.perf.bench.points import Get as Figure
-from penstock.perf.bench.points import Point as Repeats
-from penstock.perf.bench.points import p99, throughput
-from penstock.perf.bench.points import points as joined
-from penstock.perf.bench.redact import redacted
-from penstock.perf.bench.suite_yaml import Point
+from penstock.perf.bench.document import (
+    NOT_TOLD,
+    Block,
+    BulletList,
+    CodeBlock,
+    Heading,
+    Paragraph,
+    Report,
+    TableBlock,
+    number,
+    seconds,
+)
+from penstock.perf.bench.measurement import Get as Figure
+from penstock.perf.bench.measurement import Gpu, Load, LoadPoint, Measurement, ServerStats, p99, throughput
+from penstock.perf.bench.measurement import points as joined
+from penstock.perf.bench.origin import redacted
+from penstock.perf.bench.suite_yaml import Registration
 
 Value = float | int | str | None
 
 
-class Row(Repeats, frozen=True, kw_only=True):
+class SuiteRow(LoadPoint, frozen=True, kw_only=True):
     """All repeats of one run; none yet, or some of them invalid."""
 
-    point: Point
+    point: Registration
 
     @property
     def repeats(self) -> int:
@@ -45,14 +54,14 @@ class Row(Repeats, frozen=True, kw_only=True):
         return (max(found) - min(found)) / median(found) if len(found) > 1 and median(found) else None
 
 
-def rows_of(points: Sequence[Point], measurements: Sequence[Measurement]) -> list[Row]:
+def rows_of(points: Sequence[Registration], measurements: Sequence[Measurement]) -> list[SuiteRow]:
     """A row for each registration and number of clients, in their order, with what was measured of it."""
     found = {(each.label, each.load.concurrency): each for each in joined(measurements)}
     rows = []
     for point in points:
         for clients in point.case.concurrency:
             there = found.get((point.label, clients))
-            row = Row(
+            row = SuiteRow(
                 point=point,
                 label=point.label,
                 load=Load(mode="closed", concurrency=clients),
@@ -76,7 +85,7 @@ def _ms(name: str) -> Figure:
     return figure
 
 
-def _server(read: Callable[[ServerSide], float | None], factor: float = 1.0) -> Figure:
+def _server(read: Callable[[ServerStats], float | None], factor: float = 1.0) -> Figure:
     """What the server tells of itself, times `factor`."""
 
     def figure(m: Measurement) -> float | None:
@@ -90,7 +99,7 @@ def _at(name: str, q: str) -> Figure:
     return _server(lambda s: getattr(s, name).get(q), 1e3)
 
 
-def _handler_s(s: ServerSide) -> float | None:
+def _handler_s(s: ServerStats) -> float | None:
     """All that the handler does with a batch."""
     parts = [part for part in (s.preprocess_s, s.run_s, s.postprocess_s) if part is not None]
     return sum(parts) if s.run_s is not None else None
@@ -99,7 +108,7 @@ def _handler_s(s: ServerSide) -> float | None:
 def _gpu(read: Callable[[Gpu], float | None]) -> Figure:
     """The mean of the GPUs that tell it."""
 
-    def figure(s: ServerSide) -> float | None:
+    def figure(s: ServerStats) -> float | None:
         found = [value for gpu in s.gpus if (value := read(gpu)) is not None]
         return fmean(found) if found else None
 
@@ -148,7 +157,7 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 
-def ab_report(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
+def ab_report(rows: Sequence[SuiteRow], machine: Mapping[str, Any]) -> str:
     """The rows as CSV; times in milliseconds, shares in per cent."""
     out = io.StringIO()
     table = csv.DictWriter(out, COLUMNS, lineterminator="\n")
@@ -157,7 +166,7 @@ def ab_report(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
     return out.getvalue()
 
 
-def _cells(row: Row, machine: Mapping[str, Any]) -> dict[str, Value]:
+def _cells(row: SuiteRow, machine: Mapping[str, Any]) -> dict[str, Value]:
     case = row.point.case
     cells: dict[str, Value] = {
         "Benchmark": "penstock", "Batch size": row.point.batch_size, "Batch delay": case.batch_delay_ms,
@@ -192,7 +201,7 @@ def machine_text(machine: Mapping[str, Any]) -> str:
 
 
 def report(
-    rows: Sequence[Row],
+    rows: Sequence[SuiteRow],
     machine: Mapping[str, Any],
     versions: Mapping[str, str],
     *,
@@ -206,15 +215,15 @@ def report(
     for name in names:
         rest += _section([row for row in rows if row.point.case.text == name])
     if told := [*notes, *_caveats(rows)]:
-        rest += [Heading("To know"), Bullets(told)]
+        rest += [Heading("To know"), BulletList(told)]
     known = [f"{name}: {version}" for name, version in versions.items()]
-    rest += [Heading("Where"), Bullets([f"machine: {machine_text(machine)}", *known])]
+    rest += [Heading("Where"), BulletList([f"machine: {machine_text(machine)}", *known])]
     if line:
-        rest += [Says("To reproduce it:"), Code(line)]
+        rest += [Paragraph("To reproduce it:"), CodeBlock(line)]
     return Report("Benchmark suite", [_choice(name, rows, slo) for name in names], rest)
 
 
-def _caveats(rows: Sequence[Row]) -> list[str]:
+def _caveats(rows: Sequence[SuiteRow]) -> list[str]:
     """Each once, with the runs that it is true of, unless that is all."""
     found: dict[str, list[str]] = {}
     for row in rows:
@@ -227,22 +236,22 @@ def _caveats(rows: Sequence[Row]) -> list[str]:
     return [text if len(names) == all_of_them else f"{'; '.join(names)}: {text}" for text, names in found.items()]
 
 
-def _choice(name: str, rows: Sequence[Row], slo: str) -> Says:
+def _choice(name: str, rows: Sequence[SuiteRow], slo: str) -> Paragraph:
     """What got the most through, within the SLO if there is one."""
     own = [row for row in rows if row.point.case.text == name and row.runs]
     kept = [row for row in own if row.met] if slo else own
     if not own:
-        return Says(f"{name}: nothing was measured.", "bad")
+        return Paragraph(f"{name}: nothing was measured.", "bad")
     if not kept and any(row.met is None for row in own):
-        return Says(
+        return Paragraph(
             f"{name}: nothing is known to keep {slo}; where the table says {NOT_TOLD}, a run was too short.", "bad"
         )
     if not kept:
-        return Says(f"{name}: nothing that was tried keeps {slo}.", "bad")
+        return Paragraph(f"{name}: nothing that was tried keeps {slo}.", "bad")
     best = max(kept, key=lambda row: row.median(_FIGURES["TS throughput"]) or 0.0)
     within = f" within {slo}" if slo else ""
     told = f"{best.name}: {_shown(best, 'TS throughput')}/s{within}"
-    return Says(f"{name}: {told}, p99 {seconds(best.median(p99))}.", "good")
+    return Paragraph(f"{name}: {told}, p99 {seconds(best.median(p99))}.", "good")
 
 
 _SHOWN: Final = {
@@ -252,16 +261,16 @@ _SHOWN: Final = {
 }  # fmt: skip
 
 
-def _section(rows: Sequence[Row]) -> list[Block]:
+def _section(rows: Sequence[SuiteRow]) -> list[Block]:
     case = rows[0].point.case
     slo = any(m.slo for row in rows for m in row.runs)
     header = ["processor", "workers", "batch", "clients", *_SHOWN, *(["SLO"] * slo)]
     what = f"{redacted(case.url)}: {case.requests} requests a run, of {case.input or 'its own example'}"
     delay = f"a batch is held {case.batch_delay_ms} ms at most to be filled"
-    return [Heading(case.text), Says(f"{what}; {delay}."), Table(header, [_line(row, slo) for row in rows])]
+    return [Heading(case.text), Paragraph(f"{what}; {delay}."), TableBlock(header, [_line(row, slo) for row in rows])]
 
 
-def _line(row: Row, slo: bool) -> list[str]:
+def _line(row: SuiteRow, slo: bool) -> list[str]:
     cells = [row.point.processor.text, str(row.point.workers), str(row.point.batch_size), str(row.load.concurrency)]
     if row.runs:
         cells += [_shown(row, column) for column in _SHOWN.values()]
@@ -271,5 +280,5 @@ def _line(row: Row, slo: bool) -> list[str]:
     return cells + [{True: "met", False: "missed", None: NOT_TOLD}[row.met]] * slo
 
 
-def _shown(row: Row, column: str) -> str:
+def _shown(row: SuiteRow, column: str) -> str:
     return number(row.median(_FIGURES[column]))

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from penstock.perf.bench.measurement import Clause, Latency, Measurement
-from penstock.perf.bench.points import knobs, p99, points, throughput, worth
+from penstock.perf.bench.measurement import Latency, Measurement, ObjectiveResult, knobs, p99, points, throughput, worth
 
 Make = Callable[..., Measurement]
 
@@ -38,7 +37,7 @@ def test_an_slo_is_kept_when_each_repeat_keeps_it(
     make_measurement: Make, each: list[bool | None], together: bool | None
 ) -> None:
     runs = [make_measurement(clients=1) for _ in each]
-    clauses = [Clause(text="p99<=1s", value=1, met=met) for met in each]
+    clauses = [ObjectiveResult(text="p99<=1s", value=1, met=met) for met in each]
     judged = [structs.replace(run, slo=[clause]) for run, clause in zip(runs, clauses, strict=True)]
     (point,) = points([*judged, make_measurement(clients=1, invalid=["late"])])
     assert point.met is together

@@ -6,8 +6,8 @@ import signal
 import click
 import pytest
 
-from penstock.cli.measuring import exit_code, run_async, seconds
 from penstock.errors import ConfigError, PenstockError
+from penstock.perf.cli import exit_code, run_async, seconds
 
 
 def read(text: str | None) -> float | None:

@@ -8,16 +8,16 @@ import io
 import pytest
 from msgspec import structs
 
-from penstock.perf.bench.ab_report import COLUMNS, Row, ab_report, report, rows_of
 from penstock.perf.bench.document import markdown
-from penstock.perf.bench.measurement import Clause, Gpu, Latency, Load, Measurement, ServerSide
+from penstock.perf.bench.measurement import Gpu, Latency, Load, Measurement, ObjectiveResult, ServerStats
 from penstock.perf.bench.slo import parse_slo
-from penstock.perf.bench.suite_yaml import Case, Processor, points
+from penstock.perf.bench.suite_report import COLUMNS, SuiteRow, ab_report, report, rows_of
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, points
 
 MACHINE = {"cpu": "Fast CPU", "cores": 4, "memory_gib": 8.0, "gpus": ["Card", "Card"]}
-CASE = Case(model="resnet", mode="eager_mode", url="r.mar", batch_size=(1, 8), batch_delay_ms=50, input="cat.jpg")
+CASE = SuiteCase(model="resnet", mode="eager_mode", url="r.mar", batch_size=(1, 8), batch_delay_ms=50, input="cat.jpg")
 SINGLE, EIGHT = points(CASE)
-SERVER = ServerSide(
+SERVER = ServerStats(
     queue_s=0.002,
     preprocess_s=0.001,
     run_s=0.004,
@@ -42,7 +42,7 @@ def measured(label: str, throughput: float, **more: object) -> Measurement:
     return Measurement(load=load, label=label, throughput=throughput, **given)  # type: ignore[arg-type]
 
 
-def cells(rows: list[Row]) -> list[dict[str, str]]:
+def cells(rows: list[SuiteRow]) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(ab_report(rows, MACHINE))))
 
 
@@ -97,9 +97,9 @@ def test_a_repeat_that_was_invalid_does_not_count_with_the_others() -> None:
     assert "100/s, p99 300 ms." in page
 
 
-def judged(*clauses: bool | None) -> list[Row]:
+def judged(*clauses: bool | None) -> list[SuiteRow]:
     """A row whose repeats kept the SLO, missed it, or cannot tell; and one INVALID repeat."""
-    runs = [measured(SINGLE.label, 100.0, slo=[Clause(text="p99<=1s", value=0.1, met=met)]) for met in clauses]
+    runs = [measured(SINGLE.label, 100.0, slo=[ObjectiveResult(text="p99<=1s", value=0.1, met=met)]) for met in clauses]
     return rows_of([SINGLE], [*runs, measured(SINGLE.label, 5.0, invalid=["overloaded"])])
 
 
@@ -140,7 +140,7 @@ def test_a_server_that_tells_nothing_leaves_its_columns_empty() -> None:
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=None)]))
     assert row["TS throughput"] == "100.0"
     assert not row["Model_p50"] + row["handler_time_mean"] + row["cpu_percentage_mean"] + row["gpu_percentage_mean"]
-    side = ServerSide(preprocess_s=0.1, gpus=[Gpu(name="Card", utilization=0.5, memory_bytes=2**20)])
+    side = ServerStats(preprocess_s=0.1, gpus=[Gpu(name="Card", utilization=0.5, memory_bytes=2**20)])
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=side)]))
     assert (row["handler_time_mean"], row["gpu_memory_percentage_mean"], row["gpu_percentage_mean"]) == ("", "", "50.0")
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=structs.replace(side, gpus=[]))]))
@@ -188,7 +188,7 @@ def test_the_page_has_a_line_for_each_run_as_far_as_it_is_known() -> None:
 
 
 def test_runs_differ_by_registration_and_by_clients() -> None:
-    case = Case(model="m", mode="e", url="m.mar", concurrency=(10, 20), processors=(Processor(), Processor("all")))
+    case = SuiteCase(model="m", mode="e", url="m.mar", concurrency=(10, 20), processors=(Processor(), Processor("all")))
     rows = rows_of(points(case), [measured(points(case)[1].label, 7.0)])
     assert [(r.point.processor.text, r.load.concurrency, r.repeats) for r in rows] == [
         ("cpu", 10, 0),

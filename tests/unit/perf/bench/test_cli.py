@@ -1,0 +1,578 @@
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.main import main
+from penstock.client.endpoint import Endpoint
+from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench import figures, run, suite
+from penstock.perf.bench.cli import bench, benchmark_suite, make_plan
+from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
+from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.results import Results, write_error
+from penstock.perf.bench.session import BenchSession
+from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.bench.suite import SuiteJob
+from penstock.perf.bench.suite_yaml import Registration
+from penstock.perf.bench.target import Target
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder of the results of one load, each repeat a little slower than the one before."""
+
+    def make(name: str, *, slower: float = 1.0, invalid: Sequence[str] = (), repeats: int = 5, cpu: str = "C") -> Path:
+        with Results.open(tmp_path / name, Origin(command="bench", machine={"cpu": cpu})) as results:
+            for repeat in range(repeats):
+                once = slower * (1 + repeat / 500)
+                latency = Latency(p50_s=0.01 * once, p99_s=0.02 * once)
+                results.append(
+                    Measurement(
+                        load=Load(mode="closed", concurrency=8), repeat=repeat, requests=1000, answered=1000,
+                        throughput=800 / once, latency=latency, invalid=list(invalid),
+                    )
+                )  # fmt: skip
+        return tmp_path / name
+
+    return make
+
+
+def penstock(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_compare_tells_what_is_worse_by_how_much_and_how_surely(folder: Callable[..., Path]) -> None:
+    before, after = folder("a"), folder("b", slower=1.2)
+    done = penstock("compare", before, after)
+    assert done.exit_code == 0
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["load", "metric", "before", "after", "change", "95", "%", "interval", "to", "be", "known"] in rows
+    assert rows[1][:9] == ["8", "clients", "throughput/s", "797", "664", "-17", "%", "-17", "%"]
+    assert done.stdout.endswith(f"{after} is worse than {before}\n")
+    assert f"{before} is better than {after}" in penstock("compare", after, before).stdout
+    assert f"{before} is the same as {before}" in penstock("compare", before, before).stdout
+
+
+def test_compare_as_json(folder: Callable[..., Path]) -> None:
+    told = json.loads(penstock("compare", folder("a"), folder("b", slower=1.2), "--json").stdout)
+    assert told["verdict"] == "worse"
+    assert [change["metric"] for change in told["changes"]] == ["throughput/s", "p50", "p99", "errors"]
+
+
+def test_compare_says_that_machines_differ(folder: Callable[..., Path]) -> None:
+    done = penstock("compare", folder("a"), folder("b", cpu="D"))
+    assert done.stdout.startswith("ANOTHER MACHINE: cpu: C in the first run, D in the second\n")
+
+
+def test_compare_refuses_what_is_no_folder_of_results(folder: Callable[..., Path], tmp_path: Path) -> None:
+    done = penstock("compare", folder("a"), tmp_path / "nowhere")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"penstock: {tmp_path / 'nowhere'} holds no results: there is no such folder")
+    assert penstock("compare", folder("b"), folder("c"), "--tolerance", "big").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "last"),
+    [
+        ({}, 0, "PASS"),
+        ({"slower": 0.8}, 0, "PASS"),
+        ({"slower": 1.1}, 1, "REGRESSION"),
+        ({"invalid": ["the generator was late"]}, 2, "INVALID"),
+        ({"repeats": 2}, 2, "INVALID"),
+        ({"repeats": 0}, 2, "INVALID"),
+        ({"cpu": "D"}, 2, "INVALID"),
+    ],
+)
+def test_gate_ends_with_what_it_found(
+    folder: Callable[..., Path], tmp_path: Path, run: dict[str, object], code: int, last: str
+) -> None:
+    report = tmp_path / "junit.xml"
+    done = penstock("gate", folder("run", **run), "--baseline", folder("base"), "--junit", report)
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (code, last)
+    suite = ElementTree.fromstring(report.read_bytes())
+    assert (suite.get("failures") != "0", suite.get("errors") != "0") == (code == 1, code == 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["RUN"], ["RUN", "--baseline"], ["RUN", "--baseline", "B", "--unknown"], ["NONE", "--baseline", "B"]],
+)
+def test_gate_tells_wrong_usage_by_a_status_of_its_own(folder: Callable[..., Path], arguments: list[str]) -> None:
+    places = {"RUN": folder("run"), "B": folder("base"), "NONE": "/nowhere/at/all"}
+    done = penstock("gate", *(places.get(argument, argument) for argument in arguments))
+    assert done.exit_code == 3
+    assert done.stderr
+
+
+def test_gate_tells_a_report_that_cannot_be_written(folder: Callable[..., Path], tmp_path: Path) -> None:
+    done = penstock("gate", folder("run"), "--baseline", folder("base"), "--junit", tmp_path / "no" / "junit.xml")
+    assert done.exit_code == 3
+    assert "cannot be written: No such file or directory" in done.stderr
+
+
+def test_gate_of_another_machine_on_request(folder: Callable[..., Path]) -> None:
+    assert penstock("gate", folder("run", cpu="D"), "--baseline", folder("base"), "--any-machine").exit_code == 0
+
+
+YAML = """
+good:
+  e: {url: app.py:Good, concurrency: [1, 2], requests: 7}
+bad:
+  e: {url: app.py:Bad, concurrency: [1, 2], requests: 7}
+"""
+
+
+class Servers:
+    """In place of servers and loads; `asked` notes what was started and measured."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.broken = {"bad"}
+        self.lost: set[int] = set()
+
+    @contextmanager
+    def serving(self, job: SuiteJob, point: Registration) -> Iterator[Target]:
+        self.asked.append(f"start {job.case.model}")
+        if job.case.model in self.broken:
+            raise PenstockError("it does not load")
+        parameters = {"example": {"x": 1}}
+        yield Target(text="", endpoint=Endpoint("h", 1), model="m", path="/predictions/m", parameters=parameters)
+        self.asked.append("stop")
+
+    async def measure(
+        self, target: Target, requests: list[bytes], load: Load, *, label: str, repeat: int, **more: Any
+    ) -> Measurement:
+        self.asked.append(f"{load.concurrency} clients")
+        assert requests[0].endswith(b'{"x":1}')
+        if load.concurrency in self.lost:
+            raise PenstockError("it went away")
+        latency = Latency(p50_s=0.002, p99_s=0.003)
+        return Measurement(
+            load=load, label=label, repeat=repeat, requests=7, answered=7, throughput=100.0 + repeat, latency=latency
+        )
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
+    """In a folder with the YAML and its application."""
+    found = Servers()
+    monkeypatch.setattr(suite, "serving", found.serving)
+    monkeypatch.setattr(run, "measure", found.measure)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.yaml").write_text(YAML)
+    (tmp_path / "app.py").write_text("")
+    return found
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(benchmark_suite, ["models.yaml", "--output", "out", *words])
+
+
+def rows() -> list[dict[str, str]]:
+    with Path("out/ab_report.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_all_of_a_repeat_comes_before_the_next_and_a_server_that_fails_does_so_alone(servers: Servers) -> None:
+    done = invoke("--repeat", "2")
+    once = ["start good", "1 clients", "2 clients", "stop", "start bad"]
+    assert (done.exit_code, servers.asked) == (1, once * 2)
+    lines = done.stdout.splitlines()
+    assert lines[:3] == [
+        "[1/8] good e, cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms",
+        "[2/8] good e, cpu, 1 worker, batch 1, 2 clients: 100/s, p99 3 ms",
+        "[3/8] bad e, cpu, 1 worker, batch 1, 1 client: INVALID: it does not load",
+    ]
+    assert lines[-3:] == [
+        "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms.",
+        "bad e: nothing was measured.",
+        "out: ab_report.csv, report.md, report.html",
+    ]
+    assert [(row["Model"], row["Repeats"], row["TS throughput"]) for row in rows()] == [
+        ("good", "2", "100.5"),
+        ("good", "2", "100.5"),
+        ("bad", "2", ""),
+        ("bad", "2", ""),
+    ]
+
+
+def test_on_resume_only_what_says_nothing_yet_is_measured(servers: Servers) -> None:
+    servers.lost = {2}
+    assert invoke().exit_code == 1
+    assert [row["Invalid"] for row in rows()] == ["", "it went away", "it does not load", "it does not load"]
+    servers.asked.clear()
+    servers.lost.clear()
+    servers.broken.clear()
+    assert "out holds a run already; go on with it by --resume" in invoke().stderr
+    assert servers.asked == []
+    done = invoke("--resume")
+    assert (done.exit_code, servers.asked) == (
+        0,
+        ["start good", "2 clients", "stop", "start bad", "1 clients", "2 clients", "stop"],
+    )
+    assert done.stdout.startswith("[2/4] good e, cpu, 1 worker, batch 1, 2 clients: 100/s")
+    assert [(row["Repeats"], row["Invalid"]) for row in rows()] == [("1", "")] * 4
+
+
+def test_what_was_told_when_ctrl_c_comes_is_kept(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = click.echo
+
+    def told(message: str = "", **how: Any) -> None:
+        echo(message, **how)
+        if message.startswith("[1/"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(click, "echo", told)
+    assert invoke().exit_code == 130
+    assert [row["Repeats"] for row in rows()] == ["1", "0", "0", "0"]
+
+
+def test_a_disk_that_is_full_ends_the_suite_and_what_found_no_room_is_told(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Results.append
+
+    def full(self: Results, measurement: Measurement) -> None:
+        if measurement.load.concurrency == 2:  # and there is room again for what is smaller
+            raise write_error(self.folder, OSError(28, "No space left on device"))
+        append(self, measurement)
+
+    monkeypatch.setattr(Results, "append", full)
+    done = invoke()
+    assert (done.exit_code, servers.asked) == (1, ["start good", "1 clients", "2 clients"])
+    assert done.stdout.splitlines()[1] == "[2/4] good e, cpu, 1 worker, batch 1, 2 clients: 100/s, p99 3 ms"
+    assert done.stderr.endswith(
+        "disk is full: out takes no more results; what is there is whole. Make room for the next run\n"
+    )
+    assert [row["Repeats"] for row in rows()] == ["1", "0", "0", "0"]
+
+
+def test_a_mistake_that_only_a_server_can_tell_does_not_end_the_suite(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.broken = set()
+    wrong = iter([True, False, False])
+
+    def requests_of(*_: object) -> list[bytes]:
+        if next(wrong):
+            raise ConfigError("the input does not fit")
+        return [b'{"x":1}']
+
+    monkeypatch.setattr(suite, "requests_of", requests_of)
+    done = invoke()
+    assert done.exit_code == 1
+    fits = "the input does not fit"
+    assert [row["Invalid"] for row in rows()] == [fits, fits, "", ""]
+
+
+def test_a_report_that_finds_no_room_is_told_all_the_same(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, _: bytes) -> None:
+        if path.suffix == ".csv":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.perf.bench.results.write_whole", full)
+    done = invoke()
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, "bad e: nothing was measured.")
+    assert "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms." in done.stdout
+    assert "the disk is full: out takes no more results" in done.stderr
+
+
+def test_secrets_that_were_typed_are_not_kept(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["penstock", "benchmark-suite", "https://me:t0p@h/m.yaml?token=t0p"])
+    Path("models.yaml").write_text("m:\n  e: {url: app.py:M, requests: 7, concurrency: 1}\n")
+    assert invoke().exit_code == 0
+    for path in Path("out").iterdir():
+        assert "t0p" not in path.read_text(), path
+    assert "https://***@h/m.yaml?token=***" in Path("out/report.md").read_text().replace("\\*", "*")
+
+
+FLAGS: dict[str, Any] = {
+    "mode": None, "concurrency": None, "rate": None, "arrival": None, "duration": None, "requests": None,
+    "repeat": 1, "seed": 0, "connections": 256,
+}  # fmt: skip
+
+
+class Elsewhere:
+    """A server of HTTP in a thread of its own, whose answers are a function of the request's number."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[int], tuple[int, bytes]] = lambda number: (200, b"ok")
+        self.asked = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self._thread.start()
+        self._up.wait()
+
+    async def _main(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/infer"
+        self._up.set()
+        await self._over.wait()
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks)
+        await asyncio.sleep(0.01)  # aborted connections end
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET"):  # for pages of metrics, which it has none of
+                    writer.write(b"HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n")
+                    continue
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+                status, body = self.answer(self.asked)
+                self.asked += 1
+                await asyncio.sleep(0.002)  # so that the generator is not what is measured
+                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Elsewhere]:
+    server = Elsewhere()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def body(tmp_path: Path) -> str:
+    path = tmp_path / "body.json"
+    path.write_text("{}")
+    return str(path)
+
+
+def told(*arguments: str) -> Result:
+    return CliRunner().invoke(bench, list(arguments))
+
+
+def test_a_model_is_measured_and_told_as_a_table(elsewhere: Elsewhere, body: str) -> None:
+    flags = ["--data", body, "--concurrency", "1,2", "--requests", "100", "--warmup", "0"]
+    result = told(elsewhere.url, *flags)
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:2] == ["load", "good/s"]
+    assert lines[1].startswith("1 client ")
+    assert lines[2].startswith("2 clients ")
+    assert "a closed loop sends nothing while the server stands still" in result.stdout
+    assert "INVALID" not in result.stdout
+    assert result.exit_code == 0
+
+
+def test_json_is_all_that_is_printed(elsewhere: Elsewhere, body: str) -> None:
+    flags = ["--data", body, "--rate", "200", "--duration", "0.2", "--warmup", "0", "--slo", "p50<=10s", "--json"]
+    result = told(elsewhere.url, *flags)
+    found = json.loads(result.stdout)
+    assert result.stderr == ""
+    (run,) = found["measurements"]
+    assert run["load"]["mode"] == "open"
+    assert run["requests"] == run["answered"] > 0
+    assert run["slo"][0]["met"]
+    assert found["origin"]["target"] == elsewhere.url
+
+
+def test_results_are_kept_and_a_folder_that_has_some_is_refused(
+    elsewhere: Elsewhere, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--data", body, "--concurrency", "1", "--requests", "20", "--warmup", "0", "--output", str(tmp_path / "r")]
+    url = f"{elsewhere.url}?token=not-for-files"
+    monkeypatch.setattr("sys.argv", ["penstock", "bench", url])
+    done = told(url, *flags)
+    assert f"{elsewhere.url}?token=***: one request" in done.stderr
+    origin = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert (origin["command"], origin["target"]) == ("bench", f"{elsewhere.url}?token=***")
+    assert "not-for-files" not in "".join(path.read_text() for path in (tmp_path / "r").iterdir())
+    assert len((tmp_path / "r" / "records.jsonl").read_text().splitlines()) == 1
+    assert {"summary.csv", "report.md", "report.html"} <= {path.name for path in (tmp_path / "r").iterdir()}
+    again = told(elsewhere.url, *flags)
+    assert again.exit_code == 2
+    assert "holds a run already" in again.stderr
+
+
+def test_what_was_measured_is_told_when_the_disk_is_full(
+    elsewhere: Elsewhere, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Results, run: Measurement) -> None:
+        raise PenstockError("the disk is full")
+
+    monkeypatch.setattr(Results, "append", full)
+    flags = [
+        "--data",
+        body,
+        "--concurrency",
+        "1,2",
+        "--requests",
+        "20",
+        "--warmup",
+        "0",
+        "--output",
+        str(tmp_path / "r"),
+    ]
+    result = told(elsewhere.url, *flags)
+    assert result.exit_code == 1
+    assert result.stderr.count("penstock: the disk is full") == 1
+    assert [line.split()[:2] for line in result.stdout.splitlines()[1:2]] == [["1", "client"]]
+    assert elsewhere.asked < 40  # the second load is not sent
+
+
+def test_a_rate_that_gives_no_request_is_wrong_usage(elsewhere: Elsewhere, body: str) -> None:
+    result = told(elsewhere.url, "--data", body, "--rate", "0.001", "--duration", "0.1")
+    assert result.exit_code == 2
+    assert "no request comes at 0.001/s poisson" in result.stderr
+
+
+def test_a_target_that_only_fails_ends_the_run_and_its_first_error_is_shown_once(
+    elsewhere: Elsewhere, body: str
+) -> None:
+    elsewhere.answer = lambda number: (500, b"no model here, %d" % number)
+    result = told(elsewhere.url, "--data", body, "--concurrency", "1,8,64")
+    assert result.exit_code == 1
+    assert result.output.count("500 Internal Server Error: no model here, 0") == 1
+    assert elsewhere.asked == 5
+
+
+def test_a_target_that_is_not_there_is_an_error_in_one_line(body: str) -> None:
+    result = told("http://127.0.0.1:9/infer", "--data", body)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("penstock: http://127.0.0.1:9: cannot connect")
+    assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_reports_what_exists(elsewhere: Elsewhere, body: str) -> None:
+    first = 100
+
+    def interrupt(number: int) -> tuple[int, bytes]:
+        if number == first + 100:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return 200, b"ok"
+
+    elsewhere.answer = interrupt
+    flags = ["--data", body, "--concurrency", "1,2", "--requests", f"{first}", "--warmup", "0"]
+    result = told(elsewhere.url, *flags)
+    assert result.exit_code == 130
+    assert "interrupted; this is what there is" in result.stderr
+    assert [line.split()[:2] for line in result.stdout.splitlines()[1:3]] == [["1", "client"], ["2", "clients"]]
+    assert "the run was interrupted" in result.stdout
+
+
+def test_a_run_that_the_generator_was_too_slow_for_is_a_word_and_no_number(
+    elsewhere: Elsewhere, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MOST_CPU", 0.0)  # what it takes is too much
+    result = told(elsewhere.url, "--data", body, "--concurrency", "1", "--requests", "20", "--warmup", "0")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[1].split() == ["1", "client", "INVALID"]
+    assert "the generator was at its limit" in result.stdout
+
+
+def test_handlers_of_signals_are_what_they_were(body: str) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    told("http://127.0.0.1:9/infer", "--data", body)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--concurrency", "1,x"], "expected whole numbers over 0 such as 1,8,64, found '1,x'"),
+        (["--concurrency", "0"], "expected whole numbers over 0"),
+        (["--rate", "-1"], "expected numbers over 0"),
+        (["--rate", "inf"], "expected numbers over 0"),
+        (["--duration", "0"], "expected a time over 0"),
+        (["--duration", "soon"], "expected a time over 0"),
+        (["--warmup", "long"], "expected auto or seconds from 0"),
+        (["--mode", "sideways"], "Invalid value for '--mode'"),
+        (["--rate", "10", "--concurrency", "2"], "--concurrency is for --mode closed and saturate"),
+        (["--mode", "closed", "--rate", "2"], "--rate is for --mode open and ramp"),
+        (["--mode", "open"], "say how many requests come a second"),
+        (["--mode", "ramp", "--rate", "1,2,3"], "--rate is FIRST or FIRST,LAST"),
+        (["--mode", "ramp", "--arrival", "trace:x"], "a trace does not rise"),
+        (["--mode", "ramp", "--slo", "p99<=1s,throughput>=5/s"], "throughput is what is looked for"),
+        (["--mode", "saturate", "--requests", "9"], "steps last by --duration"),
+        (["--requests", "9", "--duration", "1"], "a run ends by one of them"),
+        (["--timeout", "1s", "--slo", "p50<=10ms,max<=1s"], "who is given up so soon cannot break p50<=10ms,max<=1s"),
+        (["--arrival", "sometimes", "--rate", "1"], "sometimes"),
+        (["--slo", "p98<=1ms"], "p98"),
+        (["--set", "a=1"], "--set"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_what_is_wrong(flags: list[str], text: str) -> None:
+    result = told("http://127.0.0.1:9/infer", *flags)
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+def test_flags_become_a_plan() -> None:
+    plan = make_plan({**FLAGS, "concurrency": (2, 4), "duration": 5.0, "repeat": 3})
+    assert (plan.mode, plan.concurrency, plan.seconds, plan.repeat) == ("closed", (2, 4), 5.0, 3)
+    assert make_plan(FLAGS).concurrency == (1, 8, 64)
+    assert make_plan({**FLAGS, "rate": (5.0,)}).mode == "open"
+    assert make_plan({**FLAGS, "mode": "saturate"}).concurrency == (1,)
+    assert make_plan({**FLAGS, "arrival": "trace:a.jsonl"}).seconds == 0
+    assert make_plan({**FLAGS, "arrival": "gamma:2", "mode": "ramp"}).arrival == "gamma:2"
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        make_plan({**FLAGS, "rate": (1.0,), "concurrency": (1,)})
+
+
+RUN = Measurement(load=Load(mode="closed", concurrency=1), requests=9, answered=9)
+MISSED = Measurement(
+    load=RUN.load, requests=9, answered=9, slo=[ObjectiveResult(text="p50<=1ms", value=0.1, met=False)]
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "runs", "found", "slo", "code"),
+    [
+        ("closed", [RUN], [], "", 0),
+        ("closed", [], [], "", 1),
+        ("closed", [MISSED], [], "p50<=1ms", 1),
+        ("closed", [RUN], [], "p50<=1ms", 1),  # it cannot be told
+        ("closed", [Measurement(load=RUN.load, answered=9, invalid=["late"])], [], "", 1),
+        ("closed", [Measurement(load=RUN.load, requests=9)], [], "", 1),
+        ("saturate", [MISSED], ["saturates at 1 client"], "p50<=1ms", 0),
+        ("ramp", [MISSED], ["knee: 5/s"], "p50<=1ms", 0),
+        ("ramp", [MISSED], ["no knee: "], "p50<=1ms", 1),
+        ("ramp", [Measurement(load=RUN.load, invalid=["late"]), RUN], ["knee: 5/s"], "", 0),
+        ("ramp", [RUN], [], "", 1),
+    ],
+)
+def test_the_exit_status_says_whether_the_slo_is_kept(
+    mode: str, runs: list[Measurement], found: list[str], slo: str, code: int
+) -> None:
+    session = BenchSession(
+        plan=make_plan({**FLAGS, "mode": mode}),
+        slo=parse_slo(slo) if slo else Slo(),
+        origin=Origin(command="bench"),
+        runs=runs,
+        found=found,
+    )
+    assert session.code() == code
