@@ -22,7 +22,6 @@ import click
 from mkdocs.structure.files import File
 
 from penstock.errors import PenstockError
-from penstock.plugins import load_object
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {name: name.lower() for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
@@ -109,7 +108,7 @@ def summary_of(text: str) -> str:
 def api_entry(path: str) -> str:
     """The signature and docstring of an object, as Markdown."""
     module, _, name = path.rpartition(".")
-    found: Any = load_object(f"{module}:{name}") if module != "penstock" else import_module(path)
+    found: Any = getattr(import_module(module), name)
     lines = [f"### `{name}{_signature(found)}`\n\n{inspect.getdoc(found) or ''}\n"]
     functions = () if inspect.isfunction(found) else inspect.getmembers(found, inspect.isfunction)
     for attribute, member in functions:
