@@ -295,7 +295,7 @@ def redis_server(run_redis: Callable[..., RunningRedis]) -> RunningRedis:
 
 @pytest.fixture(scope="session")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one small network in every kind of file that may be served: see `testing.files.write_models`."""
-    from penstock.testing.files import write_models
+    """A folder with one small network in every kind of file that may be served: see `support.files.write_models`."""
+    from support.files import write_models
 
     return write_models(tmp_path_factory.mktemp("model_files"))

@@ -23,9 +23,9 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.testing.captioner import FakeCaptioner, with_status, with_wait
-from penstock.testing.captioner import caption as good
-from penstock.testing.videos import make_clip
+from support.captioner import FakeCaptioner, with_status, with_wait
+from support.captioner import caption as good
+from support.videos import make_clip
 
 FRAMES = 150  # of each clip
 CLIPS = 3

@@ -16,12 +16,16 @@ from typing import Any
 import pytest
 
 from penstock.cli.caption import caption
-from penstock.testing.captioner import FakeCaptioner
-from penstock.testing.videos import make_clip
+from support.captioner import FakeCaptioner
+from support.videos import make_clip
 
 SOURCE = """
+    import sys
+
     import penstock
-    from penstock.testing.videos import number_of
+
+    sys.path.append("TESTS")
+    from support.videos import number_of
 
     class Captioner:
         inputs = [
@@ -48,7 +52,7 @@ SOURCE = """
                 {"caption": [f"shows {number_of(f)}" for f in self.frames(item)], "frame_index": item["frame_index"]}
                 for item in items
             ]
-"""
+""".replace("TESTS", str(Path(__file__).parents[1]))
 
 
 @pytest.fixture(scope="module")

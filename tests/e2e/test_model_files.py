@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.testing.files import scores
+from support.files import scores
 
 X = [[1.0, 2, 3, 4], [0, 0, 1, 0]]
 

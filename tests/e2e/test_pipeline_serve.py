@@ -21,7 +21,7 @@ import pytest
 
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline
-from penstock.testing.files import write_onnx
+from support.files import write_onnx
 
 ROOT = Path(__file__).parents[2]
 SIDE, LABELS = 8, 5

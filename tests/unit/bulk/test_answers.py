@@ -30,7 +30,7 @@ from penstock.errors import (
     QueueFull,
     Unauthorized,
 )
-from penstock.testing.captioner import answer_of
+from support.captioner import answer_of
 
 JSON = {"content-type": "application/json; charset=utf-8"}
 FRAMES = [3, 6, 9]

@@ -21,7 +21,7 @@ from penstock.bulk.decode import read_chunks
 from penstock.bulk.pixels import Painter
 from penstock.bulk.types import Chunk, Ended, Pixels, Position, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
-from penstock.testing.videos import make_clip, number_of
+from support.videos import make_clip, number_of
 
 PIXELS = Pixels(height=48, width=80)
 FRAME_BYTES = 48 * 80 * 3

@@ -22,7 +22,7 @@ from penstock.bulk import video as video_module
 from penstock.bulk.frames import Reading
 from penstock.bulk.types import Position
 from penstock.bulk.video import Opened, VideoError, probe
-from penstock.testing.videos import make_clip, make_sound, number_of
+from support.videos import make_clip, make_sound, number_of
 
 COUNT = 60
 GOP = {"g": "12", "bf": "3"}

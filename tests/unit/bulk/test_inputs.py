@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bulk.inputs import InputError, expand, valid_text
-from penstock.testing.videos import make_clip
+from support.videos import make_clip
 
 
 @pytest.fixture

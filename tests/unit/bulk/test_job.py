@@ -21,7 +21,7 @@ from penstock.bulk.sending import NoServer, Undelivered
 from penstock.bulk.servers import ServerInfo, ServersDiffer
 from penstock.bulk.types import Chunk, Sampling
 from penstock.errors import ConfigError, PenstockError, Unauthorized
-from penstock.testing.bulk import FakeParts, FakeVideos, Listener, job_options, server_info
+from support.bulk import FakeParts, FakeVideos, Listener, job_options, server_info
 
 
 def videos(folder: Path, *frames: int) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from penstock.bulk.options import CHUNK_BYTES, HEADER_BYTES, Plan, plan
 from penstock.bulk.types import Pixels
 from penstock.errors import ConfigError
-from penstock.testing.bulk import job_options, server_info
+from support.bulk import job_options, server_info
 
 
 def planned(

@@ -15,7 +15,7 @@ import pytest
 from penstock.bulk.pixels import Painter, jpeg_encoder
 from penstock.bulk.types import Pixels
 from penstock.errors import ConfigError
-from penstock.testing.videos import make_clip, number_of, picture
+from support.videos import make_clip, number_of, picture
 
 SIZE = (320, 192)
 

@@ -12,7 +12,7 @@ from penstock.bulk.spool import End
 from penstock.bulk.types import Chunk, Pixels, Sampling, Video
 from penstock.bulk.writer import Writer
 from penstock.errors import PenstockError
-from penstock.testing.bulk import FakeVideos
+from support.bulk import FakeVideos
 
 BLOCK_BYTES = 4 * 48  # four frames
 

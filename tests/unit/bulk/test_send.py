@@ -22,7 +22,7 @@ from penstock.client.endpoint import tls_context
 from penstock.client.errors import AnswerTooLarge, ConnectionLost
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
 from penstock.serving.http.auth import make_ssl_context
-from penstock.testing.captioner import (
+from support.captioner import (
     Answerer,
     FakeCaptioner,
     Gone,

@@ -23,7 +23,7 @@ from penstock.errors import (
     Unauthorized,
 )
 from penstock.serving.http.auth import make_ssl_context
-from penstock.testing.captioner import Answerer, FakeCaptioner, Incoming, tell, with_raw, with_status, with_wait
+from support.captioner import Answerer, FakeCaptioner, Incoming, tell, with_raw, with_status, with_wait
 
 TLS = Path(__file__).parents[2] / "tls"
 CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")

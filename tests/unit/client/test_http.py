@@ -17,7 +17,7 @@ from penstock.client.http import Connection
 from penstock.client.link import Answer
 from penstock.errors import BadRequest, DeadlineExceeded
 from penstock.serving.http.auth import make_ssl_context
-from penstock.testing.captioner import (
+from support.captioner import (
     FakeCaptioner,
     Incoming,
     reset,

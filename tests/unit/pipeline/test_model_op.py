@@ -14,7 +14,7 @@ from penstock.pipeline.model_op import MOST_VIEWED, ModelOp
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.parameters import make_op
 from penstock.runtimes import onnx as loaders
-from penstock.testing.files import scores, write_onnx
+from support.files import scores, write_onnx
 
 ort = pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")

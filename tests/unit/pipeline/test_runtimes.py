@@ -16,7 +16,7 @@ from penstock.pipeline.collate import normalizations
 from penstock.pipeline.runtimes import OPENVINO, Wanted, cores, open_program, resolve
 from penstock.runtimes import onnx as loaders
 from penstock.runtimes.tensors import Input
-from penstock.testing.files import write_onnx
+from support.files import write_onnx
 
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")

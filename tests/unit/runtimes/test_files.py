@@ -13,8 +13,8 @@ from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import BadRequest, ConfigError, LoadFailed, TargetNotFound
 from penstock.serving.protocols.native import JSON
-from penstock.testing.files import scores, write_onnx
 from penstock.types import BatchPart, Item
+from support.files import scores, write_onnx
 
 X = [[1.0, 2, 3, 4], [0, 0, 1, 0]]
 KINDS = ("net.onnx", "net.ts", "net.pt", "net.pt2")

@@ -15,8 +15,8 @@ from penstock.errors import ConfigError, LoadFailed
 from penstock.runtimes import onnx as loaders
 from penstock.runtimes.tensors import ANY_ROWS, Input
 from penstock.runtimes.trt_cache import SIDECAR
-from penstock.testing.files import scores, write_onnx
 from penstock.types import TensorSpec
+from support.files import scores, write_onnx
 
 ort = pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import ConfigError, LoadFailed
 from penstock.runtimes import torch as loaders
-from penstock.testing.files import scores
+from support.files import scores
 
 torch = pytest.importorskip("torch")
 X = [[1.0, 2, 3, 4], [0, 0, 1, 0]]

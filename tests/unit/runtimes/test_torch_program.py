@@ -11,8 +11,8 @@ from penstock.errors import BadOutput, LoadFailed
 from penstock.runtimes import torch as loaders
 from penstock.runtimes.tensors import ANY_ROWS, Input
 from penstock.runtimes.torch_program import of_exported, of_module
-from penstock.testing.files import scores
 from penstock.types import TensorSpec
+from support.files import scores
 
 torch = pytest.importorskip("torch")
 X = np.array([[1, 2, 3, 4], [0, 0, 1, 0]], np.float32)
