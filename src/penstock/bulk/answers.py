@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.client.errors import ConnectionLost
-from penstock.client.link import Answer
+from penstock.client.http import HttpResponse
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -82,7 +82,7 @@ _decode_texts = msgspec.json.Decoder(list[str]).decode
 _decode_numbers = msgspec.json.Decoder(list[int]).decode
 
 
-def read_captions(answer: Answer, model: str, revision: str, frames: list[int], url: str) -> list[str]:
+def read_captions(answer: HttpResponse, model: str, revision: str, frames: list[int], url: str) -> list[str]:
     """One caption for each frame, in their order. Raises what `check_status` does, WrongAnswer, RevisionChanged."""
     check_status(answer, url)
     kind = answer.headers.get("content-type", "")
@@ -122,7 +122,7 @@ def _some(frames: list[int]) -> str:
     return ", ".join(map(str, frames[:6])) + (" ..." if len(frames) > 6 else "")
 
 
-def check_status(answer: Answer, url: str) -> None:
+def check_status(answer: HttpResponse, url: str) -> None:
     """Nothing for 200. Raises the error that the status stands for, with what the server told and its Retry-After."""
     status = answer.status
     if status == 200:

@@ -13,16 +13,16 @@ from penstock.bulk.answers import ServerFault, WrongAnswer, changed
 from penstock.bulk.lane import Lane
 from penstock.bulk.sending import ENDS_THE_JOB, NoServer, SendOptions
 from penstock.bulk.servers import fetch
-from penstock.client.errors import ConnectionLost, MalformedAnswer, NoAnswer, Unreachable
-from penstock.client.http import Connection
+from penstock.client.errors import ConnectionLost, MalformedResponse, ResponseTimeout, Unreachable
+from penstock.client.http import ClientConnection
 from penstock.errors import DeadlineExceeded, ModelNotFound, ModelNotReady, PenstockError, QueueFull
 
 log = logging.getLogger("penstock.bulk")
 
 # the server is asked for its metadata before it gets more: one that hangs is no better than one that is not there
-AWAY: Final = (Unreachable, ConnectionLost, NoAnswer, ModelNotFound)
+AWAY: Final = (Unreachable, ConnectionLost, ResponseTimeout, ModelNotFound)
 LATER: Final = (Unreachable, ModelNotFound, QueueFull, ModelNotReady)  # the server's state: no try of the chunk's
-AGAIN: Final = (ConnectionLost, DeadlineExceeded, ServerFault, WrongAnswer, MalformedAnswer)
+AGAIN: Final = (ConnectionLost, DeadlineExceeded, ServerFault, WrongAnswer, MalformedResponse)
 FAULTS: Final = 3  # in a row, before a server that fails is rested: one bad chunk is no bad server
 
 
@@ -103,7 +103,7 @@ class Health:
         for tries in itertools.count():
             if tries:
                 await asyncio.sleep(self.backoff_s(tries))
-            connection = Connection(info.endpoint, connect_timeout_s=timeout_s)
+            connection = ClientConnection(info.endpoint, connect_timeout_s=timeout_s)
             try:
                 found = await fetch(connection, info.model, info.token, timeout_s)
             except ENDS_THE_JOB as exc:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.bulk.servers import ServerInfo, authorization
 from penstock.bulk.window import Window
-from penstock.client.http import Connection
+from penstock.client.http import ClientConnection
 
 
 class Lane:
@@ -21,7 +21,7 @@ class Lane:
         self.answered = 0
         self.retries = 0
         self._connect_timeout_s = connect_timeout_s
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
     def up(self, now: float) -> bool:
         """Whether it may be sent chunks, as far as its window has room."""
@@ -32,13 +32,13 @@ class Lane:
         """In flight relative to what it bears."""
         return self.window.in_flight / self.window.size
 
-    def take(self) -> Connection:
+    def take(self) -> ClientConnection:
         """A connection of its own for one request."""
         if self._idle:
             return self._idle.pop()
-        return Connection(self.info.endpoint, connect_timeout_s=self._connect_timeout_s)
+        return ClientConnection(self.info.endpoint, connect_timeout_s=self._connect_timeout_s)
 
-    def give(self, connection: Connection) -> None:
+    def give(self, connection: ClientConnection) -> None:
         """The request ended; no more connections are kept than the window is wide."""
         if len(self._idle) < self.window.size:
             self._idle.append(connection)

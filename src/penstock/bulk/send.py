@@ -183,7 +183,7 @@ class Sender:
                 [*parcel.headers, *lane.headers],
                 parcel.body,
                 timeout_s=options.request_timeout_s,
-                max_answer_bytes=options.max_answer_bytes,
+                max_response_bytes=options.max_response_bytes,
             )
         finally:
             lane.give(connection)

@@ -9,7 +9,7 @@ from msgspec import Struct
 from penstock.bulk.answers import RevisionChanged
 from penstock.bulk.servers import ServerInfo
 from penstock.bulk.window import AimdWindow, FixedWindow, Rounds, Window
-from penstock.client.errors import NotTrusted
+from penstock.client.errors import UntrustedCertificate
 from penstock.errors import Forbidden, PenstockError, Unauthorized
 
 Mode = Literal["stream-prebatch", "stream-single", "single"]
@@ -59,7 +59,7 @@ class SendOptions(Struct, frozen=True, kw_only=True):
     give_up_s: float = 600.0
     request_timeout_s: float = 300.0
     connect_timeout_s: float = 10.0
-    max_answer_bytes: int = 4 * 2**20  # 8 KiB for each of 512 captions
+    max_response_bytes: int = 4 * 2**20  # 8 KiB for each of 512 captions
     backoff_s: float = 0.5
     longest_backoff_s: float = 30.0
 
@@ -106,5 +106,5 @@ def undelivered(cause: PenstockError, attempts: int) -> Undelivered:
     return Undelivered(cause.message + after, attempts=attempts, cause=cause, detail=cause.detail)
 
 
-ENDS_THE_JOB: Final = (RevisionChanged, Unauthorized, Forbidden, NotTrusted, NoServer)
+ENDS_THE_JOB: Final = (RevisionChanged, Unauthorized, Forbidden, UntrustedCertificate, NoServer)
 """Errors after which the sender answers every chunk that still waits, and every further one, with the same."""

@@ -15,8 +15,7 @@ from msgspec import Struct, field
 
 from penstock.client.endpoint import Endpoint, parse_url
 from penstock.client.errors import ConnectionLost, Unreachable
-from penstock.client.http import Connection
-from penstock.client.link import Answer
+from penstock.client.http import ClientConnection, HttpResponse
 from penstock.errors import (
     DeadlineExceeded,
     Forbidden,
@@ -125,7 +124,7 @@ def ask(
     """What the server at `url` says of `model`. A server or model that is not there yet is waited for `patience_s`.
 
     `tls` is used for https only; None trusts the system's authorities. Not to be called in an event loop.
-    Raises Unreachable, NotTrusted, ConnectionLost, DeadlineExceeded, ModelNotFound, ModelNotReady, Unauthorized,
+    Raises Unreachable, UntrustedCertificate, ConnectionLost, DeadlineExceeded, ModelNotFound, ModelNotReady, Unauthorized,
     Forbidden, NotACaptioner, ConfigError for the address.
     """
     endpoint = parse_url(url, tls)
@@ -143,28 +142,28 @@ def ask(
 
 
 async def _ask_once(endpoint: Endpoint, model: str, token: str | None, timeout_s: float) -> ServerInfo:
-    connection = Connection(endpoint, connect_timeout_s=timeout_s)
+    connection = ClientConnection(endpoint, connect_timeout_s=timeout_s)
     try:
         return await fetch(connection, model, token, timeout_s)
     finally:
         connection.close()
 
 
-async def fetch(connection: Connection, model: str, token: str | None, timeout_s: float) -> ServerInfo:
+async def fetch(connection: ClientConnection, model: str, token: str | None, timeout_s: float) -> ServerInfo:
     """What the server at the other end says of `model`. Raises as `ask` does."""
     path = f"/v2/models/{quote(model, safe='')}"
     headers = authorization(token)
-    answer = await connection.request("GET", path, headers, timeout_s=timeout_s, max_answer_bytes=METADATA_BYTES)
+    answer = await connection.request("GET", path, headers, timeout_s=timeout_s, max_response_bytes=METADATA_BYTES)
     check_status(answer, connection.endpoint.url, model)
     info = read_metadata(answer.body, connection.endpoint, model, token)
     ready = await connection.request(
-        "GET", f"{path}/ready", headers, timeout_s=timeout_s, max_answer_bytes=METADATA_BYTES
+        "GET", f"{path}/ready", headers, timeout_s=timeout_s, max_response_bytes=METADATA_BYTES
     )
     check_status(ready, connection.endpoint.url, model)
     return info
 
 
-def check_status(answer: Answer, url: str, model: str) -> None:
+def check_status(answer: HttpResponse, url: str, model: str) -> None:
     """Nothing for 200. Raises what stands in `ask`."""
     status = answer.status
     if status == 200:

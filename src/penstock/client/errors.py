@@ -1,4 +1,4 @@
-"""What can go wrong between a client and a server, below the meaning of an answer."""
+"""Errors between a client and a server, independent of what a response means."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from penstock.errors import DeadlineExceeded, PenstockError
 
 
 class Unreachable(PenstockError):
-    """No connection to the server: nothing of the request was sent."""
+    """The connection could not be opened; nothing of the request was sent."""
 
     code = "unreachable"
     retryable = True
 
 
-class NotTrusted(PenstockError):
-    """The server's certificate is not one that the client trusts for this name."""
+class UntrustedCertificate(PenstockError):
+    """The client does not trust the server's certificate for this host name."""
 
     code = "not_trusted"
 
 
 class ConnectionLost(PenstockError):
-    """The connection ended before the whole answer was there. The request may have been run."""
+    """The connection ended before the response was complete. The server may have run the request."""
 
     code = "connection_lost"
     retryable = True
 
 
-class NoAnswer(DeadlineExceeded):
-    """The server said nothing within the time: it may hang, and the request may have been run."""
+class ResponseTimeout(DeadlineExceeded):
+    """The server did not respond in time. It may hang, and it may have run the request."""
 
     code = "no_answer"
     retryable = True
 
 
-class MalformedAnswer(PenstockError):
-    """What the server sent is not HTTP/1.1, or breaks its rules."""
+class MalformedResponse(PenstockError):
+    """The server did not send valid HTTP/1.1."""
 
     code = "malformed_answer"
     retryable = True
 
 
-class AnswerTooLarge(MalformedAnswer):
-    """The answer is larger than the caller allows. It is not held: the connection ends."""
+class ResponseTooLarge(MalformedResponse):
+    """The response exceeds the caller's limit. The client closes the connection without storing it."""
 
     code = "answer_too_large"

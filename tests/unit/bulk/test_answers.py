@@ -18,7 +18,7 @@ from penstock.bulk.answers import (
     retry_after_s,
 )
 from penstock.client.errors import ConnectionLost
-from penstock.client.link import Answer
+from penstock.client.http import HttpResponse
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -37,7 +37,7 @@ FRAMES = [3, 6, 9]
 
 
 def read(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> list[str]:
-    return read_captions(Answer(status, headers or JSON, body), "captioner", "r1", FRAMES, "http://gpu1")
+    return read_captions(HttpResponse(status, headers or JSON, body), "captioner", "r1", FRAMES, "http://gpu1")
 
 
 def changed(**change: Any) -> bytes:

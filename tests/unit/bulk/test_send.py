@@ -19,7 +19,7 @@ from penstock.bulk.sending import ENDS_THE_JOB, NoServer, NotSent, SendOptions, 
 from penstock.bulk.servers import ask
 from penstock.bulk.types import Chunk, Video
 from penstock.client.endpoint import tls_context
-from penstock.client.errors import AnswerTooLarge, ConnectionLost
+from penstock.client.errors import ConnectionLost, ResponseTooLarge
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
 from penstock.serving.http.auth import make_ssl_context
 from support.captioner import (
@@ -224,7 +224,7 @@ ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
          "shuffled", "a list", "no JSON", "html", "other model", "no HTTP", "1 GB", "endless", "hang up"],
 )  # fmt: skip
 def test_a_fault_that_passes_costs_no_caption(server: FakeCaptioner, wrong: Answerer):
-    job = Job(server, max_answer_bytes=100_000)
+    job = Job(server, max_response_bytes=100_000)
     server.go_wrong(caption, wrong, wrong)
     job.send(12)
     assert job.all_captioned()
@@ -337,7 +337,7 @@ def test_a_refusal_while_the_body_is_still_sent_is_heard(server: FakeCaptioner):
     ("wrong", "cause"),
     [(with_status(500), ServerFault), (shuffled, WrongAnswer), (with_reset(), ConnectionLost),
      (with_status(504), DeadlineExceeded),
-     (with_raw(ENDLESS + b"Content-Length: 1000000000\r\n\r\n"), AnswerTooLarge)],
+     (with_raw(ENDLESS + b"Content-Length: 1000000000\r\n\r\n"), ResponseTooLarge)],
 )  # fmt: skip
 def test_a_chunk_that_the_server_fails_on_each_time_fails_alone(
     server: FakeCaptioner, wrong: Answerer, cause: type[PenstockError]

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.bulk.servers import NotACaptioner, ServersDiffer, agree, ask
 from penstock.client.endpoint import tls_context
-from penstock.client.errors import NotTrusted, Unreachable
+from penstock.client.errors import Unreachable, UntrustedCertificate
 from penstock.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -161,9 +161,9 @@ def test_a_token_that_would_travel_readable_is_warned_of(caplog: pytest.LogCaptu
 def test_a_private_authority_is_trusted_when_it_is_named():
     with FakeCaptioner(tls=make_ssl_context(CERT, KEY)) as server:
         assert ask(server.url, "captioner", tls=tls_context(CERT)).revision == "r1"
-        with pytest.raises(NotTrusted):
+        with pytest.raises(UntrustedCertificate):
             ask(server.url, "captioner")
-        with pytest.raises(NotTrusted):
+        with pytest.raises(UntrustedCertificate):
             ask(server.url, "captioner", tls=ssl.create_default_context())
 
 

@@ -11,7 +11,7 @@ CERT = str(Path(__file__).parents[2] / "tls" / "cert.pem")
 
 
 @pytest.mark.parametrize(
-    ("url", "host", "port", "prefix", "told"),
+    ("url", "host", "port", "prefix", "rebuilt"),
     [
         ("http://gpu1", "gpu1", 80, "", "http://gpu1"),
         ("http://gpu1:8080/", "gpu1", 8080, "", "http://gpu1:8080"),
@@ -19,9 +19,9 @@ CERT = str(Path(__file__).parents[2] / "tls" / "cert.pem")
         ("http://[::1]:8080", "::1", 8080, "", "http://[::1]:8080"),
     ],
 )
-def test_an_address_is_taken_apart_and_told_again(url: str, host: str, port: int, prefix: str, told: str):
+def test_an_address_is_parsed_and_rebuilt(url: str, host: str, port: int, prefix: str, rebuilt: str):
     endpoint = parse_url(url)
-    assert (endpoint.host, endpoint.port, endpoint.prefix, endpoint.url) == (host, port, prefix, told)
+    assert (endpoint.host, endpoint.port, endpoint.prefix, endpoint.url) == (host, port, prefix, rebuilt)
     assert (endpoint.tls is not None) == url.startswith("https")
 
 
@@ -30,25 +30,25 @@ def test_an_address_is_taken_apart_and_told_again(url: str, host: str, port: int
     ["gpu1:8080", "ftp://gpu1", "http://", "http://gpu1:0x50", "http://gpu1:99999", "http://gpu1/a b", "http://gpu1?a=1",
      "http://gpu1#a", "http://[::1", "", "http://gpu1/\r\nx: y", "http://bücher.example"],
 )  # fmt: skip
-def test_what_is_no_address_of_a_server_is_refused(url: str):
+def test_an_invalid_server_address_is_rejected(url: str):
     with pytest.raises(ConfigError, match="expected http://HOST"):
         parse_url(url)
 
 
-def test_a_password_in_an_address_is_refused_and_not_repeated():
+def test_a_password_in_an_address_is_rejected_and_not_repeated():
     with pytest.raises(ConfigError) as caught:
         parse_url("http://me:secret@gpu1")
     assert "secret" not in caught.value.message
 
 
-def test_addresses_of_this_machine_are_known_as_local():
+def test_addresses_of_this_machine_are_local():
     local = [
         parse_url(url).local for url in ("http://localhost", "http://127.8.0.1", "http://[::1]", "http://10.0.0.1")
     ]
     assert local == [True, True, True, False]
 
 
-def test_files_of_tls_that_cannot_be_read_are_named():
+def test_unreadable_tls_files_are_named():
     assert tls_context(CERT).check_hostname
     with pytest.raises(ConfigError, match=r"nowhere\.pem"):
         tls_context("/nowhere.pem")

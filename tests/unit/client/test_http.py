@@ -1,4 +1,4 @@
-"""A connection against a server that goes wrong, on both event loops."""
+"""A client connection against a faulty server, on both event loops."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import pytest
 import uvloop
 
 from penstock.client.endpoint import parse_url, tls_context
-from penstock.client.errors import AnswerTooLarge, ConnectionLost, MalformedAnswer, NotTrusted, Unreachable
-from penstock.client.http import Connection
-from penstock.client.link import Answer
+from penstock.client.errors import (
+    ConnectionLost,
+    MalformedResponse,
+    ResponseTooLarge,
+    Unreachable,
+    UntrustedCertificate,
+)
+from penstock.client.http import ClientConnection, HttpResponse
 from penstock.errors import BadRequest, DeadlineExceeded
 from penstock.serving.http.auth import make_ssl_context
 from support.captioner import (
@@ -50,13 +55,13 @@ def echo(request: Incoming, server: FakeCaptioner) -> None:
     request.say(200, request.body, "X-Two: a", "x-two: b")
 
 
-async def post(connection: Connection, *body: bytes | memoryview, **limits: Any) -> Answer:
+async def post(connection: ClientConnection, *body: bytes | memoryview, **limits: Any) -> HttpResponse:
     return await connection.request("POST", "/echo", [("X-One", "1")], body, **{"timeout_s": 20.0, **limits})
 
 
 def once(run: Run, server: FakeCaptioner, *body: bytes | memoryview, **limits: Any) -> Any:
-    async def go() -> Answer:
-        connection = Connection(parse_url(server.url))
+    async def go() -> HttpResponse:
+        connection = ClientConnection(parse_url(server.url))
         try:
             return await post(connection, *body, **limits)
         finally:
@@ -65,19 +70,19 @@ def once(run: Run, server: FakeCaptioner, *body: bytes | memoryview, **limits: A
     return run(go())
 
 
-def test_a_body_of_many_buffers_arrives_as_one_and_the_answer_whole(run: Run, server: FakeCaptioner):
+def test_a_body_of_many_buffers_arrives_as_one(run: Run, server: FakeCaptioner):
     server.go_wrong(echo)
-    answer = once(run, server, b"head", memoryview(b"x" * 5_000_000), memoryview(bytearray(b"tail")))
-    assert answer.status == 200
-    assert answer.body == b"head" + b"x" * 5_000_000 + b"tail"
-    assert answer.headers["x-two"] == "a, b"
+    response = once(run, server, b"head", memoryview(b"x" * 5_000_000), memoryview(bytearray(b"tail")))
+    assert response.status == 200
+    assert response.body == b"head" + b"x" * 5_000_000 + b"tail"
+    assert response.headers["x-two"] == "a, b"
     assert server.seen[0].headers["x-one"] == "1"
     assert server.seen[0].path == "/echo"
 
 
-def test_a_connection_is_kept_for_the_next_request(run: Run, server: FakeCaptioner):
+def test_a_connection_is_reused_for_the_next_request(run: Run, server: FakeCaptioner):
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         for text in (b"one", b"two", b""):
             server.go_wrong(echo)
             assert (await post(connection, text)).body == text
@@ -88,7 +93,7 @@ def test_a_connection_is_kept_for_the_next_request(run: Run, server: FakeCaption
 
 
 @pytest.mark.parametrize("body", [b"x", b"x" * 3_000_000])
-def test_a_kept_connection_that_was_closed_is_opened_again_unseen(run: Run, server: FakeCaptioner, body: bytes):
+def test_a_reused_connection_that_was_closed_is_reopened_silently(run: Run, server: FakeCaptioner, body: bytes):
     closed = threading.Event()
 
     def answer_and_close(request: Incoming, server: FakeCaptioner) -> None:
@@ -97,10 +102,10 @@ def test_a_kept_connection_that_was_closed_is_opened_again_unseen(run: Run, serv
         closed.set()
 
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         server.go_wrong(answer_and_close, echo)
         await post(connection, b"first")
-        closed.wait(10)  # the loop does not see it: it learns of the reset when it sends
+        closed.wait(10)  # blocks the loop, which learns of the reset only when it sends
         assert (await post(connection, body)).body == body
         connection.close()
 
@@ -108,15 +113,13 @@ def test_a_kept_connection_that_was_closed_is_opened_again_unseen(run: Run, serv
     assert server.connections == 2
 
 
-def test_a_server_that_dies_by_a_request_on_a_kept_connection_is_lost_and_not_just_unreachable(
-    run: Run, server: FakeCaptioner
-):
+def test_a_server_killed_by_a_request_on_a_reused_connection_is_a_lost_connection(run: Run, server: FakeCaptioner):
     def die(request: Incoming, server: FakeCaptioner) -> None:
         _ = request.body
         server.stop()
 
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         server.go_wrong(echo, die)
         await post(connection)
         with pytest.raises(ConnectionLost):
@@ -127,9 +130,9 @@ def test_a_server_that_dies_by_a_request_on_a_kept_connection_is_lost_and_not_ju
     run(go())
 
 
-def test_an_answer_that_says_close_ends_the_connection(run: Run, server: FakeCaptioner):
+def test_a_response_with_connection_close_ends_the_connection(run: Run, server: FakeCaptioner):
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         server.go_wrong(with_status(200, "Connection: close"), echo)
         await post(connection)
         assert (await post(connection, b"x")).body == b"x"
@@ -139,16 +142,16 @@ def test_an_answer_that_says_close_ends_the_connection(run: Run, server: FakeCap
     assert server.connections == 2
 
 
-def test_a_new_connection_that_is_reset_is_not_tried_again(run: Run, server: FakeCaptioner):
+def test_a_reset_of_a_new_connection_is_not_retried(run: Run, server: FakeCaptioner):
     server.go_wrong(with_reset())
     with pytest.raises(ConnectionLost, match="without an answer"):
         once(run, server, b"x")
     assert server.connections == 1
 
 
-def test_a_reset_in_the_middle_of_an_answer_is_told(run: Run, server: FakeCaptioner):
+def test_a_reset_in_the_middle_of_a_response_is_reported(run: Run, server: FakeCaptioner):
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         server.go_wrong(echo, with_reset(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"))
         await post(connection)
         with pytest.raises(ConnectionLost):
@@ -157,15 +160,15 @@ def test_a_reset_in_the_middle_of_an_answer_is_told(run: Run, server: FakeCaptio
     run(go())
 
 
-def test_nobody_listening_is_unreachable(run: Run, server: FakeCaptioner):
+def test_a_closed_port_is_unreachable(run: Run, server: FakeCaptioner):
     server.stop()
     with pytest.raises(Unreachable, match="cannot connect"):
         once(run, server)
 
 
-def test_a_name_that_nobody_has_is_unreachable(run: Run):
+def test_an_unknown_host_is_unreachable(run: Run):
     async def go() -> None:
-        await post(Connection(parse_url("http://nobody.invalid")))
+        await post(ClientConnection(parse_url("http://nobody.invalid")))
 
     with pytest.raises(Unreachable):
         run(go())
@@ -180,16 +183,16 @@ def test_a_name_that_nobody_has_is_unreachable(run: Run):
         (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
     ],
 )
-def test_every_form_of_an_answer_is_read_and_the_connection_kept(
+def test_every_form_of_response_is_read_and_keeps_the_connection(
     run: Run, server: FakeCaptioner, raw: bytes, body: bytes
 ):
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         for pieces in ([raw], [bytes([b]) for b in raw]):
             server.go_wrong(with_raw(*pieces))
-            answer = await post(connection, b"x")
-            assert answer.body == body
-            assert "x" not in answer.headers
+            response = await post(connection, b"x")
+            assert response.body == body
+            assert "x" not in response.headers
         connection.close()
 
     run(go())
@@ -197,12 +200,12 @@ def test_every_form_of_an_answer_is_read_and_the_connection_kept(
 
 
 def test_a_body_without_a_length_ends_with_the_connection(run: Run, server: FakeCaptioner):
-    def answer(request: Incoming, server: FakeCaptioner) -> None:
+    def response(request: Incoming, server: FakeCaptioner) -> None:
         _ = request.body
         request.connection.sendall(b"HTTP/1.1 200 OK\r\n\r\nall of it")
         request.connection.shutdown(1)
 
-    server.go_wrong(answer)
+    server.go_wrong(response)
     assert once(run, server).body == b"all of it"
 
 
@@ -213,9 +216,9 @@ def test_a_body_without_a_length_ends_with_the_connection(run: Run, server: Fake
      b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
      b"HTTP/1.1 101 X\r\nUpgrade: y\r\nConnection: upgrade\r\n\r\n"],
 )  # fmt: skip
-def test_what_is_not_http_is_told(run: Run, server: FakeCaptioner, raw: bytes):
+def test_malformed_http_is_reported(run: Run, server: FakeCaptioner, raw: bytes):
     server.go_wrong(with_raw(raw))
-    with pytest.raises(MalformedAnswer):
+    with pytest.raises(MalformedResponse):
         once(run, server, timeout_s=5.0)
 
 
@@ -233,25 +236,27 @@ def test_what_is_not_http_is_told(run: Run, server: FakeCaptioner, raw: bytes):
     ],
     ids=["declared", "chunked", "until the end", "headers", "one header", "interim", "extension", "trailer"],
 )
-def test_an_answer_without_end_is_left_before_it_is_held(run: Run, server: FakeCaptioner, first: bytes, forever: bytes):
+def test_an_endless_response_is_rejected_before_it_is_stored(
+    run: Run, server: FakeCaptioner, first: bytes, forever: bytes
+):
     server.go_wrong(with_raw(first, forever=forever))
-    with pytest.raises((AnswerTooLarge, MalformedAnswer)):
-        once(run, server, max_answer_bytes=200_000)
+    with pytest.raises((ResponseTooLarge, MalformedResponse)):
+        once(run, server, max_response_bytes=200_000)
 
 
-def test_an_answer_as_large_as_allowed_is_read(run: Run, server: FakeCaptioner):
+def test_a_response_of_the_largest_allowed_size_is_read(run: Run, server: FakeCaptioner):
     server.go_wrong(echo, echo)
-    assert len(once(run, server, b"x" * 1000, max_answer_bytes=1000).body) == 1000
-    with pytest.raises(AnswerTooLarge, match="over the 999 bytes"):
-        once(run, server, b"x" * 1000, max_answer_bytes=999)
+    assert len(once(run, server, b"x" * 1000, max_response_bytes=1000).body) == 1000
+    with pytest.raises(ResponseTooLarge, match="the 999 bytes allowed"):
+        once(run, server, b"x" * 1000, max_response_bytes=999)
 
 
-def test_a_server_that_refuses_early_is_heard_while_the_body_is_still_sent(run: Run, server: FakeCaptioner):
+def test_an_early_rejection_is_received_while_the_body_is_being_sent(run: Run, server: FakeCaptioner):
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         server.go_wrong(with_status(413, early=True), echo)
-        answer = await post(connection, memoryview(bytes(40_000_000)))
-        assert answer.status == 413
+        response = await post(connection, memoryview(bytes(40_000_000)))
+        assert response.status == 413
         assert (await post(connection, b"x")).body == b"x"
         connection.close()
 
@@ -259,7 +264,7 @@ def test_a_server_that_refuses_early_is_heard_while_the_body_is_still_sent(run: 
     assert server.connections == 2
 
 
-def test_a_slow_drip_ends_with_the_time_of_the_request(run: Run, server: FakeCaptioner):
+def test_a_slow_drip_ends_at_the_request_timeout(run: Run, server: FakeCaptioner):
     stop = threading.Event()
 
     def drip(request: Incoming, server: FakeCaptioner) -> None:
@@ -274,7 +279,7 @@ def test_a_slow_drip_ends_with_the_time_of_the_request(run: Run, server: FakeCap
     stop.set()
 
 
-def test_a_server_that_reads_nothing_ends_with_the_time_of_the_request(run: Run, server: FakeCaptioner):
+def test_a_server_that_reads_nothing_ends_at_the_request_timeout(run: Run, server: FakeCaptioner):
     release = threading.Event()
     server.go_wrong(lambda request, server: release.wait(20) and None)
     with pytest.raises(DeadlineExceeded):
@@ -282,11 +287,11 @@ def test_a_server_that_reads_nothing_ends_with_the_time_of_the_request(run: Run,
     release.set()
 
 
-def test_a_request_after_one_that_failed_opens_a_new_connection(run: Run, server: FakeCaptioner):
+def test_a_request_after_a_failed_one_opens_a_new_connection(run: Run, server: FakeCaptioner):
     release = threading.Event()
 
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         server.go_wrong(with_wait(release, echo), echo)
         with pytest.raises(DeadlineExceeded):
             await post(connection, timeout_s=0.05)
@@ -298,23 +303,23 @@ def test_a_request_after_one_that_failed_opens_a_new_connection(run: Run, server
     assert server.connections == 2
 
 
-def test_bytes_that_nobody_asked_for_do_not_become_the_next_answer(run: Run, server: FakeCaptioner):
+def test_unsolicited_bytes_do_not_become_the_next_response(run: Run, server: FakeCaptioner):
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         server.go_wrong(with_raw(OK, OK.replace(b"ok", b"no")), echo)
         assert (await post(connection)).body == b"ok"
-        await asyncio.sleep(0.05)  # the second answer comes when none is waited for
+        await asyncio.sleep(0.05)  # the second response arrives while nothing waits for it
         assert (await post(connection, b"x")).body == b"x"
         connection.close()
 
     run(go())
 
 
-def test_a_caller_that_goes_away_leaves_no_connection(run: Run, server: FakeCaptioner):
+def test_a_cancelled_caller_leaves_no_open_connection(run: Run, server: FakeCaptioner):
     release = threading.Event()
 
     async def go() -> None:
-        connection = Connection(parse_url(server.url))
+        connection = ClientConnection(parse_url(server.url))
         server.go_wrong(with_wait(release, echo), echo)
         task = asyncio.ensure_future(post(connection, b"x" * 1000))
         await asyncio.sleep(0.02)
@@ -329,18 +334,18 @@ def test_a_caller_that_goes_away_leaves_no_connection(run: Run, server: FakeCapt
 
 
 @pytest.mark.parametrize("value", ["a\r\nX: y", "a\n", "\r", "日本"])
-def test_a_header_that_http_cannot_carry_is_refused(run: Run, server: FakeCaptioner, value: str):
+def test_a_header_that_http_cannot_carry_is_rejected(run: Run, server: FakeCaptioner, value: str):
     async def go() -> None:
-        await Connection(parse_url(server.url)).request("GET", "/", [("Authorization", value)])
+        await ClientConnection(parse_url(server.url)).request("GET", "/", [("Authorization", value)])
 
     with pytest.raises(BadRequest, match="HTTP cannot carry"):
         run(go())
     assert server.connections == 0
 
 
-def test_a_path_with_a_space_is_refused(run: Run, server: FakeCaptioner):
+def test_a_path_with_a_space_is_rejected(run: Run, server: FakeCaptioner):
     async def go() -> None:
-        await Connection(parse_url(server.url)).request("GET", "/ HTTP/1.1\r\nX: y")
+        await ClientConnection(parse_url(server.url)).request("GET", "/ HTTP/1.1\r\nX: y")
 
     with pytest.raises(BadRequest):
         run(go())
@@ -357,7 +362,7 @@ def secure() -> Iterator[FakeCaptioner]:
 
 def test_large_bodies_pass_through_tls_with_a_private_authority(run: Run, secure: FakeCaptioner):
     async def go() -> None:
-        connection = Connection(parse_url(secure.url, tls_context(CERT)))
+        connection = ClientConnection(parse_url(secure.url, tls_context(CERT)))
         for size in (10, 3_000_000):
             secure.go_wrong(echo)
             assert (await post(connection, b"a", memoryview(b"x" * size))).body == b"a" + b"x" * size
@@ -369,35 +374,35 @@ def test_large_bodies_pass_through_tls_with_a_private_authority(run: Run, secure
 
 def test_a_certificate_of_an_unknown_authority_is_not_trusted(run: Run, secure: FakeCaptioner):
     async def go() -> None:
-        await post(Connection(parse_url(secure.url)))
+        await post(ClientConnection(parse_url(secure.url)))
 
-    with pytest.raises(NotTrusted, match="certificate"):
+    with pytest.raises(UntrustedCertificate, match="certificate"):
         run(go())
 
 
 def test_a_certificate_for_another_name_is_not_trusted(run: Run, secure: FakeCaptioner):
     async def go() -> None:
-        await post(Connection(parse_url(f"https://127.1:{secure.port}", tls_context(CERT))))
+        await post(ClientConnection(parse_url(f"https://127.1:{secure.port}", tls_context(CERT))))
 
-    with pytest.raises(NotTrusted):
+    with pytest.raises(UntrustedCertificate):
         run(go())
 
 
 def test_a_server_without_tls_is_unreachable_by_https(run: Run, server: FakeCaptioner):
     async def go() -> None:
         endpoint = parse_url(f"https://localhost:{server.port}", tls_context(CERT))
-        await post(Connection(endpoint, connect_timeout_s=0.2))
+        await post(ClientConnection(endpoint, connect_timeout_s=0.2))
 
     with pytest.raises(Unreachable):
         run(go())
 
 
-def test_a_refusal_is_heard_through_tls_while_the_body_is_still_sent(run: Run, secure: FakeCaptioner):
+def test_an_early_rejection_is_received_through_tls_while_the_body_is_being_sent(run: Run, secure: FakeCaptioner):
     async def go() -> int:
-        connection = Connection(parse_url(secure.url, tls_context(CERT)))
+        connection = ClientConnection(parse_url(secure.url, tls_context(CERT)))
         secure.go_wrong(with_status(413, early=True))
-        answer = await post(connection, memoryview(bytes(40_000_000)))
+        response = await post(connection, memoryview(bytes(40_000_000)))
         connection.close()
-        return answer.status
+        return response.status
 
     assert run(go()) == 413

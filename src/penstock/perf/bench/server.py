@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.client.endpoint import Endpoint
-from penstock.client.errors import ConnectionLost, MalformedAnswer, NoAnswer, NotTrusted, Unreachable
+from penstock.client.errors import ConnectionLost, MalformedResponse, ResponseTimeout, Unreachable, UntrustedCertificate
 from penstock.errors import ConfigError, PenstockError
 
 MOST_BYTES: Final = 2**24  # of an answer that is read: a page of metrics has some 100 kB
@@ -64,7 +64,7 @@ def fetch(
 ) -> Reply:
     """The answer to one request, on a connection of its own; `path` is put behind the endpoint's prefix.
 
-    Raises Unreachable, NotTrusted, NoAnswer, ConnectionLost, MalformedAnswer.
+    Raises Unreachable, UntrustedCertificate, ResponseTimeout, ConnectionLost, MalformedResponse.
     """
     headers = {"Connection": "close"}
     if body is not None:
@@ -77,17 +77,17 @@ def fetch(
         answer = connection.getresponse()
         return Reply(answer.status, _body(answer, time.monotonic() + timeout_s))
     except TimeoutError:
-        raise NoAnswer(f"{endpoint.url} has not answered within {timeout_s:g} s") from None
+        raise ResponseTimeout(f"{endpoint.url} has not answered within {timeout_s:g} s") from None
     except OSError as exc:  # http.client.RemoteDisconnected too
         raise ConnectionLost(f"{endpoint.url}: the connection ended before the answer: {exc}") from None
     except http.client.HTTPException as exc:
-        raise MalformedAnswer(f"{endpoint.url} does not answer in HTTP: {type(exc).__name__}: {exc}") from None
+        raise MalformedResponse(f"{endpoint.url} does not answer in HTTP: {type(exc).__name__}: {exc}") from None
     finally:
         connection.close()
 
 
 def check_reachable(endpoint: Endpoint, timeout_s: float = 10.0) -> None:
-    """Whether anybody is there: raises Unreachable, NotTrusted."""
+    """Whether anybody is there: raises Unreachable, UntrustedCertificate."""
     _opened(endpoint, timeout_s).close()
 
 
@@ -109,7 +109,7 @@ def _opened(endpoint: Endpoint, timeout_s: float) -> http.client.HTTPConnection:
     try:
         connection.connect()
     except ssl.SSLCertVerificationError as exc:
-        raise NotTrusted(f"{endpoint.url}: certificate not trusted: {exc.verify_message}") from None
+        raise UntrustedCertificate(f"{endpoint.url}: certificate not trusted: {exc.verify_message}") from None
     except OSError as exc:  # also a name that is not known, TLS that is not spoken, and the timeout
         raise Unreachable(f"{endpoint.url}: cannot connect: {exc.strerror or exc}") from None
     except UnicodeError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from penstock.client.endpoint import Endpoint
-from penstock.client.errors import ConnectionLost, MalformedAnswer, NoAnswer, Unreachable
+from penstock.client.errors import ConnectionLost, MalformedResponse, ResponseTimeout, Unreachable
 from penstock.perf.bench.server import Reply, check_reachable, fetch
 from penstock.perf.bench.target import listeners_beside, process_at
 
@@ -73,11 +73,11 @@ def test_an_answer_is_given_whatever_its_status(says: Paragraph) -> None:
 def test_what_is_no_answer_is_told_apart(says: Paragraph) -> None:
     with pytest.raises(ConnectionLost):
         fetch(says(b""), "GET", "/")
-    with pytest.raises(MalformedAnswer):
+    with pytest.raises(MalformedResponse):
         fetch(says(b"220 mail.example ESMTP\r\n"), "GET", "/")
-    with pytest.raises(NoAnswer, match=r"within 0\.05 s"):
+    with pytest.raises(ResponseTimeout, match=r"within 0\.05 s"):
         fetch(says(b"-"), "GET", "/", timeout_s=0.05)
-    with pytest.raises(NoAnswer, match=r"within 0\.05 s"):
+    with pytest.raises(ResponseTimeout, match=r"within 0\.05 s"):
         fetch(says(b"HTTP/1.1 200 OK\r\n\r\n..."), "GET", "/", timeout_s=0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
