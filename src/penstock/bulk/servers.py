@@ -124,8 +124,8 @@ def ask(
     """What the server at `url` says of `model`. A server or model that is not there yet is waited for `patience_s`.
 
     `tls` is used for https only; None trusts the system's authorities. Not to be called in an event loop.
-    Raises Unreachable, UntrustedCertificate, ConnectionLost, DeadlineExceeded, ModelNotFound, ModelNotReady, Unauthorized,
-    Forbidden, NotACaptioner, ConfigError for the address.
+    Raises Unreachable, UntrustedCertificate, ConnectionLost, DeadlineExceeded, ModelNotFound, ModelNotReady,
+    Unauthorized, Forbidden, NotACaptioner, ConfigError for the address.
     """
     endpoint = parse_url(url, tls)
     if token is not None and endpoint.tls is None and not endpoint.local:
