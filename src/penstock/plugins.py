@@ -36,6 +36,11 @@ BUILTIN: dict[str, dict[str, str]] = {
         "module": "penstock.runtimes.files:module_model",
         "pipeline": "penstock.pipeline.model:PipelineModel",
     },
+    "policy": {
+        "adaptive": "penstock.core.batching.policies.adaptive:Adaptive",
+        "fixed": "penstock.core.batching.policies.fixed:Fixed",
+        "none": "penstock.core.batching.policies.none:Unbatched",
+    },
     "transport": {
         "inline": "penstock.core.transports.inline:InlineTransport",
         "thread": "penstock.core.transports.thread:ThreadTransport",

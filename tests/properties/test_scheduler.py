@@ -135,9 +135,10 @@ class LastInFirstOut(Scheduler):
 
 
 class ForgetsTheTimer(Scheduler):
-    @property
-    def wake_at(self) -> float | None:
-        return None
+    def poll(self, now: float) -> list[Event]:
+        events = super().poll(now)
+        self.wake_at = None
+        return events
 
 
 class TellsTwice(Scheduler):

@@ -92,6 +92,10 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """`[models.NAME.batching]`: how requests become batches."""
 
     policy: Annotated[str, doc('"adaptive", "fixed", "none", or "pkg.mod:Class"')] = "adaptive"
+    options: Annotated[
+        dict[str, Any],
+        doc("arguments of your own policy class, such as delay_s = 0.02; built-in policies take none"),
+    ] = field(default_factory=dict)
     max_batch_size: Annotated[
         Positive | Literal["auto"],
         doc('most rows in a batch; "auto": the best of the warm-up, without a warm-up 64, lowered by out-of-memory'),

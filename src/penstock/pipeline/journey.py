@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.engine.call import Call
+from penstock.core.engine.batcher import Call
 from penstock.errors import PenstockError, describe
 from penstock.pipeline.node import Stamp, Visit
 from penstock.pipeline.ops.base import Fields

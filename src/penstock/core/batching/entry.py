@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import IntEnum
 from typing import Literal
 
 from msgspec import Struct
@@ -91,3 +93,35 @@ class Outcome(Struct, frozen=True):
     failed: frozenset[int] = frozenset()
     oom: tuple[int, int] | None = None
     prepare_s: float = 0.0
+
+
+class EntryState(IntEnum):
+    """The state of an entry: a request, or a part of a split one."""
+
+    NEW = 0
+    WAITING = 1
+    RUNNING = 2
+    SPLIT = 3  # larger than the batch or than the room in it: its parts wait and run instead
+    DONE = 4  # answered
+    DROPPED = 5  # expired, shed, failed or cancelled
+
+
+ENTRY_MOVES: dict[EntryState, frozenset[EntryState]] = {
+    EntryState.NEW: frozenset({EntryState.WAITING, EntryState.SPLIT}),
+    EntryState.WAITING: frozenset({EntryState.RUNNING, EntryState.SPLIT, EntryState.DROPPED}),
+    EntryState.RUNNING: frozenset({EntryState.DONE, EntryState.WAITING, EntryState.DROPPED}),
+    EntryState.SPLIT: frozenset({EntryState.DONE, EntryState.DROPPED}),
+    EntryState.DONE: frozenset(),
+    EntryState.DROPPED: frozenset(),
+}
+SOURCES: dict[int, frozenset[int]] = {
+    int(to): frozenset(int(s) for s, nexts in ENTRY_MOVES.items() if to in nexts) for to in EntryState
+}
+
+
+def move(entries: Iterable[Entry], to: EntryState) -> None:
+    """Sets the state of every entry. Asserts that the table allows the move."""
+    sources, new = SOURCES[to], int(to)
+    for e in entries:
+        assert e.state in sources, f"entry {e!r} cannot become {to.name}"
+        e.state = new

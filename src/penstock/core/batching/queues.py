@@ -1,7 +1,7 @@
-"""Where entries wait: a `Bucket` in the order of service, and `Ends` in the order in which waiting must end.
+"""The orders of waiting entries: a `Bucket` in the order of service, `Expiries` in the order of expiry.
 
-Both are plain sorted lists with an append as the fast path: arrivals come nearly always in order, and moving 16k
-pointers costs about as much as two attribute look-ups, so nothing cleverer pays at the sizes that `max_queue` allows.
+Both are plain sorted lists with an append as the fast path. Arrivals are nearly always in order, and moving 16k
+pointers costs about as much as two attribute look-ups: a cleverer structure does not pay at the sizes of `max_queue`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from heapq import heappop, heappush
 from penstock.core.batching.entry import INF, Entry
 
 MAX_BYPASSES = 8
-"""How often an entry that does not fit may be passed over by later ones, and how many one batch may pass over."""
+"""How often later entries may pass an entry that does not fit, and how many entries one batch may pass."""
+COMPACT_AT = 1024
 
 
 class Bucket:
     """The waiting entries that may share a batch, by (virtual deadline, arrival).
 
-    `finite` counts entries with a real deadline, `loose` those whose virtual deadline is earlier than the real one
-    (all without a deadline, and far ones); with none loose, `keys` are the deadlines. `low` counts the classes > 0.
+    `finite` counts entries with a real deadline, `loose` entries whose virtual deadline is earlier than the real one
+    (no deadline, or a distant one); if none is loose, `keys` are the deadlines. `low` counts priority classes > 0.
     """
 
     __slots__ = ("entries", "finite", "keys", "loose", "low", "name", "rows")
@@ -131,20 +132,22 @@ class Bucket:
             self._count(e, -1)
 
 
-class Ends:
-    """When the waiting of each entry must end: min(deadline, timeout). What left the queue is forgotten lazily.
+class Expiries:
+    """When each waiting entry expires: min(deadline, timeout). Entries that left the queue are removed lazily.
 
-    `waits(entry)` tells whether an entry still waits. Most ends come in order (arrival + a constant): those are a
-    deque; the others are a heap.
+    Most expiry times arrive in order (arrival + a constant) and go into a deque; the others into a heap. Nothing
+    expires before `earliest_s`.
     """
 
-    __slots__ = ("_count", "_heap", "_line", "_waiting")
+    __slots__ = ("_count", "_heap", "_limit", "_line", "_waiting", "earliest_s")
 
     def __init__(self, waiting: int) -> None:
+        self.earliest_s = INF
         self._line: deque[tuple[float, int, Entry]] = deque()
         self._heap: list[tuple[float, int, Entry]] = []
         self._count = 0
-        self._waiting = waiting  # the state of an entry that waits
+        self._limit = COMPACT_AT  # size at which entries that left are removed
+        self._waiting = waiting  # the state of a waiting entry
 
     def add(self, entry: Entry) -> None:
         end = entry.deadline_s if entry.deadline_s < entry.expires_s else entry.expires_s
@@ -152,32 +155,33 @@ class Ends:
             return
         line = self._line
         self._count += 1
+        if end < self.earliest_s:
+            self.earliest_s = end
         if not line or end >= line[-1][0]:
             line.append((end, self._count, entry))
         else:
             heappush(self._heap, (end, self._count, entry))
+        if len(line) + len(self._heap) > self._limit:
+            self._line = deque(x for x in line if x[2].state == self._waiting)
+            self._heap = sorted(x for x in self._heap if x[2].state == self._waiting)
+            self._limit = 4 * (len(self._line) + len(self._heap)) + COMPACT_AT
 
     def next(self) -> float:
-        """The earliest end of an entry that waits, or INF."""
+        """The earliest expiry of a waiting entry, or INF."""
         line, heap, waiting = self._line, self._heap, self._waiting
         while line and line[0][2].state != waiting:
             line.popleft()
         while heap and heap[0][2].state != waiting:
             heappop(heap)
         end = line[0][0] if line else INF
-        return heap[0][0] if heap and heap[0][0] < end else end
+        self.earliest_s = heap[0][0] if heap and heap[0][0] < end else end
+        return self.earliest_s
 
     def due(self, now: float) -> list[Entry]:
-        """Removes and returns the entries that wait and whose end has come."""
+        """Removes and returns the waiting entries that have expired."""
         late = []
         while self.next() <= now:
             line, heap = self._line, self._heap
             in_line = bool(line) and (not heap or line[0][:2] <= heap[0][:2])
             late.append((line.popleft() if in_line else heappop(heap))[2])
         return late
-
-    def compact(self, queued: int) -> None:
-        """Drops what left the queue, once that is most of what is kept: one stuck entry must not keep the rest."""
-        if len(self._line) + len(self._heap) > 4 * queued + 1024:
-            self._line = deque(x for x in self._line if x[2].state == self._waiting)
-            self._heap = sorted(x for x in self._heap if x[2].state == self._waiting)

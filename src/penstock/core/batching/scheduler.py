@@ -1,19 +1,18 @@
 """Scheduler: which entries become which batch, when, on which slot. A state machine that is told the time.
 
-`room.py` holds what waits, `slots.py` what runs, and the policy decides how many go, when, and what is given up. Here
-they meet: bounds, the turn (`poll`), sending ahead, re-runs after a death, and the ceiling learned from out-of-memory.
-Nothing reads a clock, waits or draws lots: the same calls give the same events.
+`waiting.py` holds the waiting requests, `slots.py` the running batches, and the policy decides sizes, times and drops.
+The scheduler adds the bounds, the turn (`poll`), sending ahead, re-runs after a worker's death, and the ceiling learned
+from out-of-memory. It reads no clock and uses no randomness: the same calls give the same events.
 """
 
 from __future__ import annotations
 
 from penstock.core.batching.cost import Cost
-from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Expire, Outcome, Shed
+from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Expire, Outcome, Shed
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Running, Take, View, WaitUntil
 from penstock.core.batching.queues import Bucket
-from penstock.core.batching.room import Room
 from penstock.core.batching.slots import BRIEF_S, Slots
-from penstock.core.batching.states import EntryState
+from penstock.core.batching.waiting import WaitingQueue
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 CEILING_S = 600.0
@@ -47,7 +46,7 @@ class Scheduler:
         self._policy = policy
         self._cost = Cost()
         self._slots = Slots(self._cost, depth)
-        self._room = Room(max_batch_size)
+        self._queue = WaitingQueue(max_batch_size)
         self._view = View(Bucket(""), self._cost, max_rows=max_batch_size)
         self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
         self._depth, self._idempotent = depth, idempotent
@@ -60,21 +59,22 @@ class Scheduler:
         self._held_since_s = INF
         self._holds, self._held_s = 0, 0.0
         self._wake_s = INF
+        self.wake_at: float | None = None  # set by `poll`: when to poll again without an event; None: not before one
 
     # ---- what others may know
 
     @property
     def queued(self) -> int:
         """Requests that wait, at least in part."""
-        return len(self._room.waiting)
+        return len(self._queue.waiting)
 
     @property
     def queued_rows(self) -> int:
-        return self._room.rows
+        return self._queue.rows
 
     @property
     def queued_bytes(self) -> int:
-        return self._room.nbytes
+        return self._queue.nbytes
 
     @property
     def running(self) -> int:
@@ -95,19 +95,13 @@ class Scheduler:
         return self._cost.t(rows) if self._cost.ready else 0.0
 
     @property
-    def wake_at(self) -> float | None:
-        """When poll could change its mind unasked; None: only after an event."""
-        wake = min(self._wake_s, self._room.ends.next())
-        return wake if wake < INF else None
-
-    @property
     def max_batch_size(self) -> int:
         """Most rows of a batch; while an out-of-memory is remembered, batches are smaller (`explain`)."""
         return self._max_batch_size
 
     @property
     def max_queue(self) -> int:
-        """Most rows that may wait. A smaller one drops nothing: it refuses until there is room."""
+        """Most rows that may wait. A smaller one drops nothing: it refuses until there is queue."""
         return self._max_queue
 
     @max_queue.setter
@@ -126,7 +120,7 @@ class Scheduler:
         slots, full = self._slots.up, self._view.max_rows
         if not self._cost.ready or not slots:
             return None
-        return self._room.rows / full * self._cost.t(full) / slots
+        return self._queue.rows / full * self._cost.t(full) / slots
 
     def explain(self) -> dict[str, object]:
         """Why batches are as they are: the learned model, holds, the ceiling; and the policy's own."""
@@ -149,33 +143,33 @@ class Scheduler:
 
     def offer(self, entry: Entry, now: float) -> None:
         """Queues a request. Raises QueueFull at once; BadRequest, PayloadTooLarge if it could never be queued."""
-        room = self._room
+        queue = self._queue
         rows, priority, budgets = entry.rows, entry.priority, self._budgets
         most, most_bytes = self._max_queue, self._max_queue_bytes
         if priority:
             most, most_bytes = most - most // KEPT, most_bytes - most_bytes // KEPT
-        if rows < 1 or room.rows + rows > most or room.nbytes + entry.nbytes > most_bytes:
+        if rows < 1 or queue.rows + rows > most or queue.nbytes + entry.nbytes > most_bytes:
             self._refuse(entry, most, most_bytes)
         v = entry.arrival_s + budgets[priority if priority < len(budgets) else -1]
         entry.vdeadline_s = v if v < entry.deadline_s else entry.deadline_s
-        room.add(entry)
+        queue.add(entry)
         self._policy.on_arrival(entry, now)
 
     def _refuse(self, entry: Entry, most: int, most_bytes: int) -> None:
-        rows, room = entry.rows, self._room
+        rows, queue = entry.rows, self._queue
         if rows < 1:
             raise BadRequest(f"the request has {rows} rows, expected at least 1")
         if rows > most:
             raise BadRequest(f"the request has {rows} rows, more than the queue may hold ({most}): send it in pieces")
         if entry.nbytes > most_bytes:
             raise PayloadTooLarge(f"the request has {entry.nbytes} bytes, more than the queue may hold ({most_bytes})")
-        full = f"{room.rows} of {most} rows, {room.nbytes} of {most_bytes} bytes"
+        full = f"{queue.rows} of {most} rows, {queue.nbytes} of {most_bytes} bytes"
         raise QueueFull(f"the queue is full ({full} wait): try again later", retry_after_s=self.drain_s())
 
     def cancel(self, id: int, now: float) -> bool:
         """True: the request waited and is gone, no event follows. False: it runs (at least a part of it; what waited is
         gone) and ends later, or it is unknown."""
-        return self._room.cancel(id)
+        return self._queue.cancel(id)
 
     def slot_up(self, slot: int, now: float, width: int = 1) -> None:
         """The slot can take batches: one after the other, or, with a `width` > 1, so many rows side by side."""
@@ -196,7 +190,7 @@ class Scheduler:
         rows = sum([e.rows for e in entries])
         self._slots.answered(batch_id, rows)
         self._running_rows -= rows
-        return self._room.answered(entries, failed)
+        return self._queue.answered(entries, failed)
 
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
         """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
@@ -213,43 +207,47 @@ class Scheduler:
                 self._see()
                 self._policy.on_complete(batch, seconds, self._view, now)
             self._running_rows -= batch.rows
-            return self._room.answered(entries, outcome.failed)
+            return self._queue.answered(entries, outcome.failed)
         self._running_rows -= batch.rows
         died = outcome.kind == "died"
-        again = self._room.lose(entries, died, self._idempotent)
+        again = self._queue.lose(entries, died, self._idempotent)
         if again:
-            self._room.put_back(again, 2 if died else int(batch.exact), batch.slot)
+            self._queue.put_back(again, 2 if died else int(batch.exact), batch.slot)
         return []
 
     # ---- the turn
 
     def poll(self, now: float) -> list[Event]:
         """All that is to be done now. Asked again at the same time, it gives nothing."""
-        room = self._room
-        if not room.waiting and not room.events and not room.dirty and self._held_since_s == INF == self._ceiling_end_s:
-            self._wake_s = INF
+        queue = self._queue
+        quiet = not (queue.waiting or queue.events or queue.dirty)
+        if quiet and self._held_since_s == INF == self._ceiling_end_s:
+            self.wake_at = None
             return []
         if now >= self._ceiling_end_s:
             self._ceiling, self._ceiling_end_s = None, INF
             self._resize()
-        room.due(now)
-        if room.dirty:
+        if now >= queue.expiries.earliest_s:
+            queue.expire(now)
+        if queue.dirty:
             self._prune(now)
-        while room.waiting and self._place(now):
+        while queue.waiting and self._place(now):
             pass
-        if not room.waiting:
+        if not queue.waiting:
             self._wake_s = INF
-        if self._held_since_s < INF and not (self._slots.idle and room.waiting):
+        if self._held_since_s < INF and not (self._slots.idle and queue.waiting):
             self._held_s += now - self._held_since_s
             self._held_since_s = INF
-        events, room.events = room.events, []
+        wake = min(self._wake_s, queue.expiries.next()) if queue.waiting else INF
+        self.wake_at = wake if wake < INF else None
+        events, queue.events = queue.events, []
         return events
 
     def _see(self) -> None:
         """Brings the view up to date."""
         view = self._view
         view.slots = self._slots.up
-        view.inside_rows = self._room.rows + self._running_rows
+        view.inside_rows = self._queue.rows + self._running_rows
 
     def _ask(self, bucket: Bucket, idle: int, now: float) -> Choice:
         """The policy's choice for a bucket. A Drop is carried out: the queue has changed, look at it anew."""
@@ -264,29 +262,30 @@ class Scheduler:
             for entry in choice.entries:
                 if entry.state == EntryState.WAITING:  # else purged a moment ago, with another part of its request
                     expired = choice.reason == "expired"
-                    self._room.drop(entry, Expire(entry.id, "expired") if expired else Shed(entry.id, "overload"))
+                    self._queue.drop(entry, Expire(entry.id, "expired") if expired else Shed(entry.id, "overload"))
         return choice
 
     def _prune(self, now: float) -> None:
         """Lets the policy give up what cannot be in time, in buckets that got a deadline; also while all slots work."""
-        dirty, self._room.dirty = self._room.dirty, {}
+        dirty, self._queue.dirty = self._queue.dirty, {}
         for name in dirty:
-            while (bucket := self._room.buckets.get(name)) is not None:
+            while (bucket := self._queue.buckets.get(name)) is not None:
                 if type(self._ask(bucket, 0, now)) is not Drop:
                     break
 
     def _place(self, now: float) -> bool:
         """Sends one batch, or drops something; True: look again."""
-        room, idle = self._room, self._slots.idle
+        queue, idle = self._queue, self._slots.idle
         self._wake_s = INF
         if not idle:
-            return self._depth > 1 and not room.reruns and self._send_ahead(now)
+            return self._depth > 1 and not queue.reruns and self._send_ahead(now)
         beside = 0
-        if room.reruns:
+        if queue.reruns:
             if self._rerun(now):
                 return True
             beside = int(not any(running.exact for running in self._slots.running.values()))
-        bucket = room.head()
+        buckets = queue.buckets
+        bucket = next(iter(buckets.values())) if len(buckets) == 1 else queue.head()
         if bucket is None:
             return False
         choice = self._ask(bucket, len(idle), now)
@@ -304,17 +303,17 @@ class Scheduler:
                 slot = None  # it gets the next room: nobody may overtake it for ever
         if slot is None:
             return False
-        self._dispatch(slot.number, room.take(bucket, rows, choice.until_s, choice.fill), choice.reason, now)
+        self._dispatch(slot.number, queue.take(bucket, rows, choice.until_s, choice.fill), choice.reason, now)
         return True
 
     def _rerun(self, now: float) -> bool:
         """Sends some of what was in a death to a slot with nothing else on it: so it is known what ends that. False:
         there is none; where no other one runs some, that with the most room is given nothing until it is empty."""
-        room = self._room
-        slot = self._slots.empty(room.reruns[0].avoid)
+        queue = self._queue
+        slot = self._slots.empty(queue.reruns[0].avoid)
         if slot is None:
             return False
-        entries = room.take_rerun(room.reruns[0]) if slot.width == 1 else room.take_reruns(slot.width, RERUNS)
+        entries = queue.take_rerun(queue.reruns[0]) if slot.width == 1 else queue.take_reruns(slot.width, RERUNS)
         self._dispatch(slot.number, entries, "rerun", now, exact=True)
         return True
 
@@ -325,8 +324,8 @@ class Scheduler:
         if self._held_since_s == INF:
             self._held_since_s = now
             self._holds += 1
-        if self._room.rows - held.rows >= self._view.max_rows:
-            for bucket in self._room.buckets.values():
+        if self._queue.rows - held.rows >= self._view.max_rows:
+            for bucket in self._queue.buckets.values():
                 if bucket is not held and bucket.rows >= self._view.max_rows:
                     return self._ask(bucket, len(self._slots.idle), now)
         return None
@@ -335,7 +334,7 @@ class Scheduler:
         """Sends a batch behind a running one: a full one, behind brief ones more of them; or any, when the running one
         ends so soon that it would else not be ready. So does a full one with rows of a lower class: until then a more
         urgent request may take their place."""
-        bucket = self._room.head()
+        bucket = self._queue.head()
         if bucket is None:
             return False
         view = self._view
@@ -348,7 +347,7 @@ class Scheduler:
         choice = self._ask(bucket, 1, now)
         view.ahead, view.ahead_s, view.ahead_rows = False, 0.0, 0
         if type(choice) is Take and (soon or (choice.full and self._keeps_place(bucket, near, now))):
-            entries = self._room.take(bucket, choice.rows, choice.until_s, choice.fill)
+            entries = self._queue.take(bucket, choice.rows, choice.until_s, choice.fill)
             self._dispatch(near.slot, entries, choice.reason, now)
             return True
         if not soon and self._cost.ready:
@@ -366,7 +365,7 @@ class Scheduler:
         rows = sum([e.rows for e in entries])
         batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
         self._running_rows += rows
-        self._room.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.wide))
+        self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.wide))
 
     # ---- the ceiling
 
@@ -381,4 +380,4 @@ class Scheduler:
     def _resize(self) -> None:
         rows = self._max_batch_size if self._ceiling is None else min(self._max_batch_size, self._ceiling)
         self._view.max_rows = rows
-        self._room.resize(rows)
+        self._queue.resize(rows)

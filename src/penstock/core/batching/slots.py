@@ -4,16 +4,43 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from enum import IntEnum
 
 from msgspec import Struct
 
 from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Entry
 from penstock.core.batching.policies.base import Running
-from penstock.core.batching.states import SLOT_MOVES, SlotState
 
 BRIEF_S = 0.001  # what may lie on a slot that is given more than one batch ahead; a hand-over takes about 0.1 ms
 HANDOVERS = 9  # of which the middle one counts: the first call of a cold worker takes a thousand times as long
+
+
+class SlotState(IntEnum):
+    """What a slot can take."""
+
+    DOWN = 0
+    IDLE = 1  # a concurrent slot: room for more rows
+    BUSY = 2
+    DYING = 3  # a batch on it came back died or lost: nothing is sent until the slot is down and up again
+    RETIRING = 4  # being removed: it finishes its batches, gets nothing more, and is then forgotten
+
+
+SLOT_MOVES: dict[SlotState, frozenset[SlotState]] = {
+    SlotState.DOWN: frozenset({SlotState.DOWN, SlotState.IDLE}),
+    SlotState.IDLE: frozenset(
+        {
+            SlotState.IDLE,
+            SlotState.BUSY,
+            SlotState.DOWN,
+            SlotState.DYING,
+            SlotState.RETIRING,
+        }  # the last two: wide
+    ),
+    SlotState.BUSY: frozenset({SlotState.BUSY, SlotState.IDLE, SlotState.DYING, SlotState.RETIRING}),
+    SlotState.DYING: frozenset({SlotState.DYING, SlotState.DOWN, SlotState.IDLE, SlotState.RETIRING}),
+    SlotState.RETIRING: frozenset(),
+}
 
 
 class Slot(Struct, eq=False):
@@ -102,7 +129,8 @@ class Slots:
         wide = slot.width > 1
         ahead = bool(slot.batches) and not wide
         begin = max(now, slot.batches[-1].end_s) if ahead else now
-        end = begin + (self._cost.t(rows) if self._cost.ready else 0.0)
+        cost = self._cost  # cost.t(rows) without the call: this runs for every batch
+        end = begin + (cost.a + cost.b * rows if cost.ready else 0.0)
         batch = Running(id, number, entries, rows, now, end, ahead, exact, wide)
         slot.batches.append(batch)
         self.running[id] = batch

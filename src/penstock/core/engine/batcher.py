@@ -1,7 +1,7 @@
-"""Batcher: the asyncio shell of one Scheduler. It owns the clock, the timer and the callers; it decides nothing.
+"""Batcher: the asyncio shell of one Scheduler. It owns the clock, the timer and the callers, and decides nothing.
 
-All methods run on the event loop's thread. A *turn* polls the scheduler and carries out what it says; turns follow an
-arrival, a completion, a slot's coming or going, or the timer, and those of one pass of the loop are one.
+All methods run on the event loop's thread. A *turn* polls the scheduler and carries out its events. An arrival, a
+completion, a slot change or the timer causes a turn; several causes in one pass of the loop share one.
 """
 
 from __future__ import annotations
@@ -15,24 +15,96 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.batching.entry import INF, Dispatch, Entry, Expire, Fail, Outcome, Shed
+from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Expire, Fail, Outcome, Shed
 from penstock.core.batching.scheduler import Scheduler
-from penstock.core.batching.states import EntryState
 from penstock.core.codecs import traits_of
 from penstock.core.contracts import Observer, Transport
-from penstock.core.engine.call import Call, RunningBatch, release
-from penstock.core.engine.joining import Joiner
 from penstock.core.engine.notifier import Notifier
+from penstock.core.engine.outcomes import PartMerger, error_of, reason_of
 from penstock.core.engine.timer import Timer
-from penstock.core.engine.verdicts import error_of, reason_of
+from penstock.core.wire.slabs import Slab
 from penstock.errors import DeadlineExceeded, PenstockError
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
 
 
+class Call:
+    """One accepted request: its caller and the state of its answer.
+
+    `label` is its front-end's name for the version, for observers. `sent_s` and `batch_id` belong to the last batch it
+    was sent in. `end` is how it ended for its caller: "" (not yet), "ok" or "failed" (answered), else the reason.
+    """
+
+    __slots__ = ("_on_cancel", "batch_id", "end", "entry", "item", "label", "parts", "sent_s", "sink", "streamed")
+
+    def __init__(self, item: Item, sink: Sink, entry: Entry, on_cancel: Callable[[Call], None]) -> None:
+        self._on_cancel = on_cancel
+        self.item = item
+        self.sink: Sink | None = sink
+        self.entry = entry
+        self.end = self.label = ""
+        self.sent_s, self.batch_id = 0.0, 0
+        self.streamed = False  # a part of the answer was sent: the request must not run again
+        self.parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
+
+    def settle(self, result: ItemResult, reason: str = "") -> None:
+        """Delivers the final answer, once, unless the caller left. `reason`: why a model did not answer."""
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            self.end = reason or ("ok" if result.error is None else "failed")
+            self._call_sink(sink, result)
+
+    def deliver(self, result: ItemResult) -> None:
+        """Delivers a part of the answer, unless the caller left."""
+        if self.sink is not None:
+            self._call_sink(self.sink, result)
+
+    def keep(self, start: int, result: ItemResult) -> None:
+        """Keeps the answer to the part of a split request that begins at row `start`."""
+        if self.parts is None:
+            self.parts = {}
+        self.parts[start] = result
+
+    def _call_sink(self, sink: Sink, result: ItemResult) -> None:
+        try:
+            sink(result)
+        except Exception:
+            log.exception("sink_failed request=%d", self.entry.id)
+
+    def cancel(self) -> None:
+        """Abandons the request: it is not run if it still waits, else not answered."""
+        if self.sink is not None:
+            self.sink = None
+            self.end = "cancelled"
+            self._on_cancel(self)
+
+
+class RunningBatch:
+    """A batch on a slot. `failed` holds the requests with a failed item, `failures` counts items.
+
+    `unwanted`: a caller left a batch on a concurrent slot.
+    """
+
+    __slots__ = ("calls", "dispatch", "failed", "failures", "sent_s", "unwanted")
+
+    def __init__(self, dispatch: Dispatch, calls: list[Call], sent_s: float) -> None:
+        self.dispatch = dispatch
+        self.calls = calls
+        self.sent_s = sent_s
+        self.failed: set[int] = set()
+        self.failures = 0
+        self.unwanted = False
+
+
+def release(item: Item) -> None:
+    """Returns a slab payload to its pool; the garbage collector frees other payloads."""
+    if isinstance(item.payload, Slab):
+        item.payload.release()
+
+
 class Batcher:
-    """Queues requests of one model version, and drives them as batches onto its transport."""
+    """Queues the requests of one model version and sends them to its transport in batches."""
 
     def __init__(
         self,
@@ -47,23 +119,23 @@ class Batcher:
         self.scheduler = scheduler
         self._transport = transport
         self._config = config
-        self._joiner = Joiner(name, version)
-        self._notifier = Notifier(name, version, observers)
+        self._merger = PartMerger(name, version)
+        self._notifier = Notifier(name, version, observers) if observers else None
         self._ids = itertools.count(1)
-        self._waiting: dict[int, Call] = {}  # queued, or running at least in part
+        self._waiting: dict[int, Call] = {}  # queued, or at least partly running
         self._running: dict[int, RunningBatch] = {}
         self._loop = asyncio.get_running_loop()
         self._turn_due = False
         self._timer = Timer(self._loop, self._turn)
         self._closed = False
         self._emptied: asyncio.Event | None = None  # made by drain()
-        self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: nothing is taken any more
-        self.on_dispatch: Callable[[Dispatch], None] | None = None  # a batch is about to be sent
+        self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: no more requests are accepted
+        self.on_dispatch: Callable[[Dispatch], None] | None = None  # called before a batch is sent
 
     # ---- requests
 
     def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int) -> Call:
-        """Queues one item. Raises what it is refused for; that is left to the caller to tell observers."""
+        """Queues one item. Raises the reason for a rejection, which the caller reports to observers."""
         now = time.monotonic()
         config = self._config
         budget = budget_s if budget_s is not None else INF
@@ -87,7 +159,7 @@ class Batcher:
             self.scheduler.offer(entry, now)
         except PenstockError:
             raise
-        except Exception:  # it may be half in the queue: nobody must run it, its memory is about to be given back
+        except Exception:  # it may be half queued: it must not run, because its memory is about to be released
             self._break()
             raise PenstockError("internal error") from None
         self._waiting[entry.id] = call
@@ -97,7 +169,7 @@ class Batcher:
         return call
 
     def _cancelled(self, call: Call) -> None:
-        """A caller left. Its payload is given back at once if no worker has it, or a part of it."""
+        """A caller left. Its payload is released at once unless a worker has it, or a part of it."""
         now = time.monotonic()
         if self.scheduler.cancel(call.entry.id, now):
             self._left([call.entry.id], now)
@@ -109,21 +181,22 @@ class Batcher:
             self._abandon_unwanted(running)
 
     def _left(self, requests: Iterable[int], now: float) -> None:
-        """Lets go of requests that have ended, and tells how: the only way out, once for each."""
+        """Forgets ended requests and reports them. Every request leaves here, once."""
         ended = list(map(self._waiting.pop, requests))
         for call in ended:
             release(call.item)
-        self._notifier.ended(ended, now)
+        if self._notifier is not None:
+            self._notifier.ended(ended, now)
 
     @property
     def pending(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._waiting)
 
     # ---- turns
 
     def wake(self) -> None:
-        """Asks for a turn in this pass of the loop."""
+        """Schedules a turn in this pass of the loop."""
         if not self._turn_due and not self._closed:
             self._turn_due = True
             self._loop.call_soon(self._turn)
@@ -141,7 +214,8 @@ class Batcher:
                     self._dispatch(event, now, more=last[event.slot] != event.batch_id)
                 else:
                     self._dropped(event, now)
-            self._timer.at(self.scheduler.wake_at)
+            if self.scheduler.wake_at is not None:
+                self._timer.at(self.scheduler.wake_at)
         except Exception:
             self._break()
         if self._emptied is not None and not self._waiting:
@@ -173,7 +247,7 @@ class Batcher:
 
     def _dropped(self, event: Expire | Shed | Fail, now: float) -> None:
         call = self._waiting.get(event.id)
-        if call is None:  # it had been answered, or its caller had left: it ended with its batch, in `_lost`
+        if call is None:  # answered or abandoned before: it ended with its batch, in `_lost`
             return
         error = error_of(event, self._config.timeout_s)
         if not isinstance(event, Fail):
@@ -199,14 +273,17 @@ class Batcher:
                     self._abandon_unwanted(running)
             except Exception:
                 self._break()
-            self.wake()
+            if self._waiting:
+                self.wake()
+            elif self._emptied is not None:
+                self._emptied.set()
             return
         for call, entry, result in zip(running.calls, running.dispatch.entries, part.results, strict=True):
             if result is None:
                 continue
             if not result.final:
                 call.streamed = True
-                call.hand(result)
+                call.deliver(result)
                 continue
             self._note_failures(running, entry, call, result)
             if entry.parent is None:
@@ -221,7 +298,7 @@ class Batcher:
             self._transport.abandon(running.dispatch.slot, running.dispatch.batch_id)
 
     def _completed(self, running: RunningBatch, part: BatchPart) -> None:
-        """A batch is answered, or some of it, of one beside others."""
+        """A batch is answered, or some items of a batch on a concurrent slot."""
         now = time.monotonic()
         whole: list[int] = []
         calls, entries = running.calls, running.dispatch.entries
@@ -244,18 +321,19 @@ class Batcher:
         if split:
             for request in split:
                 call = self._waiting[request]
-                call.settle(self._joiner.join(call))
+                call.settle(self._merger.merge(call.item, call.parts or {}, call.streamed))
             self._left(split, now)
         if part.final:
-            self._notifier.batch(running, part, now, "ok", self.scheduler.max_batch_size)
+            self._report(running, part, now, "ok")
 
     def _note_failures(self, running: RunningBatch, entry: Entry, call: Call, result: ItemResult) -> None:
-        running.failures += self._notifier.failures(call, result)
+        if self._notifier is not None:
+            running.failures += self._notifier.failures(call.item, result)
         if result.error is not None:
             running.failed.add(entry.id)
 
     def _lost(self, running: RunningBatch, part: BatchPart, error: PenstockError) -> None:
-        """The worker died. What nobody waits for any more, or has had a part of its answer, is not run again."""
+        """The worker died. Abandoned requests, and requests with a part of their answer sent, do not run again."""
         now = time.monotonic()
         outcome = Outcome("died" if part.started else "lost", part.run_s)
         self.scheduler.complete(running.dispatch.batch_id, outcome, now)
@@ -264,20 +342,24 @@ class Batcher:
                 continue
             call.settle(ItemResult(error=error), "worker_died")
             gone = self.scheduler.cancel(entry.id, now)
-            if gone or entry.parent is None:  # of a split one another part may run: it ends with that
+            if gone or entry.parent is None:  # another part of a split request may run: the request ends with it
                 self._left([entry.id], now)
-        self._notifier.batch(running, part, now, outcome.kind, self.scheduler.max_batch_size)
+        self._report(running, part, now, outcome.kind)
+
+    def _report(self, running: RunningBatch, part: BatchPart, now: float, outcome: str) -> None:
+        if self._notifier is not None:
+            self._notifier.batch(running, part, now, outcome, self.scheduler.max_batch_size)
 
     # ---- end
 
     def _break(self) -> None:
-        """A bug in the scheduler or its policy: what it knows cannot be trusted any more. Everybody is answered."""
+        """Handles a bug in the scheduler or its policy: its state is unusable, so every caller gets an error."""
         log.exception("batcher_broken model=%s: it answers nobody any more until it is loaded anew", self.name)
-        self.on_broken()  # first: who is told may ask again at once
+        self.on_broken()  # first: a caller that gets the error may retry at once
         self.close(PenstockError("internal error"))
 
     async def drain(self, seconds: float) -> bool:
-        """Waits until nothing waits or runs, at most so long; True when it is empty."""
+        """Waits up to `seconds` until no request waits or runs; True when none is left."""
         if self._waiting:
             self._emptied = self._emptied or asyncio.Event()
             try:
@@ -287,14 +369,15 @@ class Batcher:
         return True
 
     def close(self, error: PenstockError) -> None:
-        """Answers everybody who still waits with `error`; nothing is dispatched any more."""
+        """Answers every open request with `error`; nothing is dispatched afterwards."""
         if self._closed:
             return
         self._closed = True
         self._timer.close()
         for call in list(self._waiting.values()):
             call.settle(ItemResult(error=error), reason_of(error))
-        self._left(list(self._waiting), time.monotonic())  # memory that a worker still reads is pinned till it is gone
+        # memory that a worker still reads stays pinned until the worker ends
+        self._left(list(self._waiting), time.monotonic())
         self._running.clear()
         if self._emptied is not None:
             self._emptied.set()

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
+from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
-from penstock.core.engine.batcher import Batcher
-from penstock.core.engine.call import Call
+from penstock.core.engine.batcher import Batcher, Call
 from penstock.core.engine.instances import Instances, WorkerReading
 from penstock.core.engine.notifier import notify, overriding
-from penstock.core.engine.peek import bucket_rule, rows_rule
-from penstock.core.engine.rules import check_rules, policy_of, queue_bound
-from penstock.core.engine.verdicts import reason_of
+from penstock.core.engine.outcomes import reason_of
+from penstock.core.engine.rules import bucket_rule, check_rules, policy_of, queue_bound, rows_rule
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ModelNotReady
@@ -109,6 +108,7 @@ class ModelHandle:
         """Raises ConfigError, or whatever a policy raises."""
         b = self.batching = with_options(self.config.batching, ready.options)
         self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
+        self._custom_rows = b.rows != "auto"
         size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
         size = size if ready.width == 1 else min(size, ready.width)
         scheduler = Scheduler(
@@ -144,13 +144,14 @@ class ModelHandle:
 
     def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
         """Queues one item. Raises ModelNotReady, QueueFull, DeadlineExceeded, BadRequest."""
-        notify(self._arrival_observers, "on_arrival", self.name, self.version)
+        if self._arrival_observers:
+            notify(self._arrival_observers, "on_arrival", self.name, self.version)
         try:
             batcher = self._batcher
             if batcher is None or self.state != "READY":
                 self._refuse(batcher)
                 assert batcher is not None
-            if item.codec != "object":
+            if item.codec != OBJECT and (self._custom_rows or traits_of(item.codec).peek is not None):
                 item.rows = self._rows_of(item)
             bucket = self._bucket_of(item) if self._bucket_of is not None else ""
             payload = item.payload

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
+from penstock.core.batching.entry import Dispatch, Entry
 from penstock.core.contracts import BatchRecord, Observer
-from penstock.core.engine.call import Call, RunningBatch
 from penstock.errors import PenstockError
-from penstock.types import BatchPart, ItemResult
+from penstock.types import BatchPart, Item, ItemResult
 
 log = logging.getLogger("penstock.observe")
 
@@ -27,18 +28,33 @@ def notify(observers: Sequence[Observer], hook: str, *arguments: object) -> None
             log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)
 
 
+class EndedRequest(Protocol):
+    """What observers learn from of a request that ended; see `batcher.Call`."""
+
+    entry: Entry
+    end: str
+    label: str
+    sent_s: float
+
+
+class SentBatch(Protocol):
+    """What observers learn from of a batch; see `batcher.RunningBatch`."""
+
+    dispatch: Dispatch
+    sent_s: float
+    failures: int
+
+
 class Notifier:
-    """Calls observers once per batch where possible. Without observers it costs next to nothing."""
+    """Calls observers, once per batch where possible."""
 
     def __init__(self, name: str, version: str, observers: Sequence[Observer]) -> None:
         self._name, self._version = name, version
         self._observers = observers
         self._served_observers = overriding(observers, "on_served")
 
-    def ended(self, calls: Sequence[Call], now: float) -> None:
+    def ended(self, calls: Sequence[EndedRequest], now: float) -> None:
         """Reports that these requests ended, each as its `end` states; called once for each."""
-        if not self._observers:
-            return
         latencies, failed = [now - c.entry.arrival_s for c in calls if c.end == "ok"], 0
         if len(latencies) < len(calls):
             for call in calls:
@@ -52,17 +68,17 @@ class Notifier:
             if self._served_observers and failed < len(latencies):
                 self._served([c for c in calls if c.end == "ok"], now)
 
-    def _served(self, calls: Sequence[Call], now: float) -> None:
+    def _served(self, calls: Sequence[EndedRequest], now: float) -> None:
         labels = [c.label for c in calls]
         waits_s = [c.sent_s - c.entry.arrival_s for c in calls]
         latencies_s = [now - c.entry.arrival_s for c in calls]
         notify(self._served_observers, "on_served", self._name, self._version, labels, waits_s, latencies_s)
 
-    def failures(self, call: Call, result: ItemResult) -> int:
+    def failures(self, item: Item, result: ItemResult) -> int:
         """Reports the items that failed in this final result, and returns their number."""
         if result.error is not None:
             errors = [result.error]
-        elif call.item.many:
+        elif item.many:
             errors = [value for value in result.body if isinstance(value, PenstockError)]
         else:
             return 0
@@ -70,10 +86,8 @@ class Notifier:
             notify(self._observers, "on_error", self._name, self._version, error)
         return len(errors)
 
-    def batch(self, running: RunningBatch, part: BatchPart, now: float, outcome: str, max_batch_size: int) -> None:
+    def batch(self, running: SentBatch, part: BatchPart, now: float, outcome: str, max_batch_size: int) -> None:
         """Reports that a batch ended with `part`; see `BatchRecord`."""
-        if not self._observers:
-            return
         sent = running.dispatch
         record = BatchRecord(
             model=self._name,

@@ -3,11 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from penstock.config.checks import check_traffic
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.engine.split import TrafficSplit
 from penstock.errors import ConfigError, ModelNotFound, nearest
+
+
+class Servable(Protocol):
+    """One version."""
+
+    @property
+    def ready(self) -> bool:
+        """True while a worker can answer."""
+        ...
+
+
+T = TypeVar("T", bound=Servable)
+
+
+class _Share(Struct, eq=False):
+    handle: Any
+    weight: float
+    credit: float = 0.0
+
+
+class TrafficSplit(Generic[T]):
+    """Shares requests between versions by weight: deterministic smooth weighted round robin.
+
+    Of any n consecutive requests each version gets its share, plus or minus one or two. Every turn adds each version's
+    weight to its credit, picks the highest credit, and subtracts the total from it.
+    """
+
+    def __init__(self, weights: Mapping[str, float], handles: Mapping[str, T]) -> None:
+        self.weights = dict(weights)
+        self._shares = [_Share(handles[version], weight) for version, weight in weights.items() if weight > 0]
+
+    def next(self) -> T:
+        """The version for one request. A version without a live worker is skipped while another has one."""
+        shares = [s for s in self._shares if s.handle.ready] or self._shares
+        total = 0.0
+        best = shares[0]
+        for share in shares:
+            share.credit += share.weight
+            total += share.weight
+            if share.credit > best.credit:
+                best = share
+        best.credit -= total
+        found: T = best.handle
+        return found
+
+    def replace(self, old: T, new: T) -> None:
+        """`new` replaces `old`."""
+        for share in self._shares:
+            if share.handle is old:
+                share.handle = new
 
 
 class ModelRegistry:

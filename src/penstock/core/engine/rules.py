@@ -1,19 +1,20 @@
-"""What the keys of `[models.NAME]` mean to the engine: places, devices, the policy, the bound of the queue."""
+"""What the keys of `[models.NAME]` mean to the engine: devices, the policy, the queue bound, rows and buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.batching.policies.base import BatchPolicy
-from penstock.core.batching.policies.make import make_policy
-from penstock.core.engine.peek import bucket_rule, rows_rule
+from penstock.core.codecs import traits_of
+from penstock.core.wire.slabs import Slab
 from penstock.core.worker.devices import expanded
-from penstock.errors import ConfigError, describe
-from penstock.plugins import load_object
+from penstock.errors import BadRequest, ConfigError, describe
+from penstock.plugins import BUILTIN, resolve
+from penstock.types import Item
 
 _QUEUED_BATCHES = 16  # that may wait for each instance, without `max_queue`
 
@@ -46,22 +47,93 @@ def check_rules(config: BatchingConfig) -> None:
 
 
 def policy_of(config: BatchingConfig) -> BatchPolicy:
-    """A new policy. Raises ConfigError."""
-    if ":" in config.policy:
-        found: Any = load_object(config.policy)
-        try:
-            policy: BatchPolicy = found()
-        except Exception as e:
-            raise ConfigError(f"batching.policy: making {config.policy} raised {describe(e)}") from e
+    """A new policy: a built-in one takes its parameters from the keys of `config`, any other from `options`.
+
+    Raises ConfigError.
+    """
+    found: Any = resolve("policy", config.policy)
+    if config.policy in BUILTIN["policy"]:
+        if config.options:
+            raise ConfigError(
+                f"batching.options: the policy '{config.policy}' takes none, found '{next(iter(config.options))}'; its"
+                " parameters are the other keys of [models.NAME.batching]"
+            )
+        policy: BatchPolicy = found.of(config)
         return policy
-    return make_policy(
-        config.policy,
-        max_hold_s=None if config.max_hold_s == "auto" else config.max_hold_s,
-        slo_s=config.slo_s,
-        timeout_s=config.timeout_s,
-    )
+    try:
+        policy = found(**config.options)
+    except Exception as e:
+        given = f" with options {', '.join(config.options)}" if config.options else ""
+        raise ConfigError(f"batching.policy: making {config.policy}{given} raised {describe(e)}") from e
+    return policy
 
 
 def queue_bound(config: BatchingConfig, instances: int, max_batch_size: int) -> int:
     """Most rows that may wait: `max_queue`, or as the number of instances says."""
     return config.max_queue or _QUEUED_BATCHES * max(1, instances) * max_batch_size
+
+
+# ---- rows and bucket of a request, read before a worker decodes it
+
+
+def _peeked(item: Item) -> tuple[int, str]:
+    peek = traits_of(item.codec).peek
+    if peek is not None:
+        found = peek(item, item.payload.view if isinstance(item.payload, Slab) else item.payload)
+        if found is not None:
+            return found
+    return item.rows, ""
+
+
+def _rows_auto(item: Item) -> int:
+    return _peeked(item)[0]
+
+
+def _shape(item: Item) -> str:
+    return _peeked(item)[1]
+
+
+def _header(item: Item, name: bytes) -> bytes | None:
+    for key, value in item.headers or ():
+        if key.lower() == name:
+            return value
+    return None
+
+
+def _rows_from_header(name: bytes) -> Callable[[Item], int]:
+    def rows(item: Item) -> int:
+        value = _header(item, name)
+        if value is None:
+            return item.rows
+        if not value.isdigit() or int(value) < 1:
+            raise BadRequest(f"header {name.decode()} must be a whole number of rows from 1, found {value!r}")
+        return int(value)
+
+    return rows
+
+
+def rows_rule(config: BatchingConfig) -> Callable[[Item], int]:
+    """A function that returns the rows of an item. Raises ConfigError for an unknown rule."""
+    if config.rows == "auto":
+        return _rows_auto
+    kind, _, name = config.rows.partition(":")
+    if kind == "header" and name:
+        return _rows_from_header(name.lower().encode())
+    raise ConfigError(f'batching.rows must be "auto" or "header:NAME", found "{config.rows}"')
+
+
+def bucket_rule(config: BatchingConfig) -> Callable[[Item], str] | None:
+    """A function that returns the bucket of an item; None when all share one. Raises ConfigError."""
+    kind, _, name = config.bucket.partition(":")
+    if config.bucket == "none":
+        return None
+    if config.bucket == "shape":
+        return _shape
+    if config.bucket == "content-type":
+        return lambda item: item.content_type
+    if kind == "header" and name:
+        key = name.lower().encode()
+        return lambda item: (_header(item, key) or b"").decode("latin-1")
+    raise ConfigError(
+        f'batching.bucket must be "none", "shape", "content-type" or "header:NAME", found "{config.bucket}"'
+    )

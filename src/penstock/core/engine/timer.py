@@ -41,9 +41,9 @@ class Timer:
         if self._fd >= 0:
             loop.add_reader(self._fd, self._fired)
 
-    def at(self, when: float | None) -> None:
+    def at(self, when: float) -> None:
         """Makes sure of a call at or before `when`. A timer that is due earlier is left: it asks anew when it fires."""
-        if when is None or (self._armed is not None and self._armed <= when):
+        if self._armed is not None and self._armed <= when:
             return
         self._armed = when
         if self._fd >= 0:

@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from penstock.core.wire import frames
+from penstock.core.wire.messages import Buffer, Frame, FrameDecoder
 
 RECEIVE_BYTES = 256 * 2**10
 MAX_PIECES = 64  # of one system call, far below IOV_MAX
@@ -20,21 +20,21 @@ class Channel:
         self,
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
-        on_frame: Callable[[frames.Frame], None],
+        on_frame: Callable[[Frame], None],
         on_end: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._sock = sock
         self._on_frame = on_frame
         self._on_end = on_end
-        self._decoder = frames.Decoder()
+        self._decoder = FrameDecoder()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._unsent: deque[memoryview] = deque()
         self._open = True
         self._blocked = False  # the socket took not all: `_writable` is called when it takes more
         loop.add_reader(sock.fileno(), self._readable)
 
-    def send(self, pieces: list[frames.Buffer], more: bool = False) -> None:
+    def send(self, pieces: list[Buffer], more: bool = False) -> None:
         """Sends one frame; with `more` not before the next one, or `flush`.
 
         After the end of the stream it does nothing: the death of the worker is on its way.

@@ -24,11 +24,13 @@ from typing import NoReturn
 
 from penstock.core.transports.leases import Held, Lease
 from penstock.core.transports.wide import Wide
-from penstock.core.wire import frames
 from penstock.core.wire.messages import (
     PREDICTED,
     Abandon,
+    Buffer,
     Failed,
+    Frame,
+    FrameDecoder,
     Free,
     Inbox,
     Outbox,
@@ -184,7 +186,7 @@ class Worker:
     def _send_packed(self, message: Part, outbox: Outbox) -> None:
         self._send(self._pack(message, outbox))
 
-    def _pack(self, message: Part, outbox: Outbox) -> list[frames.Buffer]:
+    def _pack(self, message: Part, outbox: Outbox) -> list[Buffer]:
         for slab in outbox.slabs:
             self._sent[slab.offset] = slab
         try:
@@ -193,7 +195,7 @@ class Worker:
             sendable(message.part, e)
             return write(message, outbox.buffers)
 
-    def _send(self, pieces: list[frames.Buffer]) -> None:
+    def _send(self, pieces: list[Buffer]) -> None:
         try:
             for piece in pieces:
                 self._sock.sendall(piece)
@@ -202,8 +204,8 @@ class Worker:
 
     # ---- reader thread, after the first frame
 
-    def _receive(self) -> Iterator[frames.Frame]:
-        decoder = frames.Decoder()
+    def _receive(self) -> Iterator[Frame]:
+        decoder = FrameDecoder()
         buffer = memoryview(bytearray(RECEIVE_BYTES))
         while True:
             try:
@@ -266,7 +268,7 @@ class Worker:
         return view
 
 
-def _open(hello: frames.Frame) -> tuple[BatchRunner, Ready]:
+def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
     """Loads what the first message names: paths and script first, because the rest may need them to be unpickled."""
     paths, device, shown_device, (script, name) = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = paths

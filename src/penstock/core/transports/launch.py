@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core import os_threads
-from penstock.core.wire import frames
-from penstock.core.wire.messages import Pickled
+from penstock.core.wire.messages import Buffer, Pickled, frame_of
 from penstock.core.wire.slabs import SlabPool, anonymous_file, map_read_only
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.core.worker.threads import environment
@@ -142,7 +141,7 @@ def _python() -> str:
 
 def launch(
     spec: WorkerSpec, packed: tuple[bytes, tuple[str, str]], device: str, pool: SlabPool | None, reply_bytes: int
-) -> tuple[Child, list[frames.Buffer]]:
+) -> tuple[Child, list[Buffer]]:
     """(a started child, the first message for it). Raises OSError."""
     env, inner_device = environment(spec, device, os.environ)
     ours, theirs = os_threads.socketpair()
@@ -178,4 +177,4 @@ def launch(
     ours.setblocking(False)
     paths = list(dict.fromkeys([*spec.sys_path, *(p or os.getcwd() for p in sys.path)]))
     head = pickle.dumps((paths, inner_device, device, packed[1]), 5)
-    return Child(process, ours, pidfd, replies, read_fd), frames.encode(head, [packed[0]])
+    return Child(process, ours, pidfd, replies, read_fd), frame_of(head, [packed[0]])

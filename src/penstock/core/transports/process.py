@@ -17,11 +17,11 @@ from penstock.core.transports.channel import Channel
 from penstock.core.transports.launch import Child, launch, pack_spec
 from penstock.core.transports.output import Output
 from penstock.core.transports.slot import Sent, Slot, SlotTransport, unpin, within
-from penstock.core.wire import frames
 from penstock.core.wire.messages import (
     PREDICTED,
     Abandon,
     Failed,
+    Frame,
     Free,
     FromWorker,
     Inbox,
@@ -192,6 +192,7 @@ class _ProcessSlot(Slot):
     # ---- batches
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        slabs = [item.payload for item in batch.items if type(item.payload) is Slab]
         outbox = Outbox(self._pool)
         try:
             items = outbox.items(batch.items, self.spec.wants_headers)
@@ -205,14 +206,14 @@ class _ProcessSlot(Slot):
             return BatchPart(batch.id, [ItemResult(error=error) for _ in batch.items])
         self._free = []
         self._channel.send(pieces, batch.more)
-        slabs = [item.payload for item in batch.items if type(item.payload) is Slab] + outbox.slabs
+        slabs += outbox.slabs
         for slab in slabs:
             slab.pin()
         for slab in outbox.slabs:
             slab.release()  # made here: freed with the pin
         return slabs
 
-    def _on_frame(self, frame: frames.Frame) -> None:
+    def _on_frame(self, frame: Frame) -> None:
         try:
             message = self._inbox.read(frame)
             if isinstance(message, Part):
@@ -237,7 +238,7 @@ class _ProcessSlot(Slot):
         for i, result in enumerate(part.results):
             if result is not None and type(result.body) is Pickled:
                 _unpickle(part.results, i, result.body)
-        if part.final:
+        if part.final and (sent.slabs or message.let_go):
             self._let_go(sent, message)
         if self._free and (not self.sent or len(self._free) > MAX_FREE):
             self._channel.send(write(Free(self._free)))

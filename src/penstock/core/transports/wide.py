@@ -16,8 +16,7 @@ from msgspec import Struct
 
 from penstock import metrics
 from penstock.core.transports.leases import Held, Lease
-from penstock.core.wire import frames
-from penstock.core.wire.messages import LARGE_BYTES, News, Outbox, Part, Run, write
+from penstock.core.wire.messages import LARGE_BYTES, Buffer, News, Outbox, Part, Run, write
 from penstock.core.wire.slabs import SlabPool
 from penstock.core.worker.batch import Decoded
 from penstock.core.worker.beside import Beside
@@ -44,8 +43,8 @@ class Wide:
         self,
         runner: BatchRunner,
         replies: SlabPool,
-        pack: Callable[[Part, Outbox], list[frames.Buffer]],
-        send: Callable[[list[frames.Buffer]], None],
+        pack: Callable[[Part, Outbox], list[Buffer]],
+        send: Callable[[list[Buffer]], None],
     ) -> None:
         self._runner = runner
         self._replies = replies
@@ -102,7 +101,7 @@ class Wide:
             self._send([b"".join(pieces)] if sum(map(len, pieces)) <= LARGE_BYTES else pieces)
         self._happened.set()
 
-    def _message(self, work: Beside, places: list[int]) -> list[frames.Buffer]:
+    def _message(self, work: Beside, places: list[int]) -> list[Buffer]:
         part = work.part(places)
         batch = self._batches[part.batch_id]
         outbox = Outbox(self._replies)

@@ -7,12 +7,13 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from msgspec import Struct, field
 
+from penstock.config.schema import BatchingConfig
 from penstock.core.batching.policies.base import BatchPolicy
-from penstock.core.batching.policies.make import make_policy
+from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
@@ -40,7 +41,8 @@ class Policy(Struct, frozen=True):
 
     def make(self) -> BatchPolicy:
         """A new one: a policy learns."""
-        return make_policy(self.name, max_hold_s=self.max_hold_s, slo_s=None, timeout_s=TIMEOUT_S)
+        hold: float | Literal["auto"] = "auto" if self.max_hold_s is None else self.max_hold_s
+        return policy_of(BatchingConfig(policy=self.name, max_hold_s=hold, timeout_s=TIMEOUT_S))
 
 
 class Machine(Struct, frozen=True, kw_only=True):

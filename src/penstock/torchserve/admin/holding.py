@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from penstock.core.engine.call import Call, release
+from penstock.core.engine.batcher import Call, release
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
 from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import ApiError

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct, field
 
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.engine.split import TrafficSplit
+from penstock.core.engine.registry import TrafficSplit
 from penstock.torchserve.admin.holding import Held
 from penstock.torchserve.admin.plan import Plan
 from penstock.torchserve.archive.store import UnpackedArchive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from penstock.core.engine.call import Call
+from penstock.core.engine.batcher import Call
 from penstock.core.engine.engine import Engine
 from penstock.errors import BadRequest, ConfigError, Conflict, LoadOutOfMemory, ModelNotReady, PenstockError
 from penstock.torchserve.admin.devices import Devices

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import Expire
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.fixed import Fixed
-from penstock.core.batching.policies.make import make_policy
 from penstock.core.batching.policies.none import Unbatched
+from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError
 from penstock.perf.simulate.simulate import Service, poisson, simulate
 
@@ -147,18 +148,34 @@ def test_nothing_is_held_while_the_set_up_cost_is_nil() -> None:
 
 @pytest.mark.parametrize(("name", "cls"), [("adaptive", Adaptive), ("fixed", Fixed), ("none", Unbatched)])
 def test_policies_are_made_by_name(name: str, cls: type) -> None:
-    assert type(make_policy(name, max_hold_s=None, slo_s=None, timeout_s=30.0)) is cls
+    assert type(policy_of(BatchingConfig(policy=name))) is cls
 
 
 def test_the_delay_of_fixed_follows_the_target_unless_it_is_given() -> None:
-    for hold, slo, delay in ((None, None, 0.1), (None, 0.05, 0.025), (0.3, 0.05, 0.3)):
-        policy = make_policy("fixed", max_hold_s=hold, slo_s=slo, timeout_s=30.0)
+    for hold, slo, delay in (("auto", None, 0.1), ("auto", 0.05, 0.025), (0.3, 0.05, 0.3)):
+        policy = policy_of(BatchingConfig(policy="fixed", max_hold_s=hold, slo_s=slo))
         assert policy.explain() == {"policy": "fixed", "max_hold_s": delay}
 
 
 def test_an_unknown_policy_is_named_with_the_nearest_right_one() -> None:
     with pytest.raises(ConfigError, match=r"'adaptve'.*did you mean 'adaptive'"):
-        make_policy("adaptve", max_hold_s=None, slo_s=None, timeout_s=30.0)
+        policy_of(BatchingConfig(policy="adaptve"))
+
+
+class Delayed(Unbatched):
+    """A user's own policy."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+
+
+def test_your_own_policy_receives_its_options() -> None:
+    target = f"{__file__}:Delayed"
+    assert policy_of(BatchingConfig(policy=target, options={"delay_s": 0.02})).delay_s == 0.02
+    with pytest.raises(ConfigError, match=r"batching\.policy: making .*:Delayed with options dely_s raised TypeError"):
+        policy_of(BatchingConfig(policy=target, options={"dely_s": 0.02}))
+    with pytest.raises(ConfigError, match=r"batching\.options: the policy 'fixed' takes none, found 'delay_s'"):
+        policy_of(BatchingConfig(policy="fixed", options={"delay_s": 0.02}))
 
 
 # ---- classes

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from penstock.core.batching.entry import INF, Entry
-from penstock.core.batching.queues import MAX_BYPASSES, Bucket, Ends
+from penstock.core.batching.queues import MAX_BYPASSES, Bucket, Expiries
 
 
 def entry(id: int, v: float, rows: int = 1, deadline: float = INF) -> Entry:
@@ -77,7 +77,7 @@ def test_one_batch_passes_over_a_bounded_number_of_misfits() -> None:
 
 
 def test_ends_come_in_order_whatever_the_order_of_arrival() -> None:
-    ends = Ends(waiting=1)
+    ends = Expiries(waiting=1)
     for i, t in enumerate((5.0, 3.0, 9.0, 1.0)):
         ends.add(entry(i, INF, deadline=t))
     assert ends.next() == 1.0
@@ -86,7 +86,7 @@ def test_ends_come_in_order_whatever_the_order_of_arrival() -> None:
 
 
 def test_ends_forget_what_left_the_queue() -> None:
-    ends = Ends(waiting=1)
+    ends = Expiries(waiting=1)
     gone, stays = entry(1, INF, deadline=1.0), entry(2, INF, deadline=2.0)
     ends.add(gone)
     ends.add(stays)
@@ -98,6 +98,6 @@ def test_ends_forget_what_left_the_queue() -> None:
 
 
 def test_entries_without_any_end_cost_nothing() -> None:
-    ends = Ends(waiting=1)
+    ends = Expiries(waiting=1)
     ends.add(entry(1, 5.0))
     assert ends.next() == INF

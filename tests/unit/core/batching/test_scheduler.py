@@ -193,7 +193,7 @@ def test_a_long_lived_head_does_not_keep_the_ends_of_those_that_left(bench: Make
         b.offer(10 + k, expires_s=b.now + 2000 + k)
         b.poll()
         b.complete(k + 1)
-    assert len(b.scheduler._room.ends._line) < 2000
+    assert len(b.scheduler._queue.expiries._line) < 2000
 
 
 # ---- cancel

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.batching.policies.make import make_policy
+from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.contracts import Observer, OnPart, TransportListener
 from penstock.core.engine.batcher import Batcher
@@ -99,7 +99,7 @@ def make_batcher(transport: FakeTransport) -> Callable[..., Batcher]:
         **keys: object,
     ) -> Batcher:
         config = BatchingConfig(**keys)  # type: ignore[arg-type]
-        policy = make_policy("adaptive", max_hold_s=0.0, slo_s=config.slo_s, timeout_s=config.timeout_s)
+        policy = Adaptive(0.0)
         scheduler = Scheduler(
             policy,
             max_batch_size=max_batch_size,

@@ -114,7 +114,7 @@ async def test_what_was_served_is_told_with_its_label_its_wait_and_its_latency(b
         def on_served(self, *what: Any) -> None:
             told.append(what)
 
-    b.batcher._teller = Notifier("m", "1", [Ear()])
+    b.batcher._notifier = Notifier("m", "1", [Ear()])
     calls = [b.submit(caller()) for _ in range(3)]
     for call, label in zip(calls, ("default", "", "1"), strict=True):
         call.label = label

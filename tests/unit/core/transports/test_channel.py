@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from penstock.core.transports.channel import Channel
-from penstock.core.wire import frames
+from penstock.core.wire import messages as frames
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ async def test_what_the_socket_does_not_take_at_once_is_sent_later_and_in_order(
     channel, peer, _, _ = pair
     sent = [(b"%d" % i, [bytes([i]) * 300_000]) for i in range(20)]
     for head, buffers in sent:
-        channel.send(frames.encode(head, buffers))
-    decoder, received = frames.Decoder(), []
+        channel.send(frames.frame_of(head, buffers))
+    decoder, received = frames.FrameDecoder(), []
     loop = asyncio.get_running_loop()
     while len(received) < len(sent):
         received += decoder.feed(await loop.sock_recv(peer, 2**20))
@@ -37,21 +37,21 @@ async def test_what_the_socket_does_not_take_at_once_is_sent_later_and_in_order(
 
 async def test_a_frame_with_more_to_come_leaves_with_the_next_or_when_it_must(pair):
     channel, peer, _, _ = pair
-    channel.send(frames.encode(b"one"), more=True)
+    channel.send(frames.frame_of(b"one"), more=True)
     with pytest.raises(BlockingIOError):
         peer.recv(1)
-    channel.send(frames.encode(b"two"))
-    channel.send(frames.encode(b"three"), more=True)
+    channel.send(frames.frame_of(b"two"))
+    channel.send(frames.frame_of(b"three"), more=True)
     channel.flush()
-    assert [f.head for f in frames.Decoder().feed(peer.recv(2**20))] == [b"one", b"two", b"three"]
+    assert [f.head for f in frames.FrameDecoder().feed(peer.recv(2**20))] == [b"one", b"two", b"three"]
 
 
 async def test_what_waits_for_more_keeps_its_place_behind_what_the_socket_does_not_take(pair):
     channel, peer, _, _ = pair
-    channel.send(frames.encode(b"large", [b"x" * 3_000_000]))
-    channel.send(frames.encode(b"one"), more=True)
-    channel.send(frames.encode(b"two"))
-    decoder, received = frames.Decoder(), []
+    channel.send(frames.frame_of(b"large", [b"x" * 3_000_000]))
+    channel.send(frames.frame_of(b"one"), more=True)
+    channel.send(frames.frame_of(b"two"))
+    decoder, received = frames.FrameDecoder(), []
     while len(received) < 3:
         received += decoder.feed(await asyncio.get_running_loop().sock_recv(peer, 2**20))
     assert [f.head for f in received] == [b"large", b"one", b"two"]
@@ -60,17 +60,17 @@ async def test_what_waits_for_more_keeps_its_place_behind_what_the_socket_does_n
 async def test_frames_are_received_and_the_end_is_told_once(pair):
     channel, peer, heard, ended = pair
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(peer, b"".join(map(bytes, frames.encode(b"one") + frames.encode(b"two", [b"x" * 10]))))
+    await loop.sock_sendall(peer, b"".join(map(bytes, frames.frame_of(b"one") + frames.frame_of(b"two", [b"x" * 10]))))
     peer.close()
     await ended.wait()
     assert [f.head for f in heard] == [b"one", b"two"]
-    channel.send(frames.encode(b"into the void"))  # not an error: who sends hears of the death soon
+    channel.send(frames.frame_of(b"into the void"))  # not an error: who sends hears of the death soon
 
 
 async def test_draining_takes_what_has_arrived_without_a_turn_of_the_loop(pair):
     channel, peer, heard, ended = pair
     for i in range(100):
-        peer.send(frames.encode(b"%d" % i)[0])
+        peer.send(frames.frame_of(b"%d" % i)[0])
     peer.close()
     channel.drain()
     assert len(heard) == 100
@@ -80,4 +80,4 @@ async def test_draining_takes_what_has_arrived_without_a_turn_of_the_loop(pair):
 async def test_a_peer_that_is_gone_does_not_raise(pair):
     channel, peer, _, _ = pair
     peer.close()
-    channel.send(frames.encode(b"late"))
+    channel.send(frames.frame_of(b"late"))

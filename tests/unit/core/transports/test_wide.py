@@ -12,7 +12,7 @@ import pytest
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
 from penstock.core.transports.wide import Wide
-from penstock.core.wire import frames
+from penstock.core.wire import messages as frames
 from penstock.core.wire.messages import FromWorker, Inbox, News, Part, Run, write
 from penstock.core.wire.slabs import SlabPool, lease
 from penstock.core.worker.loop import BatchRunner
@@ -62,7 +62,7 @@ class Stage:
 
     def send(self, pieces: list[Any]) -> None:
         inbox = Inbox(FromWorker, lambda *place: b"")
-        self.writes.append([inbox.read(frame) for frame in frames.Decoder().feed(b"".join(pieces))])
+        self.writes.append([inbox.read(frame) for frame in frames.FrameDecoder().feed(b"".join(pieces))])
         if any(isinstance(message, News) and message.let_go for message in self.writes[-1]):
             self.news.set()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.wire import frames
+from penstock.core.wire import messages as frames
 
 messages = st.lists(
     st.tuples(st.binary(max_size=200), st.lists(st.binary(max_size=300), max_size=4)), min_size=1, max_size=6
@@ -14,7 +14,7 @@ messages = st.lists(
 
 
 def stream_of(sent):
-    return b"".join(bytes(piece) for head, buffers in sent for piece in frames.encode(head, buffers))
+    return b"".join(bytes(piece) for head, buffers in sent for piece in frames.frame_of(head, buffers))
 
 
 @settings(max_examples=300, deadline=None)
@@ -22,7 +22,7 @@ def stream_of(sent):
 def test_any_cut_of_the_stream_gives_the_same_messages(sent, data):
     stream = stream_of(sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
-    decoder = frames.Decoder()
+    decoder = frames.FrameDecoder()
     received = []
     for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         received += decoder.feed(stream[start:stop])
@@ -32,7 +32,7 @@ def test_any_cut_of_the_stream_gives_the_same_messages(sent, data):
 @settings(max_examples=30, deadline=None)
 @given(messages)
 def test_single_bytes_give_the_same_messages(sent):
-    decoder = frames.Decoder()
+    decoder = frames.FrameDecoder()
     received = [f for byte in stream_of(sent) for f in decoder.feed(bytes([byte]))]
     assert [(f.head, [bytes(b) for b in f.buffers]) for f in received] == sent
 
@@ -40,7 +40,7 @@ def test_single_bytes_give_the_same_messages(sent):
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=400))
 def test_noise_gives_messages_or_a_frame_error_and_nothing_else(noise):
-    decoder = frames.Decoder(max_bytes=1000)
+    decoder = frames.FrameDecoder(max_bytes=1000)
     try:
         for frame in decoder.feed(noise):
             assert len(frame.head) + sum(map(len, frame.buffers)) <= len(noise)
@@ -49,7 +49,7 @@ def test_noise_gives_messages_or_a_frame_error_and_nothing_else(noise):
 
 
 def test_the_receive_buffer_may_be_reused():
-    decoder = frames.Decoder()
+    decoder = frames.FrameDecoder()
     buffer = bytearray(stream_of([(b"head", [b"large"])]))
     (frame,) = decoder.feed(buffer)
     buffer[:] = bytes(len(buffer))
@@ -58,7 +58,7 @@ def test_the_receive_buffer_may_be_reused():
 
 def test_large_buffers_are_sent_without_a_copy():
     large = bytes(100_000)
-    assert frames.encode(b"head", [large])[1] is large
+    assert frames.frame_of(b"head", [large])[1] is large
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_large_buffers_are_sent_without_a_copy():
 )
 def test_a_frame_that_is_announced_too_large_is_refused_before_memory_is_reserved(stream):
     with pytest.raises(frames.FrameError, match="expected at most"):
-        frames.Decoder(max_bytes=1000).feed(stream)
+        frames.FrameDecoder(max_bytes=1000).feed(stream)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.core.wire import frames
+from penstock.core.wire import messages as frames
 from penstock.core.wire.messages import (
     Failed,
     FromWorker,
@@ -38,7 +38,7 @@ def across(message, outbox, kind, pool=None):
         data = pool.memory[offset : offset + length]
         return bytearray(data) if writable else data
 
-    (frame,) = frames.Decoder().feed(b"".join(map(bytes, write(message, outbox.buffers))))
+    (frame,) = frames.FrameDecoder().feed(b"".join(map(bytes, write(message, outbox.buffers))))
     return Inbox(kind, resolve).read(frame)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from math import ceil
 
+from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import INF, Entry
 from penstock.core.batching.policies.base import Choice, Drop, Running, Take, View, WaitUntil
 
@@ -97,6 +98,11 @@ class Adaptive:
         self._peak = 0.0  # recent peak of the rows inside: the clients of a closed loop
         self._batch = 1.0  # n*, for people
         self._holds = {"stagger": 0, "regroup": 0}
+
+    @classmethod
+    def of(cls, config: BatchingConfig) -> Adaptive:
+        """The policy that `[models.NAME.batching]` describes; max_hold_s "auto" sets no cap."""
+        return cls(None if config.max_hold_s == "auto" else config.max_hold_s)
 
     # ---- learning
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import Entry
 from penstock.core.batching.policies.base import Choice, Running, Take, View, WaitUntil
 
@@ -14,6 +15,17 @@ class Fixed:
 
     def __init__(self, max_hold_s: float = DEFAULT_DELAY_S) -> None:
         self.max_hold_s = max_hold_s
+
+    @classmethod
+    def of(cls, config: BatchingConfig) -> Fixed:
+        """The policy that `[models.NAME.batching]` describes.
+
+        With max_hold_s "auto" the delay is 0.1 s, and at most half of the latency target: a longer one would only
+        produce late answers.
+        """
+        if config.max_hold_s == "auto":
+            return cls(min(DEFAULT_DELAY_S, (config.slo_s or config.timeout_s) / 2))
+        return cls(config.max_hold_s)
 
     def on_arrival(self, entry: Entry, now: float) -> None:
         pass

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import Entry
 from penstock.core.batching.policies.base import Choice, Running, Take, View
 
 
 class Unbatched:
     """One request a batch, as soon as a slot is idle."""
+
+    @classmethod
+    def of(cls, config: BatchingConfig) -> Unbatched:
+        """No key of `[models.NAME.batching]` matters."""
+        return cls()
 
     def on_arrival(self, entry: Entry, now: float) -> None:
         pass

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.engine.peek import bucket_rule, rows_rule
+from penstock.core.engine.rules import bucket_rule, rows_rule
 from penstock.core.wire.slabs import SlabPool
 from penstock.errors import BadRequest, ConfigError
 from penstock.serving.protocols.oip_binary import encode_request

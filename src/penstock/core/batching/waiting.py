@@ -1,4 +1,10 @@
-"""Room: all that waits. Buckets, split requests, re-runs, and the ends of waiting; every request leaves it once."""
+"""WaitingQueue: all waiting requests, as buckets, parts of split requests, re-runs and expiry times.
+
+A request larger than the batch, or than the room left in it, is cut into parts. A part is an Entry with the request's
+id, `parent` the request and `start` its first row. A split request ends when all its rows are answered. Once a part has
+failed or expired, or the caller has left, it ends as soon as no part runs, because a worker may still read its payload;
+its waiting parts are purged at once. Every request leaves the queue exactly once.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,48 @@ from collections import deque
 from heapq import heappop, heappush
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from penstock.core.batching.entry import INF, Entry, Event, Expire, Fail
-from penstock.core.batching.queues import Bucket, Ends
-from penstock.core.batching.split import Split, cut, cut_off
-from penstock.core.batching.states import SOURCES, EntryState, move
+from penstock.core.batching.entry import INF, SOURCES, Entry, EntryState, Event, Expire, Fail, move
+from penstock.core.batching.queues import Bucket, Expiries
 
 FILL = 8  # a request is cut where more than this part of a batch would stay empty: each part costs a decoding
 
-_WAITING, _RUNNING = int(EntryState.WAITING), int(EntryState.RUNNING)
+_WAITING, _RUNNING, _DONE = int(EntryState.WAITING), int(EntryState.RUNNING), int(EntryState.DONE)
 _RUNNABLE = SOURCES[EntryState.RUNNING]
+
+
+class SplitRequest(Struct, eq=False):
+    """A split request: its waiting parts, how many run, rows not answered yet. `over`: nothing more is to run;
+    `verdict` is then the event that ends it, None if the batch that ends it reports it."""
+
+    root: Entry
+    waiting: list[Entry]
+    running: int = 0
+    rows_left: int = 0
+    over: bool = False
+    verdict: Event | None = None
+
+
+def cut(entry: Entry, rows: int) -> list[Entry]:
+    """Parts of at most `rows` rows, in row order, of a request or of a part that has become too large."""
+    return [_part(entry, k, min(rows, entry.rows - k)) for k in range(0, entry.rows, rows)]
+
+
+def cut_off(entry: Entry, rows: int) -> list[Entry]:
+    """The first `rows` rows of a request or of a part, and the rest."""
+    return [_part(entry, 0, rows), _part(entry, rows, entry.rows - rows)]
+
+
+def _part(entry: Entry, start: int, rows: int) -> Entry:
+    return replace(
+        entry,
+        rows=rows,
+        nbytes=0,
+        parent=entry.parent or entry,
+        start=entry.start + start,
+        state=int(EntryState.NEW),
+    )
 
 
 class Rerun(Struct, eq=False):
@@ -26,7 +64,7 @@ class Rerun(Struct, eq=False):
     avoid: int
 
 
-class Room:
+class WaitingQueue:
     """The waiting entries of one Scheduler. No entry has more than `max_rows` rows: larger ones wait as parts.
 
     `events` collects what the next poll has to tell. `waiting` are the requests that wait, at least in part. `dirty`
@@ -40,12 +78,12 @@ class Room:
         self.nbytes = 0
         self.reruns: deque[Rerun] = deque()
         self._rerun_rows = self._most_rows = 0  # of all re-runs: now, and at most since there were none
-        self.ends = Ends(_WAITING)
+        self.expiries = Expiries(_WAITING)
         self.events: list[Event] = []
         self.dirty: dict[str, None] = {}
         self.buckets: dict[str, Bucket] = {}  # none is empty
         self._heads: list[tuple[float, int, str]] = []  # heap of bucket heads; stale ones are skipped
-        self._splits: dict[int, Split] = {}
+        self._splits: dict[int, SplitRequest] = {}
         self._rerun_of: dict[int, Rerun] = {}  # id() of an entry -> the half that holds it
         self._seq = 0
 
@@ -73,7 +111,7 @@ class Room:
             bucket = self.buckets[name] = Bucket(name)
         if bucket.push(entry):
             heappush(self._heads, (entry.vdeadline_s, entry.seq, name))
-        self.ends.add(entry)
+        self.expiries.add(entry)
         if entry.deadline_s != INF:
             self.dirty[name] = None
 
@@ -82,7 +120,7 @@ class Room:
         root = entry.parent or entry
         split = self._splits.get(root.id)
         if split is None:
-            split = self._splits[root.id] = Split(root, [], rows_left=root.rows)
+            split = self._splits[root.id] = SplitRequest(root, [], rows_left=root.rows)
         if entry.parent is not None:
             split.waiting.remove(entry)
         move([entry], EntryState.SPLIT)
@@ -100,7 +138,7 @@ class Room:
                 bucket.remove(entry)
                 for part in reversed(self._cut(entry, cut(entry, max_rows))):
                     bucket.push_back(part)
-                    self.ends.add(part)
+                    self.expiries.add(part)
             self._touch(bucket)
         for rerun in self.reruns:
             fitting: list[Entry] = []
@@ -111,7 +149,7 @@ class Room:
                 del self._rerun_of[id(entry)]
                 for part in self._cut(entry, cut(entry, max_rows)):
                     self._rerun_of[id(part)] = rerun
-                    self.ends.add(part)
+                    self.expiries.add(part)
                     fitting.append(part)
             rerun.entries = fitting
 
@@ -130,7 +168,7 @@ class Room:
             small = e.rows <= self.max_rows  # else the ceiling sank while it ran
             fitting += [e] if small else self._cut(e, cut(e, self.max_rows))
         for e in fitting:
-            self.ends.add(e)
+            self.expiries.add(e)
         if halves:
             size = -(-len(fitting) // halves)
             self._most_rows = self._most_rows if self._rerun_rows else 0
@@ -178,7 +216,7 @@ class Room:
             part, rest = self._cut(large, cut_off(large, left))
             entries.append(part)
             bucket.push_back(rest)
-            self.ends.add(rest)
+            self.expiries.add(rest)
         self._touch(bucket)
         return self._run(entries)
 
@@ -230,9 +268,10 @@ class Room:
 
     def answered(self, entries: list[Entry], failed: frozenset[int]) -> list[int]:
         """Ends entries that ran. Returns the ids of the split requests that ended with them."""
-        move(entries, EntryState.DONE)
         ended = []
         for part in entries:
+            assert part.state == _RUNNING, f"entry {part!r} cannot become DONE"
+            part.state = _DONE
             if part.parent is None:
                 continue
             split = self._splits[part.id]
@@ -248,12 +287,11 @@ class Room:
 
     # ---- out, without an answer
 
-    def due(self, now: float) -> None:
-        """Ends what waits past its deadline or timeout."""
-        for e in self.ends.due(now):
+    def expire(self, now: float) -> None:
+        """Ends requests that have waited past their deadline or timeout."""
+        for e in self.expiries.due(now):
             if e.state == _WAITING:  # else purged a moment ago, with another part of its request
                 self.drop(e, Expire(e.id, "timeout" if e.expires_s < e.deadline_s else "expired"))
-        self.ends.compact(len(self.waiting))
 
     def drop(self, entry: Entry, verdict: Event) -> None:
         """Ends a request, of which `entry` waits, with an event."""
@@ -265,7 +303,7 @@ class Room:
         else:
             self._remove(entry)
             self._left(entry)
-            self._tell(verdict)
+            self._emit(verdict)
 
     def cancel(self, id: int) -> bool:
         """True: the request waited and is gone. False: a part of it runs (it ends later), or it does not wait."""
@@ -286,7 +324,7 @@ class Room:
     def lose(self, entries: list[Entry], died: bool, retry: bool) -> list[Entry]:
         """The entries of a batch without an answer that may run again. If their worker `died` on them, those that were
         in a death before fail, and all of them without `retry`."""
-        again: list[tuple[Entry, Split | None]] = []
+        again: list[tuple[Entry, SplitRequest | None]] = []
         for e in entries:
             split = self._splits[e.id] if e.parent is not None else None
             if split is not None:
@@ -298,7 +336,7 @@ class Room:
             move([e], EntryState.DROPPED)
             fail = Fail(e.id, "worker_died")
             if split is None:
-                self._tell(fail)
+                self._emit(fail)
                 continue
             if not split.over:
                 self._purge(split, fail)
@@ -328,7 +366,7 @@ class Room:
         if self.waiting.pop(request.id, None) is not None:
             self.nbytes -= request.nbytes
 
-    def _purge(self, split: Split, verdict: Event | None) -> None:
+    def _purge(self, split: SplitRequest, verdict: Event | None) -> None:
         """Ends the waiting of all parts. The request is to be closed as soon as nothing of it runs."""
         for part in split.waiting:
             self._remove(part)
@@ -336,11 +374,11 @@ class Room:
         self._left(split.root)
         split.over, split.verdict = True, verdict
 
-    def _close(self, split: Split) -> None:
+    def _close(self, split: SplitRequest) -> None:
         del self._splits[split.root.id]
         move([split.root], EntryState.DROPPED if split.over else EntryState.DONE)
         if split.verdict is not None:
-            self._tell(split.verdict)
+            self._emit(split.verdict)
 
-    def _tell(self, verdict: Event) -> None:
+    def _emit(self, verdict: Event) -> None:
         self.events.append(verdict)
