@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
     from penstock.streamer.model import ManagedModel as ManagedModel
-    from penstock.streamer.redis.streamer import RedisStreamer as RedisStreamer
-    from penstock.streamer.redis.workers import RedisWorker as RedisWorker
-    from penstock.streamer.redis.workers import run_redis_workers_forever as run_redis_workers_forever
+    from penstock.streamer.redis.client import RedisStreamer as RedisStreamer
+    from penstock.streamer.redis.serve import RedisWorker as RedisWorker
+    from penstock.streamer.redis.serve import run_redis_workers_forever as run_redis_workers_forever
 
 from penstock._version import __version__ as __version__
 
@@ -66,13 +66,13 @@ _LAZY = {
     "ManagedModel": "penstock.streamer.model",
     "Pipeline": "penstock.pipeline.builder",
     "Portal": "penstock.core.engine.portal",
-    "RedisStreamer": "penstock.streamer.redis.streamer",
-    "RedisWorker": "penstock.streamer.redis.workers",
+    "RedisStreamer": "penstock.streamer.redis.client",
+    "RedisWorker": "penstock.streamer.redis.serve",
     "Streamer": "penstock.streamer.local",
     "ThreadedStreamer": "penstock.streamer.local",
     "metrics": "penstock.metrics",
     "model": "penstock.core.worker.python_model",
-    "run_redis_workers_forever": "penstock.streamer.redis.workers",
+    "run_redis_workers_forever": "penstock.streamer.redis.serve",
 }
 
 

@@ -193,3 +193,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the most similar known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs an extra from a checkout: Penstock is on no package index."""
+    return f"pip install '.[{extra}]'"

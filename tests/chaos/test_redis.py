@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, PenstockError, QueueFull, WorkerDied
-from penstock.streamer.redis.streamer import RedisStreamer
+from penstock.streamer.redis.client import RedisStreamer
 
 QUEUE = "{penstock:}:queue"
 APP = """

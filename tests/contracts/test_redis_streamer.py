@@ -251,11 +251,11 @@ def test_pain_9_queues_are_bounded_and_calls_have_deadlines(
     assert small.statistics()["waiting"] == 0
 
 
-def test_a_call_of_more_than_the_queue_may_hold_is_sent_in_pieces(
-    start: Start, face: ModuleType, models: ModuleType
+def test_a_call_larger_than_the_queue_is_sent_in_chunks(
+    start: Start, face: ModuleType, models: ModuleType, broker: str
 ) -> None:
-    made = start(models.double, 64)
-    with face.RedisStreamer(made._redis_broker, made._prefix, max_queue=100) as streamer:
+    prefix = start(models.double, 64)._model.removeprefix("redis:")
+    with face.RedisStreamer(broker, prefix, max_queue=100) as streamer:
         assert streamer.predict(range(1000)) == [2 * n for n in range(1000)]
 
 

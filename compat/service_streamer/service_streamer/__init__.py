@@ -1,4 +1,21 @@
-"""service_streamer's names, answered by Penstock. See `penstock.streamer.service_streamer`."""
+"""The names of service_streamer, implemented by Penstock and loaded on first use."""
 
-from penstock.streamer.service_streamer import __all__ as __all__
-from penstock.streamer.service_streamer import __getattr__ as __getattr__
+from __future__ import annotations
+
+import penstock
+
+__all__ = [
+    "Future",
+    "ManagedModel",
+    "RedisStreamer",
+    "RedisWorker",
+    "Streamer",
+    "ThreadedStreamer",
+    "run_redis_workers_forever",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(penstock, name)

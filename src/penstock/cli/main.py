@@ -24,7 +24,7 @@ _VERBS = {
     "simulate": "penstock.cli.simulate:simulate",
     "torchserve": "penstock.torchserve.cli.torchserve:torchserve",
     "tune": "penstock.cli.tune:tune",
-    "worker": "penstock.cli.worker:worker",
+    "worker": "penstock.streamer.redis.cli:worker",
 }
 
 

@@ -1,34 +1,35 @@
-"""What all streamers share: calls from threads, greenlets and coroutines, on one portal."""
+"""BaseStreamer: the calls that all streamers share, the errors that callers receive, and calls larger than a queue."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, Self
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn, Protocol, Self
 
+from penstock.core.contracts import Ticket
 from penstock.core.engine.inbox import PortalBackend
 from penstock.core.engine.portal import Portal
-from penstock.core.engine.waiters import Future, all_items, every_item
-from penstock.errors import DeadlineExceeded
-from penstock.streamer.errors import tell, told
-from penstock.types import ItemResult
+from penstock.core.engine.waiters import Future
+from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
+from penstock.types import Item, ItemResult, Sink
 
-WORKER_MODULES = (
-    "penstock.core.transports.child",
-)  # what the `__main__` of a worker process is while it loads a model
+WORKER_MODULES = ("penstock.core.transports.child",)  # `__main__` of a worker process while it loads a model
+CHUNKS_IN_FLIGHT = 2  # the workers run the second chunk while the client receives the results of the first
 
 
 class StreamerBackend(PortalBackend, Protocol):
-    """What stands behind a streamer."""
+    """The backend of a streamer."""
 
     async def ready(self) -> None:
-        """Returns when requests are answered. Raises why they are not."""
+        """Waits until the backend can answer requests. Raises the error that prevents it."""
         ...
 
 
-class _Streamer:
-    """One model for the threads of a program. `worker_timeout` bounds `predict`, in seconds; None: nothing does."""
+class BaseStreamer:
+    """One model, called from threads, greenlets and coroutines. `worker_timeout` in seconds bounds `predict`."""
 
     def __init__(self, portal: Portal, model: str, worker_timeout: float | None) -> None:
         self._portal = portal
@@ -49,30 +50,29 @@ class _Streamer:
         deadline: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """The results of the items of `batch`, in order. The items share batches with those of other calls.
+        """The results of the items of `batch`, in order. The items share batches with items of other calls.
 
-        `deadline`: seconds from now, after which it is no use. `priority` 0, 1, 2 ...: the higher, the longer it may
-        wait for others. Raises the error of the first item that failed; with `return_exceptions` errors stand in the
-        place of results. Raises DeadlineExceeded, a TimeoutError, after `worker_timeout`; QueueFull at once.
+        `deadline`: seconds from now after which the result is useless. `priority` 0, 1, 2 ...: a higher class may wait
+        longer than a lower one. Raises the error of the first failed item; with `return_exceptions`, errors replace the
+        results of failed items. Raises DeadlineExceeded, a TimeoutError, after `worker_timeout`; QueueFull at once.
         """
-        items = _listed(batch)
-        timeout_s = _shorter(self._worker_timeout, deadline)
+        items = _to_list(batch)
         try:
             values = self._portal.predict(
                 self._model,
                 items,
                 budget_s=deadline,
-                priority=_class(priority),
-                timeout_s=timeout_s,
+                priority=_checked_priority(priority),
+                timeout_s=_shorter(self._worker_timeout, deadline),
                 return_exceptions=True,
             )
         except Exception as e:
-            tell(self._excused(e))
-        return _told_all(values) if return_exceptions else _or_raise(values)
+            raise_for_caller(self._explain_timeout(e))
+        return _values(values, return_exceptions)
 
     def submit(self, batch: Iterable[Any], *, priority: int = 0, deadline: float | None = None) -> Future:
         """A future of what `predict` returns or raises; it can be awaited too. Only `deadline` bounds its wait."""
-        return self._submit(_listed(batch), priority, deadline, _all_told)
+        return self._submit(_to_list(batch), priority, deadline, return_exceptions=False)
 
     async def apredict(
         self,
@@ -82,38 +82,38 @@ class _Streamer:
         deadline: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """`predict` for coroutines: the loop goes on meanwhile. A cancelled call leaves the queue."""
-        future = self._submit(_listed(batch), priority, deadline, _every_told if return_exceptions else _all_told)
+        """`predict` for coroutines. Cancelling the call removes its queued items from the queue."""
+        future = self._submit(_to_list(batch), priority, deadline, return_exceptions)
         timeout_s = _shorter(self._worker_timeout, deadline)
         try:
-            async with asyncio.timeout(timeout_s) as bound:
+            async with asyncio.timeout(timeout_s) as timeout:
                 values: list[Any] = await future
         except TimeoutError:
-            if not bound.expired():
+            if not timeout.expired():
                 raise
-            tell(self._excused(DeadlineExceeded(f"there was no answer within {timeout_s:g} s")))
+            raise_for_caller(self._explain_timeout(DeadlineExceeded(f"there was no answer within {timeout_s:g} s")))
         return values
 
-    def _submit(self, items: list[Any], priority: int, deadline: float | None, convert: Any) -> Future:
+    def _submit(self, items: list[Any], priority: int, deadline: float | None, return_exceptions: bool) -> Future:
+        convert = partial(_convert, return_exceptions=return_exceptions)
         if not items:
             future = Future(lambda *_: None, convert)
             future(ItemResult([]))
             return future
-        return self._portal.submit_many(
-            self._model, items, budget_s=deadline, priority=_class(priority), convert=convert
-        )
+        priority = _checked_priority(priority)
+        return self._portal.submit_many(self._model, items, budget_s=deadline, priority=priority, convert=convert)
 
     def statistics(self) -> dict[str, object]:
-        """What has been learned of the model, and done with its requests."""
+        """The learned batch costs and the request counters of the model."""
         return self._portal.statistics(self._model)
 
     def destroy_workers(self) -> None:
-        """Answers what was accepted, at most for `worker_timeout`, and ends the workers. Idempotent."""
+        """Answers accepted requests, for at most `worker_timeout`, and ends the workers. Idempotent."""
         self._portal.close(30.0 if self._worker_timeout is None else self._worker_timeout)
 
     def _wait_for_worker_ready(self, timeout: float | None = None) -> None:
-        """Returns when the workers are ready. Raises what their model raised; DeadlineExceeded after `timeout`, without
-        one after `worker_timeout`."""
+        """Waits until the workers are ready. Raises the model's own error; DeadlineExceeded after `timeout`, which
+        defaults to `worker_timeout`."""
 
         async def ready(backend: StreamerBackend) -> None:
             await backend.ready()
@@ -121,14 +121,13 @@ class _Streamer:
         try:
             self._portal.call(ready, timeout_s=self._worker_timeout if timeout is None else timeout)
         except Exception as e:
-            tell(self._excused(e))
+            raise_for_caller(self._explain_timeout(e))
 
     def _loading(self) -> bool:
-        """Whether the model is being loaded: known where the workers are the streamer's own."""
+        """Whether the model is still loading. Known only to a streamer with its own workers."""
         return False
 
-    def _excused(self, error: Exception) -> Exception:
-        """The error, with the reason of a timeout if it is known."""
+    def _explain_timeout(self, error: Exception) -> Exception:
         if isinstance(error, DeadlineExceeded) and self._loading():
             return DeadlineExceeded(f"{error.message}: the model is still being loaded", detail=error.detail)
         return error
@@ -137,13 +136,13 @@ class _Streamer:
 def in_worker() -> bool:
     """Whether this process is a worker that is loading a model.
 
-    A streamer that the model's module makes at import must not start workers there, which would import it again.
+    A streamer created while the model's module is imported must not start workers there: they would import it again.
     """
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec is not None and spec.name in WORKER_MODULES
 
 
-def _listed(batch: Iterable[Any]) -> list[Any]:
+def _to_list(batch: Iterable[Any]) -> list[Any]:
     if type(batch) is list:
         return batch
     if isinstance(batch, (str, bytes, bytearray, memoryview, Mapping)):
@@ -151,7 +150,7 @@ def _listed(batch: Iterable[Any]) -> list[Any]:
     return list(batch)
 
 
-def _class(priority: int) -> int:
+def _checked_priority(priority: int) -> int:
     if priority < 0:
         raise ValueError(f"priority: expected 0 or more, found {priority}")
     return priority
@@ -161,24 +160,125 @@ def _shorter(a: float | None, b: float | None) -> float | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def _or_raise(values: list[Any]) -> list[Any]:
+# ---- errors for callers in the same process
+
+
+class WorkerTraceback(Exception):
+    """The cause of an error raised in a worker. Its text is the worker's traceback."""
+
+    def __str__(self) -> str:
+        return f"in the worker\n{self.args[0]}"
+
+
+def error_for_caller(error: Exception) -> Exception:
+    """A copy of `error` for one caller, with the text of the model's own error and the worker's traceback as cause.
+
+    The text stays in this process, so it needs no redaction, unlike errors sent over HTTP.
+    """
+    if not isinstance(error, PenstockError):
+        return error
+    message, last = error.message, _last_line(error.detail)
+    kind = message.rpartition(" ")[2]
+    if last.partition(":")[0].rpartition(".")[2] == kind:  # "the model raised ValueError"
+        message = message.removesuffix(kind) + last
+    elif last and last not in message and message not in last:
+        message = f"{message}: {last}"
+    copy = type(error)(message, retry_after_s=error.retry_after_s, detail=error.detail)
+    if error.detail.startswith("Traceback"):
+        copy.__cause__ = WorkerTraceback(error.detail.rstrip())
+    return copy
+
+
+def raise_for_caller(error: Exception) -> NoReturn:
+    """Raises `error_for_caller(error)`."""
+    copy = error_for_caller(error)
+    raise copy from copy.__cause__
+
+
+def _last_line(detail: str) -> str:
+    """The text after the last frame of a traceback, such as `ValueError: too long`; any other text unchanged."""
+    lines = detail.rstrip().split("\n")
+    last_frame = max((i for i, line in enumerate(lines) if line.startswith("  ")), default=-1)
+    return "\n".join(lines[last_frame + 1 :])
+
+
+def _values(values: list[Any], return_exceptions: bool) -> list[Any]:
+    if return_exceptions:
+        return [error_for_caller(value) if isinstance(value, Exception) else value for value in values]
     for value in values:
         if isinstance(value, Exception):
-            tell(value)
+            raise_for_caller(value)
     return values
 
 
-def _told_all(values: list[Any]) -> list[Any]:
-    return [told(value) if isinstance(value, Exception) else value for value in values]
-
-
-def _every_told(result: ItemResult) -> list[Any]:
+def _convert(result: ItemResult, return_exceptions: bool) -> list[Any]:
     if result.error is not None:
-        raise told(result.error)
-    return _told_all(every_item(result))
+        raise_for_caller(result.error)
+    return _values(result.body, return_exceptions)
 
 
-def _all_told(result: ItemResult) -> list[Any]:
-    if result.error is not None:
-        raise told(result.error)
-    return all_items(ItemResult(_told_all(result.body)))
+# ---- calls larger than the queue
+
+Submit = Callable[[Item, Sink, float | None, int], Ticket]
+
+
+class ChunkedCall:
+    """Ticket of a call with more items than the queue may hold. It sends the items in chunks.
+
+    The sink receives one answer: all values in order, or the first error of a whole chunk. When other callers fill the
+    queue, the call waits for a chunk in flight, and fails only if it has none.
+    """
+
+    def __init__(
+        self, submit: Submit, item: Item, sink: Sink, chunk_rows: int, budget_s: float | None, priority: int
+    ) -> None:
+        """Raises what `submit` raises for the first chunk."""
+        self._submit = submit
+        self._values: list[Any] = item.payload
+        self._sink = sink
+        self._chunk_rows = chunk_rows
+        self._deadline_s = None if budget_s is None else time.monotonic() + budget_s
+        self._priority = priority
+        self._next = 0  # index of the first unsent item
+        self._in_flight: dict[int, Ticket] = {}  # by index of the chunk's first item
+        self._results: dict[int, list[Any]] = {}
+        self._finished = False
+        self._send()
+
+    def cancel(self) -> None:
+        """See `Ticket.cancel`."""
+        self._finished = True
+        tickets, self._in_flight = self._in_flight, {}
+        for ticket in tickets.values():
+            ticket.cancel()
+
+    def _send(self) -> None:
+        while self._next < len(self._values) and len(self._in_flight) < CHUNKS_IN_FLIGHT:
+            start = self._next
+            values = self._values[start : start + self._chunk_rows]
+            budget_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
+            item = Item(values, rows=len(values), many=True)
+            try:
+                self._in_flight[start] = self._submit(item, partial(self._receive, start), budget_s, self._priority)
+            except QueueFull:
+                if not self._in_flight:
+                    raise
+                return
+            self._next = start + len(values)
+
+    def _receive(self, start: int, result: ItemResult) -> None:
+        if self._finished or not result.final:
+            return
+        del self._in_flight[start]
+        if result.error is None:
+            self._results[start] = result.body
+            try:
+                self._send()
+            except PenstockError as e:
+                result = ItemResult(error=e)
+        if result.error is not None:
+            self.cancel()
+            self._sink(result)
+        elif not self._in_flight:
+            self._finished = True
+            self._sink(ItemResult([value for _, values in sorted(self._results.items()) for value in values]))

@@ -1,4 +1,4 @@
-"""ThreadedStreamer and Streamer: the model runs in threads of this program, or in processes that it starts."""
+"""ThreadedStreamer and Streamer: the model runs in a thread of this program, or in processes that it starts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.portal import Portal
 from penstock.core.transports.launch import pack_target
 from penstock.core.worker.spec import Wrapped
-from penstock.streamer.base import _Streamer, in_worker
+from penstock.streamer.backend import LocalBackend
+from penstock.streamer.base import BaseStreamer, in_worker
 from penstock.streamer.model import StreamerModel
-from penstock.streamer.pool import Pool
 
-MAX_QUEUE = 65_536  # items: a loop of many thousands of `submit` needs no other bound
-NEVER_S = 1e7  # without `timeout_s`: a future may wait for as long as it takes
-HANGS = 3  # times `worker_timeout` is the longest run of a batch
+MAX_QUEUE = 65_536  # items: enough for a loop of many thousands of `submit`
+NEVER_S = 1e7  # without `timeout_s`, a future may wait without limit
+RUN_TIMEOUT_FACTOR = 3  # times `worker_timeout` is the longest run of a batch
 
 WRAPPER = f"{StreamerModel.__module__}:{StreamerModel.__qualname__}"
 
 
-class _LocalStreamer(_Streamer):
-    """A streamer with workers of its own."""
+class LocalStreamer(BaseStreamer):
+    """A streamer with its own workers."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class _LocalStreamer(_Streamer):
         arguments: dict[str, Any] | None = None,
         **keys: Any,
     ) -> None:
-        """`arguments` are those of the wrapper, `keys` those of ModelConfig."""
+        """Public keyword arguments, plus `arguments` of StreamerModel and `keys` of ModelConfig."""
         for name, number in (("batch_size", batch_size), ("max_queue", 1 if max_queue is None else max_queue)):
             check_count(name, number)
         for name, seconds in (("worker_timeout", worker_timeout), ("slo_s", slo_s), ("timeout_s", timeout_s)):
@@ -54,7 +54,7 @@ class _LocalStreamer(_Streamer):
             slo_s=slo_s,
             timeout_s=NEVER_S if timeout_s is None else timeout_s,
             max_queue=max_queue or MAX_QUEUE,
-            run_timeout_s=NEVER_S if worker_timeout is None else HANGS * worker_timeout,
+            run_timeout_s=NEVER_S if worker_timeout is None else RUN_TIMEOUT_FACTOR * worker_timeout,
         )
         config = ModelConfig(target=name, batching=batching, **keys)
         target: Any = Wrapped(given, WRAPPER, arguments or {})
@@ -62,28 +62,28 @@ class _LocalStreamer(_Streamer):
             target = pack_target(target)
         sys_path = [path for path in sys.path if path]
         queued = max_queue or MAX_QUEUE
-        self._pool: Pool | None = None  # of this process
+        self._backend: LocalBackend | None = None  # of this process
 
-        def make() -> Pool:
+        def make() -> LocalBackend:
             if in_worker():
                 raise RuntimeError(
-                    "a worker that imports its model's module called the streamer that is made there, and would start "
-                    "workers of its own without end: make that call in a function, or under if __name__ == '__main__'"
+                    "the model's module calls a streamer while a worker imports it, so that workers would start "
+                    "workers of their own without end: call it in a function, or under if __name__ == '__main__'"
                 )
-            self._pool = Pool(name, config, target, sys_path, queued)
-            return self._pool
+            self._backend = LocalBackend(name, config, target, sys_path, queued)
+            return self._backend
 
         super().__init__(Portal(make=make, lazy=in_worker(), word="streamer"), name, worker_timeout)
 
     def _loading(self) -> bool:
-        return self._pool is not None and self._pool.loading
+        return self._backend is not None and self._backend.loading
 
 
-class ThreadedStreamer(_LocalStreamer):
-    """Batches of the calls of all threads, run by one thread of this program.
+class ThreadedStreamer(LocalStreamer):
+    """Batches the calls of all threads and runs them in one thread of this program.
 
-    `predict_function` gets a list of at most `batch_size` items and gives back as many results. `max_latency`: the
-    most seconds an item is held while the worker is idle; one that comes alone is not held.
+    `predict_function` receives a list of at most `batch_size` items and returns one result per item. `max_latency` is
+    the longest time in seconds that an item waits for others while the worker is idle; a lone item does not wait.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ThreadedStreamer(_LocalStreamer):
         timeout_s: float | None = None,
         max_queue: int | None = None,
     ) -> None:
-        """Raises ValueError, TypeError. The further keys are those of `[models.NAME.batching]`."""
+        """Public keyword arguments; the last three belong to `[models.NAME.batching]`. Raises ValueError, TypeError."""
         check_callable("predict_function", predict_function)
         super().__init__(
             predict_function,
@@ -111,11 +111,12 @@ class ThreadedStreamer(_LocalStreamer):
         )
 
 
-class Streamer(_LocalStreamer):
-    """Batches of the calls of all threads, run by `worker_num` processes, worker i on `cuda_devices[i % n]`.
+class Streamer(LocalStreamer):
+    """Batches the calls of all threads and runs them in `worker_num` processes, worker i on `cuda_devices[i % n]`.
 
-    `predict_function_or_model` is a function of a module, or a class like ManagedModel, of which each worker makes its
-    own. The workers start at once, in the background: the first call waits for them, or `wait_for_worker_ready` does.
+    `predict_function_or_model` is a module-level function, or a class like ManagedModel, which each worker
+    instantiates. The workers start at once in the background: the first call waits for them, unless
+    `wait_for_worker_ready` makes the constructor wait.
     """
 
     def __init__(
@@ -135,8 +136,8 @@ class Streamer(_LocalStreamer):
         timeout_s: float | None = None,
         max_queue: int | None = None,
     ) -> None:
-        """Raises ValueError, TypeError, LoadFailed for what cannot be sent to a process; with `wait_for_worker_ready`
-        what the model raises."""
+        """Public keyword arguments, in the order of service_streamer. Raises ValueError, TypeError; LoadFailed if the
+        model cannot be sent to a process; with `wait_for_worker_ready` also the model's own error."""
         check_callable("predict_function_or_model", predict_function_or_model)
         check_count("worker_num", worker_num)
         check_start_method(mp_start_method)
@@ -165,22 +166,22 @@ class Streamer(_LocalStreamer):
 
 
 def check_start_method(method: str) -> None:
-    """Raises ValueError for what is no start method; warns of those that are not done."""
+    """Raises ValueError for an unknown start method; warns that any other than "spawn" has no effect."""
     if method not in ("spawn", "fork", "forkserver"):
         raise ValueError(f"mp_start_method: expected 'spawn', 'fork' or 'forkserver', found {method!r}")
     if method != "spawn":
         warnings.warn(
-            f"penstock: workers are started as with mp_start_method='spawn', not {method!r}: they import the module of "
-            "the model anew and see nothing that this process has changed since its own import",
+            f"penstock: workers start as with mp_start_method='spawn', not {method!r}: they import the module of the "
+            "model anew and do not see changes that this process has made since its own import",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def device_of(number: int | str) -> str:
-    """The device with that number of `cuda_devices`. Raises ValueError.
+    """The engine's name of an entry of `cuda_devices`. Raises ValueError.
 
-    It is a number of the machine, as in CUDA_VISIBLE_DEVICES. The engine counts the devices that this process sees.
+    The entry numbers the devices of the machine, as CUDA_VISIBLE_DEVICES does; the engine numbers the visible devices.
     """
     text = str(number)
     if not text.isdecimal():
@@ -190,7 +191,7 @@ def device_of(number: int | str) -> str:
 
 
 def check_count(name: str, number: int) -> None:
-    """Raises TypeError, ValueError for what is no number of things."""
+    """Raises TypeError, ValueError unless `number` is a whole number from 1."""
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{name}: expected a whole number, found {number!r}")
     if number < 1:
@@ -198,6 +199,6 @@ def check_count(name: str, number: int) -> None:
 
 
 def check_callable(name: str, given: object) -> None:
-    """Raises TypeError for what can be no model."""
+    """Raises TypeError unless `given` is callable."""
     if not callable(given):
         raise TypeError(f"{name}: expected a function of a list, or a class like ManagedModel, found {given!r}")

@@ -1,4 +1,4 @@
-"""What a streamer's worker holds: the user's function, or a ManagedModel that is made in the worker alone."""
+"""StreamerModel: the model in a streamer's worker, a function or a ManagedModel that only the worker instantiates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from penstock.errors import BadOutput
 
 
 class ManagedModel:
-    """A model that the workers make, so that the program itself never holds it. Override `init_model` and `predict`.
+    """A model that only the workers instantiate and load. Override `init_model` and `predict`.
 
-    `gpu_id` is the number of the worker's device, None without `cuda_devices`.
+    `gpu_id` is the number of the worker's device; None without `cuda_devices`.
     """
 
     def __init__(self, gpu_id: int | None = None) -> None:
@@ -23,21 +23,21 @@ class ManagedModel:
 
     @staticmethod
     def set_gpu_id(gpu_id: int | None = None) -> None:
-        """Shows this process no other device. In a worker that is so before the module of the model is imported."""
+        """Hides all other devices from this process. A worker does so before it imports the model's module."""
         if gpu_id is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu_id)
 
     def init_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model, in general into `self.model`. Gets `model_init_args` and `model_init_kwargs`."""
+        """Loads the model, usually into `self.model`. Receives `model_init_args` and `model_init_kwargs`."""
         raise NotImplementedError(f"{type(self).__name__} has no init_model")
 
     def predict(self, batch: list[Any]) -> Sequence[Any]:
-        """The results of `batch`: as many, in its order."""
+        """One result per item of `batch`, in order."""
         raise NotImplementedError(f"{type(self).__name__} has no predict")
 
 
 class StreamerModel:
-    """The model of a worker, made of what the streamer was given: a function of a list, or a class of models."""
+    """The model that a worker loads: wraps a function of a list, or a class like ManagedModel."""
 
     def __init__(
         self,
@@ -50,44 +50,43 @@ class StreamerModel:
         self._predict: Callable[[list[Any]], Any] = given
 
     def load(self, device: str) -> None:
-        """Makes the model, if it is to be made here. Raises what `init_model` raises."""
-        given = self._given
-        if isinstance(given, type):
-            made: Any = given(_gpu_id(device))
-            made.init_model(*self._args, **self._kwargs)
-            self._predict = made.predict
+        """Instantiates a class and calls its `init_model`. Raises what that raises."""
+        if isinstance(self._given, type):
+            model: Any = self._given(_gpu_id(device))
+            model.init_model(*self._args, **self._kwargs)
+            self._predict = model.predict
 
     def predict(self, items: list[Any]) -> Any:
-        """The results as the engine takes them. Raises BadOutput, and what the model raises."""
-        found = self._predict(items)
-        return _awaited(found) if inspect.iscoroutine(found) else _indexable(found)
+        """The results in a type that the engine accepts. Raises BadOutput, and what the model raises."""
+        results = self._predict(items)
+        return _await(results) if inspect.iscoroutine(results) else _indexable(results)
 
 
 def served(given: Any) -> Any:
-    """What `penstock worker` serves of a target: a class like ManagedModel as a streamer does, all else as it is."""
+    """The model that `penstock worker` serves: a class like ManagedModel as a StreamerModel, any other unchanged."""
     return StreamerModel(given) if isinstance(given, type) and hasattr(given, "init_model") else given
 
 
-async def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def _await(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return _indexable(await coroutine)
 
 
-def _indexable(found: Any) -> Any:
-    """`found`, if the engine can judge it; other sequences as a list. Raises BadOutput for one that is to be iterated,
-    which the engine would take for a stream."""
-    if hasattr(found, "__next__") or hasattr(found, "__anext__"):
+def _indexable(results: Any) -> Any:
+    """`results`, with unusual sequences copied to a list. Raises BadOutput for an iterator, which the engine would
+    treat as a stream of partial results."""
+    if hasattr(results, "__next__") or hasattr(results, "__anext__"):
         raise BadOutput(
-            f"predict returned a {type(found).__name__}, expected a list of results: write return list(...)"
+            f"predict returned a {type(results).__name__}, expected a list of results: write return list(...)"
         )
-    if hasattr(found, "__array__") or isinstance(found, (list, tuple, str, bytes, Mapping)):
-        return found
-    if hasattr(found, "__getitem__") and hasattr(found, "__len__"):
-        return [found[i] for i in range(len(found))]
-    return found
+    if hasattr(results, "__array__") or isinstance(results, (list, tuple, str, bytes, Mapping)):
+        return results
+    if hasattr(results, "__getitem__") and hasattr(results, "__len__"):
+        return [results[i] for i in range(len(results))]
+    return results
 
 
 def _gpu_id(device: str) -> Any:
-    """The number of a worker's device: the only one that its process sees."""
+    """The number of the worker's device, the only one that its process sees."""
     if not device.startswith("cuda"):
         return None
     number = os.environ.get("CUDA_VISIBLE_DEVICES", device.rpartition(":")[2])

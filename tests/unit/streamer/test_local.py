@@ -37,12 +37,12 @@ def test_a_device_is_a_number_of_the_machine(
 
 
 @pytest.mark.parametrize("wrong", ["cuda:0", -1, 1.5, None])
-def test_what_is_no_device_number_is_refused(wrong: object) -> None:
+def test_an_invalid_device_number_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="cuda_devices: expected numbers such as 0, found"):
         device_of(wrong)  # type: ignore[arg-type]
 
 
-def test_spawn_is_what_is_done() -> None:
+def test_any_start_method_but_spawn_warns_or_is_refused() -> None:
     check_start_method("spawn")
     with pytest.warns(RuntimeWarning, match="import the module of the model anew"):
         check_start_method("fork")
@@ -63,7 +63,7 @@ def test_a_streamer_may_be_made_in_the_module_of_its_function(how: str, tmp_path
     assert done.stdout == "[2]\n", done.stderr
 
 
-def test_a_worker_that_would_start_workers_of_its_own_without_end_says_so(tmp_path: Path) -> None:
+def test_a_streamer_called_while_a_worker_imports_its_module_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(textwrap.dedent(PROGRAM))
     done = subprocess.run(
         [sys.executable, "-c", "import app"],
@@ -75,11 +75,11 @@ def test_a_worker_that_would_start_workers_of_its_own_without_end_says_so(tmp_pa
         check=False,
     )
     assert "LoadFailed" in done.stderr
-    assert "would start workers of its own without end" in done.stderr.splitlines()[-1]
+    assert "would start workers of their own without end" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
-def test_once_it_is_made_nothing_is_imported_that_a_fork_could_find_half_imported(kind: str, tmp_path: Path) -> None:
+def test_a_streamer_imports_nothing_after_its_construction(kind: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def echo(batch):\n    return batch\n")
     code = f"""
         import sys, penstock, model

@@ -16,7 +16,7 @@ def returned(value: Any) -> Any:
     return StreamerModel(lambda batch: value).predict([1, 2])
 
 
-def test_other_sequences_become_lists_and_what_is_none_is_left_to_be_judged() -> None:
+def test_other_sequences_become_lists_and_any_other_result_is_left_to_the_engine() -> None:
     assert returned(deque([1, 2])) == [1, 2]
     assert returned(range(2)) == [0, 1]
     array = np.zeros(2)
@@ -24,7 +24,7 @@ def test_other_sequences_become_lists_and_what_is_none_is_left_to_be_judged() ->
         assert returned(value) is value
 
 
-def test_what_is_to_be_iterated_is_refused() -> None:
+def test_an_iterator_is_refused_as_result() -> None:
     async def steps() -> Any:
         yield [1]
 
@@ -36,14 +36,14 @@ def test_what_is_to_be_iterated_is_refused() -> None:
             returned(value)
 
 
-def test_an_async_function_is_awaited_before_it_is_judged() -> None:
+def test_the_result_of_an_async_function_is_checked_too() -> None:
     async def predict(batch: list[Any]) -> Any:
         return deque(batch)
 
     assert asyncio.run(StreamerModel(predict).predict([1, 2])) == [1, 2]
 
 
-def test_a_model_is_made_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_is_instantiated_when_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Model(ManagedModel):
         def init_model(self, factor: int, *, offset: int = 0) -> None:
             self.model = (factor, offset)
@@ -60,7 +60,7 @@ def test_a_model_is_made_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("visible", "number"), [("GPU-1a", "GPU-1a"), ("7", 7)])
-def test_a_device_is_named_as_its_process_sees_it(
+def test_a_model_gets_the_device_that_its_process_sees(
     visible: str, number: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -74,7 +74,7 @@ def test_a_device_is_named_as_its_process_sees_it(
     assert seen == [number]
 
 
-def test_what_a_managed_model_does_not_override_is_named() -> None:
+def test_a_method_that_a_managed_model_lacks_is_named() -> None:
     for call in (ManagedModel().init_model, lambda: ManagedModel().predict([1])):
         with pytest.raises(NotImplementedError, match="ManagedModel has no"):
             call()

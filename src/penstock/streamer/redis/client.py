@@ -1,10 +1,10 @@
-"""BrokerClient: requests go to the workers of one model through a broker, and their answers come back. On one loop.
+"""RedisStreamer and its BrokerClient: requests go through a Redis broker to the workers of one model.
 
-All requests of one pass of the loop are one *parcel*: one script that bounds the queue and adds their entries, each
-exactly once, also when the connection is cut and the parcel is sent again. Answers come as one message a batch in a
-stream of this client's own. Once a second while anything is asked, the client looks whether the broker still knows it;
-when it does not (it was emptied, or started anew), what has left the queue without an answer is sent once more. A
-request may so be run twice; it is answered once, by its number.
+All requests of one pass of the event loop form one submission: one script call that bounds the queue and adds each
+entry exactly once, also when the connection is lost and the submission repeated. Replies arrive as one message per
+batch in a stream of this client. While requests are unanswered, the client asks the broker once a second whether it
+still knows this client; if not (it was flushed or restarted), requests that vanished without a reply are sent again. A
+request may then run twice; its number makes sure that it is answered once.
 """
 
 from __future__ import annotations
@@ -16,27 +16,69 @@ from collections.abc import Coroutine
 from typing import Any
 
 from penstock.core.contracts import Ticket
-from penstock.errors import BadRequest, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull
-from penstock.streamer.redis.address import parse
-from penstock.streamer.redis.books import Books
-from penstock.streamer.redis.calls import Call
-from penstock.streamer.redis.keys import GROUP, RELEASED, Keys
-from penstock.streamer.redis.link import Link, Refused
-from penstock.streamer.redis.receiver import Receiver
-from penstock.streamer.redis.sender import Sender
+from penstock.core.engine.portal import Portal
+from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError
+from penstock.streamer.base import BaseStreamer, ChunkedCall
+from penstock.streamer.redis.connection import CommandRefused, RedisConnection, parse_address
+from penstock.streamer.redis.protocol import GROUP, RELEASED, QueueKeys
+from penstock.streamer.redis.requests import PendingCall, PendingRequests
+from penstock.streamer.redis.transfer import ReplyReceiver, RequestSender
 from penstock.types import Item, Sink
 
 log = logging.getLogger("penstock.broker")
 
-WATCH_S = 1.0
-READY_S = 0.05  # between two looks for a worker
-LEAVE_S = 2.0  # longest good-bye to a broker that does not answer
+SESSION_CHECK_S = 1.0
+READY_POLL_S = 0.05  # Redis cannot notify about new consumers
+CLEANUP_TIMEOUT_S = 2.0
+
+
+class RedisStreamer(BaseStreamer):
+    """A model that workers serve over a Redis broker. It connects with its first call.
+
+    `redis_broker` is "host:port" or a URL (`redis://user:password@host:6379/0`, `rediss://`, `unix://`). `prefix` must
+    equal the workers' prefix. `worker_timeout` bounds `predict`; `timeout_s` bounds `submit` without a deadline.
+    `max_queue` bounds the waiting and running items of all clients together; a call beyond it raises QueueFull.
+    A lost connection is retried for `patience_s` before callers receive an error.
+    Raises ConfigError for a malformed address.
+    """
+
+    def __init__(
+        self,
+        redis_broker: str = "localhost:6379",
+        prefix: str = "",
+        *,
+        worker_timeout: float | None = 20,
+        timeout_s: float = 3600.0,
+        max_queue: int = 65_536,
+        patience_s: float = 10.0,
+    ) -> None:
+        parse_address(redis_broker)
+
+        def make() -> BrokerClient:
+            return BrokerClient(redis_broker, prefix, max_queue=max_queue, timeout_s=timeout_s, patience_s=patience_s)
+
+        super().__init__(Portal(make=make, lazy=True), f"redis:{prefix}", worker_timeout)
+
+    def destroy_workers(self) -> None:
+        """Raises NotImplementedError: this program did not start the workers. `close` ends the streamer."""
+        raise NotImplementedError(
+            "the workers of a Redis broker are ended where they run; close() ends this streamer's connection"
+        )
+
+    def close(self) -> None:
+        """Waits for the results of accepted requests, for at most `worker_timeout`, and disconnects. Idempotent."""
+        super().destroy_workers()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class BrokerClient:
-    """See the module. `max_queue`: entries that may wait or run, of all clients together; `max_bytes`: of this client's
-    own payloads. A call without a budget waits `timeout_s`. A connection that is lost may be away for `patience_s`
-    before its callers are told; one that never was is told of at once."""
+    """The backend of a RedisStreamer, on one event loop. See the module.
+
+    `max_queue` bounds the entries of all clients that wait or run; `max_bytes` this client's payloads. A call without
+    a budget waits for `timeout_s`.
+    """
 
     def __init__(
         self,
@@ -48,23 +90,18 @@ class BrokerClient:
         timeout_s: float = 30.0,
         patience_s: float = 10.0,
     ) -> None:
-        self.address = parse(broker)
+        self.address = parse_address(broker)
         self.id = uuid.uuid4().hex
-        self.max_queue = max_queue
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        keys = Keys(prefix)
-        self._queue = keys.queue
-        self._own = (keys.replies(self.id), keys.sent(self.id))
-        self._books = Books(max_bytes)
-        self._out, self._in = Link(self.address), Link(self.address)
-        self._sender = Sender(self._books, self._out, self._in, keys, self.id, max_queue, patience_s)
-        self._receiver = Receiver(self._books, self._in, self._own[0], self._suspect)
+        self._keys = QueueKeys(prefix)
+        self._requests = PendingRequests(max_queue, max_bytes)
+        self._out, self._in = RedisConnection(self.address), RedisConnection(self.address)
+        self._sender = RequestSender(self._requests, self._out, self._in, self._keys, self.id, patience_s)
+        self._receiver = ReplyReceiver(self._requests, self._in, self._keys.replies(self.id), self._check_session)
         self._tasks: list[asyncio.Task[None]] = []
-        self._watch: asyncio.TimerHandle | None = None
+        self._session_timer: asyncio.TimerHandle | None = None
         self._closed = False
-
-    # ---- requests
 
     def submit(
         self,
@@ -76,124 +113,121 @@ class BrokerClient:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Ticket:
-        """Sends one item, or each of a `many` as an entry of its own. Raises BadRequest, QueueFull, DeadlineExceeded.
+        """Sends one item, or each value of a `many` as its own entry. Raises ModelNotReady, QueueFull,
+        DeadlineExceeded.
 
-        A value that cannot be sent fails alone. What the broker says later comes as the answer.
+        A value that cannot be sent fails alone. Later errors of the broker arrive as the answer. A call larger than
+        the queue is sent in chunks.
         """
+        max_queue = self._requests.max_queue
+        if item.rows > max_queue:
+            return ChunkedCall(self._submit, item, sink, max(1, max_queue // 2), budget_s, priority)
+        return self._submit(item, sink, budget_s, priority)
+
+    def _submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
         if self._closed:
             raise ModelNotReady("the streamer is closed")
-        budget = self._timeout_s if budget_s is None else budget_s
-        if budget <= 0:
+        wait_s = self._timeout_s if budget_s is None else budget_s
+        if wait_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         values = item.payload if item.many else [item.payload]
-        self._check(len(values))
-        call = Call(
+        self._requests.check_room(len(values))
+        call = PendingCall(
             sink,
-            item.many,
-            len(values),
-            ends_s=self._loop.time() + budget,
+            item,
+            ends_s=self._loop.time() + wait_s,
             due=budget_s is not None,
             priority=min(max(priority, 0), 255),
-            on_left=self._books.left,
+            on_abandoned=self._requests.abandon,
         )
-        self._books.put(call, values)
-        if not call.entries:  # none of them can be sent
+        self._requests.add(call, values)
+        if not call.entries:  # no value can be sent
             self._loop.call_soon(call.finish)
             return call
-        call.timer = self._loop.call_later(budget, self._expire, call)
+        call.timer = self._loop.call_later(wait_s, self._expire, call)
         if not self._tasks:
-            self._tasks = [self._task(self._sender.run()), self._task(self._receiver.run())]
-        if self._watch is None:
-            self._watch = self._loop.call_later(WATCH_S, self._look)
+            self._tasks = [self._start(self._sender.run()), self._start(self._receiver.run())]
+        if self._session_timer is None:
+            self._session_timer = self._loop.call_later(SESSION_CHECK_S, self._on_session_timer)
         return call
 
-    def _check(self, size: int) -> None:
-        waiting = len(self._books.entries)
-        if size > self.max_queue:
-            found = f"the request has {size} items, more than the queue may hold ({self.max_queue})"
-            raise BadRequest(f"{found}: send it in pieces")
-        if waiting + size > self.max_queue:
-            raise QueueFull(f"{waiting} of {self.max_queue} items wait: try again later")
-
-    def _expire(self, call: Call) -> None:
-        self._books.counts["expired"] += 1
+    def _expire(self, call: PendingCall) -> None:
+        self._requests.counts["expired"] += 1
         call.fail(DeadlineExceeded("no answer came in time: too few workers, or none, serve this queue"))
 
-    def _look(self) -> None:
-        """Once a second while anything is asked: does the broker remember us?"""
-        self._watch = None
-        if self._books.entries and not self._closed:
-            self._suspect()
-            self._watch = self._loop.call_later(WATCH_S, self._look)
+    def _on_session_timer(self) -> None:
+        self._session_timer = None
+        if self._requests.entries and not self._closed:
+            self._check_session()
+            self._session_timer = self._loop.call_later(SESSION_CHECK_S, self._on_session_timer)
 
-    def _suspect(self) -> None:
-        self._sender.doubt = True
-        self._books.due.set()
+    def _check_session(self) -> None:
+        self._sender.check_session = True
+        self._requests.work_due.set()
 
-    # ---- life
-
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """A task that ends by itself is a bug of ours: its callers must not wait for ever."""
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Fails all callers if a task ends by itself, which is a bug, so that they do not wait for ever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("event=bug broker=%s: callers get an error", self.address.name, exc_info=error)
             self._closed = True
-            self._books.fail_all(PenstockError("internal error"))
+            self._requests.fail_all(PenstockError("internal error"))
 
     async def ready(self) -> None:
-        """Returns when a worker serves the queue. Raises ConfigError, BrokerUnavailable."""
+        """Waits until a worker serves the queue. Raises ConfigError, BrokerUnavailable."""
         while True:
             try:
-                (workers,) = await self._out.ask(("XINFO", "CONSUMERS", self._queue, GROUP))
+                (workers,) = await self._out.ask(("XINFO", "CONSUMERS", self._keys.queue, GROUP))
                 if any(RELEASED.encode() not in worker for worker in workers):
                     return
-            except Refused:
-                pass  # there is no such queue yet
-            await asyncio.sleep(READY_S)
+            except CommandRefused:
+                pass  # the queue does not exist yet
+            await asyncio.sleep(READY_POLL_S)
 
     def statistics(self, model: str) -> dict[str, object]:
-        """What was asked and answered so far, and how many entries the queue had when it was last written to."""
+        """Counters of requests and answers, and the length of the queue at the last submission."""
         return {
             "broker": self.address.name,
-            "waiting": len(self._books.entries),
-            "waiting_bytes": self._books.nbytes,
+            "waiting": len(self._requests.entries),
+            "waiting_bytes": self._requests.nbytes,
             "queue": self._sender.queue_length,
             "connects": self._out.connects + self._in.connects,
-            **self._books.counts,
+            **self._requests.counts,
         }
 
     async def close(self, drain_s: float = 30.0) -> None:
-        """Waits up to `drain_s` for the answers that are due, tells the others, and leaves nothing in the broker."""
+        """Waits up to `drain_s` for answers, fails the remaining calls, and deletes this client's keys."""
         self._closed = True
-        books = self._books
-        if books.entries and drain_s > 0:
-            books.empty.clear()
+        requests = self._requests
+        if requests.entries and drain_s > 0:
+            requests.empty.clear()
             try:
                 async with asyncio.timeout(drain_s):
-                    await books.empty.wait()
+                    await requests.empty.wait()
             except TimeoutError:
                 pass
-        books.fail_all(ModelNotReady("the streamer was closed before the answer came"))
-        if self._watch is not None:
-            self._watch.cancel()
+        requests.fail_all(ModelNotReady("the streamer was closed before the answer came"))
+        if self._session_timer is not None:
+            self._session_timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._out.connects:
-            gone = [("XDEL", self._queue, *books.gone)] if books.gone else []
+            remove = [("XDEL", self._keys.queue, *requests.abandoned)] if requests.abandoned else []
+            own = (self._keys.replies(self.id), self._keys.sent(self.id))
             try:
-                async with asyncio.timeout(LEAVE_S):
-                    await self._out.ask(*gone, ("DEL", *self._own))
+                async with asyncio.timeout(CLEANUP_TIMEOUT_S):
+                    await self._out.ask(*remove, ("DEL", *own))
             except (PenstockError, TimeoutError):
-                pass  # they expire
+                pass  # the keys expire
         await self._out.close()
         await self._in.close()
 
     def forget(self) -> None:
-        """In a forked child: closes this process's copies of the sockets, and touches nothing else."""
+        """In a forked child: closes this process's copies of the sockets."""
         self._out.forget()
         self._in.forget()

@@ -1,8 +1,8 @@
-"""Python values <-> bytes for the way over a broker: msgpack, and arrays as they lie in memory. Never pickle. Pure.
+"""Encodes Python values for a broker: msgpack, with arrays as raw memory. Never pickle. Pure.
 
-What a value may be: None, bool, int of 64 bits, float, str, bytes, list, tuple, dict, NumPy arrays and scalars, torch
-tensors on the CPU, and these inside each other. All of them come back as what they were; a subclass (an enum, a named
-tuple, an ordered dict) comes back as its plain base.
+A value may be None, bool, int of 64 bits, float, str, bytes, list, tuple, dict, a NumPy array or scalar, a torch tensor
+on the CPU, or these nested. Every type survives the round trip; a subclass (an enum, a named tuple, an ordered dict)
+becomes its plain base.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from penstock.types import Item, ItemResult
 MAX_DEPTH = 64
 _TUPLE, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-_BASES: tuple[Any, ...] = (list, int, float, str, bytes)  # of subclasses; bool has none
+_BASES: tuple[Any, ...] = (list, int, float, str, bytes)  # bool cannot be subclassed
 _DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9a-zA-Z]{1,8}\])?")
 _TENSOR_DTYPE = re.compile(r"(b|u?i|f|bf|complex|float|bool|bfloat|u?int)[0-9]{0,3}(_[a-z0-9]{1,12})?")
 _LENGTH = struct.Struct("<H")
 
 
-class Malformed(BadRequest):
-    """The bytes are no value that `encode` makes: another program wrote them, or they were damaged."""
+class MalformedMessage(BadRequest):
+    """The bytes were not produced by `encode`: another program wrote them, or they are damaged."""
 
     code = "malformed"
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of a value. Raises BadRequest for one that this codec does not carry, and names its type."""
+    """The bytes of a value. Raises BadRequest, which names the type, for an unsupported value."""
     try:
         return _encoder.encode(_pack(value, 0))
     except (OverflowError, UnicodeEncodeError, RecursionError, ValueError) as e:
@@ -44,38 +44,38 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The value in the bytes; its memory is its own. Raises Malformed."""
+    """The value in the bytes, which it does not share memory with. Raises MalformedMessage."""
     try:
         return _decoder.decode(data)
-    except Exception as e:  # of msgpack, of NumPy, of a dict whose key cannot be one
-        raise Malformed(f"the message cannot be read: {describe(e)}") from None
+    except Exception as e:  # from msgpack, from NumPy, or from an unhashable dict key
+        raise MalformedMessage(f"the message cannot be read: {describe(e)}") from None
 
 
 class BrokerCodec:
-    """The codec of requests that came over a broker; it runs in the worker beside the model."""
+    """The codec of requests from a broker. It runs in the model's worker."""
 
     def __init__(self, model: str, version: str) -> None:
         self.model = model
         self.version = version
 
     def decode(self, item: Item) -> tuple[Any, None]:
-        """The value that the caller gave. Raises Malformed."""
+        """The value that the caller sent. Raises MalformedMessage."""
         return decode(item.payload), None
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
-        """Raises BadOutput for a result that this codec does not carry."""
+        """Raises BadOutput for an unsupported result."""
         try:
             return ItemResult(body=encode(value))
         except BadRequest as e:
             raise BadOutput(f"the model's answer cannot be sent: {e.message}") from None
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """The answer itself, or a list of them: requests of a broker have one row, and are never split."""
+        """The one answer, or a list of them. Requests of a broker have one row and are never split."""
         return parts[0] if len(parts) == 1 else ItemResult(body=encode([decode(part.body) for part in parts]))
 
 
 def _pack(value: Any, depth: int) -> Any:
-    """`value` as msgpack has it: what it would change in silence stands in an extension, or is refused."""
+    """`value` in types that msgpack preserves: an extension replaces any other type, or it is refused."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -121,7 +121,7 @@ def _pack_array(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def _pack_tensor(tensor: Any) -> bytes:
-    import torch  # it is loaded: the value is of it
+    import torch  # already loaded: the value is a tensor
 
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise BadRequest(

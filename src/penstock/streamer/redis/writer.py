@@ -1,6 +1,6 @@
-"""Writer: tells the broker what became of the entries that a worker has taken. One task.
+"""ReplyWriter: the task that sends a worker's replies and releases its entries.
 
-The answers of one pass of the loop go out, and their entries leave the queue, in one step.
+The replies of one pass of the event loop are written, and their entries removed from the queue, in one script call.
 """
 
 from __future__ import annotations
@@ -13,32 +13,46 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from penstock.errors import BrokerUnavailable, PenstockError, QueueFull
-from penstock.streamer.redis.keys import GROUP, RELEASED, Keys
-from penstock.streamer.redis.link import Link, Refused
-from penstock.streamer.redis.messages import VERSION, Answer, Answers, Head, fault_of, write
-from penstock.streamer.redis.scripts import ANSWER, BURY
+from penstock.streamer.redis.connection import CommandRefused, RedisConnection
+from penstock.streamer.redis.protocol import (
+    ANSWER,
+    BURY,
+    GROUP,
+    RELEASED,
+    VERSION,
+    BrokerReplies,
+    BrokerReply,
+    QueueKeys,
+    RequestHeader,
+    dump,
+    to_wire,
+)
 from penstock.types import ItemResult
 
 log = logging.getLogger("penstock.broker")
 
-REPLIES_S = 120  # how long answers wait for a client that does not read
-MAX_LETTERS, LETTER_BYTES = 1000, 64 * 2**10  # dead letters, and what is kept of each of their fields
-ANSWER_ENTRIES, ANSWER_BYTES = 1000, 8 * 2**20  # that one script is given
+REPLIES_S = 120  # how long replies wait for a client that does not read
+MAX_LETTERS, LETTER_BYTES = 1000, 64 * 2**10  # dead letters, and the stored part of each of their fields
+ANSWER_ENTRIES, ANSWER_BYTES = 1000, 8 * 2**20  # per script call
 RETRY_S = (0.05, 1.0)
 
 
 class Lease:
-    """One entry that this worker has taken, and the sink of its answer. Without `head` nobody can be answered."""
+    """An entry that this worker has taken, and the sink of its result. Without a header it has no client to answer."""
 
     __slots__ = ("_on_result", "client", "fields", "id", "number")
 
     def __init__(
-        self, id: bytes, fields: list[bytes], head: Head | None, on_result: Callable[[Lease, ItemResult], None]
+        self,
+        id: bytes,
+        fields: list[bytes],
+        header: RequestHeader | None,
+        on_result: Callable[[Lease, ItemResult], None],
     ) -> None:
         self.id = id
         self.fields = fields
-        self.client = head.client if head is not None else ""
-        self.number = head.number if head is not None else 0
+        self.client = header.client if header is not None else ""
+        self.number = header.number if header is not None else 0
         self._on_result = on_result
 
     def __call__(self, result: ItemResult) -> None:
@@ -46,123 +60,126 @@ class Lease:
             self._on_result(self, result)
 
 
-class _Done(Struct):
-    """An answer that is to be written; with `why` its entry goes to the dead letters."""
+class _QueuedReply(Struct):
+    """A reply to write. With a reason in `dead`, its entry becomes a dead letter."""
 
     lease: Lease
-    answer: Answer
-    why: str = ""
+    reply: BrokerReply
+    dead: str = ""
 
 
-class Writer:
-    """`leases` are the entries that were taken and are not answered in the broker yet. `wake` is called when some of
-    them are."""
+class ReplyWriter:
+    """`leases` holds the entries that have no reply in the broker yet. `on_progress` is called after each change."""
 
-    def __init__(self, link: Link, keys: Keys, lease_s: float, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: RedisConnection, keys: QueueKeys, lease_s: float, on_progress: Callable[[], None]
+    ) -> None:
         self.leases: dict[bytes, Lease] = {}
         self.counts = dict.fromkeys(("answered", "dead_letters", "released"), 0)
-        self._link, self._keys = link, keys
+        self._connection, self._keys = connection, keys
         self._lease_s = lease_s
-        self._wake = wake
-        self._done: deque[_Done] = deque()
-        self._back: list[bytes] = []  # not run: for other workers
-        self._due = asyncio.Event()
+        self._on_progress = on_progress
+        self._replies: deque[_QueuedReply] = deque()
+        self._released: list[bytes] = []  # entries that did not run, for other workers
+        self._work_due = asyncio.Event()
         self._empty = asyncio.Event()
 
     @property
     def full(self) -> bool:
-        """Whether the broker does not take the answers: it has no more questions for us."""
-        return len(self._done) >= ANSWER_ENTRIES
+        """Whether unwritten replies have reached their bound, because the broker does not accept them."""
+        return len(self._replies) >= ANSWER_ENTRIES
 
     def answer(self, lease: Lease, body: bytes) -> None:
-        """The result of an entry."""
-        self._add(_Done(lease, Answer(lease.number, body)))
+        """Queues the result of an entry."""
+        self._add(_QueuedReply(lease, BrokerReply(lease.number, body)))
 
     def fail(self, lease: Lease, error: PenstockError, *, dead: bool = False) -> None:
-        """The error of an entry; `dead`: the entry goes to the dead letters."""
-        self._add(_Done(lease, Answer(lease.number, fault=fault_of(error)), error.message if dead else ""))
+        """Queues the error of an entry; `dead` makes the entry a dead letter."""
+        reply = BrokerReply(lease.number, error=to_wire(error))
+        self._add(_QueuedReply(lease, reply, error.message if dead else ""))
 
-    def _add(self, done: _Done) -> None:
-        self._done.append(done)
-        self._due.set()
-        self._wake()
+    def _add(self, reply: _QueuedReply) -> None:
+        self._replies.append(reply)
+        self._work_due.set()
+        self._on_progress()
 
     def release(self, lease: Lease) -> None:
-        """An entry that was not run is for other workers."""
-        self._back.append(lease.id)
-        self._due.set()
-        self._wake()
+        """Hands an entry that did not run to other workers."""
+        self._released.append(lease.id)
+        self._work_due.set()
+        self._on_progress()
 
     async def emptied(self) -> None:
-        """Returns when no entry is left."""
+        """Waits until no entry is left."""
         self._empty.clear()
         if self.leases:
             await self._empty.wait()
 
     async def run(self) -> None:
-        """For ever. A broker that is away is waited for. Raises ConfigError."""
+        """Writes replies for ever, and retries while the broker is unavailable. Raises ConfigError."""
         pause = RETRY_S[0]
         while True:
-            await self._due.wait()
-            self._due.clear()
-            while self._done or self._back:
+            await self._work_due.wait()
+            self._work_due.clear()
+            while self._replies or self._released:
                 try:
-                    await self.hand_back(self._back)
+                    await self.hand_back(self._released)
                     await self._write()
                     pause = RETRY_S[0]
                 except (BrokerUnavailable, QueueFull) as e:
-                    log.debug("write_failed broker=%s retry_in_s=%g error=%s", self._link.address.name, pause, e)
+                    name = self._connection.address.name
+                    log.debug("write_failed broker=%s retry_in_s=%g error=%s", name, pause, e)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, RETRY_S[1])
-                self._wake()
+                self._on_progress()
             if not self.leases:
                 self._empty.set()
 
     async def _write(self) -> None:
-        """Writes the answers that are there, up to the bounds of one script. What raises leaves them where they are."""
-        some: list[_Done] = []
+        """Writes queued replies, up to the bounds of one script call. After an error they remain queued."""
+        batch: list[_QueuedReply] = []
         nbytes = 0
-        for done in self._done:
-            if len(some) >= ANSWER_ENTRIES or nbytes >= ANSWER_BYTES:
+        for queued in self._replies:
+            if len(batch) >= ANSWER_ENTRIES or nbytes >= ANSWER_BYTES:
                 break
-            some.append(done)
-            nbytes += len(done.answer.body)
-        if not some:
+            batch.append(queued)
+            nbytes += len(queued.reply.body)
+        if not batch:
             return
-        clients: dict[str, list[Answer]] = {}
-        for done in some:
-            if done.lease.client:
-                clients.setdefault(done.lease.client, []).append(done.answer)
+        clients: dict[str, list[BrokerReply]] = {}
+        for queued in batch:
+            if queued.lease.client:
+                clients.setdefault(queued.lease.client, []).append(queued.reply)
         keys = [self._keys.queue, *(self._keys.replies(client) for client in clients)]
-        ids = [done.lease.id for done in some if not done.why]
-        messages = [write(Answers(VERSION, answers)) for answers in clients.values()]
-        await self._link.run(ANSWER, keys, (GROUP, REPLIES_S, len(ids), *ids, *messages))
-        for done in some:
-            if done.why:
-                await self._bury(done)
-            self._done.popleft()
-            self.leases.pop(done.lease.id, None)
-        self.counts["answered"] += len(some)
+        ids = [queued.lease.id for queued in batch if not queued.dead]
+        messages = [dump(BrokerReplies(VERSION, replies)) for replies in clients.values()]
+        await self._connection.run(ANSWER, keys, (GROUP, REPLIES_S, len(ids), *ids, *messages))
+        for queued in batch:
+            if queued.dead:
+                await self._bury(queued)
+            self._replies.popleft()
+            self.leases.pop(queued.lease.id, None)
+        self.counts["answered"] += len(batch)
 
-    async def _bury(self, done: _Done) -> None:
-        lease = done.lease
-        log.warning("dead_letter queue=%s id=%s why=%s", self._keys.queue, lease.id.decode(), done.why)
+    async def _bury(self, queued: _QueuedReply) -> None:
+        lease = queued.lease
+        log.warning("dead_letter queue=%s id=%s why=%s", self._keys.queue, lease.id.decode(), queued.dead)
         fields = [field[:LETTER_BYTES] for field in lease.fields]
         keys = (self._keys.queue, self._keys.dead)
-        await self._link.run(BURY, keys, (GROUP, lease.id, done.why, MAX_LETTERS, *fields))
+        await self._connection.run(BURY, keys, (GROUP, lease.id, queued.dead, MAX_LETTERS, *fields))
         self.counts["dead_letters"] += 1
 
     async def hand_back(self, ids: list[bytes]) -> None:
-        """Gives entries that were not run to whoever asks next, and takes them from the list. It counts as no death."""
+        """Releases entries that did not run, and removes them from `ids`. It does not count as a worker's death."""
         idle_ms = int(self._lease_s * 1000)
-        while some := ids[:ANSWER_ENTRIES]:
-            claim = ("XCLAIM", self._keys.queue, GROUP, RELEASED, 0, *some)
+        while chunk := ids[:ANSWER_ENTRIES]:
+            claim = ("XCLAIM", self._keys.queue, GROUP, RELEASED, 0, *chunk)
             try:
-                await self._link.ask((*claim, "IDLE", idle_ms, "RETRYCOUNT", 0, "JUSTID"))
-            except Refused as e:
-                if e.word != "NOGROUP":  # else the broker was emptied: there is nothing to hand back
+                await self._connection.ask((*claim, "IDLE", idle_ms, "RETRYCOUNT", 0, "JUSTID"))
+            except CommandRefused as e:
+                if e.word != "NOGROUP":  # the broker was flushed and holds no entries
                     raise
-            self.counts["released"] += len(some)
-            del ids[: len(some)]
-            for id in some:
+            self.counts["released"] += len(chunk)
+            del ids[: len(chunk)]
+            for id in chunk:
                 self.leases.pop(id, None)

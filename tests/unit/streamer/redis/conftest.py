@@ -12,41 +12,40 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
-from penstock.streamer.redis.address import parse
 from penstock.streamer.redis.client import BrokerClient
-from penstock.streamer.redis.keys import Keys
-from penstock.streamer.redis.worker import BrokerWorker, Hearing
+from penstock.streamer.redis.connection import parse_address
+from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
 from penstock.types import Item, ItemResult
 
 PATIENCE_S = 20.0
 
 
 class Worker:
-    """A model that serves a queue, from `start` to `stop` or `die`."""
+    """A model that serves a queue, from `start` until `stop` or `die`."""
 
     def __init__(self, address: str, predict: Callable[..., Any], prefix: str, batch: int, lease_s: float) -> None:
         self.address, self.predict, self.prefix, self.batch, self.lease_s = address, predict, prefix, batch, lease_s
         self.stopping = asyncio.Event()
 
     async def start(self) -> None:
-        hearing = Hearing()
-        self.engine = Engine(None, [hearing])
+        watcher = InstanceWatcher()
+        self.engine = Engine(None, [watcher])
         batching = BatchingConfig(max_batch_size=self.batch, max_hold_s=0.1)
         config = ModelConfig(target="", transport="thread", batching=batching)
         await self.engine.load("model", config, target=self.predict)
         self.worker = BrokerWorker(
-            self.engine, "model", parse(self.address), self.prefix, hearing=hearing, lease_s=self.lease_s
+            self.engine, "model", parse_address(self.address), self.prefix, watcher=watcher, lease_s=self.lease_s
         )
         self.task = asyncio.create_task(self.worker.run(self.stopping, drain_s=5))
 
     async def stop(self) -> None:
-        """Ends in order."""
+        """Ends gracefully."""
         self.stopping.set()
         await asyncio.gather(self.task, return_exceptions=True)
         await self.engine.close(5)
 
     async def die(self) -> None:
-        """Ends without a word to the broker, as a killed process does."""
+        """Ends without notifying the broker, as a killed process does."""
         for link in (self.worker._in, self.worker._out):
             link.ask = _never
             if link._connection.is_connected:
@@ -60,13 +59,13 @@ async def _never(*commands: Any, **keywords: Any) -> Any:
 
 
 class Asker:
-    """A client, and what it was answered."""
+    """A client with awaitable answers."""
 
     def __init__(self, client: BrokerClient) -> None:
         self.client = client
 
     def put(self, value: Any, **keywords: Any) -> asyncio.Future[ItemResult]:
-        """Asks; the future is of the answer. Raises what `submit` raises."""
+        """A future of the answer. Raises what `submit` raises."""
         answer: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
         many = isinstance(value, list)
         item = Item(value, rows=len(value), many=True) if many else Item(value)
@@ -75,7 +74,7 @@ class Asker:
         return answer
 
     async def ask(self, value: Any, **keywords: Any) -> Any:
-        """The answer. Raises the error that is one."""
+        """The answer. Raises it if it is an error."""
         async with asyncio.timeout(PATIENCE_S):
             result = await self.put(value, **keywords)
         if result.error is not None:
@@ -86,13 +85,8 @@ class Asker:
 async def until_true(true: Callable[[], Any], patience_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + patience_s
     while not true():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition did not become true"
         await asyncio.sleep(0.01)
-
-
-@pytest.fixture
-def keys() -> Keys:
-    return Keys("")
 
 
 @pytest.fixture
@@ -122,7 +116,7 @@ async def work(redis_server: Any) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture
 async def asker(redis_server: Any) -> AsyncIterator[Callable[..., Asker]]:
-    """Makes a client: `asker(prefix="", **keywords)`."""
+    """Creates a client: `asker(prefix="", **keywords)`."""
     clients: list[BrokerClient] = []
 
     def make(prefix: str = "", address: str = "", **keywords: Any) -> Asker:

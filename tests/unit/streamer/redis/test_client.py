@@ -17,30 +17,30 @@ async def test_a_request_is_answered_by_the_worker(work, asker):
     assert await asker().ask(21) == 42
 
 
-async def test_the_answers_of_many_come_in_their_order(work, asker):
+async def test_the_answers_of_many_items_are_in_order(work, asker):
     await work(double)
     assert await asker().ask(list(range(100))) == [2 * n for n in range(100)]
 
 
-async def test_requests_of_one_pass_of_the_loop_go_out_together(work, asker):
+async def test_requests_of_one_pass_of_the_loop_form_one_submission(work, asker):
     await work(double)
     client = asker()
     await client.ask(1)
-    before = client.client._sender._parcels
+    before = client.client._sender._submissions
     answers = [client.put(n) for n in range(50)]
     await asyncio.gather(*answers)
     assert [a.result().body for a in answers] == [2 * n for n in range(50)]
-    assert client.client._sender._parcels - before == 1
+    assert client.client._sender._submissions - before == 1
 
 
-async def test_a_large_call_goes_out_in_pieces_that_do_not_stop_the_broker(work, asker):
+async def test_a_large_call_is_sent_in_bounded_submissions(work, asker):
     await work(double, batch=64)
     client = asker()
     assert await client.ask(list(range(1200))) == [2 * n for n in range(1200)]
-    assert client.client._sender._parcels == 3
+    assert client.client._sender._submissions == 3
 
 
-async def test_an_item_that_fails_fails_alone(work, asker):
+async def test_a_failed_item_fails_alone(work, asker):
     def fussy(items):
         return [ValueError("odd") if x % 2 else x for x in items]
 
@@ -50,7 +50,7 @@ async def test_an_item_that_fails_fails_alone(work, asker):
     assert all(isinstance(a, ItemFailed) for a in answers[1::2])
 
 
-async def test_a_value_that_cannot_be_sent_fails_alone_and_its_type_is_named(work, asker):
+async def test_a_value_that_cannot_be_sent_fails_alone_and_the_error_names_its_type(work, asker):
     await work(double)
     answers = await asker().ask([1, object(), np.arange(2)])
     assert answers[0] == 2
@@ -76,19 +76,14 @@ async def test_a_full_queue_refuses_at_once(asker, redis_server, until):
     held.call.cancel()
 
 
-async def test_a_call_of_more_than_the_queue_may_hold_says_so(asker):
-    with pytest.raises(BadRequest, match="11 items, more than the queue may hold"):
-        asker(max_queue=10).put(list(range(11)))
-
-
-async def test_payloads_that_wait_are_bounded_in_bytes(asker):
+async def test_waiting_payloads_are_bounded_in_bytes(asker):
     client = asker(max_bytes=1000)
     client.put(b"x" * 600)
     with pytest.raises(QueueFull, match="of 1000 bytes"):
         await client.ask(b"x" * 600)
 
 
-async def test_a_deadline_without_a_worker_is_kept_and_the_entry_leaves_the_queue(asker, redis_server, until):
+async def test_without_a_worker_the_deadline_holds_and_the_entry_leaves_the_queue(asker, redis_server, until):
     client = asker()
     with pytest.raises(DeadlineExceeded, match="no answer came in time"):
         await client.ask(1, budget_s=0.05)
@@ -96,7 +91,7 @@ async def test_a_deadline_without_a_worker_is_kept_and_the_entry_leaves_the_queu
     assert client.client.statistics("m")["waiting"] == 0
 
 
-async def test_a_cancelled_request_is_not_run(work, asker, redis_server, until):
+async def test_a_cancelled_request_does_not_run(work, asker, redis_server, until):
     seen = []
 
     def note(items):
@@ -114,7 +109,7 @@ async def test_a_cancelled_request_is_not_run(work, asker, redis_server, until):
     assert not gone.done()
 
 
-async def test_close_answers_who_waits_and_leaves_nothing_in_the_broker(work, asker, redis_server):
+async def test_close_answers_waiting_calls_and_deletes_the_clients_keys(work, asker, redis_server):
     await work(double)
     client = asker()
     assert await client.ask(1) == 2
@@ -124,7 +119,7 @@ async def test_close_answers_who_waits_and_leaves_nothing_in_the_broker(work, as
     assert redis_server.ask.keys("*") == ["{penstock:}:queue"]
 
 
-async def test_what_an_emptied_broker_has_lost_is_sent_again(work, asker, redis_server, until):
+async def test_requests_that_a_flushed_broker_lost_are_sent_again(work, asker, redis_server, until):
     client = asker()
     answers = [client.put(n) for n in range(20)]
     await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 20)
@@ -136,7 +131,7 @@ async def test_what_an_emptied_broker_has_lost_is_sent_again(work, asker, redis_
     assert client.client.statistics("m")["resent"] == 20
 
 
-async def test_what_a_broker_that_was_started_anew_has_lost_is_sent_again(work, asker, redis_server, until):
+async def test_requests_that_a_restarted_broker_lost_are_sent_again(work, asker, redis_server, until):
     client = asker()
     answers = [client.put(n) for n in range(20)]
     await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 20)
@@ -148,23 +143,21 @@ async def test_what_a_broker_that_was_started_anew_has_lost_is_sent_again(work, 
     assert client.client.statistics("m")["resent"] == 20
 
 
-async def test_a_parcel_whose_answer_was_lost_on_the_way_is_not_added_twice(
-    work, asker, redis_server, until, monkeypatch
-):
+async def test_a_submission_whose_reply_was_lost_is_not_added_twice(work, asker, redis_server, until, monkeypatch):
     client = asker()
     run = client.client._out.run
-    told = []
+    results = []
 
     async def lose_one(script, keys, arguments):
-        told.append(await run(script, keys, arguments))
-        if len(told) == 1:
+        results.append(await run(script, keys, arguments))
+        if len(results) == 1:
             raise BrokerUnavailable("cut")
-        return told[-1]
+        return results[-1]
 
     monkeypatch.setattr(client.client._out, "run", lose_one)
     answers = [client.put(n) for n in range(5)]
-    await until(lambda: len(told) == 2)
-    assert told[0] == told[1]
+    await until(lambda: len(results) == 2)
+    assert results[0] == results[1]
     await work(double)
     await asyncio.gather(*answers)
     assert redis_server.ask.xinfo_stream("{penstock:}:queue")["entries-added"] == 5

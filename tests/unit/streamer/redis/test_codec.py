@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.streamer.redis.codec import MAX_DEPTH, BrokerCodec, Malformed, decode, encode
+from penstock.streamer.redis.codec import MAX_DEPTH, BrokerCodec, MalformedMessage, decode, encode
 from penstock.types import Item
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.binary()
@@ -37,7 +37,7 @@ def test_a_value_comes_back_as_what_it_was(value):
 def test_foreign_bytes_are_a_value_or_malformed_and_nothing_else(data):
     try:
         decode(data)
-    except Malformed:
+    except MalformedMessage:
         pass
 
 
@@ -48,7 +48,7 @@ def test_a_damaged_message_is_a_value_or_malformed_and_nothing_else(value, data)
     raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
         decode(bytes(raw))
-    except Malformed:
+    except MalformedMessage:
         pass
 
 
@@ -104,7 +104,7 @@ def test_a_tensor_without_torch_is_malformed_and_says_why(monkeypatch):
     torch = pytest.importorskip("torch")
     data = encode(torch.ones(1))
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(Malformed, match="torch is not installed"):
+    with pytest.raises(MalformedMessage, match="torch is not installed"):
         decode(data)
 
 
@@ -182,7 +182,7 @@ def _array(dtype, shape, raw):
     ids=range(15),
 )
 def test_what_encode_does_not_make_is_malformed(data):
-    with pytest.raises(Malformed, match="the message cannot be read"):
+    with pytest.raises(MalformedMessage, match="the message cannot be read"):
         decode(data)
 
 

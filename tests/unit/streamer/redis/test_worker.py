@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from penstock.errors import DeadlineExceeded, ModelNotReady, WorkerDied
-from penstock.streamer.redis.codec import Malformed, decode, encode
-from penstock.streamer.redis.keys import GROUP
-from penstock.streamer.redis.messages import VERSION, Head, read_answers, write
+from penstock.streamer.redis.codec import MalformedMessage, decode, encode
+from penstock.streamer.redis.protocol import GROUP, VERSION, RequestHeader, dump, load_replies
 
 CLIENT = "0123456789abcdef" * 2
 QUEUE = "{penstock:}:queue"
@@ -20,7 +19,7 @@ def same(items):
 
 
 class Gate:
-    """A model that notes its batches, and answers when it is opened."""
+    """A model that records its batches, and answers when it is opened."""
 
     def __init__(self):
         self.batches = []
@@ -33,13 +32,13 @@ class Gate:
 
 
 def raw(redis_server):
-    """A client of the test's own that leaves bytes as they are."""
+    """A client that does not decode replies."""
     from redis import Redis
 
     return Redis(port=redis_server.port)
 
 
-async def test_requests_are_run_in_the_order_of_their_coming(work, asker, redis_server, until):
+async def test_requests_run_in_order_of_arrival(work, asker, redis_server, until):
     seen = []
 
     def note(items):
@@ -54,7 +53,7 @@ async def test_requests_are_run_in_the_order_of_their_coming(work, asker, redis_
     assert seen == list(range(20))
 
 
-async def test_those_with_an_earlier_deadline_of_their_own_go_first(work, asker, redis_server, until):
+async def test_requests_with_an_earlier_deadline_run_first(work, asker, redis_server, until):
     gate = Gate()
     client = asker()
     await work(gate, batch=8)
@@ -67,7 +66,7 @@ async def test_those_with_an_earlier_deadline_of_their_own_go_first(work, asker,
     assert gate.batches == [["running"], ["early", "late"]]
 
 
-async def test_a_worker_reads_one_batch_ahead_and_leaves_the_rest_to_others(work, asker, redis_server, until):
+async def test_a_worker_reads_one_batch_ahead_and_leaves_the_rest_to_other_workers(work, asker, redis_server, until):
     gate = Gate()
     client = asker()
     answers = [client.put(n) for n in range(40)]
@@ -81,7 +80,7 @@ async def test_a_worker_reads_one_batch_ahead_and_leaves_the_rest_to_others(work
     await asyncio.gather(*answers)
 
 
-async def test_the_batches_are_full_when_there_is_enough(work, asker):
+async def test_batches_are_full_when_enough_requests_wait(work, asker):
     gate = Gate()
     gate.opened.set()
     client = asker()
@@ -98,17 +97,17 @@ async def test_an_answered_request_leaves_nothing_in_the_queue(work, asker, redi
     assert redis_server.ask.xlen(QUEUE) == 0
 
 
-async def test_an_expired_request_is_answered_and_not_run(work, redis_server, until):
+async def test_an_expired_request_is_answered_and_does_not_run(work, redis_server, until):
     gate = Gate()
     gate.opened.set()
-    redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 1, 1)), "p": encode("late")})
+    redis_server.ask.xadd(QUEUE, {"h": dump(RequestHeader(VERSION, CLIENT, 1, 1)), "p": encode("late")})
     await asyncio.sleep(0.01)
     await work(gate)
     replies = f"{{penstock:}}:replies:{CLIENT}"
     await until(lambda: redis_server.ask.exists(replies))
     (_, fields), *_ = raw(redis_server).xrange(replies)
-    (answer,) = read_answers(fields[b"a"])
-    assert (answer.number, answer.fault.code) == (1, DeadlineExceeded.code)
+    (answer,) = load_replies(fields[b"a"])
+    assert (answer.number, answer.error.code) == (1, DeadlineExceeded.code)
     assert gate.batches == []
     assert 0 < redis_server.ask.ttl(replies) <= 120
 
@@ -118,14 +117,14 @@ async def test_an_expired_request_is_answered_and_not_run(work, redis_server, un
     [
         {"foreign": "message"},
         {"h": b"\xff", "p": encode(1)},
-        {"h": write(Head(VERSION, CLIENT, 1, 60_000))},
-        {"h": write(Head(VERSION, CLIENT, 1, 60_000)), "p": encode(1), "x": b"more"},
-        {"h": write(Head(99, CLIENT, 1, 60_000)), "p": encode(1)},
+        {"h": dump(RequestHeader(VERSION, CLIENT, 1, 60_000))},
+        {"h": dump(RequestHeader(VERSION, CLIENT, 1, 60_000)), "p": encode(1), "x": b"more"},
+        {"h": dump(RequestHeader(99, CLIENT, 1, 60_000)), "p": encode(1)},
         {"h": pickle.dumps(print), "p": pickle.dumps(print)},
     ],
     ids=["foreign", "bad head", "no payload", "more fields", "version", "pickle"],
 )
-async def test_a_foreign_message_goes_to_the_dead_letters_and_is_not_run(work, asker, redis_server, until, fields):
+async def test_a_foreign_message_becomes_a_dead_letter_and_does_not_run(work, asker, redis_server, until, fields):
     gate = Gate()
     gate.opened.set()
     redis_server.ask.xadd(QUEUE, fields)
@@ -140,25 +139,25 @@ async def test_a_foreign_message_goes_to_the_dead_letters_and_is_not_run(work, a
     assert await asker().ask(1) == 1
 
 
-async def test_a_malformed_value_is_not_run_and_its_caller_is_told(work, redis_server, until):
+async def test_a_malformed_value_does_not_run_and_its_caller_gets_an_error(work, redis_server, until):
     gate = Gate()
     gate.opened.set()
-    redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 5, 60_000)), "p": pickle.dumps(print)})
+    redis_server.ask.xadd(QUEUE, {"h": dump(RequestHeader(VERSION, CLIENT, 5, 60_000)), "p": pickle.dumps(print)})
     await work(gate)
     await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
     ((_, fields),) = raw(redis_server).xrange(f"{{penstock:}}:replies:{CLIENT}")
-    (answer,) = read_answers(fields[b"a"])
-    assert (answer.number, answer.fault.code) == (5, Malformed.code)
+    (answer,) = load_replies(fields[b"a"])
+    assert (answer.number, answer.error.code) == (5, MalformedMessage.code)
     assert gate.batches == []
 
 
-async def test_the_caller_of_a_message_without_a_value_is_told(work, redis_server, until):
-    redis_server.ask.xadd(QUEUE, {"h": write(Head(VERSION, CLIENT, 6, 60_000)), "q": b"?"})
+async def test_the_caller_of_a_message_without_a_value_gets_an_error(work, redis_server, until):
+    redis_server.ask.xadd(QUEUE, {"h": dump(RequestHeader(VERSION, CLIENT, 6, 60_000)), "q": b"?"})
     await work(same)
     await until(lambda: redis_server.ask.xlen("{penstock:}:dead") == 1)
     ((_, fields),) = raw(redis_server).xrange(f"{{penstock:}}:replies:{CLIENT}")
-    (answer,) = read_answers(fields[b"a"])
-    assert (answer.number, answer.fault.code) == (6, Malformed.code)
+    (answer,) = load_replies(fields[b"a"])
+    assert (answer.number, answer.error.code) == (6, MalformedMessage.code)
 
 
 async def test_dead_letters_are_bounded(work, redis_server, until):
@@ -171,7 +170,7 @@ async def test_dead_letters_are_bounded(work, redis_server, until):
     assert redis_server.ask.xlen("{penstock:}:dead") < 1200
 
 
-async def test_what_a_dead_worker_had_is_run_by_another(work, asker, until):
+async def test_another_worker_runs_the_requests_of_a_dead_worker(work, asker, until):
     gate = Gate()
     first = await work(gate, lease_s=0.3)
     client = asker()
@@ -183,7 +182,9 @@ async def test_what_a_dead_worker_had_is_run_by_another(work, asker, until):
     gate.opened.set()
 
 
-async def test_an_item_in_two_deaths_is_a_dead_letter_and_its_caller_gets_an_error(work, asker, redis_server, until):
+async def test_an_item_in_two_worker_deaths_becomes_a_dead_letter_and_its_caller_gets_an_error(
+    work, asker, redis_server, until
+):
     client = asker()
     answer = client.put("poison")
     for _ in range(2):
@@ -204,7 +205,7 @@ async def test_an_item_in_two_deaths_is_a_dead_letter_and_its_caller_gets_an_err
     last.opened.set()
 
 
-async def test_a_lease_is_renewed_for_as_long_as_the_model_runs(work, asker, redis_server, until):
+async def test_a_lease_is_renewed_while_the_model_runs(work, asker, redis_server, until):
     gate = Gate()
     await work(gate, lease_s=0.3)
     answer = asker().put("slow")
@@ -217,7 +218,7 @@ async def test_a_lease_is_renewed_for_as_long_as_the_model_runs(work, asker, red
     assert other.batches == []
 
 
-async def test_a_worker_that_ends_answers_what_it_runs_and_hands_back_the_rest(work, asker, redis_server, until):
+async def test_a_stopping_worker_answers_running_requests_and_hands_back_the_rest(work, asker, redis_server, until):
     gate = Gate()
     gate.opened.set()
     first = await work(gate, batch=2)
@@ -236,7 +237,9 @@ async def test_a_worker_that_ends_answers_what_it_runs_and_hands_back_the_rest(w
     assert redis_server.ask.exists(QUEUE) == 0  # the last one leaves no empty queue behind
 
 
-async def test_what_could_not_be_run_is_no_death_and_is_run_by_another(work, asker, redis_server, until, monkeypatch):
+async def test_a_request_that_did_not_run_counts_as_no_death_and_runs_elsewhere(
+    work, asker, redis_server, until, monkeypatch
+):
     first = await work(same)
     client = asker()
 
@@ -252,7 +255,7 @@ async def test_what_could_not_be_run_is_no_death_and_is_run_by_another(work, ask
     assert (await answer).body == "x"
 
 
-async def test_two_models_share_a_broker_by_their_prefixes(work, asker):
+async def test_prefixes_separate_two_models_on_one_broker(work, asker):
     await work(lambda items: [("a", x) for x in items], prefix="a")
     await work(lambda items: [("b", x) for x in items], prefix="b")
     a, b = asker("a"), asker("b")
@@ -260,8 +263,8 @@ async def test_two_models_share_a_broker_by_their_prefixes(work, asker):
     assert found == [(name, n) for n in range(20) for name in "ab"]
 
 
-async def test_consumers_that_are_gone_are_forgotten(work, asker, redis_server, until, monkeypatch):
-    monkeypatch.setattr("penstock.streamer.redis.worker.BrokerWorker._gone_ms", 50)
+async def test_dead_consumers_are_removed(work, asker, redis_server, until, monkeypatch):
+    monkeypatch.setattr("penstock.streamer.redis.worker.BrokerWorker._idle_ms", 50)
     first = await work(same, lease_s=0.3)
     await asker().ask(1)
     await first.die()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.streamer.redis.address import parse
+from penstock.streamer.redis.connection import parse_address
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ from penstock.streamer.redis.address import parse
         ("unix://user:secret@/run/r.sock?db=2", "unix://user:secret@/run/r.sock?db=2", "unix:///run/r.sock"),
     ],
 )
-def test_an_address_is_read_and_its_name_shows_no_password(broker, url, name):
-    address = parse(broker)
+def test_the_name_of_an_address_contains_no_password(broker, url, name):
+    address = parse_address(broker)
     assert (address.url, address.name) == (url, name)
 
 
@@ -35,8 +35,8 @@ def test_an_address_is_read_and_its_name_shows_no_password(broker, url, name):
         ("redis://[:secret@host", "malformed"),
     ],
 )
-def test_a_wrong_address_is_refused_with_what_is_expected(broker, why):
+def test_a_malformed_address_is_refused_and_the_error_names_the_expected_form(broker, why):
     with pytest.raises(ConfigError, match=why) as caught:
-        parse(broker)
+        parse_address(broker)
     assert "redis://[user:password@]host:port/db" in str(caught.value)
     assert "secret" not in str(caught.value)

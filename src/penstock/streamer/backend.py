@@ -1,4 +1,4 @@
-"""Pool: an Engine with one model that is loaded in the background. Requests that come before it is up wait for it.
+"""LocalBackend: an Engine with one model that loads in the background while requests wait for it.
 
 All of it runs on the portal's loop.
 """
@@ -15,7 +15,7 @@ from penstock.config.schema import ModelConfig
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import Engine
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
-from penstock.streamer.pieces import Pieces
+from penstock.streamer.base import ChunkedCall
 from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.streamer")
@@ -24,29 +24,28 @@ FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 30.0
 
 
-class Pool:
-    """The backend of a streamer with workers of its own. At most `max_queue` items wait.
+class LocalBackend:
+    """The backend of a streamer with its own workers. At most `max_queue` items wait.
 
-    A load that fails is told to everybody who waits for it, and to those who come in the next 0.1 s, 0.2 s ... 30 s;
-    then the next request tries anew.
+    When loading fails, every waiting request fails, and so do requests of the next 0.1 s, 0.2 s ... 30 s; the first
+    request after that period starts another load.
     """
 
     def __init__(self, name: str, config: ModelConfig, target: Any, sys_path: Sequence[str], max_queue: int) -> None:
         self._name, self._config, self._target, self._sys_path = name, config, target, sys_path
         self._max_queue = max_queue
         self._engine = Engine()
-        self._early: dict[_Early, None] = {}  # in the order of their coming
-        self._early_rows = 0
+        self._pending: dict[_PendingRequest, None] = {}  # in order of arrival
+        self._pending_rows = 0
         self._failure: PenstockError | None = None
         self._retry_s, self._retry_at_s = FIRST_RETRY_S, 0.0
-        self._begin()
+        self._start_loading()
 
-    def _begin(self) -> None:
-        self._up, self._failure = False, None
-        self._loading = asyncio.get_running_loop().create_task(self._load())
+    def _start_loading(self) -> None:
+        self._loaded, self._failure = False, None
+        self._load_task = asyncio.get_running_loop().create_task(self._load())
 
     async def _load(self) -> None:
-        """Loads the model, then hands over who waited for it, or tells them why it cannot be loaded."""
         try:
             await self._engine.load(self._name, self._config, target=self._target, sys_path=self._sys_path)
         except Exception as e:
@@ -56,29 +55,27 @@ class Pool:
             self._retry_at_s = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
         else:
-            self._up = True
+            self._loaded = True
             self._retry_s = FIRST_RETRY_S
-        self._flush()
+        self._release_pending()
 
-    def _try_again(self) -> None:
-        """Begins another load if the last one failed, and it is time. Raises why it failed, when it is not."""
+    def _retry_if_due(self) -> None:
+        """Starts another load after a failed one. Raises the failure while the retry is not due."""
         if self._failure is not None:
             if time.monotonic() < self._retry_at_s:
                 raise self._failure.with_traceback(None)
-            self._begin()
+            self._start_loading()
 
     @property
     def loading(self) -> bool:
-        return not self._loading.done()
+        return not self._load_task.done()
 
     async def ready(self) -> None:
         """See `StreamerBackend.ready`."""
-        self._try_again()
-        await asyncio.shield(self._loading)
+        self._retry_if_due()
+        await asyncio.shield(self._load_task)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-
-    # ---- requests
 
     def submit(
         self,
@@ -90,65 +87,63 @@ class Pool:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Ticket:
-        """See `PortalBackend.submit`. What is more than the queue may hold is sent in pieces."""
+        """See `PortalBackend.submit`. A call larger than the queue is sent in chunks."""
         if item.rows > self._max_queue:
-            return Pieces(self._submit, item, sink, max(1, self._max_queue // 2), budget_s, priority)
+            return ChunkedCall(self._submit, item, sink, max(1, self._max_queue // 2), budget_s, priority)
         return self._submit(item, sink, budget_s, priority)
 
     def _submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
-        if self._up:
+        if self._loaded:
             return self._engine.submit(self._name, None, item, sink, budget_s=budget_s, priority=priority)
-        self._try_again()
-        if self._early_rows + item.rows > self._max_queue:
-            found = f"{self._early_rows} of {self._max_queue} items wait for the model to load"
+        self._retry_if_due()
+        if self._pending_rows + item.rows > self._max_queue:
+            found = f"{self._pending_rows} of {self._max_queue} items wait for the model to load"
             raise QueueFull(f"the queue is full ({found}): try again later")
-        early = _Early(self._leave, item, sink, budget_s, priority)
-        self._early[early] = None
-        self._early_rows += item.rows
-        return early
+        request = _PendingRequest(self._forget_pending, item, sink, budget_s, priority)
+        self._pending[request] = None
+        self._pending_rows += item.rows
+        return request
 
-    def _leave(self, early: _Early) -> None:
-        if early in self._early:
-            del self._early[early]
-            self._early_rows -= early.item.rows
+    def _forget_pending(self, request: _PendingRequest) -> None:
+        if request in self._pending:
+            del self._pending[request]
+            self._pending_rows -= request.item.rows
 
-    def _flush(self) -> None:
-        """Hands those who waited to the engine, or tells them the failure."""
-        early, self._early, self._early_rows = self._early, {}, 0
-        for request in early:
-            request.hand(self._engine, self._name, self._failure)
-
-    # ---- the rest of a backend
+    def _release_pending(self) -> None:
+        """Submits the waiting requests to the engine, or fails them if loading failed."""
+        pending, self._pending, self._pending_rows = self._pending, {}, 0
+        for request in pending:
+            request.release(self._engine, self._name, self._failure)
 
     def statistics(self, model: str) -> dict[str, object]:
         """See `PortalBackend.statistics`; empty until the model is loaded."""
-        return self._engine.statistics(self._name) if self._up else {}
+        return self._engine.statistics(self._name) if self._loaded else {}
 
     async def close(self, drain_s: float) -> None:
-        """See `PortalBackend.close`. A load that goes on is waited for only if somebody waits for the model."""
+        """See `PortalBackend.close`. Waits for loading to finish only if requests wait for the model."""
         end = time.monotonic() + drain_s
-        if self._early:
-            await asyncio.wait([self._loading], timeout=drain_s)
+        if self._pending:
+            await asyncio.wait([self._load_task], timeout=drain_s)
         await self._engine.close(max(0.0, end - time.monotonic()))
         self._failure = ModelNotReady("the streamer was destroyed")
-        self._flush()
+        self._release_pending()
 
     def forget(self) -> None:
         """See `PortalBackend.forget`."""
         self._engine.forget()
 
 
-class _Early:
-    """One request that waits for the model to be up. A Ticket."""
+class _PendingRequest:
+    """Ticket of a request that waits for the model to load."""
 
     def __init__(
-        self, leave: Callable[[_Early], None], item: Item, sink: Sink, budget_s: float | None, priority: int
+        self, forget: Callable[[_PendingRequest], None], item: Item, sink: Sink, budget_s: float | None, priority: int
     ) -> None:
         self.item = item
-        self._leave = leave
+        self._forget = forget
         self._sink = sink
         self._budget_s, self._priority = budget_s, priority
-        self._came_s = time.monotonic()
+        self._arrived_s = time.monotonic()
         self._ticket: Ticket | None = None
         self._timer: asyncio.TimerHandle | None = None
         if budget_s is not None:
@@ -156,16 +151,16 @@ class _Early:
 
     def cancel(self) -> None:
         """See `Ticket.cancel`."""
-        self._stop()
+        self._stop_waiting()
         if self._ticket is not None:
             self._ticket.cancel()
 
-    def hand(self, engine: Engine, name: str, error: PenstockError | None) -> None:
-        """Submits it to the engine, or tells it the error."""
-        self._stop()
+    def release(self, engine: Engine, name: str, error: PenstockError | None) -> None:
+        """Submits the request to the engine, or answers it with `error`."""
+        self._stop_waiting()
         budget_s = self._budget_s
         if budget_s is not None:
-            budget_s -= time.monotonic() - self._came_s
+            budget_s -= time.monotonic() - self._arrived_s
         try:
             if error is not None:
                 raise error
@@ -174,11 +169,11 @@ class _Early:
             self._sink(ItemResult(error=e))
 
     def _expire(self) -> None:
-        self._stop()
-        self._sink(ItemResult(error=DeadlineExceeded("the deadline passed while the model was loaded")))
+        self._stop_waiting()
+        self._sink(ItemResult(error=DeadlineExceeded("the deadline passed while the model was loading")))
 
-    def _stop(self) -> None:
-        self._leave(self)
+    def _stop_waiting(self) -> None:
+        self._forget(self)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

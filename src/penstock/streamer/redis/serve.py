@@ -1,4 +1,4 @@
-"""Workers that serve a queue of a Redis broker, until they are told to end."""
+"""RedisWorker and run_redis_workers_forever: load a model and serve a queue of a Redis broker with it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from msgspec import Struct
+
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.core.transports.launch import pack_spec
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import PenstockError
-from penstock.streamer.errors import tell
+from penstock.streamer.base import raise_for_caller
 from penstock.streamer.local import (
     NEVER_S,
     WRAPPER,
@@ -26,29 +28,35 @@ from penstock.streamer.local import (
     check_start_method,
     device_of,
 )
-from penstock.streamer.redis.address import parse
-from penstock.streamer.redis.worker import BrokerWorker, Hearing
+from penstock.streamer.redis.connection import parse_address
+from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
 
 log = logging.getLogger("penstock.streamer")
 
 MODEL = "redis"
 
 
+class QueueOptions(Struct, frozen=True):
+    """The queue that a worker serves, the duration of its leases, and its longest wait for results at shutdown."""
+
+    redis_broker: str = "localhost:6379"
+    prefix: str = ""
+    lease_s: float = 10.0
+    drain_s: float = 30.0
+
+
 async def serve_queue(
     config: ModelConfig,
     target: Any,
-    redis_broker: str,
-    prefix: str,
+    queue: QueueOptions,
     *,
-    lease_s: float = 10.0,
-    drain_s: float = 30.0,
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Loads a model, and answers what comes for it until `stop`. Raises LoadFailed, ConfigError."""
-    address = parse(redis_broker)
-    hearing = Hearing()
-    engine = Engine(None, [hearing])
+    """Loads a model and serves its queue until `stop`. Raises LoadFailed, ConfigError."""
+    address = parse_address(queue.redis_broker)
+    watcher = InstanceWatcher()
+    engine = Engine(None, [watcher])
     loop = asyncio.get_running_loop()
     stopped = loop.create_task(stop.wait())
     loading = loop.create_task(engine.load(MODEL, config, target=target, sys_path=[p for p in sys.path if p]))
@@ -56,17 +64,18 @@ async def serve_queue(
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await loading
-            log.info("worker_ready broker=%s prefix=%s instances=%s", address.name, prefix, config.instances)
+            log.info("worker_ready broker=%s prefix=%s instances=%s", address.name, queue.prefix, config.instances)
             on_ready()
-            await BrokerWorker(engine, MODEL, address, prefix, hearing=hearing, lease_s=lease_s).run(stop, drain_s)
+            worker = BrokerWorker(engine, MODEL, address, queue.prefix, watcher=watcher, lease_s=queue.lease_s)
+            await worker.run(stop, queue.drain_s)
     finally:
         stopped.cancel()
         await engine.close(0.0)
         await asyncio.gather(stopped, loading, return_exceptions=True)
 
 
-def run_until_told(serve: Callable[[asyncio.Event], Any]) -> None:
-    """Runs `serve(stop)`; `stop` is set by SIGINT and SIGTERM, and by the end of the process that started this one."""
+def run_until_stopped(serve: Callable[[asyncio.Event], Any]) -> None:
+    """Runs `serve(stop)`. SIGINT, SIGTERM and the end of the parent process set `stop`."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -76,7 +85,7 @@ def run_until_told(serve: Callable[[asyncio.Event], Any]) -> None:
                 loop.add_signal_handler(number, stop.set)
         parent = multiprocessing.parent_process()
         if parent is not None:
-            loop.add_reader(parent.sentinel, _orphaned, loop, parent.sentinel, stop)
+            loop.add_reader(parent.sentinel, _on_parent_end, loop, parent.sentinel, stop)
         await serve(stop)
 
     try:
@@ -87,17 +96,17 @@ def run_until_told(serve: Callable[[asyncio.Event], Any]) -> None:
         uvloop.run(main())
 
 
-def _orphaned(loop: asyncio.AbstractEventLoop, sentinel: int, stop: asyncio.Event) -> None:
+def _on_parent_end(loop: asyncio.AbstractEventLoop, sentinel: int, stop: asyncio.Event) -> None:
     loop.remove_reader(sentinel)
     stop.set()
 
 
 class RedisWorker:
-    """Serves a model to those who ask over a Redis broker. The model is made in a process of its own, not in this one.
+    """Serves a model to RedisStreamers over a Redis broker. A child process loads the model.
 
-    `model_class` is a class like ManagedModel, or a function of a list. `prefix` keeps models apart that share a
-    broker. `lease_s`: a worker that is silent for so long is dead, and what it had is run by another. Further
-    arguments are taken, as those who wrote them expect, and have no effect.
+    `model_class` is a class like ManagedModel, or a function of a list. `prefix` separates models on one broker. After
+    `lease_s` without a sign of life, other workers run what this one had taken. Unknown arguments are accepted for
+    compatibility with service_streamer and have no effect.
     """
 
     def __init__(
@@ -114,15 +123,14 @@ class RedisWorker:
         drain_s: float = 30.0,
         **kwargs: Any,
     ) -> None:
-        """Raises ValueError, TypeError, ConfigError for an address that is none, LoadFailed for what cannot be sent to
-        a process."""
+        """Public keyword arguments, in the order of service_streamer. Raises ValueError, TypeError; ConfigError for a
+        malformed address; LoadFailed if the model cannot be sent to a process."""
         check_callable("model_class", model_class)
         check_count("batch_size", batch_size)
         if not max_latency >= 0:
             raise ValueError(f"max_latency: expected seconds from 0, found {max_latency!r}")
-        parse(redis_broker)
-        self._redis_broker, self._prefix = redis_broker, prefix
-        self._lease_s, self._drain_s = lease_s, drain_s
+        parse_address(redis_broker)
+        self._queue = QueueOptions(redis_broker, prefix, lease_s, drain_s)
         self._target = Wrapped(
             model_class,
             WRAPPER,
@@ -136,29 +144,21 @@ class RedisWorker:
         return ModelConfig(target=MODEL, instances=worker_num, devices=devices, batching=self._batching)
 
     def run_forever(self, gpu_id: int | None = None) -> None:
-        """Serves until SIGINT or SIGTERM, then answers what it has taken. Raises what the model raises, ConfigError."""
+        """Serves until SIGINT or SIGTERM, then finishes taken requests. Raises the model's own error, ConfigError."""
         self.run_copies_forever(1, () if gpu_id is None else (gpu_id,))
 
     def run_copies_forever(self, worker_num: int, cuda_devices: Sequence[int | str] = ()) -> None:
-        """`run_forever` with so many copies of the model, on these devices in turn, fed from one queue."""
+        """`run_forever` with `worker_num` copies of the model, on `cuda_devices` in turn, fed from one queue."""
         check_count("worker_num", worker_num)
         config = self._config(worker_num, cuda_devices)
 
         def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
-            return serve_queue(
-                config,
-                self._target,
-                self._redis_broker,
-                self._prefix,
-                lease_s=self._lease_s,
-                drain_s=self._drain_s,
-                stop=stop,
-            )
+            return serve_queue(config, self._target, self._queue, stop=stop)
 
         try:
-            run_until_told(serve)
+            run_until_stopped(serve)
         except PenstockError as e:
-            tell(e)
+            raise_for_caller(e)
 
 
 def run_redis_workers_forever(
@@ -178,8 +178,9 @@ def run_redis_workers_forever(
 ) -> list[BaseProcess]:
     """Serves a model with `worker_num` copies of it, on `cuda_devices` in turn, until SIGINT or SIGTERM.
 
-    With `block=False` a process of its own does so, which is returned in a list: one script can start several models,
-    and join them. It ends with this process. Raises what RedisWorker and its `run_forever` raise.
+    With `block=False`, a child process serves and is returned in a list, so that one script can start several models
+    and join them. It ends with this process. Raises what RedisWorker and its `run_forever` raise. The parameters are
+    those of service_streamer.
     """
     check_start_method(mp_start_method)
     check_count("worker_num", worker_num)

@@ -1,4 +1,4 @@
-"""`penstock worker`: serves a model to those who ask over a Redis broker."""
+"""`penstock worker`: serves a model to RedisStreamers over a Redis broker."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.config.load import load_config
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
-from penstock.streamer.redis.address import parse
-from penstock.streamer.redis.workers import run_until_told, serve_queue
+from penstock.streamer.redis.connection import parse_address
+from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
 
 SERVED = "penstock.streamer.model:served"
 
@@ -40,12 +40,13 @@ def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> Mo
     default="localhost:6379",
     envvar="PENSTOCK_REDIS",
     metavar="BROKER",
-    help="host:port, redis://, rediss:// or unix:// [localhost:6379]. PENSTOCK_REDIS shows a password to fewer eyes.",
+    help="host:port, redis://, rediss:// or unix:// [localhost:6379]. Use PENSTOCK_REDIS to keep a password out of "
+    "the process list.",
 )
-@click.option("--prefix", default="", help="Keeps models apart that share a broker; that of the RedisStreamer.")
+@click.option("--prefix", default="", help="Separates models on one broker; must equal the RedisStreamer's prefix.")
 @click.option("--workers", callback=number_or_auto, metavar="N|auto", help="Loaded copies of the model [1].")
 @click.option(
-    "--devices", callback=devices_list, metavar="D,D", help="Devices for them in turn, such as cuda:0,cuda:1."
+    "--devices", callback=devices_list, metavar="D,D", help="Devices for the copies in turn, such as cuda:0,cuda:1."
 )
 @click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Most items in a batch.")
 @click.option(
@@ -53,14 +54,14 @@ def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> Mo
     type=click.FloatRange(min=0.1),
     default=10.0,
     metavar="SECONDS",
-    help="A worker silent for so long is dead: another runs what it had [10].",
+    help="Silence after which a worker counts as dead and others take over its requests [10].",
 )
 @click.option(
     "--drain",
     type=click.FloatRange(min=0),
     default=30.0,
     metavar="SECONDS",
-    help="Longest wait for answers at the end.",
+    help="Longest wait for results at shutdown [30].",
 )
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set any key of [models.NAME].")
 def worker(
@@ -68,7 +69,7 @@ def worker(
 ) -> None:
     """Serve a model to RedisStreamers, over a Redis broker.
 
-    TARGET is app.py:obj or pkg.mod:obj, a ManagedModel among them, or another that `penstock serve` takes.
+    TARGET is app.py:obj or pkg.mod:obj, such as a ManagedModel, or any other model that `penstock serve` accepts.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     keys: dict[str, Any] = {"instances": flags["workers"], "devices": flags["devices"]}
@@ -77,16 +78,16 @@ def worker(
         keys["batching"] = {"max_batch_size": flags["max_batch_size"]}
     try:
         config = build_config(target, keys, sets)
-        broker = parse(redis)
+        broker = parse_address(redis)
 
         def ready() -> None:
             click.echo(f"penstock worker: {target} serves {broker.name} prefix='{prefix}'")
 
         def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
-            wrapped = Wrapped(config.target, SERVED)
-            return serve_queue(config, wrapped, redis, prefix, lease_s=lease, drain_s=drain, stop=stop, on_ready=ready)
+            queue = QueueOptions(redis, prefix, lease, drain)
+            return serve_queue(config, Wrapped(config.target, SERVED), queue, stop=stop, on_ready=ready)
 
-        run_until_told(serve)
+        run_until_stopped(serve)
     except PenstockError as e:
         click.echo(f"penstock: {e}", err=True)
         if e.detail:

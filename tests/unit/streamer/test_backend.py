@@ -1,4 +1,4 @@
-"""The pool on a loop, with models in threads that load when the test lets them."""
+"""LocalBackend on a loop, with models in threads that load when the test lets them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
-from penstock.streamer import pool as pools
-from penstock.streamer.pool import Pool
+from penstock.streamer import backend as module
+from penstock.streamer.backend import LocalBackend
 from penstock.types import Item, ItemResult
 
 
@@ -40,12 +40,12 @@ def model() -> Gated:
 
 
 @pytest.fixture
-async def pool(model: Gated) -> Any:
+async def backend(model: Gated) -> Any:
     config = ModelConfig(target="here", transport="thread", batching=BatchingConfig(max_batch_size=4, max_queue=8))
-    made = Pool("m", config, model, [], 8)
-    yield made
+    backend = LocalBackend("m", config, model, [], 8)
+    yield backend
     model.gate.set()
-    await made.close(5)
+    await backend.close(5)
 
 
 class Caller:
@@ -68,31 +68,33 @@ def many(*values: int) -> Item:
     return Item(list(values), rows=len(values), many=True)
 
 
-async def test_requests_wait_for_the_model_and_are_run_in_their_order(pool: Pool, model: Gated) -> None:
+async def test_requests_wait_for_the_model_and_run_in_order(backend: LocalBackend, model: Gated) -> None:
     callers = [Caller() for _ in range(3)]
-    tickets = [pool.submit("m", None, many(i), caller) for i, caller in enumerate(callers)]
-    assert pool.statistics("m") == {}
+    tickets = [backend.submit("m", None, many(i), caller) for i, caller in enumerate(callers)]
+    assert backend.statistics("m") == {}
     tickets[1].cancel()
     model.gate.set()
-    await pool.ready()
+    await backend.ready()
     assert await callers[0].body() == [0]
     assert await callers[2].body() == [4]
     assert not callers[1].answer.done()
-    assert pool.statistics("m")["slots"] == 1
+    assert backend.statistics("m")["slots"] == 1
 
 
-async def test_what_waits_for_the_model_is_bounded_and_has_its_deadline(pool: Pool, model: Gated) -> None:
+async def test_requests_that_wait_for_the_model_are_bounded_and_keep_their_deadline(
+    backend: LocalBackend, model: Gated
+) -> None:
     first, late, gone = Caller(), Caller(), Caller()
-    pool.submit("m", None, many(1, 2, 3, 4), first)
-    pool.submit("m", None, many(5, 6), late, budget_s=0.01)
-    leaving = pool.submit("m", None, many(7, 8), gone)
+    backend.submit("m", None, many(1, 2, 3, 4), first)
+    backend.submit("m", None, many(5, 6), late, budget_s=0.01)
+    leaving = backend.submit("m", None, many(7, 8), gone)
     with pytest.raises(QueueFull, match="8 of 8 items wait for the model to load"):
-        pool.submit("m", None, many(9), Caller())
-    with pytest.raises(DeadlineExceeded, match="while the model was loaded"):
+        backend.submit("m", None, many(9), Caller())
+    with pytest.raises(DeadlineExceeded, match="while the model was loading"):
         await late.body()
     leaving.cancel()
     again = Caller()
-    pool.submit("m", None, many(10, 11, 12, 13), again, budget_s=10)
+    backend.submit("m", None, many(10, 11, 12, 13), again, budget_s=10)
     model.gate.set()
     assert await first.body() == [2, 4, 6, 8]
     assert await again.body() == [20, 22, 24, 26]
@@ -100,50 +102,50 @@ async def test_what_waits_for_the_model_is_bounded_and_has_its_deadline(pool: Po
     assert not gone.answer.done()
 
 
-async def test_a_call_of_more_items_than_may_wait_is_sent_in_pieces(pool: Pool, model: Gated) -> None:
+async def test_a_call_larger_than_the_queue_is_sent_in_chunks(backend: LocalBackend, model: Gated) -> None:
     caller = Caller()
-    pool.submit("m", None, many(*range(50)), caller)
+    backend.submit("m", None, many(*range(50)), caller)
     model.gate.set()
     assert await caller.body() == [2 * i for i in range(50)]
 
 
-async def test_a_failed_load_is_told_to_all_and_tried_again_by_the_next_when_it_is_time(
-    pool: Pool, model: Gated, monkeypatch: pytest.MonkeyPatch
+async def test_a_failed_load_fails_all_waiting_requests_and_a_later_request_retries_it(
+    backend: LocalBackend, model: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.broken = True
     callers = [Caller(), Caller()]
     for caller in callers:
-        pool.submit("m", None, many(1), caller)
+        backend.submit("m", None, many(1), caller)
     model.gate.set()
     for caller in callers:
         with pytest.raises(LoadFailed, match="ValueError: no weights"):
             await caller.body()
     assert model.loads == 1
     with pytest.raises(LoadFailed, match="no weights") as caught:  # at once
-        pool.submit("m", None, many(1), Caller())
+        backend.submit("m", None, many(1), Caller())
     with pytest.raises(LoadFailed, match="no weights") as again:
-        pool.submit("m", None, many(1), Caller())
-    assert len(again.traceback) == len(caught.traceback), "an error that is told often does not grow"
+        backend.submit("m", None, many(1), Caller())
+    assert len(again.traceback) == len(caught.traceback), "an error raised repeatedly does not grow"
     assert model.loads == 1
     model.broken = False
     now = time.monotonic()
-    monkeypatch.setattr(pools.time, "monotonic", lambda: now + pools.FIRST_RETRY_S)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.FIRST_RETRY_S)
     caller = Caller()
-    pool.submit("m", None, many(3), caller)
+    backend.submit("m", None, many(3), caller)
     assert await caller.body() == [6]
     assert model.loads == 2
 
 
-async def test_ready_tells_why_it_is_not(pool: Pool, model: Gated) -> None:
+async def test_ready_raises_why_loading_failed(backend: LocalBackend, model: Gated) -> None:
     model.broken = True
     model.gate.set()
     with pytest.raises(LoadFailed, match="no weights"):
-        await pool.ready()
+        await backend.ready()
 
 
-async def test_a_pool_that_is_closed_while_it_loads_answers_who_waits(pool: Pool, model: Gated) -> None:
+async def test_closing_while_the_model_loads_answers_waiting_requests(backend: LocalBackend, model: Gated) -> None:
     caller = Caller()
-    pool.submit("m", None, many(1), caller)
-    await pool.close(0.01)
+    backend.submit("m", None, many(1), caller)
+    await backend.close(0.01)
     with pytest.raises(ModelNotReady):
         await caller.body()

@@ -1,0 +1,249 @@
+"""PendingRequests: the unanswered requests of one client, and the work that is due at the broker for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.errors import PayloadTooLarge, PenstockError, QueueFull
+from penstock.streamer.redis.codec import decode, encode
+from penstock.streamer.redis.protocol import BrokerReply, from_wire
+from penstock.types import Item, ItemResult, Sink
+
+log = logging.getLogger("penstock.broker")
+
+SUBMISSION_ENTRIES = 512  # the broker serves no other client while it runs a script
+SUBMISSION_BYTES = 8 * 2**20
+
+
+class QueueEntry:
+    """One value on its way. `id` is its id in the broker's queue, None until the broker has it."""
+
+    __slots__ = ("call", "id", "index", "number", "payload")
+
+    def __init__(self, number: int, call: PendingCall, index: int, payload: bytes) -> None:
+        self.number = number
+        self.call = call
+        self.index = index
+        self.payload = payload
+        self.id: bytes | None = None
+
+
+class PendingCall:
+    """Ticket of one call: its entries and the results received so far.
+
+    `ends_s`, on the loop's clock: when the call times out; `due`: whether the caller set this deadline. `on_abandoned`
+    is called when the call ends before all its entries are answered.
+    """
+
+    __slots__ = (
+        "_many", "_missing", "_on_abandoned", "due", "ends_s", "entries", "priority", "sink", "timer", "values",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        sink: Sink,
+        item: Item,
+        *,
+        ends_s: float,
+        due: bool,
+        priority: int,
+        on_abandoned: Callable[[PendingCall], None],
+    ) -> None:
+        self.sink: Sink | None = sink
+        self.ends_s, self.due, self.priority = ends_s, due, priority
+        self.entries: list[QueueEntry] = []
+        self.timer: asyncio.TimerHandle | None = None
+        self._many = item.many
+        self._missing = len(item.payload) if item.many else 1
+        self.values: list[Any] = [None] * self._missing
+        self._on_abandoned = on_abandoned
+
+    def put(self, index: int, value: Any) -> None:
+        """Stores the outcome of one value: a result, or a PenstockError."""
+        self.values[index] = value
+        self._missing -= 1
+
+    def finish(self) -> None:
+        """Answers the caller if every value has its outcome."""
+        if self._missing or self.sink is None:
+            return
+        if self._many:
+            self._answer(ItemResult(body=self.values))
+        elif isinstance(self.values[0], PenstockError):
+            self._answer(ItemResult(error=self.values[0]))
+        else:
+            self._answer(ItemResult(body=self.values[0]))
+
+    def fail(self, error: PenstockError) -> None:
+        """Answers the caller with an error and abandons the missing results."""
+        if self.sink is not None:
+            self._answer(ItemResult(error=error))
+            self._on_abandoned(self)
+
+    def cancel(self) -> None:
+        """See `Ticket.cancel`."""
+        if self.sink is not None:
+            self._close()
+            self._on_abandoned(self)
+
+    def _answer(self, result: ItemResult) -> None:
+        sink = self.sink
+        self._close()
+        try:
+            if sink is not None:
+                sink(result)
+        except Exception:
+            log.exception("sink_failed")
+
+    def _close(self) -> None:
+        self.sink = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Submission:
+    """Entries that the broker receives in one script call. It accepts each group as a whole, or refuses it."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[QueueEntry]] = []
+        self.entries = 0
+        self.nbytes = 0
+
+    def add(self, group: list[QueueEntry]) -> None:
+        if group:
+            self.groups.append(group)
+            self.entries += len(group)
+            self.nbytes += sum([len(e.payload) for e in group])
+
+    def fail(self, error: PenstockError) -> None:
+        """Answers every caller with an error."""
+        for group in self.groups:
+            group[0].call.fail(error)
+
+
+class PendingRequests:
+    """The unanswered entries of a client by number, and their states.
+
+    `max_queue` bounds the entries of all clients; `max_bytes` the payloads of this client.
+    """
+
+    def __init__(self, max_queue: int, max_bytes: int) -> None:
+        self.entries: dict[int, QueueEntry] = {}
+        self.unsent: deque[list[QueueEntry]] = deque()
+        self.lost: list[QueueEntry] = []  # by the broker; to be sent again
+        self.abandoned: list[bytes] = []  # ids to remove from the queue
+        self.nbytes = 0
+        self.work_due = asyncio.Event()  # the sender has work
+        self.unanswered = asyncio.Event()  # the receiver has work
+        self.empty = asyncio.Event()
+        self.counts = dict.fromkeys(("requests", "answers", "duplicates", "resent", "refused", "expired", "lost"), 0)
+        self.max_queue = max_queue
+        self._max_bytes = max_bytes
+        self._last_number = 0
+
+    def check_room(self, size: int) -> None:
+        """Raises QueueFull unless `size` more entries fit."""
+        waiting = len(self.entries)
+        if waiting + size > self.max_queue:
+            raise QueueFull(f"{waiting} of {self.max_queue} items wait: try again later")
+
+    def add(self, call: PendingCall, values: list[Any]) -> None:
+        """Queues the values of a call for sending. A value that cannot be sent gets its error as outcome."""
+        self.counts["requests"] += len(values)
+        for index, value in enumerate(values):
+            try:
+                payload = self._encode(value)
+            except PenstockError as e:
+                call.put(index, e)
+                continue
+            self._last_number += 1
+            entry = self.entries[self._last_number] = QueueEntry(self._last_number, call, index, payload)
+            self.nbytes += len(payload)
+            call.entries.append(entry)
+        self.unsent.extend(_groups(call.entries))
+        self.work_due.set()
+        self.unanswered.set()
+
+    def _encode(self, value: Any) -> bytes:
+        payload = encode(value)
+        if len(payload) > self._max_bytes:
+            raise PayloadTooLarge(f"the item has {len(payload)} bytes, more than {self._max_bytes} may wait")
+        if self.nbytes + len(payload) > self._max_bytes:
+            raise QueueFull(f"{self.nbytes} of {self._max_bytes} bytes wait: try again later")
+        return payload
+
+    def next_submission(self) -> Submission:
+        """The entries to send next, within the bounds of a submission; lost entries first."""
+        submission = Submission()
+        lost, self.lost = self.lost[:SUBMISSION_ENTRIES], self.lost[SUBMISSION_ENTRIES:]
+        for entry in lost:
+            submission.add([entry])
+        while self.unsent and submission.entries < SUBMISSION_ENTRIES and submission.nbytes < SUBMISSION_BYTES:
+            submission.add([entry for entry in self.unsent.popleft() if entry.number in self.entries])
+        return submission
+
+    def receive(self, reply: BrokerReply) -> None:
+        """Passes a reply to its call. A repeated or unexpected reply is only counted."""
+        entry = self.entries.get(reply.number)
+        if entry is None:
+            self.counts["duplicates"] += 1
+            return
+        self._forget(entry)
+        self.counts["answers"] += 1
+        value: Any
+        try:
+            value = decode(reply.body) if reply.error is None else from_wire(reply.error)
+        except PenstockError as e:
+            value = e
+        entry.call.put(entry.index, value)
+        entry.call.finish()
+
+    def abandon(self, call: PendingCall) -> None:
+        """Forgets the entries of a call; the sender removes them from the queue."""
+        for entry in call.entries:
+            if entry.number in self.entries:
+                self._forget(entry)
+                if entry.id is not None:
+                    self.abandoned.append(entry.id)
+        if self.abandoned:
+            self.work_due.set()
+
+    def resend(self, entries: list[QueueEntry]) -> None:
+        """Queues unanswered entries that the broker has lost."""
+        self.counts["resent"] += len(entries)
+        for entry in entries:
+            entry.id = None
+        self.lost += entries
+
+    def fail_all(self, error: PenstockError) -> None:
+        """Answers every caller with an error."""
+        self.abandoned.clear()
+        self.lost.clear()
+        self.counts["lost"] += len(self.entries)
+        for call in list({id(entry.call): entry.call for entry in self.entries.values()}.values()):
+            call.fail(error)
+
+    def _forget(self, entry: QueueEntry) -> None:
+        del self.entries[entry.number]
+        self.nbytes -= len(entry.payload)
+        if not self.entries:
+            self.empty.set()
+
+
+def _groups(entries: list[QueueEntry]) -> Iterator[list[QueueEntry]]:
+    """The entries in groups that fit a submission."""
+    group: list[QueueEntry] = []
+    nbytes = 0
+    for entry in entries:
+        if group and (len(group) == SUBMISSION_ENTRIES or nbytes + len(entry.payload) > SUBMISSION_BYTES):
+            yield group
+            group, nbytes = [], 0
+        group.append(entry)
+        nbytes += len(entry.payload)
+    if group:
+        yield group

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, QueueFull
+from penstock.streamer.base import CHUNKS_IN_FLIGHT, ChunkedCall, error_for_caller, raise_for_caller
+from penstock.types import Item, ItemResult, Sink
+
+TRACEBACK = """Traceback (most recent call last):
+  File "model.py", line 3, in predict
+    raise pkg.Odd("first\\nsecond")
+pkg.Odd: first
+second
+"""
+
+
+def test_the_message_has_the_text_of_the_models_error_and_the_cause_its_traceback() -> None:
+    error = error_for_caller(ItemFailed("the model raised Odd", detail=TRACEBACK))
+    assert isinstance(error, ItemFailed)
+    assert str(error) == "the model raised pkg.Odd: first\nsecond"
+    assert "line 3, in predict" in str(error.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (LoadFailed("loading 'm' raised Odd: x (m.py, line 1)", detail="Traceback\n  File\nOdd: x"), None),
+        (
+            BadOutput("the model returned a lock", detail="TypeError('no')"),
+            "the model returned a lock: TypeError('no')",
+        ),
+        (QueueFull("the queue is full", retry_after_s=2.0), None),
+    ],
+)
+def test_a_message_repeats_no_text(error: LoadFailed, text: str | None) -> None:
+    copy = error_for_caller(error)
+    assert type(copy) is type(error)
+    assert copy is not error, "two threads must not raise the same object"
+    assert str(copy) == (text or str(error))
+    assert copy.retry_after_s == error.retry_after_s
+
+
+def test_errors_of_other_libraries_are_raised_unchanged() -> None:
+    error = KeyError("a")
+    with pytest.raises(KeyError) as caught:
+        raise_for_caller(error)
+    assert caught.value is error
+
+
+class Queue:
+    """Keeps what is submitted until the test answers it."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, tuple[Item, Sink]] = {}  # by first value
+        self.budgets: list[float | None] = []
+        self.cancelled: list[int] = []
+        self.refuse: PenstockError | None = None
+
+    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Any:
+        if self.refuse is not None:
+            raise self.refuse
+        assert item.many
+        assert item.rows == len(item.payload)
+        first = item.payload[0]
+        self.waiting[first] = (item, sink)
+        self.budgets.append(budget_s)
+        queue = self
+
+        class Ticket:
+            def cancel(self) -> None:
+                queue.cancelled.append(first)
+                del queue.waiting[first]
+
+        return Ticket()
+
+    def answer(self, first: int, error: PenstockError | None = None) -> None:
+        item, sink = self.waiting.pop(first)
+        sink(ItemResult(item.payload, error=error))
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+@pytest.fixture
+def call(queue: Queue) -> Callable[..., tuple[ChunkedCall, list[ItemResult]]]:
+    def make(count: int = 10, rows: int = 4, budget_s: float | None = None) -> tuple[ChunkedCall, list[ItemResult]]:
+        answers: list[ItemResult] = []
+        item = Item(list(range(count)), rows=count, many=True)
+        return ChunkedCall(queue.submit, item, answers.append, rows, budget_s, 0), answers
+
+    return make
+
+
+def test_two_chunks_are_in_flight_and_the_caller_gets_one_ordered_answer(queue: Queue, call: Any) -> None:
+    _, answers = call()
+    assert sorted(queue.waiting) == [0, 4]
+    assert len(queue.waiting) == CHUNKS_IN_FLIGHT
+    queue.answer(4)
+    assert sorted(queue.waiting) == [0, 8]
+    queue.answer(8)
+    assert not answers
+    queue.answer(0)
+    assert [a.body for a in answers] == [list(range(10))]
+
+
+def test_a_full_queue_refuses_the_call_only_when_no_chunk_is_in_flight(queue: Queue, call: Any) -> None:
+    queue.refuse = QueueFull("full")
+    with pytest.raises(QueueFull):
+        call()
+    queue.refuse = None
+    _, answers = call()
+    queue.refuse = QueueFull("full")
+    queue.answer(0)
+    assert not answers
+    queue.answer(4)
+    assert [type(a.error) for a in answers] == [QueueFull]
+
+
+def test_a_refused_chunk_is_sent_after_another_chunk_is_answered(queue: Queue, call: Any) -> None:
+    _, answers = call()
+    queue.refuse = QueueFull("full")
+    queue.answer(0)
+    queue.refuse = None
+    queue.answer(4)
+    queue.answer(8)
+    assert answers[0].body == list(range(10))
+
+
+def test_a_failed_chunk_fails_the_call_and_cancels_the_others(queue: Queue, call: Any) -> None:
+    _, answers = call()
+    late = queue.waiting[4][1]
+    queue.answer(0, ItemFailed("no"))
+    assert [type(a.error) for a in answers] == [ItemFailed]
+    assert queue.cancelled == [4]
+    late(ItemResult([]))  # already on its way
+    assert len(answers) == 1
+
+
+def test_a_cancelled_call_cancels_its_chunks_and_sends_no_more(queue: Queue, call: Any) -> None:
+    chunked, answers = call()
+    chunked.cancel()
+    assert sorted(queue.cancelled) == [0, 4]
+    assert not answers
+
+
+def test_later_chunks_get_the_remaining_budget(queue: Queue, call: Any) -> None:
+    call(budget_s=5.0)
+    queue.answer(0)
+    first, _, last = queue.budgets
+    assert first is not None
+    assert last is not None
+    assert 0 < last <= first <= 5
