@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.serve import split_targets
+from penstock.config.targets import split_targets
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 MEAN_OF_7 = {"mean": [127.5], "frame_index": [7]}

@@ -20,7 +20,7 @@ from penstock.bulk.progress import Notes, Teller, teller
 from penstock.bulk.report import INCOMPLETE, INTERRUPTED, USAGE
 from penstock.bulk.survey import dry_run
 from penstock.bulk.types import Sampling
-from penstock.cli.serve import number_or_auto
+from penstock.config.targets import number_or_auto
 from penstock.client.tokens import read_token
 from penstock.errors import ConfigError, PenstockError
 

@@ -22,13 +22,14 @@ def check(file: str) -> None:
     """
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
+    from penstock.config.toml import describes_pipeline
     from penstock.core.engine.rules import check_rules
     from penstock.errors import ConfigError, PenstockError
-    from penstock.pipeline.preflight import check_pipelines, pipelines_of, tells_pipeline
+    from penstock.pipeline.preflight import check_pipelines, pipelines_of
     from penstock.plugins import resolve
 
     try:
-        if tells_pipeline(file):
+        if describes_pipeline(file):
             raise ConfigError(f"{file}: tells a pipeline, which is checked by: penstock pipeline check {file}")
         found = load_config(file, env=os.environ)
         check_bind(found)

@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from penstock.cli.only_model import only_model
-from penstock.config.load import check_bind, load_config, toml_value
+from penstock.config.checks import check_bind
+from penstock.config.load import load_config
 from penstock.config.schema import Config
+from penstock.config.targets import devices_list, number_or_auto, read_options, split_targets
 from penstock.errors import ConfigError, PenstockError, TargetNotFound
-from penstock.pipeline.preflight import Checking, pipelines_of, tells_pipeline, warn_of_sections
-from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file
+from penstock.pipeline.preflight import Checking, pipelines_of, warn_of_sections
+from penstock.plugins import is_pipeline_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # what says a key, where it is not its name
-
-
-def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[str, Any]]]:
-    """The TOML of the configuration among TARGETs, and the models that the others name. Raises ConfigError.
-
-    `app.py:Digits` is served as `digits`, also if `app.py` says it and has no other model; `resnet.onnx` as `resnet`,
-    and so is `resnet.toml` if it tells a pipeline; `name=app.py:Digits` as `name`.
-    """
-    toml: str | None = None
-    models: dict[str, dict[str, Any]] = {}
-    for target in targets:
-        given, equals, rest = target.partition("=")
-        spec = rest if equals else target
-        if is_pipeline_file(target) and not equals and not tells_pipeline(target):
-            if toml is not None:
-                raise ConfigError(f"one TOML file at most, found '{toml}' and '{target}'; merge them")
-            toml = target
-            continue
-        if spec.endswith(".py"):
-            spec = f"{spec}:{only_model(spec)}"
-        module, colon, attribute = spec.rpartition(":")
-        if is_whole_file(spec):
-            attribute = Path(spec).stem
-        elif not colon or not module or not attribute:
-            raise ConfigError(
-                f"TARGET '{target}' must be app.py, app.py:obj, pkg.mod:obj, a model ({', '.join(MODEL_FILES)})"
-                " or a .toml file, of a configuration or a pipeline"
-            )
-        name = given if equals else re.sub(r"[^a-z0-9_-]+", "-", attribute.lower())
-        if name in models:
-            raise ConfigError(f"two models are named '{name}'; name one with NAME={spec}")
-        if is_whole_file(spec):
-            spec = str(Path(spec).resolve())
-        elif module.endswith(".py"):
-            spec = f"{Path(module).resolve()}:{attribute}"
-        models[name] = {"target": spec}
-    return toml, models
 
 
 def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[str, ...]) -> Config:
@@ -108,31 +70,6 @@ def _set_compat(pipelines: list[dict[str, Any]]) -> None:
 def instances_for(devices: list[str]) -> int | str:
     """One for each of the devices, if nothing else is said of them."""
     return "auto" if any(device.startswith("cuda") for device in devices) else len(devices)
-
-
-def read_options(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Name to value of each `NAME=VALUE`; a value is as in TOML, and a text needs no quotes. Raises ConfigError."""
-    options: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise ConfigError(f"--option {text}: found no NAME=VALUE; expected for instance --option max_new_tokens=12")
-        options[name] = toml_value(value)
-    return options
-
-
-def number_or_auto(_: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    """What a flag of a number or "auto" says."""
-    if value is None or value == "auto":
-        return value
-    if not value.isdigit() or int(value) < 1:
-        raise click.BadParameter(f"expected a whole number from 1, or auto, found '{value}'", param=parameter)
-    return int(value)
-
-
-def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    """What a flag of devices says."""
-    return None if value is None else [d.strip() for d in value.split(",") if d.strip()]
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""What no single key can tell: bounds that contradict each other, files that are missing, listeners without a guard."""
+"""Checks across keys: contradicting bounds, missing files, unguarded listeners, traffic weights and tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from penstock.config.schema import Config, ModelConfig
-from penstock.config.tensors import specs_of
 from penstock.errors import ConfigError, nearest
+from penstock.types import DTYPES, TensorSpec
 
 log = logging.getLogger("penstock.config")
 
 LISTENERS = ("inference", "management", "metrics")
-ROUTES: Final = ("scale", "default", "traffic")  # behind the name of a model: no version can be named so
+ROUTES: Final = ("scale", "default", "traffic")  # follow a model name in a URL, so no version can have these names
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
+_TENSOR = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 _DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9._-]*(:[0-9]{1,4})?")
 
 
@@ -51,25 +52,25 @@ def check_config(config: Config) -> None:
 
 
 def thrift_model(config: Config) -> str:
-    """The model that Thrift's callers ask, "" without a Thrift listener. Raises ConfigError if it is not known."""
+    """The model that answers Thrift calls; "" without a Thrift listener. Raises ConfigError for an unknown model."""
     if config.server.thrift_port is None:
         return ""
     names = list(dict.fromkeys(model.name or section for section, model in config.models.items()))
-    wanted = config.server.thrift_model
-    if wanted is None:
+    model = config.server.thrift_model
+    if model is None:
         if len(names) > 1:
             raise ConfigError(
-                f"server.thrift_model: not set, while there are the models {', '.join(names)}; a call over Thrift names"
-                " none, so name the one that answers"
+                f"server.thrift_model: not set, and there are the models {', '.join(names)}; a Thrift call names no"
+                " model, so set the one that answers"
             )
         return names[0] if names else ""
-    if wanted not in names:
-        raise ConfigError(f"server.thrift_model: there is no model '{wanted}'{nearest(wanted, names)}")
-    return wanted
+    if model not in names:
+        raise ConfigError(f"server.thrift_model: there is no model '{model}'{nearest(model, names)}")
+    return model
 
 
 def _check_models(config: Config) -> None:
-    """Sections may be versions of one model; each model says at most once how its traffic is shared out."""
+    """Sections with the same name are versions of one model; at most one of them sets its traffic."""
     versions: dict[str, dict[str, str]] = {}
     if len(config.models) > config.limits.max_versions:
         raise ConfigError(
@@ -80,7 +81,7 @@ def _check_models(config: Config) -> None:
         known = versions.setdefault(model.name or section, {})
         if model.version in known:
             raise ConfigError(
-                f"models.{section}.version: found '{model.version}', which models.{known[model.version]} has already;"
+                f"models.{section}.version: found '{model.version}', which models.{known[model.version]} already has;"
                 " give every version of a model its own"
             )
         known[model.version] = section
@@ -89,36 +90,53 @@ def _check_models(config: Config) -> None:
             raise ConfigError(
                 f"models.{section}.instances: found {model.instances}, more than limits.max_instances ({most})"
             )
-    said: dict[str, str] = {}
+    traffic_keys: dict[str, str] = {}  # section that sets the traffic of a model
     for section, model in config.models.items():
         if model.traffic:
             name = model.name or section
-            if name in said:
-                raise ConfigError(f"models.{section}.traffic: models.{said[name]} says it already; say it once")
-            said[name] = section
+            if name in traffic_keys:
+                raise ConfigError(f"models.{section}.traffic: models.{traffic_keys[name]} sets it already; set it once")
+            traffic_keys[name] = section
             check_traffic(f"models.{section}.traffic", model.traffic, versions[name])
 
 
 def check_model(model: ModelConfig, where: str = "") -> None:
-    """Raises ConfigError for a version, a device or a number of instances that cannot be. `where` precedes the key."""
+    """Raises ConfigError for an invalid version, tensor, device or number of instances. `where` precedes the key."""
     if not _VERSION.fullmatch(model.version) or model.version in ROUTES:
         raise ConfigError(
-            f"{where}version: {model.version[:100]!r} cannot be one; expected letters, digits, '.', '_', '+' and '-',"
-            f" 128 at most, beginning with a letter or digit, and not {', '.join(ROUTES)}"
+            f"{where}version: found {model.version[:100]!r}, expected at most 128 letters, digits, '.', '_', '+' and"
+            f" '-', starting with a letter or digit, and not {', '.join(ROUTES)}"
         )
-    specs_of(model.inputs, where)
+    input_specs(model.inputs, where)
     for device in model.devices:
         if not _DEVICE.fullmatch(device):
-            raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for instance cpu, cuda or cuda:0")
+            raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for example cpu, cuda or cuda:0")
     if model.transport == "inline" and model.instances not in (1, "auto"):
         raise ConfigError(
-            f"{where}instances: found {model.instances}, but the inline transport has one instance: there is one event"
-            " loop; use transport = 'thread' or 'process' for more"
+            f"{where}instances: found {model.instances}, but the inline transport runs one instance, on the event loop;"
+            " use transport = 'thread' or 'process' for more"
         )
+
+
+def input_specs(inputs: Mapping[str, str], where: str = "") -> tuple[TensorSpec, ...]:
+    """The tensors of a table such as `image = "FP32[-1,3,224,224]"`, in order. `where` precedes the key in messages.
+
+    Raises ConfigError.
+    """
+    specs = []
+    for name, text in inputs.items():
+        match = _TENSOR.fullmatch(text.strip())
+        if match is None or match[1] not in DTYPES:
+            raise ConfigError(
+                f"{where}inputs.{name}: found {text[:60]!r}, expected a datatype and a shape such as"
+                f' "FP32[-1,3,224,224]", with -1 for the rows first; datatypes are {", ".join(DTYPES)}'
+            )
+        specs.append(TensorSpec(name, match[1], (-1, *(int(n) for n in match[2].split(",")[1:]))))
+    return tuple(specs)
 
 
 def check_traffic(where: str, weights: Mapping[str, float], versions: Collection[str]) -> None:
-    """Raises ConfigError unless each weight is that of a known version, from 0 to 1, and their sum is 1 within 1e-6."""
+    """Raises ConfigError unless each weight is from 0 to 1 and belongs to a known version, and they add up to 1."""
     for version, weight in weights.items():
         if version not in versions:
             raise ConfigError(f"{where}: there is no version '{version[:100]}'; there are {', '.join(versions)}")
@@ -130,10 +148,9 @@ def check_traffic(where: str, weights: Mapping[str, float], versions: Collection
 
 
 def tokens_for(config: Config, listener: str) -> frozenset[bytes]:
-    """The bearer tokens that open the listener ("inference", "management", "metrics"); empty if it asks for none.
+    """The bearer tokens that open the listener ("inference", "management", "metrics"); empty if it requires none.
 
-    Raises ConfigError when a token file is missing, unreadable or empty: such a listener would be open or shut for
-    all, and neither was meant.
+    Raises ConfigError for a missing, unreadable or empty token file: the listener would admit everyone or no one.
     """
     keys = ("token_file", f"{listener}_token_file")
     paths = {key: path for key in keys if (path := getattr(config.auth, key)) is not None}
@@ -141,17 +158,17 @@ def tokens_for(config: Config, listener: str) -> frozenset[bytes]:
 
 
 def read_tokens(path: str, key: str) -> list[str]:
-    """The tokens of a file, one a line; blank lines and lines that begin with # are none. `key` is for messages."""
+    """The tokens of a file, one per line, without blank lines and comments (#). `key` is for messages."""
     try:
         lines = _read(path, key).decode("ascii").splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"{key}: {path} holds bytes that are no ASCII; a token cannot be sent with them") from None
+        raise ConfigError(f"{key}: {path} holds bytes that are not ASCII, which no request can send") from None
     tokens = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not tokens:
-        raise ConfigError(f"{key}: {path} holds no token; expected one a line")
+        raise ConfigError(f"{key}: {path} holds no token; expected one per line")
     for token in tokens:
         if not token.isprintable() or " " in token:
-            raise ConfigError(f"{key}: {path} holds a token with spaces or control characters; expected one a line")
+            raise ConfigError(f"{key}: {path} holds a token with spaces or control characters; expected one per line")
     return tokens
 
 

@@ -9,7 +9,7 @@ from msgspec import inspect
 
 from penstock.config.load import RESERVED
 from penstock.config.schema import SECTIONS
-from penstock.config.words import expected
+from penstock.config.toml import expected
 
 _HEAD = """\
 # Configuration

@@ -1,9 +1,9 @@
-"""One `Config` from defaults, a TOML file, the environment, flags and `--set`, each stronger than the one before it.
+"""Builds a `Config` from defaults, a TOML file, the environment, flags and `--set`: later sources override earlier.
 
-The environment: `PENSTOCK_<SECTION>__<KEY>`, for instance `PENSTOCK_SERVER__PORT=9000` or
-`PENSTOCK_MODELS__digits__BATCHING__MAX_BATCH_SIZE=8`. Sections and keys may be in either case, the name of a model is
-taken as it stands. Only a double underscore makes a variable a key: names with single ones are left alone, because
-container platforms make such names for a service that is called "penstock".
+Environment variables are `PENSTOCK_<SECTION>__<KEY>`, such as `PENSTOCK_SERVER__PORT=9000` or
+`PENSTOCK_MODELS__digits__BATCHING__MAX_BATCH_SIZE=8`. Sections and keys may be in either case; model names are case
+sensitive. Names with single underscores are ignored, because container platforms create such variables for a service
+called "penstock".
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from penstock.config import toml
-from penstock.config.checks import check_bind as check_bind
 from penstock.config.checks import check_config
 from penstock.config.schema import Config, ModelConfig
-from penstock.config.words import bare, expected, found, is_table
+from penstock.config.toml import bare, expected, found, is_table
 from penstock.errors import ConfigError, nearest
 from penstock.plugins import is_whole_file
 
@@ -33,13 +32,13 @@ Path = tuple[str, ...]
 
 ENV_PREFIX = "PENSTOCK_"
 RESERVED = {
-    "PENSTOCK_READY_FD": "file descriptor to which `penstock serve` writes one JSON line of addresses when it is ready",
-    "PENSTOCK_PARENT_FD": "file descriptor at whose end the server stops: a pipe that its starter holds open",
+    "PENSTOCK_READY_FD": "file descriptor to which `penstock serve` writes its addresses as a line of JSON when ready",
+    "PENSTOCK_PARENT_FD": "file descriptor of a pipe from the starting process; the server stops when it is closed",
 }
-"""Variables that are not keys, with their meaning."""
+"""Variables that do not set a key, with their meaning."""
 
 SERVER_SECTIONS = ("server", "limits", "auth")
-"""What the file of a pipeline may say of the server that serves it."""
+"""Tables of a pipeline file that configure the server."""
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH_KEYS = {
@@ -62,12 +61,12 @@ def load_config(
     base: Tree | None = None,
     pipelines: Sequence[str] = (),
 ) -> Config:
-    """The whole configuration. Strength: defaults < TOML file < `env` < `base`, the command line < `sets`.
+    """The whole configuration. Precedence: defaults < TOML file < `env` < `base`, the command line < `sets`.
 
-    `base` is a tree such as `{"server": {"port": 0}}`; values None in it are absent. `pipelines` are TOML files of
-    which only the tables of the server count, each stronger than the one before it. Relative paths in a file are taken
-    from the file's folder, all others from the working directory. Raises ConfigError with the source, the key, what
-    was found and what was expected.
+    `base` is a tree such as `{"server": {"port": 0}}`, in which None means absent. Of the TOML files `pipelines`, only
+    the server's tables count; later files override earlier ones. Relative paths in a file start at the file's folder,
+    all others at the working directory. Raises ConfigError, which names the source and the key, and what was found and
+    expected.
     """
     layers: list[tuple[str, Tree]] = []
     if path is not None:
@@ -88,14 +87,14 @@ def load_config(
 
 
 def model_config(tree: Tree, name: str) -> ModelConfig:
-    """The configuration of one model, from the keys of `[models.NAME]`. Raises ConfigError, as `load_config` does."""
+    """The configuration of one model, from the keys of `[models.NAME]`. Raises ConfigError."""
     _child(dict[str, ModelConfig], name, ("models",), "request")
     _check(tree, ModelConfig, ("models", name), "request")
     return msgspec.convert(tree, ModelConfig)
 
 
 def read_toml(path: str) -> Tree:
-    """The tables of a file, in which the paths of our own keys start at the file's folder. Raises ConfigError."""
+    """The tables of a file, with the paths of known keys joined to the file's folder. Raises ConfigError."""
     tree, _ = toml.read(path)
     _root_paths(tree, os.path.dirname(path))
     return tree
@@ -106,7 +105,7 @@ def _of_server(tree: Tree) -> Tree:
 
 
 def _root_paths(tree: Tree, folder: str) -> None:
-    """Makes relative paths in a file's tree start at the file's folder. Wrong types are left for `_check`."""
+    """Joins relative paths in a file's tree to the file's folder. `_check` reports wrong types later."""
     for section, key in _PATH_KEYS:
         table = tree.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
@@ -115,7 +114,7 @@ def _root_paths(tree: Tree, folder: str) -> None:
     for model in models.values() if isinstance(models, dict) else ():
         if isinstance(model, dict) and isinstance(model.get("target"), str):
             file = model["target"].partition(":")[0]
-            if file.endswith(".py") or "/" in file or is_whole_file(file):  # else it is the name of a module
+            if file.endswith(".py") or "/" in file or is_whole_file(file):  # otherwise it names a module
                 model["target"] = os.path.join(folder, os.path.expanduser(model["target"]))
         if isinstance(model, dict) and isinstance(model.get("weights"), str):
             model["weights"] = os.path.join(folder, os.path.expanduser(model["weights"]))
@@ -139,7 +138,7 @@ def _env_path(name: str) -> Path:
     section = section.lower()
     if section != "models":
         return (section, *(part.lower() for part in rest))
-    # A model's name may hold "__" itself, so it is whatever stands before the key.
+    # a model's name may contain "__": it is everything before the key
     keys = 2 if len(rest) > 2 and rest[-2].lower() in ("batching", "options") else 1
     return ("models", "__".join(rest[:-keys]), *(part.lower() for part in rest[-keys:]))
 
@@ -165,12 +164,12 @@ def _from_set(text: str) -> tuple[str, Tree]:
         name, node = next(iter(node.items()))
         path.append(name)
     if node != 0 or not path:
-        raise ConfigError(f"{source}: found no KEY=VALUE; expected for instance --set server.port=9000")
+        raise ConfigError(f"{source}: found no KEY=VALUE; expected for example --set server.port=9000")
     return source, _nest(tuple(path), _value(value, tuple(path), source))
 
 
 def _value(text: str, path: Path, source: str) -> Any:
-    """`text` as a TOML value if that is what the key takes, else as the text that it is."""
+    """`text` as a TOML value if the key accepts it, otherwise as a string."""
     kind = _kind_at(path, source)
     parsed = toml_value(text)
     try:
@@ -184,12 +183,12 @@ def _value(text: str, path: Path, source: str) -> Any:
 
 
 def toml_value(text: str) -> Any:
-    """`text` as a TOML value, or as it is if it is none."""
+    """`text` as a TOML value if it is valid TOML, otherwise unchanged."""
     try:
         parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return parsed["v"] if set(parsed) == {"v"} else text  # else there are more lines than one value
+    return parsed["v"] if set(parsed) == {"v"} else text  # otherwise it holds more than one value
 
 
 def _kinds(table: Any) -> dict[str, Any]:
@@ -197,7 +196,7 @@ def _kinds(table: Any) -> dict[str, Any]:
 
 
 def _kind_at(path: Path, source: str) -> Any:
-    """The type of the key at `path`. Raises ConfigError when there is none."""
+    """The type of the key at `path`. Raises ConfigError for an unknown key."""
     kind: Any = Config
     for depth, name in enumerate(path):
         kind = _child(kind, name, path[:depth], source)
@@ -209,12 +208,12 @@ def _child(kind: Any, name: str, path: Path, source: str) -> Any:
     if get_origin(kind) is dict:
         if path == ("models",) and not _MODEL_NAME.fullmatch(name):
             raise ConfigError(
-                f"{source}: models: {name!r} cannot be a model's name;"
-                " expected letters, digits, '.', '_' and '-', 128 at most, beginning with a letter or digit"
+                f"{source}: models: {name!r} is not a valid model name;"
+                " expected at most 128 letters, digits, '.', '_' and '-', starting with a letter or digit"
             )
         return get_args(kind)[1]
     if not is_table(kind):
-        raise ConfigError(f"{source}: {'.'.join(path)} is no table; it takes {expected(kind)}")
+        raise ConfigError(f"{source}: {'.'.join(path)} is not a table; it takes {expected(kind)}")
     known = _kinds(kind)
     if name not in known:
         where = f"{'.'.join(path)}: unknown key" if path else "unknown section"
@@ -223,7 +222,7 @@ def _child(kind: Any, name: str, path: Path, source: str) -> Any:
 
 
 def _check(value: Any, kind: Any, path: Path, source: str) -> None:
-    """Raises ConfigError for the first key of `value` that is unknown or does not fit."""
+    """Raises ConfigError for the first key of `value` that is unknown or has an invalid value."""
     plain = bare(kind)
     if (is_table(plain) or get_origin(plain) is dict) and isinstance(value, dict):
         for name, child in value.items():
@@ -241,7 +240,7 @@ def _check(value: Any, kind: Any, path: Path, source: str) -> None:
 
 
 def _floats(value: Any) -> list[float]:
-    """The floats in a leaf: a wait of "inf" or "nan" seconds is a slip, no bound."""
+    """The floats in a leaf, to refuse "inf" and "nan"."""
     return [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, float)]
 
 
@@ -256,10 +255,10 @@ def _check_targets(merged: Tree, layers: list[tuple[str, Tree]]) -> None:
     for name, model in models.items():
         if "target" not in model:
             source = next(source for source, tree in layers if name in tree.get("models", {}))
-            hint = nearest(name, named) or '; expected for instance target = "app.py:Model"'
+            hint = nearest(name, named) or '; expected for example target = "app.py:Model"'
             raise ConfigError(f"{source}: models.{name}: found no target{hint}")
         if not model["target"]:
-            raise ConfigError(f'models.{name}.target: found an empty text, expected for instance "app.py:Model"')
+            raise ConfigError(f'models.{name}.target: found an empty text, expected for example "app.py:Model"')
 
 
 def _nest(path: Path, value: Any) -> Tree:

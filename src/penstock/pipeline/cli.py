@@ -57,12 +57,12 @@ def check(file: str, compat: str | None) -> None:
 @_compat
 def convert(file: str, output: str | None, compat: str | None) -> None:
     """Rewrite FILE with native keys, for instance one of TorchPipe's."""
+    from penstock.config.toml import SERVER_TABLES
     from penstock.pipeline.convert import to_toml
-    from penstock.pipeline.keys import RESERVED
     from penstock.pipeline.load import read_tables
 
     graph = _or_exit(lambda: _load(file, compat))
-    kept = {name: table for name, table in read_tables(file).items() if name in RESERVED and name != "pipeline"}
+    kept = {name: table for name, table in read_tables(file).items() if name in SERVER_TABLES and name != "pipeline"}
     folder = os.path.dirname(os.path.abspath(output if output is not None else file))
     text = to_toml(graph, folder=folder, tables=kept)
     if output is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from penstock.config.words import found
+from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline.check import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, Step

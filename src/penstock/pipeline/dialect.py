@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from penstock.config.words import found
+from penstock.config.toml import found
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError
 from penstock.pipeline.keys import Key, Source, torchpipe_key

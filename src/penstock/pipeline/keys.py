@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from penstock.config.words import found
+from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline.ops.parameters import convert, describe_type
 
@@ -123,9 +123,6 @@ PIPELINE: Final = {
     "outputs": Key(Names, "the fields that callers get", "result"),
 }
 """Keys of `[pipeline]`."""
-
-RESERVED: Final = ("auth", "limits", "metrics", "models", "pipeline", "server")
-"""Tables that are no nodes."""
 
 State = Literal["used", "held", "no meaning here", "not supported"]
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from penstock.config import toml
-from penstock.config.words import found
+from penstock.config.toml import ONE_NODE_KEYS, SERVER_TABLES, found
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check_structure, entry_of, linked
 from penstock.pipeline.dialect import native_table
@@ -24,7 +24,6 @@ from penstock.pipeline.keys import (
     ONLY_IN_NODES,
     ONLY_WITH_A_MODEL,
     PIPELINE,
-    RESERVED,
     Source,
     torchpipe_key,
     torchpipe_keys,
@@ -45,10 +44,9 @@ from penstock.pipeline.ops.parameters import parameters_of
 from penstock.pipeline.placement import AUTO
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
-_ALONE = {"backend", "ops", "model"}  # one of these above all tables, and no node: the file is one node
 _OF_THE_GRAPH = {"in_flight": "in_flight", "trace": "trace", "inputs": "takes", "outputs": "answers"}
 _GLOBAL = "global"  # where TorchPipe's parse_toml puts what stands above all tables
-NO_NODES = (*RESERVED, _GLOBAL)  # names that no node may have
+NO_NODES = (*SERVER_TABLES, _GLOBAL)  # names that no node may have
 
 
 def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
@@ -70,12 +68,6 @@ def read_tables(path: str | Path) -> dict[str, Any]:
 def parse_graph(tables: Mapping[str, Any], *, name: str, folder: str, compat: bool = False) -> Graph:
     """The graph of tables that are read already. Relative paths start at `folder`. Raises ConfigError."""
     return _graph(tables, Source(name), name=name, folder=folder, compat=compat)
-
-
-def is_pipeline(tables: Mapping[str, Any]) -> bool:
-    """Whether tables tell a pipeline, and not a configuration of `penstock serve`."""
-    nodes = any(isinstance(value, dict) and name not in RESERVED for name, value in tables.items())
-    return "models" not in tables and (nodes or "pipeline" in tables or bool(_ALONE & tables.keys()))
 
 
 def _graph(tables: Mapping[str, Any], source: Source, *, name: str, folder: str, compat: bool) -> Graph:
@@ -135,7 +127,7 @@ def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: Source) -> di
         )
     if "metrics" in tables:
         raise source.error("metrics", "", "is no table of a pipeline; metrics_host and metrics_port stand in [server]")
-    if not nodes and _ALONE & tables.keys():
+    if not nodes and ONE_NODE_KEYS & tables.keys():
         nodes = {name: {k: v for k, v in tables.items() if not isinstance(v, dict)}}
     if not nodes:
         raise source.error("", "", 'found no node; expected a table such as [decode] with backend = "DecodeMat"')

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from penstock.config.words import found
+from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline.graph import Step
 from penstock.pipeline.ops.base import BatchOp, Op

@@ -22,17 +22,6 @@ log = logging.getLogger("penstock.cli")
 PATIENCE_S = 60.0  # of a check: a module that is imported for an op may never be done
 
 
-def tells_pipeline(file: str) -> bool:
-    """Whether a TOML file tells a pipeline. False where it cannot be read: as a configuration it is told why."""
-    try:
-        tables = read_toml(file)
-    except ConfigError:
-        return False
-    from penstock.pipeline.load import is_pipeline
-
-    return is_pipeline(tables)
-
-
 def pipelines_of(config: Config) -> dict[str, bool]:
     """The files of the pipelines that are to be served, and whether each is in TorchPipe's dialect."""
     targets = (model for model in config.models.values() if is_pipeline_file(model.target))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from penstock.config.words import found
+from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline.lower import TARGET
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from penstock.config.checks import input_specs
 from penstock.config.schema import ModelConfig
-from penstock.config.tensors import specs_of
 from penstock.core.worker.python_model import is_torch_module
 from penstock.errors import ConfigError
 from penstock.runtimes.tensors import Program, Settings, TensorModel
@@ -49,7 +49,7 @@ def settings_of(config: ModelConfig, threads: int) -> Settings:
         optimize=config.optimize or "none",
         trust=config.trust,
         threads=threads,
-        inputs=specs_of(config.inputs),
+        inputs=input_specs(config.inputs),
         most_rows=None if size == "auto" else size,
     )
 

@@ -7,56 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.serve import build_config, read_options, serve, split_targets
+from penstock.cli.serve import build_config, serve
 from penstock.errors import ConfigError, LoadFailed, PenstockError, TargetNotFound
-
-
-def test_targets_are_models_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    toml, models = split_targets(("a.toml", "app.py:Digits", "pkg.mod:Net", "v1=app.py:Digits"))
-    assert toml == "a.toml"
-    assert models == {
-        "digits": {"target": f"{tmp_path}/app.py:Digits"},
-        "net": {"target": "pkg.mod:Net"},
-        "v1": {"target": f"{tmp_path}/app.py:Digits"},
-    }
-
-
-def test_model_files_are_named_by_their_stems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    _, models = split_targets(("deep/ResNet 50.onnx", "net.ts", "big=net.pt2", "/x/y.pt", "z.PTH"))
-    assert models == {
-        "resnet-50": {"target": f"{tmp_path}/deep/ResNet 50.onnx"},
-        "net": {"target": f"{tmp_path}/net.ts"},
-        "big": {"target": f"{tmp_path}/net.pt2"},
-        "y": {"target": "/x/y.pt"},
-        "z": {"target": f"{tmp_path}/z.PTH"},
-    }
-
-
-@pytest.mark.parametrize(
-    ("targets", "told"),
-    [
-        (("app.py",), r"TARGET 'app.py' cannot be read: No such file"),
-        (("net.h5",), r"TARGET 'net.h5' must be app.py, app.py:obj, .*\.onnx, .* or a .toml file"),
-        (("net.onnx", "net.pt"), "two models are named 'net'; name one with NAME=net.pt"),
-        (("a.toml", "b.toml"), "one TOML file at most"),
-    ],
-)
-def test_what_names_nothing_is_refused(targets: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        split_targets(targets)
-
-
-def test_a_file_with_one_model_needs_no_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("app.py").write_text("class Captioner:\n    def predict(self, items): ...\n")
-    _, models = split_targets(("app.py", "other=app.py"))
-    assert models == {
-        "captioner": {"target": f"{tmp_path}/app.py:Captioner"},
-        "other": {"target": f"{tmp_path}/app.py:Captioner"},
-    }
-
 
 FLAGS: dict[str, object] = dict.fromkeys(
     (
@@ -72,12 +24,6 @@ def test_options_reach_the_models_of_the_command_line_and_set_wins() -> None:
     said = {"model": "org/name", "tokens": 12, "prompt": "a photo of", "exact": True}
     assert config.models["a"].options == {**said, "tokens": 7}
     assert config.models["b"].options == said
-
-
-@pytest.mark.parametrize("text", ["tokens", "=3", "a b=3"])
-def test_an_option_without_name_or_value_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected for instance --option max_new_tokens=12"):
-        read_options((text,))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.checks import check_bind, check_config, is_loopback, read_tokens, thrift_model, tokens_for
+from penstock.config.checks import (
+    check_bind,
+    check_config,
+    check_model,
+    input_specs,
+    is_loopback,
+    read_tokens,
+    thrift_model,
+    tokens_for,
+)
 from penstock.config.schema import AuthConfig, Config, LimitsConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError
+from penstock.types import TensorSpec
 
 
 @pytest.fixture
@@ -59,7 +69,7 @@ def test_a_listener_is_opened_by_its_own_tokens_and_the_common_ones(tokens: str,
         (b"", "holds no token"),
         (b"\n# only a remark\n", "holds no token"),
         (b"two words\n", "a token with spaces"),
-        (b"\xff\n", "no ASCII"),
+        (b"\xff\n", "not ASCII"),
     ],
 )
 def test_a_token_file_that_cannot_serve_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -123,7 +133,7 @@ def test_a_call_over_thrift_is_answered_by_the_model_that_is_meant() -> None:
     assert thrift_model(Config(models=two)) == ""
     assert thrift_model(Config(server=port, models=one)) == "a"
     assert thrift_model(Config(server=ServerConfig(thrift_port=0, thrift_model="c"), models=two)) == "c"
-    with pytest.raises(ConfigError, match=r"server.thrift_model: not set, while there are the models a, c"):
+    with pytest.raises(ConfigError, match=r"server.thrift_model: not set, and there are the models a, c"):
         check_config(Config(server=port, models=two))
     wrong = ServerConfig(thrift_port=0, thrift_model="resnt")
     with pytest.raises(ConfigError, match=r"server.thrift_model: there is no model 'resnt'; did you mean 'resnet'\?"):
@@ -160,13 +170,13 @@ def test_sections_of_one_name_are_versions_that_may_share_the_traffic() -> None:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"m": {}, "n": {"name": "m"}}, r"models.n.version: found '1', which models.m has already"),
+        ({"m": {}, "n": {"name": "m"}}, r"models.n.version: found '1', which models.m already has"),
         ({"m": {"traffic": {"1": 0.9, "2": 0.1}}}, r"models.m.traffic: there is no version '2'; there are 1"),
         ({"m": {"traffic": {"1": 0.9}}}, r"models.m.traffic: the weights add up to 0.9, expected 1"),
         ({"m": {"traffic": {"1": 1.1}}}, r"found 1.1 for version '1', expected a number from 0 to 1"),
         (
             {"m": {"traffic": {"1": 1.0}}, "n": {"name": "m", "version": "2", "traffic": {"2": 1.0}}},
-            r"models.n.traffic: models.m says it already",
+            r"models.n.traffic: models.m sets it already",
         ),
         ({"m": {"instances": 65}}, r"models.m.instances: found 65, more than limits.max_instances \(64\)"),
         ({f"m{n}": {} for n in range(257)}, r"models: found 257 sections, more than limits.max_versions \(256\)"),
@@ -181,13 +191,13 @@ def test_versions_and_traffic_that_contradict_each_other_are_refused(
 
 @pytest.mark.parametrize("version", ["scale", "default", "traffic", "a/b", "", "v" * 129, "-1", "1\n"])
 def test_a_version_that_no_path_could_name_is_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"models.m.version: .* cannot be one; expected letters"):
+    with pytest.raises(ConfigError, match=r"models.m.version: found .*, expected at most 128 letters"):
         check_config(models(m={"version": version}))
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "cuda:-1", "cuda:", "cuda:1:2", "", "0", "cuda:0,cuda:1", "cuda:0 "])
 def test_a_device_that_cannot_be_is_refused(device: str) -> None:
-    with pytest.raises(ConfigError, match=r"models.m.devices: found .*, expected for instance cpu, cuda or cuda:0"):
+    with pytest.raises(ConfigError, match=r"models.m.devices: found .*, expected for example cpu, cuda or cuda:0"):
         check_config(models(m={"devices": ("cpu", device)}))
 
 
@@ -197,7 +207,7 @@ def test_devices_have_a_kind_and_perhaps_a_number() -> None:
 
 def test_an_inline_model_has_one_instance() -> None:
     check_config(models(m={"transport": "inline"}, n={"transport": "inline", "instances": "auto"}))
-    with pytest.raises(ConfigError, match=r"models.m.instances: found 2, but the inline transport has one instance"):
+    with pytest.raises(ConfigError, match=r"models.m.instances: found 2, but the inline transport runs one instance"):
         check_config(models(m={"transport": "inline", "instances": 2}))
 
 
@@ -205,3 +215,18 @@ def test_a_model_store_is_a_folder(tmp_path: Path) -> None:
     check_config(Config(server=ServerConfig(model_store=str(tmp_path))))
     with pytest.raises(ConfigError, match=r"server.model_store: there is no folder"):
         check_config(Config(server=ServerConfig(model_store=str(tmp_path / "none"))))
+
+
+def test_input_tensors_are_parsed_in_order() -> None:
+    found = input_specs({"image": "FP32[-1,3,224,224]", "ids": " INT64 [ -1, -1 ] ", "flag": "BOOL[-1]"})
+    assert found == (
+        TensorSpec("image", "FP32", (-1, 3, 224, 224)),
+        TensorSpec("ids", "INT64", (-1, -1)),
+        TensorSpec("flag", "BOOL", (-1,)),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "FP32", "FP32[]", "FP32[3]", "FP31[-1]", "FP32[-1,x]", "FP32[-1,-2]", "[-1]"])
+def test_an_invalid_tensor_is_refused_with_its_key(text: str) -> None:
+    with pytest.raises(ConfigError, match=r'models\.m\.inputs\.x: found .*such as "FP32\[-1,3,224,224\]"'):
+        check_model(ModelConfig(target="net.ts", inputs={"x": text}), "models.m.")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.toml import is_pipeline
 from penstock.errors import ConfigError
 from penstock.pipeline import dialect
 from penstock.pipeline.graph import Each, Graph, Input, Step
-from penstock.pipeline.load import is_pipeline, load_graph, parse_graph, read_tables
+from penstock.pipeline.load import load_graph, parse_graph, read_tables
 
 PUBLISHED = """\
 batching_timeout = 5
@@ -493,7 +494,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_tables(tmp_path / "latin.toml")
     assert (
         refused(tmp_path, "a = " + "[" * 3000 + "]" * 3000)
-        == ": not valid TOML: brackets within brackets, too deep to be read"
+        == ": not valid TOML: brackets are nested too deeply"
     )
 
 

@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.config import config as config_verb
-from penstock.cli.serve import build_config, split_targets
+from penstock.cli.serve import build_config
+from penstock.config.targets import split_targets
+from penstock.config.toml import describes_pipeline
 from penstock.errors import ConfigError
 from penstock.pipeline import preflight
-from penstock.pipeline.preflight import Checking, tells_pipeline
+from penstock.pipeline.preflight import Checking
 
 FLAGS: dict[str, object] = {
     **dict.fromkeys(("instances", "devices", "max_batch_size", "model", "compat", "host", "port")),
@@ -45,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_pipeline_is_told_by_its_tables(file: str, told: bool) -> None:
-    assert tells_pipeline(file) is told
+    assert describes_pipeline(file) is told
 
 
 def test_files_of_pipelines_are_models_named_by_their_stems(folder: Path) -> None:

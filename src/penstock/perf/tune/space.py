@@ -12,7 +12,7 @@ from typing import Final
 from msgspec import Struct, ValidationError, convert, structs
 
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.config.words import expected
+from penstock.config.toml import expected
 from penstock.errors import ConfigError, nearest
 
 Value = bool | int | float | str

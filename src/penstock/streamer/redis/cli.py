@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from penstock.cli.serve import devices_list, number_or_auto, split_targets
 from penstock.config.load import load_config
 from penstock.config.schema import ModelConfig
+from penstock.config.targets import devices_list, number_or_auto, split_targets
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
 from penstock.streamer.redis.connection import parse_address

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, get_args
 from msgspec import Meta, Struct, ValidationError, convert, field, structs
 
 from penstock.config.addresses import Address, parse_address
-from penstock.config.words import bare, expected
+from penstock.config.toml import bare, expected
 from penstock.errors import ConfigError, nearest
 from penstock.torchserve.config.property_file import Property, parse_properties
 

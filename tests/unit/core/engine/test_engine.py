@@ -248,7 +248,7 @@ async def test_priorities_that_are_none_are_refused_and_nothing_hangs(transport:
     [
         ({"transport": "inline", "instances": 2}, "inline transport has one instance"),
         ({"devices": ("cuda:x",)}, "found 'cuda:x'"),
-        ({"version": "scale"}, "version: 'scale' cannot be one"),
+        ({"version": "scale"}, "version: found 'scale', expected"),
     ],
 )
 async def test_a_configuration_made_in_python_is_checked_too(keys: dict[str, Any], words: str) -> None:

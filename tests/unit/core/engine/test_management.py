@@ -513,7 +513,7 @@ async def test_a_version_that_no_path_could_name_is_refused(manage: Management, 
 
 @pytest.mark.parametrize("model", ["a b", "", "../m", "x" * 129])
 async def test_a_name_that_no_model_can_have_is_refused(manage: Management, model: str) -> None:
-    with pytest.raises(BadRequest, match="cannot be a model's name"):
+    with pytest.raises(BadRequest, match="is not a valid model name"):
         await manage.put(model, None, keys("two.py:Model"))
 
 
