@@ -20,8 +20,8 @@ from penstock.bulk.progress import Notes, Teller, teller
 from penstock.bulk.report import INCOMPLETE, INTERRUPTED, USAGE
 from penstock.bulk.survey import dry_run
 from penstock.bulk.types import Sampling
-from penstock.config.targets import number_or_auto
 from penstock.client.tokens import read_token
+from penstock.config.targets import number_or_auto
 from penstock.errors import ConfigError, PenstockError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

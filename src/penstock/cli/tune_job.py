@@ -75,9 +75,9 @@ def default_space() -> str:
 
 def read_subject(target: str, flags: dict[str, Any]) -> tuple[Subject, str | None]:
     """(what is to be tuned, the TOML that it was read from if it is one). Raises ConfigError."""
-    from penstock.config.targets import read_options, split_targets
     from penstock.client.tokens import read_token
     from penstock.config.load import load_config
+    from penstock.config.targets import read_options, split_targets
     from penstock.perf.tune.served import Subject
     from penstock.plugins import is_pipeline_file
 

@@ -492,10 +492,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'[a]\nbackend = "D\xe9code"')
     with pytest.raises(ConfigError, match="not UTF-8 at byte 16"):
         read_tables(tmp_path / "latin.toml")
-    assert (
-        refused(tmp_path, "a = " + "[" * 3000 + "]" * 3000)
-        == ": not valid TOML: brackets are nested too deeply"
-    )
+    assert refused(tmp_path, "a = " + "[" * 3000 + "]" * 3000) == ": not valid TOML: brackets are nested too deeply"
 
 
 def test_a_pipeline_is_told_from_a_configuration() -> None:
