@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.bulk.send import Sender
-from penstock.bulk.sending import SendOptions, Undelivered
+from penstock.bulk.sender import ChunkSender, Undelivered
 from penstock.bulk.servers import NotACaptioner, ask
-from penstock.bulk.types import Chunk, Video
+from penstock.bulk.types import Chunk, SendOptions, Video
 from penstock.client.endpoint import tls_context
 from penstock.errors import ModelNotFound, PayloadTooLarge, PenstockError, Unauthorized
 
@@ -76,7 +75,7 @@ def captions(url: str, chunks: list[Chunk], token: str | None = None, ca: str | 
         if len(answers) == len(chunks):
             whole.set()
 
-    sender = Sender(
+    sender = ChunkSender(
         [info], SendOptions(**{"backoff_s": 0.02, "fingerprint": uuid.uuid4().hex, **options}), answered, seed=1
     )
     sender.start()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.caption import caption
+from penstock.bulk.cli import caption
 from support.captioner import FakeCaptioner
 from support.videos import make_clip
 

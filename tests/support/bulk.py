@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bulk.blocks import BlockPool
-from penstock.bulk.options import Options
-from penstock.bulk.outputs import Wanted
-from penstock.bulk.parts import Parts
-from penstock.bulk.progress import Now, Plain
-from penstock.bulk.sending import NotSent, SendOptions, SendStats
+from penstock.bulk.decode import BlockPool
+from penstock.bulk.endpoints import NotSent
+from penstock.bulk.options import JobOptions
+from penstock.bulk.outputs import OutputPaths
+from penstock.bulk.progress import PlainReporter, Progress
+from penstock.bulk.run import JobParts
 from penstock.bulk.servers import ServerInfo
-from penstock.bulk.types import Answered, Chunk, Ended, Pixels, Position, Sampling, Video
-from penstock.bulk.video import Probe, VideoError
+from penstock.bulk.spool import SpoolEnd
+from penstock.bulk.types import Chunk, OnResult, Pixels, Position, ReadResult, Sampling, SendOptions, SendStats, Video
+from penstock.bulk.video import VideoError, VideoProbe
 from penstock.client.endpoint import Endpoint
 from penstock.errors import PenstockError
 
@@ -34,7 +35,7 @@ def server_info(**changed: Any) -> ServerInfo:
     """A captioner's, with a few fields of one's own."""
     parameters = {"model": "fake", "revision": "r1", "prompt": "", "max_new_tokens": 8, "precision": "fp32"}
     fields: dict[str, Any] = {
-        "endpoint": Endpoint("127.0.0.1", 1), "model": "captioner", "revision": "r1", "height": 4, "width": 4,
+        "address": Endpoint("127.0.0.1", 1), "model": "captioner", "revision": "r1", "height": 4, "width": 4,
         "inputs": frozenset({"frames", "jpeg"}), "max_batch_size": 4, "parameters": parameters, **changed,
     }  # fmt: skip
     return ServerInfo(**fields)
@@ -54,9 +55,9 @@ class FakeVideos:
         path.write_text(f"{frames}{' damaged' if damaged else ''}")
         return path
 
-    def probe(self, path: str) -> Probe:
+    def probe(self, path: str) -> VideoProbe:
         """What its header says."""
-        return Probe(int(Path(path).read_text().split()[0]), None, 4, 4, "fake")
+        return VideoProbe(int(Path(path).read_text().split()[0]), None, 4, 4, "fake")
 
     def read_chunks(
         self,
@@ -67,7 +68,7 @@ class FakeVideos:
         pool: BlockPool,
         resume: Position | None = None,
         threads: int = 1,
-    ) -> Generator[Chunk, None, Ended]:
+    ) -> Generator[Chunk, None, ReadResult]:
         """As `decode.read_chunks`; every frame's time is a tenth of its number."""
         self.read.append((video.name, resume))
         count, *damaged = Path(video.path).read_text().split()
@@ -83,14 +84,14 @@ class FakeVideos:
         finally:
             self._open -= 1
         error = VideoError("its end is missing", frame=int(count)) if damaged else None
-        return Ended(len(groups), int(count), error)
+        return ReadResult(len(groups), int(count), error)
 
 
 class FakeSender:
     """Answers chunks in a thread of its own, in an order of its own; `answer` may say something else of a chunk."""
 
     def __init__(
-        self, answered: Answered, answer: Callable[[Chunk], Answer | None] = lambda chunk: None, seed: int = 0
+        self, answered: OnResult, answer: Callable[[Chunk], Answer | None] = lambda chunk: None, seed: int = 0
     ) -> None:
         self._answered, self._answer = answered, answer
         self._random = random.Random(seed)
@@ -144,41 +145,61 @@ class FakeParts:
         self.sender: FakeSender | None = None
         self._answer, self._server = answer, server
 
-    def parts(self) -> Parts:
+    def parts(self) -> JobParts:
         """For the Job."""
-        return Parts(
+        return JobParts(
             ask=lambda *_, **__: server_info(**self._server),
             read_chunks=self.videos.read_chunks,
             probe=self.videos.probe,
             sender=self._make,
         )
 
-    def _make(self, servers: list[ServerInfo], options: SendOptions, answered: Answered) -> FakeSender:
+    def _make(self, servers: list[ServerInfo], options: SendOptions, answered: OnResult) -> FakeSender:
         self.sender = FakeSender(answered, self._answer)
         return self.sender
 
 
-class Listener(Plain):
-    """A teller that keeps what it is told."""
+class RecordingListener:
+    """Records what decoders and writer report."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.ends: dict[str, SpoolEnd] = {}
+        self.errors: list[PenstockError] = []
+
+    def resumed(self, video: Video, rows: int) -> None: ...
+
+    def committed(self, video: Video, rows: int) -> None:
+        self.rows += rows
+
+    def closed(self, video: Video, end: SpoolEnd) -> None:
+        self.ends[video.name] = end
+
+    def fatal(self, error: PenstockError) -> None:
+        self.errors.append(error)
+
+
+class RecordingReporter(PlainReporter):
+    """A make_reporter that keeps what it is told."""
 
     every_s = 0.05
 
     def __init__(self) -> None:
-        self.shown: list[Now] = []
-        self.said: list[str] = []
+        self.shown: list[Progress] = []
+        self.notes: list[str] = []
 
-    def show(self, now: Now) -> None:
+    def show(self, now: Progress) -> None:
         self.shown.append(now)
 
-    def say(self, line: str) -> None:
-        self.said.append(line)
+    def note(self, line: str) -> None:
+        self.notes.append(line)
 
 
-def job_options(folder: Path, *inputs: Path | str, **changed: Any) -> Options:
-    """Options of a job that writes captions.jsonl into the folder."""
+def job_options(folder: Path, *inputs: Path | str, **changed: Any) -> JobOptions:
+    """JobOptions of a job that writes captions.jsonl into the folder."""
     fields: dict[str, Any] = {
-        "inputs": tuple(str(i) for i in inputs), "wanted": Wanted((folder / "captions.jsonl",)),
+        "inputs": tuple(str(i) for i in inputs), "outputs": OutputPaths((folder / "captions.jsonl",)),
         "work": folder / "captions.jsonl.work", "failures": folder / "failures.jsonl", "servers": ("http://x",),
         "decoders": 2, "memory_bytes": 4096, **changed,
     }  # fmt: skip
-    return Options(**fields)
+    return JobOptions(**fields)

@@ -1,18 +1,24 @@
-"""A video as chunks of sampled frames in blocks of the pool, until its end or its damage."""
+"""A video as chunks of sampled frames in memory from a bounded pool, up to its end or its damage."""
 
 from __future__ import annotations
 
+import math
+import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from typing import Literal
 
 import numpy as np
 
-from penstock.bulk.blocks import BlockPool, PoolBlock
-from penstock.bulk.frames import Reading, Seen
-from penstock.bulk.pixels import Array, Painter, jpeg_encoder
-from penstock.bulk.sampling import Sampler
-from penstock.bulk.types import Chunk, Ended, Pixels, Position, Sampling, Video
+from penstock.bulk.frames import DecodedFrame, FrameReader
+from penstock.bulk.pixels import Array, FrameConverter, jpeg_encoder
+from penstock.bulk.types import Chunk, Pixels, Position, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
+
+Decision = Literal["take", "skip", "end"]
+
+ROUNDING_S = 1e-6  # times are floats of exact fractions: far above their error, far below the duration of any frame
 
 
 def read_chunks(
@@ -23,107 +29,108 @@ def read_chunks(
     pool: BlockPool,
     resume: Position | None = None,
     threads: int = 1,
-) -> Generator[Chunk, None, Ended]:
-    """Yields the sampled frames of a video, at most `chunk_size` a chunk; returns how it ended, whatever the file.
+) -> Generator[Chunk, None, ReadResult]:
+    """Yields the sampled frames of a video, at most `chunk_size` in a chunk; returns how it ended, whatever the file.
 
-    After `resume` the same frames follow as in an undisturbed run. A chunk's block is its taker's; the one that is
-    being filled goes back to the pool when the generator is closed, or meets Stopped while it waits for memory.
+    After `resume` the same frames follow as in an uninterrupted run. The receiver owns a chunk's block. The block
+    being filled returns to the pool when the generator is closed, or when Stopped interrupts its wait for memory.
+    Seven parameters: the interface of `reading.ReadChunks`, which tests replace.
     """
-    filler = _Filler(video, pixels, chunk_size, pool)
-    reading = Reading(video.path, threads, resume)
+    builder = _ChunkBuilder(video, pixels, chunk_size, pool)
+    reader = FrameReader(video.path, threads, resume)
     error: VideoError | None = None
     count = 0
     try:
-        with closing(reading.frames()) as frames:
+        with closing(reader.frames()) as frames:
             try:
-                for seen, wanted in _judged(reading, frames, sampling, resume):
-                    count = seen.number + 1
-                    if not wanted:
+                for frame, sampled in _sampled(reader, frames, sampling, resume):
+                    count = frame.number + 1
+                    if not sampled:
                         continue
-                    if filler.differs(seen):
-                        yield filler.chunk()
-                    filler.add(seen)
-                    if filler.full:
-                        yield filler.chunk()
+                    if builder.differs(frame):
+                        yield builder.chunk()
+                    builder.add(frame)
+                    if builder.full:
+                        yield builder.chunk()
                 if count == 0:
-                    raise VideoError("holds no frames", frame=0, detail=video.path)
+                    raise VideoError("contains no frames", frame=0, detail=video.path)
             except VideoError as damage:
                 error = damage
-        if filler.begun:
-            yield filler.chunk()
-        return Ended(filler.chunks, count, error)
+        if builder.started:
+            yield builder.chunk()
+        return ReadResult(builder.chunks, count, error)
     finally:
-        filler.drop()
+        builder.drop()
 
 
-def _judged(
-    reading: Reading, frames: Iterable[Seen], sampling: Sampling, resume: Position | None
-) -> Iterator[tuple[Seen, bool]]:
-    """Each frame with whether it is a sample, up to the last one that may be."""
+def _sampled(
+    reader: FrameReader, frames: Iterable[DecodedFrame], sampling: Sampling, resume: Position | None
+) -> Iterator[tuple[DecodedFrame, bool]]:
+    """Each frame with whether it is a sample, up to the last possible sample."""
     sampler: Sampler | None = None
-    for seen in frames:
+    for frame in frames:
         if sampler is None:
-            sampler = Sampler(sampling, reading.tick_s)
-            if resume is not None:  # its own frame comes first: it tells where sampling stood
-                sampler.resume(seen.time_s, resume.taken)
-                yield seen, False
+            sampler = Sampler(sampling, reader.tick_s)
+            if resume is not None:  # the position's own frame comes first and restores the state of sampling
+                sampler.resume(frame.time_s, resume.taken)
+                yield frame, False
                 if sampler.full:
                     return
                 continue
-        verdict = sampler.tell(seen.number, seen.time_s)
-        yield seen, verdict == "take"
-        if verdict == "over" or sampler.full:
+        decision = sampler.decide(frame.number, frame.time_s)
+        yield frame, decision == "take"
+        if decision == "end" or sampler.full:
             return
 
 
-class _Filler:
+class _ChunkBuilder:
     """The chunk that is being filled."""
 
     def __init__(self, video: Video, pixels: Pixels, chunk_size: int, pool: BlockPool) -> None:
         self._video = video
         self._size = chunk_size
         self._pool = pool
-        self._painter = Painter(pixels)
+        self._converter = FrameConverter(pixels)
         self._encode = jpeg_encoder() if pixels.mode == "jpeg" else None
         self._block: PoolBlock | None = None
         self._rows: Array = np.empty((0, 0, 0, 3), np.uint8)
         self._files: list[bytes] = []
-        self._seen: list[tuple[int, float, int | None]] = []
+        self._samples: list[tuple[int, float, int | None]] = []
         self.chunks = 0
 
     @property
-    def begun(self) -> bool:
-        return bool(self._seen)
+    def started(self) -> bool:
+        return bool(self._samples)
 
     @property
     def full(self) -> bool:
-        return len(self._seen) == len(self._rows)
+        return len(self._samples) == len(self._rows)
 
-    def differs(self, seen: Seen) -> bool:
-        """Whether a frame is of another size than those that are in it."""
-        return self.begun and self._painter.size(seen.picture) != self._rows.shape[1:3]
+    def differs(self, frame: DecodedFrame) -> bool:
+        """Whether a frame has another size than those in the chunk."""
+        return self.started and self._converter.size(frame.picture) != self._rows.shape[1:3]
 
-    def add(self, seen: Seen) -> None:
-        """Paints a frame. Waits for memory if it is a chunk's first; raises VideoError, Stopped."""
-        if not self.begun:
-            self._begin(*self._painter.size(seen.picture), seen.number)
-        row = self._rows[0 if self._encode is not None else len(self._seen)]
+    def add(self, frame: DecodedFrame) -> None:
+        """Converts a frame. The first one of a chunk waits for memory. Raises VideoError, Stopped."""
+        if not self.started:
+            self._start(*self._converter.size(frame.picture), frame.number)
+        row = self._rows[0 if self._encode is not None else len(self._samples)]
         try:
-            self._painter.paint(seen.picture, row)
+            self._converter.convert(frame.picture, row)
         except VideoError as error:
-            error.frame = seen.number
+            error.frame = frame.number
             raise
         if self._encode is not None:
             self._files.append(self._encode(row))
-        self._seen.append((seen.number, seen.time_s, seen.pts))
+        self._samples.append((frame.number, frame.time_s, frame.pts))
 
-    def _begin(self, height: int, width: int, number: int) -> None:
+    def _start(self, height: int, width: int, number: int) -> None:
         self.drop()
         frame_bytes = height * width * 3
         if frame_bytes > self._pool.total_bytes:
             raise VideoError(
-                f"a frame of {width}x{height} takes {frame_bytes} bytes; all frames together may take "
-                f"{self._pool.total_bytes}: give more memory, or send another size",
+                f"a frame of {width}x{height} takes {frame_bytes} bytes, more than the {self._pool.total_bytes} "
+                f"of all frames together: allow more memory, or send another size",
                 frame=number,
             )
         rows = max(1, min(self._size, self._pool.block_bytes // frame_bytes))
@@ -131,17 +138,166 @@ class _Filler:
         self._rows = self._block.memory[: rows * frame_bytes].reshape(rows, height, width, 3)
 
     def chunk(self) -> Chunk:
-        """What was filled; the next frame begins another."""
+        """The filled chunk; the next frame starts another."""
         assert self._block is not None
-        frames, times_s, pts = (list(column) for column in zip(*self._seen, strict=True))
+        frames, times_s, pts = (list(column) for column in zip(*self._samples, strict=True))
         pixels = self._files if self._encode is not None else self._rows[: len(frames)]
         chunk = Chunk(self._video, self.chunks, pixels, frames, times_s, pts, self._block)
         self.chunks += 1
-        self._block, self._files, self._seen = None, [], []
+        self._block, self._files, self._samples = None, [], []
         return chunk
 
     def drop(self) -> None:
-        """Gives back the block of a chunk that nobody took."""
+        """Releases the block of an unfinished chunk."""
         if self._block is not None:
             self._block.release()
             self._block = None
+
+
+# ---- sampling
+
+
+class Sampler:
+    """Takes the frames from `start_s` to before `end_s` that `every` or `fps` select, up to `max_frames`.
+
+    `every` counts from the video's first frame, so a sample's number is a multiple of it. `fps` takes the first frame
+    at or after each multiple of 1/fps of a second, and no frame twice. `tick_s` is the unit of the container's times,
+    which may be rounded by half of it.
+    """
+
+    def __init__(self, sampling: Sampling, tick_s: float = 0.0) -> None:
+        self.sampling = sampling
+        self.taken = 0
+        self._slack_s = max(ROUNDING_S, tick_s / 2 * 1.01)
+        self._next = 0  # the first multiple of 1/fps without a sample
+
+    @property
+    def full(self) -> bool:
+        return self.sampling.max_frames is not None and self.taken >= self.sampling.max_frames
+
+    def decide(self, frame: int, time_s: float) -> Decision:
+        """For the next frame, by its number from 0 and its time from the first frame. "end" covers all later ones."""
+        s = self.sampling
+        if self.full or (s.end_s is not None and time_s >= s.end_s - ROUNDING_S):
+            return "end"
+        if time_s < s.start_s - ROUNDING_S:
+            return "skip"
+        if frame % s.every if s.fps is None else self._point(time_s) < self._next:
+            return "skip"
+        self.resume(time_s, self.taken + 1)
+        return "take"
+
+    def resume(self, time_s: float, taken: int) -> None:
+        """Restores the state after the `taken`-th sample, which was at `time_s`."""
+        self.taken = taken
+        if self.sampling.fps is not None:
+            self._next = self._point(time_s) + 1
+
+    def _point(self, time_s: float) -> int:
+        """The last multiple of 1/fps at or before this time."""
+        assert self.sampling.fps is not None
+        return math.floor((time_s + self._slack_s) * self.sampling.fps)
+
+
+def estimate(sampling: Sampling, frames: int, duration_s: float | None) -> int:
+    """About how many frames of a video are captioned. `duration_s` None and `frames` 0 mean unknown."""
+    if sampling.max_frames == 0:
+        return 0
+    share = 1.0
+    if duration_s:
+        end_s = duration_s if sampling.end_s is None else min(duration_s, sampling.end_s)
+        share = max(0.0, end_s - sampling.start_s) / duration_s
+    count = math.ceil(frames * share - ROUNDING_S)
+    if sampling.fps is not None and duration_s:
+        count = min(count, math.ceil(duration_s * share * sampling.fps - ROUNDING_S))
+    else:
+        count = -(-count // sampling.every)
+    return count if sampling.max_frames is None else min(count, sampling.max_frames)
+
+
+# ---- memory
+
+
+class PoolBlock:
+    """Adjacent blocks of the pool for one chunk. `memory` is `[n]` uint8, n at least the requested size."""
+
+    def __init__(self, pool: BlockPool, start: int, count: int) -> None:
+        self._pool = pool
+        self._start = start
+        self._count = count
+        size = pool.block_bytes
+        self.memory: Array = pool.buffer[start * size : (start + count) * size]
+
+    def release(self) -> None:
+        """Returns the blocks; a second call does nothing. Called from any thread."""
+        count, self._count = self._count, 0
+        if count:
+            self._pool.give_back(self._start, count)
+
+
+class BlockPool:
+    """`total_bytes` in at least one block of `block_bytes`. The system maps a page when pixels are written to it.
+
+    Requests are served in the order of arrival, so that one that needs several adjacent blocks gets them.
+    """
+
+    def __init__(self, total_bytes: int, block_bytes: int) -> None:
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes is {block_bytes}; a block holds at least one byte")
+        self.block_bytes = block_bytes
+        self.blocks = max(1, total_bytes // block_bytes)
+        self.buffer = np.empty(self.blocks * block_bytes, np.uint8)
+        self._free = [True] * self.blocks
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    @property
+    def total_bytes(self) -> int:
+        return self.blocks * self.block_bytes
+
+    @property
+    def free_blocks(self) -> int:
+        return sum(self._free)
+
+    def take(self, size_bytes: int = 1) -> PoolBlock:
+        """At least `size_bytes`. Waits until they are free; raises Stopped after `stop()`."""
+        count = -(-size_bytes // self.block_bytes)
+        if count > self.blocks:
+            raise ValueError(f"{size_bytes} bytes were requested; the pool has {self.total_bytes}")
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                start: int | None = None
+                while not self._stopped:
+                    if self._waiting[0] is ticket and (start := self._find(count)) is not None:
+                        break
+                    self._changed.wait()
+                if start is None:
+                    raise Stopped
+                self._free[start : start + count] = [False] * count
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        return PoolBlock(self, start, count)
+
+    def give_back(self, start: int, count: int) -> None:
+        with self._changed:
+            self._free[start : start + count] = [True] * count
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Every current and later wait for memory raises Stopped."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _find(self, count: int) -> int | None:
+        """The first of `count` adjacent free blocks."""
+        run = 0
+        for place, free in enumerate(self._free):
+            run = run + 1 if free else 0
+            if run == count:
+                return place - count + 1
+        return None

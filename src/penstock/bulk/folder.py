@@ -1,4 +1,4 @@
-"""The work folder of a job: its fingerprint, its list of videos, a spool for each, and a lock against a second job."""
+"""The work folder of a job: the fingerprint of its configuration, its videos, their spools, and a lock."""
 
 from __future__ import annotations
 
@@ -8,24 +8,65 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from penstock.bulk.fingerprint import Fingerprint, FingerprintDiffers, differences
-from penstock.bulk.outputs import whole
-from penstock.bulk.types import Video
+from penstock.bulk.outputs import atomic_file
+from penstock.bulk.types import Pixels, Sampling, Video
 from penstock.errors import PenstockError
+
+FORMAT = 1  # of the spools, and of how frames are sampled and scaled
+MODEL_KEYS = ("model", "revision", "prompt", "max_new_tokens", "precision")  # of the server's parameters
+
+Fingerprint = dict[str, Any]
+
+
+class FingerprintDiffers(PenstockError):
+    """The work folder holds captions that another configuration made."""
+
+    code = "fingerprint_differs"
 
 
 class FolderError(PenstockError):
-    """The work folder cannot be used: another job has it, or the disk refuses."""
+    """The work folder cannot be used: another job holds it, or the disk fails."""
 
     code = "work_folder"
 
 
-class _Kept(Struct, frozen=True):
-    """A video of the list. A path need not be text, so it is kept as bytes."""
+def fingerprint(parameters: dict[str, Any], sampling: Sampling, pixels: Pixels) -> Fingerprint:
+    """Everything that changes captions, from the server's `parameters` and the job.
+
+    Two jobs may share rows only if their fingerprints are equal. Servers and chunk sizes are not part of it.
+    """
+    model = {key: parameters.get(key) for key in MODEL_KEYS}
+    form = {"pixels": pixels.mode, "kernel": pixels.kernel, "height": pixels.height, "width": pixels.width}
+    if pixels.mode == "source":
+        form["kernel"] = None  # the client scales nothing
+    return {"format": FORMAT} | model | msgspec.structs.asdict(sampling) | form
+
+
+def fingerprint_digest(of: Fingerprint) -> str:
+    """Eight hexadecimal digits."""
+    return hashlib.sha256(msgspec.json.encode(of, order="sorted")).hexdigest()[:8]
+
+
+def differences(old: Fingerprint, new: Fingerprint) -> list[str]:
+    """A line for each field that differs."""
+    return [
+        f"{key}: was {_text(old, key)}, is {_text(new, key)}"
+        for key in dict.fromkeys([*new, *old])
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _text(of: Fingerprint, key: str) -> str:
+    return msgspec.json.encode(of[key]).decode() if of.get(key) is not None else "not set"
+
+
+class _VideoLine(Struct, frozen=True):
+    """A video of the list. Its path is bytes because it need not be valid text."""
 
     path: bytes
     name: str
@@ -34,7 +75,7 @@ class _Kept(Struct, frozen=True):
 
 
 class WorkFolder:
-    """`<output>.work`. Held by one job at a time, as long as its process lives. Raises FolderError."""
+    """`<output>.work`, locked for one job until `close` or the end of its process. Raises FolderError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,29 +90,28 @@ class WorkFolder:
             os.close(self._lock)
             if isinstance(e, BlockingIOError):
                 raise FolderError(f"another job uses {path}; wait for it, or choose another output") from None
-            raise FolderError(f"cannot lock {path}: {e.strerror}; put the output on a disk that has locks") from e
+            raise FolderError(f"cannot lock {path}: {e.strerror}; put the output on a disk that supports locks") from e
 
     def close(self) -> None:
-        """Lets another job in."""
+        """Releases the lock."""
         os.close(self._lock)
 
     def spool(self, video: Video) -> Path:
-        """Where the captions of a video are."""
-        return self.path / "spool" / f"{key(video)}.jsonl"
+        return self.path / "spool" / f"{spool_key(video)}.jsonl"
 
-    def agree(self, now: Fingerprint, *, restart: bool) -> None:
-        """Goes on if the folder's captions were made with the same fingerprint, or is emptied if `restart`.
+    def require(self, new: Fingerprint, *, restart: bool) -> None:
+        """Accepts a folder with the same fingerprint; empties it first if `restart`.
 
         Raises FingerprintDiffers, FolderError.
         """
         file = self.path / "job.json"
         if restart:
             file.unlink(missing_ok=True)
-        was = self.fingerprint()
-        if was is None:
-            self._clear()  # captions of which nobody knows how they were made
-            replace(file, msgspec.json.format(msgspec.json.encode({"fingerprint": now})) + b"\n")
-        elif found := differences(was, now):
+        old = self.fingerprint()
+        if old is None:
+            self._clear()  # spools without a fingerprint are of unknown origin
+            write_atomically(file, msgspec.json.format(msgspec.json.encode({"fingerprint": new})) + b"\n")
+        elif found := differences(old, new):
             raise FingerprintDiffers(
                 f"{self.path} has captions of another configuration, which these must not be mixed with:\n  "
                 + "\n  ".join(found)
@@ -86,7 +126,7 @@ class WorkFolder:
             raise FolderError(f"cannot empty {self.path / 'spool'}: {e.strerror}") from e
 
     def fingerprint(self) -> Fingerprint | None:
-        """That of the folder's captions; None if there are none yet. Raises FolderError."""
+        """The fingerprint of the folder's captions, or None if it has none yet. Raises FolderError."""
         file = self.path / "job.json"
         try:
             return msgspec.json.decode(file.read_bytes(), type=dict[str, Fingerprint])["fingerprint"]
@@ -95,35 +135,33 @@ class WorkFolder:
         except (OSError, msgspec.DecodeError, KeyError) as e:
             raise FolderError(f"cannot read {file}: {e}; --restart begins anew") from e
 
-    def keep(self, videos: Iterable[Video]) -> None:
-        """Notes the list of videos, for a later run that names none. Raises FolderError."""
-        encode = msgspec.json.Encoder().encode
-        kept = (_Kept(os.fsencode(v.path), v.name, v.bytes, v.mtime_ns) for v in videos)
-        replace(self.path / "videos.jsonl", b"".join(encode(k) + b"\n" for k in kept))
+    def save_videos(self, videos: Iterable[Video]) -> None:
+        """Saves the list of videos for a later run without inputs. Raises FolderError."""
+        lines = (_VideoLine(os.fsencode(v.path), v.name, v.bytes, v.mtime_ns) for v in videos)
+        write_atomically(self.path / "videos.jsonl", b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
     def videos(self) -> list[Video]:
-        """The list that was kept last. Raises FolderError."""
+        """The list that was saved last. Raises FolderError."""
         file = self.path / "videos.jsonl"
-        decode = msgspec.json.Decoder(_Kept).decode
+        decode = msgspec.json.Decoder(_VideoLine).decode
         try:
             with file.open("rb") as lines:
                 found = [decode(line) for line in lines]
-            return [Video(os.fsdecode(k.path), k.name, k.size_bytes, k.mtime_ns) for k in found]
+            return [Video(os.fsdecode(v.path), v.name, v.size_bytes, v.mtime_ns) for v in found]
         except FileNotFoundError:
             raise FolderError(f"no videos are named, and there was no run before with {self.path}; name some") from None
         except (OSError, msgspec.DecodeError) as e:
             raise FolderError(f"no videos are named, and {file} cannot be read: {e}; name them again") from e
 
 
-def key(video: Video) -> str:
-    """The name of a video's spool."""
+def spool_key(video: Video) -> str:
     return hashlib.sha256(video.name.encode()).hexdigest()[:32]
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all. Raises FolderError."""
+def write_atomically(path: Path, data: bytes) -> None:
+    """Raises FolderError."""
     try:
-        with whole(path) as file:
+        with atomic_file(path) as file:
             file.write(data)
     except OSError as e:
         raise FolderError(f"cannot write {path}: {e.strerror}") from e

@@ -1,4 +1,4 @@
-"""The videos of a job from what its user named: files, folders, patterns, a list on standard input."""
+"""The videos of a job: from files, folders, patterns, and a list on standard input."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ from penstock.bulk.types import Video
 from penstock.bulk.video import VideoError, probe
 from penstock.errors import PenstockError
 
-_VIDEOS = (
+_VIDEO_SUFFIXES = (
     ".264 .265 .3g2 .3gp .asf .av1 .avi .divx .dv .f4v .flv .gxf .h264 .h265 .hevc .ivf .m1v .m2t .m2ts .m2v .m4v .mj2 "
     ".mjpeg .mjpg .mkv .mov .mp4 .mpe .mpeg .mpg .mpv .mts .mxf .nut .obu .ogm .ogv .qt .rm .rmvb .ts .vob .webm .wmv "
     ".wtv .y4m "
 )
-_OTHERS = (  # not worth opening
+_OTHER_SUFFIXES = (  # not worth opening
     ".aac .ass .avif .bmp .csv .doc .docx .exe .flac .gif .gz .heic .htm .html .ini .jpeg .jpg .json .jsonl .lnk .log "
     ".m3u .m3u8 .m4a .md .md5 .mp3 .nfo .npy .npz .ogg .opus .parquet .part .pdf .pickle .pkl .png .pt .py .sha256 .sh "
     ".safetensors .srt .sub .svg .tar .tfrecord .tif .tiff .tmp .toml .torrent .tsv .txt .vtt .wav .webp .xml .yaml "
     ".yml .zip "
 )
-VIDEOS, OTHERS = frozenset(_VIDEOS.split()), frozenset(_OTHERS.split())
+VIDEO_SUFFIXES, OTHER_SUFFIXES = frozenset(_VIDEO_SUFFIXES.split()), frozenset(_OTHER_SUFFIXES.split())
 
 
 class InputError(PenstockError):
-    """An input that was named is not there."""
+    """A named input does not exist."""
 
     code = "input"
 
 
-class Notes(Struct):
-    """What became of files that are no videos of the job: how many were `skipped`, which were named twice."""
+class InputNotes(Struct):
+    """Files that did not become videos: the number `skipped`, and the names of `duplicates`."""
 
     skipped: int = 0
     duplicates: list[str] = []
 
 
-def expand(inputs: Iterable[str], *, stdin: BinaryIO | None = None, from0: bool = False) -> tuple[list[Video], Notes]:
-    """The videos in the order of their inputs, those of a folder sorted, each file once; and notes on the others.
+def expand(
+    inputs: Iterable[str], *, stdin: BinaryIO | None = None, from0: bool = False
+) -> tuple[list[Video], InputNotes]:
+    """The videos in the order of their inputs, each file once and folders sorted; and notes on the other files.
 
-    An input is a file, a folder (with all below it), a pattern (`**`: any folders), or `-`: `stdin`'s lines, or its
-    parts between NULs with `from0`, each a file or folder. What cannot be examined is among the videos, with size 0:
-    opening it fails, and tells why. Raises InputError for an input or a pattern that leads to nothing.
+    An input is a file, a folder (with everything below it), a pattern (`**` matches any folders), or `-` for the
+    lines of `stdin` (separated by NUL if `from0`), each a file or folder. A file that cannot be examined becomes a
+    video of size 0: opening it fails and gives the reason. Raises InputError for an input without any file.
     """
-    notes = Notes()
-    files: dict[tuple[int, ...] | str, Video] = {}  # on some network disks device and inode alone are no file's own
+    notes = InputNotes()
+    files: dict[tuple[int, ...] | str, Video] = {}  # on some network disks device and inode do not identify a file
     names: set[str] = set()
     folders: set[tuple[int, int]] = set()
-    for path, named in _files(inputs, stdin, from0, folders):
+    for path, explicit in _files(inputs, stdin, from0, folders):
         status = _status(path)
-        if not named and not _is_video(path, status):
+        if not explicit and not _is_video(path, status):
             notes.skipped += 1
             continue
         name = valid_text(path)
@@ -66,14 +68,16 @@ def expand(inputs: Iterable[str], *, stdin: BinaryIO | None = None, from0: bool 
             size, mtime_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
             files[key] = Video(path, name, size, mtime_ns)
             names.add(name)
-        elif named or known is None or known.path != path:
+        elif explicit or known is None or known.path != path:
             notes.duplicates.append(name)
     return list(files.values()), notes
 
 
 def valid_text(path: str) -> str:
-    """The path as text that may be written anywhere: bytes of it that are none are shown in hexadecimal, with a digest
-    behind them, so that no two files share a name."""
+    """The path as text that can be written anywhere.
+
+    Bytes that are not valid text are shown in hexadecimal, followed by a digest, so that no two files share a name.
+    """
     raw = os.fsencode(path)
     try:
         return raw.decode()
@@ -84,12 +88,12 @@ def valid_text(path: str) -> str:
 def _files(
     inputs: Iterable[str], stdin: BinaryIO | None, from0: bool, folders: set[tuple[int, int]]
 ) -> Iterator[tuple[str, bool]]:
-    """Every file with whether it was named itself."""
+    """Every file, and whether an input names it explicitly."""
     for text in inputs:
         if text == "-":
             if stdin is None:
-                raise InputError("the input - is a list on standard input, which there is none of")
-            for path in _listed(stdin, from0):
+                raise InputError("the input - reads a list from standard input, and there is none")
+            for path in _read_list(stdin, from0):
                 yield from _below(path, folders)
         elif os.path.lexists(text):
             yield from _below(text, folders)
@@ -103,7 +107,7 @@ def _files(
 
 
 def _matching(pattern: str) -> Iterator[str]:
-    """The files that match, and those below the folders that do, sorted. Hidden ones match no wildcard."""
+    """The matching files, and all files below matching folders, sorted. Wildcards match no hidden files."""
     parts = pattern.split("/")
     if "**" not in parts:
         for path in sorted(glob.iglob(pattern), key=os.fsencode):
@@ -111,22 +115,22 @@ def _matching(pattern: str) -> Iterator[str]:
         return
     depth = next(place for place, part in enumerate(parts) if glob.has_magic(part))
     root = "/".join(parts[:depth]) + "/" * bool(depth)
-    for path, _ in _below(root or ".", set()):  # glob.glob would go round and round a loop of links
+    for path, _ in _below(root or ".", set()):  # glob.glob does not end in a loop of links
         below = path.removeprefix(root or "./")
-        if _fits(below.split("/"), parts[depth:]):
+        if _matches(below.split("/"), parts[depth:]):
             yield root + below
 
 
-def _fits(names: list[str], parts: list[str]) -> bool:
-    """Whether a path, or a folder above it, is what the parts of a pattern say."""
+def _matches(names: list[str], parts: list[str]) -> bool:
+    """Whether a path or a folder above it matches the parts of a pattern."""
     if not parts:
         return True
     if parts[0] == "**":
-        return any(_fits(names[skipped:], parts[1:]) for skipped in range(len(names) + 1))
-    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
+        return any(_matches(names[skipped:], parts[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _matches(names[1:], parts[1:])
 
 
-def _listed(stdin: BinaryIO, from0: bool) -> Iterator[str]:
+def _read_list(stdin: BinaryIO, from0: bool) -> Iterator[str]:
     parts = stdin.read().split(b"\0" if from0 else b"\n")
     for part in parts:
         name = part if from0 else part.removesuffix(b"\r")
@@ -135,7 +139,7 @@ def _listed(stdin: BinaryIO, from0: bool) -> Iterator[str]:
 
 
 def _below(path: str, folders: set[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
-    """The path itself if it is a file, else every file below the folder, which is entered once in a job."""
+    """The path itself if it is a file, or every file below the folder. A job enters each folder once."""
     status = _status(path)
     if status is None or not stat.S_ISDIR(status.st_mode):
         yield path, True
@@ -167,12 +171,12 @@ def _status(path: str) -> os.stat_result | None:
 
 
 def _is_video(path: str, status: os.stat_result | None) -> bool:
-    """By its suffix and, where that says nothing, by opening it."""
+    """Decided by the suffix or, if it is unknown, by opening the file."""
     suffix = os.path.splitext(path)[1].lower()
-    if (status is not None and not stat.S_ISREG(status.st_mode)) or suffix in OTHERS:
+    if (status is not None and not stat.S_ISREG(status.st_mode)) or suffix in OTHER_SUFFIXES:
         return False
-    if suffix in VIDEOS or status is None:
-        return suffix in VIDEOS
+    if suffix in VIDEO_SUFFIXES or status is None:
+        return suffix in VIDEO_SUFFIXES
     try:
         probe(path)
     except VideoError:

@@ -1,8 +1,9 @@
-"""Decoded frames as the pixels that travel: scaled, turned upright, RGB, written once into their place."""
+"""Decoded frames as the pixels that are sent: scaled, upright, RGB, written once into their place."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import struct
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.bulk.types import Pixels
-from penstock.bulk.video import VideoError, library
+from penstock.bulk.video import VideoError, av_library
 from penstock.errors import ConfigError
 
 JPEG_QUALITY = 90
@@ -19,53 +20,47 @@ JPEG_QUALITY = 90
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Painter:
-    """Writes the frames of one video as `pixels` says. One thread's; it keeps the scaler between frames."""
+class FrameConverter:
+    """Converts the frames of one video as `pixels` requires. Belongs to one thread; keeps the scaler between frames."""
 
     def __init__(self, pixels: Pixels) -> None:
-        av = library()
+        av = av_library()
         self.pixels = pixels
         self._reformatter = av.video.reformatter.VideoReformatter()
         self._area = av.video.reformatter.Interpolation.AREA
         self._exact = exact_kernel() if pixels.kernel == "exact" and pixels.height is not None else None
-        self._rotation: int | None = None  # that of the last frame, and what came of its matrix
-        self._turned = 0, False
+        self._rotation: int | None = None  # of the last frame
+        self._orientation = 0, False  # from its display matrix
 
     def size(self, picture: Any) -> tuple[int, int]:
-        """Height and width of what `paint` makes of a frame."""
+        """Height and width of the converted frame."""
         if self.pixels.height is not None and self.pixels.width is not None:
             return self.pixels.height, self.pixels.width
         height, width = picture.height, picture.width
-        return (width, height) if self._turns(picture)[0] % 2 else (height, width)
+        return (width, height) if self._oriented(picture)[0] % 2 else (height, width)
 
-    def _turns(self, picture: Any) -> tuple[int, bool]:
-        """`_turns` of a frame, which looks at the matrix only when it is another one.
+    def _oriented(self, picture: Any) -> tuple[int, bool]:
+        """`_orientation_of` a frame, which reads the matrix only when the rotation changes.
 
-        A frame whose side data were looked at stands in a cycle with them: it, and the decoder's memory with it, would
-        be held until the garbage collector comes by, which takes hours. So a tiny copy is looked at.
+        Reading side data ties a frame into a reference cycle, which would hold the decoder's memory until the garbage
+        collector runs, possibly hours later. A tiny copy is read instead.
         """
         if picture.rotation != self._rotation:
-            tiny = _converted(library().video.reformatter.VideoReformatter(), picture, width=16, height=16)
-            self._rotation, self._turned = picture.rotation, _turns(tiny)
-        return self._turned
+            tiny = _to_rgb(av_library().video.reformatter.VideoReformatter(), picture, width=16, height=16)
+            self._rotation, self._orientation = picture.rotation, _orientation_of(tiny)
+        return self._orientation
 
-    def paint(self, picture: Any, into: Array) -> None:
-        """Writes a frame to `into`, `[height, width, 3]` uint8. Raises VideoError for what cannot be converted."""
-        turns, mirrored = self._turns(picture)
+    def convert(self, picture: Any, into: Array) -> None:
+        """Writes a frame to `into`, `[height, width, 3]` uint8. Raises VideoError if it cannot be converted."""
+        turns, mirrored = self._oriented(picture)
         height, width = into.shape[:2]
         if turns % 2:
             height, width = width, height
-        scaled = self._exact is None
-        rgb = _converted(
-            self._reformatter,
-            picture,
-            width=width if scaled else None,
-            height=height if scaled else None,
-            interpolation=self._area if scaled else None,
-        )
-        upright = view(rgb)
-        if self._exact is not None:
-            upright = self._exact(upright, height, width)
+        if self._exact is None:
+            rgb = _to_rgb(self._reformatter, picture, width=width, height=height, interpolation=self._area)
+            upright = rgb_view(rgb)
+        else:
+            upright = self._exact(rgb_view(_to_rgb(self._reformatter, picture)), height, width)
         if mirrored:
             upright = upright[:, ::-1]
         if turns:
@@ -73,7 +68,7 @@ class Painter:
         np.copyto(into, upright)
 
 
-def _converted(reformatter: Any, picture: Any, **how: Any) -> Any:
+def _to_rgb(reformatter: Any, picture: Any, **how: Any) -> Any:
     """The frame as rgb24. Raises VideoError."""
     try:
         return reformatter.reformat(picture, format="rgb24", threads=1, **how)
@@ -81,15 +76,15 @@ def _converted(reformatter: Any, picture: Any, **how: Any) -> Any:
         raise VideoError(f"its pixels ({picture.format.name}) cannot be converted: {error}") from error
 
 
-def view(rgb: Any) -> Array:
-    """`[height, width, 3]` uint8 over an rgb24 frame's memory, whose rows are longer than they look."""
+def rgb_view(rgb: Any) -> Array:
+    """`[height, width, 3]` uint8 over the memory of an rgb24 frame, without the padding of its rows."""
     plane = rgb.planes[0]
     rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: rgb.height, : rgb.width * 3]
     return rows.reshape(rgb.height, rgb.width, 3)
 
 
-def _turns(picture: Any) -> tuple[int, bool]:
-    """How an upright view is made: mirrored left to right or not, then so many quarter turns counter-clockwise."""
+def _orientation_of(picture: Any) -> tuple[int, bool]:
+    """How to make a frame upright: quarter turns counter-clockwise, after mirroring it left to right or not."""
     matrix = picture.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return 0, False
@@ -101,11 +96,11 @@ def _turns(picture: Any) -> tuple[int, bool]:
 
 
 def exact_kernel() -> Callable[[Array, int, int], Array]:
-    """Antialiased bicubic on RGB bytes, as Pillow's. Needs torch; uses one thread of it, the caller's."""
+    """Antialiased bicubic scaling of RGB bytes, as Pillow does it. Needs torch, and runs in the calling thread."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError as error:
-        raise ConfigError("the exact kernel needs torch: pip install torch, or take --kernel fast") from error
+        raise ConfigError("the exact kernel needs torch: pip install torch, or use --kernel fast") from error
     torch.set_num_threads(1)
 
     def scale(rgb: Array, height: int, width: int) -> Array:
@@ -118,7 +113,7 @@ def exact_kernel() -> Callable[[Array, int, int], Array]:
 
 
 def jpeg_encoder() -> Callable[[Array], bytes]:
-    """`[height, width, 3]` uint8 -> a JPEG file, quality 90, 4:2:0: by simplejpeg, or else by Pillow."""
+    """Encodes `[height, width, 3]` uint8 as JPEG, quality 90, 4:2:0, by simplejpeg or else Pillow."""
     try:
         simplejpeg: Any = importlib.import_module("simplejpeg")
     except ImportError:
@@ -135,13 +130,11 @@ def _pillow_encoder() -> Callable[[Array], bytes]:
     try:
         image: Any = importlib.import_module("PIL.Image")
     except ImportError as error:
-        raise ConfigError("JPEG needs simplejpeg: pip install 'penstock[image]', or take other pixels") from error
-    io: Any = importlib.import_module("io")
+        raise ConfigError("JPEG needs simplejpeg: pip install '.[image]', or use other pixels") from error
 
     def encode(rgb: Array) -> bytes:
         file = io.BytesIO()
         image.fromarray(rgb).save(file, "jpeg", quality=JPEG_QUALITY, subsampling="4:2:0")
-        data: bytes = file.getvalue()
-        return data
+        return file.getvalue()
 
     return encode

@@ -1,4 +1,4 @@
-"""How far a job is, told while it runs: a bar on a terminal, plain lines elsewhere, JSON for programs."""
+"""The progress of a job and its final summary, for people (a bar or plain lines) and for programs (JSON)."""
 
 from __future__ import annotations
 
@@ -7,35 +7,29 @@ import contextlib
 import logging
 import os
 import sys
-from typing import IO, Any, Literal, Protocol, cast
+from typing import IO, Any, Final, Literal, Protocol, cast
 
 import msgspec
 from msgspec import Struct
 
-from penstock.errors import ConfigError
+from penstock.bulk.types import ServerStats
+from penstock.errors import ConfigError, PenstockError
 
 Style = Literal["auto", "bar", "plain", "json", "none"]
 
 SHOW_CURSOR = b"\x1b[?25h\n"
+WINDOW_S = 20.0  # over which rates are measured
 
-WINDOW_S = 20.0  # rates are of so long
-
-
-class Server(Struct, frozen=True):
-    """One server as the sender sees it."""
-
-    url: str
-    state: str  # "up", "rests" or "away"
-    in_flight: int
-    window: int
-    answered: int
+DONE: Final = 0
+USAGE: Final = 2
+INCOMPLETE: Final = 3  # some videos failed, or the job had to stop
+INTERRUPTED: Final = 130  # as shells report a program that Ctrl-C ended
 
 
-class Now(Struct, frozen=True):
-    """How far the job is. Frames and videos of earlier runs count as done; rates are of this run's last seconds.
+class Progress(Struct, frozen=True):
+    """Frames and videos of earlier runs count as done; rates cover this run's last seconds.
 
-    `frames_total` is None until something is known of every video; it is an estimate, since what files say of
-    themselves is.
+    `frames_total` is an estimate from the headers of the files, and None until every video is known.
     """
 
     elapsed_s: float
@@ -49,17 +43,88 @@ class Now(Struct, frozen=True):
     eta_s: float | None
     in_flight: int
     retries: int
-    servers: tuple[Server, ...] = ()
+    servers: tuple[ServerStats, ...] = ()
+
+    def line(self) -> str:
+        total = f"/{self.frames_total:,}" if self.frames_total is not None else ""
+        share = f" (about {self.frames / self.frames_total:.0%})" if self.frames_total else ""
+        parts = [
+            f"{self.frames:,}{total} frames{share}",
+            f"{self.videos:,}/{self.videos_total:,} videos",
+            f"{self.frames_per_s:,.1f} frames/s",
+            f"{self.bytes_per_s / 1e6:,.1f} MB/s",
+            f"{self.in_flight} in flight",
+            f"{duration(self.eta_s)} left",
+        ]
+        parts += [f"{self.retries} retries"] if self.retries else []
+        parts += [f"{self.failed} failed"] if self.failed else []
+        if len(self.servers) > 1 or any(s.state != "up" for s in self.servers):
+            parts += [f"{s.url} {f'{s.in_flight}/{s.window}' if s.state == 'up' else s.state}" for s in self.servers]
+        return ", ".join(parts)
 
 
-class Rates:
-    """Frames and bytes a second, over the last seconds. Pure: times are arguments."""
+class JobSummary(Struct):
+    """Sums over all videos of the job; `new_frames`, `seconds` and `sent_bytes` are of this run."""
+
+    videos: int = 0
+    complete: int = 0
+    failed: int = 0
+    partial: int = 0  # failed videos with captions before the damage
+    frames: int = 0
+    new_frames: int = 0
+    retries: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+    stopped: PenstockError | None = None
+    outputs: tuple[str, ...] = ()
+    failures: str | None = None
+
+    @property
+    def unfinished(self) -> int:
+        """Videos that a later run continues."""
+        return self.videos - self.complete - self.failed
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return INTERRUPTED
+        return INCOMPLETE if self.stopped is not None or self.failed or self.unfinished else DONE
+
+    def fields(self) -> dict[str, Any]:
+        """For programs."""
+        own = {name: value for name, value in msgspec.structs.asdict(self).items() if name != "stopped"}
+        stopped = None if self.stopped is None else self.stopped.message
+        return own | {"unfinished": self.unfinished, "stopped": stopped, "exit_code": self.exit_code}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        rate = f"{self.new_frames / self.seconds:,.1f} frames/s, " if self.seconds > 0 else ""
+        lines = [
+            f"{self.complete:,} of {self.videos:,} videos complete, {self.frames:,} captions; this run: "
+            f"{self.new_frames:,} in {duration(self.seconds)}, {rate}{self.sent_bytes / 1e6:,.1f} MB sent, "
+            f"{self.retries} retries"
+        ]
+        if self.failed:
+            partial = f", {self.partial:,} of them after some captions, which are kept" if self.partial else ""
+            lines.append(f"{self.failed:,} failed{partial}: see {self.failures}; --retry-failed tries them again")
+        if self.outputs:
+            lines.append(f"written: {', '.join(self.outputs)}")
+        if self.stopped is not None:
+            lines.append(f"stopped: {self.stopped.message}")
+        if self.unfinished:
+            lines.append(f"{self.unfinished:,} videos are not finished: run the same command again to continue")
+        return lines
+
+
+class RateWindow:
+    """Frames and bytes per second over the last seconds. Pure: time is an argument."""
 
     def __init__(self) -> None:
         self._points: collections.deque[tuple[float, int, int]] = collections.deque()
 
     def add(self, now_s: float, frames: int, sent_bytes: int) -> tuple[float, float]:
-        """What the rates are now that these are the totals."""
+        """The rates after these new totals."""
         points = self._points
         points.append((now_s, frames, sent_bytes))
         while len(points) > 2 and points[1][0] <= now_s - WINDOW_S:
@@ -68,56 +133,6 @@ class Rates:
         if now_s <= then_s:
             return 0.0, 0.0
         return (frames - old_frames) / (now_s - then_s), (sent_bytes - old_bytes) / (now_s - then_s)
-
-
-class Teller(Protocol):
-    """Shows `Now` every `every_s` seconds; `say` is for a line between, `end` for the sums, after `close`.
-
-    `close` leaves the terminal as it was; `abandon` does so from a signal handler, whatever it interrupted.
-    """
-
-    every_s: float
-
-    def show(self, now: Now) -> None: ...
-
-    def say(self, line: str) -> None: ...
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def end(self, lines: list[str], fields: dict[str, Any]) -> None: ...
-
-
-def teller(style: Style, stream: IO[str] | None = None) -> Teller:
-    """The one for this style; "auto" is a bar on a terminal and plain lines elsewhere."""
-    stream = stream if stream is not None else sys.stderr
-    if style == "auto":
-        style = "bar" if stream.isatty() else "plain"
-    makers: dict[str, Any] = {"bar": Bar, "plain": Plain, "json": Json, "none": Silent}
-    if style not in makers:
-        raise ConfigError(f"progress must be one of auto, {', '.join(makers)}, found '{style}'")
-    made: Teller = makers[style](stream)
-    return made
-
-
-def sentence(now: Now) -> str:
-    """All of it in one line."""
-    total = f"/{now.frames_total:,}" if now.frames_total is not None else ""
-    share = f" (about {now.frames / now.frames_total:.0%})" if now.frames_total else ""
-    parts = [
-        f"{now.frames:,}{total} frames{share}",
-        f"{now.videos:,}/{now.videos_total:,} videos",
-        f"{now.frames_per_s:,.1f} frames/s",
-        f"{now.bytes_per_s / 1e6:,.1f} MB/s",
-        f"{now.in_flight} in flight",
-        f"{duration(now.eta_s)} left",
-    ]
-    parts += [f"{now.retries} retries"] if now.retries else []
-    parts += [f"{now.failed} failed"] if now.failed else []
-    if len(now.servers) > 1 or any(s.state != "up" for s in now.servers):
-        parts += [f"{s.url} {f'{s.in_flight}/{s.window}' if s.state == 'up' else s.state}" for s in now.servers]
-    return ", ".join(parts)
 
 
 def duration(seconds: float | None) -> str:
@@ -132,11 +147,42 @@ def duration(seconds: float | None) -> str:
 
 
 def printable(line: str) -> str:
-    """The same with its control characters spelled out: the name of a file commands no terminal."""
+    """The line with control characters spelled out, so that a file name cannot control the terminal."""
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
-class Plain:
+class ProgressReporter(Protocol):
+    """`show` is due every `every_s` seconds, `note` prints a line in between, `end` prints the summary after `close`.
+
+    `close` restores the terminal; `abandon` does so from a signal handler.
+    """
+
+    every_s: float
+
+    def show(self, progress: Progress) -> None: ...
+
+    def note(self, line: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def end(self, summary: JobSummary) -> None: ...
+
+
+def make_reporter(style: Style, stream: IO[str] | None = None) -> ProgressReporter:
+    """The reporter for a style; "auto" is a bar on a terminal and plain lines elsewhere."""
+    stream = stream if stream is not None else sys.stderr
+    if style == "auto":
+        style = "bar" if stream.isatty() else "plain"
+    kinds: dict[str, Any] = {"bar": BarReporter, "plain": PlainReporter, "json": JsonReporter, "none": SilentReporter}
+    if style not in kinds:
+        raise ConfigError(f"progress must be one of auto, {', '.join(kinds)}, found '{style}'")
+    reporter: ProgressReporter = kinds[style](stream)
+    return reporter
+
+
+class PlainReporter:
     """A line every few seconds."""
 
     every_s = 5.0
@@ -144,54 +190,53 @@ class Plain:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
-    def show(self, now: Now) -> None:
-        self.say(sentence(now))
+    def show(self, progress: Progress) -> None:
+        self.note(progress.line())
 
-    def say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more: no reason to end the job
+    def note(self, line: str) -> None:
+        self._print(line)
+
+    def _print(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a lost reader is no reason to end the job
             print(printable(line), file=self._stream, flush=True)
 
     def close(self) -> None: ...
 
     def abandon(self) -> None: ...
 
-    def end(self, lines: list[str], fields: dict[str, Any]) -> None:
-        for line in lines:
-            Plain.say(self, line)
+    def end(self, summary: JobSummary) -> None:
+        for line in summary.lines():
+            self._print(line)
 
 
-class Json(Plain):
-    """An object a line: `Now`, {"note": ...}, at the end {"summary": ...}."""
+class JsonReporter(PlainReporter):
+    """One object a line: `Progress`, {"note": ...}, and at the end {"summary": ...}."""
 
     every_s = 1.0
 
-    def show(self, now: Now) -> None:
-        self._line(now)
+    def show(self, progress: Progress) -> None:
+        self._print_json(progress)
 
-    def say(self, line: str) -> None:
-        self._line({"note": line})
+    def note(self, line: str) -> None:
+        self._print_json({"note": line})
 
-    def end(self, lines: list[str], fields: dict[str, Any]) -> None:
-        self._line({"summary": fields})
+    def end(self, summary: JobSummary) -> None:
+        self._print_json({"summary": summary.fields()})
 
-    def _line(self, what: object) -> None:
-        super().say(msgspec.json.encode(what).decode())
+    def _print_json(self, value: object) -> None:
+        self._print(msgspec.json.encode(value).decode())
 
 
-class Silent(Plain):
-    """Nothing."""
+class SilentReporter(PlainReporter):
+    """No output."""
 
     every_s = 3600.0
 
-    def show(self, now: Now) -> None: ...
-
-    def say(self, line: str) -> None: ...
-
-    def end(self, lines: list[str], fields: dict[str, Any]) -> None: ...
+    def _print(self, line: str) -> None: ...
 
 
-class _Lasting:
-    """A stream that may lose its reader, as when the terminal is closed: what is written then is lost."""
+class _ForgivingStream:
+    """A stream that ignores the loss of its reader, such as a closed terminal."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -209,8 +254,8 @@ class _Lasting:
             self._stream.flush()
 
 
-class Bar(Plain):
-    """A bar with all of it below."""
+class BarReporter(PlainReporter):
+    """A bar with the progress line below it."""
 
     every_s = 0.25
 
@@ -219,20 +264,21 @@ class Bar(Plain):
         from rich.live import Live
 
         super().__init__(stream)
-        self._live = Live(console=Console(file=cast(IO[str], _Lasting(stream))), auto_refresh=False)
+        self._live = Live(console=Console(file=cast(IO[str], _ForgivingStream(stream))), auto_refresh=False)
         self._live.start()
 
-    def show(self, now: Now) -> None:
+    def show(self, progress: Progress) -> None:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        both = Table.grid()
-        both.add_row(ProgressBar(total=now.frames_total, completed=now.frames, width=min(80, self._live.console.width)))
-        both.add_row(Text(sentence(now)))
-        self._live.update(both, refresh=True)
+        table = Table.grid()
+        width = min(80, self._live.console.width)
+        table.add_row(ProgressBar(total=progress.frames_total, completed=progress.frames, width=width))
+        table.add_row(Text(progress.line()))
+        self._live.update(table, refresh=True)
 
-    def say(self, line: str) -> None:
+    def note(self, line: str) -> None:
         self._live.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -243,12 +289,12 @@ class Bar(Plain):
             os.write(self._stream.fileno(), SHOW_CURSOR)
 
 
-class Notes(logging.Handler):
-    """Warnings of the job's parts, said by its teller."""
+class WarningHandler(logging.Handler):
+    """Shows warnings of the job's parts through its reporter."""
 
-    def __init__(self, show: Teller) -> None:
+    def __init__(self, reporter: ProgressReporter) -> None:
         super().__init__(logging.WARNING)
-        self._show = show
+        self._reporter = reporter
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._show.say(f"{record.levelname.lower()}: {record.getMessage()}")
+        self._reporter.note(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -1,4 +1,4 @@
-"""The threads that read videos: each takes the next video, and hands its chunks to the sender until it ends."""
+"""The decoder threads: each reads one video after another and sends its chunks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.bulk import spool
-from penstock.bulk.blocks import BlockPool
-from penstock.bulk.options import ROUND, Plan
-from penstock.bulk.types import Chunk, Ended, Pixels, Position, Sampling, Sending, Stop, Stopped, Video
-from penstock.bulk.writer import Task, Writer
+from penstock.bulk.decode import BlockPool
+from penstock.bulk.options import ROUND, JobPlan
+from penstock.bulk.types import Chunk, ChunkSink, Pixels, Position, ReadResult, Sampling, Stopped, Video
+from penstock.bulk.writer import CaptionWriter, JobListener, VideoTask
 from penstock.errors import PenstockError, describe
 
 _logger = logging.getLogger("penstock.bulk")
 
 
 class ReadChunks(Protocol):
-    """`decode.read_chunks`, or what stands for it."""
+    """The interface of `decode.read_chunks`; see there."""
 
     def __call__(
         self,
@@ -32,61 +32,56 @@ class ReadChunks(Protocol):
         pool: BlockPool,
         resume: Position | None = None,
         threads: int = 1,
-    ) -> Generator[Chunk, None, Ended]: ...
+    ) -> Generator[Chunk, None, ReadResult]: ...
 
 
 class ReadingFailed(PenstockError):
-    """A decoder met what nobody expected; its video fails, the job goes on."""
+    """Reading a video raised an unexpected error; the video fails, the job continues."""
 
     code = "reading_failed"
 
 
-class Decoders:
-    """`plan.decoders` threads over the videos. `began` is told how many rows of a video were there already.
+class DecoderThreads:
+    """`plan.decoders` threads over the videos, whose spools are at `spool_path`.
 
-    With `rounds` a thread decodes `ROUND` chunks, sends them, and decodes on when all of them are answered.
+    With `plan.rounds`, a thread decodes `ROUND` chunks, sends them, and continues once all of them have results.
     """
 
     def __init__(
         self,
         videos: Iterable[Video],
-        place: Callable[[Video], Path],
-        *,
-        plan: Plan,
-        sampling: Sampling,
+        spool_path: Callable[[Video], Path],
+        plan: JobPlan,
         read_chunks: ReadChunks,
-        writer: Writer,
-        began: Callable[[Video, int], None],
-        fatal: Callable[[PenstockError], None],
-        rounds: bool = False,
+        writer: CaptionWriter,
+        listener: JobListener,
     ) -> None:
         self._videos = deque(videos)
-        self._place, self._plan, self._sampling, self._read_chunks = place, plan, sampling, read_chunks
-        self._writer, self._began, self._fatal = writer, began, fatal
-        self._rounds = Round() if rounds else None
+        self._spool_path, self._plan, self._read_chunks = spool_path, plan, read_chunks
+        self._writer, self._listener = writer, listener
+        self._round = SendRound() if plan.rounds else None
         self.pool = BlockPool(plan.pool_bytes, plan.block_bytes)
-        self.stop = Stop()
+        self.stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, name=f"penstock-decoder-{n}", daemon=True) for n in range(plan.decoders)
         ]
 
-    def start(self, sender: Sending) -> None:
-        """Called once."""
+    def start(self, sender: ChunkSink) -> None:
         self._sender = sender
         for thread in self._threads:
             thread.start()
 
-    def answered(self, chunk: Chunk, answer: list[str] | PenstockError) -> None:
-        """The sender's callback, before the writer's."""
-        if self._rounds is not None:
-            self._rounds.answered()
+    def chunk_done(self) -> None:
+        """A chunk has its result."""
+        if self._round is not None:
+            self._round.chunk_done()
 
     def close(self) -> None:
-        """No more chunks are made; returns when the threads have ended, at the latest after the frame at hand."""
+        """Ends the threads, at the latest after the current frame."""
         self.stop.set()
         self.pool.stop()
-        if self._rounds is not None:
-            self._rounds.stop()
+        if self._round is not None:
+            self._round.stop()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -98,75 +93,77 @@ class Decoders:
             except IndexError:
                 return
             try:
-                self._video(video)
-            except PenstockError as e:  # of the spool: the disk refuses
-                self._fatal(e)
+                self._read_video(video)
+            except PenstockError as e:  # from the spool: the disk fails
+                self._listener.fatal(e)
                 return
-            except Exception as e:  # whatever it is, the job must hear of it rather than wait for ever
+            except Exception as e:  # the job must learn of any error rather than wait for ever
                 _logger.exception("a decoder failed")
-                self._fatal(ReadingFailed(f"a decoder failed: {describe(e)}"))
+                self._listener.fatal(ReadingFailed(f"a decoder failed: {describe(e)}"))
                 return
 
-    def _video(self, video: Video) -> None:
-        path = self._place(video)
-        found = spool.scan(path)
-        if found is not None and not found.is_of(video):
+    def _read_video(self, video: Video) -> None:
+        path = self._spool_path(video)
+        state = spool.scan(path)
+        if state is not None and not state.is_of(video):
             _logger.warning("video=%s changed since a part of it was captioned: it begins anew", video.name)
-            found = None
-        task = Task(video, path, found)
-        self._began(video, task.rows)
+            state = None
+        task = VideoTask(video, path, state)
+        self._listener.resumed(video, task.rows)
         self._writer.begin(task)
-        ended = self._send_all(task, found.last if found else None)
-        if ended is not None:
-            self._writer.ended(task, ended)
+        result = self._send_all(task, state.last if state else None)
+        if result is not None:
+            self._writer.video_read(task, result)
 
-    def _send_all(self, task: Task, resume: Position | None) -> Ended | None:
-        """How the video ended; None if nobody wants its rest."""
+    def _send_all(self, task: VideoTask, resume: Position | None) -> ReadResult | None:
+        """How reading ended; None if the rest is no longer needed."""
         plan = self._plan
         chunks = self._read_chunks(
-            task.video, self._sampling, plan.pixels, plan.chunk_size, self.pool, resume, plan.threads
+            task.video, plan.sampling, plan.pixels, plan.chunk_size, self.pool, resume, plan.threads
         )
         sent = 0
         with closing(chunks):
-            while not (task.dropped or self.stop.is_set()):
-                ready, ended = self._next(task.video, chunks, sent)
+            while not (task.ended or self.stop.is_set()):
+                ready, result = self._next(task.video, chunks, sent)
                 sent += len(ready)
-                self._writer.room(self.stop)
-                if self._rounds is not None:
-                    self._rounds.begin(len(ready))
+                self._writer.wait_for_room(self.stop)
+                if self._round is not None:
+                    self._round.begin(len(ready))
                 for chunk in ready:
                     self._sender.send(chunk)
-                if self._rounds is not None:
-                    self._rounds.wait()
-                if ended is not None:
-                    return ended
+                if self._round is not None:
+                    self._round.wait()
+                if result is not None:
+                    return result
         return None
 
-    def _next(self, video: Video, chunks: Generator[Chunk, None, Ended], sent: int) -> tuple[list[Chunk], Ended | None]:
-        """The next chunk, or the next round of them, and how the video ended if it did."""
+    def _next(
+        self, video: Video, chunks: Generator[Chunk, None, ReadResult], sent: int
+    ) -> tuple[list[Chunk], ReadResult | None]:
+        """The next chunk, or the next round of them, and how reading ended if it did."""
         ready: list[Chunk] = []
         try:
             ready.append(next(chunks))
-            while self._rounds is not None and len(ready) < ROUND and self._fits(ready[-1]):
+            while self._round is not None and len(ready) < ROUND and self._has_room_after(ready[-1]):
                 ready.append(next(chunks))
-        except StopIteration as over:
-            ended: Ended = over.value
-            return ready, ended
+        except StopIteration as end:
+            result: ReadResult = end.value
+            return ready, result
         except Stopped:
             pass
-        except Exception as e:  # one video, whatever is wrong with it, does not end the job
+        except Exception as e:  # one video never ends the job
             _logger.exception("video=%s cannot be read", video.name)
-            return ready, Ended(sent + len(ready), 0, ReadingFailed(f"cannot be read: {describe(e)}"))
+            return ready, ReadResult(sent + len(ready), 0, ReadingFailed(f"cannot be read: {describe(e)}"))
         return ready, None
 
-    def _fits(self, chunk: Chunk) -> bool:
-        """Whether there is memory for another such chunk: in a round nobody gives any back."""
+    def _has_room_after(self, chunk: Chunk) -> bool:
+        """Whether memory for another such chunk is free: during a round nothing returns to the pool."""
         pixels = chunk.pixels
         return isinstance(pixels, list) or self.pool.free_blocks * self.pool.block_bytes >= 2 * pixels.nbytes
 
 
-class Round:
-    """How many chunks are still to be answered before the next is decoded."""
+class SendRound:
+    """Counts the chunks that must have results before decoding continues."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -174,23 +171,20 @@ class Round:
         self._changed = threading.Condition()
 
     def begin(self, chunks: int) -> None:
-        """So many are about to be sent."""
         with self._changed:
             self._left = chunks
 
-    def answered(self) -> None:
-        """One was."""
+    def chunk_done(self) -> None:
         with self._changed:
             self._left -= 1
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Returns when all were, or when the job ends."""
+        """Returns when all chunks have results or the job ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._left <= 0 or self._stopped)
 
     def stop(self) -> None:
-        """Nobody waits any more."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""Captions of one video on disk: a file that is only appended to, and what of it holds after any interruption.
+"""Captions of one video on disk: an append-only file, and how much of it is valid after any interruption.
 
-A line each: the video it belongs to, then its rows in frame order, numbered without a gap, then how it ended. A line
-that was not written whole, and all behind it, counts as never written: those rows are captioned again.
+One line each: the video, its rows in frame order, numbered without gaps, and how the video ended. An incomplete line
+and everything after it count as never written; those rows are captioned again.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.bulk.types import Position, Row, Video
+from penstock.bulk.types import CaptionRow, Position, Video
 from penstock.errors import PenstockError
 
-TAIL_BYTES = 65536  # a last line is looked for in so much; captions are far shorter
+TAIL_BYTES = 65536  # holds the last line; captions are far shorter
 
 
 class SpoolError(PenstockError):
-    """A spool cannot be read or written; what was committed before stays."""
+    """A spool cannot be read or written; committed rows stay."""
 
     code = "spool_error"
 
 
-class Head(Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line: which file the rows are of, as it was when its captioning began."""
+class SpoolHead(Struct, frozen=True, forbid_unknown_fields=True):
+    """The first line: the video file as it was when its captioning began."""
 
     video: str
     bytes: int
     mtime_ns: int
 
 
-class End(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The last line of a video that was read to its end, or failed; `rows` are kept in both cases.
+class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The last line of a video that was read to its end or failed; its `rows` are kept in both cases.
 
-    `seen` is how many frames were decoded. A later try may append more rows and another end; `attempts` counts them.
+    `seen` counts decoded frames. A later attempt may append more rows and another end; `attempts` counts them.
     """
 
     end: Literal["complete", "failed"]
@@ -57,55 +57,53 @@ class _Line(Struct, frozen=True, forbid_unknown_fields=True):
     caption: str
 
 
-class Spooled(Struct, frozen=True):
-    """What a spool holds: whose it is, how many rows, where to go on, how it ended, and how many bytes of it count."""
+class SpoolState(Struct, frozen=True):
+    """The valid content of a spool: its video, number of rows, last position, end, and size in bytes."""
 
-    head: Head
+    head: SpoolHead
     rows: int = 0
     last: Position | None = None
-    end: End | None = None
+    end: SpoolEnd | None = None
     attempts: int = 0
     bytes: int = 0
 
     def is_of(self, video: Video) -> bool:
-        """Whether the file is still the one whose rows these are."""
-        return self.head == head_of(video)
+        """Whether the video file is unchanged since its rows were made."""
+        return self.head == _head_of(video)
+
+    @property
+    def failed(self) -> bool:
+        return self.end is not None and self.end.end == "failed"
 
 
 _encode = msgspec.json.encode
-_decode_head = msgspec.json.Decoder(Head).decode
-_decode_end = msgspec.json.Decoder(End).decode
+_decode_head = msgspec.json.Decoder(SpoolHead).decode
+_decode_end = msgspec.json.Decoder(SpoolEnd).decode
 _decode_line = msgspec.json.Decoder(_Line).decode
-_Bad = (msgspec.DecodeError, UnicodeDecodeError)  # a ValidationError is a DecodeError
+_INVALID = (msgspec.DecodeError, UnicodeDecodeError)
 
 
-def head_of(video: Video) -> Head:
-    """The head that a spool of this video has."""
-    return Head(video.name, video.bytes, video.mtime_ns)
+def _head_of(video: Video) -> SpoolHead:
+    return SpoolHead(video.name, video.bytes, video.mtime_ns)
 
 
 def head_line(video: Video) -> bytes:
-    """The first line."""
-    return _encode(head_of(video)) + b"\n"
+    return _encode(_head_of(video)) + b"\n"
 
 
-def row_line(number: int, row: Row) -> bytes:
-    """The line of row `number` of the video, from 0."""
+def row_line(number: int, row: CaptionRow) -> bytes:
+    """The line of row `number` of the video, counted from 0."""
     return _encode(_Line(number, row.frame, row.time_s, row.pts, row.caption)) + b"\n"
 
 
-def end_line(end: End) -> bytes:
-    """The last line."""
+def end_line(end: SpoolEnd) -> bytes:
     return _encode(end) + b"\n"
 
 
-def append(path: Path, lines: bytes, *, anew: bool = False) -> None:
-    """Writes the lines so that they outlive a crash of the machine; `anew`: in place of what was there.
-
-    Raises SpoolError.
-    """
+def append(path: Path, lines: bytes, *, overwrite: bool = False) -> None:
+    """Writes lines that survive a crash of the machine. Raises SpoolError."""
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if anew else os.O_APPEND)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if overwrite else os.O_APPEND)
         file = os.open(path, flags, 0o666)
         try:
             left = memoryview(lines)
@@ -118,17 +116,20 @@ def append(path: Path, lines: bytes, *, anew: bool = False) -> None:
         raise SpoolError(f"cannot write {path}: {e.strerror}; what was committed before stays") from e
 
 
-def cut(path: Path, size: int) -> None:
-    """Takes away what is behind the lines that hold. Raises SpoolError."""
+def truncate(path: Path, size: int) -> None:
+    """Removes everything after the valid lines. Raises SpoolError."""
     try:
         if os.path.getsize(path) > size:
             os.truncate(path, size)
     except OSError as e:
-        raise SpoolError(f"cannot mend {path}: {e.strerror}") from e
+        raise SpoolError(f"cannot repair {path}: {e.strerror}") from e
 
 
-def glance(path: Path) -> Spooled | None:
-    """What a spool says at its two ends, without its rows: `last` is unknown. None: no spool, or not a video's end."""
+def read_end(path: Path) -> SpoolState | None:
+    """The state of a video that has ended, from the spool's first and last line; `last` stays unknown.
+
+    None if there is no spool or the video has not ended. Raises SpoolError.
+    """
     try:
         with path.open("rb") as file:
             head = _decode_head(file.readline(TAIL_BYTES))
@@ -138,64 +139,64 @@ def glance(path: Path) -> Spooled | None:
         if not tail.endswith(b"\n"):
             return None
         end = _decode_end(tail[tail.rfind(b"\n", 0, -1) + 1 :])
-    except (FileNotFoundError, *_Bad):
+    except (FileNotFoundError, *_INVALID):
         return None
     except OSError as e:
         raise SpoolError(f"cannot read {path}: {e.strerror}") from e
-    return Spooled(head, end.rows, None, end, end.attempts if end.end == "failed" else 0, size)
+    return SpoolState(head, end.rows, None, end, end.attempts if end.end == "failed" else 0, size)
 
 
-def scan(path: Path) -> Spooled | None:
-    """What of a spool holds, read from its beginning; None: nothing does. Raises SpoolError."""
+def scan(path: Path) -> SpoolState | None:
+    """The valid content, read from the beginning; None if there is none. Raises SpoolError."""
     try:
         with path.open("rb") as file:
             first = file.readline(TAIL_BYTES)
             if not first.endswith(b"\n"):
                 return None
-            found = Spooled(_decode_head(first), bytes=len(first))
+            state = SpoolState(_decode_head(first), bytes=len(first))
             for line in file:
-                if (more := _with(found, line)) is None:
+                if (extended := _with_line(state, line)) is None:
                     break
-                found = more
-            return found
-    except (FileNotFoundError, *_Bad):
+                state = extended
+            return state
+    except (FileNotFoundError, *_INVALID):
         return None
     except OSError as e:
         raise SpoolError(f"cannot read {path}: {e.strerror}") from e
 
 
-def _with(found: Spooled, line: bytes) -> Spooled | None:
-    """The same with one more line; None if it does not hold."""
+def _with_line(state: SpoolState, line: bytes) -> SpoolState | None:
+    """The state after one more line; None if the line is invalid."""
     if not line.endswith(b"\n"):
         return None
-    size = found.bytes + len(line)
+    size = state.bytes + len(line)
     try:
         row = _decode_line(line)
-    except _Bad:
+    except _INVALID:
         pass
     else:
-        if row.row != found.rows or (found.last is not None and row.frame <= found.last.frame):
+        if row.row != state.rows or (state.last is not None and row.frame <= state.last.frame):
             return None
         last = Position(row.frame, row.pts, row.row + 1)
-        return Spooled(found.head, row.row + 1, last, None, found.attempts, size)
+        return SpoolState(state.head, row.row + 1, last, None, state.attempts, size)
     try:
         end = _decode_end(line)
-    except _Bad:
+    except _INVALID:
         return None
-    if end.rows != found.rows:
+    if end.rows != state.rows:
         return None
-    attempts = end.attempts if end.end == "failed" else found.attempts
-    return Spooled(found.head, found.rows, found.last, end, attempts, size)
+    attempts = end.attempts if end.end == "failed" else state.attempts
+    return SpoolState(state.head, state.rows, state.last, end, attempts, size)
 
 
-def rows(path: Path) -> Iterator[Row]:
-    """The rows of a spool that holds to its end, as outputs are made of. Raises SpoolError."""
+def rows(path: Path) -> Iterator[CaptionRow]:
+    """The rows of a spool whose video has ended. Raises SpoolError."""
     try:
         with path.open("rb") as file:
             file.readline()
             for line in file:
                 if line.startswith(b'{"row":'):
                     found = _decode_line(line)
-                    yield Row(found.frame, found.time, found.pts, found.caption)
-    except (OSError, *_Bad) as e:
+                    yield CaptionRow(found.frame, found.time, found.pts, found.caption)
+    except (OSError, *_INVALID) as e:
         raise SpoolError(f"cannot read {path}: {e}; start again with --restart") from e

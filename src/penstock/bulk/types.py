@@ -1,12 +1,7 @@
-"""The values that the parts of a bulk job hand to each other: videos -> chunks of frames -> captions -> rows.
-
-A chunk's pixels lie in a block of a bounded pool from the moment they are decoded until their captions are known; rows
-are kept in a spool, a video each, in frame order.
-"""
+"""The values that the parts of a bulk job pass to each other: videos -> chunks of frames -> captions -> rows."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,10 +14,11 @@ if TYPE_CHECKING:
 
 PixelMode = Literal["server-size", "source", "jpeg"]
 Kernel = Literal["fast", "exact"]
+SendMode = Literal["stream-prebatch", "stream-single", "single"]
 
 
 class Sampling(Struct, frozen=True):
-    """Which frames of a video are captioned. `every` and `fps` exclude each other; times are from its first frame."""
+    """Which frames of a video are captioned. `every` and `fps` exclude each other; times count from the first frame."""
 
     every: int = 1
     fps: float | None = None
@@ -32,11 +28,11 @@ class Sampling(Struct, frozen=True):
 
 
 class Pixels(Struct, frozen=True):
-    """How frames travel: `height` x `width` RGB as the server asks for, or their own size (both are None).
+    """How frames travel: `height` x `width` RGB as the server asks, or at their own size if both are None.
 
-    "server-size": raw at that size; "jpeg": compressed at that size; "source": raw, unscaled. Kernel "fast" is
-    swscale's area average straight from YUV, "exact" antialiased bicubic on RGB, equal to the Hugging Face processor's
-    within one level.
+    "server-size" sends raw pixels at that size, "jpeg" compresses them, "source" sends raw pixels unscaled. Kernel
+    "fast" is swscale's area average directly from YUV; "exact" is antialiased bicubic on RGB and matches the Hugging
+    Face processor within one level.
     """
 
     mode: PixelMode = "server-size"
@@ -46,7 +42,7 @@ class Pixels(Struct, frozen=True):
 
 
 class Video(Struct, frozen=True):
-    """A file of the job. `name` is its path as valid text, the key of its rows; size and time tell if it changed."""
+    """An input file. `name`, its path as valid text, is the key of its rows; size and time reveal changes."""
 
     path: str
     name: str
@@ -55,15 +51,15 @@ class Video(Struct, frozen=True):
 
 
 class Position(Struct, frozen=True):
-    """The last frame that was sampled: its number in the video, its pts (None: it has none), and how many were."""
+    """The last sampled frame: its number in the video, its pts if it has one, and how many samples were taken."""
 
     frame: int
     pts: int | None
     taken: int
 
 
-class Row(Struct, frozen=True):
-    """One caption. `time_s` is from the video's first frame; `pts` in the units of its stream."""
+class CaptionRow(Struct, frozen=True):
+    """One caption. `time_s` counts from the video's first frame; `pts` is in units of its stream."""
 
     frame: int
     time_s: float
@@ -72,18 +68,18 @@ class Row(Struct, frozen=True):
 
 
 class Block(Protocol):
-    """Memory of the pool, in use by one chunk."""
+    """Memory from the pool that one chunk uses."""
 
     def release(self) -> None:
-        """Gives it back. Called once, by any thread."""
+        """Returns it to the pool. Called once, by any thread."""
         ...
 
 
 class Chunk(Struct, eq=False):
-    """Neighbouring samples of one video, the unit of sending.
+    """Consecutive samples of one video, the unit of sending.
 
-    `pixels` is `[n, height, width, 3]` uint8 inside the block, or n JPEG files; `frames`, `times_s` and `pts` are n
-    long. `number` counts the chunks of one video in one run from 0, without a gap.
+    `pixels` is `[n, height, width, 3]` uint8 inside the block, or n JPEG files; `frames`, `times_s` and `pts` have n
+    entries. `number` counts the chunks of one video in one run from 0, without gaps.
     """
 
     video: Video
@@ -95,29 +91,65 @@ class Chunk(Struct, eq=False):
     block: Block
 
 
-class Ended(Struct, frozen=True):
-    """A video was read to its end, or to its damage: `error` is what stopped it, after `chunks` chunks."""
+class ReadResult(Struct, frozen=True):
+    """How reading a video ended: after `chunks` chunks and `seen` frames, at its end or with `error`."""
 
     chunks: int
     seen: int
     error: PenstockError | None = None
 
 
-Answered = Callable[[Chunk, "list[str] | PenstockError"], None]
-"""Takes the captions of a chunk, one for each frame, or why there are none after every retry. Called in the sender's
-thread, once a chunk; the pixels are not needed any more, the taker releases the block."""
+ChunkResult = list[str] | PenstockError
+"""One caption for each frame of a chunk, or the error that remained after every retry."""
+
+OnResult = Callable[[Chunk, ChunkResult], None]
+"""Receives the result of a chunk, once, in the sender's thread. The receiver releases the chunk's block."""
 
 
-class Sending(Protocol):
-    """What the decoders hand chunks to."""
+class ChunkSink(Protocol):
+    """Where decoders send chunks."""
 
     def send(self, chunk: Chunk) -> None:
-        """Takes a chunk; does not block (the pool of blocks is the bound). Called from any thread."""
+        """Accepts a chunk without blocking: the pool of blocks is the bound. Called from any thread."""
         ...
+
+
+class SendOptions(Struct, frozen=True, kw_only=True):
+    """`rows` is the size of a full chunk, if known; `attempts` limits the failed attempts of one chunk."""
+
+    mode: SendMode = "stream-prebatch"
+    fingerprint: str = ""
+    rows: int | None = None
+    attempts: int = 8
+    give_up_s: float = 600.0
+    request_timeout_s: float = 300.0
+    connect_timeout_s: float = 10.0
+    max_response_bytes: int = 4 * 2**20  # 8 KiB for each of 512 captions
+    backoff_s: float = 0.5
+    longest_backoff_s: float = 30.0
+
+
+class ServerStats(Struct, frozen=True):
+    """One server as the sender sees it. `state` is "up", "rests" or "away"; `answered` counts chunks."""
+
+    url: str
+    state: str
+    in_flight: int
+    window: int
+    answered: int
+
+
+class SendStats(Struct, frozen=True):
+    """`answered` and `retries` of chunks and `sent_bytes` of bodies count from the start; the rest is current."""
+
+    in_flight: int
+    window: int
+    waiting: int
+    answered: int
+    retries: int
+    sent_bytes: int
+    servers: tuple[ServerStats, ...]
 
 
 class Stopped(Exception):
     """The job is ending: raised in a decoder that waits for memory."""
-
-
-Stop = threading.Event

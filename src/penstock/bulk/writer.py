@@ -1,7 +1,6 @@
-"""Answers in the order in which they come -> rows on disk in the order of the frames, by one thread.
+"""Writes results, in whatever order they arrive, to disk in frame order. One thread.
 
-What has come together is committed together: each spool that has new rows is written and synced once. A commit takes as
-long as the disk takes, and meanwhile the next group gathers.
+Everything that arrived meanwhile is committed together: each spool with new rows is written and synced once.
 """
 
 from __future__ import annotations
@@ -11,200 +10,207 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from penstock.bulk import spool
-from penstock.bulk.spool import End, Spooled
-from penstock.bulk.types import Chunk, Ended, Row, Stop, Video
+from penstock.bulk.endpoints import NOT_THE_VIDEOS_FAULT
+from penstock.bulk.spool import SpoolEnd, SpoolState
+from penstock.bulk.types import CaptionRow, Chunk, ChunkResult, ReadResult, Video
 from penstock.errors import PenstockError, describe
 
 _logger = logging.getLogger("penstock.bulk")
 
-WAITING_ROWS = 32_768  # rows that are not on disk yet, a few MB: decoders wait beyond it
-
-Answer = list[str] | PenstockError
+WAITING_ROWS = 32_768  # not on disk yet, a few MB: beyond this, decoders wait
 
 
-class Task:
-    """One video in the work of this run. Its fields are the writer's; decoders look at `dropped`."""
+class JobListener(Protocol):
+    """What decoders and writer report to the job, each in its own thread."""
 
-    def __init__(self, video: Video, path: Path, found: Spooled | None) -> None:
+    def resumed(self, video: Video, rows: int) -> None:
+        """A video is being read; `rows` of it are on disk from earlier runs."""
+
+    def committed(self, video: Video, rows: int) -> None:
+        """New rows are on disk."""
+
+    def closed(self, video: Video, end: SpoolEnd) -> None:
+        """A video has ended."""
+
+    def fatal(self, error: PenstockError) -> None:
+        """The job cannot continue."""
+
+
+class VideoTask:
+    """One video in this run. Its fields belong to the writer; decoders read `ended`."""
+
+    def __init__(self, video: Video, path: Path, state: SpoolState | None) -> None:
         self.video = video
         self.path = path
-        self.rows = found.rows if found else 0
-        self.attempts = found.attempts if found else 0
-        self.size = found.bytes if found else 0  # what of the spool holds; 0: it begins with this run
-        self.next = 0  # the chunk whose rows come next
-        self.waiting: dict[int, tuple[Chunk, Answer]] = {}
-        self.ended: Ended | None = None
-        self.end: End | None = None
-        self.lines: list[bytes] = []  # of the group that is being committed
+        self.rows = state.rows if state else 0
+        self.attempts = state.attempts if state else 0
+        self.valid_bytes = state.bytes if state else 0  # of the spool; 0: this run starts it
+        self.next = 0  # number of the chunk whose rows come next
+        self.waiting: dict[int, tuple[Chunk, ChunkResult]] = {}
+        self.read: ReadResult | None = None
+        self.end: SpoolEnd | None = None
+        self.lines: list[bytes] = []  # to be committed with the current group
         self.new_rows = 0  # among them
 
     @property
-    def dropped(self) -> bool:
-        """Whether no more chunks of it are of use."""
+    def ended(self) -> bool:
+        """Whether further chunks of it are useless."""
         return self.end is not None
 
 
-class Writer:
-    """Takes chunks' answers and videos' ends from any thread; `committed` and `closed` are called in its own thread.
+class CaptionWriter:
+    """Accepts results of chunks and ends of videos from any thread; calls `listener` in its own thread.
 
-    `stops(error)` says whether an error is the job's rather than the video's: then nothing of the answer is kept, the
-    video stays unfinished, and `fatal` is told.
+    An error that is not the video's fault leaves the video unfinished and goes to `listener.fatal`.
     """
 
-    def __init__(
-        self,
-        *,
-        committed: Callable[[Video, int], None],
-        closed: Callable[[Video, End], None],
-        fatal: Callable[[PenstockError], None],
-        stops: Callable[[PenstockError], bool],
-    ) -> None:
-        self._committed, self._closed, self._fatal, self._stops = committed, closed, fatal, stops
-        self._queue: queue.SimpleQueue[Callable[[], Task | None] | None] = queue.SimpleQueue()
-        self._tasks: dict[str, Task] = {}
+    def __init__(self, listener: JobListener) -> None:
+        self._listener = listener
+        self._queue: queue.SimpleQueue[Callable[[], VideoTask | None] | None] = queue.SimpleQueue()
+        self._tasks: dict[str, VideoTask] = {}
         self._waiting_rows = 0
         self._room = threading.Condition()
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="penstock-writer", daemon=True)
 
     def start(self) -> None:
-        """Called once."""
         self._thread.start()
 
-    def begin(self, task: Task) -> None:
-        """A decoder begins with a video: its spool is mended, or made. Called before any of its chunks is sent."""
+    def begin(self, task: VideoTask) -> None:
+        """Repairs or starts the video's spool. Called before any of its chunks is sent."""
         self._queue.put(lambda: self._begin(task))
 
-    def room(self, stop: Stop) -> None:
-        """Returns when rows may be added; at once when the job ends."""
+    def wait_for_room(self, stop: threading.Event) -> None:
+        """Returns when more rows may be added, or when the job ends."""
         with self._room:
             while self._waiting_rows >= WAITING_ROWS and not stop.is_set():
                 self._room.wait(1.0)
 
-    def answered(self, chunk: Chunk, answer: Answer) -> None:
-        """The sender's callback."""
+    def chunk_done(self, chunk: Chunk, result: ChunkResult) -> None:
+        """Releases the chunk's memory and writes its rows."""
         chunk.block.release()
         chunk.pixels = []
         with self._room:
             self._waiting_rows += len(chunk.frames)
-        self._queue.put(lambda: self._answered(chunk, answer))
+        self._queue.put(lambda: self._accept(chunk, result))
 
-    def ended(self, task: Task, ended: Ended) -> None:
-        """A video was read to its end, or to its damage."""
-        self._queue.put(lambda: self._ended(task, ended))
+    def video_read(self, task: VideoTask, result: ReadResult) -> None:
+        """All chunks of the video were sent."""
+        self._queue.put(lambda: self._read(task, result))
 
     def close(self) -> None:
-        """Returns when all that was handed over is on disk."""
+        """Returns when everything is on disk."""
         self._queue.put(None)
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        going = True
-        while going:
+        running = True
+        while running:
             group = [self._queue.get()]
             while not self._queue.empty():
                 group.append(self._queue.get())
-            going = group[-1] is not None
+            running = group[-1] is not None
             try:
-                self._group([step for step in group if step is not None])
-            except Exception as e:  # whatever it is, the job must hear of it rather than wait for ever
+                self._process([step for step in group if step is not None])
+            except Exception as e:  # the job must learn of any error rather than wait for ever
                 _logger.exception("the writer failed")
                 self._break(spool.SpoolError(f"the writer failed: {describe(e)}"))
 
-    def _group(self, steps: list[Callable[[], Task | None]]) -> None:
-        touched = {task.video.name: task for step in steps if (task := step()) is not None}
-        for task in touched.values():
+    def _process(self, steps: list[Callable[[], VideoTask | None]]) -> None:
+        changed = {task.video.name: task for step in steps if (task := step()) is not None}
+        for task in changed.values():
             self._commit(task)
 
-    def _begin(self, task: Task) -> Task | None:
+    def _begin(self, task: VideoTask) -> VideoTask | None:
         self._tasks[task.video.name] = task
-        if not task.size:
+        if not task.valid_bytes:
             task.lines.append(spool.head_line(task.video))
             return task
         try:
-            spool.cut(task.path, task.size)
+            spool.truncate(task.path, task.valid_bytes)
         except PenstockError as e:
             self._break(e)
         return None
 
-    def _answered(self, chunk: Chunk, answer: Answer) -> Task | None:
+    def _accept(self, chunk: Chunk, result: ChunkResult) -> VideoTask | None:
         task = self._tasks.get(chunk.video.name)
-        if isinstance(answer, PenstockError) and self._stops(answer):
-            self._fatal(answer)
+        if isinstance(result, NOT_THE_VIDEOS_FAULT):
+            self._listener.fatal(result)
             task = None
-        if task is None or task.dropped:
-            self._leave(chunk)
+        if task is None or task.ended:
+            self._forget(chunk)
             return None
-        task.waiting[chunk.number] = chunk, answer
-        while not task.dropped and (found := task.waiting.pop(task.next, None)) is not None:
-            self._take(task, *found)
+        task.waiting[chunk.number] = chunk, result
+        while not task.ended and (found := task.waiting.pop(task.next, None)) is not None:
+            self._append(task, *found)
         return self._finish(task)
 
-    def _take(self, task: Task, chunk: Chunk, answer: Answer) -> None:
-        """The next chunk's rows become lines, or its error the end of the video."""
-        self._leave(chunk)
+    def _append(self, task: VideoTask, chunk: Chunk, result: ChunkResult) -> None:
+        """Turns the rows of the next chunk into lines; its error ends the video."""
+        self._forget(chunk)
         task.next += 1
-        if isinstance(answer, PenstockError):
-            self._fail(task, "send", chunk.frames[0], answer)
+        if isinstance(result, PenstockError):
+            self._fail(task, "send", chunk.frames[0], result)
             return
-        for frame, time_s, pts, caption in zip(chunk.frames, chunk.times_s, chunk.pts, answer, strict=True):
-            task.lines.append(spool.row_line(task.rows, Row(frame, round(time_s, 6), pts, caption)))
+        for frame, time_s, pts, caption in zip(chunk.frames, chunk.times_s, chunk.pts, result, strict=True):
+            task.lines.append(spool.row_line(task.rows, CaptionRow(frame, round(time_s, 6), pts, caption)))
             task.rows += 1
-        task.new_rows += len(answer)
+        task.new_rows += len(result)
 
-    def _leave(self, chunk: Chunk) -> None:
-        """The chunk's rows wait no longer."""
+    def _forget(self, chunk: Chunk) -> None:
+        """The chunk's rows no longer wait."""
         with self._room:
             self._waiting_rows -= len(chunk.frames)
             self._room.notify_all()
 
-    def _ended(self, task: Task, ended: Ended) -> Task | None:
-        task.ended = ended
+    def _read(self, task: VideoTask, result: ReadResult) -> VideoTask | None:
+        task.read = result
         return self._finish(task)
 
-    def _finish(self, task: Task) -> Task:
-        """Ends the video if nothing of it is missing."""
-        ended = task.ended
-        if ended is None or task.dropped or task.next < ended.chunks:
+    def _finish(self, task: VideoTask) -> VideoTask:
+        """Ends the video once nothing of it is missing."""
+        read = task.read
+        if read is None or task.ended or task.next < read.chunks:
             return task
-        if ended.error is None:
-            self._close(task, End("complete", task.rows, ended.seen))
+        if read.error is None:
+            self._end(task, SpoolEnd("complete", task.rows, read.seen))
         else:
-            stage = getattr(ended.error, "stage", "decode")
-            self._fail(task, stage, getattr(ended.error, "frame", None), ended.error)
+            stage = getattr(read.error, "stage", "decode")
+            self._fail(task, stage, getattr(read.error, "frame", None), read.error)
         return task
 
-    def _fail(self, task: Task, stage: str, frame: int | None, error: PenstockError) -> None:
-        seen = task.ended.seen if task.ended else 0
-        self._close(task, End("failed", task.rows, seen, task.attempts + 1, stage, frame, error.message))
+    def _fail(self, task: VideoTask, stage: str, frame: int | None, error: PenstockError) -> None:
+        seen = task.read.seen if task.read else 0
+        self._end(task, SpoolEnd("failed", task.rows, seen, task.attempts + 1, stage, frame, error.message))
 
-    def _close(self, task: Task, end: End) -> None:
+    def _end(self, task: VideoTask, end: SpoolEnd) -> None:
         for chunk, _ in task.waiting.values():
-            self._leave(chunk)
+            self._forget(chunk)
         task.waiting.clear()
         task.lines.append(spool.end_line(end))
         task.end = end
 
-    def _commit(self, task: Task) -> None:
+    def _commit(self, task: VideoTask) -> None:
         lines, rows, task.lines, task.new_rows = task.lines, task.new_rows, [], 0
         if not lines or self._broken:
             return
         try:
-            spool.append(task.path, b"".join(lines), anew=not task.size)
+            spool.append(task.path, b"".join(lines), overwrite=not task.valid_bytes)
         except PenstockError as e:
             self._break(e)
             return
-        task.size = 1
-        self._committed(task.video, rows)
+        task.valid_bytes = 1
+        self._listener.committed(task.video, rows)
         if task.end is not None:
             del self._tasks[task.video.name]
-            self._closed(task.video, task.end)
+            self._listener.closed(task.video, task.end)
 
     def _break(self, error: PenstockError) -> None:
-        """The disk refuses: nothing is written any more."""
+        """Writes nothing more after the disk has failed."""
         if not self._broken:
             self._broken = True
-            self._fatal(error)
+            self._listener.fatal(error)

@@ -14,7 +14,7 @@ _VERBS = {
     "archive": "penstock.torchserve.cli.archive:archive",
     "benchmark-suite": "penstock.perf.bench.cli:benchmark_suite",
     "bench": "penstock.perf.bench.cli:bench",
-    "caption": "penstock.cli.caption:caption",
+    "caption": "penstock.bulk.cli:caption",
     "compare": "penstock.perf.bench.cli:compare",
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo.command:demo",

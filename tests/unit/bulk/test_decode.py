@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.bulk.blocks import BlockPool
-from penstock.bulk.decode import read_chunks
-from penstock.bulk.pixels import Painter
-from penstock.bulk.types import Chunk, Ended, Pixels, Position, Sampling, Stopped, Video
+from penstock.bulk.decode import BlockPool, PoolBlock, Sampler, estimate, read_chunks
+from penstock.bulk.pixels import FrameConverter
+from penstock.bulk.types import Chunk, Pixels, Position, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
 from support.videos import make_clip, number_of
 
@@ -27,7 +27,7 @@ PIXELS = Pixels(height=48, width=80)
 FRAME_BYTES = 48 * 80 * 3
 COUNT = 50
 
-Result = tuple[list[Chunk], Ended]
+Result = tuple[list[Chunk], ReadResult]
 
 
 def video(path: Path) -> Video:
@@ -69,7 +69,7 @@ def test_a_video_becomes_full_chunks_and_a_last_one(clip: Path) -> None:
     chunks, ended = chunks_of(clip)
     assert [len(chunk.frames) for chunk in chunks] == [8] * 6 + [2]
     assert [chunk.number for chunk in chunks] == list(range(7))
-    assert ended == Ended(chunks=7, seen=COUNT)
+    assert ended == ReadResult(chunks=7, seen=COUNT)
     for chunk in chunks:
         assert isinstance(chunk.pixels, np.ndarray)
         assert chunk.pixels.shape == (len(chunk.frames), 48, 80, 3)
@@ -122,13 +122,13 @@ def test_sampling_decides_what_is_painted(clip: Path) -> None:
 
 
 def test_a_sample_of_nothing_is_no_error(clip: Path) -> None:
-    assert chunks_of(clip, sampling=Sampling(start_s=100.0)) == ([], Ended(0, COUNT))
+    assert chunks_of(clip, sampling=Sampling(start_s=100.0)) == ([], ReadResult(0, COUNT))
 
 
 def test_a_resume_after_the_last_frame_finds_the_end(clip: Path) -> None:
     (*_, last), _ = chunks_of(clip)
     resumed = chunks_of(clip, resume=Position(last.frames[-1], last.pts[-1], COUNT))
-    assert resumed == ([], Ended(0, COUNT))
+    assert resumed == ([], ReadResult(0, COUNT))
 
 
 def test_jpeg_chunks_are_files(clip: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_size_that_changes_begins_another_chunk(tmp_path: Path) -> None:
     path = tmp_path / "both.h264"
     path.write_bytes(b"".join(parts))
     chunks, ended = chunks_of(path, 8, BlockPool(1 << 20, 1 << 19), pixels=Pixels("source"))
-    assert ended == Ended(2, 10)
+    assert ended == ReadResult(2, 10)
     assert [chunk.pixels.shape for chunk in chunks] == [(5, 96, 160, 3), (5, 96, 128, 3)]  # type: ignore[union-attr]
     chunks, _ = chunks_of(path)
     assert [len(chunk.frames) for chunk in chunks] == [8, 2]
@@ -175,7 +175,7 @@ def test_a_size_that_changes_begins_another_chunk(tmp_path: Path) -> None:
     (lambda path: path, "open", "cannot be opened: No such file"),
     (lambda path: path.write_bytes(b"nothing"), "open", "cannot be opened as a video"),
     (lambda path: make_clip(path, 0), "open", "no video stream"),
-    (lambda path: make_clip(path.with_suffix(".avi"), 0, codec="mpeg4").rename(path), "decode", "holds no frames"),
+    (lambda path: make_clip(path.with_suffix(".avi"), 0, codec="mpeg4").rename(path), "decode", "contains no frames"),
 ])  # fmt: skip
 def test_what_cannot_be_read_at_all_ends_before_the_first_chunk(
     tmp_path: Path, make: Callable[[Path], object], stage: str, text: str
@@ -236,14 +236,14 @@ def test_a_reading_that_is_closed_leaves_a_chunk_to_its_taker(clip: Path) -> Non
 def test_a_frame_that_cannot_be_converted_is_damage(
     clip: Path, monkeypatch: pytest.MonkeyPatch, bad: int, kept: int
 ) -> None:
-    paint = Painter.paint
+    convert = FrameConverter.convert
 
-    def sometimes(self: Painter, picture: Any, into: Any) -> None:
+    def sometimes(self: FrameConverter, picture: Any, into: Any) -> None:
         if picture.pts == bad * 512:
             raise VideoError("its pixels cannot be converted")
-        paint(self, picture, into)
+        convert(self, picture, into)
 
-    monkeypatch.setattr(Painter, "paint", sometimes)
+    monkeypatch.setattr(FrameConverter, "convert", sometimes)
     chunks, ended = chunks_of(clip)
     assert sum(len(chunk.frames) for chunk in chunks) == kept
     assert isinstance(ended.error, VideoError)
@@ -262,3 +262,214 @@ def test_no_picture_outlives_its_video_until_the_garbage_collector_comes_by(tmp_
     finally:
         gc.enable()
     assert not left
+
+
+TICK_S = 0.001
+
+
+def taken(sampling: Sampling, times: list[float], tick_s: float = 0.0) -> list[int]:
+    sampler = Sampler(sampling, tick_s)
+    chosen = []
+    for frame, time_s in enumerate(times):
+        verdict = sampler.decide(frame, time_s)
+        if verdict == "end":
+            break
+        if verdict == "take":
+            chosen.append(frame)
+    return chosen
+
+
+def steps(draw: st.DrawFn) -> list[float]:
+    """Times in whole milliseconds, growing, as of a recording of variable rate."""
+    gaps = draw(st.lists(st.integers(1, 400), max_size=60))
+    times, now = [0.0], 0
+    for gap in gaps:
+        now += gap
+        times.append(now / 1000)
+    return times
+
+
+videos = st.composite(steps)()
+samplings = st.builds(
+    Sampling,
+    every=st.integers(1, 7),
+    fps=st.none() | st.sampled_from([0.5, 1.0, 2.5, 10.0, 24.0, 30.0, 1000.0]),
+    start_s=st.sampled_from([0.0, 0.04, 1.0]),
+    end_s=st.none() | st.sampled_from([0.5, 2.0, 100.0]),
+    max_frames=st.none() | st.integers(0, 12),
+)
+
+
+@given(videos, samplings)
+def test_frames_lie_in_the_window_in_order_and_not_too_many(times: list[float], sampling: Sampling) -> None:
+    chosen = taken(sampling, times, TICK_S)
+    assert chosen == sorted(set(chosen))
+    assert sampling.max_frames is None or len(chosen) <= sampling.max_frames
+    for frame in chosen:
+        assert times[frame] >= sampling.start_s - 1e-6
+        assert sampling.end_s is None or times[frame] < sampling.end_s
+
+
+@given(videos, st.integers(1, 7))
+def test_every_nth_frame_counts_from_the_videos_first(times: list[float], every: int) -> None:
+    assert taken(Sampling(every=every), times) == list(range(0, len(times), every))
+
+
+@given(videos, st.sampled_from([0.5, 1.0, 2.5, 10.0, 24.0, 1000.0]))
+def test_fps_takes_the_first_frame_at_or_after_each_point_of_the_grid(times: list[float], fps: float) -> None:
+    slack_s = TICK_S / 2 * 1.01
+    expected, point = [], 0
+    for frame, time_s in enumerate(times):
+        if time_s + slack_s >= point / fps:
+            expected.append(frame)
+            while time_s + slack_s >= point / fps:
+                point += 1
+    assert taken(Sampling(fps=fps), times, TICK_S) == expected
+
+
+@given(videos, samplings, st.data())
+def test_a_resumed_sampler_goes_on_as_if_it_had_never_stopped(
+    times: list[float], sampling: Sampling, data: st.DataObject
+) -> None:
+    whole = taken(sampling, times, TICK_S)
+    if not whole:
+        return
+    count = data.draw(st.integers(1, len(whole)))
+    last = whole[count - 1]
+    sampler = Sampler(sampling, TICK_S)
+    sampler.resume(times[last], count)
+    rest = []
+    for frame in range(last + 1, len(times)):
+        verdict = sampler.decide(frame, times[frame])
+        if verdict == "end":
+            break
+        if verdict == "take":
+            rest.append(frame)
+    assert rest == whole[count:]
+
+
+@pytest.mark.parametrize("fps", [24, 25, 30, 50, 60])
+def test_a_videos_own_rate_takes_every_frame_though_times_are_rounded_to_milliseconds(fps: int) -> None:
+    times = [round(frame / fps, 3) for frame in range(1000)]
+    assert taken(Sampling(fps=float(fps)), times, TICK_S) == list(range(1000))
+
+
+def test_exact_times_on_the_grid_are_not_missed_for_floats() -> None:
+    assert taken(Sampling(fps=10.0), [frame / 30 for frame in range(3000)]) == list(range(0, 3000, 3))
+
+
+def test_a_sampler_that_is_full_says_so_before_another_frame_is_decoded() -> None:
+    sampler = Sampler(Sampling(max_frames=1))
+    assert not sampler.full
+    assert sampler.decide(0, 0.0) == "take"
+    assert sampler.full
+    assert sampler.decide(1, 0.04) == "end"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "count"),
+    [
+        (Sampling(), 100),
+        (Sampling(every=3), 34),
+        (Sampling(fps=1.0), 4),
+        (Sampling(fps=100.0), 100),
+        (Sampling(start_s=1.0, end_s=3.0), 50),
+        (Sampling(start_s=5.0), 0),
+        (Sampling(max_frames=7), 7),
+    ],
+)
+def test_the_estimate_of_a_regular_video_is_what_is_taken(sampling: Sampling, count: int) -> None:
+    assert estimate(sampling, 100, 4.0) == count
+    assert len(taken(sampling, [frame / 25 for frame in range(100)])) == count
+
+
+def started(job: threading.Thread, pool: BlockPool, waiting: int = 1) -> None:
+    """Starts a thread; returns when so many wait in the pool."""
+    job.start()
+    while len(pool._waiting) < waiting:
+        time.sleep(0.001)
+
+
+def test_blocks_are_apart_and_no_more_than_the_pool_has() -> None:
+    pool = BlockPool(1000, 300)
+    assert (pool.blocks, pool.total_bytes, pool.free_blocks) == (3, 900, 3)
+    held = [pool.take() for _ in range(3)]
+    for number, block in enumerate(held):
+        assert block.memory.shape == (300,)
+        block.memory[:] = number
+    assert [int(block.memory[0]) for block in held] == [0, 1, 2]
+    assert pool.free_blocks == 0
+
+
+def test_one_who_finds_none_waits_until_one_is_given_back() -> None:
+    pool = BlockPool(100, 100)
+    first = pool.take()
+    got: list[PoolBlock] = []
+    job = threading.Thread(target=lambda: got.append(pool.take()))
+    started(job, pool)
+    assert not got
+    first.release()
+    job.join(10)
+    assert len(got) == 1
+
+
+def test_a_large_one_gets_adjacent_blocks_and_later_small_ones_do_not_overtake_it() -> None:
+    pool = BlockPool(400, 100)
+    held = [pool.take() for _ in range(4)]
+    order: list[str] = []
+
+    def take(name: str, size: int) -> None:
+        block = pool.take(size)
+        order.append(f"{name} {len(block.memory)}")
+        block.release()
+
+    large = threading.Thread(target=take, args=("large", 250))
+    small = threading.Thread(target=take, args=("small", 1))
+    started(large, pool)
+    started(small, pool, waiting=2)
+    for place in (0, 3, 1):  # three free ones, but only two of them side by side
+        held[place].release()
+    large.join(0.05)
+    assert order == []
+    held[2].release()
+    large.join(10)
+    small.join(10)
+    assert order == ["large 300", "small 100"]
+
+
+def test_stop_wakes_who_waits_and_refuses_who_comes_later() -> None:
+    pool = BlockPool(100, 100)
+    block = pool.take()
+    met: list[type] = []
+
+    def wait() -> None:
+        try:
+            pool.take()
+        except Stopped:
+            met.append(Stopped)
+
+    job = threading.Thread(target=wait)
+    started(job, pool)
+    pool.stop()
+    job.join(10)
+    assert met == [Stopped]
+    block.release()
+    with pytest.raises(Stopped):
+        pool.take()
+
+
+def test_a_block_that_is_given_back_twice_is_not_lent_to_two() -> None:
+    pool = BlockPool(200, 100)
+    first, second = pool.take(), pool.take()
+    first.release()
+    third = pool.take()
+    first.release()
+    assert pool.free_blocks == 0
+    assert not np.shares_memory(second.memory, third.memory)
+
+
+def test_more_than_the_whole_pool_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="301 bytes were requested; the pool has 300"):
+        BlockPool(300, 100).take(301)
+    with pytest.raises(ValueError, match="block_bytes is 0"):
+        BlockPool(300, 0)

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bulk.fingerprint import FingerprintDiffers
-from penstock.bulk.folder import FolderError, WorkFolder, key
-from penstock.bulk.types import Video
+from penstock.bulk.folder import (
+    FingerprintDiffers,
+    FolderError,
+    WorkFolder,
+    differences,
+    fingerprint,
+    fingerprint_digest,
+    spool_key,
+)
+from penstock.bulk.types import Pixels, Sampling, Video
 
 
 def test_two_jobs_never_share_a_folder(tmp_path: Path) -> None:
@@ -30,14 +37,14 @@ def test_a_disk_without_locks_is_not_taken_for_another_job(tmp_path: Path, monke
 
 def test_another_configuration_is_refused_with_the_difference_unless_the_captions_are_discarded(tmp_path: Path) -> None:
     folder = WorkFolder(tmp_path / "work")
-    folder.agree({"kernel": "fast", "fps": None}, restart=False)
+    folder.require({"kernel": "fast", "fps": None}, restart=False)
     (folder.path / "spool" / "x.jsonl").write_text("captions")
-    folder.agree({"kernel": "fast", "fps": None}, restart=False)
+    folder.require({"kernel": "fast", "fps": None}, restart=False)
     with pytest.raises(FingerprintDiffers, match='kernel: was "fast", is "exact"') as caught:
-        folder.agree({"kernel": "exact", "fps": None}, restart=False)
+        folder.require({"kernel": "exact", "fps": None}, restart=False)
     assert "--restart" in caught.value.message
     assert (folder.path / "spool" / "x.jsonl").exists()
-    folder.agree({"kernel": "exact", "fps": None}, restart=True)
+    folder.require({"kernel": "exact", "fps": None}, restart=True)
     assert not list((folder.path / "spool").iterdir())
     assert folder.fingerprint() == {"kernel": "exact", "fps": None}
     folder.close()
@@ -46,7 +53,7 @@ def test_another_configuration_is_refused_with_the_difference_unless_the_caption
 def test_captions_without_a_fingerprint_are_never_taken_for_ones_own(tmp_path: Path) -> None:
     folder = WorkFolder(tmp_path / "work")
     (folder.path / "spool" / "x.jsonl").write_text("of a job that was killed while it began anew")
-    folder.agree({"kernel": "fast"}, restart=False)
+    folder.require({"kernel": "fast"}, restart=False)
     assert not list((folder.path / "spool").iterdir())
     folder.close()
 
@@ -55,8 +62,8 @@ def test_a_damaged_fingerprint_is_never_taken_for_none(tmp_path: Path) -> None:
     folder = WorkFolder(tmp_path / "work")
     (folder.path / "job.json").write_text('{"finger')
     with pytest.raises(FolderError, match="--restart"):
-        folder.agree({"kernel": "fast"}, restart=False)
-    folder.agree({"kernel": "fast"}, restart=True)
+        folder.require({"kernel": "fast"}, restart=False)
+    folder.require({"kernel": "fast"}, restart=True)
     folder.close()
 
 
@@ -65,9 +72,9 @@ def test_the_list_of_videos_is_kept_also_of_paths_that_are_no_text(tmp_path: Pat
     with pytest.raises(FolderError, match="no videos are named"):
         folder.videos()
     videos = [Video(os.fsdecode(b"a\xff\n.mp4"), "a\\xff\n.mp4", 3, 4), Video("-ü.mp4", "-ü.mp4", 0, 0)]
-    folder.keep(videos)
+    folder.save_videos(videos)
     assert folder.videos() == videos
-    assert key(videos[0]) != key(videos[1])
+    assert spool_key(videos[0]) != spool_key(videos[1])
     folder.close()
 
 
@@ -84,8 +91,40 @@ def test_a_disk_that_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = WorkFolder(tmp_path / "work")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(FolderError, match="No space left"):
-        folder.agree({"kernel": "fast"}, restart=False)
+        folder.require({"kernel": "fast"}, restart=False)
     with pytest.raises(FolderError, match="No space left"):
-        folder.keep([Video("a", "a", 0, 0)])
+        folder.save_videos([Video("a", "a", 0, 0)])
     assert folder.fingerprint() is None
     folder.close()
+
+
+MODEL = {"model": "blip", "revision": "r1", "prompt": "", "max_new_tokens": 30, "precision": "bf16"}
+
+
+def test_what_changes_captions_changes_the_fingerprint_and_the_diff_names_it() -> None:
+    was = fingerprint(MODEL, Sampling(), Pixels(height=4, width=4))
+    changes = {
+        "revision": fingerprint(MODEL | {"revision": "r2"}, Sampling(), Pixels(height=4, width=4)),
+        "prompt": fingerprint(MODEL | {"prompt": "a photo"}, Sampling(), Pixels(height=4, width=4)),
+        "every": fingerprint(MODEL, Sampling(every=2), Pixels(height=4, width=4)),
+        "fps": fingerprint(MODEL, Sampling(fps=1.5), Pixels(height=4, width=4)),
+        "kernel": fingerprint(MODEL, Sampling(), Pixels(kernel="exact", height=4, width=4)),
+        "pixels": fingerprint(MODEL, Sampling(), Pixels("jpeg", height=4, width=4)),
+        "width": fingerprint(MODEL, Sampling(), Pixels(height=4, width=5)),
+    }
+    for field, now in changes.items():
+        assert [line.partition(":")[0] for line in differences(was, now)] == [field]
+        assert fingerprint_digest(now) != fingerprint_digest(was)
+    assert differences(was, changes["kernel"]) == ['kernel: was "fast", is "exact"']
+    assert differences(was, changes["fps"]) == ["fps: was not set, is 1.5"]
+
+
+def test_what_changes_no_caption_changes_nothing() -> None:
+    one = fingerprint(MODEL, Sampling(), Pixels(height=4, width=4))
+    assert fingerprint(MODEL | {"instances": 8, "max_batch_size": 64}, Sampling(), Pixels(height=4, width=4)) == one
+    fast, exact = (fingerprint(MODEL, Sampling(), Pixels("source", kernel)) for kernel in ("fast", "exact"))
+    assert fast == exact  # nothing is scaled on this side
+
+
+def test_a_field_that_is_not_there_any_more_is_a_difference() -> None:
+    assert differences({"a": 1, "old": 2}, {"a": 1}) == ["old: was 2, is not set"]

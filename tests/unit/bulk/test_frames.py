@@ -17,11 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.bulk import frames as frames_module
-from penstock.bulk import pictures as pictures_module
 from penstock.bulk import video as video_module
-from penstock.bulk.frames import Reading
+from penstock.bulk.frames import FrameReader
 from penstock.bulk.types import Position
-from penstock.bulk.video import Opened, VideoError, probe
+from penstock.bulk.video import OpenVideo, VideoError, probe
 from support.videos import make_clip, make_sound, number_of
 
 COUNT = 60
@@ -53,7 +52,7 @@ def read(path: Path, start: Position | None = None, threads: int = 1) -> tuple[l
     """Every frame with the number that it shows and a digest of its pixels, and what ended them."""
     shown = []
     try:
-        for seen in Reading(str(path), threads, start).frames():
+        for seen in FrameReader(str(path), threads, start).frames():
             rgb = seen.picture.to_ndarray(format="rgb24", threads=1)
             digest = hashlib.sha256(rgb.tobytes()).hexdigest()
             shown.append(Shown(seen.number, seen.time_s, seen.pts, number_of(rgb), digest))
@@ -108,7 +107,7 @@ def test_a_resumed_reading_sees_what_an_undisturbed_one_sees(clips: Any, name: s
 @pytest.mark.parametrize("name", SEEKABLE)
 def test_a_resumed_reading_does_not_begin_at_the_start(clips: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, shown = clips(name)
-    monkeypatch.setattr(frames_module._Run, "whole", None)
+    monkeypatch.setattr(frames_module._SinglePass, "all_frames", None)
     for place in (0, 11, 12, 13, 40, COUNT - 1):
         assert read(path, at(shown[place]))[0] == shown[place:]
 
@@ -211,9 +210,9 @@ class Stream(NamedTuple):
 
 
 def test_times_that_are_missing_or_run_backwards_go_on_by_the_frame_rate() -> None:
-    clock = frames_module._Clock(Stream(), askable=True)
+    clock = frames_module._Clock(Stream(), seekable=True)
     clock.start(7200)
-    told = [clock.tell(pts) for pts in (7200, 10800, None, 18000, 3600, 7200, 7200)]
+    told = [clock.next(pts) for pts in (7200, 10800, None, 18000, 3600, 7200, 7200)]
     assert [time_s for time_s, _ in told] == pytest.approx([0.0, 0.04, 0.08, 0.12, 0.16, 0.2, 0.24])
     assert [pts for _, pts in told] == [7200, 10800, None, None, None, None, None]
 
@@ -226,13 +225,13 @@ def test_a_packet_whose_time_never_comes_and_that_shows_nothing_keeps_no_picture
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
-    shown = pictures_module._Held.shown
+    shown = video_module._ReorderBuffer.add
 
     def counted(self: Any, picture: Any) -> Any:
         yield from shown(self, picture)
-        held.append(len(self._pictures))
+        held.append(len(self._frames))
 
-    monkeypatch.setattr(pictures_module._Held, "shown", counted)
+    monkeypatch.setattr(video_module._ReorderBuffer, "add", counted)
     source = make_clip(tmp_path / f"source.{suffix}", 150, size=(64, 48), codec="mpeg4", options={"g": "12"})
     path = tmp_path / f"odd.{suffix}"
     with av.open(str(source)) as given, av.open(str(path), "w") as out:
@@ -421,11 +420,11 @@ def test_what_is_no_video_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "empty.mp4").write_bytes(b"")
     refused(tmp_path / "empty.mp4", "cannot be opened as a video")
     (tmp_path / "noise.mp4").write_bytes(random.Random(1).randbytes(4096))
-    refused(tmp_path / "noise.mp4", r"cannot be opened as a video|is no video")
+    refused(tmp_path / "noise.mp4", r"cannot be opened as a video|is not a video")
     (tmp_path / "folder.mp4").mkdir()
-    refused(tmp_path / "folder.mp4", "is no regular file")
+    refused(tmp_path / "folder.mp4", "is not a regular file")
     os.mkfifo(tmp_path / "pipe.mp4")
-    refused(tmp_path / "pipe.mp4", "is no regular file")
+    refused(tmp_path / "pipe.mp4", "is not a regular file")
     refused(tmp_path / "gone.mp4", "cannot be opened: No such file")
     (tmp_path / "nul.mp4").symlink_to("nul.mp4")
     refused(tmp_path / "nul.mp4", "cannot be opened: Too many levels")
@@ -441,7 +440,7 @@ def test_a_playlist_that_calls_itself_a_video_is_not_followed(tmp_path: Path) ->
             (tmp_path / "list.mp4").write_text(
                 f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{place}\n#EXT-X-ENDLIST\n", encoding="ascii"
             )
-            refused(tmp_path / "list.mp4", r"is no video|cannot be opened")
+            refused(tmp_path / "list.mp4", r"is not a video|cannot be opened")
         with pytest.raises(BlockingIOError):  # nobody came
             server.accept()
 
@@ -466,8 +465,8 @@ def test_large_frames_are_decoded_by_few_threads(tmp_path: Path, monkeypatch: py
     path = make_clip(tmp_path / "a.mp4", 3)
     counts = []
     for at_once_bytes in (1 << 30, 160 * 96 * 3 // 2 * 5, 1):
-        monkeypatch.setattr(video_module, "AT_ONCE_BYTES", at_once_bytes)
-        opened = Opened(str(path), threads=16)
+        monkeypatch.setattr(video_module, "CONCURRENT_BYTES", at_once_bytes)
+        opened = OpenVideo(str(path), threads=16)
         counts.append(opened.stream.codec_context.thread_count)
         opened.close()
         assert len(read(path, threads=16)[0]) == 3

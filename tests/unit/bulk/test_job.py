@@ -12,16 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.bulk import spool
-from penstock.bulk.fingerprint import FingerprintDiffers
-from penstock.bulk.job import Job
-from penstock.bulk.outputs import Wanted
-from penstock.bulk.parts import Parts
-from penstock.bulk.report import Summary
-from penstock.bulk.sending import NoServer, Undelivered
+from penstock.bulk.endpoints import NoServer
+from penstock.bulk.folder import FingerprintDiffers
+from penstock.bulk.job import BulkJob
+from penstock.bulk.outputs import OutputPaths
+from penstock.bulk.progress import JobSummary
+from penstock.bulk.run import FrameTotals, JobParts
+from penstock.bulk.sender import Undelivered
 from penstock.bulk.servers import ServerInfo, ServersDiffer
-from penstock.bulk.types import Chunk, Sampling
+from penstock.bulk.types import Chunk, Sampling, Video
 from penstock.errors import ConfigError, PenstockError, Unauthorized
-from support.bulk import FakeParts, FakeVideos, Listener, job_options, server_info
+from support.bulk import FakeParts, FakeVideos, RecordingReporter, job_options, server_info
 
 
 def videos(folder: Path, *frames: int) -> Path:
@@ -33,8 +34,8 @@ def videos(folder: Path, *frames: int) -> Path:
     return inside
 
 
-def run(folder: Path, fake: FakeParts, *inputs: Path, **changed: Any) -> Summary:
-    return Job(job_options(folder, *inputs, **changed), Listener(), fake.parts()).run()
+def run(folder: Path, fake: FakeParts, *inputs: Path, **changed: Any) -> JobSummary:
+    return BulkJob(job_options(folder, *inputs, **changed), RecordingReporter(), fake.parts()).run()
 
 
 def captions(folder: Path) -> list[dict[str, Any]]:
@@ -72,8 +73,8 @@ def test_a_second_run_sends_nothing_and_writes_the_same(tmp_path: Path) -> None:
 def test_outputs_are_written_again_without_server_and_inputs(tmp_path: Path) -> None:
     source = videos(tmp_path, 9, 4)
     run(tmp_path, FakeParts(), source)
-    wanted = Wanted((tmp_path / "captions.jsonl", tmp_path / "more" / "captions.csv"))
-    assert run(tmp_path, FakeParts(), servers=(), wanted=wanted).exit_code == 0
+    wanted = OutputPaths((tmp_path / "captions.jsonl", tmp_path / "more" / "captions.csv"))
+    assert run(tmp_path, FakeParts(), servers=(), outputs=wanted).exit_code == 0
     assert len((tmp_path / "more" / "captions.csv").read_text().splitlines()) == 14
     with pytest.raises(ConfigError, match="no --server"):
         run(tmp_path, FakeParts(), source, servers=(), work=tmp_path / "other.work")
@@ -163,7 +164,7 @@ def test_some_videos_that_fail_at_the_server_do_not_stop_the_others(tmp_path: Pa
 
 def test_an_interrupted_job_keeps_what_was_answered_and_the_next_goes_on_behind_it(tmp_path: Path) -> None:
     source = videos(tmp_path, 400)
-    jobs: list[Job] = []
+    jobs: list[BulkJob] = []
     told = threading.Event()
 
     def answer(chunk: Chunk) -> None:
@@ -174,7 +175,7 @@ def test_an_interrupted_job_keeps_what_was_answered_and_the_next_goes_on_behind_
             time.sleep(0.02)  # long enough for the job to hear of it before all is answered
 
     fake = FakeParts(answer)
-    jobs.append(Job(job_options(tmp_path, source), Listener(), fake.parts()))
+    jobs.append(BulkJob(job_options(tmp_path, source), RecordingReporter(), fake.parts()))
     summary = jobs[0].run()
     assert (summary.exit_code, summary.unfinished, summary.interrupted) == (130, 1, True)
     assert 0 < summary.frames < 400
@@ -233,11 +234,11 @@ def test_a_file_that_changed_begins_anew_and_is_named(tmp_path: Path) -> None:
     source = videos(tmp_path, 6, 6)
     run(tmp_path, FakeParts(), source)
     FakeVideos.make(source / "a.mp4", 11)
-    fake, listener = FakeParts(), Listener()
-    assert Job(job_options(tmp_path, source), listener, fake.parts()).run().exit_code == 0
+    fake, listener = FakeParts(), RecordingReporter()
+    assert BulkJob(job_options(tmp_path, source), listener, fake.parts()).run().exit_code == 0
     assert [Path(name).name for name, at in fake.videos.read if at is None] == ["a.mp4"]
     assert captions(tmp_path) == expected(source)
-    assert any("changed" in line and "a.mp4" in line for line in listener.said)
+    assert any("changed" in line and "a.mp4" in line for line in listener.notes)
 
 
 def test_a_file_that_changed_while_it_was_half_captioned_begins_anew(
@@ -293,7 +294,7 @@ def test_a_full_disk_at_the_end_keeps_the_captions(tmp_path: Path) -> None:
     def block(chunk: Chunk) -> None:
         blocked.write_text("a file where a folder should be, since the job began")
 
-    summary = run(tmp_path, FakeParts(block), source, wanted=Wanted((blocked / "captions.jsonl",)))
+    summary = run(tmp_path, FakeParts(block), source, outputs=OutputPaths((blocked / "captions.jsonl",)))
     assert summary.exit_code == 3
     assert summary.stopped is not None
     assert "the captions are kept" in summary.stopped.message
@@ -361,16 +362,31 @@ def test_servers_that_differ_are_refused(tmp_path: Path) -> None:
         return next(found)
 
     with pytest.raises(ServersDiffer):
-        Job(
+        BulkJob(
             job_options(tmp_path, source, servers=("http://a", "http://b")),
-            Listener(),
-            Parts(ask, parts.read_chunks, parts.probe, parts.sender),
+            RecordingReporter(),
+            JobParts(ask, parts.read_chunks, parts.probe, parts.sender),
         ).run()
 
 
 def test_progress_tells_the_frames_the_total_and_the_end(tmp_path: Path) -> None:
     source = videos(tmp_path, 40, 2)
-    listener = Listener()
-    Job(job_options(tmp_path, source), listener, FakeParts().parts()).run()
+    listener = RecordingReporter()
+    BulkJob(job_options(tmp_path, source), listener, FakeParts().parts()).run()
     last = listener.shown[-1]
     assert (last.frames, last.frames_total, last.videos, last.videos_total, last.failed) == (42, 42, 2, 2, 0)
+
+
+def test_totals_take_those_that_nobody_looked_at_for_the_mean_of_the_others() -> None:
+    videos = [Video(name, name, 0, 0) for name in "abcd"]
+    totals = FrameTotals(4)
+    assert totals.frames() is None
+    totals.set(videos[0], 100, known=False)
+    assert totals.frames() == 400
+    totals.set(videos[1], 50, known=False)
+    assert totals.frames() == 300
+    totals.set(videos[0], 90, known=True)
+    totals.set(videos[0], 100, known=False)  # a prober that comes late
+    for video in videos[1:]:
+        totals.set(video, 10, known=True)
+    assert totals.frames() == 120

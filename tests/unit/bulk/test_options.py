@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.bulk.options import CHUNK_BYTES, HEADER_BYTES, Plan, plan
+from penstock.bulk.options import CHUNK_BYTES, HEADER_BYTES, JobPlan, make_plan
 from penstock.bulk.types import Pixels
 from penstock.errors import ConfigError
 from support.bulk import job_options, server_info
@@ -13,9 +13,9 @@ from support.bulk import job_options, server_info
 
 def planned(
     servers: int = 1, cores: int = 4, videos: int = 1000, flags: dict[str, Any] | None = None, **server: Any
-) -> Plan:
+) -> JobPlan:
     options = job_options(Path("x"), "a", **{"decoders": None, "memory_bytes": 64 << 20, **(flags or {})})
-    return plan(options, [server_info(**{"height": 224, "width": 224, **server})] * servers, videos, cores)
+    return make_plan(options, [server_info(**{"height": 224, "width": 224, **server})] * servers, videos, cores)
 
 
 def test_a_chunk_is_a_batch_of_the_server_if_enough_of_them_fit_into_memory() -> None:

@@ -13,25 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bulk import outputs, spool
-from penstock.bulk.outputs import OutputError, Wanted, subtitle_names, text
-from penstock.bulk.spool import End
-from penstock.bulk.types import Row, Video
+from penstock.bulk.outputs import OutputError, OutputPaths, cue_text, subtitle_names, write_failures
+from penstock.bulk.spool import SpoolEnd
+from penstock.bulk.types import CaptionRow, Video
 
 CAPTIONS = ["a dog", "a dog", 'a "cat", and\ta <b>dog</b> & co --> there', "", "Käse 狗"]
 
 
-def spooled(folder: Path, name: str, rows: list[Row], seen: int = 0, end: bool = True) -> tuple[Video, Path]:
+def spooled(folder: Path, name: str, rows: list[CaptionRow], seen: int = 0, end: bool = True) -> tuple[Video, Path]:
     video = Video(name, name, 1, 2)
     path = folder / f"{abs(hash(name))}.spool"
     lines = [spool.head_line(video), *(spool.row_line(n, row) for n, row in enumerate(rows))]
-    spool.append(path, b"".join(lines + ([spool.end_line(End("complete", len(rows), seen))] if end else [])), anew=True)
+    spool.append(
+        path, b"".join(lines + ([spool.end_line(SpoolEnd("complete", len(rows), seen))] if end else [])), overwrite=True
+    )
     return video, path
 
 
 @pytest.fixture
 def spools(tmp_path: Path) -> list[tuple[Video, Path]]:
     """Two videos of five rows each, two a second, and one without any; the second has a newline in its name."""
-    rows = [Row(n * 15, n / 2, None, caption) for n, caption in enumerate(CAPTIONS)]
+    rows = [CaptionRow(n * 15, n / 2, None, caption) for n, caption in enumerate(CAPTIONS)]
     return [
         spooled(tmp_path, "in/a.mp4", rows, 75),
         spooled(tmp_path, "in/-b\nü.mp4", rows, 75),
@@ -50,7 +52,7 @@ def expected() -> list[dict[str, Any]]:
 def test_every_format_is_read_back_as_it_was_written(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     files = tuple(tmp_path / "out" / f"c{suffix}" for suffix in (".jsonl", ".csv", ".parquet"))
-    outputs.write(Wanted(files), spools)
+    outputs.write_outputs(OutputPaths(files), spools)
     assert [json.loads(line) for line in files[0].read_text().splitlines()] == expected()
     with files[1].open(newline="") as file:
         read = [{**row, "frame": int(row["frame"]), "time": float(row["time"])} for row in csv.DictReader(file)]
@@ -63,8 +65,10 @@ def test_every_format_is_read_back_as_it_was_written(tmp_path: Path, spools: lis
 def test_parquet_of_many_rows_is_written_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(outputs, "GROUP_ROWS", 4)
-    rows = [Row(n, n / 10, None, str(n)) for n in range(10)]
-    outputs.write(Wanted((tmp_path / "c.parquet",)), [spooled(tmp_path, "a", rows), spooled(tmp_path, "b", rows)])
+    rows = [CaptionRow(n, n / 10, None, str(n)) for n in range(10)]
+    outputs.write_outputs(
+        OutputPaths((tmp_path / "c.parquet",)), [spooled(tmp_path, "a", rows), spooled(tmp_path, "b", rows)]
+    )
     file = parquet.ParquetFile(tmp_path / "c.parquet")
     assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [4, 4, 4, 4, 4]
     assert [row["caption"] for row in file.read().to_pylist()] == [str(n) for n in range(10)] * 2
@@ -72,13 +76,13 @@ def test_parquet_of_many_rows_is_written_in_groups(tmp_path: Path, monkeypatch: 
 
 def test_no_rows_make_files_without_rows(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    outputs.write(Wanted((tmp_path / "c.jsonl", tmp_path / "c.parquet")), [spooled(tmp_path, "a", [])])
+    outputs.write_outputs(OutputPaths((tmp_path / "c.jsonl", tmp_path / "c.parquet")), [spooled(tmp_path, "a", [])])
     assert (tmp_path / "c.jsonl").read_bytes() == b""
     assert parquet.read_table(tmp_path / "c.parquet").num_rows == 0
 
 
 def test_webvtt_merges_equal_neighbours_and_escapes(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
-    outputs.write(Wanted((), vtt=tmp_path / "vtt"), spools)
+    outputs.write_outputs(OutputPaths((), vtt=tmp_path / "vtt"), spools)
     assert sorted(path.name for path in (tmp_path / "vtt").iterdir()) == ["-b\nü.vtt", "a.vtt", "none.vtt"]
     assert (tmp_path / "vtt" / "a.vtt").read_text() == (
         "WEBVTT\n\n"
@@ -90,32 +94,32 @@ def test_webvtt_merges_equal_neighbours_and_escapes(tmp_path: Path, spools: list
 
 
 def test_srt_has_numbers_and_commas(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
-    outputs.write(Wanted((), srt=tmp_path / "srt"), spools)
+    outputs.write_outputs(OutputPaths((), srt=tmp_path / "srt"), spools)
     cues = (tmp_path / "srt" / "a.srt").read_text().split("\n\n")
     assert cues[0] == "1\n00:00:00,000 --> 00:00:01,000\na dog"
     assert [cue.partition("\n")[0] for cue in cues] == ["1", "2", "3", ""]
 
 
-def cues_of(folder: Path, rows: list[Row], seen: int) -> list[str]:
-    outputs.write(Wanted((), vtt=folder), [spooled(folder, "a.mp4", rows, seen)])
+def cues_of(folder: Path, rows: list[CaptionRow], seen: int) -> list[str]:
+    outputs.write_outputs(OutputPaths((), vtt=folder), [spooled(folder, "a.mp4", rows, seen)])
     return re.findall(r".* --> .*", (folder / "a.vtt").read_text())
 
 
 def test_the_last_cue_ends_with_the_video_or_after_as_long_as_the_one_before(tmp_path: Path) -> None:
-    two = [Row(0, 0.0, None, "x"), Row(100, 10.0, None, "y")]
+    two = [CaptionRow(0, 0.0, None, "x"), CaptionRow(100, 10.0, None, "y")]
     assert cues_of(tmp_path, two, seen=130)[-1] == "00:00:10.000 --> 00:00:13.000"
     assert cues_of(tmp_path, two, seen=500)[-1] == "00:00:10.000 --> 00:00:20.000"
     assert cues_of(tmp_path, two, seen=0)[-1] == "00:00:10.000 --> 00:00:20.000"
     assert cues_of(tmp_path, two[:1], seen=1) == ["00:00:00.000 --> 00:00:02.000"]
-    late = [Row(10**6, 100 * 3600 + 61.0015, None, "x")]
+    late = [CaptionRow(10**6, 100 * 3600 + 61.0015, None, "x")]
     assert cues_of(tmp_path, late, seen=0) == ["100:01:01.002 --> 100:01:03.002"]
-    same = [Row(0, 5.0, None, "x"), Row(1, 5.0, None, "y")]
+    same = [CaptionRow(0, 5.0, None, "x"), CaptionRow(1, 5.0, None, "y")]
     assert cues_of(tmp_path, same, seen=0) == ["00:00:05.000 --> 00:00:05.001", "00:00:05.000 --> 00:00:05.001"]
 
 
 @given(st.text())
 def test_no_caption_breaks_its_cue(caption: str) -> None:
-    line = text(caption)
+    line = cue_text(caption)
     assert "\n" not in line
     assert "\r" not in line
     assert "-->" not in line
@@ -136,11 +140,11 @@ def test_videos_of_one_name_have_subtitles_of_their_own() -> None:
 def test_a_file_appears_when_it_is_whole_and_an_older_one_stays_until_then(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text("old")
-    broken = spooled(tmp_path, "a", [Row(0, 0.0, None, "x")])
+    broken = spooled(tmp_path, "a", [CaptionRow(0, 0.0, None, "x")])
     good, bad = broken[1].read_bytes().split(b"\n", 1)
     broken[1].write_bytes(good + b'\n{"row":\n' + bad)
     with pytest.raises(spool.SpoolError):
-        outputs.write(Wanted((path,), vtt=tmp_path / "vtt"), [broken])
+        outputs.write_outputs(OutputPaths((path,), vtt=tmp_path / "vtt"), [broken])
     assert path.read_text() == "old"
     assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(["c.jsonl", "vtt", broken[1].name])
 
@@ -152,7 +156,7 @@ def test_a_file_appears_when_it_is_whole_and_an_older_one_stays_until_then(tmp_p
         (["c.vtt"], "--vtt"),
         (["c.jsonl", "./c.jsonl"], "same name"),
         (["folder.jsonl"], "is a folder"),
-        (["failures.jsonl"], "list of failures"),
+        (["failures.jsonl"], "failures list"),
         (["file.csv/below/c.csv"], "allows no new files"),
         (["closed/below/c.csv"], "'closed' allows no new files"),
     ],
@@ -167,11 +171,13 @@ def test_outputs_that_cannot_be_are_refused_before_anything_is_captioned(
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed" and real(path, mode))
     with pytest.raises(OutputError, match=words):
-        outputs.check(Wanted(tuple(map(Path, files))), Path("failures.jsonl"))
+        outputs.check_outputs(OutputPaths(tuple(map(Path, files))), Path("failures.jsonl"))
 
 
 def test_outputs_may_go_into_folders_that_are_not_there_yet(tmp_path: Path) -> None:
-    outputs.check(Wanted((tmp_path / "a" / "b" / "c.csv",), vtt=tmp_path / "vtt"), tmp_path / "a" / "failures.jsonl")
+    outputs.check_outputs(
+        OutputPaths((tmp_path / "a" / "b" / "c.csv",), vtt=tmp_path / "vtt"), tmp_path / "a" / "failures.jsonl"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -184,13 +190,35 @@ def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.Monkey
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(OutputError, match=r"pip install 'penstock\[parquet\]'"):
-        outputs.check(Wanted((Path("c.parquet"),)), Path("failures.jsonl"))
+    with pytest.raises(OutputError, match=r"pip install '\.\[parquet\]'"):
+        outputs.check_outputs(OutputPaths((Path("c.parquet"),)), Path("failures.jsonl"))
 
 
 def test_videos_that_have_not_ended_are_in_no_output(tmp_path: Path) -> None:
-    row = [Row(0, 0.0, None, "x")]
-    outputs.write(
-        Wanted((tmp_path / "c.jsonl",)), [spooled(tmp_path, "a", row, end=False), spooled(tmp_path, "b", row)]
+    row = [CaptionRow(0, 0.0, None, "x")]
+    outputs.write_outputs(
+        OutputPaths((tmp_path / "c.jsonl",)), [spooled(tmp_path, "a", row, end=False), spooled(tmp_path, "b", row)]
     )
     assert [json.loads(line)["video"] for line in (tmp_path / "c.jsonl").read_text().splitlines()] == ["b"]
+
+
+def test_failures_are_listed_in_the_order_of_the_videos_and_an_old_list_goes(tmp_path: Path) -> None:
+    videos = [Video(name, name, 1, 2) for name in ("b", "a\n", "changed", "new")]
+    spools = [(video, tmp_path / f"{n}.spool") for n, video in enumerate(videos)]
+    end = SpoolEnd("failed", 1, 5, 2, "decode", 5, "broken")
+    for video, path in spools[:3]:
+        of = video if video.name != "changed" else Video("changed", "changed", 9, 9)
+        row = spool.row_line(0, CaptionRow(0, 0.0, None, "x"))
+        spool.append(path, spool.head_line(of) + row + spool.end_line(end), overwrite=True)
+    path = tmp_path / "failures.jsonl"
+    assert write_failures(path, spools)
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [failure["path"] for failure in told] == ["b", "a\n"]
+    assert told[0] == {"path": "b", "stage": "decode", "frame": 5, "error": "broken", "attempts": 2, "captions": 1}
+    assert not write_failures(path, spools[3:])
+    assert not path.exists()
+
+
+def test_a_list_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot write"):
+        write_failures(tmp_path, [])  # a folder

@@ -12,7 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from penstock.bulk.pixels import Painter, jpeg_encoder
+from penstock.bulk.pixels import FrameConverter, jpeg_encoder
 from penstock.bulk.types import Pixels
 from penstock.errors import ConfigError
 from support.videos import make_clip, number_of, picture
@@ -29,10 +29,10 @@ def first(path: Path, number: int = 0) -> Any:
 
 
 def painted(shown: Any, pixels: Pixels) -> np.ndarray[Any, Any]:
-    painter = Painter(pixels)
+    painter = FrameConverter(pixels)
     height, width = painter.size(shown)
     into = np.full((height, width, 3), 99, np.uint8)
-    painter.paint(shown, into)
+    painter.convert(shown, into)
     return into
 
 
@@ -138,12 +138,12 @@ def hide(monkeypatch: pytest.MonkeyPatch, *names: str | None) -> None:
 def test_what_is_not_installed_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "torch", "simplejpeg", "PIL")
     with pytest.raises(ConfigError, match=r"exact kernel needs torch.*--kernel fast"):
-        Painter(Pixels(kernel="exact", height=4, width=4))
+        FrameConverter(Pixels(kernel="exact", height=4, width=4))
     with pytest.raises(ConfigError, match="JPEG needs simplejpeg"):
         jpeg_encoder()
     hide(monkeypatch, "av")
     with pytest.raises(ConfigError, match="PyAV is not installed"):
-        Painter(Pixels())
+        FrameConverter(Pixels())
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock.bulk.options import Plan
-from penstock.bulk.reading import Decoders
-from penstock.bulk.spool import End
-from penstock.bulk.types import Chunk, Pixels, Sampling, Video
-from penstock.bulk.writer import Writer
+from penstock.bulk.options import JobPlan
+from penstock.bulk.reading import DecoderThreads
+from penstock.bulk.types import Chunk, Pixels, Video
+from penstock.bulk.writer import CaptionWriter
 from penstock.errors import PenstockError
-from support.bulk import FakeVideos
+from support.bulk import FakeVideos, RecordingListener
 
 BLOCK_BYTES = 4 * 48  # four frames
 
@@ -33,42 +32,36 @@ class Kept:
             time.sleep(0.002)
 
 
-class Set:
-    """Decoders over fake videos, with a writer that runs, and what both told."""
+class Fixture(RecordingListener):
+    """DecoderThreads over fake videos, with a writer that runs, and what both told."""
 
     def __init__(self, folder: Path, *frames: int, blocks: int = 100, chunk: int = 4, **more: Any) -> None:
+        super().__init__()
         self.fake, self.sender = FakeVideos(), Kept()
-        self.ends: dict[str, End] = {}
-        self.fatal: list[PenstockError] = []
-        self.writer = Writer(
-            committed=lambda video, rows: None,
-            closed=lambda video, end: self.ends.update({video.name: end}),
-            fatal=self.fatal.append,
-            stops=lambda error: False,
-        )
+        self.writer = CaptionWriter(self)
         videos = []
         for n, count in enumerate(frames):
             path = FakeVideos.make(folder / f"{n}.mp4", count)
             videos.append(Video(str(path), path.name, 1, 1))
-        plan = Plan(Pixels(height=4, width=4), chunk, 48, blocks * BLOCK_BYTES, BLOCK_BYTES, more.pop("decoders", 1), 1)
-        self.decoders = Decoders(
+        plan = JobPlan(
+            pixels=Pixels(height=4, width=4), chunk_size=chunk, frame_bytes=48, pool_bytes=blocks * BLOCK_BYTES,
+            block_bytes=BLOCK_BYTES, threads=1, **{"decoders": 1, **more},
+        )  # fmt: skip
+        self.decoders = DecoderThreads(
             videos,
             lambda video: folder / f"{video.name}.spool",
-            plan=plan,
-            sampling=Sampling(),
-            read_chunks=self.fake.read_chunks,
-            writer=self.writer,
-            began=lambda video, rows: None,
-            fatal=self.fatal.append,
-            **more,
+            plan,
+            self.fake.read_chunks,
+            self.writer,
+            self,
         )
         self.writer.start()
         self.decoders.start(self.sender)
 
     def answer(self, chunk: Chunk, error: PenstockError | None = None) -> None:
         answer = error or [str(n) for n in chunk.frames]
-        self.decoders.answered(chunk, answer)
-        self.writer.answered(chunk, answer)
+        self.decoders.chunk_done()
+        self.writer.chunk_done(chunk, answer)
 
     def close(self) -> None:
         self.decoders.close()
@@ -76,7 +69,7 @@ class Set:
 
 
 def test_decoders_wait_for_memory_and_leave_at_once_when_the_job_ends(tmp_path: Path) -> None:
-    made = Set(tmp_path, 400, blocks=3)
+    made = Fixture(tmp_path, 400, blocks=3)
     made.sender.until(3)
     time.sleep(0.02)
     assert len(made.sender.chunks) == 3
@@ -89,7 +82,7 @@ def test_decoders_wait_for_memory_and_leave_at_once_when_the_job_ends(tmp_path: 
 
 
 def test_a_round_that_nobody_answers_holds_nobody_when_the_job_ends(tmp_path: Path) -> None:
-    made = Set(tmp_path, 120, chunk=1, rounds=True)
+    made = Fixture(tmp_path, 120, chunk=1, rounds=True)
     made.sender.until(50)
     time.sleep(0.02)
     assert len(made.sender.chunks) == 50
@@ -105,7 +98,7 @@ def test_a_round_that_nobody_answers_holds_nobody_when_the_job_ends(tmp_path: Pa
 
 
 def test_a_round_that_does_not_fit_into_memory_is_sent_before_it_is_full(tmp_path: Path) -> None:
-    made = Set(tmp_path, 120, chunk=1, blocks=20, rounds=True)
+    made = Fixture(tmp_path, 120, chunk=1, blocks=20, rounds=True)
     made.sender.until(19)
     time.sleep(0.02)
     assert len(made.sender.chunks) <= 20
@@ -122,7 +115,7 @@ def test_a_round_that_does_not_fit_into_memory_is_sent_before_it_is_full(tmp_pat
 
 
 def test_a_video_that_failed_is_read_no_further(tmp_path: Path) -> None:
-    made = Set(tmp_path, 4000, 8, blocks=2)
+    made = Fixture(tmp_path, 4000, 8, blocks=2)
     made.sender.until(1)
     made.answer(made.sender.chunks[0], PenstockError("no"))
     done = 1
@@ -141,7 +134,7 @@ def test_a_video_that_failed_is_read_no_further(tmp_path: Path) -> None:
 
 
 def test_several_decoders_read_as_many_videos_and_no_more(tmp_path: Path) -> None:
-    made = Set(tmp_path, *[80] * 6, decoders=3, blocks=3)
+    made = Fixture(tmp_path, *[80] * 6, decoders=3, blocks=3)
     made.sender.until(3)
     end = time.monotonic() + 10
     while made.fake.open_at_once < 3:
@@ -159,21 +152,21 @@ def test_what_nobody_expected_in_a_decoder_ends_the_job(
         raise RuntimeError("of no kind that is known")
 
     monkeypatch.setattr("penstock.bulk.reading.spool.scan", fail)
-    made = Set(tmp_path, 8)
+    made = Fixture(tmp_path, 8)
     end = time.monotonic() + 10
-    while not made.fatal:
+    while not made.errors:
         assert time.monotonic() < end
         time.sleep(0.002)
     made.close()
-    assert "RuntimeError" in made.fatal[0].message
+    assert "RuntimeError" in made.errors[0].message
 
 
 def test_a_spool_that_cannot_be_read_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "0.mp4.spool").mkdir()
-    made = Set(tmp_path, 8)
+    made = Fixture(tmp_path, 8)
     end = time.monotonic() + 10
-    while not made.fatal:
+    while not made.errors:
         assert time.monotonic() < end
         time.sleep(0.002)
     made.close()
-    assert "cannot read" in made.fatal[0].message
+    assert "cannot read" in made.errors[0].message

@@ -8,18 +8,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.bulk import spool
-from penstock.bulk.spool import End, SpoolError
-from penstock.bulk.types import Position, Row, Video
+from penstock.bulk.spool import SpoolEnd, SpoolError
+from penstock.bulk.types import CaptionRow, Position, Video
 
 VIDEO = Video("a/b.mp4", "a/b.mp4", 123, 456)
 CAPTIONS = ["a dog", "zwei Hunde – ünd 狗", 'a "quote"\nand a line', "", "\u2028"]
 
 
-def row(number: int) -> Row:
-    return Row(number * 3, number * 0.1, None if number == 2 else number * 300, CAPTIONS[number % len(CAPTIONS)])
+def row(number: int) -> CaptionRow:
+    return CaptionRow(number * 3, number * 0.1, None if number == 2 else number * 300, CAPTIONS[number % len(CAPTIONS)])
 
 
-def lines(rows: int, end: End | None = None) -> bytes:
+def lines(rows: int, end: SpoolEnd | None = None) -> bytes:
     head = [spool.head_line(VIDEO)]
     return b"".join(head + [spool.row_line(n, row(n)) for n in range(rows)] + ([spool.end_line(end)] if end else []))
 
@@ -31,31 +31,31 @@ def written(folder: Path, data: bytes) -> Path:
 
 
 def test_rows_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    path = written(tmp_path, lines(7, End("complete", 7, 20)))
+    path = written(tmp_path, lines(7, SpoolEnd("complete", 7, 20)))
     assert list(spool.rows(path)) == [row(n) for n in range(7)]
     found = spool.scan(path)
     assert found is not None
-    assert (found.rows, found.last, found.end) == (7, Position(18, 1800, 7), End("complete", 7, 20))
+    assert (found.rows, found.last, found.end) == (7, Position(18, 1800, 7), SpoolEnd("complete", 7, 20))
     assert found.is_of(VIDEO)
     assert not found.is_of(Video(VIDEO.path, VIDEO.name, 123, 457))
 
 
-@given(size=st.integers(0, len(lines(6, End("complete", 6, 18)))), garbage=st.binary(max_size=40))
+@given(size=st.integers(0, len(lines(6, SpoolEnd("complete", 6, 18)))), garbage=st.binary(max_size=40))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
 def test_a_spool_that_was_cut_anywhere_is_continued_to_the_same_bytes(
     tmp_path: Path, size: int, garbage: bytes
 ) -> None:
-    whole = lines(6, End("complete", 6, 18))
+    whole = lines(6, SpoolEnd("complete", 6, 18))
     path = written(tmp_path, whole[:size] + garbage)
     found = spool.scan(path)
     if found is None or found.bytes > len(whole) or path.read_bytes()[: found.bytes] != whole[: found.bytes]:
         # garbage that is a line by chance cannot be told from one; without it the head was torn
         assert found is None
-        spool.append(path, whole, anew=True)
+        spool.append(path, whole, overwrite=True)
     else:
-        spool.cut(path, found.bytes)
+        spool.truncate(path, found.bytes)
         rest = [spool.row_line(n, row(n)) for n in range(found.rows, 6)]
-        end = [spool.end_line(End("complete", 6, 18))] if found.end is None else []
+        end = [spool.end_line(SpoolEnd("complete", 6, 18))] if found.end is None else []
         spool.append(path, b"".join(rest + end))
         if found.rows and found.end is None:
             assert found.last == Position(row(found.rows - 1).frame, row(found.rows - 1).pts, found.rows)
@@ -67,7 +67,7 @@ def test_a_spool_that_was_cut_anywhere_is_continued_to_the_same_bytes(
     [
         spool.row_line(4, row(4)),  # a gap
         spool.row_line(2, row(2)),  # a repeat
-        spool.row_line(3, Row(6, 0.1, None, "x")),  # a frame that was there before
+        spool.row_line(3, CaptionRow(6, 0.1, None, "x")),  # a frame that was there before
         b'{"row":3,"frame":9,"time":0.3,"pts":null,"capt\n',
         b'{"row":3,"frame":9,"time":0.3,"pts":null,"caption":"x","more":1}\n',
         b'{"row":"3","frame":9,"time":0.3,"pts":null,"caption":"x"}\n',
@@ -90,30 +90,30 @@ def test_a_line_that_does_not_follow_counts_as_never_written_with_all_behind_it(
 def test_a_spool_without_a_whole_head_holds_nothing(tmp_path: Path, data: bytes) -> None:
     path = written(tmp_path, data)
     assert spool.scan(path) is None
-    assert spool.glance(path) is None
+    assert spool.read_end(path) is None
 
 
 def test_a_spool_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert spool.scan(tmp_path / "none") is None
-    assert spool.glance(tmp_path / "none") is None
+    assert spool.read_end(tmp_path / "none") is None
 
 
 def test_a_glance_sees_the_end_and_no_more(tmp_path: Path) -> None:
-    end = End("failed", 5000, 9, 2, "decode", 7, "broken")
+    end = SpoolEnd("failed", 5000, 9, 2, "decode", 7, "broken")
     path = written(tmp_path, lines(5000, end))
-    found = spool.glance(path)
+    found = spool.read_end(path)
     assert found is not None
     assert (found.rows, found.end, found.attempts, found.last) == (5000, end, 2, None)
-    assert spool.glance(written(tmp_path, lines(5000))) is None
-    assert spool.glance(written(tmp_path, lines(3, end)[:-1])) is None
+    assert spool.read_end(written(tmp_path, lines(5000))) is None
+    assert spool.read_end(written(tmp_path, lines(3, end)[:-1])) is None
 
 
 def test_rows_after_a_failed_end_are_of_another_try_and_attempts_are_kept(tmp_path: Path) -> None:
-    data = lines(2, End("failed", 2, 6, 3, "send", 6, "away")) + spool.row_line(2, row(2))
+    data = lines(2, SpoolEnd("failed", 2, 6, 3, "send", 6, "away")) + spool.row_line(2, row(2))
     found = spool.scan(written(tmp_path, data))
     assert found is not None
     assert (found.rows, found.end, found.attempts) == (3, None, 3)
-    again = data + spool.end_line(End("complete", 3, 9))
+    again = data + spool.end_line(SpoolEnd("complete", 3, 9))
     assert len(list(spool.rows(written(tmp_path, again)))) == 3
 
 
@@ -127,7 +127,7 @@ def test_lines_are_on_the_disk_before_they_count(tmp_path: Path, monkeypatch: py
     path = tmp_path / "spool"
     synced: list[bytes] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_bytes()))
-    spool.append(path, b"head\n", anew=True)
+    spool.append(path, b"head\n", overwrite=True)
     spool.append(path, b"row\n")
     assert synced == [b"head\n", b"head\nrow\n"]
 

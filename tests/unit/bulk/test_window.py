@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bulk.window import MOST, AimdWindow, FixedWindow, Rounds, Window
+from penstock.bulk.window import MAX_WINDOW, AimdWindow, FixedWindow, RoundWindow, Window
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["send", "answered", "refused", "lost"]), st.integers(0, 50), st.floats(0.001, 1.0)),
@@ -37,14 +37,14 @@ def test_a_window_is_never_below_one_nor_over_its_bound_and_never_overfilled(
             else:
                 window.lost()
                 assert window.size == before
-        assert 1 <= window.size <= MOST
+        assert 1 <= window.size <= MAX_WINDOW
         assert window.in_flight == len(sent)
         assert window.room() == max(0, window.size - len(sent))
 
 
 @given(STEPS, st.integers(1, 20))
 def test_a_round_starts_only_when_the_last_one_ended(steps: list[tuple[str, int, float]], size: int):
-    window, started = Rounds(size), 0
+    window, started = RoundWindow(size), 0
     for what, _, _ in steps:
         if what == "send":
             if window.room() > 0:
@@ -132,9 +132,9 @@ def test_a_window_finds_what_keeps_a_batching_server_busy(rows: int, start: int,
     server = {"batch": 64, "fixed_s": 0.01, "row_s": 0.001, "way_s": way_s, "rows": rows}
     window = AimdWindow(start)
     found = run(window, 120.0, **server)
-    best = run(FixedWindow(MOST), 120.0, **server)
+    best = run(FixedWindow(MAX_WINDOW), 120.0, **server)
     assert found >= 0.9 * best, (found, best, window.size)
-    assert window.size < MOST or way_s == 0.2
+    assert window.size < MAX_WINDOW or way_s == 0.2
 
 
 def test_a_window_does_not_widen_a_queue_that_is_long_already():

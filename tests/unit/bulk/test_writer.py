@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.bulk import spool, writer
-from penstock.bulk.sending import NoServer, Undelivered
-from penstock.bulk.spool import End
-from penstock.bulk.types import Chunk, Ended, Stop, Video
+from penstock.bulk.endpoints import NoServer
+from penstock.bulk.sender import Undelivered
+from penstock.bulk.spool import SpoolEnd
+from penstock.bulk.types import Chunk, ReadResult, Video
 from penstock.bulk.video import VideoError
-from penstock.bulk.writer import Task, Writer
-from penstock.errors import PenstockError
+from penstock.bulk.writer import CaptionWriter, VideoTask
+from support.bulk import RecordingListener
 
 
 class OneBlock:
@@ -30,27 +31,17 @@ class OneBlock:
         self.released += 1
 
 
-class Books:
-    """A writer with what it told."""
+class Recorder(RecordingListener):
+    """A writer and what it reports."""
 
     def __init__(self) -> None:
-        self.committed = 0
-        self.ends: dict[str, End] = {}
-        self.fatal: list[PenstockError] = []
-        self.writer = Writer(
-            committed=self._count,
-            closed=lambda video, end: self.ends.update({video.name: end}),
-            fatal=self.fatal.append,
-            stops=lambda error: isinstance(error, NoServer),
-        )
-
-    def _count(self, video: Video, rows: int) -> None:
-        self.committed += rows
+        super().__init__()
+        self.writer = CaptionWriter(self)
 
 
 @pytest.fixture
-def books() -> Iterator[Books]:
-    made = Books()
+def recorder() -> Iterator[Recorder]:
+    made = Recorder()
     yield made
     made.writer.close()
 
@@ -81,25 +72,25 @@ def test_rows_are_on_disk_in_order_up_to_the_first_failure_whatever_came_when(
     tmp_path: Path, sizes: list[int], seed: int, failing: int | None, ends_early: bool
 ) -> None:
     path = tmp_path / "spool.jsonl"
-    books, task, frame, chunks = Books(), Task(video(), path, None), 0, []
+    recorder, task, frame, chunks = Recorder(), VideoTask(video(), path, None), 0, []
     for number, size in enumerate(sizes):
         chunks.append(chunk(number, list(range(frame, frame + size))))
         frame += size
     good = [n for c in chunks for n in c.frames if failing is None or c.number < failing]
-    books.writer.start()
-    books.writer.begin(task)
+    recorder.writer.start()
+    recorder.writer.begin(task)
     if ends_early:
-        books.writer.ended(task, Ended(len(chunks), frame))
+        recorder.writer.video_read(task, ReadResult(len(chunks), frame))
     for one in random.Random(seed).sample(chunks, len(chunks)):
         bad = one.number == failing
-        books.writer.answered(one, Undelivered("no", attempts=8) if bad else captions(one.frames))
+        recorder.writer.chunk_done(one, Undelivered("no", attempts=8) if bad else captions(one.frames))
     if not ends_early:
-        books.writer.ended(task, Ended(len(chunks), frame))
-    books.writer.close()
+        recorder.writer.video_read(task, ReadResult(len(chunks), frame))
+    recorder.writer.close()
     assert [(row.frame, row.caption) for row in spool.rows(path)] == [(n, f"frame {n}") for n in good]
-    assert books.committed == len(good)
+    assert recorder.rows == len(good)
     failed = failing is not None and failing < len(chunks)
-    end = books.ends["a.mp4"]
+    end = recorder.ends["a.mp4"]
     assert (end.end, end.rows) == ("failed" if failed else "complete", len(good))
     if failed:
         assert (end.stage, end.frame) == ("send", chunks[failing or 0].frames[0])
@@ -107,100 +98,102 @@ def test_rows_are_on_disk_in_order_up_to_the_first_failure_whatever_came_when(
     found = spool.scan(path)
     assert found is not None
     assert found.end == end
-    assert books.writer._waiting_rows == 0
+    assert recorder.writer._waiting_rows == 0
 
 
-def test_what_came_together_is_synced_together(tmp_path: Path, books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_together_is_synced_together(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     appended: list[tuple[str, int]] = []
     real = spool.append
 
-    def append(path: Path, lines: bytes, *, anew: bool = False) -> None:
+    def append(path: Path, lines: bytes, *, overwrite: bool = False) -> None:
         appended.append((path.name, lines.count(b"\n")))
-        real(path, lines, anew=anew)
+        real(path, lines, overwrite=overwrite)
 
     monkeypatch.setattr(writer.spool, "append", append)
-    tasks = [Task(video(name), tmp_path / name, None) for name in ("a", "b")]
+    tasks = [VideoTask(video(name), tmp_path / name, None) for name in ("a", "b")]
     for task in tasks:  # all of it before the thread starts: one group
-        books.writer.begin(task)
+        recorder.writer.begin(task)
         for number in (1, 0, 2):
             frames = [2 * number, 2 * number + 1]
-            books.writer.answered(chunk(number, frames, task.video), captions(frames))
-        books.writer.ended(task, Ended(3, 6))
-    books.writer.start()
-    books.writer.close()
+            recorder.writer.chunk_done(chunk(number, frames, task.video), captions(frames))
+        recorder.writer.video_read(task, ReadResult(3, 6))
+    recorder.writer.start()
+    recorder.writer.close()
     assert sorted(appended) == [("a", 8), ("b", 8)]
-    assert set(books.ends) == {"a", "b"}
+    assert set(recorder.ends) == {"a", "b"}
 
 
-def test_damage_of_the_video_is_told_when_all_before_it_is_there(tmp_path: Path, books: Books) -> None:
-    task = Task(video(), tmp_path / "a", None)
-    books.writer.start()
-    books.writer.begin(task)
-    books.writer.ended(task, Ended(2, 9, VideoError("broken", stage="decode", frame=9)))
-    books.writer.answered(chunk(1, [3, 4]), captions([3, 4]))
-    assert not task.dropped
-    books.writer.answered(chunk(0, [0, 1]), captions([0, 1]))
-    books.writer.close()
-    assert books.ends["a.mp4"] == End("failed", 4, 9, 1, "decode", 9, "broken")
+def test_damage_of_the_video_is_told_when_all_before_it_is_there(tmp_path: Path, recorder: Recorder) -> None:
+    task = VideoTask(video(), tmp_path / "a", None)
+    recorder.writer.start()
+    recorder.writer.begin(task)
+    recorder.writer.video_read(task, ReadResult(2, 9, VideoError("broken", stage="decode", frame=9)))
+    recorder.writer.chunk_done(chunk(1, [3, 4]), captions([3, 4]))
+    assert not task.ended
+    recorder.writer.chunk_done(chunk(0, [0, 1]), captions([0, 1]))
+    recorder.writer.close()
+    assert recorder.ends["a.mp4"] == SpoolEnd("failed", 4, 9, 1, "decode", 9, "broken")
 
 
-def test_an_error_of_the_job_leaves_the_video_unfinished(tmp_path: Path, books: Books) -> None:
-    task = Task(video(), tmp_path / "a", None)
-    books.writer.start()
-    books.writer.begin(task)
-    books.writer.answered(chunk(0, [0]), captions([0]))
-    books.writer.answered(chunk(1, [1]), NoServer("away"))
-    books.writer.answered(chunk(2, [2]), captions([2]))
-    books.writer.ended(task, Ended(3, 3))
-    books.writer.close()
+def test_an_error_of_the_job_leaves_the_video_unfinished(tmp_path: Path, recorder: Recorder) -> None:
+    task = VideoTask(video(), tmp_path / "a", None)
+    recorder.writer.start()
+    recorder.writer.begin(task)
+    recorder.writer.chunk_done(chunk(0, [0]), captions([0]))
+    recorder.writer.chunk_done(chunk(1, [1]), NoServer("away"))
+    recorder.writer.chunk_done(chunk(2, [2]), captions([2]))
+    recorder.writer.video_read(task, ReadResult(3, 3))
+    recorder.writer.close()
     assert [row.frame for row in spool.rows(tmp_path / "a")] == [0]
-    assert not books.ends
-    assert [str(error) for error in books.fatal] == ["away"]
+    assert not recorder.ends
+    assert [str(error) for error in recorder.errors] == ["away"]
 
 
-def test_after_a_disk_that_refused_nothing_is_written_any_more(tmp_path: Path, books: Books) -> None:
-    task = Task(video(), tmp_path / "no" / "folder", None)
-    other = Task(video("b"), tmp_path / "b", None)
-    books.writer.start()
+def test_after_a_disk_that_refused_nothing_is_written_any_more(tmp_path: Path, recorder: Recorder) -> None:
+    task = VideoTask(video(), tmp_path / "no" / "folder", None)
+    other = VideoTask(video("b"), tmp_path / "b", None)
+    recorder.writer.start()
     for one in (task, other):
-        books.writer.begin(one)
-        books.writer.answered(chunk(0, [0], one.video), captions([0]))
-    books.writer.close()
-    assert len(books.fatal) == 1
-    assert "No such file" in books.fatal[0].message
-    assert books.committed == 0
+        recorder.writer.begin(one)
+        recorder.writer.chunk_done(chunk(0, [0], one.video), captions([0]))
+    recorder.writer.close()
+    assert len(recorder.errors) == 1
+    assert "No such file" in recorder.errors[0].message
+    assert recorder.rows == 0
 
 
 def test_what_nobody_expected_in_the_writer_ends_the_job(
-    tmp_path: Path, books: Books, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    books.writer.start()
-    books.writer.begin(Task(video(), tmp_path / "a", None))
-    books.writer.answered(chunk(0, [0, 1]), ["one caption for two frames"])
-    books.writer.close()
-    assert "the writer failed: ValueError" in books.fatal[0].message
+    recorder.writer.start()
+    recorder.writer.begin(VideoTask(video(), tmp_path / "a", None))
+    recorder.writer.chunk_done(chunk(0, [0, 1]), ["one caption for two frames"])
+    recorder.writer.close()
+    assert "the writer failed: ValueError" in recorder.errors[0].message
 
 
 def test_decoders_wait_while_too_many_rows_are_not_on_disk(
-    tmp_path: Path, books: Books, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "WAITING_ROWS", 4)
     passed = threading.Event()
-    stop = Stop()
+    stop = threading.Event()
 
     def wait(until: Any) -> threading.Thread:
-        thread = threading.Thread(target=lambda: (books.writer.room(until), passed.set()))
+        thread = threading.Thread(target=lambda: (recorder.writer.wait_for_room(until), passed.set()))
         thread.start()
         return thread
 
-    books.writer.start()
-    books.writer.begin(Task(video(), tmp_path / "a", None))
-    books.writer.answered(chunk(1, [4, 5, 6, 7]), captions([4, 5, 6, 7]))  # waits for chunk 0
+    recorder.writer.start()
+    recorder.writer.begin(VideoTask(video(), tmp_path / "a", None))
+    recorder.writer.chunk_done(chunk(1, [4, 5, 6, 7]), captions([4, 5, 6, 7]))  # waits for chunk 0
     waiting = wait(stop)
     assert not passed.wait(0.1)
-    books.writer.answered(chunk(0, [0, 1, 2, 3]), captions([0, 1, 2, 3]))
+    recorder.writer.chunk_done(chunk(0, [0, 1, 2, 3]), captions([0, 1, 2, 3]))
     waiting.join(10)
     assert passed.is_set()
     stop.set()
-    books.writer.answered(chunk(3, [8, 9, 10, 11]), captions([8, 9, 10, 11]))
-    books.writer.room(stop)  # the job ends: nobody waits
+    recorder.writer.chunk_done(chunk(3, [8, 9, 10, 11]), captions([8, 9, 10, 11]))
+    recorder.writer.wait_for_room(stop)  # the job ends: nobody waits

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.bulk.options import Options
-from penstock.cli import caption as module
-from penstock.cli.caption import caption
+from penstock.bulk import cli as module
+from penstock.bulk.cli import caption
+from penstock.bulk.options import JobOptions
 
 
 def told(*arguments: str, **env: str) -> Result:
@@ -15,11 +15,11 @@ def told(*arguments: str, **env: str) -> Result:
 
 
 @pytest.fixture
-def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Options]:
+def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[JobOptions]:
     """What the job would have been asked to do."""
-    found: list[Options] = []
+    found: list[JobOptions] = []
 
-    def run(options: Options, show: object, *, quiet: bool) -> int:
+    def run(options: JobOptions, show: object, *, quiet: bool) -> int:
         found.append(options)
         return 0
 
@@ -29,7 +29,7 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Options]:
     return found
 
 
-def test_the_flags_become_the_options_of_a_job(options: list[Options]) -> None:
+def test_the_flags_become_the_options_of_a_job(options: list[JobOptions]) -> None:
     flags = """
         --server http://a --server http://b --model blip -o out/c.parquet --also out/c.csv --vtt v --every 3
         --start 1:30 --end 1:00:00.5 --max-frames 7 --pixels jpeg --kernel exact --mode single --prebatch-size 8
@@ -39,7 +39,7 @@ def test_the_flags_become_the_options_of_a_job(options: list[Options]) -> None:
     (found,) = options
     assert found.inputs == ("a.mp4", "b")
     assert found.servers == ("http://a", "http://b")
-    assert found.wanted.files == (Path("out/c.parquet"), Path("out/c.csv"))
+    assert found.outputs.files == (Path("out/c.parquet"), Path("out/c.csv"))
     assert (found.work, found.failures) == (Path("out/c.parquet.work"), Path("out/failures.jsonl"))
     assert (found.sampling.every, found.sampling.start_s, found.sampling.end_s) == (3, 90.0, 3600.5)
     assert (found.pixels, found.kernel, found.mode, found.prebatch_size) == ("jpeg", "exact", "single", 8)
@@ -49,10 +49,10 @@ def test_the_flags_become_the_options_of_a_job(options: list[Options]) -> None:
     assert found.restart
 
 
-def test_without_flags_there_are_defaults(options: list[Options]) -> None:
+def test_without_flags_there_are_defaults(options: list[JobOptions]) -> None:
     assert told("a.mp4", "--server", "http://a").exit_code == 0
     (found,) = options
-    assert found.wanted.files == (Path("captions.jsonl"),)
+    assert found.outputs.files == (Path("captions.jsonl"),)
     assert (found.pixels, found.kernel, found.mode, found.prebatch_size) == (
         "server-size",
         "fast",
@@ -62,12 +62,12 @@ def test_without_flags_there_are_defaults(options: list[Options]) -> None:
     assert (found.memory_bytes, found.token, found.sampling.every) == (None, None, 1)
 
 
-def test_a_name_that_begins_with_a_dash_stands_behind_two(options: list[Options]) -> None:
+def test_a_name_that_begins_with_a_dash_stands_behind_two(options: list[JobOptions]) -> None:
     assert told("--server", "http://a", "--", "-o.mp4").exit_code == 0
     assert options[0].inputs == ("-o.mp4",)
 
 
-def test_the_token_is_read_from_a_file_or_the_environment(options: list[Options], tmp_path: Path) -> None:
+def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptions], tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\nother\n")
     told("a", "--server", "http://a", "--token-file", "token", PENSTOCK_TOKEN="no")
     told("a", "--server", "http://a", PENSTOCK_TOKEN="from-env")
@@ -93,7 +93,7 @@ def test_the_token_is_read_from_a_file_or_the_environment(options: list[Options]
         ("--dry-run --server http://a", "name the videos"),
     ],
 )
-def test_wrong_usage_is_status_2_with_the_reason(options: list[Options], flags: str, words: str) -> None:
+def test_wrong_usage_is_status_2_with_the_reason(options: list[JobOptions], flags: str, words: str) -> None:
     result = told(*flags.split())
     assert result.exit_code == 2
     assert words in result.output
@@ -111,7 +111,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Res
         (["none.mp4", "--server", "http://127.0.0.1:1"], "no file or folder none.mp4"),
         (["*.avi", "--server", "http://127.0.0.1:1"], "no file matches"),
         (["empty", "--server", "http://127.0.0.1:1"], "no video in empty"),
-        (["a.mp4", "--server", "ftp://x"], "no scheme"),
+        (["a.mp4", "--server", "ftp://x"], "no known scheme"),
         (["a.mp4", "--server", "http://127.0.0.1:1", "-o", "c.txt"], "suffix"),
         (["a.mp4", "--server", "https://127.0.0.1:1", "--ca", "none.pem"], "none.pem"),
         (["--server", "http://127.0.0.1:1"], "no videos are named"),

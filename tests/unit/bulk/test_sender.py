@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.bulk.answers import RevisionChanged, ServerFault, WrongAnswer
-from penstock.bulk.send import Sender
-from penstock.bulk.sending import ENDS_THE_JOB, NoServer, NotSent, SendOptions, Undelivered, window_for
+from penstock.bulk.endpoints import ENDS_THE_JOB, NoServer, NotSent, window_for
+from penstock.bulk.protocol import RevisionChanged, ServerFault, WrongAnswer
+from penstock.bulk.sender import ChunkSender, Undelivered
 from penstock.bulk.servers import ask
-from penstock.bulk.types import Chunk, Video
+from penstock.bulk.types import Chunk, SendOptions, Video
 from penstock.client.endpoint import tls_context
 from penstock.client.errors import ConnectionLost, ResponseTooLarge
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
@@ -72,7 +72,7 @@ class Job:
         self.threads: set[str] = set()
         self.sent = 0
         self._done = threading.Condition()
-        self.sender = Sender(infos, SendOptions(**{**QUICK, **options}), self._answered, seed=1)
+        self.sender = ChunkSender(infos, SendOptions(**{**QUICK, **options}), self._answered, seed=1)
         self.sender.start()
 
     def _answered(self, chunk: Chunk, outcome: list[str] | PenstockError) -> None:
@@ -695,7 +695,7 @@ def test_a_taker_that_raises_harms_no_other_chunk(server: FakeCaptioner, caplog:
         if chunk.number == 1:
             raise RuntimeError("the taker is broken")
 
-    sender = Sender([ask(server.url, "captioner")], SendOptions(**QUICK), answered)
+    sender = ChunkSender([ask(server.url, "captioner")], SendOptions(**QUICK), answered)
     sender.start()
     for number in range(5):
         sender.send(chunk(number))

@@ -1,0 +1,202 @@
+"""`penstock caption`: parses flags, runs one bulk job, and exits with its status."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from penstock.bulk.job import NOT_UP, BulkJob, dry_run
+from penstock.bulk.options import JobOptions
+from penstock.bulk.outputs import OutputPaths
+from penstock.bulk.progress import INCOMPLETE, INTERRUPTED, USAGE, ProgressReporter, WarningHandler, make_reporter
+from penstock.bulk.types import Sampling
+from penstock.client.tokens import read_token
+from penstock.config.targets import number_or_auto
+from penstock.errors import ConfigError, PenstockError
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+PATH = click.Path(path_type=Path)
+
+
+def size_bytes(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """The bytes of a size flag: `64Mi`, `500M`, `1000000`."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.lower())
+    if found is None or (size := int(float(found[1]) * UNITS[found[2] or ""])) < 1:
+        raise click.BadParameter(f"expected a size such as 64Mi, 500M or 1000000, found '{value}'", param=parameter)
+    return size
+
+
+def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """The seconds of a time flag: `90`, `1:30`, `1:02:03.5`."""
+    if value is None:
+        return None
+    if not re.fullmatch(r"(\d+:){0,2}\d+(\.\d+)?", value):
+        raise click.BadParameter(f"expected seconds or [HOURS:]MINUTES:SECONDS, found '{value}'", param=parameter)
+    total = 0.0
+    for part in value.split(":"):
+        total = total * 60 + float(part)
+    return total
+
+
+def number_or_auto(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """The number of a flag; None for "auto"."""
+    if value is None or value == "auto":
+        return None
+    if not value.isdigit() or int(value) < 1:
+        raise click.BadParameter(f"expected a whole number from 1, or auto, found '{value}'", param=parameter)
+    return int(value)
+
+
+def make_options(flags: dict[str, Any]) -> JobOptions:
+    """The job that the flags describe. Raises ConfigError."""
+    if flags["every"] is not None and flags["fps"] is not None:
+        raise ConfigError("--every and --fps exclude each other; give one")
+    if flags["end"] is not None and flags["end"] <= (flags["start"] or 0.0):
+        raise ConfigError("--end must be later than --start")
+    if not flags["servers"] and (flags["retry_failed"] or flags["restart"] or flags["dry_run"] or flags["inputs"]):
+        raise ConfigError("name a server: --server http://HOST:PORT (only writing outputs again needs none, nor INPUT)")
+    if flags["dry_run"] and not flags["inputs"]:
+        raise ConfigError("name the videos of the dry run")
+    output: Path = flags["output"]
+    return JobOptions(
+        outputs=OutputPaths((output, *flags["also"]), flags["vtt"], flags["srt"]),
+        work=output.with_name(output.name + ".work"),
+        failures=flags["failures"] or output.with_name("failures.jsonl"),
+        token=read_token(flags["token_file"]),
+        sampling=Sampling(flags["every"] or 1, flags["fps"], flags["start"] or 0.0, flags["end"], flags["max_frames"]),
+        **{
+            name: flags[name]
+            for name in (
+                "inputs", "servers", "model", "ca", "pixels", "kernel", "mode", "prebatch_size", "decoders",
+                "memory_bytes", "give_up_s", "wait_s", "from0", "restart", "retry_failed",
+            )
+        },
+    )  # fmt: skip
+
+
+class SignalHandlers:
+    """Handles SIGINT and SIGTERM: the first drains the job, the second ends the process; committed rows stay."""
+
+    def __init__(self, job: BulkJob, reporter: ProgressReporter) -> None:
+        self._job, self._reporter = job, reporter
+        self._interrupted = False
+        self._previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupted or not self._job.running:
+            self._reporter.abandon()
+            os._exit(INTERRUPTED)
+        self._interrupted = True
+        self._job.interrupt()
+
+    def close(self) -> None:
+        """Restores the previous handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+@click.command()
+@click.argument("inputs", nargs=-1, metavar="[INPUT]...")
+@click.option("--server", "servers", multiple=True, metavar="URL", help="A server with the captioner; repeatable.")
+@click.option("--model", default="captioner", show_default=True, metavar="NAME", help="Model on the server.")
+@click.option(
+    "-o", "--output", type=PATH, default="captions.jsonl", show_default=True, help="A .jsonl, .csv or .parquet file."
+)
+@click.option("--also", type=PATH, multiple=True, help="Also write this file, in another format; repeatable.")
+@click.option("--vtt", type=PATH, metavar="FOLDER", help="Write WebVTT subtitles, one file for each video.")
+@click.option("--srt", type=PATH, metavar="FOLDER", help="Write SRT subtitles, one file for each video.")
+@click.option("--failures", type=PATH, help="List of failed videos [failures.jsonl next to the output].")
+@click.option("--every", type=click.IntRange(1), metavar="N", help="Caption every Nth frame [1].")
+@click.option("--fps", type=click.FloatRange(0, min_open=True), metavar="F", help="Caption F frames per second.")
+@click.option("--start", callback=seconds, metavar="TIME", help="Start at this time: seconds or [H:]M:S.")
+@click.option("--end", callback=seconds, metavar="TIME", help="Stop before this time.")
+@click.option("--max-frames", type=click.IntRange(1), metavar="N", help="Caption at most N frames of each video.")
+@click.option(
+    "--pixels", type=click.Choice(["server-size", "source", "jpeg"]), default="server-size", show_default=True,
+    help="How frames travel: scaled, unscaled, or scaled and compressed.",
+)  # fmt: skip
+@click.option(
+    "--kernel", type=click.Choice(["fast", "exact"]), default="fast", show_default=True,
+    help="How frames are scaled: exact matches the model's own processor and needs torch.",
+)  # fmt: skip
+@click.option(
+    "--mode", type=click.Choice(["stream-prebatch", "stream-single", "single"]), default="stream-prebatch",
+    show_default=True, help="How frames are sent; the last two are for comparison.",
+)  # fmt: skip
+@click.option("--prebatch-size", callback=number_or_auto, metavar="N|auto", help="Frames in a request.")
+@click.option("--decoders", type=click.IntRange(1, 256), metavar="N", help="Videos decoded concurrently.")
+@click.option(
+    "--memory", "memory_bytes", callback=size_bytes, metavar="SIZE",
+    help="Memory for pixels [64Mi to 512Mi, depending on the servers].",
+)  # fmt: skip
+@click.option("--token-file", type=click.Path(), help="File with the server's token; or set PENSTOCK_TOKEN.")
+@click.option("--ca", type=click.Path(), help="PEM file of the certificate authority of the server.")
+@click.option(
+    "--wait", "wait_s", type=click.FloatRange(0), default=60.0, show_default=True, metavar="S",
+    help="Seconds to wait for a server at the beginning.",
+)  # fmt: skip
+@click.option(
+    "--give-up", "give_up_s", type=click.FloatRange(0), default=600.0, show_default=True, metavar="S",
+    help="Stop after this many seconds without an answer from any server.",
+)  # fmt: skip
+@click.option("--from0", is_flag=True, help="Separate the list on standard input (INPUT -) by NUL instead of newline.")
+@click.option("--retry-failed", is_flag=True, help="Retry failed videos.")
+@click.option("--restart", is_flag=True, help="Discard the captions of earlier runs.")
+@click.option("--dry-run", is_flag=True, help="List the work and send no frames.")
+@click.option(
+    "--progress", type=click.Choice(["auto", "bar", "plain", "json", "none"]), default="auto", show_default=True,
+    help="Progress on standard error.",
+)  # fmt: skip
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+def caption(**flags: Any) -> None:
+    """Caption the frames of videos.
+
+    INPUT is a file, a folder, a quoted pattern such as 'disk/**/*.mp4', or - for a list on standard input. Without
+    INPUT, the job continues with the videos of the last run into the same output. An interrupted run continues where
+    it stopped.
+
+    Exit status: 0 all captioned, 2 wrong usage, 3 some videos failed or the job had to stop, 130 interrupted.
+    """
+    try:
+        options = make_options(flags)
+        if flags["dry_run"]:
+            for line in dry_run(options):
+                click.echo(line)
+            return
+        reporter = make_reporter("none" if flags["quiet"] else flags["progress"])
+        code = run(options, reporter, quiet=flags["quiet"])
+    except NOT_UP as e:
+        click.echo(f"penstock: {e}", err=True)
+        code = INCOMPLETE
+    except PenstockError as e:
+        click.echo(f"penstock: {e}", err=True)
+        code = USAGE
+    sys.exit(code)
+
+
+def run(options: JobOptions, reporter: ProgressReporter, *, quiet: bool) -> int:
+    """The exit status of the job. Raises PenstockError if it cannot begin."""
+    logger, warnings = logging.getLogger("penstock"), WarningHandler(reporter)
+    logger.addHandler(warnings)
+    job = BulkJob(options, reporter)
+    handlers = SignalHandlers(job, reporter)
+    try:
+        summary = job.run()
+    finally:
+        logger.removeHandler(warnings)
+        handlers.close()
+        reporter.close()
+    reporter.end(summary)
+    if quiet and summary.stopped is not None:
+        click.echo(f"penstock: {summary.stopped}", err=True)
+    return summary.exit_code

@@ -1,0 +1,313 @@
+"""Sends chunks to the servers, retries where that can help, and reports one result for each chunk.
+
+One thread runs one event loop. A request is written directly from the block that holds its pixels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import logging
+import random
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint
+from penstock.bulk.protocol import UploadChunk, read_captions
+from penstock.bulk.servers import ServerInfo
+from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, SendStats
+from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
+
+_logger = logging.getLogger("penstock.bulk")
+
+BUSY: Final = (QueueFull, ModelNotReady, DeadlineExceeded)  # halve the window
+
+
+class Undelivered(PenstockError):
+    """A chunk has no captions after `attempts` attempts; `cause` is the error of the last one."""
+
+    code = "undelivered"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        attempts: int = 1,
+        cause: PenstockError | None = None,
+        retry_after_s: float | None = None,
+        detail: str = "",
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, detail=detail)
+        self.attempts = attempts
+        self.cause = cause
+
+
+def undelivered(cause: PenstockError, attempts: int) -> Undelivered:
+    count = f" ({attempts} attempts)" if attempts > 1 else ""
+    return Undelivered(cause.message + count, attempts=attempts, cause=cause, detail=cause.detail)
+
+
+def _closed() -> NotSent:
+    return NotSent("the sender was closed before this chunk was answered; the next run sends it")
+
+
+class ChunkSender:
+    """`start`, any number of `send`, `close`. `on_result` is called once for each chunk, in the sender's thread."""
+
+    def __init__(
+        self, servers: Sequence[ServerInfo], options: SendOptions, on_result: OnResult, *, seed: int | None = None
+    ) -> None:
+        self._on_result = on_result
+        self._delivery = _Delivery(servers, options, self._report, seed)
+        self._lock = threading.Lock()
+        self._inbox: list[Chunk] = []
+        self._notified = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # None before the start and after the end
+        self._thread = threading.Thread(target=self._run, name="penstock-sender", daemon=True)
+        self._started = threading.Event()
+
+    def start(self) -> None:
+        self._thread.start()
+        self._started.wait()
+
+    def send(self, chunk: Chunk) -> None:
+        """Accepts a chunk without blocking. After the end it gets NotSent, in the caller's thread."""
+        with self._lock:
+            loop = self._loop
+            if loop is not None:
+                self._inbox.append(chunk)
+                if not self._notified:
+                    self._notified = True
+                    loop.call_soon_threadsafe(self._take)
+                return
+        self._report(chunk, self._delivery.stopped or _closed())
+
+    def close(self, drain_s: float) -> None:
+        """Gives unsent chunks NotSent now, and chunks in flight after at most `drain_s`.
+
+        Returns when every chunk has a result and the thread has ended. A second call can shorten the first one's time.
+        """
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._delivery.end, drain_s)
+        self._thread.join()
+
+    def stats(self) -> SendStats:
+        """The numbers may be a moment apart."""
+        loop = self._loop
+        return self._delivery.stats(len(self._inbox), loop.time() if loop is not None else None)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            self._loop = runner.get_loop()
+            self._started.set()
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        await self._delivery.ended.wait()
+        with self._lock:
+            self._loop = None
+        self._take()
+        self._delivery.close()
+
+    def _take(self) -> None:
+        with self._lock:
+            chunks, self._inbox, self._notified = self._inbox, [], False
+        self._delivery.add(chunks)
+
+    def _report(self, chunk: Chunk, result: ChunkResult) -> None:
+        try:
+            self._on_result(chunk, result)
+        except Exception:
+            _logger.exception(
+                "video=%r frame=%d its answer is lost: the job failed on it", chunk.video.name, chunk.frames[0]
+            )
+
+
+class _Delivery:
+    """The sender's work on its loop: chunks wait in a heap, are in flight to a server, or wait for a retry."""
+
+    def __init__(self, servers: Sequence[ServerInfo], options: SendOptions, report: OnResult, seed: int | None) -> None:
+        self.stopped: PenstockError | None = None  # why nothing is sent any more
+        self.ended = asyncio.Event()
+        self._options = options
+        self._report = report
+        self._endpoints = [ServerEndpoint(info, options) for info in servers]
+        self._health = EndpointHealth(options, random.Random(seed), pump=self._pump, halt=self._halt)
+        self._waiting: list[UploadChunk] = []  # a heap, the oldest first
+        self._delayed: dict[UploadChunk, asyncio.TimerHandle] = {}
+        self._in_flight: set[asyncio.Task[list[str]]] = set()
+        self._abandon: asyncio.TimerHandle | None = None  # set while closing
+        self._added = self._answered = self._retries = self._sent_bytes = 0
+        # Servers remember answers for a while; a job that runs again must get new captions, not the remembered ones.
+        self._job = f"{options.fingerprint[:8]}-{secrets.token_hex(4)}"
+
+    def stats(self, inbox: int, now: float | None) -> SendStats:
+        servers = tuple(endpoint.stats(now) for endpoint in self._endpoints)
+        return SendStats(
+            in_flight=sum(server.in_flight for server in servers),
+            window=sum(server.window for server in servers),
+            waiting=inbox + len(self._waiting) + len(self._delayed),
+            answered=self._answered,
+            retries=self._retries,
+            sent_bytes=self._sent_bytes,
+            servers=servers,
+        )
+
+    def add(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self._added += 1
+            try:
+                heapq.heappush(self._waiting, UploadChunk(chunk, self._added, self._job))
+            except (ValueError, TypeError) as exc:
+                self._report(chunk, Undelivered(f"the chunk cannot be sent: {exc}"))
+        self._pump()
+
+    def _pump(self) -> None:
+        """Sends as many chunks as the windows allow."""
+        if self.stopped is not None:
+            self._flush(self.stopped)
+            return
+        while self._waiting:
+            endpoint = self._pick(self._waiting[0])
+            if endpoint is None:
+                return
+            upload = heapq.heappop(self._waiting)
+            upload.last_endpoint = endpoint
+            now = _time()
+            endpoint.window.sent(now)
+            task = asyncio.ensure_future(self._deliver(upload, endpoint))
+            self._in_flight.add(task)
+            task.add_done_callback(functools.partial(self._finish, upload, endpoint, now))
+
+    def _pick(self, upload: UploadChunk) -> ServerEndpoint | None:
+        """The least loaded server with room; if possible not the one where the chunk failed last."""
+        now = _time()
+        up = [endpoint for endpoint in self._endpoints if endpoint.is_up(now)]
+        if upload.attempts and len(up) > 1:
+            up = [endpoint for endpoint in up if endpoint is not upload.last_endpoint]
+        return min((endpoint for endpoint in up if endpoint.window.room() > 0), key=lambda e: e.load, default=None)
+
+    async def _deliver(self, upload: UploadChunk, endpoint: ServerEndpoint) -> list[str]:
+        """The captions. Raises as a connection and `read_captions` do."""
+        info = endpoint.info
+        connection = endpoint.take_connection()
+        try:
+            response = await connection.request(
+                "POST",
+                endpoint.path,
+                [*upload.headers, *endpoint.headers],
+                upload.body,
+                timeout_s=self._options.request_timeout_s,
+                max_response_bytes=self._options.max_response_bytes,
+            )
+        finally:
+            endpoint.return_connection(connection)
+        return read_captions(response, info.model, info.revision, upload.chunk.frames, info.url)
+
+    def _finish(
+        self, upload: UploadChunk, endpoint: ServerEndpoint, sent_s: float, task: asyncio.Task[list[str]]
+    ) -> None:
+        """The only exit of an attempt, however it ended."""
+        self._in_flight.discard(task)
+        error = _closed() if task.cancelled() else task.exception()
+        now = _time()
+        if error is None:
+            endpoint.window.answered(sent_s, now, 0 if upload.attempts else len(upload.chunk.frames))
+            endpoint.succeeded()
+            self._health.succeeded()
+            self._answered += 1
+            self._sent_bytes += upload.body_bytes
+            self._report(upload.chunk, task.result())
+        else:
+            if isinstance(error, BUSY):
+                endpoint.window.refused(sent_s, now)
+            else:
+                endpoint.window.lost()
+            self._fail(upload, endpoint, error)
+        self._pump()
+        if self._abandon is not None and not self._in_flight:
+            self.ended.set()
+
+    def _fail(self, upload: UploadChunk, endpoint: ServerEndpoint, error: BaseException) -> None:
+        """Schedules another attempt, or reports the error."""
+        url = endpoint.info.url
+        if not isinstance(error, PenstockError):
+            _logger.error("server=%s a chunk is given up: the sender itself failed", url, exc_info=error)
+            error = Undelivered(f"the sender failed: {describe(error)}")
+        if isinstance(error, ENDS_THE_JOB):
+            self._halt(error)
+        if self.stopped is not None:
+            self._report(upload.chunk, self.stopped)
+            return
+        self._health.failed(endpoint, error)
+        if not isinstance(error, LATER):
+            upload.attempts += 1
+            if not isinstance(error, AGAIN) or upload.attempts >= self._options.attempts:
+                self._report(upload.chunk, undelivered(error, upload.attempts))
+                return
+        self._retries += 1
+        _logger.debug("server=%s frame=%d again=%s: %s", url, upload.chunk.frames[0], error.code, error.message)
+        if isinstance(error, LATER):  # the server rests, not the chunk: another server may take it now
+            heapq.heappush(self._waiting, upload)
+        else:
+            delay_s = self._health.backoff_s(upload.attempts)
+            self._delayed[upload] = asyncio.get_running_loop().call_later(delay_s, self._retry, upload)
+
+    def _retry(self, upload: UploadChunk) -> None:
+        del self._delayed[upload]
+        heapq.heappush(self._waiting, upload)
+        self._pump()
+
+    def _halt(self, error: PenstockError) -> None:
+        """Sends nothing more; chunks in flight may still get captions."""
+        if self.stopped is None:
+            self.stopped = error
+            if not isinstance(error, NotSent):
+                _logger.error("code=%s nothing more is sent: %s", error.code, error.message)
+        self._health.close()
+        self._flush(self.stopped)
+
+    def _flush(self, error: PenstockError) -> None:
+        for timer in self._delayed.values():
+            timer.cancel()
+        uploads = sorted([*self._waiting, *self._delayed])
+        self._waiting.clear()
+        self._delayed.clear()
+        for upload in uploads:
+            self._report(upload.chunk, error)
+
+    def end(self, drain_s: float) -> None:
+        """Sets `ended` when nothing is in flight, after at most `drain_s`. Another call can only shorten the time."""
+        self._halt(_closed())
+        loop = asyncio.get_running_loop()
+        if self._abandon is None or loop.time() + drain_s < self._abandon.when():
+            if self._abandon is not None:
+                self._abandon.cancel()
+            self._abandon = loop.call_later(drain_s, self._cancel_all)
+        if not self._in_flight:
+            self.ended.set()
+
+    def _cancel_all(self) -> None:
+        for task in self._in_flight:
+            task.cancel()
+
+    def close(self) -> None:
+        for endpoint in self._endpoints:
+            endpoint.close()
+
+
+def _time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
