@@ -48,15 +48,6 @@ def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> 
     return total
 
 
-def number_or_auto(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """The number of a flag; None for "auto"."""
-    if value is None or value == "auto":
-        return None
-    if not value.isdigit() or int(value) < 1:
-        raise click.BadParameter(f"expected a whole number from 1, or auto, found '{value}'", param=parameter)
-    return int(value)
-
-
 def make_options(flags: dict[str, Any]) -> JobOptions:
     """The job that the flags describe. Raises ConfigError."""
     if flags["every"] is not None and flags["fps"] is not None:
@@ -68,16 +59,18 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
     if flags["dry_run"] and not flags["inputs"]:
         raise ConfigError("name the videos of the dry run")
     output: Path = flags["output"]
+    prebatch = flags["prebatch_size"]
     return JobOptions(
         outputs=OutputPaths((output, *flags["also"]), flags["vtt"], flags["srt"]),
         work=output.with_name(output.name + ".work"),
         failures=flags["failures"] or output.with_name("failures.jsonl"),
         token=read_token(flags["token_file"]),
         sampling=Sampling(flags["every"] or 1, flags["fps"], flags["start"] or 0.0, flags["end"], flags["max_frames"]),
+        prebatch_size=None if prebatch == "auto" else prebatch,
         **{
             name: flags[name]
             for name in (
-                "inputs", "servers", "model", "ca", "pixels", "kernel", "mode", "prebatch_size", "decoders",
+                "inputs", "servers", "model", "ca", "pixels", "kernel", "mode", "decoders",
                 "memory_bytes", "give_up_s", "wait_s", "from0", "restart", "retry_failed",
             )
         },

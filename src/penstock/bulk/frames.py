@@ -128,7 +128,7 @@ class _SinglePass:
             self._video.close()
 
     def frames_from(self, position: Position, back_s: float) -> Iterator[DecodedFrame]:
-        """The frame at a position with a pts, and those after it. Raises _SeekFailed before the first one, or Damage."""
+        """The frame at a position with a pts, and those after it. Raises _SeekFailed before the first, or Damage."""
         try:
             first, others = self._seek(position, back_s)
             for number, picture in enumerate(itertools.chain([first], others), position.frame):
