@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -19,10 +20,11 @@ WORKLOAD = harness.Workload("echo", f'{{"text": "{TEXT}"}}'.encode(), {"text": T
 
 async def ours() -> None:
     """Serves on a free port, which is printed, until stdin closes."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from penstock.config.schema import LimitsConfig
     from penstock.serving.http.server import HttpServer
-    from penstock.testing.backend import Call, FakeBackend
     from penstock.types import Item, ItemResult, Sink
+    from support.backend import Call, FakeBackend
 
     call_soon = asyncio.get_running_loop().call_soon
     ticket = Call(Item(b""), lambda result: None, None, 0)

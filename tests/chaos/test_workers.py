@@ -16,7 +16,7 @@ import pytest
 
 from penstock.core.transports.make import make_transport
 from penstock.errors import WorkerDied
-from penstock.testing.transports import Desk, values
+from penstock.testing.transports import TransportHarness, values
 from penstock.types import Item
 
 
@@ -38,8 +38,8 @@ def descriptors() -> dict[str, str]:
     return found
 
 
-async def pid_of(desk: Desk) -> int:
-    (pid,) = await desk.values(("pid", 0))
+async def pid_of(harness: TransportHarness) -> int:
+    (pid,) = await harness.values(("pid", 0))
     return pid
 
 
@@ -49,34 +49,34 @@ def alive(pid: int) -> bool:
 
 async def test_kill_9_in_the_middle_of_a_batch_is_told_within_50_ms():
     delays = []
-    async with Desk(process) as desk:
+    async with TransportHarness(process) as harness:
         for _ in range(5):
-            pid = await pid_of(desk)
-            running, ahead = desk.post([Item(("hang", 0))]), desk.post([Item(1)])
+            pid = await pid_of(harness)
+            running, ahead = harness.post([Item(("hang", 0))]), harness.post([Item(1)])
             await asyncio.sleep(0.02)
             started = time.perf_counter()
             os.kill(pid, signal.SIGKILL)
-            parts = await desk.final(running), await desk.final(ahead)
+            parts = await harness.final(running), await harness.final(ahead)
             delays.append(time.perf_counter() - started)
             assert all(type(part.error) is WorkerDied for part in parts)
             assert "SIGKILL" in parts[0].error.message
             assert [part.started for part in parts] == [True, False]
-            await desk.up()
+            await harness.up()
         # each life answered a batch (its pid), so the wait before the next one never grew
-        assert [wait for _, wait in desk.downs] == [0.1] * 5
+        assert [wait for _, wait in harness.downs] == [0.1] * 5
     assert min(delays) < 0.05  # the others may have shared the machine with other tests
 
 
 async def test_what_a_dead_worker_looked_at_is_given_back():
-    async with Desk(process, "penstock.testing.transports:Keeper") as desk:
-        await desk.up()
-        slab = desk.pool.allocate(100_000)
-        assert values(await desk.final(desk.post([Item(slab, "native")]))) == [b"kept"]
+    async with TransportHarness(process, "penstock.testing.transports:Keeper") as harness:
+        await harness.up()
+        slab = harness.pool.allocate(100_000)
+        assert values(await harness.final(harness.post([Item(slab, "native")]))) == [b"kept"]
         slab.release()
-        assert desk.pool.in_use_bytes > 0
-        os.kill(desk.ready.pid, signal.SIGKILL)
-        await desk.until(lambda: desk.downs)
-        assert desk.pool.in_use_bytes == 0
+        assert harness.pool.in_use_bytes > 0
+        os.kill(harness.ready.pid, signal.SIGKILL)
+        await harness.until(lambda: harness.downs)
+        assert harness.pool.in_use_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -89,60 +89,60 @@ async def test_what_a_dead_worker_looked_at_is_given_back():
     ],
 )
 async def test_a_crash_is_named_and_the_next_worker_answers(item, found, capfd):
-    async with Desk(process) as desk:
-        part = await desk.run(item)
+    async with TransportHarness(process) as harness:
+        part = await harness.run(item)
         if found is None:
             assert part.error is None
         else:
             assert type(part.error) is WorkerDied
             assert found in part.error.message
-        assert await desk.values(5) == [5]
+        assert await harness.values(5) == [5]
     if found == "SIGSEGV":
         assert "Fatal Python error: Segmentation fault" in capfd.readouterr().err
 
 
 async def test_a_worker_that_is_stopped_by_a_signal_is_killed_at_its_limit():
-    async with Desk(process, run_timeout_s=0.2) as desk:
-        pid = await pid_of(desk)
+    async with TransportHarness(process, run_timeout_s=0.2) as harness:
+        pid = await pid_of(harness)
         os.kill(pid, signal.SIGSTOP)
-        part = await desk.final(desk.post([Item(1)]))
+        part = await harness.final(harness.post([Item(1)]))
         assert type(part.error) is WorkerDied
         assert not alive(pid)
 
 
 async def test_a_run_ahead_has_its_own_time():
-    async with Desk(process, run_timeout_s=1.0) as desk:
-        await desk.up()
-        numbers = [desk.post([Item(("sleep", 0.6))]) for _ in range(2)]
-        assert [values(await desk.final(n)) for n in numbers] == [[0.6], [0.6]]
-        assert not desk.downs
+    async with TransportHarness(process, run_timeout_s=1.0) as harness:
+        await harness.up()
+        numbers = [harness.post([Item(("sleep", 0.6))]) for _ in range(2)]
+        assert [values(await harness.final(n)) for n in numbers] == [[0.6], [0.6]]
+        assert not harness.downs
 
 
 async def test_a_thread_that_hangs_is_abandoned_and_replaced():
-    async with Desk(thread, run_timeout_s=0.2) as desk:
-        await desk.up()
-        running, ahead = desk.post([Item(("sleep", 0.6))]), desk.post([Item(1)])
-        part = await desk.final(running)
+    async with TransportHarness(thread, run_timeout_s=0.2) as harness:
+        await harness.up()
+        running, ahead = harness.post([Item(("sleep", 0.6))]), harness.post([Item(1)])
+        part = await harness.final(running)
         assert type(part.error) is WorkerDied
-        assert not (await desk.final(ahead)).started
-        assert await desk.values(5) == [5]
+        assert not (await harness.final(ahead)).started
+        assert await harness.values(5) == [5]
         await asyncio.sleep(0.5)  # the abandoned thread comes back: nobody listens
-        assert len(desk.parts[running]) == 1
+        assert len(harness.parts[running]) == 1
 
 
 async def test_no_descriptor_and_no_process_is_left():
-    async with Desk(process) as desk:  # what is opened once and for all
-        await desk.up()
+    async with TransportHarness(process) as harness:  # what is opened once and for all
+        await harness.up()
     gc.collect()
     before, others = descriptors(), psutil.Process().children()  # other tests may keep helpers
     for _ in range(3):
-        async with Desk(process) as desk:
-            pid = await pid_of(desk)
-            await desk.run(b"x" * 200_000)
+        async with TransportHarness(process) as harness:
+            pid = await pid_of(harness)
+            await harness.run(b"x" * 200_000)
             os.kill(pid, signal.SIGKILL)
-            await desk.until(lambda: desk.downs)
-            await desk.up()
-            second = await pid_of(desk)
+            await harness.until(lambda: harness.downs)
+            await harness.up()
+            second = await pid_of(harness)
         assert not alive(pid)
         assert not alive(second)
     gc.collect()
@@ -152,14 +152,14 @@ async def test_no_descriptor_and_no_process_is_left():
 
 @pytest.mark.parametrize("end", ["kill", "close"])
 async def test_what_a_worker_has_started_ends_with_it(end):
-    async with Desk(process) as desk:
-        worker, started = await desk.values(("pid", 0), ("start", ["sleep", "60"]))
+    async with TransportHarness(process) as harness:
+        worker, started = await harness.values(("pid", 0), ("start", ["sleep", "60"]))
         assert alive(started)
         if end == "kill":
             os.kill(worker, signal.SIGKILL)
-            await desk.until(lambda: desk.downs)
+            await harness.until(lambda: harness.downs)
         else:
-            await desk.transport.close(1.0)
+            await harness.transport.close(1.0)
     for _ in range(200):
         if not alive(started):
             break
@@ -168,14 +168,14 @@ async def test_what_a_worker_has_started_ends_with_it(end):
 
 
 async def test_close_kills_what_does_not_end():
-    async with Desk(process) as desk:
-        pid = await pid_of(desk)
-        running = desk.post([Item(("hold_the_gil", 60))])
+    async with TransportHarness(process) as harness:
+        pid = await pid_of(harness)
+        running = harness.post([Item(("hold_the_gil", 60))])
         await asyncio.sleep(0.05)
         started = time.perf_counter()
-        await desk.transport.close(0.1)
+        await harness.transport.close(0.1)
         assert time.perf_counter() - started < 3.0  # not the 60 s that the model holds on
-        assert type(desk.parts[running][-1].error) is WorkerDied
+        assert type(harness.parts[running][-1].error) is WorkerDied
         assert not alive(pid)
 
 
@@ -184,20 +184,20 @@ def test_a_forked_child_forgets_its_parents_workers(tmp_path: Path):
     script.write_text(
         """
 import asyncio, os
-from penstock.testing.transports import Desk
+from penstock.testing.transports import TransportHarness
 from penstock.core.transports.make import make_transport
 
 async def main():
     make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
-    async with Desk(make) as desk:
-        await desk.values(1)
+    async with TransportHarness(make) as harness:
+        await harness.values(1)
         pid = os.fork()
         if pid == 0:
-            desk.transport.forget()
+            harness.transport.forget()
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
-        assert await desk.values(2) == [2]
-        assert not desk.downs
+        assert await harness.values(2) == [2]
+        assert not harness.downs
         print("fine")
 
 asyncio.run(main())

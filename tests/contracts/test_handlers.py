@@ -14,7 +14,7 @@ import pytest
 from penstock.core.transports.make import make_transport
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, LoadOutOfMemory, OutOfMemory, WorkerDied
-from penstock.testing.transports import Desk
+from penstock.testing.transports import TransportHarness
 from penstock.types import BatchPart, Item, ItemResult
 
 HEADERS = [(b"X-Foo", b"bar"), (b"explain", b"False")]
@@ -48,7 +48,7 @@ def describe(row):
 """
 
 
-def handler_desk(folder: Path, source: str, *, run_timeout_s: float = 60.0, **setup: Any) -> Desk:
+def handler_desk(folder: Path, source: str, *, run_timeout_s: float = 60.0, **setup: Any) -> TransportHarness:
     """A worker process with one handler."""
     (folder / "my_handler.py").write_text(source)
     said = {"model_name": "m", "model_dir": str(folder), "handler": "my_handler.py", "batch_size": 8, **setup}
@@ -59,11 +59,11 @@ def handler_desk(folder: Path, source: str, *, run_timeout_s: float = 60.0, **se
 
     again = said.get("retry_split", False)
     target = Wrapped(None, "penstock.torchserve.handlers.handler:HandlerModel", {"setup": said})
-    return Desk(make, target, retry_split=again, idempotent=again, run_timeout_s=run_timeout_s)
+    return TransportHarness(make, target, retry_split=again, idempotent=again, run_timeout_s=run_timeout_s)
 
 
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+async def harness(tmp_path: Path) -> AsyncIterator[TransportHarness]:
     async with handler_desk(tmp_path, SCRIPTED) as found:
         await found.up()
         yield found
@@ -80,15 +80,15 @@ def does(text: str) -> Item:
     return request(msgspec.msgpack.encode({"do": text.encode()}), codec="torchserve_inputs")
 
 
-async def results(desk: Desk, *items: Item) -> list[ItemResult | None]:
-    part = await desk.final(desk.post(list(items)))
+async def results(harness: TransportHarness, *items: Item) -> list[ItemResult | None]:
+    part = await harness.final(harness.post(list(items)))
     assert part.error is None, part.error
     return part.results
 
 
-async def seen(desk: Desk, item: Item) -> Any:
+async def seen(harness: TransportHarness, item: Item) -> Any:
     """Name to type and value of what the handler received."""
-    (result,) = await results(desk, item)
+    (result,) = await results(harness, item)
     assert result is not None
     assert result.error is None, result.error
     return {name: tuple(found) for name, found in json.loads(bytes(result.body)).items()}
@@ -122,16 +122,16 @@ RECEIVED = {
 }
 
 
-async def test_what_a_handler_receives(desk):
+async def test_what_a_handler_receives(harness):
     for name, (item, expected) in RECEIVED.items():
         expected = {key: (kind, text.replace("\r\n", "")) for key, (kind, text) in expected.items()}
-        assert await seen(desk, item) == expected, name
-    large = await seen(desk, request(b"x" * 300_000))  # from shared memory, and the handler's own
+        assert await seen(harness, item) == expected, name
+    large = await seen(harness, request(b"x" * 300_000))  # from shared memory, and the handler's own
     assert large["body"] == (BYTES, repr(bytearray(b"x" * 300_000)))
 
 
-async def test_a_request_that_cannot_be_read_fails_alone(desk):
-    bad, fine = await results(desk, request(b"x", "multipart/form-data"), request(b"1", "application/json"))
+async def test_a_request_that_cannot_be_read_fails_alone(harness):
+    bad, fine = await results(harness, request(b"x", "multipart/form-data"), request(b"1", "application/json"))
     assert type(bad.error) is BadRequest
     assert fine.error is None
 
@@ -161,10 +161,10 @@ RETURNED = {
 }
 
 
-async def test_what_a_handler_may_return(desk, tmp_path):
-    pid = desk.ready.pid
+async def test_what_a_handler_may_return(harness, tmp_path):
+    pid = harness.ready.pid
     for text, (kind, said) in RETURNED.items():
-        (result,) = await results(desk, does(f"return {text}"))
+        (result,) = await results(harness, does(f"return {text}"))
         if isinstance(kind, int):
             assert result.error is None, (text, result.error)
             assert result.status == kind, text
@@ -172,39 +172,39 @@ async def test_what_a_handler_may_return(desk, tmp_path):
         else:
             assert type(result.error) is kind, text
             assert result.error.message == said, text
-    (result,) = await results(desk, does("return raised(PredictionException('mine', 429))"))
+    (result,) = await results(harness, does("return raised(PredictionException('mine', 429))"))
     expected = {"code": 429, "type": "InternalServerException", "message": "mine"}
     assert (json.loads(bytes(result.body)), result.content_type) == (expected, "application/json")
-    (result,) = await results(desk, does("return [os.getcwd()]"))
+    (result,) = await results(harness, does("return [os.getcwd()]"))
     assert bytes(result.body).decode() == str(tmp_path.resolve())
-    assert desk.ready.pid == pid, "no answer ends a worker"
-    assert desk.downs == []
+    assert harness.ready.pid == pid, "no answer ends a worker"
+    assert harness.downs == []
 
 
-async def test_what_befalls_a_batch_befalls_all_of_it(desk):
-    found = await results(desk, does("return [1]"), request(), request())
+async def test_what_befalls_a_batch_befalls_all_of_it(harness):
+    found = await results(harness, does("return [1]"), request(), request())
     assert [r.error.message for r in found] == ["number of batch response mismatched"] * 3
-    found = await results(desk, does("raise PredictionException('mine', 418)"), request())
+    found = await results(harness, does("raise PredictionException('mine', 418)"), request())
     assert [r.status for r in found] == [418, 418]
 
 
-async def test_a_handler_that_dies_takes_its_batch_with_it_and_the_next_one_answers(desk):
-    number = desk.post([does("os._exit(3)"), request()])
-    assert type((await desk.final(number)).error) is WorkerDied
-    await desk.up()
-    (result,) = await results(desk, does("return ['again']"))
+async def test_a_handler_that_dies_takes_its_batch_with_it_and_the_next_one_answers(harness):
+    number = harness.post([does("os._exit(3)"), request()])
+    assert type((await harness.final(number)).error) is WorkerDied
+    await harness.up()
+    (result,) = await results(harness, does("return ['again']"))
     assert bytes(result.body) == b"again"
 
 
 async def test_a_handler_that_hangs_is_given_up_and_the_next_one_answers(tmp_path):
-    async with handler_desk(tmp_path, SCRIPTED, run_timeout_s=0.2) as desk:
-        await desk.up()
-        number = desk.post([does("import time\ntime.sleep(60)")])
-        error = (await desk.final(number)).error
+    async with handler_desk(tmp_path, SCRIPTED, run_timeout_s=0.2) as harness:
+        await harness.up()
+        number = harness.post([does("import time\ntime.sleep(60)")])
+        error = (await harness.final(number)).error
         assert type(error) is WorkerDied
         assert "run_timeout_s=0.2" in error.message
-        await desk.up()
-        assert (await results(desk, does("return ['again']")))[0].body == b"again"
+        await harness.up()
+        assert (await results(harness, does("return ['again']")))[0].body == b"again"
 
 
 async def test_with_retry_split_one_bad_request_fails_alone(tmp_path):
@@ -220,10 +220,10 @@ def handle(data, context):
         raise PredictionException("too dark", 418)
     return [row["body"] for row in data]
 """
-    async with handler_desk(tmp_path, source, retry_split=True) as desk:
-        await desk.up()
+    async with handler_desk(tmp_path, source, retry_split=True) as harness:
+        await harness.up()
         bodies = ["a", "bad", "b", "dark", "c"]
-        found = await results(desk, *(request(body.encode(), "text/plain") for body in bodies))
+        found = await results(harness, *(request(body.encode(), "text/plain") for body in bodies))
         assert [type(r.error) for r in found] == [type(None), ItemFailed, type(None), type(None), type(None)]
         assert [r.status for r in found] == [200, 200, 200, 418, 200]
 
@@ -254,14 +254,14 @@ def told(parts: list[BatchPart], place: int) -> list[Any]:
 
 
 async def test_parts_leave_while_the_handler_still_runs(tmp_path):
-    async with handler_desk(tmp_path, STREAMING) as desk:
-        await desk.up()
-        number = desk.post([request(b"wait", "text/plain"), request(id="id-1")])
-        await desk.until(lambda: desk.parts[number])
-        assert not desk.parts[number][-1].final
+    async with handler_desk(tmp_path, STREAMING) as harness:
+        await harness.up()
+        number = harness.post([request(b"wait", "text/plain"), request(id="id-1")])
+        await harness.until(lambda: harness.parts[number])
+        assert not harness.parts[number][-1].final
         (tmp_path / "go").touch()
-        await desk.final(number)
-        parts = desk.parts[number]
+        await harness.final(number)
+        parts = harness.parts[number]
         assert told(parts, 0) == ["0.0 ", "0.1 ", "0.2 ", "end"]
         assert told(parts, 1) == ["1.0 ", "1.1 ", "1.2 ", "end"]
         first, last = parts[0].results[0], parts[-1].results[0]
@@ -270,23 +270,23 @@ async def test_parts_leave_while_the_handler_still_runs(tmp_path):
 
 
 async def test_a_handler_that_fails_after_a_part_is_not_run_again(tmp_path):
-    async with handler_desk(tmp_path, STREAMING, retry_split=True) as desk:
-        await desk.up()
-        number = desk.post([request(b"fail", "text/plain"), request()])
-        await desk.final(number)
-        assert told(desk.parts[number], 1) == ["1.0 ", ItemFailed]
+    async with handler_desk(tmp_path, STREAMING, retry_split=True) as harness:
+        await harness.up()
+        number = harness.post([request(b"fail", "text/plain"), request()])
+        await harness.final(number)
+        assert told(harness.parts[number], 1) == ["1.0 ", ItemFailed]
 
 
 async def test_a_handler_whose_readers_have_all_left_runs_to_its_end(tmp_path):
-    async with handler_desk(tmp_path, STREAMING) as desk:
-        await desk.up()
-        number = desk.post([request(b"wait", "text/plain")])
-        await desk.until(lambda: desk.parts[number])
-        desk.transport.abandon(0, number)
+    async with handler_desk(tmp_path, STREAMING) as harness:
+        await harness.up()
+        number = harness.post([request(b"wait", "text/plain")])
+        await harness.until(lambda: harness.parts[number])
+        harness.transport.abandon(0, number)
         (tmp_path / "go").touch()
-        await desk.final(number)
-        assert told(desk.parts[number], 0)[-1] == "end"
-        assert (await results(desk, request()))[0].error is None
+        await harness.final(number)
+        assert told(harness.parts[number], 0)[-1] == "end"
+        assert (await results(harness, request()))[0].error is None
 
 
 OVERLAPPED = """
@@ -321,28 +321,28 @@ class Handler(BaseHandler):
 
 
 async def test_with_overlap_the_next_batch_is_preprocessed_meanwhile(tmp_path):
-    async with handler_desk(tmp_path, OVERLAPPED, overlap=True) as desk:
-        await desk.up()
-        first = desk.post([request(b"1-waits", "text/plain", id="1")])
-        second = desk.post([request(b"2", "text/plain", id="2")])
-        assert (await desk.final(first)).results[0].body == b"1-waits{0: '1'}"
-        (answer,) = (await desk.final(second)).results
+    async with handler_desk(tmp_path, OVERLAPPED, overlap=True) as harness:
+        await harness.up()
+        first = harness.post([request(b"1-waits", "text/plain", id="1")])
+        second = harness.post([request(b"2", "text/plain", id="2")])
+        assert (await harness.final(first)).results[0].body == b"1-waits{0: '1'}"
+        (answer,) = (await harness.final(second)).results
         assert (answer.body, answer.headers) == (b"2{0: '2'}", [("X-Id", "2")])
         bad, fine = (
-            desk.post([request(b"3-bad", "text/plain", id="3")]),
-            desk.post([request(b"4", "text/plain", id="4")]),
+            harness.post([request(b"3-bad", "text/plain", id="3")]),
+            harness.post([request(b"4", "text/plain", id="4")]),
         )
-        assert type((await desk.final(bad)).results[0].error) is ItemFailed
-        assert (await desk.final(fine)).results[0].error is None
-        (described,) = await results(desk, request(headers=[(b"describe", b"True")]))
+        assert type((await harness.final(bad)).results[0].error) is ItemFailed
+        assert (await harness.final(fine)).results[0].error is None
+        (described,) = await results(harness, request(headers=[(b"describe", b"True")]))
         assert described.body == b"about"
 
 
 async def test_a_handler_that_cannot_be_overlapped_runs_as_ever(tmp_path, caplog):
     caplog.set_level(logging.INFO, "penstock.model")
-    async with handler_desk(tmp_path, SCRIPTED, overlap=True) as desk:
-        await desk.up()
-        assert (await results(desk, does("return ['fine']")))[0].body == b"fine"
+    async with handler_desk(tmp_path, SCRIPTED, overlap=True) as harness:
+        await harness.up()
+        assert (await results(harness, does("return ['fine']")))[0].body == b"fine"
     assert any("handler_not_overlapped" in message for message in caplog.messages)
 
 
@@ -358,26 +358,26 @@ async def test_a_handler_that_cannot_be_overlapped_runs_as_ever(tmp_path, caplog
     ],
 )
 async def test_a_handler_that_does_not_load_is_tried_again_later_and_later(tmp_path, source, kind, says):
-    async with handler_desk(tmp_path, source) as desk:
-        await desk.until(lambda: len(desk.downs) == 2)
-        assert [type(error) for error, _ in desk.downs] == [kind] * 2
-        assert says in desk.downs[0][0].message
-        waits = [retry_in_s for _, retry_in_s in desk.downs]
+    async with handler_desk(tmp_path, source) as harness:
+        await harness.until(lambda: len(harness.downs) == 2)
+        assert [type(error) for error, _ in harness.downs] == [kind] * 2
+        assert says in harness.downs[0][0].message
+        waits = [retry_in_s for _, retry_in_s in harness.downs]
         assert waits[1] == 2 * waits[0]
 
 
 async def test_what_a_handler_prints_and_logs_and_its_tracebacks_are_lines_of_the_log(tmp_path, caplog):
     caplog.set_level(logging.INFO, "penstock.model")
-    async with handler_desk(tmp_path, SCRIPTED + "\nimport logging\nlogging.getLogger('x').info('said')\n") as desk:
-        await desk.up()
-        await results(desk, does("raise ValueError('the cause')"))
+    async with handler_desk(tmp_path, SCRIPTED + "\nimport logging\nlogging.getLogger('x').info('said')\n") as harness:
+        await harness.up()
+        await results(harness, does("raise ValueError('the cause')"))
     lines = [r.getMessage() for r in caplog.records if r.name == "penstock.model"]
     assert lines[:2] == ["the handler is loaded", "said"]
     assert lines.count("ValueError: the cause") == 1
 
 
-async def test_a_worker_with_a_handler_has_loaded_no_front_end_no_engine_and_no_runtime(desk):
-    (answer,) = await results(desk, does("return [' '.join(sys.modules)]"))
+async def test_a_worker_with_a_handler_has_loaded_no_front_end_no_engine_and_no_runtime(harness):
+    (answer,) = await results(harness, does("return [' '.join(sys.modules)]"))
     loaded = set(answer.body.decode().split())
     ours = {name.split(".")[1] for name in loaded if name.startswith("penstock.")}
     assert "handler" in {name.rpartition(".")[2] for name in loaded}

@@ -16,8 +16,8 @@ from penstock.testing.models import check_model
 @pytest.mark.parametrize(
     ("target", "items"),
     [
-        (scripted.Scripted, [1, "two", (None, 3)]),
-        (scripted.Scripted(), [("raise_nothing", 1)]),
+        (scripted.ScriptedModel, [1, "two", (None, 3)]),
+        (scripted.ScriptedModel(), [("raise_nothing", 1)]),
         (scripted.echo_async, [1, 2, 3]),
         (scripted.stream, [1, 4, 2]),
         (scripted.stream_async, [3, 1]),
@@ -42,4 +42,4 @@ def test_an_answer_that_depends_on_batch_mates_is_noticed():
 
 def test_a_model_that_raises_is_noticed():
     with pytest.raises(AssertionError, match="the model raised ValueError"):
-        check_model(scripted.Scripted, [("raise", "no")])
+        check_model(scripted.ScriptedModel, [("raise", "no")])

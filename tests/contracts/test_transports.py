@@ -7,8 +7,8 @@ from msgspec import structs
 
 from penstock.core.transports.make import make_transport
 from penstock.core.worker.spec import Wrapped
-from penstock.testing.beside import BESIDE_CHECKS, TARGET
-from penstock.testing.transports import TRANSPORT_CHECKS, Desk, check_transport
+from penstock.testing.concurrent import CONCURRENCY_CHECKS, TARGET
+from penstock.testing.transports import TRANSPORT_CHECKS, TransportHarness, check_transport
 
 
 @pytest.mark.parametrize("name", ["inline", "thread", "process"])
@@ -30,7 +30,7 @@ async def test_the_process_transport_whose_answers_are_finished_apart(check):
     await check(apart)
 
 
-@pytest.mark.parametrize("check", BESIDE_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("check", CONCURRENCY_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 async def test_the_process_transport_with_batches_side_by_side(check):
     await check(
         lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
@@ -39,11 +39,11 @@ async def test_the_process_transport_with_batches_side_by_side(check):
 
 @pytest.mark.parametrize("name", ["inline", "thread"])
 async def test_a_model_that_could_work_side_by_side_is_any_model_elsewhere(name):
-    async with Desk(
+    async with TransportHarness(
         lambda spec, pool: make_transport(name, spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=0), TARGET
-    ) as desk:
-        assert await desk.values(1, ("open", "a"), 3) == [1, "opened", 3]
-        assert desk.ready.width == 1
+    ) as harness:
+        assert await harness.values(1, ("open", "a"), 3) == [1, "opened", 3]
+        assert harness.ready.width == 1
 
 
 def test_the_process_transport_keeps_the_contract_on_uvloop():

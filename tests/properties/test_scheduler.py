@@ -16,8 +16,8 @@ from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Take
 from penstock.core.batching.policies.fixed import Fixed
 from penstock.core.batching.policies.none import Unbatched
 from penstock.core.batching.scheduler import Scheduler
-from penstock.testing.policies import INVARIANTS, Checker, Violation, check_invariance, check_policy
-from penstock.testing.scripts import Setup, Step, random_setup
+from penstock.testing.policies import INVARIANTS, PolicyChecker, Violation, check_invariance, check_policy
+from penstock.testing.scripts import ScriptSetup, ScriptStep, random_setup
 
 TRACES = 400  # of each of the six: 2,400 in all
 
@@ -40,7 +40,7 @@ def test_every_invariant_holds_over_random_scripts(name: str) -> None:
 def test_scripts_reach_holds_skips_drops_deaths_splits_and_batches_sent_ahead() -> None:
     seen: set[str] = set()
     for k in range(150):
-        checker = Checker(random_setup(Random(f"reach/{k}")), Adaptive)
+        checker = PolicyChecker(random_setup(Random(f"reach/{k}")), Adaptive)
         checker.play()
         seen |= {str(x) for t in checker.trace for x in t if isinstance(x, str)}
         seen |= {"ahead" for t in checker.trace if t[1] == "send" and t[-1]}
@@ -150,7 +150,7 @@ class TellsTwice(Scheduler):
 def caught(make: Callable[[], BatchPolicy], scheduler: type[Scheduler]) -> Iterator[str]:
     """The invariants that random scripts find broken, script by script."""
 
-    class Broken(Checker):
+    class Broken(PolicyChecker):
         scheduler_class = scheduler
 
     for k in range(60):
@@ -184,12 +184,12 @@ def test_a_broken_policy_or_scheduler_is_caught(
 
 
 def test_a_policy_that_reads_absolute_time_is_caught() -> None:
-    setup = Setup(slots=1, steps=tuple(Step("offer", 1) for _ in range(20)))
+    setup = ScriptSetup(slots=1, steps=tuple(ScriptStep("offer", 1) for _ in range(20)))
     with pytest.raises(Violation, match="I13"):
         check_invariance(setup, HoldsByTheClock)
 
 
 def test_a_policy_with_a_time_of_its_own_is_caught_when_time_is_stretched() -> None:
-    setup = Setup(slots=1, steps=tuple(Step("offer", 1) for _ in range(3)))
+    setup = ScriptSetup(slots=1, steps=tuple(ScriptStep("offer", 1) for _ in range(3)))
     with pytest.raises(Violation, match="I14"):
         check_invariance(setup, HoldsAbsolutely)

@@ -19,7 +19,7 @@ from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.fixed import Fixed
 from penstock.core.batching.policies.none import Unbatched
 from penstock.core.batching.queues import MAX_BYPASSES
-from penstock.testing.scripts import TICK, Player, Setup, random_setup
+from penstock.testing.scripts import TICK, ScriptPlayer, ScriptSetup, random_setup
 
 INVARIANTS = {
     "I1": "rows of a batch <= the maximum, one bucket; every request ends exactly once; the queue's counts are right",
@@ -50,7 +50,7 @@ class Violation(AssertionError):
         self.name = name
 
 
-class Rules(Struct, frozen=True):
+class PolicyRules(Struct, frozen=True):
     """Which of the invariants that are not for all hold for a policy."""
 
     holds: bool  # it may let a request wait beside an idle slot
@@ -58,7 +58,7 @@ class Rules(Struct, frozen=True):
     delay_s: float = INF  # it holds a head no longer than this
 
     @classmethod
-    def of(cls, policy: BatchPolicy) -> Rules:
+    def of(cls, policy: BatchPolicy) -> PolicyRules:
         if isinstance(policy, Adaptive):
             return cls(holds=policy.max_hold_s > 0, model=True)
         if isinstance(policy, Fixed):
@@ -66,7 +66,7 @@ class Rules(Struct, frozen=True):
         return cls(holds=not isinstance(policy, Unbatched), model=False)
 
 
-class Request(Struct):
+class CheckedRequest(Struct):
     """The checker's account of a request; bit k of a mask is row k."""
 
     entry: Entry
@@ -94,13 +94,13 @@ def mask(entry: Entry) -> int:
     return ((1 << entry.rows) - 1) << entry.start
 
 
-class Checker(Player):
+class PolicyChecker(ScriptPlayer):
     """Plays one script and raises Violation at the first broken invariant."""
 
-    def __init__(self, setup: Setup, make_policy: Callable[[], BatchPolicy]) -> None:
+    def __init__(self, setup: ScriptSetup, make_policy: Callable[[], BatchPolicy]) -> None:
         policy = make_policy()
-        self.rules = Rules.of(policy)
-        self.requests: dict[int, Request] = {}  # those that have not ended
+        self.rules = PolicyRules.of(policy)
+        self.requests: dict[int, CheckedRequest] = {}  # those that have not ended
         self.recent: deque[tuple[float, int]] = deque(maxlen=32)
         self.ceiling = 2**30
         self.exact: set[int] = set()  # batches that are re-runs
@@ -143,7 +143,7 @@ class Checker(Player):
         classes = self.setup.priority
         extra = classes[min(entry.priority, len(classes) - 1)] * self.tick_s / TICK
         v = min(entry.deadline_s, entry.arrival_s + (self.setup.horizon_ticks * self.tick_s + extra))
-        self.requests[entry.id] = Request(entry, len(self.ids), entry.rows, v, mask(entry))
+        self.requests[entry.id] = CheckedRequest(entry, len(self.ids), entry.rows, v, mask(entry))
         self.recent.append((self.now, entry.rows))
 
     def on_cancel(self, id: int, gone: bool) -> None:
@@ -179,7 +179,7 @@ class Checker(Player):
                 else:
                     r.waits |= rows
         for id in ended:
-            r = self.requests.get(id) or Request(batch.entries[0], 0, 0, 0.0, 1)
+            r = self.requests.get(id) or CheckedRequest(batch.entries[0], 0, 0, 0.0, 1)
             self.need("I12", r.over or r.done == (1 << r.rows) - 1, f"request {id} ended before all its rows")
             self.end(id, "joined")
         whole = [id for id, r in self.requests.items() if r.done == (1 << r.rows) - 1]
@@ -258,7 +258,7 @@ class Checker(Player):
     def check_order(self, batch: Dispatch) -> None:
         """I3, after the rows of the batch have left."""
 
-        def plain(r: Request) -> bool:
+        def plain(r: CheckedRequest) -> bool:
             return r.entry.deadline_s == INF and not r.requeued
 
         sent = [r for e in batch.entries if plain(r := self.requests[e.id])]
@@ -271,15 +271,15 @@ class Checker(Player):
                 self.need("I3", r.passed <= MAX_BYPASSES and not fits, f"{r} was passed {r.passed} times by {batch}")
 
     @staticmethod
-    def overtakes(later: Request, r: Request) -> bool:
+    def overtakes(later: CheckedRequest, r: CheckedRequest) -> bool:
         same = later.entry.bucket == r.entry.bucket and later.entry.priority == r.entry.priority
         return same and later.order > r.order
 
-    def unsure(self, r: Request) -> bool:
+    def unsure(self, r: CheckedRequest) -> bool:
         """Of a split request that runs in part, the waiting parts may have been dropped by the model: not told yet."""
         return bool(r.runs) and r.entry.deadline_s < INF
 
-    def dropped(self, event: Expire | Shed | Fail, before: list[Request]) -> None:
+    def dropped(self, event: Expire | Shed | Fail, before: list[CheckedRequest]) -> None:
         r = self.requests.get(event.id)
         self.need("I1", r is not None, f"{event} of what has ended")
         assert r is not None
@@ -356,14 +356,14 @@ class Checker(Player):
 
 
 def check_invariance(
-    setup: Setup, make_policy: Callable[[], BatchPolicy], doubled: Callable[[], BatchPolicy] | None = None
+    setup: ScriptSetup, make_policy: Callable[[], BatchPolicy], doubled: Callable[[], BatchPolicy] | None = None
 ) -> None:
     """I13 and I14 on one script. `doubled` makes the policy with its own times doubled, if it has any."""
-    plain = Player(setup, make_policy)
+    plain = ScriptPlayer(setup, make_policy)
     plain.play()
     for name, other in (
-        ("I13", Player(setup, make_policy, shift_s=4096.0, number=lambda k: 100_003 - 7 * k)),
-        ("I14", Player(setup, doubled or make_policy, scale=2.0)),
+        ("I13", ScriptPlayer(setup, make_policy, shift_s=4096.0, number=lambda k: 100_003 - 7 * k)),
+        ("I14", ScriptPlayer(setup, doubled or make_policy, scale=2.0)),
     ):
         other.play()
         pairs = zip(plain.trace, other.trace, strict=False)
@@ -387,7 +387,7 @@ def check_policy(
     decisions = 0
     for k in range(traces):
         setup = random_setup(Random(f"{seed}/{k}"), steps)
-        checker = Checker(setup, make_policy)
+        checker = PolicyChecker(setup, make_policy)
         checker.play()
         decisions += len(checker.trace)
         if k % 10 == 0:

@@ -15,7 +15,7 @@ from penstock import metrics
 from penstock.errors import BadRequest
 
 
-class Scripted:
+class ScriptedModel:
     """Items are `(verb, argument)`; the result is the argument, unless the verb says otherwise. Others are echoed."""
 
     def __init__(self) -> None:

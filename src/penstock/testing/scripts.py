@@ -27,7 +27,7 @@ Decision = tuple[float, *tuple[object, ...]]
 """The time in ticks since the start, "send" or the kind of event, and what it says."""
 
 
-class Step(Struct, frozen=True):
+class ScriptStep(Struct, frozen=True):
     """After `ticks`, what happens. `pick` names a request, batch or slot; the rest is of an offer."""
 
     kind: Kind
@@ -41,7 +41,7 @@ class Step(Struct, frozen=True):
     divisible: bool = False
 
 
-class Setup(Struct, frozen=True):
+class ScriptSetup(Struct, frozen=True):
     """The scheduler that a script is played on, and the service times (a + b*n ticks) of its slots."""
 
     max_batch_size: int = 8
@@ -54,10 +54,10 @@ class Setup(Struct, frozen=True):
     a: int = 20
     b: int = 1
     primed: bool = True
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ScriptStep, ...] = ()
 
 
-def random_setup(rng: Random, steps: int = 60) -> Setup:
+def random_setup(rng: Random, steps: int = 60) -> ScriptSetup:
     """A setup with a script. Each draws its own habits, so that quiet, crowded and broken traces all occur."""
     deadlines, sizes, buckets = (
         rng.choice((0, 0, 0.5, 1)),
@@ -69,13 +69,13 @@ def random_setup(rng: Random, steps: int = 60) -> Setup:
     classes = rng.choice((1, 1, 3))
     divisible = rng.choice((0, 0.5, 1))
 
-    def step() -> Step:
+    def step() -> ScriptStep:
         pick, ticks = rng.randrange(1000), rng.randint(0, 2 * pace) if rng.random() < 0.7 else 0
         if rng.random() < trouble:
             kind: Kind = rng.choice(("cancel", "failed", "oom", "died", "lost", "up", "down", "late"))
-            return Step(kind, ticks, pick)
+            return ScriptStep(kind, ticks, pick)
         if rng.random() < 0.6:
-            return Step(
+            return ScriptStep(
                 "offer",
                 ticks,
                 rows=rng.randint(1, sizes),
@@ -85,9 +85,9 @@ def random_setup(rng: Random, steps: int = 60) -> Setup:
                 timeout_ticks=timeout,
                 divisible=rng.random() < divisible,
             )
-        return Step(rng.choice(("ok", "ok", "ok", "wake", "up")), ticks, pick)
+        return ScriptStep(rng.choice(("ok", "ok", "ok", "wake", "up")), ticks, pick)
 
-    return Setup(
+    return ScriptSetup(
         max_batch_size=rng.choice((1, 2, 4, 8, 16)),
         slots=rng.randint(1, 4),
         depth=rng.choice((1, 2)),
@@ -101,7 +101,7 @@ def random_setup(rng: Random, steps: int = 60) -> Setup:
     )
 
 
-class Player:
+class ScriptPlayer:
     """Plays a setup's script on a new Scheduler. `trace` is all that it decided, in times relative to the start.
 
     A subclass may play on another `scheduler_class`. It sees every call (`on_offer`, `on_cancel`, `on_complete`) and,
@@ -112,7 +112,7 @@ class Player:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: ScriptSetup,
         make_policy: Callable[[], BatchPolicy],
         *,
         shift_s: float = 0.0,
@@ -182,7 +182,7 @@ class Player:
             self.poll()
         raise AssertionError("the timer never stops ringing")
 
-    def apply(self, step: Step) -> None:
+    def apply(self, step: ScriptStep) -> None:
         busy = [n for n, batches in self.on_slot.items() if batches]
         if step.kind == "offer":
             self.offer(step)
@@ -204,7 +204,7 @@ class Player:
             self.advance(self.now + (self.takes_s(batch.rows, step.pick) if step.kind == "ok" else 0.0))
             self.complete(batch, self.outcome(step, batch))
 
-    def outcome(self, step: Step, batch: Dispatch) -> Outcome:
+    def outcome(self, step: ScriptStep, batch: Dispatch) -> Outcome:
         run_s = self.takes_s(batch.rows) / 2
         if step.kind == "failed":
             return Outcome("ok", run_s, frozenset(e.id for e in batch.entries[:: 1 + step.pick % 3]))
@@ -212,7 +212,7 @@ class Player:
             return Outcome("ok", run_s, oom=(batch.rows, max(1, batch.rows // 2)))
         return Outcome("ok", run_s, prepare_s=run_s / 4)
 
-    def offer(self, step: Step) -> None:
+    def offer(self, step: ScriptStep) -> None:
         id = self.number(len(self.ids) + 1)
         # no two deadlines are equal but for rounding, see `takes_s`
         deadline_s = self.now + (step.deadline_ticks + 0.000731 * len(self.ids)) * self.tick_s

@@ -22,11 +22,11 @@ WAIT_S = 20.0
 LARGE = 300_000
 
 
-class Desk:
+class TransportHarness:
     """A transport with one slot, its listener, and callers that note what they are told."""
 
     def __init__(
-        self, make: MakeTransport, target: Any = "penstock.testing.scripted:Scripted", **batching: Any
+        self, make: MakeTransport, target: Any = "penstock.testing.scripted:ScriptedModel", **batching: Any
     ) -> None:
         self.pool = SlabPool(POOL_BYTES)
         config = ModelConfig(target=str(target), batching=BatchingConfig(**batching))
@@ -38,7 +38,7 @@ class Desk:
         self._changed = asyncio.Event()
         self._ids = 0
 
-    async def __aenter__(self) -> Desk:
+    async def __aenter__(self) -> TransportHarness:
         await self.transport.start(self)
         return self
 
@@ -119,138 +119,138 @@ def values(part: BatchPart) -> list[Any]:
 
 
 async def check_results_are_aligned(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
+    async with TransportHarness(make) as harness:
         payloads = [{"a": (1, 2)}, "text", b"bytes", None, 3.5, [1, 2]]
-        assert await desk.values(*payloads) == payloads
-        ready = desk.ready
+        assert await harness.values(*payloads) == payloads
+        ready = harness.ready
         assert ready is not None
         assert (ready.metadata.name, ready.metadata.version, ready.device) == ("scripted", "1", "cpu")
 
 
 async def check_an_item_that_raises_fails_alone(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        found = await desk.values(*[("raise", "no") if i == 41 else i for i in range(64)])
+    async with TransportHarness(make) as harness:
+        found = await harness.values(*[("raise", "no") if i == 41 else i for i in range(64)])
         bad = found.pop(41)
         assert type(bad) is ItemFailed
         assert bad.message == "the model raised ValueError"
         assert "no" in bad.detail
         assert found == [i for i in range(64) if i != 41]
-        refused, fine = await desk.values(("refuse", "too dark"), 1)
+        refused, fine = await harness.values(("refuse", "too dark"), 1)
         assert type(refused) is BadRequest
         assert refused.message == "too dark"
         assert fine == 1
 
 
 async def check_an_exception_as_result_fails_its_item(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        fine, bad = await desk.values(1, ("return", "no"))
+    async with TransportHarness(make) as harness:
+        fine, bad = await harness.values(1, ("return", "no"))
         assert fine == 1
         assert type(bad) is ItemFailed
 
 
 async def check_wrong_results_are_named(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        for found in await desk.values(("length", 1), 2, 3):
+    async with TransportHarness(make) as harness:
+        for found in await harness.values(("length", 1), 2, 3):
             assert type(found) is BadOutput
             assert "returned 1 results for 3 items" in found.message
-        (found,) = await desk.values(("instead", {"a": 1}))
+        (found,) = await harness.values(("instead", {"a": 1}))
         assert type(found) is BadOutput
         assert "dict" in found.message
 
 
 async def check_retry_split_off_fails_the_whole_batch(make: MakeTransport) -> None:
-    async with Desk(make, retry_split=False) as desk:
-        assert all(type(found) is ItemFailed for found in await desk.values(1, ("raise", "no"), 3))
+    async with TransportHarness(make, retry_split=False) as harness:
+        assert all(type(found) is ItemFailed for found in await harness.values(1, ("raise", "no"), 3))
 
 
 async def check_out_of_memory_halves_the_batch_and_is_told(make: MakeTransport) -> None:
-    async with Desk(make, retry_split=False) as desk:
-        part = await desk.run(*[("memory", 2)] * 8)
+    async with TransportHarness(make, retry_split=False) as harness:
+        part = await harness.run(*[("memory", 2)] * 8)
         assert values(part) == [2] * 8
         assert part.oom == (4, 2)
 
 
 async def check_many_items_in_one(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        first, second = values(await desk.run([1, ("raise", "no"), 3], [4], many=True))
+    async with TransportHarness(make) as harness:
+        first, second = values(await harness.run([1, ("raise", "no"), 3], [4], many=True))
         assert (first[0], first[2], second) == (1, 3, [4])
         assert type(first[1]) is ItemFailed
-        number = desk.post([Item([0, 1, 2, 3], many=True, rows=2, start=1, stop=3)])
-        assert values(await desk.final(number)) == [[1, 2]]
+        number = harness.post([Item([0, 1, 2, 3], many=True, rows=2, start=1, stop=3)])
+        assert values(await harness.final(number)) == [[1, 2]]
 
 
 async def check_parts_of_a_stream(make: MakeTransport, target: str = "penstock.testing.scripted:stream") -> None:
-    async with Desk(make, target) as desk:
-        await desk.up()
-        number = desk.post([Item(2), Item(3)])
-        await desk.final(number)
-        heard = [values(part) for part in desk.parts[number]]
+    async with TransportHarness(make, target) as harness:
+        await harness.up()
+        number = harness.post([Item(2), Item(3)])
+        await harness.final(number)
+        heard = [values(part) for part in harness.parts[number]]
         assert heard == [[0, 0], [1, 1], [None, 2], [None, None]]
-        assert [part.final for part in desk.parts[number]] == [False, False, False, True]
-        refused, fine = values(await desk.final(desk.post([Item(-1), Item(1)])))
+        assert [part.final for part in harness.parts[number]] == [False, False, False, True]
+        refused, fine = values(await harness.final(harness.post([Item(-1), Item(1)])))
         assert type(refused) is ItemFailed
         assert fine is None
 
 
 async def check_wire_payloads_and_large_ones(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
+    async with TransportHarness(make) as harness:
         for codec in ("native", "object"):
             small, large = b"small", bytes(range(256)) * (LARGE // 256)
-            part = await desk.run(small, large, codec=codec)
+            part = await harness.run(small, large, codec=codec)
             assert values(part) == [small, large]
-        await desk.up()
-        slab = desk.pool.allocate(LARGE)
+        await harness.up()
+        slab = harness.pool.allocate(LARGE)
         assert slab is not None
         slab.view[:] = b"x" * LARGE
-        (result,) = values(await desk.final(desk.post([Item(slab, "native")])))
+        (result,) = values(await harness.final(harness.post([Item(slab, "native")])))
         assert bytes(result) == b"x" * LARGE
         del result
         slab.release()
-        await desk.run(0)
-        assert desk.pool.in_use_bytes == 0
+        await harness.run(0)
+        assert harness.pool.in_use_bytes == 0
 
 
 async def check_an_array_crosses_with_its_buffers(make: MakeTransport) -> None:
     import numpy as np
 
-    async with Desk(make) as desk:
+    async with TransportHarness(make) as harness:
         array = np.arange(LARGE, dtype=np.float32).reshape(2, -1)
-        (found,) = await desk.values({"x": array})
+        (found,) = await harness.values({"x": array})
         assert found["x"].dtype == np.float32
         assert (found["x"] == array).all()
         del found
-        await desk.run(0)
-        assert desk.pool.in_use_bytes == 0
+        await harness.run(0)
+        assert harness.pool.in_use_bytes == 0
 
 
 async def check_a_full_pool_does_not_stop_large_payloads(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        slab = desk.pool.allocate(desk.pool.capacity_bytes)
+    async with TransportHarness(make) as harness:
+        slab = harness.pool.allocate(harness.pool.capacity_bytes)
         assert slab is not None
-        assert await desk.values(b"y" * LARGE) == [b"y" * LARGE]
+        assert await harness.values(b"y" * LARGE) == [b"y" * LARGE]
         slab.release()
 
 
 async def check_answers_larger_than_any_shared_memory(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
+    async with TransportHarness(make) as harness:
         for size in (LARGE, 3 * POOL_BYTES, LARGE):
             for _ in range(20 if size == LARGE else 1):
-                (found,) = await desk.values(("repeat", size))
+                (found,) = await harness.values(("repeat", size))
                 assert found == b"r" * size
 
 
 async def check_a_slab_that_the_model_keeps_is_not_reused(make: MakeTransport) -> None:
-    async with Desk(make, "penstock.testing.transports:Keeper") as desk:
-        await desk.up()
-        slab = desk.pool.allocate(LARGE)
+    async with TransportHarness(make, "penstock.testing.transports:Keeper") as harness:
+        await harness.up()
+        slab = harness.pool.allocate(LARGE)
         assert slab is not None
         slab.view[:] = b"k" * LARGE
-        assert values(await desk.final(desk.post([Item(slab, "native")]))) == [b"kept"]
+        assert values(await harness.final(harness.post([Item(slab, "native")]))) == [b"kept"]
         slab.release()
-        assert desk.pool.in_use_bytes > 0
-        assert values(await desk.final(desk.post([Item(b"", "native")]))) == [b"k"]
-        await desk.final(desk.post([Item(b"", "native")]))
-        assert desk.pool.in_use_bytes == 0
+        assert harness.pool.in_use_bytes > 0
+        assert values(await harness.final(harness.post([Item(b"", "native")]))) == [b"k"]
+        await harness.final(harness.post([Item(b"", "native")]))
+        assert harness.pool.in_use_bytes == 0
 
 
 class Keeper:
@@ -268,58 +268,58 @@ class Keeper:
 
 
 async def check_metrics_come_with_the_answer(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        await desk.run(1)  # takes along what others have counted in this process
-        (delta,) = (await desk.run(("count", 2), ("count", 3))).metrics or []
+    async with TransportHarness(make) as harness:
+        await harness.run(1)  # takes along what others have counted in this process
+        (delta,) = (await harness.run(("count", 2), ("count", 3))).metrics or []
         assert (delta.kind, delta.name, delta.value, delta.labels) == ("counter", "counted", 5, {"kind": "test"})
-        assert (await desk.run(1)).metrics is None
+        assert (await harness.run(1)).metrics is None
 
 
 async def check_batches_are_answered_in_order(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        await desk.up()
+    async with TransportHarness(make) as harness:
+        await harness.up()
         for _ in range(50):
-            numbers = [desk.post([Item(n)]) for n in range(desk.transport.depth)]
+            numbers = [harness.post([Item(n)]) for n in range(harness.transport.depth)]
             for n, number in enumerate(numbers):
-                assert values(await desk.final(number)) == [n]
+                assert values(await harness.final(number)) == [n]
 
 
 async def check_close_answers_what_runs(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        await desk.up()
-        number = desk.post([Item(("sleep", 0.1))])
-        await desk.transport.close(WAIT_S)
-        assert values(desk.parts[number][-1]) == [0.1]
+    async with TransportHarness(make) as harness:
+        await harness.up()
+        number = harness.post([Item(("sleep", 0.1))])
+        await harness.transport.close(WAIT_S)
+        assert values(harness.parts[number][-1]) == [0.1]
 
 
 async def check_what_is_sent_while_closing_is_answered(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        await desk.up()
-        closing = asyncio.ensure_future(desk.transport.close(WAIT_S))
+    async with TransportHarness(make) as harness:
+        await harness.up()
+        closing = asyncio.ensure_future(harness.transport.close(WAIT_S))
         await asyncio.sleep(0)
-        number = desk.post([Item(1)])
+        number = harness.post([Item(1)])
         await closing
-        part = await desk.final(number)
+        part = await harness.final(number)
         assert type(part.error) is WorkerDied
         assert not part.started
 
 
 async def check_a_worker_that_ends_is_told_and_replaced(make: MakeTransport) -> None:
-    async with Desk(make) as desk:
-        await desk.up()
-        numbers = [desk.post([Item(("exit", 3))]), desk.post([Item(1)])][: desk.transport.depth]
-        parts = [await desk.final(number) for number in numbers]
+    async with TransportHarness(make) as harness:
+        await harness.up()
+        numbers = [harness.post([Item(("exit", 3))]), harness.post([Item(1)])][: harness.transport.depth]
+        parts = [await harness.final(number) for number in numbers]
         assert all(type(part.error) is WorkerDied for part in parts)
         assert [part.started for part in parts] == [True, False][: len(parts)]
-        await desk.until(lambda: desk.downs)
-        assert desk.downs[0][1] == 0.1
-        assert await desk.values(5) == [5]
+        await harness.until(lambda: harness.downs)
+        assert harness.downs[0][1] == 0.1
+        assert await harness.values(5) == [5]
 
 
 async def check_a_model_that_does_not_load_says_why(make: MakeTransport) -> None:
-    async with Desk(make, "penstock.testing.scripted:NeverLoads") as desk:
-        await desk.until(lambda: len(desk.downs) >= 2)
-        (error, first), (_, second) = desk.downs[:2]
+    async with TransportHarness(make, "penstock.testing.scripted:NeverLoads") as harness:
+        await harness.until(lambda: len(harness.downs) >= 2)
+        (error, first), (_, second) = harness.downs[:2]
         assert type(error) is LoadFailed
         assert "RuntimeError: no weights here" in error.message
         assert "Traceback" in error.detail
@@ -327,25 +327,25 @@ async def check_a_model_that_does_not_load_says_why(make: MakeTransport) -> None
 
 
 async def check_a_model_that_ends_its_worker_while_loading(make: MakeTransport) -> None:
-    async with Desk(make, "penstock.testing.scripted:DiesWhileLoading") as desk:
-        await desk.until(lambda: desk.downs)
-        assert type(desk.downs[0][0]) is LoadFailed
-        assert "7" in desk.downs[0][0].message
+    async with TransportHarness(make, "penstock.testing.scripted:DiesWhileLoading") as harness:
+        await harness.until(lambda: harness.downs)
+        assert type(harness.downs[0][0]) is LoadFailed
+        assert "7" in harness.downs[0][0].message
 
 
 async def check_a_missing_target_lists_candidates(make: MakeTransport) -> None:
-    async with Desk(make, "penstock.testing.scripted:Scriptd") as desk:
-        await desk.until(lambda: desk.downs)
-        error = desk.downs[0][0]
+    async with TransportHarness(make, "penstock.testing.scripted:ScriptedModl") as harness:
+        await harness.until(lambda: harness.downs)
+        error = harness.downs[0][0]
         assert type(error) is TargetNotFound
-        assert "did you mean 'Scripted'?" in error.message
+        assert "did you mean 'ScriptedModel'?" in error.message
 
 
 async def check_a_class_itself_is_a_target(make: MakeTransport) -> None:
-    from penstock.testing.scripted import Scripted
+    from penstock.testing.scripted import ScriptedModel
 
-    async with Desk(make, Scripted) as desk:
-        assert await desk.values(("size", 0), 1) == [2, 1]
+    async with TransportHarness(make, ScriptedModel) as harness:
+        assert await harness.values(("size", 0), 1) == [2, 1]
 
 
 TRANSPORT_CHECKS: list[Callable[[MakeTransport], Awaitable[None]]] = [

@@ -15,7 +15,7 @@ from penstock.core.batching.queues import Bucket
 from penstock.core.batching.scheduler import Scheduler
 
 
-class Desk:
+class TransportHarness:
     """A scheduler with a node's policy; what comes and what there is room for are the test's."""
 
     def __init__(self, *, wait_s: float = 0.01, slice_s: float | None = None, slots: int = 1, most: int = 4) -> None:
@@ -55,50 +55,50 @@ class Desk:
 
 
 def test_without_anything_on_its_way_nothing_is_waited_for() -> None:
-    desk = Desk(wait_s=10.0)
-    desk.offer(1, 0.0)
-    assert desk.poll(0.0) == [1]
+    harness = TransportHarness(wait_s=10.0)
+    harness.offer(1, 0.0)
+    assert harness.poll(0.0) == [1]
 
 
 def test_a_batch_waits_for_what_is_coming_but_not_longer_than_it_may() -> None:
-    desk = Desk()
-    desk.coming = (0.005, 1)
-    desk.offer(1, 0.0)
-    assert desk.poll(0.0) == []
-    assert desk.scheduler.wake_at == 0.01
-    assert desk.poll(0.009) == []
-    assert desk.poll(0.01) == [1]
+    harness = TransportHarness()
+    harness.coming = (0.005, 1)
+    harness.offer(1, 0.0)
+    assert harness.poll(0.0) == []
+    assert harness.scheduler.wake_at == 0.01
+    assert harness.poll(0.009) == []
+    assert harness.poll(0.01) == [1]
 
 
 def test_a_full_batch_goes_at_once() -> None:
-    desk = Desk()
-    desk.coming = (0.005, 1)
-    desk.offer(4, 0.0)
-    assert desk.poll(0.0) == [4]
+    harness = TransportHarness()
+    harness.coming = (0.005, 1)
+    harness.offer(4, 0.0)
+    assert harness.poll(0.0) == [4]
 
 
 def test_what_comes_too_late_is_not_waited_for() -> None:
-    desk = Desk()
-    desk.coming = (0.02, 1)
-    desk.offer(1, 0.0)
-    assert desk.poll(0.0) == [1]
+    harness = TransportHarness()
+    harness.coming = (0.02, 1)
+    harness.offer(1, 0.0)
+    assert harness.poll(0.0) == [1]
 
 
 @pytest.mark.parametrize(("set_up_s", "sent"), [(0.008, []), (0.002, [1])])
 def test_a_wait_must_save_more_than_it_costs(set_up_s: float, sent: list[int]) -> None:
-    desk = Desk()
-    now = desk.learn(set_up_s, 0.001)
-    desk.coming = (now + 0.005, 1)
-    desk.offer(1, now)
-    assert desk.poll(now) == sent
+    harness = TransportHarness()
+    now = harness.learn(set_up_s, 0.001)
+    harness.coming = (now + 0.005, 1)
+    harness.offer(1, now)
+    assert harness.poll(now) == sent
 
 
 def test_what_comes_beyond_a_full_batch_saves_nothing() -> None:
-    desk = Desk()
-    now = desk.learn(0.008, 0.001)
-    desk.coming = (now + 0.005, 100)
-    desk.offer(3, now)
-    assert desk.poll(now) == [3], "one more fits: 8 ms that three would wait 5 ms for"
+    harness = TransportHarness()
+    now = harness.learn(0.008, 0.001)
+    harness.coming = (now + 0.005, 100)
+    harness.offer(3, now)
+    assert harness.poll(now) == [3], "one more fits: 8 ms that three would wait 5 ms for"
 
 
 @pytest.mark.parametrize(("ahead_s", "answer"), [(0.001, type(None)), (0.01, Take)])
@@ -117,98 +117,98 @@ def test_behind_a_running_batch_the_wait_ends_when_that_does(ahead_s: float, ans
 
 
 def test_work_that_gains_nothing_by_batches_is_never_held() -> None:
-    desk = Desk()
-    now = desk.learn(0.0, 0.003)
-    desk.coming = (now + 0.001, 1)
-    desk.offer(1, now)
-    assert desk.poll(now) == [1]
+    harness = TransportHarness()
+    now = harness.learn(0.0, 0.003)
+    harness.coming = (now + 0.001, 1)
+    harness.offer(1, now)
+    assert harness.poll(now) == [1]
 
 
 def test_a_head_whose_time_would_run_out_is_not_held_that_long() -> None:
-    desk = Desk()
-    desk.coming = (0.005, 1)
-    desk.offer(1, 0.0, deadline_s=0.006)
-    assert desk.poll(0.0) == []
-    assert desk.scheduler.wake_at == 0.006
+    harness = TransportHarness()
+    harness.coming = (0.005, 1)
+    harness.offer(1, 0.0, deadline_s=0.006)
+    assert harness.poll(0.0) == []
+    assert harness.scheduler.wake_at == 0.006
 
 
 def test_no_more_starts_than_there_is_credit_for() -> None:
-    desk = Desk(wait_s=0.0)
-    desk.offer(6, 0.0)
-    desk.credit = 0
-    assert desk.poll(0.0) == []
-    assert desk.scheduler.wake_at == 30.0  # nobody polls: whoever gives credit asks for a turn
-    desk.credit = 3
-    assert desk.poll(1.0) == [3]
+    harness = TransportHarness(wait_s=0.0)
+    harness.offer(6, 0.0)
+    harness.credit = 0
+    assert harness.poll(0.0) == []
+    assert harness.scheduler.wake_at == 30.0  # nobody polls: whoever gives credit asks for a turn
+    harness.credit = 3
+    assert harness.poll(1.0) == [3]
 
 
 def test_what_expires_while_there_is_no_credit_is_told() -> None:
-    desk = Desk(wait_s=0.0)
-    desk.credit = 0
-    desk.offer(1, 0.0, deadline_s=0.5)
-    assert desk.poll(0.1) == []
-    assert desk.scheduler.wake_at == 0.5
-    desk.poll(0.5)
-    assert [type(e) for e in desk.events] == [Expire]
+    harness = TransportHarness(wait_s=0.0)
+    harness.credit = 0
+    harness.offer(1, 0.0, deadline_s=0.5)
+    assert harness.poll(0.1) == []
+    assert harness.scheduler.wake_at == 0.5
+    harness.poll(0.5)
+    assert [type(e) for e in harness.events] == [Expire]
 
 
 def test_a_slice_of_slow_items_is_small_and_of_brief_ones_large() -> None:
     for row_s, rows in ((0.003, 1), (0.00024, 4), (0.00001, 32)):
-        desk = Desk(wait_s=0.0, slice_s=0.001, most=32)
-        now = desk.learn(0.0, row_s)
-        desk.offer(64, now)
-        assert desk.poll(now)[:1] == [rows]
+        harness = TransportHarness(wait_s=0.0, slice_s=0.001, most=32)
+        now = harness.learn(0.0, row_s)
+        harness.offer(64, now)
+        assert harness.poll(now)[:1] == [rows]
 
 
 def test_what_waits_is_shared_out_to_idle_slots() -> None:
-    desk = Desk(wait_s=0.0, slice_s=0.001, slots=4, most=32)
-    desk.offer(8, 0.0)
-    assert desk.poll(0.0) == [2, 2, 2, 2]
+    harness = TransportHarness(wait_s=0.0, slice_s=0.001, slots=4, most=32)
+    harness.offer(8, 0.0)
+    assert harness.poll(0.0) == [2, 2, 2, 2]
 
 
 def test_a_slice_of_what_nothing_is_known_of_is_small() -> None:
-    desk = Desk(wait_s=0.0, slice_s=0.001, most=32)
-    desk.offer(32, 0.0)
-    assert desk.poll(0.0)[:1] == [4]
+    harness = TransportHarness(wait_s=0.0, slice_s=0.001, most=32)
+    harness.offer(32, 0.0)
+    assert harness.poll(0.0)[:1] == [4]
 
 
 def test_what_is_so_brief_that_a_hand_over_costs_more_is_not_shared_out() -> None:
-    desk = Desk(wait_s=0.0, slice_s=0.001, most=32)
-    now = desk.learn(0.0002, 0.000002)
+    harness = TransportHarness(wait_s=0.0, slice_s=0.001, most=32)
+    now = harness.learn(0.0002, 0.000002)
     for slot in range(1, 4):
-        desk.scheduler.slot_up(slot, now)
-    desk.offer(8, now)
-    assert desk.poll(now) == [8]
+        harness.scheduler.slot_up(slot, now)
+    harness.offer(8, now)
+    assert harness.poll(now) == [8]
 
 
 def test_it_tells_what_it_did() -> None:
-    desk = Desk()
-    desk.coming = (0.005, 1)
-    desk.offer(1, 0.0)
-    desk.poll(0.0)
-    told = desk.scheduler.explain()
+    harness = TransportHarness()
+    harness.coming = (0.005, 1)
+    harness.offer(1, 0.0)
+    harness.poll(0.0)
+    told = harness.scheduler.explain()
     assert (told["policy"], told["wait_s"], told["lingered"]) == ("linger", 0.01, 1)
 
 
 def test_a_scheduler_tells_when_the_next_batch_ends() -> None:
-    desk = Desk(wait_s=0.0)
-    assert desk.scheduler.next_end() == (INF, 0)
-    assert desk.scheduler.seconds(3) == 0.0
-    now = desk.learn(0.004, 0.001)
-    desk.offer(2, now)
-    assert desk.poll(now) == [2]
-    end_s, rows = desk.scheduler.next_end()
+    harness = TransportHarness(wait_s=0.0)
+    assert harness.scheduler.next_end() == (INF, 0)
+    assert harness.scheduler.seconds(3) == 0.0
+    now = harness.learn(0.004, 0.001)
+    harness.offer(2, now)
+    assert harness.poll(now) == [2]
+    end_s, rows = harness.scheduler.next_end()
     assert (round(end_s - now, 4), rows) == (0.006, 2)
-    assert round(desk.scheduler.seconds(2), 4) == 0.006
+    assert round(harness.scheduler.seconds(2), 4) == 0.006
 
 
 def test_what_is_late_is_waited_for_no_longer_than_it_could_save() -> None:
-    desk = Desk(wait_s=1.0)
-    now = desk.learn(0.008, 0.001)
-    desk.coming = (now + 0.002, 1)
-    desk.offer(1, now)
-    assert desk.poll(now) == []
-    desk.coming = (now + 0.005, 1)  # it did not come
-    assert desk.poll(now + 0.004) == []
-    assert desk.scheduler.wake_at == pytest.approx(now + 0.008, abs=1e-4)
-    assert desk.poll(now + 0.0081) == [1]
+    harness = TransportHarness(wait_s=1.0)
+    now = harness.learn(0.008, 0.001)
+    harness.coming = (now + 0.002, 1)
+    harness.offer(1, now)
+    assert harness.poll(now) == []
+    harness.coming = (now + 0.005, 1)  # it did not come
+    assert harness.poll(now + 0.004) == []
+    assert harness.scheduler.wake_at == pytest.approx(now + 0.008, abs=1e-4)
+    assert harness.poll(now + 0.0081) == [1]

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.core.transports import output
 from penstock.core.transports.make import make_transport
-from penstock.testing.transports import Desk
+from penstock.testing.transports import TransportHarness
 from penstock.types import Item
 
 
@@ -132,13 +132,13 @@ def printing(tmp_path):
         spec.capture_output = True
         return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
 
-    return lambda: Desk(make, f"{tmp_path}/printing.py:predict")
+    return lambda: TransportHarness(make, f"{tmp_path}/printing.py:predict")
 
 
 async def test_what_a_worker_prints_is_logged_by_its_parent(printing, caplog, capfd):
     caplog.set_level(logging.INFO, "penstock.model")
-    async with printing() as desk:
-        assert await desk.values("x") == ["x"]
+    async with printing() as harness:
+        assert await harness.values("x") == ["x"]
     records = [r for r in caplog.records if r.name == "penstock.model"]
     assert [r.getMessage() for r in records] == ["while it loads", "out x", "err"]
     assert {(r.model, r.version, r.slot) for r in records} == {("scripted", "1", 0)}
@@ -147,9 +147,9 @@ async def test_what_a_worker_prints_is_logged_by_its_parent(printing, caplog, ca
 
 async def test_the_last_words_of_a_worker_are_logged_and_those_of_the_next(printing, caplog):
     caplog.set_level(logging.INFO, "penstock.model")
-    async with printing() as desk:
-        await desk.up()
-        await desk.final(desk.post([Item("die")]))
+    async with printing() as harness:
+        await harness.up()
+        await harness.final(harness.post([Item("die")]))
         assert caplog.messages[-3:] == ["out die", "err", "last words"]
-        assert await desk.values("x") == ["x"]
+        assert await harness.values("x") == ["x"]
     assert caplog.messages[-3:] == ["while it loads", "out x", "err"]

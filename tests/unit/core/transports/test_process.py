@@ -14,8 +14,8 @@ import pytest
 
 from penstock.core.transports.make import make_transport
 from penstock.core.transports.process import MAX_FREE
-from penstock.testing.beside import TARGET as BESIDE
-from penstock.testing.transports import Desk, values
+from penstock.testing.concurrent import TARGET as BESIDE
+from penstock.testing.transports import TransportHarness, values
 from penstock.types import Item
 
 
@@ -23,30 +23,30 @@ def process(spec, pool):
     return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**22)
 
 
-async def pid_of(desk: Desk) -> int:
-    (pid,) = await desk.values(("pid", 0))
+async def pid_of(harness: TransportHarness) -> int:
+    (pid,) = await harness.values(("pid", 0))
     return pid
 
 
 async def test_what_a_worker_answered_before_it_died_counts():
-    async with Desk(process) as desk:
-        pid = await pid_of(desk)
-        number = desk.post([Item(1)])
+    async with TransportHarness(process) as harness:
+        pid = await pid_of(harness)
+        number = harness.post([Item(1)])
         time.sleep(0.2)  # noqa: ASYNC251 - the answer arrives, and the loop does not see it
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)  # noqa: ASYNC251
-        desk.transport._places[0]._on_exit()  # of the two events, that of the process comes first
-        assert values(desk.parts[number][-1]) == [1]
+        harness.transport._places[0]._on_exit()  # of the two events, that of the process comes first
+        assert values(harness.parts[number][-1]) == [1]
 
 
 async def test_a_batch_that_waits_for_the_next_one_leaves_also_if_that_cannot_be_sent():
-    async with Desk(process) as desk:
-        await desk.up()
-        first = desk.post([Item(1)], more=True)
-        second = desk.post([Item(2, content_type=object())])
-        part = await desk.final(second)
+    async with TransportHarness(process) as harness:
+        await harness.up()
+        first = harness.post([Item(1)], more=True)
+        second = harness.post([Item(2, content_type=object())])
+        part = await harness.final(second)
         assert part.results[0].error.code == "item_failed"
-        assert values(await desk.final(first)) == [1]
+        assert values(await harness.final(first)) == [1]
 
 
 class Marks:
@@ -73,12 +73,12 @@ def predict(items):
     return [False]
 """
     )
-    async with Desk(process, f"{file}:predict") as desk:
-        await desk.up()
+    async with TransportHarness(process, f"{file}:predict") as harness:
+        await harness.up()
         path = str(tmp_path / "decoded")
-        running, ahead = desk.post([Item(path)]), desk.post([Item(Marks(path))])
-        assert values(await desk.final(running)) == [True]
-        assert values(await desk.final(ahead)) == [True]
+        running, ahead = harness.post([Item(path)]), harness.post([Item(Marks(path))])
+        assert values(await harness.final(running)) == [True]
+        assert values(await harness.final(ahead)) == [True]
 
 
 APART = """
@@ -108,22 +108,22 @@ class Model:
 async def test_the_next_batch_is_predicted_while_answers_are_finished_apart(tmp_path: Path):
     file = tmp_path / "app.py"
     file.write_text(APART)
-    async with Desk(process, f"{file}:Model") as desk:
-        await desk.up()
+    async with TransportHarness(process, f"{file}:Model") as harness:
+        await harness.up()
         before, bad, after = (str(tmp_path / name) for name in ("before", "bad", "after"))
-        first, second = desk.post([Item(before), Item(bad)]), desk.post([Item(after)])
-        found = (await desk.final(first)).results
+        first, second = harness.post([Item(before), Item(bad)]), harness.post([Item(after)])
+        found = (await harness.final(first)).results
         assert found[0].body == before
         assert found[1].error.message == "postprocess raised ValueError"
-        assert values(await desk.final(second)) == [after]
+        assert values(await harness.final(second)) == [after]
 
 
 async def test_a_model_that_ends_its_process_while_it_finishes_is_one_that_died(tmp_path: Path):
     file = tmp_path / "app.py"
     file.write_text(APART + "\n    postprocess = lambda self, result: exit(3)\n")
-    async with Desk(process, f"{file}:Model") as desk:
-        await desk.up()
-        part = await desk.final(desk.post([Item(str(tmp_path / "a"))]))
+    async with TransportHarness(process, f"{file}:Model") as harness:
+        await harness.up()
+        part = await harness.final(harness.post([Item(str(tmp_path / "a"))]))
         assert part.error.code == "worker_died"
         assert part.error.message == "the worker exited with code 3"
 
@@ -133,11 +133,11 @@ async def test_a_worker_that_dies_is_lost_on_what_it_predicts_not_on_what_it_sti
     file.write_text(
         APART.replace("for item in items:", "for item in items:\n            if item == 'kill': os._exit(3)")
     )
-    async with Desk(process, f"{file}:Model") as desk:
-        await desk.up()
-        finished, predicted = desk.post([Item(str(tmp_path / "before"))]), desk.post([Item("kill")])
-        behind = desk.post([Item(str(tmp_path / "behind"))])
-        parts = [await desk.final(number) for number in (finished, predicted, behind)]
+    async with TransportHarness(process, f"{file}:Model") as harness:
+        await harness.up()
+        finished, predicted = harness.post([Item(str(tmp_path / "before"))]), harness.post([Item("kill")])
+        behind = harness.post([Item(str(tmp_path / "behind"))])
+        parts = [await harness.final(number) for number in (finished, predicted, behind)]
         assert [part.started for part in parts] == [False, True, False]
 
 
@@ -159,12 +159,12 @@ class Model:
         return result
 """
     )
-    async with Desk(process, f"{file}:Model") as desk:
-        await desk.up()
-        first, second = desk.post([Item(1)]), desk.post([Item(2)])
-        assert values(await desk.final(first)) == [1]
-        await desk.final(second)
-        assert [values(part) for part in desk.parts[second]] == [[2], [2], [None]]
+    async with TransportHarness(process, f"{file}:Model") as harness:
+        await harness.up()
+        first, second = harness.post([Item(1)]), harness.post([Item(2)])
+        assert values(await harness.final(first)) == [1]
+        await harness.final(second)
+        assert [values(part) for part in harness.parts[second]] == [[2], [2], [None]]
 
 
 def unnamed(pid: int, folder: Path) -> set[str]:
@@ -177,10 +177,10 @@ def unnamed(pid: int, folder: Path) -> set[str]:
 async def test_without_memfd_large_payloads_cross_in_an_unlinked_file(tmp_path: Path, monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    async with Desk(process) as desk:
+    async with TransportHarness(process) as harness:
         large = b"x" * 200_000
-        assert await desk.values(large, ("repeat", 200_000)) == [large, b"r" * 200_000]
-        assert len(unnamed(await pid_of(desk), tmp_path)) == 2  # the pool, and the reply region
+        assert await harness.values(large, ("repeat", 200_000)) == [large, b"r" * 200_000]
+        assert len(unnamed(await pid_of(harness), tmp_path)) == 2  # the pool, and the reply region
     assert os.listdir(tmp_path) == []
 
 
@@ -190,7 +190,7 @@ def test_what_a_script_defines_can_be_a_target_and_a_payload(tmp_path: Path):
         """
 import asyncio
 from dataclasses import dataclass
-from penstock.testing.transports import Desk
+from penstock.testing.transports import TransportHarness
 from penstock.core.transports.make import make_transport
 
 @dataclass
@@ -202,8 +202,8 @@ def double(points):
 
 async def main():
     make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
-    async with Desk(make, double) as desk:
-        assert await desk.values(Point(2), Point(3)) == [Point(4), Point(6)]
+    async with TransportHarness(make, double) as harness:
+        assert await harness.values(Point(2), Point(3)) == [Point(4), Point(6)]
         print("fine")
 
 if __name__ == "__main__":
@@ -230,16 +230,16 @@ def predict(items):
     return [resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before] * len(items)
 """
     )
-    async with Desk(process, f"{file}:predict") as desk:
-        faults, *_ = await desk.values(*[4 * 2**20] * 20)
+    async with TransportHarness(process, f"{file}:predict") as harness:
+        faults, *_ = await harness.values(*[4 * 2**20] * 20)
     assert faults < 1000  # 20,480 pages are written
 
 
 async def test_a_worker_side_by_side_has_its_places_for_answers_back_before_it_is_idle():
-    async with Desk(process, BESIDE) as desk:
-        await desk.up()
-        waits = desk.post([Item(("gate", "a"))])
-        await desk.final(desk.post([Item(bytes(70_000))] * 40))
-        assert len(desk.transport._places[0]._free) <= MAX_FREE
-        await desk.final(desk.post([Item(("open", "a"))]))
-        await desk.final(waits)
+    async with TransportHarness(process, BESIDE) as harness:
+        await harness.up()
+        waits = harness.post([Item(("gate", "a"))])
+        await harness.final(harness.post([Item(bytes(70_000))] * 40))
+        assert len(harness.transport._places[0]._free) <= MAX_FREE
+        await harness.final(harness.post([Item(("open", "a"))]))
+        await harness.final(waits)

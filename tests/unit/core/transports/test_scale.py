@@ -13,7 +13,7 @@ from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import WorkerDied
 from penstock.types import Batch, BatchPart, Item
 
-TARGET = "penstock.testing.scripted:Scripted"
+TARGET = "penstock.testing.scripted:ScriptedModel"
 
 
 class Bench:

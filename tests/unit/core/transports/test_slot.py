@@ -6,8 +6,8 @@ from penstock.config.schema import ModelConfig
 from penstock.core.transports.slot import Slot
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import LoadFailed, WorkerDied
-from penstock.testing.clock import VirtualClock
 from penstock.types import Batch, BatchPart, Item, ItemResult, ModelMetadata, Ready
+from support.clock import VirtualClock
 
 
 class Timer:

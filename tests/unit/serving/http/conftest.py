@@ -12,7 +12,7 @@ import uvloop
 
 from penstock.config.schema import LimitsConfig
 from penstock.serving.http.server import HttpServer
-from penstock.testing.backend import FakeBackend
+from support.backend import FakeBackend
 
 LIMIT_S = 10.0  # of any single wait of a test: a hang fails instead of hanging
 

@@ -17,8 +17,8 @@ from penstock.errors import ConfigError, ItemFailed, QueueFull
 from penstock.serving.http.admin import UvicornServer, admin_app, metrics_app
 from penstock.serving.http.asgi import InferenceApp
 from penstock.serving.http.server import HttpServer
-from penstock.testing.backend import Call, FakeBackend
 from penstock.types import ItemResult
+from support.backend import Call, FakeBackend
 
 LIMITS = LimitsConfig(max_body_bytes=1_000_000)
 

@@ -8,8 +8,8 @@ import tracemalloc
 import msgspec
 import pytest
 
-from penstock.testing.backend import Call, FakeBackend
 from penstock.types import ItemResult
+from support.backend import Call, FakeBackend
 
 CHUNKED = b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 SHORT = {"header_timeout_s": 0.1, "body_timeout_s": 0.1, "idle_timeout_s": 0.1}

@@ -11,8 +11,8 @@ import pytest
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady, PenstockError
 from penstock.serving.http.admin import admin_app
 from penstock.serving.http.management import MAX_BODY_BYTES
-from penstock.testing.backend import FakeBackend
 from penstock.types import ModelStatus
+from support.backend import FakeBackend
 
 
 class FakeManagement:

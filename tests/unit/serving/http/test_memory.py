@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from penstock.serving.http.connection import Connection
-from penstock.testing.backend import FakeBackend
+from support.backend import FakeBackend
 
 POST = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: test\r\n"
 USES = {

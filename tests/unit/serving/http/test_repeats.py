@@ -10,13 +10,13 @@ from penstock.errors import BadRequest, ModelNotFound, QueueFull
 from penstock.serving.http import repeats
 from penstock.serving.http.answers import KeyReused, status_of
 from penstock.serving.http.repeats import KEPT_S, Repeats, parse_key
-from penstock.testing.backend import Call, FakeBackend
 from penstock.types import Item
+from support.backend import Call, FakeBackend
 
 KEY = "Idempotency-Key: k-1"
 
 
-class Desk:
+class TransportHarness:
     """A Repeats over a model that answers when it is told to, at a time that the test sets."""
 
     def __init__(self) -> None:
@@ -39,136 +39,136 @@ class Desk:
 
 
 @pytest.fixture
-async def desk() -> Desk:
-    return Desk()
+async def harness() -> TransportHarness:
+    return TransportHarness()
 
 
-async def test_a_request_that_comes_again_joins_the_first_or_gets_its_answer(desk):
-    first, second = desk.ask(), desk.ask()
-    assert len(desk.calls) == 1
-    desk.calls[0].reply(b"one")
-    third = desk.ask()
+async def test_a_request_that_comes_again_joins_the_first_or_gets_its_answer(harness):
+    first, second = harness.ask(), harness.ask()
+    assert len(harness.calls) == 1
+    harness.calls[0].reply(b"one")
+    third = harness.ask()
     assert [first.got, second.got, third.got] == [[b"one"]] * 3
-    assert len(desk.calls) == 1
+    assert len(harness.calls) == 1
     for ticket in (first, second, third):
         ticket.cancel()
-    assert not desk.calls[0].cancelled
+    assert not harness.calls[0].cancelled
 
 
-async def test_an_answer_is_kept_for_a_minute(desk):
-    desk.ask()
-    desk.calls[0].reply(b"one")
-    desk.now = KEPT_S - 0.001
-    assert desk.ask().got == [b"one"]
-    desk.now = KEPT_S
-    assert desk.ask().got == []
-    assert (len(desk.calls), desk.repeats.kept_bytes) == (2, 0)
+async def test_an_answer_is_kept_for_a_minute(harness):
+    harness.ask()
+    harness.calls[0].reply(b"one")
+    harness.now = KEPT_S - 0.001
+    assert harness.ask().got == [b"one"]
+    harness.now = KEPT_S
+    assert harness.ask().got == []
+    assert (len(harness.calls), harness.repeats.kept_bytes) == (2, 0)
 
 
-async def test_keys_of_other_routes_models_and_callers_are_other_keys(desk):
+async def test_keys_of_other_routes_models_and_callers_are_other_keys(harness):
     for more in ({}, {"version": "1"}, {"codec": "oip_json"}, {"key": b"k2"}):
-        desk.ask(**more)
-    assert len(desk.calls) == 4
+        harness.ask(**more)
+    assert len(harness.calls) == 4
     assert parse_key(b"k", b"Bearer a") != parse_key(b"k", b"Bearer b")
 
 
-async def test_another_length_under_the_same_key_is_refused_and_its_memory_given_back(desk):
-    waiting = desk.ask()
+async def test_another_length_under_the_same_key_is_refused_and_its_memory_given_back(harness):
+    waiting = harness.ask()
     for _ in range(2):
-        body = desk.backend.allocate(100_000)
+        body = harness.backend.allocate(100_000)
         with pytest.raises(KeyReused, match="of 3 bytes, found one of 100000") as caught:
-            desk.ask(body)
+            harness.ask(body)
         assert status_of(caught.value) == 422
-        assert desk.backend.used_bytes == 0
+        assert harness.backend.used_bytes == 0
         if not waiting.got:
-            desk.calls[0].reply(b"one")
+            harness.calls[0].reply(b"one")
     assert waiting.got == [b"one"]
 
 
 @pytest.mark.parametrize("size", [10, 10_000, 1_000_000])
-async def test_another_body_of_the_same_length_is_another_request(desk, size):
-    waiting = desk.ask(bytes(size))
+async def test_another_body_of_the_same_length_is_another_request(harness, size):
+    waiting = harness.ask(bytes(size))
     for place in (0, size // 2, size - 1):
         other = bytearray(size)
         other[place : place + 1000] = b"x" * min(1000, size - place)  # a hash of places: not of each byte
         with pytest.raises(KeyReused, match="belongs to another request"):
-            desk.ask(bytes(other))
-    desk.calls[0].reply(b"one")
-    assert [waiting.got, desk.ask(bytes(size)).got] == [[b"one"], [b"one"]]
+            harness.ask(bytes(other))
+    harness.calls[0].reply(b"one")
+    assert [waiting.got, harness.ask(bytes(size)).got] == [[b"one"], [b"one"]]
 
 
-async def test_the_memory_of_a_repeated_body_is_given_back_at_once(desk):
-    desk.ask(desk.backend.allocate(100_000))
-    desk.ask(desk.backend.allocate(100_000))
-    assert desk.backend.used_bytes == 100_000
-    desk.calls[0].reply(b"one")
-    desk.ask(desk.backend.allocate(100_000))
-    assert desk.backend.used_bytes == 0
+async def test_the_memory_of_a_repeated_body_is_given_back_at_once(harness):
+    harness.ask(harness.backend.allocate(100_000))
+    harness.ask(harness.backend.allocate(100_000))
+    assert harness.backend.used_bytes == 100_000
+    harness.calls[0].reply(b"one")
+    harness.ask(harness.backend.allocate(100_000))
+    assert harness.backend.used_bytes == 0
 
 
-async def test_it_is_cancelled_with_the_last_who_waits(desk):
-    first, second = desk.ask(), desk.ask()
+async def test_it_is_cancelled_with_the_last_who_waits(harness):
+    first, second = harness.ask(), harness.ask()
     first.cancel()
     first.cancel()
-    assert not desk.calls[0].cancelled
+    assert not harness.calls[0].cancelled
     second.cancel()
-    assert desk.calls[0].cancelled
-    third = desk.ask()
-    desk.calls[1].reply(b"two")
+    assert harness.calls[0].cancelled
+    third = harness.ask()
+    harness.calls[1].reply(b"two")
     assert (first.got, second.got, third.got) == ([], [], [b"two"])
 
 
-async def test_errors_reach_all_who_wait_and_are_not_kept(desk):
-    waiting = [desk.ask(), desk.ask()]
+async def test_errors_reach_all_who_wait_and_are_not_kept(harness):
+    waiting = [harness.ask(), harness.ask()]
     error = QueueFull("full")
-    desk.calls[0].reply(b"", error=error)
+    harness.calls[0].reply(b"", error=error)
     assert [ticket.got for ticket in waiting] == [[error], [error]]
-    desk.ask()
-    desk.calls[1].reply(b"", status=503)
-    desk.ask()
-    assert len(desk.calls) == 3
+    harness.ask()
+    harness.calls[1].reply(b"", status=503)
+    harness.ask()
+    assert len(harness.calls) == 3
 
 
-async def test_what_is_not_accepted_is_not_remembered(desk):
-    desk.backend.refuse = ModelNotFound("no")
+async def test_what_is_not_accepted_is_not_remembered(harness):
+    harness.backend.refuse = ModelNotFound("no")
     for _ in range(2):
         with pytest.raises(ModelNotFound):
-            desk.ask()
-    desk.backend.refuse = None
-    desk.ask()
-    assert len(desk.calls) == 1
+            harness.ask()
+    harness.backend.refuse = None
+    harness.ask()
+    assert len(harness.calls) == 1
 
 
-async def test_a_stream_is_neither_kept_nor_joined_in_its_middle(desk):
-    first, second = desk.ask(), desk.ask()
-    desk.calls[0].reply(b"a", final=False)
-    late = desk.ask()
-    desk.calls[0].reply(b"b")
+async def test_a_stream_is_neither_kept_nor_joined_in_its_middle(harness):
+    first, second = harness.ask(), harness.ask()
+    harness.calls[0].reply(b"a", final=False)
+    late = harness.ask()
+    harness.calls[0].reply(b"b")
     assert first.got == second.got == [b"a", b"b"]
-    assert len(desk.calls) == 2
-    desk.calls[1].reply(b"c")
+    assert len(harness.calls) == 2
+    harness.calls[1].reply(b"c")
     assert late.got == [b"c"]
-    desk.now = KEPT_S
-    desk.ask()
-    desk.calls[2].reply(b"a", final=False)
-    desk.calls[2].reply(b"")
-    desk.ask()
-    assert len(desk.calls) == 4
+    harness.now = KEPT_S
+    harness.ask()
+    harness.calls[2].reply(b"a", final=False)
+    harness.calls[2].reply(b"")
+    harness.ask()
+    assert len(harness.calls) == 4
 
 
-async def test_what_is_kept_is_bounded_in_answers_and_in_bytes(desk, monkeypatch):
+async def test_what_is_kept_is_bounded_in_answers_and_in_bytes(harness, monkeypatch):
     monkeypatch.setattr(repeats, "MAX_KEPT", 3)
     monkeypatch.setattr(repeats, "MAX_KEPT_BYTES", 100)
     for n, size in enumerate((10, 10, 10, 10, 85, 1000)):
-        desk.ask(key=b"k%d" % n)
-        desk.calls[-1].reply(bytes(size))
-        assert desk.repeats.kept_bytes <= 100
-        asked = len(desk.calls)
-        desk.ask(key=b"k0")
-        assert (len(desk.calls) == asked) == (n < 3)
+        harness.ask(key=b"k%d" % n)
+        harness.calls[-1].reply(bytes(size))
+        assert harness.repeats.kept_bytes <= 100
+        asked = len(harness.calls)
+        harness.ask(key=b"k0")
+        assert (len(harness.calls) == asked) == (n < 3)
         if n >= 3:
-            desk.calls[-1].reply(b"", error=QueueFull(""))
-    assert desk.repeats.kept_bytes == 95  # what is larger than all that may be kept pushes nothing out
+            harness.calls[-1].reply(b"", error=QueueFull(""))
+    assert harness.repeats.kept_bytes == 95  # what is larger than all that may be kept pushes nothing out
 
 
 @pytest.mark.parametrize("value", [b"", b"a b", b"\xff", b"a" * 256])

@@ -19,8 +19,8 @@ from penstock.errors import (
     WorkerDied,
 )
 from penstock.serving.http.server import HttpServer
-from penstock.testing.backend import Call, FakeBackend, FakeBuffer
 from penstock.types import ItemResult
+from support.backend import Call, FakeBackend, FakeBuffer
 
 
 def hold(call: Call) -> None:

@@ -12,7 +12,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.serving.http.admin import UvicornServer, admin_app
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
-from penstock.testing.backend import FakeBackend
+from support.backend import FakeBackend
 
 HERE = Path(__file__).parents[3] / "tls"
 CERT, KEY = str(HERE / "cert.pem"), str(HERE / "key.pem")

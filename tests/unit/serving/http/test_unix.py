@@ -11,7 +11,7 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.serving.http.server import HttpServer
-from penstock.testing.backend import FakeBackend
+from support.backend import FakeBackend
 
 
 def server() -> HttpServer:

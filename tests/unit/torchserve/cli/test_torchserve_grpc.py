@@ -11,12 +11,12 @@ import pytest
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
-from penstock.testing.backend import FakeBackend
 from penstock.torchserve.admin.startup import Served
 from penstock.torchserve.admin.tls import Pem
 from penstock.torchserve.cli.grpc import GrpcAddress, grpc_addresses, grpc_listeners
 from penstock.torchserve.cli.server import face_of
 from penstock.torchserve.config.properties import Properties
+from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
 TLS = Path(__file__).parents[3] / "tls"

@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from penstock.errors import ModelNotFound
-from penstock.testing.backend import FakeBackend
 from penstock.torchserve.grpc import services
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
 from penstock.torchserve.protocol.api import ListenerConfig
+from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, QueueFull, WorkerDied
-from penstock.testing.backend import Call
 from penstock.torchserve.grpc import calls
 from penstock.torchserve.grpc.services import OPEN_INFERENCE, message_class
 from penstock.torchserve.protocol.api import error_body
+from support.backend import Call
 
 CLASS = "org.pytorch.serve.http.InternalServerException"
 

@@ -9,9 +9,9 @@ import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from penstock.errors import ConfigError
-from penstock.testing.backend import FakeBackend
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
 from penstock.torchserve.protocol.api import ListenerConfig
+from support.backend import FakeBackend
 
 TLS = Path(__file__).parents[3] / "tls"
 LIMITS = GrpcLimits(max_request_bytes=1000, max_calls=10)

@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.testing.backend import Call
 from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.grpc import services
+from support.backend import Call
 
 GUARDS = {
     "Ping": "inference", "Predictions": "inference", "StreamPredictions": "inference",

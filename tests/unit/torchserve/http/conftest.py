@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import LimitsConfig
-from penstock.testing.backend import FakeBackend
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ListenerConfig
+from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0

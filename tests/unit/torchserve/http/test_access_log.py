@@ -11,11 +11,11 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ItemFailed
 from penstock.serving.http.server import HttpServer
-from penstock.testing.backend import Call, FakeBackend
 from penstock.torchserve.http.flavor import TorchServeRequest
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.types import ItemResult
+from support.backend import Call, FakeBackend
 from support.torchserve import FakeAdministration
 
 

@@ -28,10 +28,10 @@ from penstock.errors import (
     WorkerDied,
 )
 from penstock.serving.http.server import HttpServer
-from penstock.testing.backend import Call, FakeBackend, FakeBuffer
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ApiError, ListenerConfig
 from penstock.types import ItemResult
+from support.backend import Call, FakeBackend, FakeBuffer
 from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0

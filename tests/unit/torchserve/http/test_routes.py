@@ -14,10 +14,10 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.template import HttpRequest, Template
-from penstock.testing.backend import FakeBackend
 from penstock.torchserve.http.flavor import TorchServeFlavor
 from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.types import ItemResult
+from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0

@@ -16,9 +16,9 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
-from penstock.testing.backend import Call, FakeBackend
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ListenerConfig
+from support.backend import Call, FakeBackend
 from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0

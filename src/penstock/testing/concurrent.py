@@ -1,4 +1,4 @@
-"""The contract of workers that work on batches side by side, and a model that does: `await check_beside(make)`."""
+"""The contract of workers that work on batches side by side, and a model that does: `await check_concurrency(make)`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from penstock import metrics
 from penstock.errors import BadRequest, Cancelled, ItemFailed, QueueFull, WorkerDied
-from penstock.testing.transports import LARGE, WAIT_S, Desk, MakeTransport, values
+from penstock.testing.transports import LARGE, WAIT_S, MakeTransport, TransportHarness, values
 from penstock.types import Item
 
 WIDTH = 64
-TARGET = "penstock.testing.beside:SideBySide"
+TARGET = "penstock.testing.concurrent:ConcurrentModel"
 
 Answer = Callable[[list[tuple[int, Any]]], None]
 
 
-class SideBySide:
+class ConcurrentModel:
     """Items are `(verb, argument)`; the result is the argument, unless the verb says otherwise. Others are echoed.
 
     All answers are given by one thread, each as a part of its own; `predict` waits for those of its batch.
@@ -102,7 +102,7 @@ class SideBySide:
         return argument
 
 
-class OnLoop(SideBySide):
+class OnLoop(ConcurrentModel):
     """Answers from a thread that has a loop: a queue of calls."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Opened(str):
         return str, (str(self),)
 
 
-class Twice(SideBySide):
+class Twice(ConcurrentModel):
     """Answers every item twice, and differently."""
 
     def _do(self, verb: str, argument: Any, budget: float | None) -> Any:
@@ -166,180 +166,180 @@ class Twice(SideBySide):
 
 
 async def check_a_later_batch_is_answered_while_an_earlier_one_waits(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        assert desk.ready is not None
-        assert desk.ready.width == WIDTH
-        assert desk.ready.options == {"run_timeout_s": 150.0}
-        first, second = desk.post([Item(("gate", "a"))]), desk.post([Item(2)])
-        assert values(await desk.final(second)) == [2]
-        assert not desk.parts[first]
-        third = desk.post([Item(("open", "a"))])
-        assert values(await desk.final(first)) == ["a"]
-        assert values(await desk.final(third)) == ["opened"]
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        assert harness.ready is not None
+        assert harness.ready.width == WIDTH
+        assert harness.ready.options == {"run_timeout_s": 150.0}
+        first, second = harness.post([Item(("gate", "a"))]), harness.post([Item(2)])
+        assert values(await harness.final(second)) == [2]
+        assert not harness.parts[first]
+        third = harness.post([Item(("open", "a"))])
+        assert values(await harness.final(first)) == ["a"]
+        assert values(await harness.final(third)) == ["opened"]
 
 
 async def check_an_answer_leaves_before_the_others_of_its_batch(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        number = desk.post([Item(("gate", "a")), Item(2), Item(("raise", "no"))])
-        await desk.until(lambda: len(desk.parts[number]) == 2)
-        second, third = desk.parts[number]
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        number = harness.post([Item(("gate", "a")), Item(2), Item(("raise", "no"))])
+        await harness.until(lambda: len(harness.parts[number]) == 2)
+        second, third = harness.parts[number]
         assert (second.at, values(second), second.final) == ([1], [2], False)
         assert (third.at, third.final) == ([2], False)
         assert [type(e) for e in values(third)] == [ItemFailed]
-        await desk.final(desk.post([Item(("open", "a"))]))
-        last = await desk.final(number)
+        await harness.final(harness.post([Item(("open", "a"))]))
+        last = await harness.final(number)
         assert (last.at, values(last)) == ([0], ["a"])
         assert last.run_s > 0
 
 
 async def check_each_place_is_answered_once_also_by_a_model_that_answers_twice(make: MakeTransport) -> None:
-    async with Desk(make, "penstock.testing.beside:Twice") as desk:
+    async with TransportHarness(make, "penstock.testing.concurrent:Twice") as harness:
         for n in range(3):
-            part = await desk.run(n, n + 1)
+            part = await harness.run(n, n + 1)
             assert (part.at, values(part)) == ([0, 1], [n, n + 1])
 
 
 async def check_answers_of_one_turn_of_the_models_loop_leave_together(make: MakeTransport) -> None:
-    async with Desk(make, "penstock.testing.beside:OnLoop") as desk:
-        await desk.up()
-        number = desk.post([Item(n) for n in range(5)])
-        part = await desk.final(number)
+    async with TransportHarness(make, "penstock.testing.concurrent:OnLoop") as harness:
+        await harness.up()
+        number = harness.post([Item(n) for n in range(5)])
+        part = await harness.final(number)
         assert (part.at, values(part)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
-        assert len(desk.parts[number]) == 1
-    async with Desk(make, "penstock.testing.beside:LoopEnded") as desk:
-        assert await desk.values(7) == [7]
+        assert len(harness.parts[number]) == 1
+    async with TransportHarness(make, "penstock.testing.concurrent:LoopEnded") as harness:
+        assert await harness.values(7) == [7]
 
 
 async def check_a_submit_that_raises_is_an_answer(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        part = await desk.run(("refuse", None), 2)
+    async with TransportHarness(make, TARGET) as harness:
+        part = await harness.run(("refuse", None), 2)
         assert [type(e) for e in values(part)] == [QueueFull, QueueFull]
-        assert (await desk.values(1)) == [1]
+        assert (await harness.values(1)) == [1]
 
 
 async def check_items_that_the_model_never_sees(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        number = desk.post([Item(b"{", "native", "application/json"), Item(b"2", "native", "application/json")])
-        await desk.final(number)
-        bad, good = desk.parts[number]
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        number = harness.post([Item(b"{", "native", "application/json"), Item(b"2", "native", "application/json")])
+        await harness.final(number)
+        bad, good = harness.parts[number]
         assert (bad.at, [type(e) for e in values(bad)], bad.final) == ([0], [BadRequest], False)
         assert (good.at, values(good), good.final) == ([1], [b"2"], True)
-        assert values(await desk.final(desk.post([Item([], many=True)]))) == [[]]
+        assert values(await harness.final(harness.post([Item([], many=True)]))) == [[]]
 
 
 async def check_many_items_in_one_are_answered_together(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        first = desk.post([Item([1, ("gate", "a"), ("raise", "no")], many=True, rows=3), Item([4], many=True)])
-        await desk.until(lambda: desk.parts[first])
-        assert [part.at for part in desk.parts[first]] == [[1]]
-        await desk.final(desk.post([Item([("open", "a")], many=True)]))
-        (found,) = values(await desk.final(first))
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        first = harness.post([Item([1, ("gate", "a"), ("raise", "no")], many=True, rows=3), Item([4], many=True)])
+        await harness.until(lambda: harness.parts[first])
+        assert [part.at for part in harness.parts[first]] == [[1]]
+        await harness.final(harness.post([Item([("open", "a")], many=True)]))
+        (found,) = values(await harness.final(first))
         assert found[:2] == [1, "a"]
         assert type(found[2]) is ItemFailed
 
 
 async def check_the_model_hears_how_much_time_is_left(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        number = desk.post([Item(("budget", None), budget_s=0.25), Item(("budget", None))])
-        await desk.final(number)
-        assert [values(part) for part in desk.parts[number]] == [[0.25], [None]]
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        number = harness.post([Item(("budget", None), budget_s=0.25), Item(("budget", None))])
+        await harness.final(number)
+        assert [values(part) for part in harness.parts[number]] == [[0.25], [None]]
 
 
 async def check_an_abandoned_batch_is_cancelled_and_ends(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        number, other = desk.post([Item(("gate", "a")), Item(("gate", "b"))]), desk.post([Item(("gate", "a"))])
-        desk.transport.abandon(0, number)
-        assert [type(e) for e in values(await desk.final(number))] == [Cancelled, Cancelled]
-        assert await desk.values(("cancelled", None)) == [1]
-        assert await desk.values(("open", "a")) == ["opened"]  # and what the model answers late is not sent
-        assert values(await desk.final(other)) == ["a"]
-        desk.transport.abandon(0, number)
-        assert await desk.values(1) == [1]
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        number, other = harness.post([Item(("gate", "a")), Item(("gate", "b"))]), harness.post([Item(("gate", "a"))])
+        harness.transport.abandon(0, number)
+        assert [type(e) for e in values(await harness.final(number))] == [Cancelled, Cancelled]
+        assert await harness.values(("cancelled", None)) == [1]
+        assert await harness.values(("open", "a")) == ["opened"]  # and what the model answers late is not sent
+        assert values(await harness.final(other)) == ["a"]
+        harness.transport.abandon(0, number)
+        assert await harness.values(1) == [1]
 
 
 async def check_a_slab_is_let_go_with_its_own_batch(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        slab = desk.pool.allocate(LARGE)
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        slab = harness.pool.allocate(LARGE)
         assert slab is not None
         slab.view[:] = b"s" * LARGE
-        gate, large = desk.post([Item(("gate", "a"))]), desk.post([Item(slab, "native")])
-        (found,) = values(await desk.final(large))
+        gate, large = harness.post([Item(("gate", "a"))]), harness.post([Item(slab, "native")])
+        (found,) = values(await harness.final(large))
         assert bytes(found) == b"s" * LARGE
         del found
         slab.release()
-        await desk.until_free()
-        assert not desk.parts[gate]
-        await desk.values(("open", "a"))
+        await harness.until_free()
+        assert not harness.parts[gate]
+        await harness.values(("open", "a"))
 
 
 async def check_a_slab_that_the_model_keeps_is_not_reused_before_it_lets_go(make: MakeTransport) -> None:
     import numpy as np
 
-    async with Desk(make, TARGET) as desk:
-        assert await desk.values(("keep", np.zeros(LARGE, np.uint8))) == [LARGE]
+    async with TransportHarness(make, TARGET) as harness:
+        assert await harness.values(("keep", np.zeros(LARGE, np.uint8))) == [LARGE]
         for n in range(3):
-            assert await desk.values(n) == [n]
-        assert desk.pool.in_use_bytes > 0
-        await desk.values(("let_go", None))
-        await desk.until_free()
+            assert await harness.values(n) == [n]
+        assert harness.pool.in_use_bytes > 0
+        await harness.values(("let_go", None))
+        await harness.until_free()
 
 
 async def check_what_is_counted_is_told_and_at_the_end_too(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
+    async with TransportHarness(make, TARGET) as harness:
         for _ in range(5):
-            part = await desk.run(("count", 2), ("count", 3))
+            part = await harness.run(("count", 2), ("count", 3))
             assert part.metrics is None
-        await desk.transport.close(WAIT_S)
-        assert sum(d.value for d in desk.metrics if d.name == "counted") == 25
-        assert [(d.kind, d.name, d.value) for d in desk.metrics][-1] == ("counter", "ended", 1)
+        await harness.transport.close(WAIT_S)
+        assert sum(d.value for d in harness.metrics if d.name == "counted") == 25
+        assert [(d.kind, d.name, d.value) for d in harness.metrics][-1] == ("counter", "ended", 1)
 
 
 async def check_what_is_in_flight_is_answered_before_the_end(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        numbers = [desk.post([Item(("gate", "a"))]) for _ in range(10)]
-        numbers.append(desk.post([Item(("open", "a"))]))
-        await desk.transport.close(WAIT_S)
-        assert [values(desk.parts[number][-1]) for number in numbers] == [["a"]] * 10 + [["opened"]]
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        numbers = [desk.post([Item(("gate", "a"))]), desk.post([Item(("open", "a"))])]
-        await desk.transport.remove_slot(0, WAIT_S)
-        assert [values(desk.parts[number][-1]) for number in numbers] == [["a"], ["opened"]]
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        number = desk.post([Item(1), Item(("gate", "a"))])
-        await desk.until(lambda: desk.parts[number])
-        await desk.transport.close(0.05)  # too short for who waits at a gate
-        assert type(desk.parts[number][-1].error) is WorkerDied
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        numbers = [harness.post([Item(("gate", "a"))]) for _ in range(10)]
+        numbers.append(harness.post([Item(("open", "a"))]))
+        await harness.transport.close(WAIT_S)
+        assert [values(harness.parts[number][-1]) for number in numbers] == [["a"]] * 10 + [["opened"]]
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        numbers = [harness.post([Item(("gate", "a"))]), harness.post([Item(("open", "a"))])]
+        await harness.transport.remove_slot(0, WAIT_S)
+        assert [values(harness.parts[number][-1]) for number in numbers] == [["a"], ["opened"]]
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        number = harness.post([Item(1), Item(("gate", "a"))])
+        await harness.until(lambda: harness.parts[number])
+        await harness.transport.close(0.05)  # too short for who waits at a gate
+        assert type(harness.parts[number][-1].error) is WorkerDied
 
 
 async def check_a_death_ends_all_that_was_in_flight(make: MakeTransport) -> None:
-    async with Desk(make, TARGET) as desk:
-        await desk.up()
-        numbers = [desk.post([Item(("gate", "a")), Item(n)]) for n in range(5)]
-        await desk.until(lambda: all(desk.parts[number] for number in numbers))
-        desk.post([Item(("exit", 3))])
-        parts = [await desk.final(number) for number in numbers]
+    async with TransportHarness(make, TARGET) as harness:
+        await harness.up()
+        numbers = [harness.post([Item(("gate", "a")), Item(n)]) for n in range(5)]
+        await harness.until(lambda: all(harness.parts[number] for number in numbers))
+        harness.post([Item(("exit", 3))])
+        parts = [await harness.final(number) for number in numbers]
         assert all(type(part.error) is WorkerDied and part.started for part in parts)
-        await desk.until(lambda: desk.downs)
-        await desk.until(lambda: desk.ready is not None)
-        assert await desk.values(5) == [5]
+        await harness.until(lambda: harness.downs)
+        await harness.until(lambda: harness.ready is not None)
+        assert await harness.values(5) == [5]
 
 
-BESIDE_CHECKS: list[Callable[[MakeTransport], Awaitable[None]]] = [
+CONCURRENCY_CHECKS: list[Callable[[MakeTransport], Awaitable[None]]] = [
     check for name, check in list(globals().items()) if name.startswith("check_") and inspect.iscoroutinefunction(check)
 ]
 
 
-async def check_beside(make: MakeTransport) -> None:
+async def check_concurrency(make: MakeTransport) -> None:
     """Runs every check over transports that `make` gives. Raises AssertionError."""
-    for check in BESIDE_CHECKS:
+    for check in CONCURRENCY_CHECKS:
         await check(make)

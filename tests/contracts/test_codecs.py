@@ -12,7 +12,7 @@ from penstock.serving.protocols.native import NativeCodec
 from penstock.serving.protocols.oip_binary import OipBinaryCodec, encode_request
 from penstock.serving.protocols.oip_json import OipJsonCodec
 from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
-from penstock.testing.protocols import check_protocol
+from penstock.testing.codecs import check_codec
 from penstock.torchpipe.thrift.protocol import ThriftCodec
 from penstock.torchserve.protocol.codec import HandlerAnswer, InputsCodec, RawCodec, TorchServeCodec
 from penstock.types import Item, ModelMetadata, Response, TensorSpec
@@ -84,4 +84,4 @@ CODECS = {
 
 @pytest.mark.parametrize("name", CODECS)
 def test_the_codec_keeps_the_contract(name):
-    check_protocol(*CODECS[name])
+    check_codec(*CODECS[name])

@@ -17,7 +17,7 @@ class _Opaque:
     """A value that no protocol can know."""
 
 
-def check_protocol(make: Callable[[], Codec], requests: Sequence[Item], values: Sequence[Any]) -> None:
+def check_codec(make: Callable[[], Codec], requests: Sequence[Item], values: Sequence[Any]) -> None:
     """Raises AssertionError, naming the rule, unless the codec keeps all of them.
 
     `requests` are good ones; `values` are what a model may return for each of them.
