@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from penstock.torchserve.admin import launch
+from penstock.torchserve.cli import pid_file
 
 START_S = 60.0
 
@@ -180,7 +180,7 @@ class TorchServeFolder:
 
     def pids(self) -> list[int]:
         """The server's process, if one runs."""
-        found = launch.running(str(self.folder / "tmp" / ".model_server.pid"))
+        found = pid_file.running_pid(str(self.folder / "tmp" / ".model_server.pid"))
         return [] if found is None else [found]
 
     def url(self, api: str = "Inference") -> str:

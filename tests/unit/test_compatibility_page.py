@@ -116,7 +116,7 @@ def test_every_flag_of_the_commands_is_there() -> None:
 
 
 def test_every_key_of_a_models_configuration_is_there() -> None:
-    known = {*settings._LEAST, *settings._SWITCHES, *settings._WORDS, "deviceIds", "parallelType", "torchrun"}
+    known = {*settings.TYPES, "parallelType", "torchrun"}
     handlers_own = {"pt2", "precision", "optimize", "micro_batching"}
     assert set(rows("Keys of model-config.yaml")) == known | handlers_own
 

@@ -1,4 +1,4 @@
-"""ModelsBackend: what TorchServe's front-ends submit to. The engine, with TorchServe's versions, texts and tickets."""
+"""The Backend of TorchServe's listeners: the engine with TorchServe's versions, error texts and job tickets."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from penstock.core.engine.batcher import release
 from penstock.core.engine.engine import Engine
 from penstock.core.wire.slabs import Slab
 from penstock.errors import PenstockError
-from penstock.torchserve.admin.holding import Held, no_worker, refusal
-from penstock.torchserve.admin.models import Models, Version
+from penstock.torchserve.admin.models import ModelVersion, PendingRequest, VersionRegistry, submit_error
 from penstock.torchserve.metrics.observer import UNVERSIONED
+from penstock.torchserve.protocol.api import no_worker
 from penstock.types import Item, ModelMetadata, ModelStatus, Sink
 
 
 class ModelsBackend:
-    """See `frontends.base.Backend`. Errors of `submit` are ApiErrors, but for a deadline that has passed."""
+    """See `Backend` in core/contracts.py. `submit` raises ApiError, except for an expired deadline."""
 
-    def __init__(self, engine: Engine, models: Models) -> None:
+    def __init__(self, engine: Engine, models: VersionRegistry) -> None:
         self._engine = engine
         self._models = models
-        self.asked: dict[tuple[str, str], int] = {}  # requests that came for a model, and a version or none
+        self.requests: dict[tuple[str, str], int] = {}  # (model, requested version or UNVERSIONED) -> number
 
     def submit(
         self,
@@ -33,20 +33,20 @@ class ModelsBackend:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Ticket:
-        """Queues one item for the version, else for the default one or the one whose turn it is; while its first
-        workers load it waits for them."""
+        """Queues one item. Without a version, the default or the traffic split decides. While the first workers load,
+        the item waits for them."""
         try:
             found = self._models.route(model, version)
             label = version or UNVERSIONED
-            self.asked[model, label] = self.asked.get((model, label), 0) + 1
-            if found.handle is None or (found.plan.settings.use_job_ticket and not _has_ticket(found)):
+            self.requests[model, label] = self.requests.get((model, label), 0) + 1
+            if found.handle is None or (found.spec.settings.use_job_ticket and not _has_ticket(found)):
                 raise no_worker(model, version)
             if found.loading:
-                if len(found.held) >= found.plan.settings.job_queue_size:
-                    raise no_worker(model, version, "as many requests wait for its first worker as may")
-                held = Held(item, sink, budget_s, priority, (model, version))
-                found.held.append(held)
-                return held
+                if len(found.pending) >= found.spec.settings.job_queue_size:
+                    raise no_worker(model, version, "the queue for the first worker is full")
+                request = PendingRequest(item, sink, budget_s, priority, (model, version))
+                found.pending.append(request)
+                return request
         except BaseException:
             release(item)
             raise
@@ -55,10 +55,10 @@ class ModelsBackend:
             call.label = label
             return call
         except PenstockError as e:
-            raise refusal(e, model, version) from e
+            raise submit_error(e, model, version) from e
 
     def ready(self) -> bool:
-        """False if the default version of some model has fewer workers than it should, and while draining."""
+        """False while draining, and if the default version of any model has fewer workers than expected."""
         return not self._engine.draining and all(version.healthy for version in self._models.defaults())
 
     def model_ready(self, model: str, version: str | None) -> bool:
@@ -74,7 +74,7 @@ class ModelsBackend:
         return found.handle.metadata, versions
 
     def statuses(self) -> list[ModelStatus]:
-        """Of those versions that have workers."""
+        """The status of every version with workers."""
         return self._engine.statuses()
 
     def allocate(self, nbytes: int) -> Slab | None:
@@ -84,6 +84,6 @@ class ModelsBackend:
         self._engine.when_free(wake)
 
 
-def _has_ticket(version: Version) -> bool:
-    """A worker is idle: with useJobTicket no request waits."""
+def _has_ticket(version: ModelVersion) -> bool:
+    """True if a worker is idle. With useJobTicket, no request waits in the queue."""
     return version.handle is not None and version.handle.pending < version.handle.up

@@ -1,88 +1,134 @@
-"""Models: names and versions as TorchServe knows them. A version may have no workers: the engine knows nothing of it.
+"""The registered model versions, and the requests that wait for the first workers of a version.
 
-Lookups raise ApiError with TorchServe's texts; they happen once a request.
+A version may have no workers; the engine does not know such a version. Lookups raise ApiError with TorchServe's texts
+and happen once per request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from msgspec import Struct, field
 
+from penstock.core.engine.batcher import Call, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import TrafficSplit
-from penstock.torchserve.admin.holding import Held
-from penstock.torchserve.admin.plan import Plan
+from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
+from penstock.torchserve.admin.model_spec import ModelSpec
 from penstock.torchserve.archive.store import UnpackedArchive
-from penstock.torchserve.protocol.api import ApiError
+from penstock.torchserve.metrics.observer import UNVERSIONED
+from penstock.torchserve.protocol.api import ApiError, no_worker
+from penstock.types import Item, ItemResult, Sink
 
-MOST_SHOWN = 100  # characters of a name that the client sent
+MAX_SHOWN = 100  # characters of a client's name that a message shows
+
+Submit = Callable[[Item, Sink, float | None, int], Call]
 
 
-class Version(Struct, eq=False):
-    """One registered version. `handle` is None while it has no workers.
+class PendingRequest:
+    """A request that waits for the first worker, as in TorchServe's queue; `target` is its model and version."""
 
-    `settled` is how many workers the last change that ended left it: fewer live ones are a fault. `lock` is held by
-    the change under way; `gone` is set when it was unregistered.
+    def __init__(
+        self, item: Item, sink: Sink, budget_s: float | None, priority: int, target: tuple[str, str | None]
+    ) -> None:
+        self._item, self._sink, self._priority, self._target = item, sink, priority, target
+        self._deadline_s = None if budget_s is None else time.monotonic() + budget_s
+        self._call: Call | None = None
+        self._ended = False
+
+    def cancel(self) -> None:
+        """See `Ticket` in core/contracts.py."""
+        if self._call is not None:
+            self._call.cancel()
+        elif not self._ended:
+            self._ended = True
+            release(self._item)
+
+    def forward(self, submit: Submit) -> None:
+        """Submits the request to the engine, or answers it with the engine's error."""
+        if self._ended:
+            return
+        self._ended = True
+        left_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
+        try:
+            self._call = submit(self._item, self._sink, left_s, self._priority)
+            self._call.label = self._target[1] or UNVERSIONED
+        except PenstockError as e:
+            self._sink(ItemResult(error=submit_error(e, *self._target)))
+
+
+def submit_error(error: PenstockError, model: str, version: str | None) -> PenstockError:
+    """The engine's error as TorchServe's clients know it."""
+    if isinstance(error, (ModelNotFound, ModelNotReady, QueueFull)):
+        return no_worker(model, version, error.message)
+    return error
+
+
+class ModelVersion(Struct, eq=False):
+    """One registered version. `handle` is None without workers.
+
+    `expected` is the number of workers after the last change; fewer live workers mean a fault. The change in progress
+    holds `lock`. Unregistering sets `gone`.
     """
 
-    plan: Plan
+    spec: ModelSpec
     files: UnpackedArchive
     min_workers: int
     max_workers: int
     at_startup: bool = False
     handle: ModelHandle | None = None
-    loading: bool = False  # the handle is not in the engine's sight yet
-    settled: int = 0
+    loading: bool = False  # the engine does not have the handle yet
+    expected: int = 0
     gone: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    held: list[Held] = field(default_factory=list)  # requests that came while it was loading
-    ids: dict[int, int] = field(default_factory=dict)  # slot -> the worker's id
+    pending: list[PendingRequest] = field(default_factory=list)  # requests that arrived during loading
+    worker_ids: dict[int, int] = field(default_factory=dict)  # slot -> id
 
     @property
     def name(self) -> str:
-        return self.plan.name
+        return self.spec.name
 
     @property
     def version(self) -> str:
-        return self.plan.version
+        return self.spec.version
 
     @property
     def up(self) -> int:
-        """Workers that are up."""
+        """The number of live workers."""
         return 0 if self.handle is None else self.handle.up
 
     @property
     def ready(self) -> bool:
-        """True while a worker is up to answer."""
+        """True if at least one worker is live."""
         return self.handle is not None and self.handle.ready
 
     @property
     def healthy(self) -> bool:
-        """False if fewer workers are up than there should be."""
-        return self.up >= min(self.settled, self.min_workers)
+        """False if fewer workers are live than expected."""
+        return self.up >= min(self.expected, self.min_workers)
 
 
 class _Model(Struct, eq=False):
     """The versions of one name, in the order of their registration."""
 
-    versions: dict[str, Version]
-    default: Version
-    split: TrafficSplit[Version] | None = None
+    versions: dict[str, ModelVersion]
+    default: ModelVersion
+    split: TrafficSplit[ModelVersion] | None = None
 
 
-class Models:
-    """Every registered version by name and version, and which one answers a request that names none."""
+class VersionRegistry:
+    """Every registered version by name and version, and the version that serves requests without one."""
 
     def __init__(self) -> None:
         self._models: dict[str, _Model] = {}
 
-    # ---- changes: each is one step, no request sees the half of it
+    # ---- changes: atomic, because no change awaits
 
-    def add(self, version: Version) -> None:
-        """The first version of a name is its default. Raises ApiError if it is registered already."""
+    def add(self, version: ModelVersion) -> None:
+        """The first version of a name becomes its default. Raises ApiError for a registered version."""
         model = self._models.get(version.name)
         if model is None:
             self._models[version.name] = _Model({version.version: version}, version)
@@ -94,15 +140,14 @@ class Models:
         else:
             model.versions[version.version] = version
 
-    def check_removal(self, version: Version) -> None:
-        """Raises ApiError if it is the default while there are others."""
+    def check_removal(self, version: ModelVersion) -> None:
+        """Raises ApiError for the default version while the model has other versions."""
         model = self._models[version.name]
         if model.default is version and len(model.versions) > 1:
             raise ApiError("InvalidModelVersionException", f"Cannot remove default version for model {version.name}")
 
-    def remove(self, version: Version) -> None:
-        """Takes it out of sight; the others share its traffic. A default that failed to start gives way to the oldest
-        of the others. Idempotent."""
+    def remove(self, version: ModelVersion) -> None:
+        """Removes the version; the others share its traffic, and the oldest replaces a removed default. Idempotent."""
         model = self._models.get(version.name)
         version.gone = True
         if model is None or model.versions.get(version.version) is not version:
@@ -118,67 +163,67 @@ class Models:
             model.split = TrafficSplit(weights, model.versions) if any(weights.values()) else None
 
     def set_default(self, name: str, version: str) -> None:
-        """Requests that name no version go to this one, all of them."""
+        """Sends all requests without a version to this version."""
         self.find(name, None)
         found = self._models[name].versions.get(version)
         if found is None:
-            told = f"Model version {version[:MOST_SHOWN]} does not exist for model {name}"
-            raise ApiError("ModelVersionNotFoundException", told)
+            message = f"Model version {version[:MAX_SHOWN]} does not exist for model {name}"
+            raise ApiError("ModelVersionNotFoundException", message)
         self._models[name].default, self._models[name].split = found, None
 
     def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
-        """Requests that name no version are shared out by these weights, at least one of them above 0."""
+        """Splits requests without a version by weight; at least one weight is above 0."""
         for version in (None, *weights):
             self.find(name, version)
         if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
             raise ApiError(
-                "BadRequestException", f"weights: found {weights}, expected numbers from 0, at least one of them above"
+                "BadRequestException", f"weights: found {weights}, expected numbers from 0, at least one above 0"
             )
         model = self._models[name]
         model.split = TrafficSplit(weights, model.versions)
 
     # ---- lookups
 
-    def route(self, name: str, version: str | None) -> Version:
-        """Who answers the next request."""
+    def route(self, name: str, version: str | None) -> ModelVersion:
+        """The version that serves the next request."""
         if version is None:
             model = self._models.get(name)
             if model is not None:
                 return model.default if model.split is None else model.split.next()
         return self.find(name, version)
 
-    def find(self, name: str, version: str | None) -> Version:
-        """The version, or the default."""
+    def find(self, name: str, version: str | None) -> ModelVersion:
+        """The version, or the default version."""
         model = self._models.get(name)
         if model is None:
-            raise ApiError("ModelNotFoundException", f"Model not found: {name[:MOST_SHOWN]}")
+            raise ApiError("ModelNotFoundException", f"Model not found: {name[:MAX_SHOWN]}")
         if version is None:
             return model.default
         found = model.versions.get(version)
         if found is None:
             raise ApiError(
                 "ModelVersionNotFoundException",
-                f"Model version: {version[:MOST_SHOWN]} does not exist for model: {name}",
+                f"Model version: {version[:MAX_SHOWN]} does not exist for model: {name}",
             )
         return found
 
-    def versions(self, name: str) -> list[Version]:
-        """All versions of a model, the oldest first."""
+    def versions(self, name: str) -> list[ModelVersion]:
+        """All versions of a model, oldest first."""
         self.find(name, None)
         return list(self._models[name].versions.values())
 
-    def defaults(self) -> list[Version]:
+    def defaults(self) -> list[ModelVersion]:
         """The default version of every model, by name."""
         return [self._models[name].default for name in sorted(self._models)]
 
-    def is_default(self, version: Version) -> bool:
-        """True if requests that name no version go to it, but for a split."""
+    def is_default(self, version: ModelVersion) -> bool:
+        """True for the default version of its model."""
         return self._models[version.name].default is version
 
-    def weight(self, version: Version) -> float | None:
-        """Its weight among the requests that name no version; None if they are not shared out."""
+    def weight(self, version: ModelVersion) -> float | None:
+        """Its share of the requests without a version; None without a traffic split."""
         split = self._models[version.name].split
         return None if split is None else split.weights.get(version.version)
 
-    def __iter__(self) -> Iterator[Version]:
+    def __iter__(self) -> Iterator[ModelVersion]:
         return iter([version for model in self._models.values() for version in model.versions.values()])

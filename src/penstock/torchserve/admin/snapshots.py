@@ -1,4 +1,4 @@
-"""Snapshots: the configuration and the models as they stand, in a file after every change, to start from again."""
+"""Snapshots: after every change, a file with the configuration and the models, from which a server can start again."""
 
 from __future__ import annotations
 
@@ -6,74 +6,93 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from penstock.torchserve.admin.tokens import write_private
 from penstock.torchserve.config.property_file import format_properties
 
+if TYPE_CHECKING:  # `torchserve --start` looks for snapshots without loading the engine
+    from penstock.torchserve.admin.models import ModelVersion
+
 log = logging.getLogger("penstock.compat")
 
-Kind = Literal["startup", "snapshot", "shutdown"]
+SnapshotKind = Literal["startup", "snapshot", "shutdown"]
 KEEP: Final = 100  # files; older ones are removed
 
 _NAME = re.compile(r"\d{17}-(startup|snapshot|shutdown)\.cfg")
 _OWN: Final = frozenset({"model_snapshot", "load_models"})
 
 
+def state_of(version: ModelVersion, *, default: bool, weight: float | None) -> dict[str, Any]:
+    """The state of a version in a snapshot, from which it can be started again."""
+    spec, s = version.spec, version.spec.settings
+    state: dict[str, Any] = {
+        "defaultVersion": default,
+        "marName": spec.mar_name,
+        "minWorkers": version.min_workers,
+        "maxWorkers": version.max_workers,
+        "batchSize": s.batch_size,
+        "maxBatchDelay": s.max_batch_delay,
+        "responseTimeout": s.response_timeout,
+        "startupTimeout": s.startup_timeout,
+        "runtimeType": spec.runtime,
+    }
+    if weight is not None:
+        state["traffic"] = weight
+    if spec.setup["handler"] != version.files.archive.manifest.handler:
+        state["handler"] = spec.setup["handler"]
+    if spec.url != spec.mar_name and not spec.url.startswith(("http://", "https://")):  # the store has downloads
+        state["modelUrl"] = spec.url
+    return state
+
+
 class Snapshots:
     """Writes `<log location>/config/<yyyyMMddHHmmssSSS>-{startup,snapshot,shutdown}.cfg`.
 
-    `properties` are the keys and values that the server was started with, as in config.properties.
+    `properties` are the keys of config.properties that the server started with.
     """
 
     def __init__(self, log_location: Path, properties: Mapping[str, str]) -> None:
         self._folder = log_location / "config"
         self._properties = [(key, value) for key, value in properties.items() if key not in _OWN]
 
-    def write(self, kind: Kind, models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path | None:
-        """The file, with the models as {name: {version: state}}; None if it could not be written, which is logged."""
+    def write(self, kind: SnapshotKind, models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path | None:
+        """The new file with the models as {name: {version: state}}; on failure logs the error and returns None."""
         now_s = time.time()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = self._new_name(now_s, kind)
             count = sum(len(versions) for versions in models.values())
-            told = {"name": file.name, "modelCount": count, "created": int(now_s * 1000), "models": models}
-            text = format_properties([*self._properties, ("model_snapshot", json.dumps(told, indent=2))])
+            snapshot = {"name": file.name, "modelCount": count, "created": int(now_s * 1000), "models": models}
+            text = format_properties([*self._properties, ("model_snapshot", json.dumps(snapshot, indent=2))])
             write_private(file, text)
-            self._forget_old()
+            for old in _files(self._folder)[:-KEEP]:
+                with suppress(OSError):
+                    old.unlink()
         except OSError as e:
             log.error("snapshot_not_written folder=%s error=%s", self._folder, e)
             return None
         return file
 
-    def _new_name(self, now_s: float, kind: Kind) -> Path:
-        """Files of one millisecond get the following ones, so that their names tell the newest."""
-        newest = max(_stamps(self._folder), default=0)
+    def _new_name(self, now_s: float, kind: SnapshotKind) -> Path:
+        """A name that sorts after all others, also within the same millisecond."""
+        newest = max((int(file.name[:17]) for file in _files(self._folder)), default=0)
         stamp = max(int(datetime.fromtimestamp(now_s).strftime("%Y%m%d%H%M%S%f")[:17]), newest + 1)
         return self._folder / f"{stamp:017d}-{kind}.cfg"
 
-    def _forget_old(self) -> None:
-        for file in _files(self._folder)[:-KEEP]:
-            with suppress(OSError):
-                file.unlink()
-
 
 def last_snapshot(log_location: Path) -> Path | None:
-    """The newest snapshot there; None if there is none."""
+    """The newest snapshot, or None."""
     return max(_files(log_location / "config"), default=None)
 
 
 def _files(folder: Path) -> list[Path]:
-    """The snapshots in a folder, the oldest first."""
+    """The snapshots in a folder, oldest first."""
     try:
         return sorted(file for file in folder.iterdir() if _NAME.fullmatch(file.name))
     except OSError:
         return []
-
-
-def _stamps(folder: Path) -> Iterable[int]:
-    return (int(file.name[:17]) for file in _files(folder))

@@ -1,4 +1,4 @@
-"""Tokens: the keys that open TorchServe's APIs, and the file in which its users find them."""
+"""The keys of TorchServe's APIs, and the file where users find them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _WRONG: Final = "Token either incorrect, expired, or not provided correctly"
 
 
 class Tokens:
-    """A key for inference, one for management, which expire, and the API key, with which new ones are made.
+    """The inference key and the management key, which expire, and the API key, which renews them.
 
-    The file has mode 0600. A server that cannot start leaves that of another one in the same folder as it is, so it is
-    not written before `publish`.
+    The file has mode 0600. It is written only by `publish`, so that a server that fails to start does not overwrite
+    the file of another server in the same folder.
     """
 
     def __init__(self, folder: Path, expiration_s: float, now: Callable[[], datetime] = lambda: datetime.now(UTC)):
@@ -36,30 +36,32 @@ class Tokens:
         self._keys = {kind: self._new_key() for kind in ("management", "inference")}
 
     def publish(self) -> None:
-        """Writes the file. Raises ConfigError if it cannot be."""
+        """Writes the file. Raises ConfigError on failure."""
         try:
             self._write()
         except OSError as e:
             raise ConfigError(
-                f"{self.file}: the file of tokens cannot be written: {e.strerror}; start in a folder of your own, or"
-                " with --disable-token-auth"
+                f"{self.file}: the token file cannot be written: {e.strerror}; start in a folder of your own, or with"
+                " --disable-token-auth"
             ) from None
 
     def remove(self) -> None:
-        """Removes the file, whose keys open nothing any more, unless another server's is there by now."""
+        """Removes the file, unless it belongs to another server by now."""
         with suppress(OSError, ValueError, TypeError, KeyError):
             if json.loads(self.file.read_bytes())["API"]["key"] == self._api:
                 self.file.unlink()
 
     def check(self, kind: str, authorization: bytes | None) -> None:
-        """Raises ApiError unless the header is `Bearer` and the key of "management" or "inference"."""
+        """Raises ApiError unless the header is `Bearer` and the key of `kind` ("management" or "inference")."""
         key, expires = self._keys[kind]
         if not _is(key, authorization) or self._now() >= expires:
             raise ApiError("InvalidKeyException", f"Token Authorization failed. {_WRONG}")
 
     def renew(self, kind: str, authorization: bytes | None) -> None:
-        """Makes a new key of "management" or "inference", if the header is `Bearer` and the API key. Raises ApiError;
-        an OSError that keeps the file from being written leaves the old key."""
+        """Creates a new key of `kind`, if the header is `Bearer` and the API key.
+
+        Raises ApiError, and OSError if the file cannot be written; the old key then stays valid.
+        """
         if not _is(self._api, authorization):
             raise ApiError("InvalidKeyException", f"Token Authentication failed. {_WRONG}")
         if kind not in self._keys:
@@ -91,7 +93,7 @@ def _is(key: str, authorization: bytes | None) -> bool:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Puts a file with this text in the place of the old one, whole or not at all; only its owner may read it."""
+    """Replaces the file atomically; only its owner may read it."""
     new = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as f:

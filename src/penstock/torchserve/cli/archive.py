@@ -1,4 +1,4 @@
-"""`penstock archive`, which is also `torch-model-archiver`: writes a model archive, by that command's flags."""
+"""The command `torch-model-archiver`, also `penstock archive`: writes a model archive."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import click
 
 
 class _Abbreviating(click.Command):
-    """Takes the unambiguous beginning of a long flag for the flag, as the flags' first owner does."""
+    """A command with unambiguous abbreviations of long flags, as in torch-model-archiver."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         flags = [flag for p in self.get_params(ctx) for flag in (*p.opts, *p.secondary_opts) if flag.startswith("--")]
 
-        def whole(word: str) -> str:
+        def expand(word: str) -> str:
             name, equals, value = word.partition("=")
-            meant = [flag for flag in flags if flag.startswith(name)]
-            return meant[0] + equals + value if len(name) > 2 and name not in flags and len(meant) == 1 else word
+            matches = [flag for flag in flags if flag.startswith(name)]
+            return matches[0] + equals + value if len(name) > 2 and name not in flags and len(matches) == 1 else word
 
-        return super().parse_args(ctx, [whole(word) if word.startswith("--") else word for word in args])
+        return super().parse_args(ctx, [expand(word) if word.startswith("--") else word for word in args])
 
 
 @click.command(cls=_Abbreviating, context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,25 +31,29 @@ class _Abbreviating(click.Command):
 @click.option(
     "--handler",
     required=True,
-    help="A Python file, with :FUNCTION if it is not called handle, or the name of a built-in handler.",
+    help="A Python file, with :FUNCTION if the function is not named handle, or the name of a built-in handler.",
 )
 @click.option("--serialized-file", default="", help="Weights (.pt, .pth), TorchScript or an ONNX file.")
-@click.option("--model-file", default="", help="The Python file with the one class of an eager model.")
-@click.option("--extra-files", default="", help="Comma list of more files, folders and globs; folders are flattened.")
+@click.option("--model-file", default="", help="The Python file with the model class of an eager model.")
+@click.option(
+    "--extra-files", default="", help="Comma-separated files, folders and globs to add; folders are flattened."
+)
 @click.option("--runtime", type=click.Choice(["python", "python3", "LSP"]), default="python", show_default=True)
-@click.option("--export-path", default="", help="The folder to write to; default: the working directory.")
+@click.option("--export-path", default="", help="The output folder; default: the working directory.")
 @click.option(
     "--archive-format",
     type=click.Choice(["default", "zip-store", "tgz", "no-archive"]),
     default="default",
     show_default=True,
-    help="default: MODEL_NAME.mar; zip-store: the same, not compressed; tgz: MODEL_NAME.tar.gz; no-archive: a folder.",
+    help="default: MODEL_NAME.mar; zip-store: the same, uncompressed; tgz: MODEL_NAME.tar.gz; no-archive: a folder.",
 )
-@click.option("-f", "--force", is_flag=True, help="Overwrite an archive that is there.")
-@click.option("-r", "--requirements-file", default="", help="The requirements.txt of the model's own packages.")
-@click.option("-c", "--config-file", default="", help="The model's configuration, a YAML file.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite an existing archive.")
+@click.option(
+    "-r", "--requirements-file", default="", help="The requirements.txt of the packages that the model needs."
+)
+@click.option("-c", "--config-file", default="", help="The model's configuration as a YAML file.")
 def archive(export_path: str, archive_format: Any, force: bool, **contents: str) -> None:
-    """Pack a model, its handler and their files into one archive, as torch-model-archiver does.
+    """Pack a model, its handler and their files into one archive, like torch-model-archiver.
 
     Exits with 1 if a file is missing or the archive exists, and with 2 if a flag is wrong.
     """
@@ -60,8 +64,8 @@ def archive(export_path: str, archive_format: Any, force: bool, **contents: str)
     try:
         pack(ArchiveContents(**contents), Path(export_path or os.getcwd()), archive_format, force=force)
     except (ArchiveError, OSError) as error:
-        said = error.message if isinstance(error, ArchiveError) else f"the archive cannot be written: {error}"
-        click.echo(f"{click.get_current_context().command_path}: error: {said}", err=True)
+        message = error.message if isinstance(error, ArchiveError) else f"the archive cannot be written: {error}"
+        click.echo(f"{click.get_current_context().command_path}: error: {message}", err=True)
         sys.exit(1)
 
 

@@ -1,6 +1,6 @@
-"""The flags of `torchserve`, and what they say together with file and environment.
+"""The flags of `torchserve`, and the options that follow from flags, file and environment.
 
-They are read by argparse, whose ways (`--models a b`, words cut short) are those that scripts rely on.
+argparse parses them because scripts rely on its behavior (`--models a b`, abbreviated flags).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from penstock.errors import ConfigError
 from penstock.torchserve.config.properties import Properties, load_properties
 
 
-class Settings(Struct, frozen=True, kw_only=True):
-    """All that a server is told: the file's keys under those of the command line, and what has no key."""
+class ServerOptions(Struct, frozen=True, kw_only=True):
+    """The configuration of a server: the properties, in which flags override the file, and options without a key."""
 
     properties: Properties
     file: str | None = None
@@ -31,24 +31,24 @@ def parser() -> argparse.ArgumentParser:
     what = found.add_mutually_exclusive_group()
     what.add_argument("-v", "--version", action="store_true", help="print the version")
     what.add_argument("--start", action="store_true", help="start the server (also without this flag)")
-    what.add_argument("--stop", action="store_true", help="stop the server: it answers what it has, and ends")
+    what.add_argument("--stop", action="store_true", help="stop the server after it answers the requests in progress")
     add = found.add_argument
-    add("--ts-config", metavar="FILE", help="config.properties; the variable TS_CONFIG_FILE is stronger")
-    add("--model-store", metavar="FOLDER", help="where model archives are; needed unless the file names it")
-    add("--workflow-store", metavar="FOLDER", help="taken and ignored")
+    add("--ts-config", metavar="FILE", help="config.properties; the variable TS_CONFIG_FILE overrides it")
+    add("--model-store", metavar="FOLDER", help="folder of the model archives; required unless the file sets it")
+    add("--workflow-store", metavar="FOLDER", help="accepted and ignored")
     add("--models", nargs="+", metavar="[NAME=]FILE", help="archives of the model store to load, or all")
-    add("--log-config", metavar="FILE", help="log4j2 XML, or a .json or .yaml for Python's logging")
-    add("--cpp-log-config", metavar="FILE", help="taken and ignored")
-    add("--foreground", action="store_true", help="stay, and end with the server")
-    add("--no-config-snapshots", "--ncs", action="store_true", help="write no snapshots, and restore none")
-    add("--plugins-path", "--ppath", metavar="FOLDER", help="taken and ignored")
-    add("--disable-token-auth", "--dt", action="store_true", help="no request needs a token")
-    add("--enable-model-api", action="store_true", help="models can be registered and unregistered by requests")
+    add("--log-config", metavar="FILE", help="log4j2 XML file, or a .json or .yaml file for Python's logging")
+    add("--cpp-log-config", metavar="FILE", help="accepted and ignored")
+    add("--foreground", action="store_true", help="run in the foreground")
+    add("--no-config-snapshots", "--ncs", action="store_true", help="write and restore no snapshots")
+    add("--plugins-path", "--ppath", metavar="FOLDER", help="accepted and ignored")
+    add("--disable-token-auth", "--dt", action="store_true", help="require no tokens")
+    add("--enable-model-api", action="store_true", help="allow requests to register and unregister models")
     return found
 
 
-def settings_of(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
-    """What flags, file and environment say together. Raises ConfigError."""
+def resolve_options(args: argparse.Namespace, env: Mapping[str, str]) -> ServerOptions:
+    """The options from flags, file and environment. Raises ConfigError."""
     named = ("model_store", "workflow_store", "cpp_log_config", "plugins_path")
     flags = {key: found for key in named if (found := getattr(args, key))}
     if args.models:
@@ -58,21 +58,17 @@ def settings_of(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     if args.disable_token_auth:
         flags["disable_token_authorization"] = "true"
     _check_paths(args, env)
-    file = _file_of(args, env)
+    file = _find_file(args, env)
     properties = load_properties(file, env=env, flags=flags)
     if properties.model_store is None:
         raise ConfigError("Missing mandatory parameter --model-store")
     if not os.path.isdir(properties.model_store):
         raise ConfigError(f"--model-store directory not found: {properties.model_store}")
-    return Settings(
-        properties=properties,
-        file=file,
-        snapshots=not args.no_config_snapshots,
-    )
+    return ServerOptions(properties=properties, file=file, snapshots=not args.no_config_snapshots)
 
 
-def _file_of(args: argparse.Namespace, env: Mapping[str, str]) -> str | None:
-    """The file that is read: the one that is named, else the last snapshot, else that of the working directory."""
+def _find_file(args: argparse.Namespace, env: Mapping[str, str]) -> str | None:
+    """The named file, else the last snapshot, else config.properties in the working directory."""
     named: str | None = env.get("TS_CONFIG_FILE") or args.ts_config
     if named is not None:
         if not os.path.isfile(named):

@@ -1,4 +1,4 @@
-"""The composition root of `torchserve`: engine, models, listeners and logs, joined into one running server."""
+"""The composition root of `torchserve`: joins engine, models, listeners, metrics and logs into one running server."""
 
 from __future__ import annotations
 
@@ -8,46 +8,39 @@ import contextlib
 import logging
 import logging.handlers
 import os
-import ssl
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
-
-from msgspec import structs
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
 
 from penstock.config.addresses import Address
 from penstock.config.checks import is_loopback
-from penstock.config.schema import LimitsConfig
+from penstock.core.contracts import HttpSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.server import HttpServer
 from penstock.serving.lifetime import Stop, runner, settle, tell_ready
-from penstock.torchserve.admin.launch import pid_path, remove_own
-from penstock.torchserve.admin.logs import Logs
-from penstock.torchserve.admin.startup import Served, administer, load_startup
-from penstock.torchserve.admin.tls import Pem
-from penstock.torchserve.cli.flags import Settings, parser, settings_of
-from penstock.torchserve.cli.grpc import GrpcAddress, grpc_addresses, grpc_listeners
-from penstock.torchserve.cli.metrics import Metrics
+from penstock.torchserve.admin.startup import ServerComponents, build_components, load_startup
+from penstock.torchserve.cli.flags import ServerOptions, parser, resolve_options
+from penstock.torchserve.cli.listeners import GrpcAddress, Listeners, grpc_addresses, http_addresses, limits_of
+from penstock.torchserve.cli.logs import ServerLogs
+from penstock.torchserve.cli.pid_file import pid_path, remove_own
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.http.listener import make_listener
-from penstock.torchserve.protocol.api import Group, ListenerConfig
-
-if TYPE_CHECKING:
-    from penstock.torchserve.grpc.server import GrpcServer
+from penstock.torchserve.metrics.declared import default_config, read_config
+from penstock.torchserve.metrics.machine import measure_of, watch
+from penstock.torchserve.metrics.observer import Counts, TorchServeMetrics
 
 log = logging.getLogger("penstock.cli")
 
 DRAIN_S: Final = 30.0
-GROUPS: Final[tuple[Group, ...]] = ("inference", "management", "metrics")
 STARTED: Final = "Model server started."
 STOPPED: Final = "Torchserve stopped."
-_SLOWEST: Final = 2**20  # bytes/s of a client that sends the largest body
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """What the process runs that `torchserve --start` leaves behind; its exit status."""
+    """The exit status of the process that `torchserve --start` leaves running."""
     try:
         return serve(parser().parse_args(words))
     finally:
@@ -55,19 +48,19 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM; the process's exit status. What keeps it from starting is logged."""
-    said = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)
-    logging.getLogger("penstock").addHandler(said)
+    """Serves until SIGINT or SIGTERM and returns the exit status. Startup errors are logged."""
+    early = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)
+    logging.getLogger("penstock").addHandler(early)
     try:
-        settings = settings_of(args, os.environ)
-        logs = Logs(settings.properties, args.log_config)
+        options = resolve_options(args, os.environ)
+        logs = ServerLogs(options.properties, args.log_config)
     finally:
-        logging.getLogger("penstock").removeHandler(said)
+        logging.getLogger("penstock").removeHandler(early)
     code = 1
     try:
-        for record in said.buffer:  # what was warned of before there were files
+        for record in early.buffer:  # warnings from before the log files
             logging.getLogger(record.name).handle(record)
-        code = runner()(TorchServe(settings, logs.say).main())
+        code = runner()(TorchServe(options, logs.print_line).main())
     except PenstockError as error:
         log.error("%s", error.message)
         if error.detail:
@@ -80,39 +73,38 @@ def serve(args: argparse.Namespace) -> int:
 
 
 class TorchServe:
-    """Everything that one server runs, in one process besides the workers."""
+    """One server: everything except the workers runs in this process."""
 
-    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
-        """`say` puts a line on stdout for those who wait for it."""
-        self._settings = settings
-        self._say = say
-        self._properties = settings.properties
-        self._limits = limits_of(settings.properties)
+    def __init__(self, options: ServerOptions, print_line: Callable[[str], None]) -> None:
+        """`print_line` prints a line on stdout for scripts that wait for it."""
+        self._options = options
+        self._print_line = print_line
         self._stop = Stop(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
-        self._listeners: list[HttpServer | GrpcServer] = []
-        self._urls: dict[str, str] = {}
-        self._pem: Pem | None = None
-        self._metrics = Metrics(settings.properties)
+        self._metrics = ServerMetrics(options.properties)
 
     async def main(self) -> int:
-        """Returns 0 after a signal. Raises PenstockError if it cannot start."""
+        """Returns 0 after a signal. Raises PenstockError if the server cannot start."""
         self._stop.catch()
-        engine = Engine(self._limits, self._metrics.observers)
-        served = administer(
+        properties = self._options.properties
+        limits = limits_of(properties)
+        engine = Engine(limits, self._metrics.observers)
+        components = build_components(
             engine,
-            self._properties,
-            most_workers=self._limits.max_instances,
-            file=self._settings.file,
-            snapshots=self._settings.snapshots,
+            properties,
+            max_workers=limits.max_instances,
+            file=self._options.file,
+            snapshots=self._options.snapshots,
             model_metrics=self._metrics.model_metrics,
         )
+        listeners = Listeners(components, limits)
         try:
-            self._metrics.start(engine, served, self._listeners)
-            await self._listen(served)
-            if served.tokens is not None:
-                served.tokens.publish()
-                log.info("tokens=%s: every request needs one; see there", served.tokens.file)
-            loads = asyncio.ensure_future(load_startup(served))
+            self._metrics.start(engine, components, listeners.running)
+            _warn_public(properties)
+            await listeners.start(self._metrics.scrape)
+            if components.tokens is not None:
+                components.tokens.publish()
+                log.info("tokens=%s: every request needs one; see there", components.tokens.file)
+            loads = asyncio.ensure_future(load_startup(components))
             try:
                 await self._stop.unless(loads)
             finally:
@@ -121,131 +113,99 @@ class TorchServe:
                     await loads
             if not self._stop.told:
                 settle()
-                self._say(STARTED)
-                tell_ready(self._urls)
+                self._print_line(STARTED)
+                tell_ready(listeners.urls)
             await self._stop.wait()
             return 0
         finally:
-            await self._end(engine, served)
+            await self._close(engine, components, listeners)
 
-    async def _end(self, engine: Engine, served: Served) -> None:
-        """Answers what was accepted, then ends the workers."""
-        served.administrator.stop()
+    async def _close(self, engine: Engine, components: ServerComponents, listeners: Listeners) -> None:
+        """Answers accepted requests, then stops the workers."""
+        components.administrator.stop()
         engine.drain()
         end = time.monotonic() + DRAIN_S
-        await asyncio.gather(*(listener.close(DRAIN_S) for listener in self._listeners))
+        await asyncio.gather(*(listener.close(DRAIN_S) for listener in listeners.running))
         await engine.close(max(0.0, end - time.monotonic()))
-        await served.administrator.close()
+        await components.administrator.close()
         await self._metrics.close()
-        if served.tokens is not None:
-            served.tokens.remove()
-        if self._pem is not None:
-            self._pem.close()
-        self._say(STOPPED)
+        if components.tokens is not None:
+            components.tokens.remove()
+        listeners.close_tls()
+        self._print_line(STOPPED)
 
-    # ---- listeners
 
-    async def _listen(self, served: Served) -> None:
-        listeners = listeners_of(self._properties)
-        self._warn_open([*(address for address, _ in listeners), *grpc_addresses(self._properties)])
-        for address, groups in listeners:
-            listener = make_listener(
-                served.backend,
-                served.administrator,
-                face_of(self._properties, groups),
-                self._limits,
-                ssl=self._tls() if address.tls else None,
-                scrape=self._metrics.scrape,
+def _warn_public(properties: Properties) -> None:
+    """Warns of addresses that other machines can reach; they are used as configured."""
+    http = [address for address, _ in http_addresses(properties)]
+    addresses: list[Address | GrpcAddress] = [*http, *grpc_addresses(properties)]
+    found = [str(address) for address in addresses if not address.path and not is_loopback(address.host)]
+    if found:
+        log.warning(
+            "addresses=%s consequence=other_machines_can_reach_them tokens=%s hint=use 127.0.0.1 behind a proxy",
+            ",".join(found),
+            "off" if properties.disable_token_authorization else "on",
+        )
+
+
+class ServerMetrics:
+    """The metrics of one server. Raises ConfigError for an invalid metrics_config."""
+
+    def __init__(self, properties: Properties) -> None:
+        path = properties.metrics_config
+        config = default_config() if path is None else read_config(path)
+        self._properties = properties
+        self._observer = TorchServeMetrics(
+            config,
+            host=socket.gethostname(),
+            mode=properties.metrics_mode,
+            auto_detect=properties.model_metrics_auto_detect,
+            first_worker=properties.initial_worker_port,
+        )
+        self.observers: list[Observer] = [self._observer.penstock, self._observer]
+        self.scrape = self._observer.scrape
+        self.model_metrics = None if path is None else config.section()  # the part of the file that workers receive
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, engine: Engine, components: ServerComponents, listeners: Sequence[object]) -> None:
+        """Starts writing the log files; the page then shows `engine` and `listeners`."""
+
+        def http() -> list[HttpServer]:
+            return [listener for listener in listeners if isinstance(listener, HttpServer)]
+
+        def snapshot() -> ServerSnapshot:
+            found = engine.reading()
+            servers = http()
+            found.http = HttpSnapshot(
+                sum(s.connections for s in servers), sum(s.refused for s in servers), _answers(servers)
             )
-            bound = await _start(listener, address, min(groups, key=GROUPS.index))
-            self._listeners.append(listener)
-            for group in sorted(groups, key=GROUPS.index):
-                log.info("%s API bind to: %s", group.capitalize(), bound)
-                self._urls[group] = str(bound)
-        await self._listen_grpc(served)
+            return found
 
-    async def _listen_grpc(self, served: Served) -> None:
-        for listener, at in grpc_listeners(
-            served, self._limits, lambda group: face_of(self._properties, {group}), self._own_pem
-        ):
-            self._listeners.append(listener)
-            port = await listener.start(at.host, at.port, f"grpc_{at.group}_{'address' if at.path else 'port'}")
-            log.info("%s gRPC API bind to: %s", at.group.capitalize(), structs.replace(at, port=port))
+        self._observer.penstock.read = snapshot
+        self._observer.counts = lambda: Counts(_answers(http()), dict(components.backend.requests))
+        self._run(self._observer.run())
+        properties = self._properties
+        if not properties.disable_system_metrics:
+            interval_s = float(properties.metric_time_interval)
+            measure = measure_of(properties.system_metrics_cmd, properties.model_server_home, interval_s)
+            self._run(watch(measure, self._observer.measured, interval_s))
 
-    def _own_pem(self) -> Pem:
-        if self._pem is None:
-            self._pem = Pem(self._properties)
-        return self._pem
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
 
-    def _tls(self) -> ssl.SSLContext:
-        return self._own_pem().context()
-
-    def _warn_open(self, addresses: Iterable[Address | GrpcAddress]) -> None:
-        """The addresses of the file are obeyed; those that other machines can reach are told."""
-        found = [str(address) for address in addresses if not address.path and not is_loopback(address.host)]
-        if found:
-            guarded = not self._properties.disable_token_authorization
-            log.warning(
-                "addresses=%s consequence=other_machines_can_reach_them tokens=%s hint=use 127.0.0.1 behind a proxy",
-                ",".join(found),
-                "on" if guarded else "off",
-            )
+    async def close(self) -> None:
+        """Writes the last lines."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._observer.close()
 
 
-async def _start(listener: HttpServer, address: Address, group: Group) -> Address:
-    """Where it listens now. Raises ConfigError."""
-    key = f"{group}_address"
-    if address.path:
-        await listener.start_unix(address.path, key)
-        return address
-    host, port = await listener.start(address.host, address.port, key)
-    return structs.replace(address, host=host, port=port)
-
-
-def listeners_of(properties: Properties) -> list[tuple[Address, set[Group]]]:
-    """The groups of routes of each listener: equal addresses share one, but for port 0, which is another one each time.
-
-    One that inference and management share has the metrics too.
-    """
-    found: list[tuple[Address, set[Group]]] = []
-    for group in GROUPS:
-        if group == "metrics" and not properties.enable_metrics_api:
-            continue
-        address = properties.address(group)
-        same = [groups for other, groups in found if other == address and (address.port or address.path)]
-        if same:
-            same[0].add(group)
-        else:
-            found.append((address, {group}))
-    for _, groups in found:
-        if {"inference", "management"} <= groups and properties.enable_metrics_api:
-            groups.add("metrics")
-    return found
-
-
-def face_of(properties: Properties, groups: Iterable[Group]) -> ListenerConfig:
-    """How a listener of these groups shows itself."""
-    return ListenerConfig(
-        groups=frozenset(groups),
-        codec="torchserve" if properties.decode_input_request else "torchserve_raw",
-        cors_origin=properties.cors_allowed_origin,
-        cors_methods=properties.cors_allowed_methods,
-        cors_headers=properties.cors_allowed_headers,
-        open_inference=properties.ts_open_inference_protocol,
-        model_api=properties.enable_model_api,
-        metrics_api=properties.enable_metrics_api,
-    )
-
-
-def limits_of(properties: Properties) -> LimitsConfig:
-    """The bounds of the core under which the largest request can come, also over a slow line."""
-    pool_bytes = max(LimitsConfig().pool_bytes, 2 * properties.max_request_size)
-    return LimitsConfig(
-        max_body_bytes=properties.max_request_size,
-        pool_bytes=pool_bytes,
-        max_queue_bytes=max(LimitsConfig().max_queue_bytes, pool_bytes),
-        body_timeout_s=max(LimitsConfig().body_timeout_s, properties.max_request_size / _SLOWEST),
-    )
+def _answers(servers: Sequence[HttpServer]) -> dict[int, int]:
+    counted: Counter[int] = Counter()
+    for server in servers:
+        counted.update(server.answers())
+    return dict(counted)
 
 
 if __name__ == "__main__":

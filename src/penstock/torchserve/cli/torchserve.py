@@ -1,4 +1,4 @@
-"""`torchserve`, and `penstock torchserve`: starts and stops a server as TorchServe's command does, flag by flag."""
+"""The command `torchserve`, also `penstock torchserve`: starts and stops a server with TorchServe's flags."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import click
 
 from penstock._version import __version__
 from penstock.errors import Conflict, PenstockError
-from penstock.torchserve.admin.launch import ALREADY, PidFile, pid_path, running, stop
-from penstock.torchserve.cli.flags import parser, settings_of
+from penstock.torchserve.cli.flags import parser, resolve_options
+from penstock.torchserve.cli.pid_file import ALREADY_RUNNING, PidFile, pid_path, running_pid, stop
 
 TORCHSERVE_VERSION: Final = "0.12.0"
 SERVER_MODULE: Final = "penstock.torchserve.cli.server"
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def torchserve(words: tuple[str, ...]) -> None:
-    """Start or stop a server that takes the place of TorchServe: see `penstock torchserve --help`."""
+    """Start or stop a drop-in TorchServe server; see `penstock torchserve --help`."""
     main(words)
 
 
@@ -49,23 +49,23 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     if args.stop:
         print(stop(path))
         return 0
-    if running(path) is not None:
-        raise Conflict(ALREADY)
-    logging.disable(logging.WARNING)  # the server says it again, into its files
+    if running_pid(path) is not None:
+        raise Conflict(ALREADY_RUNNING)
+    logging.disable(logging.WARNING)  # the server logs these warnings again, to its files
     try:
-        settings_of(args, os.environ)
+        resolve_options(args, os.environ)
     finally:
         logging.disable(logging.NOTSET)
-    own = PidFile(path)
+    pid_file = PidFile(path)
     if not args.foreground:
-        own.start_behind(SERVER_MODULE, words)
+        pid_file.start_in_background(SERVER_MODULE, words)
         return 0
     from penstock.torchserve.cli.server import serve
 
     try:
         return serve(args)
     finally:
-        own.remove()
+        pid_file.remove()
 
 
 if __name__ == "__main__":

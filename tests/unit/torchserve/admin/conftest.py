@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config.schema import LimitsConfig
 from penstock.core.engine.engine import Engine
-from penstock.torchserve.admin.startup import Served, administer
+from penstock.torchserve.admin.startup import ServerComponents, build_components
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import Item, ItemResult
@@ -34,18 +34,18 @@ class House:
         self.store = folder / "store"
         self.store.mkdir()
         self.engine: Engine
-        self.served: Served
+        self.served: ServerComponents
 
-    def open(self, **properties: Any) -> Served:
+    def open(self, **properties: Any) -> ServerComponents:
         """A new engine, and the administration with these keys of config.properties."""
         keys = {"model_store": str(self.store), "log_location": str(self.folder / "logs"), **properties}
-        most = keys.pop("most_workers", 8)
+        most = keys.pop("max_workers", 8)
         more = {key: keys.pop(key) for key in ("snapshots", "file") if key in keys}
         self.engine = Engine(LimitsConfig(max_versions=keys.pop("max_versions", 256)))
-        self.served = administer(
+        self.served = build_components(
             self.engine,
             Properties(**keys),
-            most_workers=most,
+            max_workers=most,
             folder=self.folder,
             cache=self.folder / "cache",
             **more,

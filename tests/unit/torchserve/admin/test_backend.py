@@ -9,8 +9,8 @@ from penstock.core.contracts import Observer
 from penstock.torchserve.protocol.api import ApiError, Registration
 
 
-class Served(Observer):
-    """Notes under which version each request was served."""
+class LabelObserver(Observer):
+    """Records the version label of each served request."""
 
     def __init__(self) -> None:
         self.labels: list[str] = []
@@ -23,8 +23,8 @@ class Served(Observer):
 
 async def test_requests_are_counted_under_the_version_that_they_name_or_default(house: Any) -> None:
     served = house.open(disable_token_authorization=True)
-    ear = Served()
-    house.engine._observers = (ear,)
+    observer = LabelObserver()
+    house.engine._observers = (observer,)
     house.archive("m")
     await served.administrator.register(Registration(url="m.mar", initial_workers=1))
     for version in (None, "1.0", None):
@@ -32,5 +32,5 @@ async def test_requests_are_counted_under_the_version_that_they_name_or_default(
     for model, version in (("nobody", None), ("m", "9")):
         with pytest.raises(ApiError):
             await house.ask(model, version)
-    assert served.backend.asked == {("m", "default"): 2, ("m", "1.0"): 1}
-    assert ear.labels == ["default", "1.0", "default"]
+    assert served.backend.requests == {("m", "default"): 2, ("m", "1.0"): 1}
+    assert observer.labels == ["default", "1.0", "default"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.torchserve.admin.models import Models, Version
-from penstock.torchserve.admin.plan import Source, make_plan
+from penstock.torchserve.admin.model_spec import ArchiveSource, VersionRequest, make_spec
+from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
 from penstock.torchserve.archive.manifest import Manifest
 from penstock.torchserve.archive.store import Archive, UnpackedArchive
 from penstock.torchserve.config.properties import Properties
@@ -15,30 +15,30 @@ from penstock.torchserve.protocol.api import ApiError, Registration
 Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
 
 
-def version(name: str, number: str) -> Version:
+def version(name: str, number: str) -> ModelVersion:
     archive = Archive(Path("/m"), Manifest(model_name=name, model_version=number, handler="h"))
-    source = Source(archive, f"{name}.mar", f"{name}.mar", {})
-    plan = make_plan(source, Properties(), Registration(url="x"), {}, workers=0)
-    return Version(plan, UnpackedArchive(archive), 0, 0)
+    source = ArchiveSource(archive, f"{name}.mar", f"{name}.mar", {})
+    spec = make_spec(source, Properties(), VersionRequest(Registration(url="x"), {}, 0))
+    return ModelVersion(spec, UnpackedArchive(archive), 0, 0)
 
 
 @pytest.fixture
-def models() -> Models:
+def models() -> VersionRegistry:
     """m 1.0 (the default) and 2.0."""
-    models = Models()
+    models = VersionRegistry()
     for number in ("1.0", "2.0"):
         models.add(version("m", number))
     return models
 
 
-def test_the_first_version_is_the_default(models: Models) -> None:
+def test_the_first_version_is_the_default(models: VersionRegistry) -> None:
     assert models.find("m", None).version == "1.0"
     assert models.route("m", None).version == "1.0"
     assert models.route("m", "2.0").version == "2.0"
     assert [v.version for v in models.versions("m")] == ["1.0", "2.0"]
 
 
-def test_a_version_is_registered_once(models: Models, refused: Refused) -> None:
+def test_a_version_is_registered_once(models: VersionRegistry, refused: Refused) -> None:
     with pytest.raises(ApiError) as found:
         models.add(version("m", "1.0"))
     assert refused(found) == (
@@ -48,7 +48,7 @@ def test_a_version_is_registered_once(models: Models, refused: Refused) -> None:
     )
 
 
-def test_what_is_unknown_is_told_in_torchserves_words(models: Models, refused: Refused) -> None:
+def test_what_is_unknown_is_told_in_torchserves_words(models: VersionRegistry, refused: Refused) -> None:
     with pytest.raises(ApiError) as found:
         models.route("x", None)
     assert refused(found) == (404, "ModelNotFoundException", "Model not found: x")
@@ -61,7 +61,7 @@ def test_what_is_unknown_is_told_in_torchserves_words(models: Models, refused: R
     )
 
 
-def test_a_default_stays_while_there_are_others(models: Models, refused: Refused) -> None:
+def test_a_default_stays_while_there_are_others(models: VersionRegistry, refused: Refused) -> None:
     with pytest.raises(ApiError) as found:
         models.check_removal(models.find("m", None))
     assert refused(found) == (403, "InvalidModelVersionException", "Cannot remove default version for model m")
@@ -76,12 +76,12 @@ def test_a_default_stays_while_there_are_others(models: Models, refused: Refused
         models.find("m", None)
 
 
-def test_a_default_that_did_not_start_gives_way_to_the_oldest_of_the_others(models: Models) -> None:
+def test_a_default_that_did_not_start_gives_way_to_the_oldest_of_the_others(models: VersionRegistry) -> None:
     models.remove(models.find("m", "1.0"))
     assert models.find("m", None).version == "2.0"
 
 
-def test_a_version_is_removed_once_though_another_has_its_number_now(models: Models) -> None:
+def test_a_version_is_removed_once_though_another_has_its_number_now(models: VersionRegistry) -> None:
     first = models.find("m", "2.0")
     models.remove(first)
     again = version("m", "2.0")
@@ -90,7 +90,7 @@ def test_a_version_is_removed_once_though_another_has_its_number_now(models: Mod
     assert models.find("m", "2.0") is again
 
 
-def test_another_default_takes_the_requests(models: Models) -> None:
+def test_another_default_takes_the_requests(models: VersionRegistry) -> None:
     models.set_default("m", "2.0")
     assert models.route("m", None).version == "2.0"
     assert [v.version for v in models.defaults()] == ["2.0"]
@@ -98,7 +98,7 @@ def test_another_default_takes_the_requests(models: Models) -> None:
         models.set_default("m", "3.0")
 
 
-def test_traffic_is_shared_out_by_weight_until_a_default_is_set(models: Models) -> None:
+def test_traffic_is_shared_out_by_weight_until_a_default_is_set(models: VersionRegistry) -> None:
     models.set_traffic("m", {"1.0": 3, "2.0": 1})
     found = [models.route("m", None).version for _ in range(40)]
     assert (found.count("1.0"), found.count("2.0")) == (30, 10)
@@ -107,13 +107,13 @@ def test_traffic_is_shared_out_by_weight_until_a_default_is_set(models: Models) 
     assert {models.route("m", None).version for _ in range(8)} == {"1.0"}
 
 
-def test_traffic_of_a_version_that_goes_is_the_others(models: Models) -> None:
+def test_traffic_of_a_version_that_goes_is_the_others(models: VersionRegistry) -> None:
     models.set_traffic("m", {"1.0": 1, "2.0": 9})
     models.remove(models.find("m", "2.0"))
     assert {models.route("m", None).version for _ in range(8)} == {"1.0"}
 
 
-def test_traffic_to_an_unknown_version_changes_nothing(models: Models) -> None:
+def test_traffic_to_an_unknown_version_changes_nothing(models: VersionRegistry) -> None:
     with pytest.raises(ApiError, match=r"3\.0 does not exist"):
         models.set_traffic("m", {"1.0": 1, "3.0": 1})
     assert {models.route("m", None).version for _ in range(4)} == {"1.0"}
@@ -122,7 +122,7 @@ def test_traffic_to_an_unknown_version_changes_nothing(models: Models) -> None:
 @pytest.mark.parametrize(
     "weights", [{}, {"1.0": 0}, {"1.0": -1, "2.0": 2}, {"1.0": float("nan")}, {"1.0": float("inf")}]
 )
-def test_weights_that_share_nothing_out_are_refused(models: Models, weights: dict[str, float]) -> None:
+def test_weights_that_share_nothing_out_are_refused(models: VersionRegistry, weights: dict[str, float]) -> None:
     with pytest.raises(ApiError, match="weights") as found:
         models.set_traffic("m", weights)
     assert found.value.status == 400

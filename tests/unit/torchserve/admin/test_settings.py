@@ -4,19 +4,21 @@ from typing import Any
 
 import pytest
 
-from penstock.torchserve.admin.settings import Defaults, Settings, settle
+from penstock.torchserve.admin.settings import ModelSettings, resolve_settings
 from penstock.torchserve.protocol.api import ApiError
 
-DEFAULTS = Defaults(workers=0, response_timeout=77, startup_timeout=88, job_queue_size=99)
+DEFAULTS = {"minWorkers": 0, "responseTimeout": 77, "startupTimeout": 88, "jobQueueSize": 99}
 
 
-def settled(said: dict[str, Any], yaml: dict[str, Any], config: dict[str, Any], **more: Any) -> Settings:
-    return settle("m", said, yaml, config, DEFAULTS, **more)
+def resolved(requested: dict[str, Any], yaml: dict[str, Any], config: dict[str, Any], **more: Any) -> ModelSettings:
+    return resolve_settings("m", requested, yaml, config, DEFAULTS, **more)
 
 
 def test_where_nobody_says_anything_the_defaults_hold() -> None:
-    found = settled({}, {}, {})
-    assert found == Settings(min_workers=0, max_workers=0, response_timeout=77, startup_timeout=88, job_queue_size=99)
+    found = resolved({}, {}, {})
+    assert found == ModelSettings(
+        min_workers=0, max_workers=0, response_timeout=77, startup_timeout=88, job_queue_size=99
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,28 +32,28 @@ def test_where_nobody_says_anything_the_defaults_hold() -> None:
     ],
 )
 def test_the_request_is_stronger_than_the_yaml_and_that_than_the_configuration(key: str, field: str) -> None:
-    said, yaml, config = {key: 1}, {key: 2}, {key: 3}
-    assert getattr(settled(said, yaml, config), field) == 1
-    assert getattr(settled({key: None}, yaml, config), field) == 2
-    assert getattr(settled({}, {}, config), field) == 3
-    assert getattr(settled(said, yaml, config, yaml_wins=True), field) == 2
-    assert getattr(settled(said, {}, config, yaml_wins=True), field) == 3
-    assert getattr(settled(said, {}, {}, yaml_wins=True), field) == 1
+    requested, yaml, config = {key: 1}, {key: 2}, {key: 3}
+    assert getattr(resolved(requested, yaml, config), field) == 1
+    assert getattr(resolved({key: None}, yaml, config), field) == 2
+    assert getattr(resolved({}, {}, config), field) == 3
+    assert getattr(resolved(requested, yaml, config, yaml_wins=True), field) == 2
+    assert getattr(resolved(requested, {}, config, yaml_wins=True), field) == 3
+    assert getattr(resolved(requested, {}, {}, yaml_wins=True), field) == 1
 
 
 def test_the_old_behaviour_has_timeouts_of_its_own_in_every_yaml() -> None:
-    found = settled({"responseTimeout": 5}, {"handler": {}}, {}, yaml_wins=True)
+    found = resolved({"responseTimeout": 5}, {"handler": {}}, {}, yaml_wins=True)
     assert (found.response_timeout, found.startup_timeout) == (120, 120)
-    assert settled({"responseTimeout": 5}, {}, {}, yaml_wins=True).response_timeout == 5
+    assert resolved({"responseTimeout": 5}, {}, {}, yaml_wins=True).response_timeout == 5
 
 
 def test_a_request_for_no_workers_is_stronger_than_a_yaml_with_some() -> None:
-    assert settled({"minWorkers": 0, "maxWorkers": 0}, {"minWorkers": 2, "maxWorkers": 4}, {}).min_workers == 0
+    assert resolved({"minWorkers": 0, "maxWorkers": 0}, {"minWorkers": 2, "maxWorkers": 4}, {}).min_workers == 0
 
 
 def test_there_are_never_less_workers_at_most_than_at_least(caplog: pytest.LogCaptureFixture) -> None:
-    assert settled({"minWorkers": 3}, {"maxWorkers": 2}, {}).max_workers == 3
-    found = settled({}, {"minWorkers": 3, "maxWorkers": 2}, {})
+    assert resolved({"minWorkers": 3}, {"maxWorkers": 2}, {}).max_workers == 3
+    found = resolved({}, {"minWorkers": 3, "maxWorkers": 2}, {})
     assert (found.min_workers, found.max_workers) == (3, 3)
     assert "maxWorkers=2" in caplog.text
 
@@ -78,8 +80,8 @@ def test_there_are_never_less_workers_at_most_than_at_least(caplog: pytest.LogCa
 def test_a_value_of_a_wrong_type_is_warned_of_and_not_used(
     caplog: pytest.LogCaptureFixture, key: str, value: object
 ) -> None:
-    assert settled({}, {key: value}, {}) == settled({}, {}, {})
-    assert settled({}, {}, {key: value}) == settled({}, {}, {})
+    assert resolved({}, {key: value}, {}) == resolved({}, {}, {})
+    assert resolved({}, {}, {key: value}) == resolved({}, {}, {})
     assert [record.getMessage().partition(" wrong_values=")[0] for record in caplog.records] == [
         "model=m source=model-config.yaml",
         "model=m source=config.properties",
@@ -100,12 +102,12 @@ def test_a_value_of_many_aliases_is_not_written_out(key: str) -> None:
     value: Any = [Leaf()]
     for _ in range(8):  # as aliases of YAML make it: 6 ** 8 leaves in a few lines
         value = [value] * 6
-    settled({}, {key: value}, {})
+    resolved({}, {key: value}, {})
     assert written < 1000
 
 
 def test_the_keys_of_the_handler_are_its_own_affair(caplog: pytest.LogCaptureFixture) -> None:
-    settled({}, {"handler": {"profile": True}, "pt2": "inductor", "micro_batching": 7}, {"marName": "m.mar"})
+    resolved({}, {"handler": {"profile": True}, "pt2": "inductor", "micro_batching": 7}, {"marName": "m.mar"})
     assert not caplog.records
 
 
@@ -123,16 +125,16 @@ def test_the_keys_of_the_handler_are_its_own_affair(caplog: pytest.LogCaptureFix
 )
 def test_what_would_be_served_wrongly_is_refused_at_once(yaml: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match=next(iter(yaml))) as found:
-        settled({}, yaml, {})
+        resolved({}, yaml, {})
     assert found.value.status == 400
 
 
 def test_what_is_switched_off_is_not_refused() -> None:
-    settled({}, {"continuousBatching": False, "sequenceBatching": False, "parallelType": "", "parallelLevel": 1}, {})
+    resolved({}, {"continuousBatching": False, "sequenceBatching": False, "parallelType": "", "parallelLevel": 1}, {})
 
 
 def test_keys_that_mean_nothing_here_are_warned_of_once_together(caplog: pytest.LogCaptureFixture) -> None:
-    found = settled({}, {"maxNumSequence": 4, "sequenceMaxIdleMSec": 9}, {})
+    found = resolved({}, {"maxNumSequence": 4, "sequenceMaxIdleMSec": 9}, {})
     assert (found.max_num_sequence, found.sequence_max_idle) == (4, 9)
     assert len(caplog.records) == 1
     assert "sequenceMaxIdleMSec,maxNumSequence" in caplog.text
@@ -140,5 +142,5 @@ def test_keys_that_mean_nothing_here_are_warned_of_once_together(caplog: pytest.
 
 def test_penstocks_own_keys_stand_in_either_file() -> None:
     own = {"overlap": True, "retry_split": True, "strict_delay": True, "trust": "pickle"}
-    for found in (settled({}, own, {}), settled({}, {}, own)):
+    for found in (resolved({}, own, {}), resolved({}, {}, own)):
         assert (found.overlap, found.retry_split, found.strict_delay, found.trust) == (True, True, True, "pickle")

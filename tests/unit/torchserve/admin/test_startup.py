@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.core.contracts import Backend
+from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
 from penstock.torchserve.config.properties import load_properties, read_properties
@@ -87,7 +88,7 @@ async def test_a_model_has_as_many_workers_as_there_are_cores_but_no_more_than_m
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 2, 3, 4}, raising=False)
     house.archive("a")
-    served = house.open(load_models=["a.mar"], most_workers=3, number_of_gpu=0)
+    served = house.open(load_models=["a.mar"], max_workers=3, number_of_gpu=0)
     await load_startup(served)
     (description,) = await served.administrator.describe("a", None)
     assert description["minWorkers"] == 3
@@ -119,10 +120,10 @@ async def test_what_nobody_expected_of_one_model_keeps_no_other_from_being_serve
     served = house.open(load_models=["a.mar", "b.mar"], default_workers_per_model=1)
     opened = served.opener.open
 
-    async def broken(registration: Registration, *more: Any) -> Any:
-        if registration.url == "a.mar":
+    async def broken(request: VersionRequest) -> Any:
+        if request.registration.url == "a.mar":
             raise KeyError("a bug")
-        return await opened(registration, *more)
+        return await opened(request)
 
     monkeypatch.setattr(served.opener, "open", broken)
     assert await load_startup(served) == 1

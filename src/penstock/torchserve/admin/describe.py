@@ -1,4 +1,4 @@
-"""What `GET /models/{m}` tells of a version, and what a snapshot keeps of it."""
+"""The description of a version in `GET /models/{m}`: settings, workers, queue and the handler's own metadata."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from penstock.core.engine.engine import Engine
 from penstock.core.engine.instances import WorkerReading
 from penstock.errors import ModelNotFound, ModelNotReady, QueueFull
 from penstock.serving.observe.system import Gpus
-from penstock.torchserve.admin.devices import Devices
-from penstock.torchserve.admin.models import Version
+from penstock.torchserve.admin.models import ModelVersion
+from penstock.torchserve.admin.workers import DeviceAllocator
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import Item, ItemResult
 
 
-class Describer:
-    """Describes versions. Workers are numbered as they come, over all models, from `initial_worker_port` on."""
+class ModelDescriber:
+    """Describes versions. Worker ids count up over all models, from `initial_worker_port`."""
 
-    def __init__(self, engine: Engine, devices: Devices, first_id: int) -> None:
+    def __init__(self, engine: Engine, devices: DeviceAllocator, first_id: int) -> None:
         self._engine = engine
         self._devices = devices
         self._ids = itertools.count(first_id)
         self._gpus: Gpus | None = None
 
-    def number(self, version: Version) -> list[WorkerReading]:
-        """The version's workers, each with an id in `version.ids`; to be called when they have changed."""
+    def number(self, version: ModelVersion) -> list[WorkerReading]:
+        """The version's workers, each with an id in `version.worker_ids`. Call this after every change of workers."""
         workers = [] if version.handle is None else version.handle.workers()
-        version.ids = {w.slot: version.ids.get(w.slot) or next(self._ids) for w in workers}
+        version.worker_ids = {w.slot: version.worker_ids.get(w.slot) or next(self._ids) for w in workers}
         return workers
 
-    async def describe(self, versions: Sequence[Version], *, customized: bool) -> list[dict[str, Any]]:
-        """The objects of the JSON. Raises ApiError if `customized` is asked of a version without workers."""
+    async def describe(self, versions: Sequence[ModelVersion], *, customized: bool) -> list[dict[str, Any]]:
+        """The JSON objects of the versions. Raises ApiError for `customized` without workers."""
         usage = await self._usage() if self._devices.gpus else {}
         found = [self._describe(version, usage) for version in versions]
         if customized:
-            told = await asyncio.gather(*(self._customized(version) for version in versions))
-            for description, metadata in zip(found, told, strict=True):
-                description["customizedMetadata"] = metadata
+            metadata = await asyncio.gather(*(self._customized(version) for version in versions))
+            for description, each in zip(found, metadata, strict=True):
+                description["customizedMetadata"] = each
         return found
 
-    def _describe(self, version: Version, usage: dict[str, str]) -> dict[str, Any]:
-        plan, s = version.plan, version.plan.settings
-        queued = len(version.held) + (0 if version.handle is None else version.handle.status().queue)
+    def _describe(self, version: ModelVersion, usage: dict[str, str]) -> dict[str, Any]:
+        spec, s = version.spec, version.spec.settings
+        queued = len(version.pending) + (0 if version.handle is None else version.handle.status().queue)
         return {
-            "modelName": plan.name,
-            "modelVersion": plan.version,
-            "modelUrl": plan.url,
-            "runtime": plan.runtime,
+            "modelName": spec.name,
+            "modelVersion": spec.version,
+            "modelUrl": spec.url,
+            "runtime": spec.runtime,
             "minWorkers": version.min_workers,
             "maxWorkers": version.max_workers,
             "batchSize": s.batch_size,
@@ -76,15 +76,15 @@ class Describer:
             "maxNumSequence": s.max_num_sequence,
             "maxSequenceJobQueueSize": s.max_sequence_job_queue_size,
             "loadedAtStartup": version.at_startup,
-            "workers": [_worker(w, version.ids[w.slot], usage) for w in self.number(version)],
+            "workers": [_worker(w, version.worker_ids[w.slot], usage) for w in self.number(version)],
             "jobQueueStatus": {
                 "remainingCapacity": max(0, s.job_queue_size - queued),
                 "pendingRequests": queued,
             },
         }
 
-    async def _customized(self, version: Version) -> dict[str, Any]:
-        """What the handler says of itself. Raises what it failed with."""
+    async def _customized(self, version: ModelVersion) -> dict[str, Any]:
+        """The handler's description of itself. Raises the handler's error."""
         future: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
 
         def sink(result: ItemResult) -> None:
@@ -119,16 +119,16 @@ class Describer:
         return metadata if isinstance(metadata, dict) else {}
 
     async def _usage(self) -> dict[str, str]:
-        """What each GPU has to do, by its device's name; on a thread, as the driver may take long."""
+        """The usage of each GPU by device name, read on a thread because the driver may be slow."""
 
-        def look() -> dict[str, str]:
+        def read() -> dict[str, str]:
             self._gpus = self._gpus or Gpus()
             return {
                 f"cuda:{index}": f"gpuId::{index} utilization.gpu [%]::{busy:.0%} memory.used [MiB]::{used >> 20} MiB"
                 for (index, _), busy, used, _ in self._gpus.read()
             }
 
-        return await asyncio.to_thread(look)
+        return await asyncio.to_thread(read)
 
 
 def _worker(worker: WorkerReading, number: int, usage: dict[str, str]) -> dict[str, Any]:
@@ -148,28 +148,5 @@ def _worker(worker: WorkerReading, number: int, usage: dict[str, str]) -> dict[s
 def _resident_bytes(pid: int) -> int:
     try:
         return int(psutil.Process(pid).memory_info().rss) if pid else 0
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process just ended
         return 0
-
-
-def state_of(version: Version, *, default: bool, weight: float | None) -> dict[str, Any]:
-    """What a snapshot keeps of a version, from which it can be started again."""
-    plan, s = version.plan, version.plan.settings
-    state: dict[str, Any] = {
-        "defaultVersion": default,
-        "marName": plan.mar_name,
-        "minWorkers": version.min_workers,
-        "maxWorkers": version.max_workers,
-        "batchSize": s.batch_size,
-        "maxBatchDelay": s.max_batch_delay,
-        "responseTimeout": s.response_timeout,
-        "startupTimeout": s.startup_timeout,
-        "runtimeType": plan.runtime,
-    }
-    if weight is not None:
-        state["traffic"] = weight
-    if plan.setup["handler"] != version.files.archive.manifest.handler:
-        state["handler"] = plan.setup["handler"]
-    if plan.url != plan.mar_name and not plan.url.startswith(("http://", "https://")):  # those are in the store now
-        state["modelUrl"] = plan.url
-    return state

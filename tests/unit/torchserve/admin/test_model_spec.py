@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.torchserve.admin.plan import FOREVER_S, Plan, Source, make_plan, said_by
+from penstock.torchserve.admin.model_spec import (
+    NO_TIMEOUT_S,
+    ArchiveSource,
+    ModelSpec,
+    VersionRequest,
+    make_spec,
+    requested_settings,
+)
 from penstock.torchserve.archive.manifest import Manifest
 from penstock.torchserve.archive.store import Archive
 from penstock.torchserve.config.properties import Properties
@@ -18,7 +25,7 @@ RAW = {"runtime": "python", "model": {"modelName": "m", "modelVersion": "2.0", "
 MANIFEST = Manifest(model_name="m", model_version="2.0", handler="service.py", raw=RAW)
 
 
-def planned(
+def spec_of(
     manifest: Manifest = MANIFEST,
     yaml: dict[str, Any] | None = None,
     registration: Registration | None = None,
@@ -26,15 +33,13 @@ def planned(
     environment: dict[str, str] | None = None,
     workers: int = 0,
     has_manifest: bool = True,
-) -> Plan:
+) -> ModelSpec:
     registration = registration or Registration(url="m.mar")
     archive = Archive(Path("/models/m"), manifest, has_manifest)
-    return make_plan(
-        Source(archive, "m.mar", "m.mar", yaml or {}),
+    return make_spec(
+        ArchiveSource(archive, "m.mar", "m.mar", yaml or {}),
         properties or Properties(),
-        registration,
-        said_by(registration),
-        workers=workers,
+        VersionRequest(registration, requested_settings(registration), workers),
         environment=environment or {},
     )
 
@@ -47,7 +52,7 @@ def test_torchserves_settings_become_those_of_the_core() -> None:
         "startupTimeout": 9,
         "clientTimeoutInMills": 1500,
     }
-    config = planned(yaml=yaml, properties=Properties(job_queue_size=11)).config
+    config = spec_of(yaml=yaml, properties=Properties(job_queue_size=11)).config
     assert config.batching == BatchingConfig(
         max_batch_size=4,
         max_hold_s=0.05,
@@ -61,16 +66,16 @@ def test_torchserves_settings_become_those_of_the_core() -> None:
 
 
 def test_without_a_timeout_of_clients_a_request_waits_as_long_as_it_takes() -> None:
-    assert planned().config.batching.timeout_s == FOREVER_S
+    assert spec_of().config.batching.timeout_s == NO_TIMEOUT_S
 
 
 def test_a_strict_delay_is_the_fixed_policy() -> None:
-    found = planned(yaml={"strict_delay": True, "maxBatchDelay": 100}).config.batching
+    found = spec_of(yaml={"strict_delay": True, "maxBatchDelay": 100}).config.batching
     assert (found.policy, found.max_hold_s) == ("fixed", 0.1)
 
 
 def test_requests_are_run_again_only_if_the_model_says_so() -> None:
-    found = planned(yaml={"retry_split": True})
+    found = spec_of(yaml={"retry_split": True})
     assert (found.config.batching.retry_split, found.config.batching.idempotent) == (True, True)
     assert found.setup["retry_split"] is True
 
@@ -79,7 +84,7 @@ def test_workers_know_all_of_their_model() -> None:
     properties = Properties(
         service_envelope="body", limit_max_image_pixels=False, max_response_size=5, blacklist_env_vars="SECRET_.*"
     )
-    setup = planned(yaml={"batchSize": 3, "overlap": True, "own": [1]}, properties=properties).setup
+    setup = spec_of(yaml={"batchSize": 3, "overlap": True, "own": [1]}, properties=properties).setup
     assert setup == {
         "model_name": "m",
         "model_version": "2.0",
@@ -98,90 +103,90 @@ def test_workers_know_all_of_their_model() -> None:
 
 
 def test_workers_find_the_modules_of_the_model_first() -> None:
-    env = planned(environment={"PYTHONPATH": "/more"}).config.env
+    env = spec_of(environment={"PYTHONPATH": "/more"}).config.env
     assert env["PYTHONPATH"] == os.pathsep.join(["/models/m", "/more"])
     assert env["TS_DECODE_INPUT_REQUEST"] == "true"
-    assert planned(properties=Properties(decode_input_request=False)).config.env["TS_DECODE_INPUT_REQUEST"] == "false"
+    assert spec_of(properties=Properties(decode_input_request=False)).config.env["TS_DECODE_INPUT_REQUEST"] == "false"
 
 
 def test_workers_of_a_model_with_a_venv_find_its_packages() -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    path = planned(yaml={"useVenv": True}).config.env["PYTHONPATH"]
+    path = spec_of(yaml={"useVenv": True}).config.env["PYTHONPATH"]
     assert path == os.pathsep.join(["/models/m", f"/models/m/venv/lib/{version}/site-packages"])
 
 
 def test_the_request_may_name_model_handler_and_runtime() -> None:
-    found = planned(registration=Registration(url="m.mar", model_name="other", handler="b:run", runtime="python3"))
+    found = spec_of(registration=Registration(url="m.mar", model_name="other", handler="b:run", runtime="python3"))
     assert (found.name, found.version, found.runtime, found.setup["handler"]) == ("other", "2.0", "python3", "b:run")
 
 
 def test_an_archive_without_manifest_has_the_handler_of_the_request_or_of_the_configuration() -> None:
     bare = Manifest(model_name="m")
     properties = Properties(default_service_handler="fallback:handle")
-    found = planned(bare, properties=properties, has_manifest=False)
+    found = spec_of(bare, properties=properties, has_manifest=False)
     assert (found.version, found.setup["handler"], found.setup["manifest"]) == ("1.0", "fallback:handle", None)
-    named = planned(bare, registration=Registration(url="m.mar", handler="x"), properties=properties)
+    named = spec_of(bare, registration=Registration(url="m.mar", handler="x"), properties=properties)
     assert named.setup["handler"] == "x"
-    assert planned(properties=properties).setup["handler"] == "service.py"
+    assert spec_of(properties=properties).setup["handler"] == "service.py"
     with pytest.raises(ApiError, match="default_service_handler") as found_error:
-        planned(bare)
+        spec_of(bare)
     assert found_error.value.status == 400
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a b", "x" * 129, "a\nb"])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     if not name:  # says nothing
-        assert planned(registration=Registration(url="m.mar", model_name=name)).name == "m"
+        assert spec_of(registration=Registration(url="m.mar", model_name=name)).name == "m"
         return
     with pytest.raises(ApiError, match="name") as found:
-        planned(registration=Registration(url="m.mar", model_name=name))
+        spec_of(registration=Registration(url="m.mar", model_name=name))
     assert found.value.status == 400
 
 
 def test_a_handler_outside_of_the_archive_is_refused() -> None:
     with pytest.raises(ApiError, match="climb"):
-        planned(registration=Registration(url="m.mar", handler="../../x.py"))
+        spec_of(registration=Registration(url="m.mar", handler="../../x.py"))
 
 
 def test_handlers_in_another_language_are_refused() -> None:
     with pytest.raises(ApiError, match="LSP"):
-        planned(registration=Registration(url="m.mar", runtime="LSP"))
+        spec_of(registration=Registration(url="m.mar", runtime="LSP"))
 
 
 def test_a_version_that_the_core_cannot_take_is_refused() -> None:
     with pytest.raises(ApiError, match="version") as found:
-        planned(Manifest(model_name="m", model_version="a b", handler="x"))
+        spec_of(Manifest(model_name="m", model_version="a b", handler="x"))
     assert found.value.status == 400
 
 
 def test_the_configuration_speaks_of_exact_names_and_versions() -> None:
     own = {"minWorkers": 2, "maxWorkers": 3, "batchSize": 8, "maxBatchDelay": 5, "responseTimeout": 6}
     properties = Properties(models={"m": {"2.0": own, "1.0": {"batchSize": 99}}})
-    s = planned(properties=properties, workers=1).settings
+    s = spec_of(properties=properties, workers=1).settings
     assert (s.min_workers, s.max_workers, s.batch_size, s.max_batch_delay, s.response_timeout) == (2, 3, 8, 5, 6)
-    assert planned(properties=Properties(models={"M": {"2.0": own}}), workers=1).settings.min_workers == 1
+    assert spec_of(properties=Properties(models={"M": {"2.0": own}}), workers=1).settings.min_workers == 1
 
 
 def test_a_negative_number_of_workers_is_none() -> None:
-    assert said_by(Registration(url="m.mar", initial_workers=-1))["minWorkers"] == 0
+    assert requested_settings(Registration(url="m.mar", initial_workers=-1))["minWorkers"] == 0
 
 
 def test_trust_in_the_configuration_reaches_the_handler() -> None:
-    found = planned(properties=Properties(models={"m": {"2.0": {"trust": "pickle"}}}))
+    found = spec_of(properties=Properties(models={"m": {"2.0": {"trust": "pickle"}}}))
     assert found.config.trust == "pickle"
     assert found.setup["model_yaml_config"] == {"trust": "pickle"}
 
 
 def test_a_switch_lets_the_yaml_beat_the_request_as_torchserves_code_does() -> None:
     yaml, registration = {"batchSize": 4}, Registration(url="m.mar", batch_size=2, initial_workers=3)
-    assert planned(yaml=yaml, registration=registration).settings.batch_size == 2
-    found = planned(yaml=yaml, registration=registration, properties=Properties(ts_yaml_wins=True)).settings
+    assert spec_of(yaml=yaml, registration=registration).settings.batch_size == 2
+    found = spec_of(yaml=yaml, registration=registration, properties=Properties(ts_yaml_wins=True)).settings
     assert (found.batch_size, found.min_workers) == (4, 3)
 
 
 def test_workers_know_the_metrics_that_the_file_declares() -> None:
     declared = {"gauge": [{"name": "a", "unit": "ms", "dimensions": []}]}
-    source = Source(Archive(Path("/models/m"), MANIFEST, True), "m.mar", "m.mar", {})
-    registration = Registration(url="m.mar")
-    plan = make_plan(source, Properties(), registration, {}, workers=0, environment={}, model_metrics=declared)
-    assert plan.setup["model_metrics"] == declared
+    source = ArchiveSource(Archive(Path("/models/m"), MANIFEST, True), "m.mar", "m.mar", {})
+    request = VersionRequest(Registration(url="m.mar"), {}, 0)
+    spec = make_spec(source, Properties(), request, environment={}, model_metrics=declared)
+    assert spec.setup["model_metrics"] == declared

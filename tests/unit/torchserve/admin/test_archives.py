@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArchiveError
-from penstock.torchserve.admin.opening import mar_name, read_yaml
+from penstock.torchserve.admin.archives import mar_name, read_yaml, run_in_thread
 from penstock.torchserve.archive import ArchiveExists, DownloadFailed, InstallFailed
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.protocol.api import ApiError, Registration
@@ -150,7 +150,7 @@ def test_a_yaml_that_the_archive_does_not_have_is_told(tmp_path: Path) -> None:
 async def test_a_server_that_stops_does_not_wait_for_an_archive_that_is_being_opened(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.torchserve.admin.administration.END_S", 0.05)
+    monkeypatch.setattr("penstock.torchserve.admin.administrator.CLOSE_S", 0.05)
     begun, end = threading.Event(), threading.Event()
 
     def slow(*_: object, **__: object) -> None:
@@ -166,3 +166,59 @@ async def test_a_server_that_stops_does_not_wait_for_an_archive_that_is_being_op
         with pytest.raises(asyncio.CancelledError):
             await register
     end.set()
+
+
+# ---- work on threads
+
+
+async def test_the_loop_goes_on_while_the_work_is_done() -> None:
+    seen = threading.Event()
+
+    def work() -> str:
+        assert seen.wait(10)
+        return threading.current_thread().name
+
+    task = asyncio.create_task(run_in_thread(work))
+    await asyncio.sleep(0)
+    seen.set()
+    assert await task == "penstock-archives"
+
+
+async def test_what_the_work_raises_is_raised() -> None:
+    def work() -> None:
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        await run_in_thread(work)
+
+
+async def test_who_waits_may_leave() -> None:
+    begun, end, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        end.wait(10)
+        done.set()
+
+    task = asyncio.create_task(run_in_thread(work))
+    while not begun.is_set():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    end.set()
+    assert done.wait(10)
+    await asyncio.sleep(0.01)  # what the thread posts finds nobody
+
+
+def test_a_loop_that_is_gone_meanwhile_does_no_harm() -> None:
+    end, ended = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        task = asyncio.create_task(run_in_thread(lambda: (end.wait(10), ended.set())))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(run())
+    end.set()
+    assert ended.wait(10)

@@ -1,7 +1,7 @@
-"""One server a temporary folder: the file with its process's number, how it is started behind, and how it is stopped.
+"""The PID file: one server per temporary folder, started in the background and stopped through this file.
 
-The server holds a lock of the file as long as it lives, so that no number of a process that is gone can mislead. The
-number alone stands in it, as TorchServe's own launcher reads and writes it.
+The server locks the file while it lives, so that a reused PID is never taken for the server. The file contains only
+the PID, as TorchServe's own launcher reads and writes it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Final
 
 from penstock.errors import ConfigError, Conflict
 
-JAVA_SERVER: Final = "org.pytorch.serve.ModelServer"  # of a TorchServe that keeps the same file
-ALREADY: Final = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
+JAVA_SERVER: Final = "org.pytorch.serve.ModelServer"  # TorchServe's process, which uses the same file
+ALREADY_RUNNING: Final = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 STOP_S: Final = 60.0
 
 
@@ -30,14 +30,14 @@ def pid_path() -> str:
 
 
 class PidFile:
-    """The file while this process, or one that it started, is the server."""
+    """The locked file of this process or of the server that it started."""
 
     def __init__(self, path: str) -> None:
-        """Raises Conflict if a server lives already (of two that come at once one gets it), ConfigError."""
+        """Raises Conflict if a server runs already (one of two concurrent starts succeeds), ConfigError."""
         self._path = path
         while True:
-            if running(path) is not None:
-                raise Conflict(ALREADY)
+            if running_pid(path) is not None:
+                raise Conflict(ALREADY_RUNNING)
             try:
                 self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             except OSError as error:
@@ -45,44 +45,41 @@ class PidFile:
             if _lock(self._handle, fcntl.LOCK_EX) and _is_at(self._handle, path):
                 break
             os.close(self._handle)
-        self._name(os.getpid())
+        self._write(os.getpid())
 
-    def _name(self, pid: int) -> None:
+    def _write(self, pid: int) -> None:
         text = b"%d\n" % pid
         os.pwrite(self._handle, text, 0)
         os.ftruncate(self._handle, len(text))
 
-    def start_behind(self, module: str, arguments: Sequence[str]) -> int:
-        """Starts `python -m module arguments` in a session of its own, which writes to where this process writes.
+    def start_in_background(self, module: str, arguments: Sequence[str]) -> int:
+        """Starts `python -m module arguments` in a session of its own, with this process's output, and returns its PID.
 
-        It has the file from now on; its process's number is returned at once.
+        The child takes over the file.
         """
         command = [sys.executable, "-m", module, *arguments]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(self._handle,))
-        self._name(child.pid)
+        self._write(child.pid)
         os.close(self._handle)
-        child.returncode = 0  # it is meant to outlive this process: nobody waits for it
+        child.returncode = 0  # the child outlives this process, so nothing waits for it
         return child.pid
 
     def remove(self) -> None:
-        """The server ends."""
+        """Removes the file when the server ends."""
         with contextlib.suppress(FileNotFoundError):
             os.remove(self._path)
         os.close(self._handle)
 
 
 def remove_own(path: str) -> None:
-    """Removes the file if it names this process, which was started by `start_behind`."""
+    """Removes the file if it names this process, which `start_in_background` started."""
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         if int(file.readline(32)) == os.getpid():
             os.remove(path)
 
 
-def running(path: str) -> int | None:
-    """The number of the server's process, else None.
-
-    Raises ConfigError if the file is another user's: it might name any process.
-    """
+def running_pid(path: str) -> int | None:
+    """The server's PID, or None. Raises ConfigError for another user's file, which might name any process."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -100,13 +97,13 @@ def running(path: str) -> int | None:
 
 
 def stop(path: str, wait_s: float = STOP_S) -> str:
-    """Ends the server that the file names, in order, waits until it is gone, and returns what is to be told."""
-    pid = running(path)
+    """Stops the server that the file names, waits for its end, and returns the message for the user."""
+    pid = running_pid(path)
     if pid is None:
         _remove_orphan(path)
         return "TorchServe is not currently running."
     try:
-        ended = _end(pid, wait_s)
+        ended = _terminate(pid, wait_s)
     except OSError:
         return "TorchServe already stopped."
     finally:
@@ -114,8 +111,8 @@ def stop(path: str, wait_s: float = STOP_S) -> str:
     return "TorchServe has stopped." if ended else "Stopping TorchServe took too long."
 
 
-def _end(pid: int, wait_s: float) -> bool:
-    """Asks the process to end; True when it has, also if nobody has taken note of its end. Raises OSError."""
+def _terminate(pid: int, wait_s: float) -> bool:
+    """Sends SIGTERM; True if the process ended in time, even if its parent has not reaped it. Raises OSError."""
     if hasattr(os, "pidfd_open"):
         handle = os.pidfd_open(pid)
         try:
@@ -137,7 +134,7 @@ def _end(pid: int, wait_s: float) -> bool:
 
 
 def _remove_orphan(path: str) -> None:
-    """Removes the file if no server lives that has it. Only who holds the lock removes: nobody loses a new file."""
+    """Removes the file if no server holds it. Locking first makes sure that a new server's file stays."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -156,7 +153,7 @@ def _lock(handle: int, kind: int) -> bool:
 
 
 def _is_at(handle: int, path: str) -> bool:
-    """Whether the path still leads to the open file: another process may have removed it."""
+    """True if the path still leads to the open file, which another process may have removed."""
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
@@ -164,7 +161,7 @@ def _is_at(handle: int, path: str) -> bool:
 
 
 def _is_java(pid: int) -> bool:
-    """Whether it is the process of a TorchServe."""
+    """True for a process of TorchServe."""
     import psutil
 
     try:

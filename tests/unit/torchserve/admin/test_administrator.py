@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.torchserve.admin.administration import Administrator
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.config.properties import read_properties
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
@@ -172,11 +172,11 @@ async def test_what_is_no_archive_that_may_be_loaded_is_refused(
 @pytest.mark.parametrize(
     ("yaml", "told"),
     [
-        ("{", "no valid YAML"),
-        ('a: !!int ""', "no valid YAML"),
-        ("a: !!timestamp x", "no valid YAML"),
+        ("{", "not valid YAML"),
+        ('a: !!int ""', "not valid YAML"),
+        ("a: !!timestamp x", "not valid YAML"),
         ("- 1\n- 2", "found a list"),
-        ("!!python/object/apply:os.system ['true']", "no valid YAML"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
         ("sequenceBatching: true", "sequenceBatching"),
         ("a: " + "x" * 2**20, "more than"),
     ],

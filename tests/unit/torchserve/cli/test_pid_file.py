@@ -1,4 +1,4 @@
-"""One server a temporary folder: its file, its lock, its end."""
+"""The PID file: one server per temporary folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, Conflict
-from penstock.torchserve.admin import launch
-from penstock.torchserve.admin.launch import PidFile, remove_own, running, stop
+from penstock.torchserve.cli import pid_file
+from penstock.torchserve.cli.pid_file import PidFile, remove_own, running_pid, stop
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> str:
 def sleeper(path: str) -> subprocess.Popen[bytes]:
     """A process that has the file, as a server has, and has said so."""
     code = (
-        "import sys, signal, threading; from penstock.torchserve.admin.launch import PidFile\n"
+        "import sys, signal, threading; from penstock.torchserve.cli.pid_file import PidFile\n"
         "own = PidFile(sys.argv[1]); end = threading.Event()\n"
         "signal.signal(signal.SIGTERM, lambda *_: end.set())\n"
         "print('up', flush=True); end.wait(60); own.remove()"
@@ -38,9 +38,9 @@ def sleeper(path: str) -> subprocess.Popen[bytes]:
 def test_the_file_names_the_process_and_is_gone_at_the_end(path: str) -> None:
     own = PidFile(path)
     assert Path(path).read_text() == f"{os.getpid()}\n"
-    assert running(path) == os.getpid()
+    assert running_pid(path) == os.getpid()
     own.remove()
-    assert running(path) is None
+    assert running_pid(path) is None
     assert not os.path.exists(path)
 
 
@@ -76,7 +76,7 @@ def test_of_many_that_come_at_once_one_gets_the_file(path: str) -> None:
 @pytest.mark.parametrize("text", ["", "no number", "1\n", f"{os.getpid()}\n"], ids=["", "none", "1", "own"])
 def test_the_file_of_a_server_that_is_gone_is_in_nobodys_way(path: str, text: str) -> None:
     Path(path).write_text(text)
-    assert running(path) is None
+    assert running_pid(path) is None
     assert stop(path) == "TorchServe is not currently running."
     assert not os.path.exists(path)
     Path(path).write_text(text)
@@ -87,34 +87,34 @@ def test_a_file_of_another_user_is_refused(path: str, monkeypatch: pytest.Monkey
     Path(path).write_text(f"{os.getpid()}\n")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="belongs to another user"):
-        running(path)
+        running_pid(path)
 
 
 def test_a_link_is_not_followed(path: str, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("1\n")
     os.symlink(tmp_path / "elsewhere", path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        running(path)
+        running_pid(path)
     assert (tmp_path / "elsewhere").read_text() == "1\n"
 
 
 def test_a_torchserve_that_runs_is_a_server_too(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, launch.JAVA_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, pid_file.JAVA_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with process:
         assert process.stdout is not None
         process.stdout.readline()
         Path(path).write_text(f"{process.pid}")
-        assert running(path) == process.pid
+        assert running_pid(path) == process.pid
         process.kill()
-    assert running(path) is None
+    assert running_pid(path) is None
 
 
 def test_stop_ends_the_server_and_waits_for_it(path: str) -> None:
     with sleeper(path) as process:
-        assert running(path) == process.pid
+        assert running_pid(path) == process.pid
         waiter = threading.Thread(target=process.wait)  # a child that nobody waits for stays, as a zombie
         waiter.start()
         assert stop(path) == "TorchServe has stopped."
@@ -133,9 +133,9 @@ def test_stop_says_when_it_takes_too_long(path: str) -> None:
     with process:
         assert process.stdout is not None
         process.stdout.readline()
-        own._name(process.pid)
+        own._write(process.pid)
         assert stop(path, wait_s=0.05) == "Stopping TorchServe took too long."
-        assert running(path) == process.pid
+        assert running_pid(path) == process.pid
         process.kill()
     own.remove()
 
@@ -143,27 +143,28 @@ def test_stop_says_when_it_takes_too_long(path: str) -> None:
 def test_one_that_is_started_behind_has_the_file(path: str, tmp_path: Path) -> None:
     (tmp_path / "behind.py").write_text(
         "import sys, os, signal\n"
-        "from penstock.torchserve.admin.launch import remove_own\n"
+        "from penstock.torchserve.cli.pid_file import remove_own\n"
         "os.read(0, 1)\n"  # nothing: it is the end of the file
         "os.mkfifo(sys.argv[1]); open(sys.argv[1]).read()\n"
         "remove_own(sys.argv[2])\n"
     )
     fifo = str(tmp_path / "fifo")
     code = (
-        "import sys; from penstock.torchserve.admin.launch import PidFile\n"
-        "open(sys.argv[3], 'w').write(str(PidFile(sys.argv[1]).start_behind('behind', [sys.argv[2], sys.argv[1]])))"
+        "import sys; from penstock.torchserve.cli.pid_file import PidFile\n"
+        "pid = PidFile(sys.argv[1]).start_in_background('behind', [sys.argv[2], sys.argv[1]])\n"
+        "open(sys.argv[3], 'w').write(str(pid))"
     )
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code, path, fifo, str(tmp_path / "told")], env=env, check=True)
-    pid = int((tmp_path / "told").read_text())
-    assert running(path) == pid
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-c", code, path, fifo, str(tmp_path / "pid")], env=env, check=True)
+    pid = int((tmp_path / "pid").read_text())
+    assert running_pid(path) == pid
     while not os.path.exists(fifo):
         os.sched_yield()
     with open(fifo, "w"):
-        assert running(path) == pid
+        assert running_pid(path) == pid
     while os.path.exists(path):  # until it is at its end
         os.sched_yield()
-    assert running(path) is None
+    assert running_pid(path) is None
 
 
 def test_only_the_own_file_is_removed(path: str) -> None:

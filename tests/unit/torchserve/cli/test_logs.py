@@ -15,22 +15,21 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.torchserve.admin.log4j import read_log4j
-from penstock.torchserve.admin.logs import Logs
+from penstock.torchserve.cli.logs import ServerLogs, read_log4j
 from penstock.torchserve.config.properties import Properties
 
 NAMES = {"access_log.log", "ts_log.log", "ts_metrics.log", "model_log.log", "model_metrics.log"}
-Open = Callable[..., Logs]
+Open = Callable[..., ServerLogs]
 
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Iterator[Open]:
     """Opens logs in tmp_path/logs; closed at the end."""
-    found: list[Logs] = []
+    found: list[ServerLogs] = []
 
-    def open_logs(location: str = "logs", config: str | None = None, **keys: Any) -> Logs:
+    def open_logs(location: str = "logs", config: str | None = None, **keys: Any) -> ServerLogs:
         folder = str(tmp_path / location)
-        found.append(Logs(Properties(log_location=folder, metrics_location=folder, **keys), config))
+        found.append(ServerLogs(Properties(log_location=folder, metrics_location=folder, **keys), config))
         return found[-1]
 
     yield open_logs
@@ -48,7 +47,7 @@ def test_the_five_files_are_there_from_the_start(logs: Open, tmp_path: Path) -> 
 
 
 def test_metrics_have_a_folder_of_their_own(tmp_path: Path) -> None:
-    Logs(Properties(log_location=str(tmp_path / "a"), metrics_location=str(tmp_path / "b"))).close()
+    ServerLogs(Properties(log_location=str(tmp_path / "a"), metrics_location=str(tmp_path / "b"))).close()
     assert set(os.listdir(tmp_path / "b")) == {"ts_metrics.log", "model_metrics.log"}
 
 
@@ -154,7 +153,7 @@ def test_a_reader_of_stdout_that_leaves_ends_nothing(
 @contextlib.contextmanager
 def full_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """A pipe that is full in the place of stdout; what it gives empties it. Few records may wait."""
-    monkeypatch.setattr("penstock.torchserve.admin.logs._MOST_WAITING", 4)
+    monkeypatch.setattr("penstock.torchserve.cli.logs._MAX_QUEUE", 4)
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -188,21 +187,21 @@ def test_more_than_can_be_written_is_counted_and_holds_nobody(
 def test_a_line_for_those_who_wait_is_bare_and_in_order(logs: Open, capsys: pytest.CaptureFixture[str]) -> None:
     opened = logs()
     logging.getLogger("penstock.engine").info("first")
-    opened.say("Model server started.")
+    opened.print_line("Model server started.")
     assert opened.close()
-    opened.say("after the end")
+    opened.print_line("after the end")
     lines_said = capsys.readouterr().out.splitlines()
     assert lines_said[0].endswith(" - first")
     assert lines_said[1:] == ["Model server started.", "after the end"]
 
 
 def test_a_server_ends_though_nobody_reads_what_it_says(logs: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.torchserve.admin.logs._CLOSE_S", 0.01)
+    monkeypatch.setattr("penstock.torchserve.cli.logs._CLOSE_S", 0.01)
     with full_pipe(monkeypatch) as empty:
         opened = logs()
         for _ in range(20):
             logging.getLogger("penstock.engine").info("here")
-        opened.say("Torchserve stopped.")
+        opened.print_line("Torchserve stopped.")
         assert not opened.close()
         assert opened._thread.is_alive(), "it waits for a reader"
         threading.Thread(target=opened._waiting.put, args=(None,)).start()

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.torchserve.admin.devices import Devices, usable_gpus
-from penstock.torchserve.admin.settings import Settings
+from penstock.torchserve.admin.settings import ModelSettings
+from penstock.torchserve.admin.workers import DeviceAllocator, usable_gpus
 
-PLAIN = Settings(min_workers=1, max_workers=1)
-CPU = Settings(min_workers=1, max_workers=1, device_type="cpu")
+PLAIN = ModelSettings(min_workers=1, max_workers=1)
+CPU = ModelSettings(min_workers=1, max_workers=1, device_type="cpu")
 
 
 @pytest.mark.parametrize(
@@ -32,26 +32,26 @@ def test_gpus_are_those_that_are_there_and_shown_and_allowed(
 
 
 def test_without_gpus_everything_runs_on_the_cpu() -> None:
-    devices = Devices(0)
-    assert devices.take(Settings(min_workers=1, max_workers=1, device_type="gpu", device_ids=(0,)), 2) == ("cpu",)
+    devices = DeviceAllocator(0)
+    assert devices.take(ModelSettings(min_workers=1, max_workers=1, device_type="gpu", device_ids=(0,)), 2) == ("cpu",)
     assert devices.kind(PLAIN) == "cpu"
 
 
 def test_a_model_may_ask_for_the_cpu_beside_others_on_gpus() -> None:
-    devices = Devices(2)
+    devices = DeviceAllocator(2)
     assert (devices.kind(CPU), devices.take(CPU, 2)) == ("cpu", ("cpu",))
     assert devices.kind(PLAIN) == "gpu"
 
 
 def test_models_take_one_gpu_after_the_other() -> None:
-    devices = Devices(3)
+    devices = DeviceAllocator(3)
     firsts = [devices.take(PLAIN, workers)[0] for workers in (1, 1, 2, 1)]
     assert firsts == ["cuda:0", "cuda:1", "cuda:2", "cuda:1"]
     assert devices.take(PLAIN, 3) == ("cuda:2", "cuda:0", "cuda:1")
 
 
 def test_a_model_with_devices_of_its_own_has_them_and_moves_nobody() -> None:
-    devices = Devices(4)
-    own = Settings(min_workers=1, max_workers=1, device_ids=(3, 1, 9))
+    devices = DeviceAllocator(4)
+    own = ModelSettings(min_workers=1, max_workers=1, device_ids=(3, 1, 9))
     assert devices.take(own, 5) == ("cuda:3", "cuda:1")
     assert devices.take(PLAIN, 1)[0] == "cuda:0"

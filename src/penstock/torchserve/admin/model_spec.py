@@ -1,4 +1,4 @@
-"""Plan: all that is needed to start workers of one model version, made of its archive, the configuration and a request.
+"""The specification of a model version: all that is needed to start its workers.
 
 | TorchServe | the core |
 |---|---|
@@ -22,18 +22,26 @@ from penstock.config.checks import check_model
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ArchiveError, ConfigError
-from penstock.torchserve.admin.settings import Defaults, Settings, settle
+from penstock.torchserve.admin.settings import ModelSettings, resolve_settings
 from penstock.torchserve.archive.manifest import check_handler, check_model_name
 from penstock.torchserve.archive.store import Archive
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError, Registration
 
 WRAPPER: Final = "penstock.torchserve.handlers.handler:HandlerModel"
-FOREVER_S: Final = 30 * 24 * 3600.0  # of a request's wait: where clients have no timeout
+NO_TIMEOUT_S: Final = 30 * 24 * 3600.0  # a request's maximum wait if clients have no timeout
 
 
-class Source(Struct, frozen=True):
-    """An archive, where it came from, and its model-config.yaml. `mar_name` is what a snapshot calls it."""
+class VersionRequest(Struct, frozen=True):
+    """A request to register a version. `settings` have the keys of model-config.yaml; None means not given."""
+
+    registration: Registration
+    settings: Mapping[str, Any]
+    default_workers: int  # the number of workers if no source sets it
+
+
+class ArchiveSource(Struct, frozen=True):
+    """An archive, its URL, and its model-config.yaml. `mar_name` is its name in snapshots."""
 
     archive: Archive
     url: str
@@ -41,28 +49,28 @@ class Source(Struct, frozen=True):
     yaml: Mapping[str, Any]
 
 
-class Plan(Struct, frozen=True):
-    """One model version. `config.instances` and `.devices` are set when workers are started."""
+class ModelSpec(Struct, frozen=True):
+    """One model version. `config.instances` and `.devices` are set when workers start."""
 
     name: str
     version: str
     url: str
     mar_name: str
     runtime: str
-    settings: Settings
+    settings: ModelSettings
     config: ModelConfig
-    setup: dict[str, Any]  # see models.handler.HandlerSetup
+    setup: dict[str, Any]  # see HandlerSetup in torchserve/handlers/handler.py
     folder: Path
-    requirements: str = ""  # the name of the file of the model's own packages
+    requirements: str = ""  # the name of the model's requirements file
 
     @property
     def target(self) -> Wrapped:
-        """What workers load."""
+        """The object that workers load."""
         return Wrapped(None, WRAPPER, {"setup": self.setup})
 
 
-def said_by(registration: Registration) -> dict[str, Any]:
-    """What a request says of the settings, by the keys of model-config.yaml."""
+def requested_settings(registration: Registration) -> dict[str, Any]:
+    """The settings in a registration, with the keys of model-config.yaml."""
     workers = None if registration.initial_workers is None else max(0, registration.initial_workers)
     return {
         "minWorkers": workers,
@@ -74,18 +82,16 @@ def said_by(registration: Registration) -> dict[str, Any]:
     }
 
 
-def make_plan(
-    source: Source,
+def make_spec(
+    source: ArchiveSource,
     properties: Properties,
-    registration: Registration,
-    said: Mapping[str, Any],
+    request: VersionRequest,
     *,
-    workers: int,
     environment: Mapping[str, str] = os.environ,
     model_metrics: Mapping[str, Any] | None = None,
-) -> Plan:
-    """The plan of a version; `workers` is how many it has if nobody says so. Raises ApiError."""
-    manifest = source.archive.manifest
+) -> ModelSpec:
+    """The spec of a version. Raises ApiError."""
+    registration, manifest = request.registration, source.archive.manifest
     name, version = registration.model_name or manifest.model_name, manifest.model_version
     runtime = registration.runtime or manifest.runtime
     handler = registration.handler or manifest.handler or properties.default_service_handler
@@ -94,32 +100,34 @@ def make_plan(
     if not handler:
         raise ApiError(
             "InvalidModelException",
-            f"model {name}: its archive names no handler; give one by the parameter handler, or by"
-            " default_service_handler in config.properties",
+            f"model {name}: its archive names no handler; set the parameter handler, or default_service_handler in"
+            " config.properties",
         )
     try:
         check_model_name(name)
         check_handler(handler)
     except ArchiveError as e:
         raise ApiError("InvalidModelException", e.message) from None
-    defaults = Defaults(
-        workers=workers,
-        response_timeout=properties.default_response_timeout,
-        startup_timeout=properties.default_startup_timeout,
-        job_queue_size=properties.job_queue_size,
-    )
+    defaults = {
+        "minWorkers": request.default_workers,
+        "responseTimeout": properties.default_response_timeout,
+        "startupTimeout": properties.default_startup_timeout,
+        "jobQueueSize": properties.job_queue_size,
+    }
     own = properties.models.get(name, {}).get(version, {})
-    settings = settle(name, said, source.yaml, own, defaults, yaml_wins=properties.ts_yaml_wins)
-    yaml = dict(source.yaml)
-    if settings.trust != "none":
-        yaml["trust"] = settings.trust
+    settings = resolve_settings(name, request.settings, source.yaml, own, defaults, yaml_wins=properties.ts_yaml_wins)
+    config = _config(version, settings, _environment(source.archive.folder, settings, properties, environment))
+    try:
+        check_model(config)
+    except ConfigError as e:
+        raise ApiError("InvalidModelException", f"model {name}: {e.message}") from None
     setup = {
         "model_name": name,
         "model_version": version,
         "model_dir": str(source.archive.folder),
         "handler": handler,
         "manifest": manifest.raw if source.archive.has_manifest else None,
-        "model_yaml_config": yaml,
+        "model_yaml_config": {**source.yaml, **({"trust": settings.trust} if settings.trust != "none" else {})},
         "envelope": properties.service_envelope,
         "batch_size": settings.batch_size,
         "limit_max_image_pixels": properties.limit_max_image_pixels,
@@ -127,15 +135,9 @@ def make_plan(
         "max_response_size": properties.max_response_size,
         "overlap": settings.overlap,
         "retry_split": settings.retry_split,
+        **({} if model_metrics is None else {"model_metrics": dict(model_metrics)}),
     }
-    if model_metrics is not None:
-        setup["model_metrics"] = dict(model_metrics)
-    config = _config(version, settings, _environment(source.archive.folder, settings, properties, environment))
-    try:
-        check_model(config)
-    except ConfigError as e:
-        raise ApiError("InvalidModelException", f"model {name}: {e.message}") from None
-    return Plan(
+    return ModelSpec(
         name,
         version,
         source.url,
@@ -149,18 +151,18 @@ def make_plan(
     )
 
 
-def _config(version: str, settings: Settings, env: dict[str, str]) -> ModelConfig:
+def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> ModelConfig:
     return ModelConfig(
         target=WRAPPER,
         version=version,
         load_timeout_s=float(settings.startup_timeout),
-        trust="pickle" if settings.trust == "pickle" else "none",
+        trust=settings.trust,
         env=env,
         batching=BatchingConfig(
             policy="fixed" if settings.strict_delay else "adaptive",
             max_batch_size=settings.batch_size,
             max_hold_s=settings.max_batch_delay / 1000,
-            timeout_s=settings.client_timeout / 1000 or FOREVER_S,
+            timeout_s=settings.client_timeout / 1000 or NO_TIMEOUT_S,
             max_queue=settings.job_queue_size,
             rows="auto",
             retry_split=settings.retry_split,
@@ -171,9 +173,9 @@ def _config(version: str, settings: Settings, env: dict[str, str]) -> ModelConfi
 
 
 def _environment(
-    folder: Path, settings: Settings, properties: Properties, environment: Mapping[str, str]
+    folder: Path, settings: ModelSettings, properties: Properties, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that workers have beside the server's own."""
+    """The variables that workers have in addition to the server's."""
     paths = [str(folder)]
     if settings.use_venv:
         python = f"python{sys.version_info.major}.{sys.version_info.minor}"

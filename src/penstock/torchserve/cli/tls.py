@@ -1,4 +1,4 @@
-"""The TLS context that config.properties asks for: PEM files, a PKCS12 keystore, or a certificate made on the spot."""
+"""TLS from config.properties: PEM files, a PKCS12 keystore, or a generated self-signed certificate."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ log = logging.getLogger("penstock.compat")
 _SELF_SIGNED: Final = "req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost"
 
 
-class Pem:
-    """PEM files of certificate chain and key. Made ones lie in a folder of this process's own until `close`."""
+class TlsFiles:
+    """PEM files of certificate chain and key. Generated files are in a private folder until `close`."""
 
     def __init__(self, properties: Properties) -> None:
         """Raises ConfigError."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         certificate, key = properties.certificate_file, properties.private_key_file
         if (certificate is None) != (key is None):
-            here, absent = (
-                ("certificate_file", "private_key_file") if certificate else ("private_key_file", "certificate_file")
-            )
-            raise ConfigError(f"{here}: found without {absent}; set both, or neither")
+            keys = ("certificate_file", "private_key_file")
+            present, missing = keys if certificate else keys[::-1]
+            raise ConfigError(f"{present}: found without {missing}; set both, or neither")
         if certificate is not None and key is not None:
             self.certificate, self.key = certificate, key
             return
@@ -39,15 +38,15 @@ class Pem:
         self.key = os.path.join(self._folder.name, "key.pem")
         try:
             if properties.keystore is not None:
-                self._unlock(properties.keystore, properties.keystore_pass, properties.keystore_type)
+                self._extract(properties.keystore, properties.keystore_pass, properties.keystore_type)
             else:
-                self._sign()
+                self._generate()
         except BaseException:
             self.close()
             raise
 
     def context(self) -> ssl.SSLContext:
-        """A server's context. Raises ConfigError for files that cannot be read or do not fit together."""
+        """A server's context. Raises ConfigError for unreadable files, or a key that does not match the certificate."""
         context = make_ssl_context(self.certificate, self.key)
         assert context is not None
         return context
@@ -56,10 +55,10 @@ class Pem:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def _unlock(self, keystore: str, password: str, kind: str) -> None:
+    def _extract(self, keystore: str, password: str, kind: str) -> None:
         if kind.upper() not in ("PKCS12", "P12"):
             raise ConfigError(
-                f"keystore_type: found {kind!r}, expected PKCS12; turn the keystore into one with: keytool"
+                f"keystore_type: found {kind!r}, expected PKCS12; convert the keystore with: keytool"
                 f" -importkeystore -srckeystore {keystore} -destkeystore keystore.p12 -deststoretype PKCS12"
             )
         if not os.path.isfile(keystore):
@@ -76,13 +75,13 @@ class Pem:
                 "set certificate_file and private_key_file to PEM files instead",
                 password,
             )
-        with open(self.certificate, "ab") as whole, open(chain, "rb") as rest:
-            whole.write(rest.read())  # the server's own must stand first
+        with open(self.certificate, "ab") as certificate, open(chain, "rb") as rest:
+            certificate.write(rest.read())  # the server's own certificate comes first
 
-    def _sign(self) -> None:
+    def _generate(self) -> None:
         self._openssl(
             [*_SELF_SIGNED.split(), "-keyout", self.key, "-out", self.certificate],
-            "https: no certificate is named and none can be made",
+            "https: no certificate is configured and none can be generated",
             "set certificate_file and private_key_file",
         )
         log.warning(
@@ -90,10 +89,10 @@ class Pem:
             " certificate_file, or keystore"
         )
 
-    def _openssl(self, arguments: list[str], what: str, instead: str, password: str = "") -> None:
+    def _openssl(self, arguments: list[str], failure: str, advice: str, password: str = "") -> None:
         program = shutil.which("openssl")
         if program is None:
-            raise ConfigError(f"{what}: the program openssl is missing; install it, or {instead}")
+            raise ConfigError(f"{failure}: the program openssl is missing; install it, or {advice}")
         try:
             subprocess.run(
                 [program, *arguments],
@@ -104,6 +103,6 @@ class Pem:
                 timeout=60,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            told = getattr(error, "stderr", None) or str(error).encode()
-            reason = told.decode(errors="replace").strip().splitlines()[-1:] or [type(error).__name__]
-            raise ConfigError(f"{what}: {reason[0][:200]}; {instead}") from None
+            output = getattr(error, "stderr", None) or str(error).encode()
+            reason = output.decode(errors="replace").strip().splitlines()[-1:] or [type(error).__name__]
+            raise ConfigError(f"{failure}: {reason[0][:200]}; {advice}") from None

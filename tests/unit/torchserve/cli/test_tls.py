@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.torchserve.admin.tls import Pem
+from penstock.torchserve.cli.tls import TlsFiles
 from penstock.torchserve.config.properties import Properties
 
 TLS = Path(__file__).parents[3] / "tls"
@@ -34,7 +34,7 @@ def certificate_of(path: str) -> str:
 
 
 def test_pem_files_are_taken_where_they_are() -> None:
-    pem = Pem(Properties(certificate_file=CERT, private_key_file=KEY))
+    pem = TlsFiles(Properties(certificate_file=CERT, private_key_file=KEY))
     assert (pem.certificate, pem.key) == (CERT, KEY)
     assert isinstance(pem.context(), ssl.SSLContext)
     pem.close()
@@ -47,25 +47,28 @@ def test_pem_files_are_taken_where_they_are() -> None:
         ({"certificate_file": CERT}, "certificate_file: found without private_key_file; set both, or neither"),
         ({"private_key_file": KEY}, "private_key_file: found without certificate_file"),
         ({"keystore": "none.p12"}, "keystore: there is no file none.p12"),
-        ({"keystore": KEY, "keystore_type": "JKS"}, "keystore_type: found 'JKS', expected PKCS12; turn the keystore"),
+        (
+            {"keystore": KEY, "keystore_type": "JKS"},
+            "keystore_type: found 'JKS', expected PKCS12; convert the keystore",
+        ),
     ],
 )
 def test_what_cannot_serve_is_told(keys: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Pem(Properties(**keys))
+        TlsFiles(Properties(**keys))
     assert told in caught.value.message
 
 
 def test_a_key_of_another_certificate_is_refused_when_it_is_used(tmp_path: Path) -> None:
     (tmp_path / "key.pem").write_text("no key")
-    pem = Pem(Properties(certificate_file=CERT, private_key_file=str(tmp_path / "key.pem")))
+    pem = TlsFiles(Properties(certificate_file=CERT, private_key_file=str(tmp_path / "key.pem")))
     with pytest.raises(ConfigError, match="cannot be loaded"):
         pem.context()
 
 
 @needs_openssl
 def test_a_keystore_is_opened_for_as_long_as_the_server_runs(tmp_path: Path) -> None:
-    pem = Pem(Properties(keystore=keystore(tmp_path)))
+    pem = TlsFiles(Properties(keystore=keystore(tmp_path)))
     assert isinstance(pem.context(), ssl.SSLContext)
     assert certificate_of(pem.certificate) == certificate_of(CERT)
     assert os.stat(os.path.dirname(pem.key)).st_mode & 0o077 == 0, "nobody else may read the key"
@@ -79,13 +82,13 @@ def test_a_wrong_password_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with pytest.raises(ConfigError, match=r"keystore: .*keystore\.p12 cannot be opened: .*; set certificate_file"):
-        Pem(Properties(keystore=path, keystore_pass="wrong"))
+        TlsFiles(Properties(keystore=path, keystore_pass="wrong"))
     assert not os.listdir(tmp_path / "tmp")
 
 
 @needs_openssl
 def test_without_any_a_certificate_is_made_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    pem = Pem(Properties())
+    pem = TlsFiles(Properties())
     assert isinstance(pem.context(), ssl.SSLContext)
     assert "event=self_signed_certificate consequence=clients_cannot_check_it" in caplog.text
     pem.close()
@@ -95,4 +98,4 @@ def test_without_any_a_certificate_is_made_and_warned_of(caplog: pytest.LogCaptu
 def test_a_missing_openssl_is_told_with_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="the program openssl is missing; install it, or set certificate_file and"):
-        Pem(Properties())
+        TlsFiles(Properties())

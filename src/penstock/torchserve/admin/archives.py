@@ -1,0 +1,164 @@
+"""Opens archives for registration: download, unpack, read the configuration, install packages. Runs on threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote, urlsplit
+from weakref import WeakValueDictionary
+
+from penstock.errors import ArchiveError
+from penstock.torchserve.admin.model_spec import ArchiveSource, ModelSpec, VersionRequest, make_spec
+from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden
+from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
+from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.protocol.api import ApiError
+
+MAX_YAML_BYTES: Final = 2**20  # real ones have a few KB
+MAX_CONCURRENT: Final = 16  # archives opened at the same time, each on a thread; TorchServe has a similar limit
+_KINDS: Final = {
+    ArchiveNotFound: "ModelNotFoundException",
+    UrlForbidden: "ModelNotFoundException",
+    ArchiveExists: "InternalServerException",
+    DownloadFailed: "DownloadArchiveException",
+    InstallFailed: "ModelException",
+}
+
+T = TypeVar("T")
+
+
+async def run_in_thread(work: Callable[[], T]) -> T:
+    """The result of blocking work. Unlike asyncio's, the daemon thread does not delay the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # the caller was cancelled
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = work(), None
+        except BaseException as e:
+            outcome = None, e
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name="penstock-archives", daemon=True).start()
+    return await future
+
+
+class ArchiveOpener:
+    """Opens the archives of one store. Raises ApiError, with TorchServe's texts where it has one."""
+
+    def __init__(
+        self, store: ModelStore, properties: Properties, model_metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        self._store = store
+        self._properties = properties
+        self._model_metrics = model_metrics
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._installs: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # while in use
+
+    def names(self) -> list[str]:
+        """The names in the store."""
+        return self._store.names()
+
+    async def open(self, request: VersionRequest) -> tuple[ModelSpec, UnpackedArchive]:
+        """The spec of a version, and its files, which the caller closes."""
+        async with self._slots:
+            return await run_in_thread(partial(self._open, request))
+
+    def _open(self, request: VersionRequest) -> tuple[ModelSpec, UnpackedArchive]:
+        registration = request.registration
+        url = registration.url
+        if not url:
+            raise ApiError("BadRequestException", "Parameter url is required.")
+        try:
+            files = self._store.open(url, name=registration.model_name or "", s3_sse_kms=registration.s3_sse_kms)
+        except ArchiveError as e:
+            raise _api_error(e) from e
+        except OSError as e:
+            raise ApiError("InternalServerException", f"Failed to save model: {url}", detail=str(e)) from e
+        try:
+            archive = files.archive
+            yaml = read_yaml(archive.folder, archive.manifest.config_file)
+            source = ArchiveSource(archive, url, mar_name(url), yaml)
+            return make_spec(source, self._properties, request, model_metrics=self._model_metrics), files
+        except BaseException:
+            self._discard(url, files)
+            raise
+
+    async def discard(self, spec: ModelSpec, files: UnpackedArchive) -> None:
+        """Closes the files and removes their download, which frees its name."""
+        await run_in_thread(partial(self._discard, spec.url, files))
+
+    def _discard(self, url: str, files: UnpackedArchive) -> None:
+        files.close()
+        self._store.forget(url)
+
+    async def install(self, spec: ModelSpec) -> None:
+        """Installs the model's requirements, if there are any and install_py_dep_per_model is on."""
+        if not self._properties.install_py_dep_per_model or not spec.requirements:
+            return
+        from penstock.torchserve.archive.requirements import install_requirements
+
+        lock = self._installs.setdefault(spec.folder, asyncio.Lock())
+        install = partial(
+            install_requirements, spec.folder, spec.requirements, model=spec.name, venv=spec.settings.use_venv
+        )
+        async with lock, self._slots:
+            try:
+                await run_in_thread(install)
+            except ArchiveError as e:
+                raise _api_error(e) from e
+
+
+def mar_name(url: str) -> str:
+    """The name of this URL's archive in the store."""
+    path = unquote(urlsplit(url).path) if "://" in url else url
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def read_yaml(folder: Path, name: str) -> dict[str, Any]:
+    """The contents of a model-config.yaml; empty if `name` is. Raises ApiError."""
+    if not name:
+        return {}
+    try:
+        import yaml
+    except ImportError:
+        raise ApiError(
+            "InvalidModelException", f"{name} cannot be read without PyYAML; install it with: pip install '.[yaml]'"
+        ) from None
+    try:
+        with (folder / name).open("rb") as file:
+            raw = file.read(MAX_YAML_BYTES + 1)
+        if len(raw) > MAX_YAML_BYTES:
+            raise ValueError(f"it has more than {MAX_YAML_BYTES} bytes")
+        found = yaml.safe_load(raw)
+    except FileNotFoundError:
+        raise ApiError(
+            "InvalidModelException", f"{name}: the manifest names it, but the archive has no such file"
+        ) from None
+    except Exception as e:  # PyYAML raises many types: IndexError for !!int "", AttributeError for !!timestamp x
+        text = " ".join(str(e).split())[:300]
+        raise ApiError("InvalidModelException", f"{name} is not valid YAML: {text}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ApiError("InvalidModelException", f"{name}: found a {type(found).__name__}, expected keys with values")
+    return {str(key): value for key, value in found.items()}
+
+
+def _api_error(error: ArchiveError) -> ApiError:
+    kind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "InvalidModelException")
+    return ApiError(kind, error.message, detail=error.detail)

@@ -1,0 +1,152 @@
+"""The workers of model versions: started, scaled and stopped on the engine, on the GPUs that may be used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from msgspec import structs
+
+from penstock.core.engine.batcher import Call
+from penstock.core.engine.engine import Engine
+from penstock.core.worker.devices import visible_gpus
+from penstock.errors import BadRequest, ConfigError, Conflict, LoadOutOfMemory, ModelNotReady, PenstockError
+from penstock.torchserve.admin.models import ModelVersion
+from penstock.torchserve.admin.settings import ModelSettings
+from penstock.torchserve.protocol.api import ApiError
+from penstock.types import Item, Sink
+
+
+def usable_gpus(limit: int | None, environment: Mapping[str, str] = os.environ, found: int | None = None) -> int:
+    """The number of GPUs that CUDA_VISIBLE_DEVICES shows, at most `limit` (number_of_gpu)."""
+    count = visible_gpus(environment, found)
+    return count if limit is None else min(count, limit)
+
+
+class DeviceAllocator:
+    """Assigns GPUs round robin over all models; a model with deviceIds keeps to its own."""
+
+    def __init__(self, gpus: int) -> None:
+        self.gpus = gpus
+        self._next = 0
+
+    def kind(self, settings: ModelSettings) -> str:
+        """ "gpu" or "cpu": the device type of the model's workers."""
+        return "cpu" if not self.gpus or settings.device_type == "cpu" else "gpu"
+
+    def take(self, settings: ModelSettings, workers: int) -> tuple[str, ...]:
+        """The devices of a model that starts this many workers, in order of use."""
+        if self.kind(settings) == "cpu":
+            return ("cpu",)
+        own = [i for i in settings.device_ids if i < self.gpus]
+        if own:
+            return _device_names(own)
+        first = self._next
+        self._next = (first + workers) % self.gpus
+        return _device_names([(first + i) % self.gpus for i in range(self.gpus)])
+
+
+def _device_names(ids: Sequence[int]) -> tuple[str, ...]:
+    return tuple(f"cuda:{i}" for i in ids)
+
+
+class WorkerManager:
+    """Starts, scales and stops the workers of versions. Changes hold `version.lock` and raise ApiError."""
+
+    def __init__(self, engine: Engine, devices: DeviceAllocator, drain_s: float) -> None:
+        self._engine = engine
+        self._devices = devices
+        self._drain_s = drain_s
+
+    async def start(self, version: ModelVersion, workers: int, *, keep: bool) -> None:
+        """Returns when every worker has reported and at least one is up; with `keep`, also when none is."""
+        async with version.lock:
+            try:
+                await self._start(version, workers, keep)
+            except PenstockError as e:
+                raise _failure(version, version.version, e) from e
+
+    async def scale(self, version: ModelVersion, minimum: int, maximum: int, named: str | None) -> None:
+        """Returns when there are `minimum` to `maximum` workers. A failure changes nothing."""
+        async with version.lock:
+            now = 0 if version.handle is None else len(version.handle.workers())
+            target = min(max(now, minimum), maximum)
+            before = version.min_workers, version.max_workers, version.expected
+            version.min_workers, version.max_workers = minimum, maximum
+            version.expected = min(version.expected, target)
+            try:
+                await self._scale(version, now, target)
+            except PenstockError as e:
+                version.min_workers, version.max_workers, version.expected = before
+                raise _failure(version, named, e) from e
+            version.expected = target
+
+    async def stop(self, version: ModelVersion) -> None:
+        """Stops the workers of a version that is `gone`: loading workers at once, the others after draining."""
+        assert version.gone
+        if version.loading:
+            assert version.handle is not None
+            version.handle.abort()
+            async with version.lock:
+                return
+        await self._retire(version)
+
+    async def _scale(self, version: ModelVersion, now: int, target: int) -> None:
+        if version.gone:
+            raise Conflict(f"model '{version.name}' was unregistered during the change")
+        if target == now:
+            return
+        if not target:
+            await self._retire(version)
+        elif version.handle is None:
+            await self._start(version, target, keep=False)
+        else:
+            await version.handle.scale(target, self._drain_s)
+
+    async def _start(self, version: ModelVersion, workers: int, keep: bool) -> None:
+        if version.gone:
+            raise Conflict(f"model '{version.name}' was unregistered before its workers started")
+        spec = version.spec
+        devices = self._devices.take(spec.settings, workers)
+        config = structs.replace(spec.config, instances=workers, devices=devices)
+        version.handle = self._engine.prepare(
+            spec.name, config, target=spec.target, wants_headers=True, capture_output=True
+        )
+        version.loading = True
+        try:
+            await self._engine.put(version.handle, drain_s=self._drain_s, keep=keep)
+        except BaseException:
+            version.handle = None
+            raise
+        finally:
+            version.loading = False
+            self._forward_pending(version)
+        version.expected = workers
+
+    def _forward_pending(self, version: ModelVersion) -> None:
+        """Submits the requests that waited for the first worker; without a worker they fail."""
+
+        def submit(item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
+            return self._engine.submit(version.name, version.version, item, sink, budget_s=budget_s, priority=priority)
+
+        pending, version.pending = version.pending, []
+        for request in pending:
+            request.forward(submit)
+
+    async def _retire(self, version: ModelVersion) -> None:
+        handle, version.handle = version.handle, None
+        if handle is not None:
+            await self._engine.retire(handle, self._drain_s)
+
+
+def _failure(version: ModelVersion, named: str | None, error: PenstockError) -> ApiError:
+    """The error that a client receives when workers do not start."""
+    if isinstance(error, Conflict) or version.gone:
+        return ApiError("ConflictStatusException", error.message)
+    if isinstance(error, ModelNotReady):
+        return ApiError("ServiceUnavailableException", error.message)
+    if isinstance(error, (ConfigError, BadRequest)):
+        return ApiError("BadRequestException", error.message)
+    kind = "OutOfMemoryException" if isinstance(error, LoadOutOfMemory) else "InternalServerException"
+    text = f"Failed to start workers for model {version.name} version: {named or 'null'}"
+    return ApiError(kind, text, detail=error.detail or error.message)

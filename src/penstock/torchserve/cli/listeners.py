@@ -1,0 +1,188 @@
+"""The HTTP and gRPC listeners that config.properties asks for: addresses, routes, limits and TLS."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct, structs
+
+from penstock.config.addresses import Address
+from penstock.config.schema import LimitsConfig
+from penstock.errors import ConfigError
+from penstock.serving.http.server import HttpServer
+from penstock.torchserve.admin.startup import ServerComponents
+from penstock.torchserve.cli.tls import TlsFiles
+from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.http.listener import make_listener
+from penstock.torchserve.http.routes import Scrape
+from penstock.torchserve.protocol.api import Group, ListenerConfig
+
+if TYPE_CHECKING:
+    from penstock.torchserve.grpc.server import GrpcServer
+
+log = logging.getLogger("penstock.cli")
+
+GROUPS: Final[tuple[Group, ...]] = ("inference", "management", "metrics")
+GRPC_GROUPS: Final[tuple[Group, ...]] = ("inference", "management")
+_SLOWEST: Final = 2**20  # bytes/s of a client that sends the largest body
+
+
+class GrpcAddress(Struct, frozen=True):
+    """The address of a group's gRPC listener: host and port, or the host `unix:PATH`."""
+
+    group: Group
+    host: str
+    port: int
+
+    @property
+    def path(self) -> str:
+        """The path of the socket; "" for a port."""
+        return self.host.removeprefix("unix:") if self.host.startswith("unix:") else ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return self.host
+        return f"grpc://[{self.host}]:{self.port}" if ":" in self.host else f"grpc://{self.host}:{self.port}"
+
+
+def http_addresses(properties: Properties) -> list[tuple[Address, set[Group]]]:
+    """The HTTP listeners with their groups. Equal addresses share a listener, except port 0.
+
+    A listener that inference and management share also serves the metrics.
+    """
+    found: list[tuple[Address, set[Group]]] = []
+    for group in GROUPS:
+        if group == "metrics" and not properties.enable_metrics_api:
+            continue
+        address = properties.address(group)
+        same = [groups for other, groups in found if other == address and (address.port or address.path)]
+        if same:
+            same[0].add(group)
+        else:
+            found.append((address, {group}))
+    for _, groups in found:
+        if {"inference", "management"} <= groups and properties.enable_metrics_api:
+            groups.add("metrics")
+    return found
+
+
+def grpc_addresses(properties: Properties) -> list[GrpcAddress]:
+    """The gRPC listeners."""
+    return [
+        GrpcAddress(group, getattr(properties, f"grpc_{group}_address"), getattr(properties, f"grpc_{group}_port"))
+        for group in GRPC_GROUPS
+    ]
+
+
+def listener_config(properties: Properties, groups: Iterable[Group]) -> ListenerConfig:
+    """The routes and headers of a listener for these groups."""
+    return ListenerConfig(
+        groups=frozenset(groups),
+        codec="torchserve" if properties.decode_input_request else "torchserve_raw",
+        cors_origin=properties.cors_allowed_origin,
+        cors_methods=properties.cors_allowed_methods,
+        cors_headers=properties.cors_allowed_headers,
+        open_inference=properties.ts_open_inference_protocol,
+        model_api=properties.enable_model_api,
+        metrics_api=properties.enable_metrics_api,
+    )
+
+
+def limits_of(properties: Properties) -> LimitsConfig:
+    """The core's limits, which admit the largest request, also over a slow line."""
+    defaults = LimitsConfig()
+    pool_bytes = max(defaults.pool_bytes, 2 * properties.max_request_size)
+    return LimitsConfig(
+        max_body_bytes=properties.max_request_size,
+        pool_bytes=pool_bytes,
+        max_queue_bytes=max(defaults.max_queue_bytes, pool_bytes),
+        body_timeout_s=max(defaults.body_timeout_s, properties.max_request_size / _SLOWEST),
+    )
+
+
+class Listeners:
+    """All listeners of one server, and the TLS files that they share."""
+
+    def __init__(self, components: ServerComponents, limits: LimitsConfig) -> None:
+        self.running: list[HttpServer | GrpcServer] = []
+        self.urls: dict[str, str] = {}  # of the HTTP listeners, by group
+        self._components = components
+        self._properties = components.properties
+        self._limits = limits
+        self._tls_files: TlsFiles | None = None
+
+    async def start(self, scrape: Scrape) -> None:
+        """Starts all listeners; `/metrics` returns the result of `scrape`. Raises ConfigError."""
+        components, properties = self._components, self._properties
+        for address, groups in http_addresses(properties):
+            listener = make_listener(
+                components.backend,
+                components.administrator,
+                listener_config(properties, groups),
+                self._limits,
+                ssl=self._tls().context() if address.tls else None,
+                scrape=scrape,
+            )
+            bound = await _start_http(listener, address, min(groups, key=GROUPS.index))
+            self.running.append(listener)
+            for group in sorted(groups, key=GROUPS.index):
+                log.info("%s API bind to: %s", group.capitalize(), bound)
+                self.urls[group] = str(bound)
+        for grpc_listener, at in grpc_listeners(components, self._limits, self._tls):
+            self.running.append(grpc_listener)
+            port = await grpc_listener.start(at.host, at.port, f"grpc_{at.group}_{'address' if at.path else 'port'}")
+            log.info("%s gRPC API bind to: %s", at.group.capitalize(), structs.replace(at, port=port))
+
+    def close_tls(self) -> None:
+        """Removes generated TLS files."""
+        if self._tls_files is not None:
+            self._tls_files.close()
+
+    def _tls(self) -> TlsFiles:
+        if self._tls_files is None:
+            self._tls_files = TlsFiles(self._properties)
+        return self._tls_files
+
+
+async def _start_http(listener: HttpServer, address: Address, group: Group) -> Address:
+    """The bound address. Raises ConfigError."""
+    key = f"{group}_address"
+    if address.path:
+        await listener.start_unix(address.path, key)
+        return address
+    host, port = await listener.start(address.host, address.port, key)
+    return structs.replace(address, host=host, port=port)
+
+
+def grpc_listeners(
+    components: ServerComponents, limits: LimitsConfig, tls_files: Callable[[], TlsFiles]
+) -> Iterable[tuple[GrpcServer, GrpcAddress]]:
+    """The gRPC listeners, not yet started; without grpcio a warning and none. Raises ConfigError."""
+    try:
+        from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
+    except ModuleNotFoundError as error:
+        log.warning("event=no_grpc missing=%s consequence=http_only hint=pip install '.[grpc]'", error.name)
+        return
+    properties = components.properties
+    tls = _read(tls_files()) if properties.enable_grpc_ssl else None
+    for address in grpc_addresses(properties):
+        bounds = GrpcLimits(
+            max_request_bytes=properties.max_request_size,
+            max_calls=limits.max_connections,
+            handshake_s=limits.header_timeout_s,
+            max_age_ms=getattr(properties, f"grpc_{address.group}_max_connection_age_ms"),
+            max_age_grace_ms=getattr(properties, f"grpc_{address.group}_max_connection_age_grace_ms"),
+        )
+        config = listener_config(properties, {address.group})
+        yield GrpcServer(components.backend, components.administrator, config, bounds, tls=tls), address
+
+
+def _read(files: TlsFiles) -> tuple[bytes, bytes]:
+    files.context()  # raises ConfigError if key and certificate do not match
+    try:
+        return Path(files.key).read_bytes(), Path(files.certificate).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"enable_grpc_ssl: {error.filename} cannot be read: {error.strerror}") from None

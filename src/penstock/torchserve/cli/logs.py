@@ -1,0 +1,339 @@
+"""Logging as in TorchServe: five files under LOG_LOCATION and METRICS_LOCATION, lines on stdout, log4j2 files.
+
+Records pass through one bounded queue to a thread, so that neither a slow disk nor a stalled reader of stdout blocks
+the event loop. When the queue is full, records are dropped and counted, and a later line reports their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import logging.config
+import logging.handlers
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+from xml.etree import ElementTree
+
+from msgspec import Struct, field
+
+from penstock.errors import ConfigError
+from penstock.torchserve.config.properties import Properties
+
+log = logging.getLogger("penstock.compat")
+
+FILES: Final = {
+    "access_log": "ACCESS_LOG",
+    "ts_log": "",  # the root logger
+    "ts_metrics": "TS_METRICS",
+    "model_log": "penstock.model",
+    "model_metrics": "MODEL_METRICS",
+}
+"""The logger of each file."""
+
+_MAX_FILE_BYTES: Final = 100 * 2**20  # these two are from TorchServe's log4j2.xml
+_OLD_FILES: Final = 5
+_MAX_QUEUE: Final = 10_000  # records
+_CLOSE_S: Final = 5.0  # for writing the queue at the end
+_METRICS: Final = ("ts_metrics", "model_metrics")
+_BARE: Final = ("access_log", *_METRICS)  # lines with only time and text
+_LEVEL_NAMES: Final = {"WARNING": "WARN", "CRITICAL": "FATAL"}
+
+
+class TorchServeFormatter(logging.Formatter):
+    """`2026-01-01T00:00:00,000 [INFO ] main penstock.engine - text`; bare: `2026-01-01T00:00:00,000 - text`.
+
+    A worker's output has TorchServe's prefix: `W-9000-name_version-stdout MODEL_LOG`.
+    """
+
+    def __init__(self, bare: bool = False, first_worker: int = 9000) -> None:
+        super().__init__()
+        self._bare = bare
+        self._first_worker = first_worker
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+        return f"{whole},{int(record.msecs):03d}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        at = self.formatTime(record)
+        if self._bare:  # one record holds many metrics
+            return "\n".join([f"{at} - {line}" for line in record.message.split("\n")])
+        level = _LEVEL_NAMES.get(record.levelname, record.levelname)
+        thread, name = record.threadName, record.name
+        if thread == "MainThread":
+            thread = "main"
+        if name == FILES["model_log"]:
+            extra = record.__dict__
+            worker = self._first_worker + int(extra.get("slot", 0))
+            stream = extra.get("stream", "stdout")
+            thread, name = f"W-{worker}-{extra.get('model', '')}_{extra.get('version', '')}-{stream}", "MODEL_LOG"
+        return f"{at} [{level:<5}] {thread} {name} - {record.message}"
+
+
+class _Console(logging.StreamHandler[Any]):
+    """Lines on stdout, until its reader closes it."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__(sys.stdout)
+        self.setFormatter(formatter)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # models may print anything
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+            return
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())  # also for print() and the flush at exit
+        os.close(null)
+
+
+class _Queue(logging.handlers.QueueHandler):
+    """Queues records for the thread with the `handlers` that write them; counts dropped records."""
+
+    def __init__(self, waiting: queue.Queue[Any], handlers: list[logging.Handler]) -> None:
+        super().__init__(waiting)
+        self._handlers = handlers
+        self.dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> Any:
+        return super().prepare(record), self._handlers
+
+    def enqueue(self, record: Any) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+
+class ServerLogs:
+    """The log files and stdout while the server runs."""
+
+    def __init__(self, properties: Properties, config: str | None = None) -> None:
+        """`config` is the file of `--log-config`, by default the one in `vmargs`. Raises ConfigError."""
+        self._waiting: queue.Queue[Any] = queue.Queue(_MAX_QUEUE)
+        self._queues: list[tuple[logging.Logger, _Queue]] = []
+        self._before: list[tuple[logging.Logger, int, bool]] = []
+        self._files: list[logging.Handler] = []
+        self._levels = {
+            **dict.fromkeys(FILES.values(), "INFO"),
+            "ACCESS_LOG": "INFO" if properties.access_log else "OFF",
+        }
+        self._paths: dict[str, str] = {}
+        self._formatter = TorchServeFormatter(first_worker=properties.initial_worker_port)
+        self._thread = threading.Thread(target=self._write, name="logs", daemon=True)
+        self._console = _Console(self._formatter)
+        self._plain = _Console(logging.Formatter())
+        config = config or _config_in_vmargs(properties.vmargs)
+        if config is not None and self._configure(config):
+            return
+        failures: list[str] = []
+        for name, logger in FILES.items():
+            folder = properties.metrics_location if name in _METRICS else properties.log_location
+            self._open(name, logger, self._paths.get(name) or os.path.join(folder, f"{name}.log"), failures)
+        for logger, level in self._levels.items():
+            found = logging.getLogger(logger)
+            self._before.append((found, found.level, found.propagate))
+            found.setLevel(logging.CRITICAL + 1 if level == "OFF" else level)
+            if logger in FILES.values():  # loggers without a file of their own use the root's
+                found.propagate = False
+        self._thread.start()
+        if failures:
+            log.warning("event=no_log_files consequence=lines_are_on_stdout_alone reason=%s", "; ".join(failures))
+
+    def print_line(self, line: str) -> None:
+        """Prints a line on stdout without a prefix, after the lines in the queue."""
+        if not self._thread.is_alive():
+            print(line, flush=True)
+            return
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait((logging.makeLogRecord({"msg": line}), [self._plain]))
+
+    def close(self) -> bool:
+        """Writes the queue. False if stdout blocks; Python's exit would then wait for the lock of stdout."""
+        for logger, handler in self._queues:
+            logger.removeHandler(handler)
+        for logger, level, propagate in self._before:
+            logger.setLevel(level)
+            logger.propagate = propagate
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+        for file in self._files:
+            file.close()
+        return not self._thread.is_alive()
+
+    def _open(self, name: str, logger: str, path: str, failures: list[str]) -> None:
+        """Lets a logger write to its file, and to stdout unless it logs metrics."""
+        handlers: list[logging.Handler] = [] if name in _METRICS else [self._console]
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            file = logging.handlers.RotatingFileHandler(
+                path, "a", _MAX_FILE_BYTES, _OLD_FILES, "utf-8", errors="replace"
+            )
+        except OSError as error:
+            failures.append(f"{path}: {error.strerror}")
+        else:
+            file.setFormatter(TorchServeFormatter(bare=True) if name in _BARE else self._formatter)
+            self._files.append(file)
+            handlers.insert(0, file)  # before stdout, which may be slow
+        found = logging.getLogger(logger)
+        handler = _Queue(self._waiting, handlers)
+        found.addHandler(handler)
+        self._queues.append((found, handler))
+
+    def _write(self) -> None:
+        """The thread's loop."""
+        while (queued := self._waiting.get()) is not None:
+            record, handlers = queued
+            for handler in handlers:
+                handler.handle(record)
+            for _, each in self._queues:
+                if each.dropped and self._waiting.empty():
+                    dropped, each.dropped = each.dropped, 0
+                    log.warning("event=lines_lost count=%d reason=more_than_can_be_written", dropped)
+
+    # ---- --log-config
+
+    def _configure(self, path: str) -> bool:
+        """True if the file configures Python's logging; from a log4j2 file, takes levels and file names."""
+        if path.endswith((".json", ".yaml", ".yml")):
+            try:
+                logging.config.dictConfig(_mapping(path))
+            except (ValueError, TypeError, AttributeError, ImportError) as error:
+                raise ConfigError(
+                    f"--log-config {path}: {error}; expected a configuration of Python's logging"
+                ) from None
+            return True
+        found = read_log4j(path, os.environ)
+        self._levels.update(found.levels)
+        self._paths.update(found.files)
+        return False
+
+
+def _config_in_vmargs(vmargs: str | None) -> str | None:
+    """The file of `-Dlog4j.configurationFile=` in `vmargs`."""
+    for word in (vmargs or "").split():
+        key, _, value = word.partition("=")
+        if key in ("-Dlog4j.configurationFile", "-Dlog4j2.configurationFile"):
+            return re.sub("^file:(//)?(?=/)", "", value)
+    return None
+
+
+def _mapping(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    if path.endswith(".json"):
+        value = json.loads(text)
+    else:
+        import yaml
+
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"found {type(value).__name__}, expected a table")
+    value.setdefault("version", 1)
+    value.setdefault("disable_existing_loggers", False)
+    return value
+
+
+# ---- log4j2
+
+# TorchServe's logger -> (Penstock's logger, file)
+_LOG4J_LOGGERS: Final = {
+    "Root": ("", "ts_log"),
+    "org.pytorch.serve": ("penstock", "ts_log"),
+    "ACCESS_LOG": ("ACCESS_LOG", "access_log"),
+    "MODEL_LOG": ("penstock.model", "model_log"),
+    "MODEL_METRICS": ("MODEL_METRICS", "model_metrics"),
+    "TS_METRICS": ("TS_METRICS", "ts_metrics"),
+}
+_LOG4J_LEVELS: Final = {
+    "all": "DEBUG",
+    "trace": "DEBUG",
+    "debug": "DEBUG",
+    "info": "INFO",
+    "warn": "WARNING",
+    "error": "ERROR",
+    "fatal": "CRITICAL",
+    "off": "OFF",
+}
+_LOG4J_VARIABLE = re.compile(r"\$\{env:(\w+)(?::-([^}]*))?\}")
+_KNOWN_PARTS: Final = frozenset({"patternlayout", "policies", "defaultrolloverstrategy"})
+
+
+class Log4jConfig(Struct):
+    """`levels` by Penstock's loggers ("" is the root), `files` by their default names."""
+
+    levels: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def read_log4j(path: str, env: Mapping[str, str]) -> Log4jConfig:
+    """The levels of known loggers and their files; a warning lists the ignored parts. Raises ConfigError."""
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(
+            f"--log-config {path}: {error}; expected a log4j2 XML, or a configuration of Python's logging in a"
+            " .json or .yaml file"
+        ) from None
+    appenders, ignored = _appenders(root, env)
+    found = Log4jConfig()
+    for element in root.iter():
+        kind = _tag(element.tag)
+        if kind not in ("logger", "root", "asyncroot", "asynclogger"):
+            continue
+        name = "Root" if "root" in kind else element.get("name", "")
+        level = _LOG4J_LEVELS.get(element.get("level", "").lower())
+        if name not in _LOG4J_LOGGERS:
+            continue  # a library that Penstock does not use
+        logger, file = _LOG4J_LOGGERS[name]
+        if level is not None:
+            found.levels[logger] = level
+        for ref in element:
+            if target := appenders.get(ref.get("ref", "")):
+                found.files[file] = target
+    if ignored:
+        log.warning(
+            "file=%s ignored=%s hint=--log-config also takes a configuration of Python's logging (.json, .yaml)",
+            path,
+            ",".join(sorted(ignored)),
+        )
+    return found
+
+
+def _appenders(root: ElementTree.Element, env: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+    """The file of each appender ("" for the console), and the ignored parts."""
+    found: dict[str, str] = {}
+    ignored: set[str] = set()
+    for group in root:
+        if _tag(group.tag) != "appenders":
+            continue
+        for element in group:
+            kind, name = _tag(element.tag), element.get("name", "")
+            file = _LOG4J_VARIABLE.sub(lambda m: env.get(m[1], m[2] or ""), element.get("fileName", ""))
+            if kind == "console":
+                found[name] = ""
+            elif kind in ("rollingfile", "file", "randomaccessfile", "rollingrandomaccessfile") and "$" not in file:
+                found[name] = file
+            else:
+                ignored.add(f"appender {name}")
+            ignored |= {f"layout of {name}" for child in element if _tag(child.tag) not in _KNOWN_PARTS}
+    return found, ignored
+
+
+def _tag(tag: object) -> str:
+    """The name of an element in lower case, without its namespace; "" for a comment."""
+    return tag.rpartition("}")[2].lower() if isinstance(tag, str) else ""

@@ -1,0 +1,135 @@
+"""The HTTP and gRPC listeners that config.properties asks for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.addresses import Address
+from penstock.config.schema import LimitsConfig
+from penstock.errors import ConfigError
+from support.backend import FakeBackend
+from penstock.torchserve.admin.startup import ServerComponents
+from penstock.torchserve.cli.listeners import (
+    GrpcAddress,
+    grpc_addresses,
+    grpc_listeners,
+    http_addresses,
+    limits_of,
+    listener_config,
+)
+from penstock.torchserve.cli.tls import TlsFiles
+from penstock.torchserve.config.properties import Properties
+from support.torchserve import FakeAdministration
+
+TLS = Path(__file__).parents[3] / "tls"
+
+
+def listeners(properties: Properties) -> list[Any]:
+    components: Any = ServerComponents(FakeAdministration(), FakeBackend(), None, properties, 0, 1)  # type: ignore[arg-type]
+    return list(grpc_listeners(components, LimitsConfig(), lambda: TlsFiles(properties)))
+
+
+def test_there_is_one_for_inference_and_one_for_management():
+    assert [address for _, address in listeners(Properties())] == [
+        GrpcAddress("inference", "127.0.0.1", 7070),
+        GrpcAddress("management", "127.0.0.1", 7071),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "shown", "path"),
+    [
+        ("127.0.0.1", "grpc://127.0.0.1:7070", ""),
+        ("::1", "grpc://[::1]:7070", ""),
+        ("unix:/run/s", "unix:/run/s", "/run/s"),
+    ],
+)
+def test_an_address_is_shown_as_clients_write_it(host, shown, path):
+    address = grpc_addresses(Properties(grpc_inference_address=host))[0]
+    assert (str(address), address.path) == (shown, path)
+
+
+async def test_tls_needs_files_that_fit_together(tmp_path):
+    def files(key: str) -> Properties:
+        return Properties(enable_grpc_ssl=True, certificate_file=str(TLS / "cert.pem"), private_key_file=key)
+
+    assert len(listeners(files(str(TLS / "key.pem")))) == 2
+    with pytest.raises(ConfigError):
+        listeners(files(str(TLS / "cert.pem")))
+    with pytest.raises(ConfigError):
+        listeners(files(str(tmp_path / "none.pem")))
+
+
+def test_without_grpcio_there_is_one_warning_and_no_listener(monkeypatch, caplog):
+    for name in [name for name in sys.modules if name.startswith("penstock.torchserve.grpc")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    assert listeners(Properties()) == []
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    said = record.getMessage().replace("grpc.aio", "grpc")  # as which it is missed if no other test has loaded it
+    assert said == "event=no_grpc missing=grpc consequence=http_only hint=pip install '.[grpc]'"
+
+
+def test_the_program_loads_grpc_when_it_listens_and_not_before():
+    code = "import sys, penstock.torchserve.cli.server as m; print('grpc' in sys.modules, 'google' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+# ---- HTTP
+
+
+def groups_of(**keys: Any) -> list[list[str]]:
+    """The groups of each listener."""
+    return [sorted(groups) for _, groups in http_addresses(Properties(**keys))]
+
+
+def test_equal_addresses_share_a_listener() -> None:
+    one = "http://127.0.0.1:9"
+    assert http_addresses(Properties(inference_address=one, management_address=one, metrics_address=one)) == [
+        (Address("127.0.0.1", 9), {"inference", "management", "metrics"})
+    ]
+    assert groups_of(inference_address=one, metrics_address=one) == [["inference", "metrics"], ["management"]]
+
+
+def test_port_0_is_another_port_for_each_listener() -> None:
+    one = "http://127.0.0.1:0"
+    assert groups_of(inference_address=one, management_address=one) == [["inference"], ["management"], ["metrics"]]
+
+
+def test_a_listener_that_inference_and_management_share_has_the_metrics_too() -> None:
+    one = "unix:/tmp/both"
+    found = groups_of(inference_address=one, management_address=one)
+    assert found == [["inference", "management", "metrics"], ["metrics"]]
+
+
+def test_without_the_metrics_api_nothing_listens_for_it() -> None:
+    assert groups_of(enable_metrics_api=False) == [["inference"], ["management"]]
+
+
+def test_a_face_shows_what_the_file_says() -> None:
+    config = listener_config(
+        Properties(decode_input_request=False, cors_allowed_origin="*", ts_open_inference_protocol=True),
+        {"inference"},
+    )
+    assert (config.codec, config.cors_origin, config.open_inference, config.model_api) == (
+        "torchserve_raw",
+        "*",
+        True,
+        False,
+    )
+
+
+def test_the_largest_request_fits_into_the_limits() -> None:
+    limits = limits_of(Properties(max_request_size=500_000_000))
+    assert limits.max_body_bytes == 500_000_000
+    assert limits.pool_bytes >= 2 * limits.max_body_bytes
+    assert limits.max_queue_bytes >= limits.max_body_bytes
+    assert limits.body_timeout_s > 400, "1 MB/s is enough"
+    assert limits_of(Properties()).body_timeout_s == 30
