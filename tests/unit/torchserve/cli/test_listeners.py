@@ -12,7 +12,6 @@ import pytest
 from penstock.config.addresses import Address
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
-from support.backend import FakeBackend
 from penstock.torchserve.admin.startup import ServerComponents
 from penstock.torchserve.cli.listeners import (
     GrpcAddress,
@@ -24,6 +23,7 @@ from penstock.torchserve.cli.listeners import (
 )
 from penstock.torchserve.cli.tls import TlsFiles
 from penstock.torchserve.config.properties import Properties
+from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
 TLS = Path(__file__).parents[3] / "tls"
