@@ -129,7 +129,7 @@ def test_a_wrong_payload_is_told_once_and_stops_the_run(server: Any, tmp_path: P
     result = told(server.url, "--data", str(tmp_path / "wrong.png"), "--duration", "60")
     assert result.exit_code == 1
     (line,) = [line for line in result.output.splitlines() if "the first: " in line]
-    assert "answers nothing but errors, so the run was stopped" in line
+    assert "returns only errors, so the run was stopped" in line
 
 
 def test_a_name_that_no_model_has_is_told_with_the_nearest(server: Any, data: str) -> None:

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 from msgspec import Struct, field, structs
 
-from penstock.perf.bench.document import NOT_TOLD, number, percent, seconds
-from penstock.perf.bench.measurement import Get, Load, LoadPoint, Measurement, p99, points, throughput
+from penstock.perf.bench.document import UNKNOWN, number, percent, seconds
+from penstock.perf.bench.measurement import Figure, Load, LoadPoint, Measurement, group_by_load, p99, throughput
 from penstock.perf.bench.origin import MACHINE, Origin
 from penstock.perf.bench.stats import LEAST, Difference, difference, ratio
 
@@ -26,7 +26,7 @@ class ComparedMetric(Struct, frozen=True):
     `tolerance` is the least that matters; None: that of the comparison."""
 
     name: str
-    get: Get
+    get: Figure
     show: Callable[[float | None], str]
     more_is_better: bool = False
     counted: bool = True
@@ -64,7 +64,7 @@ class Change(Struct, frozen=True, kw_only=True):
         between = ""
         if self.low is not None and self.high is not None:
             between = f"{percent(self.low, signed=True)} .. {percent(self.high, signed=True)}"
-        change = NOT_TOLD if self.change is None else percent(self.change, signed=True)
+        change = UNKNOWN if self.change is None else percent(self.change, signed=True)
         return [self.load, self.metric, show(self.before), show(self.after), change, between, self.judged, self.why]
 
 
@@ -93,7 +93,7 @@ def compare(before: RunResults, after: RunResults, *, tolerance: float = TOLERAN
     Better or worse is what changed by `tolerance` at least, and surely: the intervals hold for all changes of the
     comparison together (Bonferroni), so that a comparison of equal runs cries out in 5 % of cases at most.
     """
-    pairs, missing, notes = _paired(points(before[1]), points(after[1]))
+    pairs, missing, notes = _paired(group_by_load(before[1]), group_by_load(after[1]))
     sides = [(a, b, metric, _values(a, b, metric)) for a, b in pairs for metric in METRICS]
     tests = sum(_testable(metric, *values) for _, _, metric, values in sides)
     confidence = 1 - (1 - CONFIDENCE) / max(1, tests)

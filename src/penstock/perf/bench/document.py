@@ -1,14 +1,15 @@
-"""The report as one HTML file: no script, nothing fetched, light or dark as the reader's screen is."""
+"""Reports as blocks, rendered as Markdown or as one HTML file, and the formats of their figures. Pure."""
 
 from __future__ import annotations
 
 import html
 import re
 from collections.abc import Sequence
+from typing import Final
 
 from msgspec import Struct
 
-NOT_TOLD = "n/a"
+UNKNOWN: Final = "n/a"
 
 
 class Heading(Struct, frozen=True):
@@ -16,10 +17,10 @@ class Heading(Struct, frozen=True):
 
 
 class Paragraph(Struct, frozen=True):
-    """A sentence; `mark` tells how it is to be taken."""
+    """A sentence; `mark` is "good", "bad" or ""."""
 
     text: str
-    mark: str = ""  # "good", "bad" or ""
+    mark: str = ""
 
 
 class BulletList(Struct, frozen=True):
@@ -38,40 +39,37 @@ class TableBlock(Struct, frozen=True):
 Block = Heading | Paragraph | BulletList | CodeBlock | TableBlock
 
 
-class Report(Struct, frozen=True):
-    """Blocks in their order; `verdict` stand before all else, also before the plots."""
-
-    title: str
-    verdict: list[Block]
-    rest: list[Block]
-
-
 class Plot(Struct, frozen=True):
-    """`note` tells what is to be seen, and what is left out."""
+    """An SVG figure; `note` explains it and names what it leaves out."""
 
     title: str
     svg: str
     note: str
 
 
-def markdown(report: Report) -> str:
-    """The report as report.md has it."""
-    blocks = "\n\n".join(_markdown(block) for block in (*report.verdict, *report.rest))
-    return f"# {_inline(report.title)}\n\n{blocks}\n"
+class Report(Struct, frozen=True):
+    """Blocks in order; `verdict` precedes everything else, also the plots."""
+
+    title: str
+    verdict: list[Block]
+    rest: list[Block]
+
+
+# ---- figures
 
 
 def seconds(value: float | None) -> str:
-    """With three digits, in the unit that suits: 420 µs, 12.3 ms, 1.25 s."""
+    """Three digits in a suitable unit: 420 µs, 12.3 ms, 1.25 s."""
     if value is None:
-        return NOT_TOLD
+        return UNKNOWN
     scale, unit = _unit(value)
-    return f"{_digits(value * scale)} {unit}"
+    return f"{number(value * scale)} {unit}"
 
 
 def around(middle: float, low: float, high: float) -> str:
-    """Seconds and between which they lie, in one unit: 12.3 ms (11.9..13)."""
+    """Seconds with their bounds, in one unit: 12.3 ms (11.9..13)."""
     scale, unit = _unit(middle)
-    return f"{_digits(middle * scale)} {unit} ({_digits(low * scale)}..{_digits(high * scale)})"
+    return f"{number(middle * scale)} {unit} ({number(low * scale)}..{number(high * scale)})"
 
 
 def _unit(value: float) -> tuple[float, str]:
@@ -79,26 +77,24 @@ def _unit(value: float) -> tuple[float, str]:
 
 
 def number(value: float | None) -> str:
-    """With three digits; whole from 100 on."""
-    return NOT_TOLD if value is None else _digits(value)
-
-
-def _digits(value: float) -> str:
+    """Three digits; no decimals from 100 on."""
+    if value is None:
+        return UNKNOWN
     return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
 
 
 def percent(value: float | None, *, signed: bool = False) -> str:
-    """A share in percent, such as 0.14 %, 2.5 %, 40 %; with its sign where it is a change."""
+    """A share in percent, such as 0.14 %, 2.5 %, 40 %; `signed` for changes."""
     if value is None:
-        return NOT_TOLD
-    shown = round(100 * value, 2) + 0.0  # of what is next to nothing no sign is left
+        return UNKNOWN
+    shown = round(100 * value, 2) + 0.0  # never -0
     size = abs(shown)
     text = f"{shown:,.0f}" if size >= 9.95 else f"{shown:.2f}" if 0 < size < 0.995 else f"{shown:.1f}"
     return f"{'+' if signed and shown > 0 else ''}{text} %"
 
 
 def align(table: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines, in columns: the first to the left, the others to the right."""
+    """The rows as lines of text: the first column to the left, the others to the right."""
     width = max(len(row) for row in table)
     cells = [[*row, *[""] * (width - len(row))] for row in table]
     widths = [max(len(row[i]) for row in cells) for i in range(width)]
@@ -106,14 +102,22 @@ def align(table: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line).rstrip() for line in lines]
 
 
+# ---- Markdown
+
+
+def markdown(report: Report) -> str:
+    blocks = "\n\n".join(_markdown(block) for block in (*report.verdict, *report.rest))
+    return f"# {_escape(report.title)}\n\n{blocks}\n"
+
+
 def _markdown(block: Block) -> str:
     match block:
         case Heading(text):
-            return f"## {_inline(text)}"
+            return f"## {_escape(text)}"
         case Paragraph(text, mark):
-            return f"**{_inline(text)}**" if mark else _inline(text)
+            return f"**{_escape(text)}**" if mark else _escape(text)
         case BulletList(items):
-            return "\n".join(f"- {_inline(item)}" for item in items)
+            return "\n".join(f"- {_escape(item)}" for item in items)
         case CodeBlock(text):
             fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
             return f"{fence}\n{text}\n{fence}"
@@ -122,16 +126,18 @@ def _markdown(block: Block) -> str:
             return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
-def _inline(text: str) -> str:
-    """Text of others must not become marks of ours."""
+def _escape(text: str) -> str:
+    """The text without line breaks and without Markdown or HTML of its own."""
     return re.sub(r"([\\`*\[\]]|<(?=[a-zA-Z/!?]))", r"\\\1", " ".join(text.split()))
 
 
 def _cell(text: str) -> str:
-    return _inline(text).replace("|", "\\|")
+    return _escape(text).replace("|", "\\|")
 
 
-_CSS = """
+# ---- HTML
+
+_CSS: Final = """
 :root{color-scheme:light dark;--back:#fff;--ink:#1c2024;--faint:#b9c0c7;--soft:#f3f5f7;--good:#0a7a3d;--bad:#c4281c;
 --s1:#0b6cb8;--s2:#d55e00;--s3:#00875f;--s4:#a64d87;--s5:#b07d00;--s6:#3a9ad9;--s7:#6a5acd;--s8:#777}
 @media(prefers-color-scheme:dark){:root{--back:#14171a;--ink:#e4e7ea;--faint:#4a525a;--soft:#1f2429;--good:#4fd18b;
@@ -160,7 +166,7 @@ svg text{font-family:system-ui,-apple-system,"Segoe UI",sans-serif!important}
 
 
 def page(report: Report, plots: Sequence[Plot], without: str = "") -> str:
-    """The whole file. `without` tells why there are no plots."""
+    """One HTML file without scripts or external resources. `without` says why there are no plots."""
     title = html.escape(report.title)
     figures = "\n".join(_figure(plot) for plot in plots)
     missing = f"<p>No plots: {html.escape(without)}</p>" if without else ""
@@ -175,8 +181,8 @@ def page(report: Report, plots: Sequence[Plot], without: str = "") -> str:
 
 
 def _figure(plot: Plot) -> str:
-    told = f"<strong>{html.escape(plot.title)}.</strong> {html.escape(plot.note)}"
-    return f"<figure>\n{plot.svg}\n<figcaption>{told}</figcaption>\n</figure>"
+    caption = f"<strong>{html.escape(plot.title)}.</strong> {html.escape(plot.note)}"
+    return f"<figure>\n{plot.svg}\n<figcaption>{caption}</figcaption>\n</figure>"
 
 
 def _blocks(blocks: Sequence[Block]) -> str:

@@ -1,7 +1,4 @@
-"""The load generator: an open loop sends at given times, a closed loop when the last answer is there.
-
-One asyncio protocol on httptools; no task, no timer and no dict a request. Both loops run on the loop that calls them.
-"""
+"""The load generator: an open loop sends at given times, a closed loop when the previous response has arrived."""
 
 from __future__ import annotations
 
@@ -26,103 +23,16 @@ from penstock.perf.bench.load_run import (
     LoadRun,
     Progress,
     Samples,
+    most_connections,
 )
-
-_MONOTONIC = 1  # CLOCK_MONOTONIC, which time.perf_counter reads on Linux
-_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK, TFD_CLOEXEC
-_ABSOLUTE = 1  # TFD_TIMER_ABSTIME
-
-
-class _Spec(ctypes.Structure):
-    """struct itimerspec: twice seconds and nanoseconds, how often and when first."""
-
-    _fields_ = (
-        ("every_s", ctypes.c_long),
-        ("every_ns", ctypes.c_long),
-        ("at_s", ctypes.c_long),
-        ("at_ns", ctypes.c_long),
-    )
-
-
-class Alarm(Protocol):
-    """Calls what it was made with, in the loop's thread, once for each `at`."""
-
-    def at(self, when_s: float) -> None:
-        """Rings at that time of `time.perf_counter`, at once if it is over; replaces what was set before."""
-
-    def close(self) -> None:
-        """Never rings again."""
-
-
-class TimerFile:
-    """An alarm by timerfd (Linux). Raises OSError where there is none."""
-
-    def __init__(self, ring: Callable[[], None]) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._settime = libc.timerfd_settime
-        self._fd = int(libc.timerfd_create(_MONOTONIC, _FLAGS))
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create")
-        self._spec = _Spec()
-        self._set = False
-        self._ring = ring
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._readable)
-
-    def at(self, when_s: float) -> None:
-        """Sets the file's time; all zero would disarm it."""
-        spec = self._spec
-        spec.at_s = whole = int(when_s)
-        spec.at_ns = max(1, int((when_s - whole) * 1e9))
-        self._set = True
-        self._settime(self._fd, _ABSOLUTE, ctypes.byref(spec), None)
-
-    def _readable(self) -> None:
-        self._set = False
-        self._ring()
-        if not self._set:
-            os.read(self._fd, 8)  # a file that is set anew is not readable any more; this one would ring again
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._fd)
-        os.close(self._fd)
-        self._set = True
-
-
-class LoopTimer:
-    """An alarm by the loop's own timer: up to a millisecond or two late."""
-
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._ring = ring
-        self._loop = asyncio.get_running_loop()
-        self._handle: asyncio.TimerHandle | None = None
-
-    def at(self, when_s: float) -> None:
-        self.close()
-        self._handle = self._loop.call_later(max(0.0, when_s - time.perf_counter()), self._ring)
-
-    def close(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-
-
-def make_alarm(ring: Callable[[], None]) -> Alarm:
-    """The most exact alarm there is, for the running loop."""
-    if sys.platform == "linux":
-        try:
-            return TimerFile(ring)
-        except (OSError, AttributeError):  # forbidden, or a C library without it
-            pass
-    return LoopTimer(ring)
-
 
 __all__ = ["Check", "Progress", "Samples", "closed_loop", "http_request", "open_loop"]
 
-RETRY_S: Final = 0.1  # a client that found no server comes back so long after
+RETRY_S: Final = 0.1  # delay before a client without a connection tries again
 
 
 def http_request(endpoint: Endpoint, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> bytes:
-    """One whole HTTP/1.1 message; Host and Content-Length are added, and the endpoint's prefix stands before `path`."""
+    """A complete HTTP/1.1 message with Host and Content-Length; the endpoint's prefix precedes `path`."""
     given = {"Host": endpoint.authority, **headers, "Content-Length": str(len(body))}
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     return f"{method} {endpoint.prefix}{path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + body
@@ -140,17 +50,16 @@ async def open_loop(
     on_progress: Progress | None = None,
     samples: Samples | None = None,
 ) -> Samples:
-    """Sends a request at each of the `times` (seconds from the start, sorted), the `requests` in turn.
+    """Sends the `requests` in turn, one at each of the sorted `times` (seconds from the start).
 
-    `connections` are open before the first; more are opened when none is free, up to 8000. `seconds` is the counted
-    time, by default up to the last of `times` and its share. Whatever is open `patience_s` after the last is TIMED_OUT.
-    A run whose server is gone is ended. Cancelled, it leaves in `samples` what is there. Raises Unreachable if there is
-    no server at the start.
+    Opens `connections` before the first request and more, up to 8000, when none is idle. `seconds` is the counted time,
+    by default until the last of `times` plus one mean interval. A request without a response `patience_s` after the
+    last send is TIMED_OUT. The run ends early when the server is gone; a cancelled run leaves its results in `samples`.
+    Raises Unreachable if there is no server at the start. Many parameters: each is one option of a load.
     """
     if not requests or not times:
-        raise ValueError("an open loop takes at least one request and one time")
-    work = LoadInput(endpoint, requests, check, on_progress, samples or Samples())
-    run = _Open(work, times, patience_s)
+        raise ValueError("an open loop needs at least one request and one time")
+    run = _OpenLoop(LoadInput(endpoint, requests, check, on_progress, samples or Samples()), times, patience_s)
     run.samples.seconds = seconds or times[-1] * len(times) / max(1, len(times) - 1)
     return await run.run(min(connections, run.most))
 
@@ -168,32 +77,31 @@ async def closed_loop(
     on_progress: Progress | None = None,
     samples: Samples | None = None,
 ) -> Samples:
-    """Each of `concurrency` clients sends its next request when the last is answered, the `requests` in turn.
+    """Runs `concurrency` clients; each sends its next request, the `requests` in turn, after its last response.
 
-    Ends when `at_least` requests were sent and `seconds` are over, with `whole_passes` at the end of the list; then
-    what is under way is waited for. The counted time is `seconds`, or up to the last answer where more than that was
-    asked for. A request that takes over `timeout_s` is given up, with its connection. Raises ConfigError for more
-    clients than files may be open. Else as `open_loop`.
+    Stops sending after `at_least` requests and `seconds`, with `whole_passes` at the end of the list, and then waits
+    for the responses. The counted time is `seconds`, or until the last response if `at_least` takes longer. A request
+    that takes more than `timeout_s` is dropped together with its connection. Raises ConfigError for more clients than
+    the limit of open files. Otherwise like `open_loop`.
     """
     if not requests or concurrency < 1 or (seconds <= 0 and at_least < 1):
-        raise ValueError("a closed loop takes a request, a client, and seconds or a number of requests")
-    work = LoadInput(endpoint, requests, check, on_progress, samples or Samples())
-    run = _Closed(work, concurrency, seconds, max(1, at_least), len(requests) if whole_passes else 1, timeout_s)
-    return await run.run(concurrency)
+        raise ValueError("a closed loop needs a request, a client, and seconds or a number of requests")
+    given = LoadInput(endpoint, requests, check, on_progress, samples or Samples())
+    passes = len(requests) if whole_passes else 1
+    return await _ClosedLoop(given, concurrency, seconds, max(1, at_least), passes, timeout_s).run(concurrency)
 
 
-class _Open(LoadRun):
-    """Requests at their times."""
-
-    def __init__(self, work: LoadInput, times: Sequence[float], patience_s: float) -> None:
-        super().__init__(work)
+class _OpenLoop(LoadRun):
+    def __init__(self, given: LoadInput, times: Sequence[float], patience_s: float) -> None:
+        super().__init__(given)
         self.times = times
         self.patience_s = patience_s
-        self._waiting: deque[int] = deque()  # requests that no connection is free for
+        self.most = most_connections()
+        self._waiting: deque[int] = deque()  # requests without a connection
         self._alarm = make_alarm(self._due)
 
     def begin(self) -> None:
-        self._idle.reverse()  # a server that serves one connection at a time took the first of them
+        self._idle.reverse()  # a server with one connection at a time accepted the first
         self._alarm.at(self.start + self.times[0])
 
     def _due(self) -> None:
@@ -206,8 +114,8 @@ class _Open(LoadRun):
             self._send(self.add(times[sent], late_s))
             sent += 1
         self.sent_all()
-        self._loop.call_later(self.patience_s, self.end)
-        self._ended()
+        asyncio.get_running_loop().call_later(self.patience_s, self.end)
+        self._end_if_done()
 
     def _send(self, index: int) -> None:
         if self._idle:
@@ -216,26 +124,26 @@ class _Open(LoadRun):
         self.samples.waited += 1
         self._waiting.append(index)
         if len(self._all) + len(self._opening) < self.most:
-            self.one_more()
+            self.open_one()
 
     def free(self, connection: LoadConnection) -> None:
         if self._waiting and not self.over:
             connection.send(self._waiting.popleft())
             return
         self._idle.append(connection)
-        self._ended()
+        self._end_if_done()
 
     def not_connected(self, status: int) -> None:
         if self._waiting:
             self.fail(self._waiting.popleft(), status)
-        self._ended()
+        self._end_if_done()
 
     def replace(self) -> None:
         if self._waiting and not self._opening:
-            self.one_more()
-        self._ended()
+            self.open_one()
+        self._end_if_done()
 
-    def _ended(self) -> None:
+    def _end_if_done(self) -> None:
         if not self.under_way and len(self.samples.status) == len(self.times):
             self.end()
 
@@ -245,22 +153,20 @@ class _Open(LoadRun):
     def finish(self) -> None:
         samples, status = self.samples, self.samples.status
         now_s = time.perf_counter() - self.start
-        samples.seconds = samples.seconds or now_s  # all came at once
+        samples.seconds = samples.seconds or now_s  # all times were 0
         if self.under_way and samples.first_error is None:
-            samples.first_error = (TIMED_OUT, b"no answer %g s after the last request" % self.patience_s)
+            samples.first_error = (TIMED_OUT, b"no response %g s after the last request" % self.patience_s)
         for index, found in enumerate(status):
             if found == UNDER_WAY:
                 status[index] = TIMED_OUT
                 samples.latency_s[index] = now_s - samples.intended_s[index]
 
 
-class _Closed(LoadRun):
-    """Clients that each wait for their answer."""
-
+class _ClosedLoop(LoadRun):
     def __init__(
-        self, work: LoadInput, clients: int, seconds: float, at_least: int, passes: int, timeout_s: float
+        self, given: LoadInput, clients: int, seconds: float, at_least: int, passes: int, timeout_s: float
     ) -> None:
-        super().__init__(work)
+        super().__init__(given)
         self.clients = clients
         self.seconds = seconds
         self.at_least = at_least
@@ -297,13 +203,13 @@ class _Closed(LoadRun):
         now_s = time.perf_counter() - self.start
         if self._more(now_s):
             self.fail(self.add(now_s, 0.0), status)
-            self._loop.call_later(RETRY_S, self.replace)
+            asyncio.get_running_loop().call_later(RETRY_S, self.replace)
         elif not self.under_way:
             self.end()
 
     def replace(self) -> None:
         if self._more(time.perf_counter() - self.start):
-            self.one_more()
+            self.open_one()
         elif not self.under_way:
             self.end()
 
@@ -311,7 +217,7 @@ class _Closed(LoadRun):
         super().tick(now_s)
         intended_s = self.samples.intended_s
         for connection in [c for c in self._all if c.index >= 0 and now_s - intended_s[c.index] > self.timeout_s]:
-            self.fail(connection.index, TIMED_OUT, b"no answer in %g s" % self.timeout_s)
+            self.fail(connection.index, TIMED_OUT, b"no response in %g s" % self.timeout_s)
             connection.index = -1
             connection.transport.abort()
 
@@ -320,3 +226,91 @@ class _Closed(LoadRun):
         ends = (at + took for at, took in zip(samples.intended_s, samples.latency_s, strict=True) if took < math.inf)
         by_time = self.seconds > 0 and samples.intended_s[-1] < self.seconds
         samples.seconds = self.seconds if by_time else max(ends, default=samples.busy_s)
+
+
+# ---- exact timers: those of the event loop have a resolution of milliseconds
+
+
+class Alarm(Protocol):
+    """Calls its callback on the loop's thread, once per `at`."""
+
+    def at(self, when_s: float) -> None:
+        """Schedules the call at a time of `time.perf_counter` and replaces an earlier schedule."""
+
+    def close(self) -> None:
+        """Cancels the call for good."""
+
+
+class _TimerSpec(ctypes.Structure):
+    """struct itimerspec: the interval, then the first expiry."""
+
+    _fields_ = (
+        ("every_s", ctypes.c_long),
+        ("every_ns", ctypes.c_long),
+        ("at_s", ctypes.c_long),
+        ("at_ns", ctypes.c_long),
+    )
+
+
+class TimerFile:
+    """An alarm that uses timerfd (Linux). Raises OSError without it."""
+
+    MONOTONIC = 1  # CLOCK_MONOTONIC, which time.perf_counter reads on Linux
+    ABSOLUTE = 1  # TFD_TIMER_ABSTIME
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._settime = libc.timerfd_settime
+        self._fd = int(libc.timerfd_create(self.MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._spec = _TimerSpec()
+        self._set = False
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._readable)
+
+    def at(self, when_s: float) -> None:
+        spec = self._spec
+        spec.at_s = whole = int(when_s)
+        spec.at_ns = max(1, int((when_s - whole) * 1e9))  # all zero would disarm the timer
+        self._set = True
+        self._settime(self._fd, self.ABSOLUTE, ctypes.byref(spec), None)
+
+    def _readable(self) -> None:
+        self._set = False
+        self._ring()
+        if not self._set:
+            os.read(self._fd, 8)  # setting the timer again clears the file; otherwise it would stay readable
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        self._set = True
+
+
+class LoopTimer:
+    """An alarm that uses the event loop's timer, which is up to 2 ms late."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._handle: asyncio.TimerHandle | None = None
+
+    def at(self, when_s: float) -> None:
+        self.close()
+        delay_s = max(0.0, when_s - time.perf_counter())
+        self._handle = asyncio.get_running_loop().call_later(delay_s, self._ring)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+def make_alarm(ring: Callable[[], None]) -> Alarm:
+    """The most exact alarm available for the running loop."""
+    if sys.platform == "linux":
+        try:
+            return TimerFile(ring)
+        except (OSError, AttributeError):  # forbidden, or missing from the C library
+            pass
+    return LoopTimer(ring)

@@ -1,4 +1,8 @@
-"""What the loops of load have in common: connections, answers, and how a run begins and ends."""
+"""One run of the load generator: its connections, its samples, and how it starts and ends.
+
+The loops in `load` decide when each request is sent. One asyncio protocol on httptools; no task, timer or dict per
+request.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +22,39 @@ from penstock.client.endpoint import Endpoint
 from penstock.client.errors import Unreachable
 from penstock.errors import ConfigError
 
-LOST: Final = 0  # the connection ended before the answer was there
+LOST: Final = 0  # the connection ended before the response
 TIMED_OUT: Final = -1
 REFUSED: Final = -2  # no connection to the server
-WRONG: Final = -3  # a 2xx that the check did not take
-UNDER_WAY: Final = -4  # not answered yet when the run was ended early: neither good nor an error
+WRONG: Final = -3  # a 2xx response that the check rejected
+UNDER_WAY: Final = -4  # unanswered when the run ended early: neither a success nor an error
+
+MOST_CONNECTIONS: Final = 8000
+SPARE_FILES: Final = 100  # open files that are not connections
+CONNECT_S: Final = 5.0
+GONE_S: Final = 2.0  # connections refused for this long, without any response: the server is gone
+TICK_S: Final = 0.1
+LEAD_S: Final = 0.02  # between the start of an open loop and its time 0
+FIRST_ERROR_BYTES: Final = 500
+FIRST_PIECES: Final = 4  # of an unchecked response: enough to show it as the first error
+_LOCAL_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # not caused by the server
+
+Check = Callable[[int, int, bytes], bool]
+"""Called with the request's index in the list, the status and the body of each response; a 2xx response for which it
+returns false is an error."""
+
+Progress = Callable[[float, int], None]
+"""Called ten times a second with the seconds since the start and the number of completed requests."""
 
 
 class Samples:
-    """One entry a request, in the order in which they were to be sent; filled while the run goes on.
+    """One entry per request, in sending order; filled while the run goes on.
 
-    `intended_s` from the start; `late_s`: how much later the generator came to it (0 in a closed loop); `latency_s`
-    from the intended time, infinite without an answer, and of a request that timed out how long it was waited for;
-    `status` of HTTP, or one of the constants above; `number` of the request in the list. `seconds`: the counted time.
-    `cpu_s`: what this process took in the `busy_s` until the last was sent. `waited`: how many found no free
-    connection. `starved`: how often this machine had no file or port for one more. `first_error`: status and beginning
-    of the body, or what was wrong.
-    `ended`: why the run was ended early, if it was: the server gone, or cancelled.
+    `intended_s` counts from the start. `late_s` is how late the generator sent the request (0 in a closed loop).
+    `latency_s` counts from the intended time: infinite without a response, the time waited for a timeout. `status` is
+    the HTTP status or one of the constants above. `number` is the request's index in the list. `seconds` is the counted
+    time. `cpu_s` is this process's CPU time in the `busy_s` seconds until the last send. `waited` counts requests that
+    found no free connection, `starved` connections for which this machine had no file or port. `first_error` is a
+    status with the beginning of the body or the reason. `ended` says why the run ended early.
     """
 
     def __init__(self) -> None:
@@ -50,24 +70,34 @@ class Samples:
         self.ended: Literal["", "gone", "cancelled"] = ""
 
 
+class LoadInput(NamedTuple):
+    """The input of a run; see `load.open_loop`."""
+
+    endpoint: Endpoint
+    requests: Sequence[bytes]
+    check: Check | None
+    on_progress: Progress | None
+    samples: Samples
+
+
 class LoadConnection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection with at most one request under way, `index`."""
 
     __slots__ = ("_body", "_data", "_parser", "_run", "_to_end", "index", "transport")
 
     def __init__(self, run: LoadRun) -> None:
         self._run = run
-        self.index = -1  # of the request under way
+        self.index = -1
         self._body: list[bytes] = []
         self._data = b""
-        self._to_end = False  # the answer ends with its connection
+        self._to_end = False  # the response ends with its connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._parser = httptools.HttpResponseParser(self)
 
     def send(self, index: int) -> None:
-        """Sends the request of that index; free connections only."""
+        """Sends the request with that index; for idle connections only."""
         self.index = index
         run = self._run
         self.transport.write(run.requests[run.samples.number[index]])
@@ -77,30 +107,29 @@ class LoadConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            self._run.broken(error.__context__ or error)
+            self._run.abort(error.__context__ or error)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._fail(b"what came is no HTTP/1 answer: " + data[:80])
+            index, self.index = self.index, -1
+            if index >= 0 and not self._run.over:
+                self._run.fail(index, LOST, b"not an HTTP/1 response: " + data[:80])
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
-        """The head of an answer is there."""
         if not self._parser.should_keep_alive():
             head = self._data.partition(b"\r\n\r\n")[0].lower()
             self._to_end = b"\ncontent-length:" not in head and b"\ntransfer-encoding:" not in head
 
     def on_body(self, body: bytes) -> None:
-        """A piece of an answer."""
         if len(self._body) < self._run.pieces:
             self._body.append(body)
 
     def on_message_complete(self) -> None:
-        """An answer is whole."""
         status = self._parser.get_status_code()
         if status < 200:  # interim
             return
         index, self.index = self.index, -1
         run = self._run
-        if index < 0 or run.over:  # an answer that nobody asked for, or waits for any more
+        if index < 0 or run.over:  # an unsolicited or superfluous response
             self.transport.abort()
             return
         run.answer(index, status, self._body)
@@ -118,78 +147,42 @@ class LoadConnection(asyncio.Protocol):
             index = -1
         run.lost(self, index)
 
-    def _fail(self, why: bytes) -> None:
-        index, self.index = self.index, -1
-        if index >= 0 and not self._run.over:
-            self._run.fail(index, LOST, why)
-
-
-MOST_CONNECTIONS: Final = 8000
-SPARE_FILES: Final = 100  # open files that are not connections
-CONNECT_S: Final = 5.0
-GONE_S: Final = 2.0  # refused for so long, without any answer: the server is not there any more
-TICK_S: Final = 0.1
-LEAD_S: Final = 0.02  # from when an open loop is ready to its first time
-FIRST_ERROR_BYTES: Final = 500
-FIRST_PIECES: Final = 4  # of an answer that nobody checks: enough to show it if it is the first error
-_OURS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # the server has no part in these
-
-Check = Callable[[int, int, bytes], bool]
-"""Called with the number of the request in the list, the status and the body of each answer; good are those of 2xx for
-which it is true."""
-
-Progress = Callable[[float, int], None]
-"""Called ten times a second with the seconds since the start and how many requests were answered, or failed."""
-
-
-class LoadInput(NamedTuple):
-    """What every run is given; see `load.open_loop`."""
-
-    endpoint: Endpoint
-    requests: Sequence[bytes]
-    check: Check | None
-    on_progress: Progress | None
-    samples: Samples
-
 
 class LoadRun(ABC):
-    """What both loops do: connections, answers, and how a run begins and ends."""
+    """Base of the open and the closed loop: opens connections, records responses, starts and ends the run."""
 
-    def __init__(self, work: LoadInput) -> None:
-        self.requests = work.requests
-        self.samples = work.samples
-        self.pieces = FIRST_PIECES if work.check is None else math.inf  # kept of an answer
-        self.start = 0.0  # 0: not yet
+    def __init__(self, given: LoadInput) -> None:
+        self.requests = given.requests
+        self.samples = given.samples
+        self.pieces = FIRST_PIECES if given.check is None else math.inf  # kept of each response
+        self.start = 0.0  # 0: not started
         self.over = False
-        self.most = most_connections()
         self.under_way = 0
-        self._endpoint = work.endpoint
-        self._check = work.check
-        self._on_progress = work.on_progress
-        self._loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[None] = self._loop.create_future()
-        self._address = (work.endpoint.host, work.endpoint.port)
+        self._given = given
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._address = (given.endpoint.host, given.endpoint.port)
         self._all: set[LoadConnection] = set()
         self._idle: list[LoadConnection] = []
         self._opening: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.TimerHandle | None = None
-        self._cpu_start_s = self._busy_start_s = 0.0
-        self._heard_s = 0.0  # when the last answer came, whatever it said
+        self._started_s = (0.0, 0.0)  # CPU time and clock
+        self._heard_s = 0.0  # time of the last response, whatever its status
 
     async def run(self, connections: int) -> Samples:
-        """The samples, when all is over."""
-        if connections > self.most:
-            if self.most == MOST_CONNECTIONS:
-                raise ConfigError(f"{connections} connections: expected at most {self.most} of one generator")
+        """Runs to the end and returns the samples."""
+        most = most_connections()
+        if connections > most:
+            if most == MOST_CONNECTIONS:
+                raise ConfigError(f"{connections} connections: expected at most {most} per generator")
             raise ConfigError(
-                f"{connections} connections take as many open files, found a limit of {self.most + SPARE_FILES}; "
-                "raise it (ulimit -n), or ask for fewer"
+                f"{connections} connections need as many open files; the limit is {most + SPARE_FILES}. Raise it "
+                "(ulimit -n) or use fewer connections"
             )
         try:
             await self._open(connections)
-            self._cpu_start_s, self._busy_start_s = time.process_time(), time.perf_counter()
-            self.start = self._busy_start_s + LEAD_S
-            self._ticker = self._loop.call_later(TICK_S, self._tick)
+            self._started_s = time.process_time(), time.perf_counter()
+            self.start = self._started_s[1] + LEAD_S
+            self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
             self.begin()
             await self._done
         except asyncio.CancelledError:
@@ -197,56 +190,56 @@ class LoadRun(ABC):
             raise
         finally:
             self._close()
-            await asyncio.sleep(0)  # the connections end
+            await asyncio.sleep(0)  # lets the aborted connections end
         return self.samples
 
     @abstractmethod
     def begin(self) -> None:
-        """Sends, or sets out to."""
+        """Starts sending."""
 
     @abstractmethod
     def free(self, connection: LoadConnection) -> None:
-        """A connection has no request under way."""
+        """Called when a connection becomes idle."""
 
     @abstractmethod
     def not_connected(self, status: int) -> None:
-        """A connection that was asked for did not come about."""
+        """Called when opening a connection failed."""
 
     @abstractmethod
     def replace(self) -> None:
-        """A connection ended."""
+        """Called when a connection ended."""
 
     @abstractmethod
     def finish(self) -> None:
-        """The run came to its own end."""
+        """Called when the run was not cut short, to complete the samples."""
 
-    def release(self) -> None:  # noqa: B027 - for who holds something
-        """Nothing is sent any more."""
+    def release(self) -> None:  # noqa: B027 - optional
+        """Releases resources; nothing is sent afterwards."""
 
     async def _open(self, connections: int) -> None:
         try:
             first = await self._connect()
         except OSError as exc:
-            raise Unreachable(f"no connection to {self._endpoint.url}: {exc or type(exc).__name__}") from None
-        self._address = first.transport.get_extra_info("peername")[:2]  # a name is looked up once
+            raise Unreachable(f"no connection to {self._given.endpoint.url}: {exc or type(exc).__name__}") from None
+        self._address = first.transport.get_extra_info("peername")[:2]  # look a name up once
         self._idle.append(first)
-        await asyncio.gather(*(self._connected() for _ in range(connections - 1)))
+        await asyncio.gather(*(self._connect_one() for _ in range(connections - 1)))
 
     async def _connect(self) -> LoadConnection:
-        tls = self._endpoint.tls
-        name = self._endpoint.host if tls else None
+        tls = self._given.endpoint.tls
+        name = self._given.endpoint.host if tls else None
         async with asyncio.timeout(CONNECT_S):
-            _, made = await self._loop.create_connection(
+            _, made = await asyncio.get_running_loop().create_connection(
                 lambda: LoadConnection(self), *self._address, ssl=tls, server_hostname=name
             )
         self._all.add(made)
         return made
 
-    async def _connected(self) -> None:
+    async def _connect_one(self) -> None:
         try:
             made = await self._connect()
         except OSError as exc:
-            self.samples.starved += exc.errno in _OURS
+            self.samples.starved += exc.errno in _LOCAL_ERRORS
             if self.start and not self.over:
                 self.not_connected(TIMED_OUT if isinstance(exc, TimeoutError) else REFUSED)
             return
@@ -257,14 +250,14 @@ class LoadRun(ABC):
         else:
             self._idle.append(made)
 
-    def one_more(self) -> None:
-        """Sets out to open a connection."""
-        task = self._loop.create_task(self._connected())
+    def open_one(self) -> None:
+        """Starts opening one more connection."""
+        task = asyncio.get_running_loop().create_task(self._connect_one())
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
     def add(self, intended_s: float, late_s: float) -> int:
-        """The index of a new request."""
+        """Records a new request and returns its index."""
         samples = self.samples
         index = len(samples.status)
         samples.intended_s.append(intended_s)
@@ -276,13 +269,14 @@ class LoadRun(ABC):
         return index
 
     def answer(self, index: int, status: int, body: list[bytes]) -> None:
-        """A request was answered."""
+        """Records a response."""
         samples = self.samples
         self._heard_s = now_s = time.perf_counter() - self.start
         samples.latency_s[index] = now_s - samples.intended_s[index]
         self.under_way -= 1
         good = 200 <= status < 300
-        if self._check is not None and not self._check(samples.number[index], status, b"".join(body)) and good:
+        check = self._given.check
+        if check is not None and not check(samples.number[index], status, b"".join(body)) and good:
             good, samples.status[index] = False, WRONG
         else:
             samples.status[index] = status
@@ -290,7 +284,7 @@ class LoadRun(ABC):
             self._failed(status, body)
 
     def fail(self, index: int, status: int, why: bytes = b"") -> None:
-        """A request was not answered."""
+        """Records a request that got no response."""
         samples = self.samples
         samples.status[index] = status
         if status == TIMED_OUT:
@@ -305,7 +299,7 @@ class LoadRun(ABC):
             self.end("gone")
 
     def lost(self, connection: LoadConnection, index: int) -> None:
-        """A connection ended, with the request `index` under way unless that is negative."""
+        """Records the end of a connection with request `index` under way; negative: none."""
         if self.over:
             return
         self._all.discard(connection)
@@ -317,30 +311,31 @@ class LoadRun(ABC):
             self.replace()
 
     def sent_all(self) -> None:
-        """The generator's work is told here: afterwards it only waits."""
-        self.samples.cpu_s = time.process_time() - self._cpu_start_s
-        self.samples.busy_s = time.perf_counter() - self._busy_start_s
+        """Records the generator's CPU time; from here on it only waits."""
+        cpu_s, clock_s = self._started_s
+        self.samples.cpu_s = time.process_time() - cpu_s
+        self.samples.busy_s = time.perf_counter() - clock_s
 
     def end(self, why: Literal["", "gone"] = "") -> None:
-        """The run is over."""
+        """Ends the run."""
         if not self.over:
             self.over = True
             self.samples.ended = why
             self._done.set_result(None)
 
-    def broken(self, error: BaseException) -> None:
-        """The check, or the run itself, raised; the loop raises it."""
+    def abort(self, error: BaseException) -> None:
+        """Ends the run with an error of the check or of the run itself, which `run` raises."""
         if not self.over:
             self.over = True
             self._done.set_exception(error)
 
     def tick(self, now_s: float) -> None:
-        """Ten times a second."""
-        if self._on_progress is not None:
-            self._on_progress(max(0.0, now_s), len(self.samples.status) - self.under_way)
+        """Called ten times a second."""
+        if self._given.on_progress is not None:
+            self._given.on_progress(max(0.0, now_s), len(self.samples.status) - self.under_way)
 
     def _tick(self) -> None:
-        self._ticker = self._loop.call_later(TICK_S, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self.tick(time.perf_counter() - self.start)
 
     def _close(self) -> None:
@@ -361,7 +356,7 @@ class LoadRun(ABC):
 
 
 def most_connections() -> int:
-    """How many may be open, after this process's limit of open files was raised as far as it may be."""
+    """How many connections may be open, after raising this process's limit of open files as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + SPARE_FILES
     if 0 <= soft < wanted:

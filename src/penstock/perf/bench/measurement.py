@@ -1,21 +1,22 @@
-"""What one run of load saw, as it is kept: latencies, errors, the generator's own health, and the server's side."""
+"""The result of one run of load as it is stored, the repeats of a load grouped, and the verdict of a search."""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct, field
 
-MOST_ERRORS = 0.01  # where the SLO says nothing of errors
-SCHEMA = 1  # of everything that is written to a results folder
+MOST_ERRORS = 0.01  # for an SLO that does not limit errors
+SCHEMA = 1  # of all files in a results folder
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """How requests come. In a closed loop each of `concurrency` clients sends when its last answer is there; in an open
-    loop requests come at `rate` a second, by `arrival`, whatever the server does. Ends after `seconds`, or after
-    `requests` when that is not 0. `connections` is how many an open loop holds ready."""
+    """How requests arrive. In a closed loop each of `concurrency` clients sends after its last response; in an open
+    loop requests arrive at `rate` per second, spaced by `arrival`, whatever the server does. The load ends after
+    `seconds`, or after `requests` if that is not 0. An open loop keeps `connections` ready."""
 
     mode: Literal["closed", "open"]
     concurrency: int = 0
@@ -28,17 +29,16 @@ class Load(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """As it stands in tables: "64 clients", "500/s poisson", "trace:FILE" at its own times."""
+        """The name in tables: "64 clients", "500/s poisson", "trace:FILE" at its own times."""
         if self.mode == "closed":
             return f"{self.concurrency} client{'s' * (self.concurrency != 1)}"
         return f"{self.rate:g}/s {self.arrival}" if self.rate else self.arrival
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """Seconds, of the requests that were answered well, and of those that timed out: these count with the time they
-    were waited for. None where there are too few samples to tell.
+    """Seconds, over good responses and timeouts; a timeout counts with the time waited. None: too few samples.
 
-    In an open loop counted from the *intended* send time, so that a stall of the server counts for all who came in it.
+    An open loop counts from the *intended* send time: a server stall delays every request that arrives during it.
     `p99_low_s` and `p99_high_s` bound the p99 with 95 % confidence, by order statistics.
     """
 
@@ -55,8 +55,7 @@ class Latency(Struct, frozen=True, kw_only=True):
 
 
 class GeneratorHealth(Struct, frozen=True, kw_only=True):
-    """The health of the load generator: `cpu` is its share of one core, `late_share` that of the sends that left more
-    than 1 ms after their time (open loop only)."""
+    """The load generator's share of one core, and the share of requests that an open loop sent over 1 ms late."""
 
     cpu: float = 0.0
     late_share: float = 0.0
@@ -64,7 +63,7 @@ class GeneratorHealth(Struct, frozen=True, kw_only=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    """One GPU during the run: mean utilisation from 0 to 1, most memory in use by anybody, of `total_bytes`."""
+    """One GPU during the run: mean utilization from 0 to 1, peak memory of all processes, and total memory."""
 
     name: str
     utilization: float
@@ -73,13 +72,13 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
 
 class ServerStats(Struct, frozen=True, kw_only=True):
-    """What the server did during the run; None where it does not tell.
+    """The server's side of a run; None where the server reports nothing.
 
-    `queue_s`: mean wait of a request. `preprocess_s`, `run_s`, `postprocess_s`: mean of a batch; `run_s` is the model
-    itself. `queue_at_s` and `worker_at_s` ("p50", "p90", "p99" -> seconds) are read between the steps of the server's
-    histograms: the wait of a request, and all of the worker's time on a batch. `batches`: rows -> how many batches had
-    at most so many (and more than the next smaller key). `cpu` counts cores, of all of the server's processes;
-    `memory_bytes` is the most that they held together: a page that several share counts for each of them.
+    `queue_s` is the mean wait of a request; `preprocess_s`, `run_s` (the model itself) and `postprocess_s` are means
+    per batch. `queue_at_s` and `worker_at_s` (the worker's whole time per batch) map "p50", "p90" and "p99" to seconds,
+    interpolated in the server's histograms. `batches` maps an upper bound of rows to the number of batches up to it and
+    above the next smaller bound. `cpu` counts cores over all processes of the server. `memory_bytes` is the peak of
+    their summed resident sets: a shared page counts once per process.
     """
 
     queue_s: float | None = None
@@ -96,7 +95,7 @@ class ServerStats(Struct, frozen=True, kw_only=True):
 
 
 class ObjectiveResult(Struct, frozen=True, kw_only=True):
-    """One part of an SLO, as measured: `met` None when there are too few samples to tell."""
+    """One objective of an SLO as measured; `met` is None with too few samples."""
 
     text: str
     value: float | None
@@ -104,12 +103,12 @@ class ObjectiveResult(Struct, frozen=True, kw_only=True):
 
 
 class Measurement(Struct, frozen=True, kw_only=True):
-    """One run. `errors` counts what was no good answer, by status code ("503") or word ("lost", "timeout", "refused").
+    """One run. `errors` counts failed requests by status code ("503") or word ("lost", "timeout", "refused").
 
-    `requests` is how many came in the counted time (after the warm-up), `answered` how many of those went well;
-    `throughput` is good answers a second, `goodput` those of them that met the latency part of the SLO. `histogram` is
-    the latencies as an HDR histogram in microseconds (V2 compressed, base64). With `invalid` not empty the run says
-    nothing about the server: each text tells why. `caveats` are what a reader must know of a valid one.
+    `requests` counts requests in the counted time (after the warm-up), `answered` the good responses among them;
+    `throughput` is good responses per second, `goodput` those within the latency objective. `histogram` holds the
+    latencies as an HDR histogram in microseconds (V2 compressed, base64). Each text of `invalid` says why the run
+    measures nothing about the server; `caveats` qualify a valid run.
     """
 
     load: Load
@@ -133,25 +132,57 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
     @property
     def error_share(self) -> float:
-        """Of all requests."""
         return sum(self.errors.values()) / self.requests if self.requests else 0.0
 
     @property
     def met(self) -> bool | None:
-        """Whether the whole SLO was: None if it cannot be told, or there is none. Errors over 1 % break one that does
-        not name them."""
-        if self.invalid or not self.slo or any(clause.met is None for clause in self.slo):
+        """Whether the run met the SLO; None without an SLO or with too few samples. More than 1 % errors miss an SLO
+        that does not limit errors."""
+        if self.invalid or not self.slo or any(result.met is None for result in self.slo):
             return None
-        if self.error_share > MOST_ERRORS and not any(clause.text.startswith("error") for clause in self.slo):
+        if self.error_share > MOST_ERRORS and not any(result.text.startswith("error") for result in self.slo):
             return False
-        return all(clause.met for clause in self.slo)
+        return all(result.met for result in self.slo)
 
 
-Get = Callable[[Measurement], float | None]
+# ---- figures of a measurement
+
+Figure = Callable[[Measurement], float | None]
+
+
+def throughput(m: Measurement) -> float | None:
+    """Good responses per second."""
+    return m.throughput
+
+
+def goodput(m: Measurement) -> float:
+    """Goodput per second if known, else throughput."""
+    return m.throughput if m.goodput is None else m.goodput
+
+
+def p99(m: Measurement) -> float | None:
+    """Seconds."""
+    return m.latency.p99_s
+
+
+def server_stats(m: Measurement) -> ServerStats:
+    """The server's side; empty if unknown."""
+    return m.server or ServerStats()
+
+
+STAGES: Final[dict[str, Figure]] = {
+    "queue": lambda m: server_stats(m).queue_s,
+    "preprocess": lambda m: server_stats(m).preprocess_s,
+    "run": lambda m: server_stats(m).run_s,
+    "postprocess": lambda m: server_stats(m).postprocess_s,
+}
+
+
+# ---- repeats
 
 
 class LoadPoint(Struct, frozen=True, kw_only=True):
-    """One load on one configuration. `runs` are the valid repeats, `invalid` the others."""
+    """One load on one configuration: `runs` are the valid repeats, `invalid` the others."""
 
     label: str
     load: Load
@@ -160,21 +191,21 @@ class LoadPoint(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As it stands in sentences: "batch=8 at 64 clients"."""
+        """The name in sentences: "batch=8 at 64 clients"."""
         return f"{self.label} at {self.load.label}" if self.label else self.load.label
 
-    def values(self, get: Get) -> list[float]:
-        """Of each valid repeat that can tell it."""
-        return [value for run in self.runs if (value := get(run)) is not None]
+    def values(self, figure: Figure) -> list[float]:
+        """The figure of each valid repeat that has it."""
+        return [value for run in self.runs if (value := figure(run)) is not None]
 
-    def median(self, get: Get) -> float | None:
-        """Over the valid repeats; None when not all of them can tell it."""
-        values = self.values(get)
+    def median(self, figure: Figure) -> float | None:
+        """The median over the valid repeats; None unless all of them have the figure."""
+        values = self.values(figure)
         return statistics.median(values) if values and len(values) == len(self.runs) else None
 
     @property
     def met(self) -> bool | None:
-        """Whether each valid repeat kept the SLO: None when one cannot tell and none missed it."""
+        """Whether every valid repeat met the SLO; None if none missed it and one has too few samples."""
         each = [run.met for run in self.runs]
         if not each or any(met is False for met in each):
             return False if each else None
@@ -182,16 +213,15 @@ class LoadPoint(Struct, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> dict[str, int]:
-        """By code, of all valid repeats together."""
-        found: dict[str, int] = {}
+        """The errors of all valid repeats by code."""
+        found = Counter[str]()
         for run in self.runs:
-            for code, count in run.errors.items():
-                found[code] = found.get(code, 0) + count
+            found.update(run.errors)
         return dict(sorted(found.items()))
 
 
-def points(measurements: Iterable[Measurement]) -> list[LoadPoint]:
-    """In the order in which they were first measured."""
+def group_by_load(measurements: Iterable[Measurement]) -> list[LoadPoint]:
+    """The points in the order of their first measurement."""
     found: dict[tuple[str, str], LoadPoint] = {}
     for m in measurements:
         key = (m.label, m.load.label)
@@ -201,49 +231,24 @@ def points(measurements: Iterable[Measurement]) -> list[LoadPoint]:
     return list(found.values())
 
 
-def throughput(m: Measurement) -> float | None:
-    """Good answers a second."""
-    return m.throughput
-
-
-def worth(m: Measurement) -> float:
-    """Goodput where it is known, else throughput, a second."""
-    return m.throughput if m.goodput is None else m.goodput
-
-
-def p99(m: Measurement) -> float | None:
-    """Seconds."""
-    return m.latency.p99_s
-
-
-def side(m: Measurement) -> ServerStats:
-    """The server's side; one that tells nothing where there is none."""
-    return m.server or ServerStats()
-
-
-def knobs(label: str) -> dict[str, str]:
-    """The settings that a label tells: "batch=8,instances=2" -> {"batch": "8", "instances": "2"}."""
+def parse_label(label: str) -> dict[str, str]:
+    """The settings in a label: "batch=8,instances=2" -> {"batch": "8", "instances": "2"}."""
     return dict(part.split("=", 1) for part in label.split(",") if "=" in part)
 
 
-SPLIT: dict[str, Get] = {
-    "queue": lambda m: side(m).queue_s,
-    "preprocess": lambda m: side(m).preprocess_s,
-    "run": lambda m: side(m).run_s,
-    "postprocess": lambda m: side(m).postprocess_s,
-}
+# ---- the result of a search
 
 
 class RunnerUp(Struct, frozen=True, kw_only=True):
-    """Settings that were not chosen, and why not: in words, with numbers."""
+    """Settings that were not chosen, and the reason in words, with numbers."""
 
     settings: str
     why: str
 
 
 class SearchStep(Struct, frozen=True, kw_only=True):
-    """One look of a search: settings, what they were found to bear (good answers a second; None when they were ruled
-    out without), whether that was within the SLO, and how long the search had measured when it knew."""
+    """One step of a search: settings, their goodput (None: ruled out unmeasured), whether they met the SLO, and the
+    seconds of measuring until then."""
 
     settings: str
     goodput: float | None = None
@@ -252,13 +257,13 @@ class SearchStep(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """What tuning came to. Settings are their canonical text, "batch=8,instances=2", as in `Measurement.label`.
+    """The result of tuning. Settings are canonical text, "batch=8,instances=2", as in `Measurement.label`.
 
-    `met` False: nothing tried keeps the SLO, and `chosen` is only what comes nearest ("": nothing was measured). Not
-    `proven`: the search ended before repeats made sure of it.
-    `gain` is goodput over that of `default`, less one (0.4: 40 % more), within `interval` with 95 % confidence; None
-    where the default has none. `command` reproduces the search, `cost_per_million` is the price of a million requests,
-    in the unit of --price. `table` is what each of the settings bore: the heading, then a row each.
+    With `met` false no settings met the SLO and `chosen` comes nearest ("": nothing was measured). With `proven` false
+    the search ended before repeats confirmed the choice. `gain` is the relative gain over `default` (0.4: 40 % more),
+    within `interval` with 95 % confidence; None if the default has no goodput. `command` reproduces the search.
+    `cost_per_million` is the price of a million requests in the unit of --price. `table` has a heading and one row per
+    settings.
     """
 
     slo: str

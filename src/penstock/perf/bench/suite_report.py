@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from penstock.perf.bench.document import (
-    NOT_TOLD,
+    UNKNOWN,
     Block,
     BulletList,
     CodeBlock,
@@ -23,9 +23,9 @@ from penstock.perf.bench.document import (
     number,
     seconds,
 )
-from penstock.perf.bench.measurement import Get as Figure
+from penstock.perf.bench.measurement import Figure as Figure
 from penstock.perf.bench.measurement import Gpu, Load, LoadPoint, Measurement, ServerStats, p99, throughput
-from penstock.perf.bench.measurement import points as joined
+from penstock.perf.bench.measurement import group_by_load as joined
 from penstock.perf.bench.origin import redacted
 from penstock.perf.bench.suite_yaml import Registration
 
@@ -244,7 +244,7 @@ def _choice(name: str, rows: Sequence[SuiteRow], slo: str) -> Paragraph:
         return Paragraph(f"{name}: nothing was measured.", "bad")
     if not kept and any(row.met is None for row in own):
         return Paragraph(
-            f"{name}: nothing is known to keep {slo}; where the table says {NOT_TOLD}, a run was too short.", "bad"
+            f"{name}: nothing is known to keep {slo}; where the table says {UNKNOWN}, a run was too short.", "bad"
         )
     if not kept:
         return Paragraph(f"{name}: nothing that was tried keeps {slo}.", "bad")
@@ -277,7 +277,7 @@ def _line(row: SuiteRow, slo: bool) -> list[str]:
     else:
         why = f"INVALID: {row.invalid[0].invalid[0][:200]}" if row.invalid else "not run"
         cells += [why, *[""] * (len(_SHOWN) - 1)]
-    return cells + [{True: "met", False: "missed", None: NOT_TOLD}[row.met]] * slo
+    return cells + [{True: "met", False: "missed", None: UNKNOWN}[row.met]] * slo
 
 
 def _shown(row: SuiteRow, column: str) -> str:

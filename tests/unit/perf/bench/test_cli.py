@@ -380,7 +380,7 @@ def test_a_model_is_measured_and_told_as_a_table(elsewhere: Elsewhere, body: str
     assert lines[0].split()[:2] == ["load", "good/s"]
     assert lines[1].startswith("1 client ")
     assert lines[2].startswith("2 clients ")
-    assert "a closed loop sends nothing while the server stands still" in result.stdout
+    assert "a closed loop sends nothing while the server is stalled" in result.stdout
     assert "INVALID" not in result.stdout
     assert result.exit_code == 0
 
@@ -444,7 +444,7 @@ def test_what_was_measured_is_told_when_the_disk_is_full(
 def test_a_rate_that_gives_no_request_is_wrong_usage(elsewhere: Elsewhere, body: str) -> None:
     result = told(elsewhere.url, "--data", body, "--rate", "0.001", "--duration", "0.1")
     assert result.exit_code == 2
-    assert "no request comes at 0.001/s poisson" in result.stderr
+    assert "no request arrives at 0.001/s poisson" in result.stderr
 
 
 def test_a_target_that_only_fails_ends_the_run_and_its_first_error_is_shown_once(

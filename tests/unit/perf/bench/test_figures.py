@@ -98,7 +98,7 @@ def test_too_few_samples_bound_the_p99_from_below_only() -> None:
 @pytest.mark.parametrize("n", [1, 100, 368, 369, 1_000, 12_345, 50_000, 50_001, 1_000_000])
 def test_the_ranks_of_the_interval_are_those_of_the_binomial_distribution(n: int) -> None:
     binomial = pytest.importorskip("scipy.stats").binom(n, 0.01)
-    few, many = figures._above(n)
+    few, many = figures._beyond_p99(n)
     off = 0 if n <= figures._EXACT else 2  # ranks, of the normal distribution
     assert few == pytest.approx(binomial.ppf(0.025), abs=off)
     assert many == pytest.approx(binomial.ppf(0.975), abs=off)
@@ -229,7 +229,7 @@ def test_few_late_sends_are_chance(made: Samples) -> None:
 
 def test_what_is_the_generators_own_in_the_rarest_latencies_is_told() -> None:
     """One stall of the generator's machine in a run: too few sends to doubt the p99, but the tail is its own."""
-    told = "p99.9 and max: the generator itself was up to 15 ms late, which they include"
+    told = "p99.9 and max include lateness of the generator itself, up to 15 ms"
     assert summarise(OPEN, late(9, 0.015)).caveats == [told]
     assert summarise(OPEN, late(9, 0.005)).caveats == [told.replace(" and max", "").replace("15", "5")]
     assert summarise(OPEN, late(9, 0.0019)).caveats == [], "a small part of 20 ms"
@@ -248,7 +248,7 @@ def test_what_is_late_in_the_median_counts_also_beside_a_long_tail() -> None:
 def test_a_lateness_that_is_small_beside_the_latency_is_only_told() -> None:
     run = summarise(OPEN, late(20, 0.005, took=0.5))
     assert run.invalid == []
-    assert run.caveats == ["2.0% of the sends were over 1 ms late (p99 5.0 ms), which latencies include"]
+    assert run.caveats == ["2.0% of the sends were over 1 ms late (p99 5.0 ms); latencies include it"]
 
 
 def test_a_lateness_that_is_tolerated_is_only_told() -> None:

@@ -322,7 +322,7 @@ def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually:
     assert list(samples.status) == [200, 200, TIMED_OUT, 200]
     assert samples.latency_s[2] == pytest.approx(2.1), "it is known to take longer than it was waited for"
     assert virtually.loop.now == pytest.approx(1000 + load_run.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
-    assert figures(samples).first_error == "timeout: no answer 2 s after the last request"
+    assert figures(samples).first_error == "timeout: no response 2 s after the last request"
 
 
 def test_requests_that_all_come_at_once_have_a_throughput(virtually: LoadRun) -> None:
@@ -401,7 +401,7 @@ def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtua
     assert list(samples.status).count(TIMED_OUT) == 1
     assert 1.0 <= samples.latency_s[list(samples.status).index(TIMED_OUT)] <= 1.2
     assert virtually.loop.opened == 3  # type: ignore[attr-defined]
-    assert figures(samples, "closed").first_error == "timeout: no answer in 1 s"
+    assert figures(samples, "closed").first_error == "timeout: no response in 1 s"
 
 
 # ---- bad servers
@@ -483,7 +483,7 @@ def test_what_is_no_http_ends_the_connection(virtually: LoadRun, work: Callable[
 
     samples = virtually(work(), Babbles())
     assert list(samples.status) == [LOST] * 6
-    assert figures(samples).first_error == "lost: what came is no HTTP/1 answer: what?"
+    assert figures(samples).first_error == "lost: not an HTTP/1 response: what?"
 
 
 BOTH = pytest.mark.parametrize(
@@ -611,7 +611,7 @@ def test_a_run_that_is_cancelled_leaves_what_is_there(virtually: LoadRun, loop: 
     assert samples.status[-1] == UNDER_WAY
     seen = figures(samples)
     assert (seen.requests, seen.errors) == (len(samples.status) - 1, {})
-    assert any("1 requests were under way" in text for text in seen.caveats)
+    assert any("1 requests under way" in text for text in seen.caveats)
 
 
 def test_progress_is_told_while_the_run_goes_on(virtually: LoadRun) -> None:
@@ -626,11 +626,11 @@ def test_more_clients_than_files_may_be_open_are_refused(virtually: LoadRun, mon
     limits: list[tuple[int, int]] = [(256, 1024)]
     monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(load_run.resource, "setrlimit", lambda _, given: limits.append(given))
-    with pytest.raises(ConfigError, match="5000 connections take as many open files, found a limit of 1024"):
+    with pytest.raises(ConfigError, match="5000 connections need as many open files; the limit is 1024"):
         virtually(closed(concurrency=5000, seconds=1.0), Server())
     assert limits[-1] == (1024, 1024), "raised as far as it may be"
     monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: (9000, 9000))
-    with pytest.raises(ConfigError, match="8001 connections: expected at most 8000 of one generator"):
+    with pytest.raises(ConfigError, match="8001 connections: expected at most 8000 per generator"):
         virtually(closed(concurrency=8001, seconds=1.0), Server())
     monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: limits[-1])
     virtually(open_(times=[0.0], connections=5000), Server())
@@ -642,13 +642,13 @@ def test_more_clients_than_files_may_be_open_are_refused(virtually: LoadRun, mon
 )
 def test_a_closed_loop_without_an_end_or_a_beginning_is_refused(work: dict[str, Any]) -> None:
     asked = {"requests": REQUESTS, **work}
-    with pytest.raises(ValueError, match="a closed loop takes"):
+    with pytest.raises(ValueError, match="a closed loop needs"):
         asyncio.run(load.closed_loop(HERE, **asked))
 
 
 def test_an_open_loop_without_requests_or_times_is_refused() -> None:
     for requests, times in ((REQUESTS, []), ([], [0.0])):
-        with pytest.raises(ValueError, match="an open loop takes"):
+        with pytest.raises(ValueError, match="an open loop needs"):
             asyncio.run(load.open_loop(HERE, requests, times))
 
 

@@ -5,27 +5,36 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from penstock.perf.bench.measurement import Latency, Measurement, ObjectiveResult, knobs, p99, points, throughput, worth
+from penstock.perf.bench.measurement import (
+    Latency,
+    Measurement,
+    ObjectiveResult,
+    goodput,
+    group_by_load,
+    p99,
+    parse_label,
+    throughput,
+)
 
 Make = Callable[..., Measurement]
 
 
 def test_repeats_of_a_load_and_a_configuration_are_one_point_in_the_order_they_came(make_measurement: Make) -> None:
     runs = [make_measurement(label=label, clients=n) for label, n in (("b=2", 8), ("", 1), ("b=2", 8), ("b=2", 1))]
-    found = points([*runs, make_measurement(clients=1, invalid=["late"])])
+    found = group_by_load([*runs, make_measurement(clients=1, invalid=["late"])])
     assert [(p.name, len(p.runs), len(p.invalid)) for p in found] == [
         ("b=2 at 8 clients", 2, 0), ("1 client", 1, 1), ("b=2 at 1 client", 1, 0),
     ]  # fmt: skip
 
 
 def test_a_median_is_that_of_all_valid_repeats_or_none(make_measurement: Make) -> None:
-    (point,) = points(make_measurement(clients=8, most=most) for most in (100.0, 300.0, 200.0))
+    (point,) = group_by_load(make_measurement(clients=8, most=most) for most in (100.0, 300.0, 200.0))
     assert point.median(throughput) == 200
     silent = make_measurement(clients=8, latency=Latency())
-    (point,) = points([make_measurement(clients=8), silent])
+    (point,) = group_by_load([make_measurement(clients=8), silent])
     assert point.median(p99) is None
     assert len(point.values(p99)) == 1
-    (point,) = points([make_measurement(clients=8, invalid=["late"])])
+    (point,) = group_by_load([make_measurement(clients=8, invalid=["late"])])
     assert point.median(throughput) is None
 
 
@@ -39,21 +48,23 @@ def test_an_slo_is_kept_when_each_repeat_keeps_it(
     runs = [make_measurement(clients=1) for _ in each]
     clauses = [ObjectiveResult(text="p99<=1s", value=1, met=met) for met in each]
     judged = [structs.replace(run, slo=[clause]) for run, clause in zip(runs, clauses, strict=True)]
-    (point,) = points([*judged, make_measurement(clients=1, invalid=["late"])])
+    (point,) = group_by_load([*judged, make_measurement(clients=1, invalid=["late"])])
     assert point.met is together
 
 
 def test_errors_of_repeats_are_added_by_status(make_measurement: Make) -> None:
-    (point,) = points(make_measurement(clients=1, errors=errors) for errors in ({"503": 1, "429": 2}, {"503": 3}))
+    (point,) = group_by_load(
+        make_measurement(clients=1, errors=errors) for errors in ({"503": 1, "429": 2}, {"503": 3})
+    )
     assert list(point.errors.items()) == [("429", 2), ("503", 4)]
 
 
 def test_goodput_is_worth_more_than_throughput(make_measurement: Make) -> None:
-    assert worth(make_measurement(clients=8, goodput=7.0)) == 7
-    assert worth(make_measurement(clients=8, goodput=None)) == make_measurement(clients=8).throughput
+    assert goodput(make_measurement(clients=8, goodput=7.0)) == 7
+    assert goodput(make_measurement(clients=8, goodput=None)) == make_measurement(clients=8).throughput
 
 
 def test_the_knobs_of_a_label() -> None:
-    assert knobs("batch=8,batching.timeout_s=5") == {"batch": "8", "batching.timeout_s": "5"}
-    assert knobs("env=A=b,batch=8") == {"env": "A=b", "batch": "8"}
-    assert knobs("just a name") == {}
+    assert parse_label("batch=8,batching.timeout_s=5") == {"batch": "8", "batching.timeout_s": "5"}
+    assert parse_label("env=A=b,batch=8") == {"env": "A=b", "batch": "8"}
+    assert parse_label("just a name") == {}

@@ -56,7 +56,7 @@ def test_a_search_has_all_seven_plots(tuned: list[Measurement]) -> None:
     assert "batch=8,instances=2 p99" in texts(plots["Latency against offered rate"])
     assert {"50 %", "90 %", "99 %", "99.9 %"} <= set(texts(plots["Percentiles"]))
     assert {"queue", "preprocess", "run", "postprocess"} <= set(texts(plots["Where the time goes"]))
-    assert plots["The search"].note == "4 settings measured, 1 ruled out without."
+    assert plots["The search"].note == "4 settings measured, 1 ruled out unmeasured."
     assert {"90", "310", "480", "0"} <= set(texts(plots["Batch by instances"]))
 
 

@@ -112,7 +112,7 @@ def test_the_verdict_stands_first_with_all_that_it_owes(make_measurement: Make) 
     text = markdown(compose(ORIGIN, [make_measurement(rate=400.0, label="batch=8,instances=2")], VERDICT))
     head = text[: text.index("## Loads")]
     assert head.startswith(
-        "# penstock bench of app.py:Model\n\n**Chosen: batch=8,instances=2: 412 good answers/s within"
+        "# penstock bench of app.py:Model\n\n**Chosen: batch=8,instances=2: 412 good responses/s within"
     )
     assert "Against the default (batch=1,instances=1: 298/s): +38 %, between +31 % and +45 % (95 %)." in head
     assert "A million requests cost 0.42" in head
@@ -123,18 +123,18 @@ def test_the_verdict_stands_first_with_all_that_it_owes(make_measurement: Make) 
 
 def test_an_slo_that_nothing_keeps_is_said_with_what_comes_nearest() -> None:
     verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", met=False, goodput=None)
-    assert "**Nothing that was tried keeps p99<=100ms. Nearest: batch=1.**" in lines(compose(ORIGIN, [], verdict))
+    assert "**No settings meet p99<=100ms. Nearest: batch=1.**" in lines(compose(ORIGIN, [], verdict))
 
 
 def test_what_no_repeats_have_proven_is_not_told_as_chosen() -> None:
     verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", proven=False, goodput=90.0)
     text = lines(compose(ORIGIN, [], verdict))
-    assert "**Not proven: batch=1: 90 good answers/s within p99<=100ms.**" in text
+    assert "**Not proven: batch=1: 90 good responses/s within p99<=100ms.**" in text
 
 
 def test_a_search_that_could_measure_nothing_says_so() -> None:
     text = lines(compose(ORIGIN, [], Verdict(slo=SLO, chosen="", default="batch=1", met=False)))
-    assert text[2] == "**Nothing was measured that could tell whether p99<=100ms can be kept.**"
+    assert text[2] == "**No measurement shows whether p99<=100ms can be met.**"
     assert text[3:5] == ["", "## Machine"]
     assert lines(compose(Origin(command="tune"), []))[0] == "# penstock tune"
 
@@ -142,8 +142,8 @@ def test_a_search_that_could_measure_nothing_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"chosen": "batch=1,instances=1"}, "That is the default: nothing that was tried is better."),
-        ({"gain": None}, "is not known to keep the SLO at any rate, so there is no gain to tell."),
+        ({"chosen": "batch=1,instances=1"}, "That is the default: no other settings are better."),
+        ({"gain": None}, "is not known to meet the SLO at any rate, so the gain is unknown."),
         ({"interval": None}, "298/s): +38 %."),
         ({"gain": -0.02, "interval": (-0.04, 0.01)}, "-2.0 %, between -4.0 % and +1.0 % (95 %)."),
     ],
@@ -163,14 +163,14 @@ def test_what_each_of_the_settings_bore_is_a_table_of_its_own() -> None:
 def test_without_tuning_the_verdict_is_where_the_slo_is_kept(make_measurement: Make) -> None:
     runs = [make_measurement(rate=rate, base_s=0.02, slo=SLO) for rate in (200.0, 500.0, 950.0)]
     text = lines(compose(ORIGIN, runs))
-    assert text[2] == "**SLO p99<=100ms kept up to 495 good answers/s (500/s poisson).**"
+    assert text[2] == "**SLO p99<=100ms met up to 495 good responses/s (500/s poisson).**"
     assert text[4].startswith("- missed, 950/s poisson: p99<=100ms is ")
     assert "penstock bench app.py:Model --rate 100" in text
 
 
 def test_an_slo_that_no_load_keeps_is_said(make_measurement: Make) -> None:
     text = lines(compose(ORIGIN, [make_measurement(rate=500.0, base_s=0.2, slo=SLO) for _ in range(3)]))
-    assert text[2] == "**SLO p99<=100ms kept at no load that was measured.**"
+    assert text[2] == "**No measured load met SLO p99<=100ms.**"
     assert text[4].endswith("in 3 of 3")
 
 
@@ -185,17 +185,17 @@ def test_too_few_requests_for_the_slo_are_no_verdict_on_it(make_measurement: Mak
     run = make_measurement(rate=5.0, slo=SLO, latency=Latency(p50_s=0.01))
     text = lines(compose(ORIGIN, [run]))
     assert text[2:5] == [
-        f"**Whether SLO {SLO} is kept cannot be told.**",
+        f"**Too few requests to judge SLO {SLO}.**",
         "",
-        "- cannot be told, 5/s poisson: too few requests",
+        "- unknown, 5/s poisson: too few requests",
     ]
     missed = make_measurement(rate=500.0, base_s=0.2, slo=SLO)
-    assert f"**SLO {SLO} kept at no load that was measured.**" in lines(compose(ORIGIN, [run, missed]))
+    assert f"**No measured load met SLO {SLO}.**" in lines(compose(ORIGIN, [run, missed]))
 
 
 def test_without_an_slo_the_most_throughput_is_told(make_measurement: Make) -> None:
     runs = [make_measurement(clients=clients) for clients in (1, 8, 64)]
-    assert lines(compose(ORIGIN, runs))[2] == "Most throughput: 1,000/s, 64 clients, p99 224 ms."
+    assert lines(compose(ORIGIN, runs))[2] == "Highest throughput: 1,000/s, 64 clients, p99 224 ms."
 
 
 def test_repeats_are_one_row_with_their_spread(make_measurement: Make) -> None:
@@ -232,7 +232,7 @@ def test_an_invalid_run_has_no_numbers_but_a_reason(make_measurement: Make) -> N
     bad = make_measurement(rate=900.0, invalid=["the generator used 0.97 of a core"])
     report = compose(ORIGIN, [bad, make_measurement(rate=100.0)])
     text = markdown(report)
-    assert "**INVALID: 1 of 2 runs say nothing about the server; see below.**" in text
+    assert "**INVALID: 1 of 2 runs measure nothing; see below.**" in text
     assert "- the generator used 0.97 of a core (900/s poisson)" in text
     first, second = loads(report)
     assert (first["requests"], first["throughput/s"], first["p50"]) == ("INVALID", "", "")
@@ -240,8 +240,8 @@ def test_an_invalid_run_has_no_numbers_but_a_reason(make_measurement: Make) -> N
 
 
 def test_nothing_valid_is_a_verdict_too(make_measurement: Make) -> None:
-    assert "**Nothing valid was measured.**" in lines(compose(ORIGIN, [make_measurement(clients=1, invalid=["late"])]))
-    assert "**Nothing valid was measured.**" in lines(compose(ORIGIN, []))
+    assert "**No valid measurement.**" in lines(compose(ORIGIN, [make_measurement(clients=1, invalid=["late"])]))
+    assert "**No valid measurement.**" in lines(compose(ORIGIN, []))
 
 
 def test_a_caveat_is_said_once_for_all_its_loads(make_measurement: Make) -> None:

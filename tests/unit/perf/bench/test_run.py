@@ -16,7 +16,7 @@ from penstock.perf.bench import load_run as generator
 from penstock.perf.bench import run as module
 from penstock.perf.bench.load import http_request
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.run import TargetFailing, leaking, measure, settled, slower, warm_up
+from penstock.perf.bench.run import TargetFailing, measure, memory_growth, settled, slowdown, warm_up
 from penstock.perf.bench.slo import parse_slo
 from penstock.perf.bench.target import Target
 
@@ -230,7 +230,7 @@ async def test_a_run_that_is_cancelled_leaves_what_it_saw() -> None:
 
 async def test_a_model_that_slows_down_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TREND_S", 0.0)
-    monkeypatch.setattr(module, "slower", lambda latencies_s: f"slower from {len(latencies_s)} latencies")
+    monkeypatch.setattr(module, "slowdown", lambda latencies_s: f"slower from {len(latencies_s)} latencies")
     async with scripted(lambda number: (503 if number == 30 else 200, b"ok")) as server:
         load = Load(mode="closed", concurrency=3, requests=60)
         run = await measure(server.target, server.requests, load, warm_s=0)
@@ -255,7 +255,7 @@ async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_times_that_no_request_falls_into_are_refused() -> None:
     async with scripted() as server:
-        with pytest.raises(ConfigError, match=r"no request comes at 0\.01/s poisson within 0\.001 s"):
+        with pytest.raises(ConfigError, match=r"no request arrives at 0\.01/s poisson within 0\.001 s"):
             await measure(server.target, server.requests, Load(mode="open", rate=0.01, seconds=0.001))
 
 
@@ -321,13 +321,13 @@ def steady(count: int, seed: int = 1) -> list[float]:
 
 def test_latencies_that_grow_are_flagged_with_how_much() -> None:
     grown = [latency * (1 + i / 900) for i, latency in enumerate(steady(900))]
-    text = slower(grown)
+    text = slowdown(grown)
     assert "it got slower" in text
     assert "first third" in text
 
 
 def test_steady_latencies_are_not_flagged() -> None:
-    assert [seed for seed in range(200) if slower(steady(300, seed))] == []
+    assert [seed for seed in range(200) if slowdown(steady(300, seed))] == []
 
 
 @pytest.mark.parametrize("at", [0.0, 0.4, 0.93])
@@ -335,11 +335,11 @@ def test_a_stall_is_no_trend(at: float) -> None:
     latencies = steady(900)
     begin = int(900 * at)
     latencies[begin : begin + 60] = [2.0] * 60
-    assert slower(latencies) == ""
+    assert slowdown(latencies) == ""
 
 
 def test_of_few_answers_no_trend_is_told() -> None:
-    assert slower([0.01 * i for i in range(80)]) == ""
+    assert slowdown([0.01 * i for i in range(80)]) == ""
 
 
 def memory(*megabytes: float) -> list[tuple[float, int]]:
@@ -347,7 +347,7 @@ def memory(*megabytes: float) -> list[tuple[float, int]]:
 
 
 def test_a_leak_is_flagged_with_its_pace() -> None:
-    text = leaking(memory(*(500 + 10 * i for i in range(30))))
+    text = memory_growth(memory(*(500 + 10 * i for i in range(30))))
     assert text == "its memory grows steadily: by 200 MiB in 10 s (70.3 GiB an hour), to 745 MiB"
 
 
@@ -365,4 +365,4 @@ def test_a_leak_is_flagged_with_its_pace() -> None:
     ],
 )
 def test_memory_that_is_no_leak_is_not_flagged(megabytes: list[float]) -> None:
-    assert leaking(memory(*megabytes)) == ""
+    assert memory_growth(memory(*megabytes)) == ""

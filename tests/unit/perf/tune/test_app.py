@@ -282,7 +282,7 @@ def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps:
 
 
 @pytest.mark.parametrize(
-    "error", [TargetFailing("answers nothing but errors; the first: 503"), ConfigError("no request comes within 30 s")]
+    "error", [TargetFailing("returns only errors; the first: 503"), ConfigError("no request comes within 30 s")]
 )
 def test_settings_under_which_nothing_is_answered_did_not_load(
     world: World, apps: list[App], error: PenstockError
