@@ -142,7 +142,7 @@ def test_an_app_that_does_not_load_is_told_with_what_it_said(tmp_path: Path) -> 
     (tmp_path / "app.py").write_text("raise RuntimeError('no weights here')\n")
     result = told(f"{tmp_path}/app.py:model", "--data", "x")
     assert result.exit_code == 1
-    assert "the server did not start; it said:" in result.stderr
+    assert "the server did not start; its output:" in result.stderr
     assert "no weights here" in result.stderr
 
 

@@ -88,7 +88,7 @@ def test_an_app_is_served_for_the_run_and_answers_its_example(served: Target) ->
     chance = payloads("random", served)[0]
     reply = fetch(served.endpoint, "POST", chance.path, chance.body, content_type=chance.content_type)
     assert reply.status == 200
-    assert "predicting 1" in served.server.said()
+    assert "predicting 1" in served.server.output()
 
 
 def test_models_of_a_server_that_was_started_to_be_changed_can_be(served: Target) -> None:
@@ -151,7 +151,7 @@ def test_of_a_server_that_talks_much_the_end_is_kept(folder: Path) -> None:
         for letter in (b'"a"', b'"b"', b'"c"'):
             assert fetch(target.endpoint, "POST", target.path, letter).ok
         assert target.server is not None
-        said = target.server.said()
+        said = target.server.output()
     assert said.endswith("c" * 500_000 + "\n")
     assert len(said) == 2**20
 

@@ -1,6 +1,6 @@
-"""The server's side of a run: its page of metrics before and after, its processes and the GPUs meanwhile.
+"""The server's side of a run: its metrics page before and after, its processes and the GPUs during the run.
 
-What is done during the run takes well under a millisecond of the generator's thread, twice a second.
+Sampling during the run takes well under a millisecond of the generator's thread, twice a second.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from penstock.perf.bench.server import fetch
 from penstock.perf.bench.target import Target
 from penstock.serving.observe.system import GpuReading, Gpus
 
+EVERY_S: Final = 0.5
+FETCH_S: Final = 5.0
+
 Buckets = dict[float, float]
 
 _HISTOGRAMS: Final = {
@@ -45,25 +48,27 @@ _GAUGES: Final = ("ts_last_queue_ms", "ts_last_run_ms")
 _SAMPLE: Final = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?[ ]+([^\s#]+)", re.MULTILINE)
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _MODEL: Final = ("model", "model_name", "ModelName")
-_AT: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+# ---- metrics pages of Penstock and TorchServe
 
 
 class MetricsPage(Struct, frozen=True):
-    """Sums over the versions of a model: `sums` by name ("queue_sum", "queue_count"), buckets by upper bound."""
+    """Sums over a model's versions: `sums` by name ("queue_sum", "queue_count"), buckets by upper bound."""
 
     sums: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, Buckets] = field(default_factory=dict)
 
 
 def read_page(text: str, model: str) -> MetricsPage:
-    """What the page says of `model`, of all models when that is ""; lines that are no samples are passed over."""
+    """The page's samples for `model`, or for all models if that is ""; other lines are ignored."""
     sums: dict[str, float] = defaultdict(float)
     buckets: dict[str, Buckets] = defaultdict(lambda: defaultdict(float))
     for name, given, value in _SAMPLE.findall(text):
         base, _, kind = name.rpartition("_")
-        known = _HISTOGRAMS.get(base)
-        plain = _PLAIN.get(name)
-        if known is None and plain is None:
+        histogram, plain = _HISTOGRAMS.get(base), _PLAIN.get(name)
+        if histogram is None and plain is None:
             continue
         labels = dict(_LABEL.findall(given))
         if model and next((labels[key] for key in _MODEL if key in labels), model) != model:
@@ -75,14 +80,14 @@ def read_page(text: str, model: str) -> MetricsPage:
         if plain is not None:
             sums[plain] = number if plain in _GAUGES else sums[plain] + number
         elif kind == "bucket":
-            buckets[str(known)][float(labels.get("le", "inf"))] += number
+            buckets[str(histogram)][float(labels.get("le", "inf"))] += number
         else:
-            sums[f"{known}_{kind}"] += number
+            sums[f"{histogram}_{kind}"] += number
     return MetricsPage(dict(sums), {name: dict(found) for name, found in buckets.items()})
 
 
 def between(before: MetricsPage, after: MetricsPage) -> dict[str, Any]:
-    """The fields of ServerStats that the time between two pages tells. Nothing when the server began anew meanwhile."""
+    """The fields of ServerStats for the time between two pages; empty if the server restarted in between."""
     change = {name: value - before.sums.get(name, 0.0) for name, value in after.sums.items() if name not in _GAUGES}
     if any(value < 0 for value in change.values()):
         return {}
@@ -96,16 +101,13 @@ def between(before: MetricsPage, after: MetricsPage) -> dict[str, Any]:
         "worker_at_s": _quantiles(_new(before, after, "worker")),
         "batches": _by_rows(_new(before, after, "rows")),
     }
-    if found["run_s"] is None:  # a model that does not tell its stages
+    if found["run_s"] is None:  # the model does not report its stages
         found["run_s"] = _mean(change, "worker")
-    return {
-        **_torchserve(change, after.sums),
-        **{name: value for name, value in found.items() if value not in (None, {})},
-    }
+    return _torchserve(change, after.sums) | {name: value for name, value in found.items() if value not in (None, {})}
 
 
 def _torchserve(change: dict[str, float], last: dict[str, float]) -> dict[str, Any]:
-    """Waits are counted in one of its modes only; of the handler's time there is never more than that of one batch."""
+    """TorchServe sums queue times in one metrics mode only, and reports the handler time of the last batch only."""
     found = {}
     if change.get("ts_requests") and "ts_queue_us" in change:
         found["queue_s"] = change["ts_queue_us"] / change["ts_requests"] / 1e6
@@ -122,20 +124,20 @@ def _mean(change: dict[str, float], name: str) -> float | None:
 
 
 def _new(before: MetricsPage, after: MetricsPage, name: str) -> Buckets:
-    """How many values came into each bucket, by its upper bound, in order."""
+    """The number of new values in each bucket, by ascending upper bound."""
     old = before.buckets.get(name, {})
     up_to = sorted((bound, count - old.get(bound, 0.0)) for bound, count in after.buckets.get(name, {}).items())
     return {bound: count - less for (_, less), (bound, count) in pairwise([(0.0, 0.0), *up_to])}
 
 
 def _quantiles(new: Buckets) -> dict[str, float]:
-    """Those that there are values enough for."""
+    """The quantiles with enough values."""
     total = sum(new.values())
-    return {name: _quantile(new, share * total) for name, share in _AT.items() if enough(int(total), share)}
+    return {name: _quantile(new, q * total) for name, q in _QUANTILES.items() if enough(int(total), q)}
 
 
 def _quantile(new: Buckets, rank: float) -> float:
-    """Between the bounds of its bucket, as if the values in it lay evenly; the last bound where there is no next."""
+    """Linear interpolation within the bucket; the last finite bound for the bucket without an upper one."""
     low = below = 0.0
     for bound, count in new.items():
         if count and below + count >= rank:
@@ -146,79 +148,75 @@ def _quantile(new: Buckets, rank: float) -> float:
 
 
 def _by_rows(new: Buckets) -> dict[str, int]:
-    """Rows -> batches. Those beyond the last bound stand under twice that bound."""
+    """Rows -> batches; batches above the last finite bound are listed under twice that bound."""
     largest = max((bound for bound in new if not math.isinf(bound)), default=0.0)
     return {f"{2 * largest if math.isinf(bound) else bound:g}": int(count) for bound, count in new.items() if count}
 
 
-EVERY_S: Final = 0.5
-ASK_S: Final = 5.0
+# ---- the probe
 
 
 class ServerProbe:
-    """Looks at the server of a target from `start` to `stop`; whatever cannot be seen is left out.
+    """Observes a target's server from `start` to `stop`; whatever is not visible is left out.
 
-    `memory` is what its processes held together, as (seconds since the start, bytes), twice a second.
+    `memory` is the sum over its processes, as (seconds since the start, bytes), twice a second.
     """
 
     def __init__(self, target: Target) -> None:
         self.memory: list[tuple[float, int]] = []
         self._target = target
         self._gpus = Gpus()
-        self._seen: list[list[GpuReading]] = []
-        self._looking: asyncio.Future[list[GpuReading]] | None = None
+        self._readings: list[list[GpuReading]] = []
+        self._reading: asyncio.Future[list[GpuReading]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._before: MetricsPage | None = None
         self._processes: list[psutil.Process] = []
         self._cpu_s = self._start_s = 0.0
 
     async def start(self) -> None:
-        """Takes the first look. Nothing raises."""
+        """Takes the first sample. Never raises."""
         self._before = await asyncio.to_thread(self._page)
         if self._target.pids:
-            await asyncio.to_thread(self._find)
+            await asyncio.to_thread(self._find_processes)
             first = await asyncio.to_thread(self._gpus.read)
-            self._seen = [first] if first else []
+            self._readings = [first] if first else []
         self._cpu_s, self._start_s = _cpu_s(self._processes), time.perf_counter()
-        self._look()
+        self._sample()
 
     async def stop(self) -> ServerStats | None:
-        """What was seen since `start`; None when that is nothing. Only the first call looks."""
+        """The observations since `start`; None without any, and on a second call."""
         if self._timer is None:
             return None
         self._timer.cancel()
         self._timer = None
-        self._note_memory()
+        self._sample_memory()
         seconds = time.perf_counter() - self._start_s
-        if self._looking is not None:
+        if self._reading is not None:
             with suppress(Exception):
-                self._seen.append(await self._looking)
+                self._readings.append(await self._reading)
         after = await asyncio.to_thread(self._page)
         found = between(self._before, after) if self._before is not None and after is not None else {}
         if self._target.pids:
-            await asyncio.to_thread(self._find)
+            await asyncio.to_thread(self._find_processes)
         if self._processes and seconds > 0:
             found["cpu"] = max(0.0, _cpu_s(self._processes) - self._cpu_s) / seconds
         if self.memory:
-            found["memory_bytes"] = max(held for _, held in self.memory)
-        if self._seen:
-            found["gpus"] = _joined(self._seen)
+            found["memory_bytes"] = max(total for _, total in self.memory)
+        if self._readings:
+            found["gpus"] = _merge_gpus(self._readings)
         return ServerStats(**found) if found else None
 
-    # ---- what is looked at
-
     def _page(self) -> MetricsPage | None:
-        metrics = self._target.metrics
-        if metrics is None:
+        if self._target.metrics is None:
             return None
         try:
-            reply = fetch(metrics, "GET", "/metrics", token=self._target.token, timeout_s=ASK_S)
+            reply = fetch(self._target.metrics, "GET", "/metrics", token=self._target.token, timeout_s=FETCH_S)
         except PenstockError:
             return None
         return read_page(reply.body.decode(errors="replace"), self._target.model) if reply.ok else None
 
-    def _find(self) -> None:
-        """Finds the server's processes. On a thread: it looks at all of the machine's."""
+    def _find_processes(self) -> None:
+        """Finds the server's processes; in a thread, because it scans all processes of the machine."""
         found = []
         for pid in self._target.pids:
             with suppress(psutil.Error):
@@ -226,31 +224,31 @@ class ServerProbe:
                 found += [process, *process.children(recursive=True)]
         self._processes = found
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(EVERY_S, self._look)
-        self._note_memory()
-        if self._seen and self._looking is None:  # one at a time: a driver may be slow
-            self._looking = loop.run_in_executor(None, self._gpus.read)
-            self._looking.add_done_callback(self._looked)
+        self._timer = loop.call_later(EVERY_S, self._sample)
+        self._sample_memory()
+        if self._readings and self._reading is None:  # one at a time: a driver may be slow
+            self._reading = loop.run_in_executor(None, self._gpus.read)
+            self._reading.add_done_callback(self._on_gpus_read)
 
-    def _looked(self, looking: asyncio.Future[list[GpuReading]]) -> None:
+    def _on_gpus_read(self, reading: asyncio.Future[list[GpuReading]]) -> None:
         if self._timer is not None:
-            self._looking = None
-            if not looking.cancelled() and looking.exception() is None:
-                self._seen.append(looking.result())
+            self._reading = None
+            if not reading.cancelled() and reading.exception() is None:
+                self._readings.append(reading.result())
 
-    def _note_memory(self) -> None:
-        held = 0
+    def _sample_memory(self) -> None:
+        total = 0
         for process in self._processes:
-            with suppress(psutil.Error):  # it has just ended
-                held += process.memory_info().rss
-        if held:
-            self.memory.append((time.perf_counter() - self._start_s, held))
+            with suppress(psutil.Error):  # it has ended
+                total += process.memory_info().rss
+        if total:
+            self.memory.append((time.perf_counter() - self._start_s, total))
 
 
 def _cpu_s(processes: Iterable[psutil.Process]) -> float:
-    """Of all of them so far, with what they have outlived: a worker that died counts under its parent."""
+    """The CPU time of the processes and of their ended children, so that a dead worker still counts."""
     total = 0.0
     for process in processes:
         with suppress(psutil.Error):
@@ -259,18 +257,17 @@ def _cpu_s(processes: Iterable[psutil.Process]) -> float:
     return total
 
 
-def _joined(seen: list[list[GpuReading]]) -> list[Gpu]:
-    """The looks at each GPU as one."""
+def _merge_gpus(readings: list[list[GpuReading]]) -> list[Gpu]:
     by_gpu: dict[tuple[str, str], list[tuple[float, int, int]]] = {}
-    for readings in seen:
-        for labels, busy, used, total in readings:
+    for reading in readings:
+        for labels, busy, used, total in reading:
             by_gpu.setdefault(labels, []).append((busy, used, total))
     return [
         Gpu(
             name=f"{index} {name}",
-            utilization=sum(busy for busy, _, _ in looks) / len(looks),
-            memory_bytes=max(used for _, used, _ in looks),
-            total_bytes=looks[-1][2],
+            utilization=sum(busy for busy, _, _ in samples) / len(samples),
+            memory_bytes=max(used for _, used, _ in samples),
+            total_bytes=samples[-1][2],
         )
-        for (index, name), looks in by_gpu.items()
+        for (index, name), samples in by_gpu.items()
     ]

@@ -191,7 +191,7 @@ class _LoadSender:
 
 
 def _arrival_times(load: Load) -> tuple[array[float], bool]:
-    """(times of an open loop, whether they, and not `load.seconds`, determine its end). Raises ConfigError without times."""
+    """(times of an open loop, whether the last one ends it rather than `load.seconds`). Raises ConfigError."""
     arrival = parse_arrival(load.arrival)
     trace = arrival.kind == "trace"
     recorded = read_trace(arrival.path).times_s if trace else array("d")

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for as long as it is measured: started, watched, and ended with its parent."""
+"""A server under measurement: a process of its own, and single blocking requests to it before or after a run."""
 
 from __future__ import annotations
 
@@ -25,18 +25,25 @@ from penstock.client.endpoint import Endpoint
 from penstock.client.errors import ConnectionLost, MalformedResponse, ResponseTimeout, Unreachable, UntrustedCertificate
 from penstock.errors import ConfigError, PenstockError
 
-MOST_BYTES: Final = 2**24  # of an answer that is read: a page of metrics has some 100 kB
+MOST_BYTES: Final = 2**24  # of a response; a metrics page has some 100 kB
+
+START_S: Final = 300.0  # the first start of a model may compile it
+STOP_S: Final = 15.0
+USAGE: Final = 2  # exit status of `penstock serve` for wrong usage, which it reports in a line
+USAGE_PREFIX: Final = "penstock: "  # of that line
+_TAIL: Final = 4000  # characters of output in an error
+_MOST_OUTPUT: Final = 2**20  # bytes; a model may print without end
+_TORCHSERVE_FLAGS: Final = ("--foreground", "--no-config-snapshots")
 
 
 class Reply(Struct, frozen=True):
-    """The answer, whatever its status."""
+    """A response, whatever its status."""
 
     status: int
     body: bytes
 
     @property
     def ok(self) -> bool:
-        """Whether the status is one of success."""
         return 200 <= self.status < 300
 
     @property
@@ -45,7 +52,7 @@ class Reply(Struct, frozen=True):
         return self.body[:500].decode(errors="replace").strip()
 
     def json(self) -> Any:
-        """The body as JSON; None where it is none."""
+        """The body as JSON; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except msgspec.DecodeError:
@@ -62,20 +69,21 @@ def fetch(
     token: str | None = None,
     timeout_s: float = 10.0,
 ) -> Reply:
-    """The answer to one request, on a connection of its own; `path` is put behind the endpoint's prefix.
+    """The response to one request on a new connection; `path` follows the endpoint's prefix. Blocks.
 
-    Raises Unreachable, UntrustedCertificate, ResponseTimeout, ConnectionLost, MalformedResponse.
+    The parameters are those of an HTTP request. Raises Unreachable, UntrustedCertificate, ResponseTimeout,
+    ConnectionLost, MalformedResponse.
     """
     headers = {"Connection": "close"}
     if body is not None:
         headers["Content-Type"] = content_type
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
-    connection = _opened(endpoint, timeout_s)
+    connection = _connect(endpoint, timeout_s)
     try:
         connection.request(method, endpoint.prefix + path, body, headers)
-        answer = connection.getresponse()
-        return Reply(answer.status, _body(answer, time.monotonic() + timeout_s))
+        response = connection.getresponse()
+        return Reply(response.status, _read(response, time.monotonic() + timeout_s))
     except TimeoutError:
         raise ResponseTimeout(f"{endpoint.url} has not answered within {timeout_s:g} s") from None
     except OSError as exc:  # http.client.RemoteDisconnected too
@@ -87,21 +95,21 @@ def fetch(
 
 
 def check_reachable(endpoint: Endpoint, timeout_s: float = 10.0) -> None:
-    """Whether anybody is there: raises Unreachable, UntrustedCertificate."""
-    _opened(endpoint, timeout_s).close()
+    """Raises Unreachable or UntrustedCertificate if no connection can be opened."""
+    _connect(endpoint, timeout_s).close()
 
 
-def _body(answer: http.client.HTTPResponse, until_s: float) -> bytes:
-    """Also of a server that sends for ever. Raises TimeoutError."""
+def _read(response: http.client.HTTPResponse, until_s: float) -> bytes:
+    """The body, bounded in size and time. Raises TimeoutError."""
     body = bytearray()
-    while len(body) < MOST_BYTES and (part := answer.read1(MOST_BYTES - len(body))):
+    while len(body) < MOST_BYTES and (part := response.read1(MOST_BYTES - len(body))):
         body += part
         if time.monotonic() > until_s:
             raise TimeoutError
     return bytes(body)
 
 
-def _opened(endpoint: Endpoint, timeout_s: float) -> http.client.HTTPConnection:
+def _connect(endpoint: Endpoint, timeout_s: float) -> http.client.HTTPConnection:
     if endpoint.tls is None:
         connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=timeout_s)
     else:
@@ -110,36 +118,25 @@ def _opened(endpoint: Endpoint, timeout_s: float) -> http.client.HTTPConnection:
         connection.connect()
     except ssl.SSLCertVerificationError as exc:
         raise UntrustedCertificate(f"{endpoint.url}: certificate not trusted: {exc.verify_message}") from None
-    except OSError as exc:  # also a name that is not known, TLS that is not spoken, and the timeout
+    except OSError as exc:  # including an unknown host name, a TLS failure and a timeout
         raise Unreachable(f"{endpoint.url}: cannot connect: {exc.strerror or exc}") from None
     except UnicodeError:
-        raise Unreachable(f"{endpoint.url}: '{endpoint.host}' is no name that a host can have") from None
+        raise Unreachable(f"{endpoint.url}: '{endpoint.host}' is not a valid host name") from None
     return connection
 
 
-Verb = Literal["serve", "torchserve"]
-
-START_S: Final = 300.0  # the first start of a model may compile it
-STOP_S: Final = 15.0
-USAGE: Final = 2  # exit status of `penstock serve` for what is wrong in its words, which it tells in a line
-TOLD: Final = "penstock: "  # at the beginning of that line
-_SAID: Final = 4000  # characters of what it said, in the error of one that did not start
-_KEPT: Final = 2**20  # bytes of what it said: a model may print for ever
-_TORCHSERVE_FLAGS: Final = ("--foreground", "--no-config-snapshots")
-
-
 class ServerProcess:
-    """`penstock serve ARGUMENTS` or `penstock torchserve ARGUMENTS`, on free ports of this machine.
+    """`penstock serve ARGUMENTS` or `penstock torchserve ARGUMENTS` on free ports of this machine.
 
-    `urls` has its listeners by name: inference, management, metrics. Nothing of the environment configures it, it is
-    in a process group of its own (Ctrl-C is the parent's alone), and it stops when this process is gone.
+    `urls` maps its listeners (inference, management, metrics) to URLs. The environment does not configure it. It has
+    its own process group, so that Ctrl-C reaches only the parent, and it stops when this process ends.
     """
 
     def __init__(
         self,
         arguments: Sequence[str],
         *,
-        verb: Verb = "serve",
+        verb: Literal["serve", "torchserve"] = "serve",
         port: int = 0,
         management: bool = False,
         properties: Mapping[str, str] | None = None,
@@ -147,34 +144,33 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         start_s: float = START_S,
     ) -> None:
-        """`management` lets models be changed by requests. `properties` are keys of config.properties (torchserve)."""
+        """`management` enables management requests that change models. `properties` are keys of config.properties
+        (torchserve only). Many parameters: all but the first are keyword options of the process."""
         self.urls: dict[str, str] = {}
         self._verb, self._arguments, self._port = verb, list(arguments), port
         self._management, self._properties = management, dict(properties or {})
         self._cwd, self._env, self._start_s = cwd, dict(env or {}), start_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._alive_fd = -1  # the end of it tells the server that this process is gone
-        self._said = ""
+        self._alive_fd = -1  # the server stops when this end of the pipe closes
+        self._output = ""
         self._stopping = threading.Lock()
 
     def start(self) -> ServerProcess:
-        """Returns it once its models can answer; blocks, and `stop` of another thread ends the wait.
+        """Returns the server once its models are ready. Blocks; `stop` from another thread ends the wait.
 
-        Raises PenstockError, with the last it said, if it does not start; ConfigError if it takes what it is to serve
-        for wrong usage.
+        Raises PenstockError with the end of its output if it does not start, ConfigError if it reports wrong usage.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
-        ready, told = os.pipe()
+        ready, report_fd = os.pipe()
         watched, self._alive_fd = os.pipe()
         try:
             try:
-                self._spawn(told, watched)
+                self._spawn(report_fd, watched)
             finally:
-                os.close(told)
+                os.close(report_fd)
                 os.close(watched)
-            with os.fdopen(ready, "rb") as pipe:
-                # Readable at the line, and at the process's end too.
+            with os.fdopen(ready, "rb") as pipe:  # readable with the line of URLs, and at the end of the process
                 line = pipe.readline() if select.select([pipe], [], [], self._start_s)[0] else None
         except BaseException:
             self.stop()
@@ -184,7 +180,7 @@ class ServerProcess:
             if wrong := self._wrong_usage():
                 raise ConfigError(wrong)
             why = f"is not ready after {self._start_s:g} s" if line is None else "did not start"
-            raise PenstockError(f"the server {why}; it said:\n{self.last_words()}")
+            raise PenstockError(f"the server {why}; its output:\n{self.output_tail()}")
         self.urls = json.loads(line)
         return self
 
@@ -198,41 +194,40 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Number of the serving process; its workers are its children."""
+        """The process id of the server; its workers are its children."""
         assert self._process is not None, "started"
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the serving process runs."""
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> None:
-        """Returns when it ends by itself, or is stopped."""
+        """Blocks until the process ends."""
         assert self._process is not None, "started"
         self._process.wait()
 
-    def said(self) -> str:
-        """What it and its workers printed so far, of more than 1 MiB the end; also after `stop`."""
+    def output(self) -> str:
+        """The output of the server and its workers, at most the last 1 MiB; also after `stop`."""
         if self._folder is not None:
             with contextlib.suppress(OSError), self._log.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _KEPT))
-                self._said = log.read(_KEPT).decode(errors="replace")
-        return self._said
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _MOST_OUTPUT))
+                self._output = log.read(_MOST_OUTPUT).decode(errors="replace")
+        return self._output
 
-    def last_words(self) -> str:
-        """The end of what it said, for an error."""
-        return self.said()[-_SAID:].strip()
+    def output_tail(self) -> str:
+        """The end of the output, for an error."""
+        return self.output()[-_TAIL:].strip()
 
     def _wrong_usage(self) -> str:
-        """What it said of it; "" if it did not end by that."""
+        """The reported usage error; "" if the process ended for another reason."""
         if self._verb != "serve" or self._process is None or self._process.returncode != USAGE:
             return ""
-        told = [line for line in self.said().splitlines() if line.startswith(TOLD)]
-        return told[-1].removeprefix(TOLD) if told else ""
+        lines = [line for line in self.output().splitlines() if line.startswith(USAGE_PREFIX)]
+        return lines[-1].removeprefix(USAGE_PREFIX) if lines else ""
 
     def stop(self) -> None:
-        """Ends it: what it has is answered, and after 15 s it is killed. May be called more than once."""
+        """Shuts the server down gracefully and kills it after 15 s. Idempotent."""
         with self._stopping:
             process = self._process
             if process is not None and process.poll() is None:
@@ -242,7 +237,7 @@ class ServerProcess:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-            self.said()
+            self.output()
             if self._alive_fd >= 0:
                 os.close(self._alive_fd)
                 self._alive_fd = -1
@@ -253,11 +248,11 @@ class ServerProcess:
     @property
     def _log(self) -> Path:
         assert self._folder is not None, "started and not stopped"
-        return Path(self._folder.name) / "said"
+        return Path(self._folder.name) / "output"
 
     def _spawn(self, ready_fd: int, parent_fd: int) -> None:
         fds = {"PENSTOCK_READY_FD": str(ready_fd), "PENSTOCK_PARENT_FD": str(parent_fd)}
-        with self._log.open("wb") as log:  # a pipe that nobody reads would stop who says much
+        with self._log.open("wb") as log:  # a full pipe would block the server
             self._process = subprocess.Popen(
                 self._command(),
                 pass_fds=(ready_fd, parent_fd),
@@ -278,9 +273,9 @@ class ServerProcess:
         return [*command, "--port", str(self._port), *(word for text in sets for word in ("--set", text))]
 
     def _environment(self) -> dict[str, str]:
-        """That of this process, without the settings of other servers."""
+        """The environment of this process without settings of other servers."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "TS_"))}
-        if self._verb == "torchserve":  # one server a temporary folder
+        if self._verb == "torchserve":  # it allows one server per temporary folder
             assert self._folder is not None
             env |= dict.fromkeys(("TMPDIR", "TEMP", "LOG_LOCATION", "METRICS_LOCATION"), self._folder.name)
         return env

@@ -1,6 +1,6 @@
-"""What few, noisy repeats tell: intervals and the differences of two sides. Pure; no seed, no clock.
+"""Statistics of few, noisy repeats: confidence intervals and differences. Pure; no seed, no clock.
 
-The unit is the repeat, never the request: requests of one run share its fate, so a thousand of them are one look.
+The unit is the repeat, never the request: the requests of one run are not independent.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
-TRIM: Final = 0.2  # of the repeats are set aside at each end: one that met a hiccup of the machine must not decide
-LEAST: Final = 3  # repeats a side, to tell anything
+TRIM: Final = 0.2  # of the repeats are dropped at each end, so that one disturbed repeat does not decide
+LEAST: Final = 3  # repeats per side
 _ROUNDS: Final = 4000
 
 
 class Difference(Struct, frozen=True):
-    """How the second side differs from the first, within [low, high], and how probable so much is by chance."""
+    """The change from the first side to the second, within [low, high], and its p-value."""
 
     change: float
     low: float
@@ -28,7 +28,7 @@ class Difference(Struct, frozen=True):
 
 
 def difference(first: Sequence[float], second: Sequence[float], *, confidence: float = 0.95) -> Difference | None:
-    """Of the trimmed means, by Yuen's test (Biometrika 61, 1974): Welch's, with the outermost fifths set aside.
+    """The difference of the trimmed means by Yuen's test (Biometrika 61, 1974): Welch's without the outermost fifths.
 
     None with fewer than 3 values on a side. Without any spread every difference is certain.
     """
@@ -44,7 +44,7 @@ def difference(first: Sequence[float], second: Sequence[float], *, confidence: f
 
 
 def ratio(first: Sequence[float], second: Sequence[float], *, confidence: float = 0.95) -> Difference | None:
-    """As `difference`, as a share of the first side: 0.1 is 10 % more. Values are at least 0."""
+    """Like `difference`, as a share of the first side: 0.1 is 10 % more. Values are at least 0."""
     logs = [[math.log(max(value, 1e-12)) for value in side] for side in (first, second)]
     found = difference(*logs, confidence=confidence)
     return found and Difference(_share(found.change), _share(found.low), _share(found.high), found.chance)
@@ -59,9 +59,9 @@ def _trimmed(values: Sequence[float]) -> tuple[float, float, int]:
     ordered = sorted(values)
     cut = int(TRIM * len(ordered))
     kept = ordered[cut : len(ordered) - cut]
-    pulled_in = [kept[0]] * cut + kept + [kept[-1]] * cut
+    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
     left = len(kept)
-    error = (len(ordered) - 1) * statistics.variance(pulled_in) / (left * (left - 1))
+    error = (len(ordered) - 1) * statistics.variance(winsorised) / (left * (left - 1))
     return statistics.fmean(kept), error, left - 1
 
 
@@ -72,10 +72,10 @@ def bootstrap(
     seed: int,
     confidence: float = 0.95,
 ) -> tuple[float, float]:
-    """Between which values the statistic lies, by the expanded percentile bootstrap (Hesterberg 2015, section 3.3).
+    """The interval of a statistic by the expanded percentile bootstrap (Hesterberg 2015, section 3.3).
 
-    `statistic` is given an array [rounds, n] for each side and gives [rounds]. The expansion widens the interval as
-    few values need it; with one value on a side there is no width to tell from: then it is infinite.
+    `statistic` receives an array [rounds, n] per side and returns [rounds]. The expansion widens the interval for few
+    values; with a single value on a side it is infinite.
     """
     least = min(len(side) for side in sides)
     if least < 2:
@@ -89,12 +89,12 @@ def bootstrap(
 
 
 def student_tails(t: float, free: float) -> float:
-    """The chance that Student's t with `free` degrees of freedom is so far from 0, or farther, on either side."""
+    """The two-sided p-value of Student's t with `free` degrees of freedom."""
     return _beta(free / (free + t * t), free / 2, 0.5) if t else 1.0
 
 
 def student_at(chance: float, free: float) -> float:
-    """The t that `student_tails` gives this chance."""
+    """The inverse of `student_tails`."""
     low, high = 0.0, 2.0
     while student_tails(high, free) > chance:
         low, high = high, 2 * high
@@ -105,14 +105,14 @@ def student_at(chance: float, free: float) -> float:
 
 
 def _beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22)."""
+    """The regularised incomplete beta function by its continued fraction (DLMF 8.17.22)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):
         return 1 - _beta(1 - x, b, a)
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
     fraction = 1.0
-    for m in range(20 + int(4 * math.sqrt(a + b)), 0, -1):  # from the far end: it needs about sqrt(a + b) terms
+    for m in range(20 + int(4 * math.sqrt(a + b)), 0, -1):  # backwards; about sqrt(a + b) terms suffice
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
         fraction = 1 + odd / (1 + even / fraction)

@@ -186,7 +186,7 @@ class Served:
             told = said.get("error", {}).get("message") if isinstance(said, dict) else None
             why = f"the server did not take the settings ({reply.status}): {told or reply.text}"
         server = self.target.server
-        raise LoadFailed(why, detail=server.said()[-_PRINTED:].strip() if server is not None else "")
+        raise LoadFailed(why, detail=server.output()[-_PRINTED:].strip() if server is not None else "")
 
     def _asked(self, method: str, route: str, body: Any) -> Reply:
         assert self.target.management is not None

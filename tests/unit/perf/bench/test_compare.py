@@ -173,7 +173,7 @@ FEW = Change(load="8 clients", metric="throughput/s", judged="n/a", why="1 valid
         (
             Comparison(changes=[WORSE], other_machine=["cpu: A, B"]),
             INVALID,
-            ["another machine: cpu: A, B", "measure both on one machine, or say --any-machine"],
+            ["another machine: cpu: A, B", "measure both on one machine, or use --any-machine"],
         ),
     ],
 )  # fmt: skip

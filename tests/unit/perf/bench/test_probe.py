@@ -156,9 +156,9 @@ class FakeGpus:
 async def watched(probe: ServerProbe) -> Any:
     await probe.start()
     for _ in range(3):  # as its timer would
-        if probe._looking is not None:
-            await asyncio.wait([probe._looking])
-        probe._look()
+        if probe._reading is not None:
+            await asyncio.wait([probe._reading])
+        probe._sample()
     return await probe.stop()
 
 

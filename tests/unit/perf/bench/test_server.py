@@ -10,7 +10,7 @@ import pytest
 from penstock.client.endpoint import Endpoint
 from penstock.client.errors import ConnectionLost, MalformedResponse, ResponseTimeout, Unreachable
 from penstock.perf.bench.server import Reply, check_reachable, fetch
-from penstock.perf.bench.target import listeners_beside, process_at
+from penstock.perf.bench.target import find_listeners, listening_process
 
 Paragraph = Callable[[bytes], Endpoint]
 
@@ -85,7 +85,7 @@ def test_what_is_no_answer_is_told_apart(says: Paragraph) -> None:
         for look in (lambda: fetch(nobody, "GET", "/"), lambda: check_reachable(nobody)):
             with pytest.raises(Unreachable, match="cannot connect"):
                 look()
-    with pytest.raises(Unreachable, match="no name that a host can have"):
+    with pytest.raises(Unreachable, match="is not a valid host name"):
         check_reachable(Endpoint("a..b", 80))
 
 
@@ -93,5 +93,5 @@ def test_a_server_is_found_by_its_port_with_what_listens_beside_it(says: Paragra
     here = says(http(b"{}", b"404 Not Found"))
     metrics = says(http(b"# HELP\npenstock_build_info 1\n"))
     management = says(http(b'{"models":[]}'))
-    assert process_at(here.port) == os.getpid()
-    assert listeners_beside(here, os.getpid(), None) == (metrics, management)
+    assert listening_process(here.port) == os.getpid()
+    assert find_listeners(here, os.getpid(), None) == (metrics, management)

@@ -46,8 +46,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(module, "fetch", fetch)
         monkeypatch.setattr(module, "check_reachable", lambda endpoint: fetch(endpoint, "GET", "/"))
         for each in (module, module):
-            monkeypatch.setattr(each, "process_at", lambda port: None)
-            monkeypatch.setattr(each, "listeners_beside", lambda endpoint, pid, token: beside)
+            monkeypatch.setattr(each, "listening_process", lambda port: None)
+            monkeypatch.setattr(each, "find_listeners", lambda endpoint, pid, token: beside)
 
     return fake
 
@@ -96,7 +96,7 @@ def test_routes_may_stand_under_a_prefix(serve: Callable[..., None]) -> None:
 def test_a_route_of_another_protocol_than_was_said_is_refused(serve: Callable[..., None]) -> None:
     serve(NATIVE)
     for path, protocol in [("/predictions/digits", "oip"), ("/v2/models/digits/infer", "native")]:
-        with pytest.raises(ConfigError, match=f"is no route of --protocol {protocol}"):
+        with pytest.raises(ConfigError, match=f"is not a route of --protocol {protocol}"):
             opened(FAR + path, protocol=protocol)
 
 
@@ -125,7 +125,7 @@ def test_a_server_that_is_down_is_told(serve: Callable[..., None]) -> None:
     for text in (FAR, f"{FAR}/predictions/digits", f"{FAR}/my/route"):
         with pytest.raises(Unreachable, match=r"far\.example:8080: cannot connect"):
             opened(text)
-    with pytest.raises(Unreachable, match="taken for the name of a model") as told:
+    with pytest.raises(Unreachable, match="taken as a model name") as told:
         opened("digits")
     assert "app.py:Model" in str(told.value)
 
@@ -170,7 +170,7 @@ def test_a_server_of_another_kind_must_be_named_by_its_route(serve: Callable[...
 def test_a_server_of_somebody_elses_that_speaks_open_inference_is_asked_so(serve: Callable[..., None]) -> None:
     serve({**NATIVE, "/v2": {"name": "triton", "version": "2"}})
     assert opened(FAR, model="digits").path == "/v2/models/digits/infer"
-    with pytest.raises(ConfigError, match="does not tell its models; choose one"):
+    with pytest.raises(ConfigError, match="does not list its models; choose one"):
         opened(FAR)
 
 
@@ -193,7 +193,7 @@ def test_a_torchserve_is_asked_for_its_workers(serve: Callable[..., None]) -> No
         opened("http://127.0.0.1:8080/predictions/bern")
     serve(TORCHSERVE)  # far away, its management API is not there to be asked
     assert opened(f"{FAR}/predictions/bert").model == "bert"
-    with pytest.raises(ConfigError, match="does not tell its models; choose one with --model"):
+    with pytest.raises(ConfigError, match="does not list its models; choose one with --model"):
         opened(FAR)
 
 
@@ -232,7 +232,7 @@ class Served:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         return "no weights"
 
 
@@ -241,7 +241,7 @@ def test_a_server_of_the_run_that_has_no_ready_model_tells_why(
 ) -> None:
     monkeypatch.setattr(module, "ServerProcess", Served)
     serve(TORCHSERVE, management={"/models": {"models": []}})
-    with pytest.raises(ModelNotReady, match="no model that is ready; the server said:\nno weights"):
+    with pytest.raises(ModelNotReady, match="no model that is ready; the server output:\nno weights"):
         opened("app.py:Model")
     serve(TORCHSERVE, management={"/models": (401, {})})
     with pytest.raises(Unauthorized, match="wants a token, found none"):

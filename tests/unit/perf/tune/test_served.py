@@ -52,7 +52,7 @@ class Server:
             raise self.answer
         return self.answer
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "OSError: no weights"
 
 
