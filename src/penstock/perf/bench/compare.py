@@ -184,9 +184,12 @@ def _differences(facts: Sequence[tuple[str, object, object]]) -> list[str]:
 
 
 def _origins(before: Origin, after: Origin) -> list[str]:
-    facts = [("target", before.target, after.target), ("system", *(o.machine.get("system") for o in (before, after)))]
-    for name in sorted(before.versions.keys() | after.versions.keys()):
-        facts.append((f"version of {name}", before.versions.get(name), after.versions.get(name)))
+    facts = [
+        ("target", before.target, after.target),
+        ("system", before.machine.get("system"), after.machine.get("system")),
+    ]
+    names = sorted(before.versions.keys() | after.versions.keys())
+    facts += [(f"version of {name}", before.versions.get(name), after.versions.get(name)) for name in names]
     busy = [f"{which} run: {o.busy}" for which, o in (("first", before), ("second", after)) if o.busy]
     return _differences(facts) + busy
 

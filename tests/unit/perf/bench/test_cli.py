@@ -59,7 +59,7 @@ def test_compare_tells_what_is_worse_by_how_much_and_how_surely(folder: Callable
     done = penstock("compare", before, after)
     assert done.exit_code == 0
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["load", "metric", "before", "after", "change", "95", "%", "interval", "to", "be", "known"] in rows
+    assert ["load", "metric", "before", "after", "change", "95", "%", "interval", "note"] in rows
     assert rows[1][:9] == ["8", "clients", "throughput/s", "797", "664", "-17", "%", "-17", "%"]
     assert done.stdout.endswith(f"{after} is worse than {before}\n")
     assert f"{before} is better than {after}" in penstock("compare", after, before).stdout
