@@ -198,3 +198,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def install_hint(extra: str) -> str:
     """The command that installs an extra from a checkout: Penstock is on no package index."""
     return f"pip install '.[{extra}]'"
+
+
+def not_installed(what: str, extra: str, error: ImportError) -> LoadFailed:
+    """The error for a package that cannot be imported, with the command that installs it."""
+    return LoadFailed(f"{what} cannot be imported ({describe(error)}): {install_hint(extra)}")

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from penstock.bulk import spool
 from penstock.bulk.types import CaptionRow, Video
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, install_hint
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 COLUMNS = ("video", "frame", "time", "caption")
@@ -217,7 +217,7 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as e:
-        raise OutputError("Parquet needs pyarrow: pip install '.[parquet]'") from e
+        raise OutputError(f"Parquet needs pyarrow: {install_hint('parquet')}") from e
     return pyarrow
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.bulk.types import Pixels
 from penstock.bulk.video import VideoError, av_library
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, install_hint
 
 JPEG_QUALITY = 90
 
@@ -130,7 +130,7 @@ def _pillow_encoder() -> Callable[[Array], bytes]:
     try:
         image: Any = importlib.import_module("PIL.Image")
     except ImportError as error:
-        raise ConfigError("JPEG needs simplejpeg: pip install '.[image]', or use other pixels") from error
+        raise ConfigError(f"JPEG needs simplejpeg: {install_hint('image')}, or use other pixels") from error
 
     def encode(rgb: Array) -> bytes:
         file = io.BytesIO()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, install_hint
 
 _logger = logging.getLogger("penstock.bulk")
 
@@ -61,7 +61,7 @@ def av_library() -> ModuleType:
     try:
         return importlib.import_module("av")
     except ImportError as error:
-        raise ConfigError("PyAV is not installed; videos need it: pip install '.[video]'") from error
+        raise ConfigError(f"PyAV is not installed; videos need it: {install_hint('video')}") from error
 
 
 def probe(path: str) -> VideoProbe:

@@ -16,6 +16,9 @@ Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Hold = Annotated[float, Meta(ge=0)]
 
+PRECISIONS = ("fp32", "fp16", "bf16")  # of PyTorch and ONNX models
+OPTIMIZATIONS = ("none", "optimize_for_inference", "compile")
+
 
 def doc(text: str) -> Meta:
     """The meaning of a key, kept beside its type."""

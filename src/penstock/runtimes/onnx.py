@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.errors import ConfigError, LoadFailed, describe
-from penstock.runtimes.base import OPTIMIZATIONS, PRECISIONS, not_installed
+from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
+from penstock.errors import ConfigError, LoadFailed, describe, not_installed
 from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input
 from penstock.runtimes.trt_cache import EngineCache, file_digest
 from penstock.types import DATATYPES, TensorSpec

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from penstock.errors import ConfigError, LoadFailed, describe
-from penstock.runtimes.base import OPTIMIZATIONS, PRECISIONS, not_installed
+from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
+from penstock.errors import ConfigError, LoadFailed, describe, not_installed
 
 KINDS: Final = {"script": "a TorchScript program", "exported": "an exported program", "pickled": "a pickled file"}
 

@@ -14,9 +14,9 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.bulk.captioner.requests import MOST_ROWS, Request, read_request
+from penstock.config.schema import PRECISIONS
 from penstock.core.wire.messages import Unsent
-from penstock.errors import ConfigError, PenstockError
-from penstock.runtimes.base import PRECISIONS, not_installed
+from penstock.errors import ConfigError, PenstockError, not_installed
 from penstock.types import TensorSpec
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct, structs
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, install_hint, nearest
 
 MOST_BYTES: Final = 2**20
 
@@ -27,7 +27,7 @@ class YamlFile:
         try:
             import yaml
         except ImportError:
-            raise ConfigError(f"{path} cannot be read without PyYAML: pip install 'penstock[yaml]'") from None
+            raise ConfigError(f"{path} cannot be read without PyYAML: {install_hint('yaml')}") from None
         try:
             with path.open("rb") as file:
                 raw = file.read(MOST_BYTES + 1)

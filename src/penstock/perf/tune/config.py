@@ -17,7 +17,7 @@ from msgspec import structs
 from penstock.config import toml
 from penstock.config.load import load_config
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.errors import ConfigError, PenstockError, install_hint, nearest
 from penstock.plugins import is_whole_file
 
 log = logging.getLogger("penstock.tune")
@@ -267,5 +267,5 @@ def _tomlkit() -> ModuleType:
     try:
         import tomlkit
     except ImportError:
-        raise ConfigError("--write needs tomlkit, which is not installed: pip install 'penstock[tune]'") from None
+        raise ConfigError(f"--write needs tomlkit, which is not installed: {install_hint('tune')}") from None
     return tomlkit

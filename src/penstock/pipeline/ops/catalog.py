@@ -6,7 +6,7 @@ import difflib
 import inspect
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, install_hint
 from penstock.pipeline.ops.base import BatchOp, ItemOp, Op
 from penstock.plugins import load_object
 
@@ -117,7 +117,7 @@ def find(name: str) -> type[Op]:
     except Exception as e:
         cause = e.__cause__ or e
         if isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] != "penstock":
-            raise ConfigError(f"{name} needs {cause.name}, which is not installed: pip install penstock[image]") from e
+            raise ConfigError(f"{name} needs {cause.name}, which is not installed: {install_hint('image')}") from e
         raise
     return cls  # type: ignore[no-any-return]
 

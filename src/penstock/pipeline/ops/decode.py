@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from msgspec import Struct
 
-from penstock.errors import ConfigError, DecodeError
+from penstock.errors import ConfigError, DecodeError, install_hint
 from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
 from penstock.pipeline.ops.header import JPEG, PNG, JpegHeader, jpeg_header, png_size
 from penstock.pipeline.ops.mat import DataFormat, cv2, tensor_of
@@ -66,7 +66,7 @@ class DecodeMat(ItemOp):
     ) -> None:
         if decoder == "simplejpeg" and _simplejpeg() is None:
             raise ConfigError(
-                "decoder = 'simplejpeg', but it is not installed: pip install penstock[image], or decoder = 'auto'"
+                f"decoder = 'simplejpeg', but it is not installed: {install_hint('image')}, or decoder = 'auto'"
             )
         if (scale_h > 0) != (scale_w > 0):
             raise ConfigError(f"scale_h = {scale_h} and scale_w = {scale_w}: set both above 0, or neither")

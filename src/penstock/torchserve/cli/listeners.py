@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct, structs
 
-from penstock.config.addresses import Address
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.serving.http.server import HttpServer
 from penstock.torchserve.admin.startup import ServerComponents
 from penstock.torchserve.cli.tls import TlsFiles
+from penstock.torchserve.config.addresses import ListenerAddress
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.http.routes import Scrape
@@ -48,12 +48,12 @@ class GrpcAddress(Struct, frozen=True):
         return f"grpc://[{self.host}]:{self.port}" if ":" in self.host else f"grpc://{self.host}:{self.port}"
 
 
-def http_addresses(properties: Properties) -> list[tuple[Address, set[Group]]]:
+def http_addresses(properties: Properties) -> list[tuple[ListenerAddress, set[Group]]]:
     """The HTTP listeners with their groups. Equal addresses share a listener, except port 0.
 
     A listener that inference and management share also serves the metrics.
     """
-    found: list[tuple[Address, set[Group]]] = []
+    found: list[tuple[ListenerAddress, set[Group]]] = []
     for group in GROUPS:
         if group == "metrics" and not properties.enable_metrics_api:
             continue
@@ -147,7 +147,7 @@ class Listeners:
         return self._tls_files
 
 
-async def _start_http(listener: HttpServer, address: Address, group: Group) -> Address:
+async def _start_http(listener: HttpServer, address: ListenerAddress, group: Group) -> ListenerAddress:
     """The bound address. Raises ConfigError."""
     key = f"{group}_address"
     if address.path:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final, get_args
 
 from msgspec import Meta, Struct, ValidationError, convert, field, structs
 
-from penstock.config.addresses import Address, parse_address
 from penstock.config.toml import bare, expected
 from penstock.errors import ConfigError, nearest
+from penstock.torchserve.config.addresses import ListenerAddress, parse_address
 from penstock.torchserve.config.property_file import Property, parse_properties
 
 log = logging.getLogger("penstock.config")
@@ -114,7 +114,7 @@ class Properties(Struct, frozen=True, kw_only=True):
     log_location: str = "logs"
     metrics_location: str = "logs"
 
-    def address(self, group: str) -> Address:
+    def address(self, group: str) -> ListenerAddress:
         """Where the "inference", "management" or "metrics" listener listens. Raises ConfigError."""
         return parse_address(group, getattr(self, f"{group}_address"))
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, install_hint, nearest
 
 log = logging.getLogger("penstock.observe")
 
@@ -101,9 +101,7 @@ def _document(path: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(
-            f"metrics_config={path} cannot be read without PyYAML: install the extra, pip install 'penstock[yaml]'"
-        ) from None
+        raise ConfigError(f"metrics_config={path} cannot be read without PyYAML: {install_hint('yaml')}") from None
     try:
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)

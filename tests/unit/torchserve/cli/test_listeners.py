@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from penstock.config.addresses import Address
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.torchserve.admin.startup import ServerComponents
@@ -22,6 +21,7 @@ from penstock.torchserve.cli.listeners import (
     listener_config,
 )
 from penstock.torchserve.cli.tls import TlsFiles
+from penstock.torchserve.config.addresses import ListenerAddress
 from penstock.torchserve.config.properties import Properties
 from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
@@ -93,7 +93,7 @@ def groups_of(**keys: Any) -> list[list[str]]:
 def test_equal_addresses_share_a_listener() -> None:
     one = "http://127.0.0.1:9"
     assert http_addresses(Properties(inference_address=one, management_address=one, metrics_address=one)) == [
-        (Address("127.0.0.1", 9), {"inference", "management", "metrics"})
+        (ListenerAddress("127.0.0.1", 9), {"inference", "management", "metrics"})
     ]
     assert groups_of(inference_address=one, metrics_address=one) == [["inference", "metrics"], ["management"]]
 

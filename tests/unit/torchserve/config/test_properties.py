@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.addresses import Address, parse_address
 from penstock.errors import ConfigError
+from penstock.torchserve.config.addresses import ListenerAddress, parse_address
 from penstock.torchserve.config.properties import IGNORED, Properties, load_properties
 from penstock.torchserve.config.property_file import format_properties, parse_properties
 
@@ -126,7 +126,7 @@ def test_without_a_file_every_key_has_its_default() -> None:
 
 def test_the_file_of_a_captioning_server_is_understood(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     properties = load_properties(write_file(tmp_path, CAPTIONING), env={})
-    assert properties.address("inference") == Address("0.0.0.0", 12345)
+    assert properties.address("inference") == ListenerAddress("0.0.0.0", 12345)
     assert properties.max_request_size == 500_000_000
     assert properties.number_of_gpu == 1
     assert properties.load_models == ["blip2.mar"]
@@ -258,17 +258,17 @@ def test_folders_of_logs_come_from_the_environment() -> None:
 @pytest.mark.parametrize(
     ("group", "text", "address"),
     [
-        ("inference", "http://127.0.0.1:8080", Address("127.0.0.1", 8080)),
-        ("inference", "https://0.0.0.0", Address("0.0.0.0", 443, True)),
-        ("management", "https://localhost", Address("localhost", 8444, True)),
-        ("metrics", "HTTPS://localhost/", Address("localhost", 8445, True)),
-        ("inference", "http://localhost", Address("localhost", 80)),
-        ("management", "localhost", Address("localhost", 8081)),
-        ("metrics", "http://[::1]:9", Address("::1", 9)),
-        ("inference", "unix:/tmp/a.sock", Address(path="/tmp/a.sock")),
-        ("inference", "unix:///tmp/a.sock", Address(path="/tmp/a.sock")),
+        ("inference", "http://127.0.0.1:8080", ListenerAddress("127.0.0.1", 8080)),
+        ("inference", "https://0.0.0.0", ListenerAddress("0.0.0.0", 443, True)),
+        ("management", "https://localhost", ListenerAddress("localhost", 8444, True)),
+        ("metrics", "HTTPS://localhost/", ListenerAddress("localhost", 8445, True)),
+        ("inference", "http://localhost", ListenerAddress("localhost", 80)),
+        ("management", "localhost", ListenerAddress("localhost", 8081)),
+        ("metrics", "http://[::1]:9", ListenerAddress("::1", 9)),
+        ("inference", "unix:/tmp/a.sock", ListenerAddress(path="/tmp/a.sock")),
+        ("inference", "unix:///tmp/a.sock", ListenerAddress(path="/tmp/a.sock")),
     ],
 )
-def test_an_address_is_understood(group: str, text: str, address: Address) -> None:
+def test_an_address_is_understood(group: str, text: str, address: ListenerAddress) -> None:
     assert parse_address(group, text) == address
     assert parse_address(group, str(address)) == address

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, Final
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, install_hint
 from penstock.perf.tune.field import Field
 from penstock.perf.tune.space import Settings, settings
 
@@ -53,5 +53,5 @@ def _optuna() -> ModuleType:
     try:
         import optuna
     except ImportError:
-        raise ConfigError("--search tpe needs Optuna; install it: pip install 'penstock[tune]'") from None
+        raise ConfigError(f"--search tpe needs Optuna: {install_hint('tune')}") from None
     return optuna

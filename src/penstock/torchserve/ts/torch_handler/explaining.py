@@ -11,7 +11,7 @@ def captum() -> Any:
         from captum import attr
     except ImportError as e:
         raise ImportError(
-            "explanations need Captum, which cannot be imported: pip install 'penstock[explain]'", name="captum"
+            "explanations need Captum, which cannot be imported: pip install '.[explain]'", name="captum"
         ) from e
     return attr
 

@@ -1,4 +1,4 @@
-"""Addresses of listeners as config.properties has them."""
+"""Listener addresses in config.properties."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from penstock.errors import ConfigError
 
-# Ports of addresses without one; source: TorchServe 0.12.0.
+# default ports of TorchServe 0.12.0
 _PORTS: Final = {
     "inference": {"http": 80, "https": 443},
     "management": {"http": 8081, "https": 8444},
@@ -18,8 +18,8 @@ _PORTS: Final = {
 _ADDRESS = re.compile(r"(?:(https?)://)?(\[[0-9A-Fa-f:.%]+\]|[^:/\s\[\]]+)(?::([0-9]{1,9}))?/?", re.IGNORECASE)
 
 
-class Address(Struct, frozen=True):
-    """`host` and `port`, or the `path` of a unix socket; equal ones share a listener."""
+class ListenerAddress(Struct, frozen=True):
+    """`host` and `port`, or the `path` of a Unix socket. Groups with equal addresses share a listener."""
 
     host: str = ""
     port: int = 0
@@ -33,13 +33,13 @@ class Address(Struct, frozen=True):
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
 
-def parse_address(group: str, text: str) -> Address:
+def parse_address(group: str, text: str) -> ListenerAddress:
     """The address of the "inference", "management" or "metrics" listener. Raises ConfigError."""
     if text.startswith("unix:"):
-        path = re.sub(r"^//(?=/)", "", text.removeprefix("unix:"))  # unix:///path is the same
+        path = re.sub(r"^//(?=/)", "", text.removeprefix("unix:"))  # unix:///path means the same
         if not path:
             raise ConfigError(f"{group}_address: found {text!r}, expected a path after unix:")
-        return Address(path=path)
+        return ListenerAddress(path=path)
     match = _ADDRESS.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -48,5 +48,5 @@ def parse_address(group: str, text: str) -> Address:
     scheme = (match[1] or "http").lower()
     port = int(match[3]) if match[3] else _PORTS[group][scheme]
     if port > 65535:
-        raise ConfigError(f"{group}_address: found port {port}, expected one from 0 to 65535")
-    return Address(match[2].strip("[]"), port, scheme == "https")
+        raise ConfigError(f"{group}_address: found port {port}, expected 0 to 65535")
+    return ListenerAddress(match[2].strip("[]"), port, scheme == "https")
