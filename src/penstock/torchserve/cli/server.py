@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from penstock.config.addresses import Address
 from penstock.config.checks import is_loopback
 from penstock.core.contracts import HttpSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.engine import Engine
@@ -27,6 +26,7 @@ from penstock.torchserve.cli.flags import ServerOptions, parser, resolve_options
 from penstock.torchserve.cli.listeners import GrpcAddress, Listeners, grpc_addresses, http_addresses, limits_of
 from penstock.torchserve.cli.logs import ServerLogs
 from penstock.torchserve.cli.pid_file import pid_path, remove_own
+from penstock.torchserve.config.addresses import ListenerAddress
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.metrics.declared import default_config, read_config
 from penstock.torchserve.metrics.machine import measure_of, watch
@@ -138,7 +138,7 @@ class TorchServe:
 def _warn_public(properties: Properties) -> None:
     """Warns of addresses that other machines can reach; they are used as configured."""
     http = [address for address, _ in http_addresses(properties)]
-    addresses: list[Address | GrpcAddress] = [*http, *grpc_addresses(properties)]
+    addresses: list[ListenerAddress | GrpcAddress] = [*http, *grpc_addresses(properties)]
     found = [str(address) for address in addresses if not address.path and not is_loopback(address.host)]
     if found:
         log.warning(
