@@ -46,7 +46,7 @@ bench: $(VENV)/.dev wrk redis-server
 docs: $(VENV)/.docs
 	$(BIN)/python -m penstock.config.document > docs/configuration.md
 	$(BIN)/python -m penstock.pipeline.manual docs/pipelines.md
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 PROTOS = src/penstock/torchserve/grpc/protos
 protos: $(VENV)/.dev
