@@ -1,10 +1,10 @@
-"""Does `penstock simulate` foretell what a server does: throughput and p99 of the simulated accelerator within 10 %?
+"""Does `penstock simulate` predict a server's throughput and p99 on the simulated accelerator within 10 %?
 
-The model takes 5 ms + 0.2 ms an item, 64 items at most a batch, one instance. Foretold is what the simulator makes of
-the same arrivals, an open loop at rates up to 83 % of the ceiling of 3,596/s; and of 256 clients, who keep it full. It
-is told what a user would measure: the time of batches of 1 and of 64, in process, and what a lone request takes on top
-of it. Measured is a server with the generator of `penstock bench`; medians of the rounds. "requests simulated, a
-second" is that of the open loops, on one core.
+The model takes 5 ms + 0.2 ms per item, with at most 64 items per batch and one instance. The loads are open loops at
+rates up to 83 % of the ceiling of 3,596/s, and a closed loop of 256 clients, which keeps the server busy. The simulator
+receives the same arrivals and the figures that a user would measure: the in-process time of batches of 1 and of 64, and
+the extra time of a lone request. The server is measured with the generator of `penstock bench`; figures are medians of
+the rounds. "requests simulated per second" covers the open loops, on one core.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock.perf.bench.figures import latency_of, summarise
 from penstock.perf.bench.load import closed_loop
 from penstock.perf.bench.measurement import Latency, Load
 from penstock.perf.bench.slo import Slo
-from penstock.perf.simulate.replay import DEPTH, Machine, parse_policies, replay
-from penstock.perf.simulate.simulate import Service, simulate
+from penstock.perf.simulate.replay import DEPTH, Grid, ReplayedServer, parse_policies, replay
+from penstock.perf.simulate.simulator import ClosedLoop, ServiceTime, SimulationSettings, simulate
 
 BODY = b'{"id": 12345, "text": "a small request of 50 bytes"}'
 WORKLOAD = harness.Workload("accelerator", BODY, {"id": 12345, "text": "a small request of 50 bytes"})
@@ -30,21 +30,22 @@ RATES = (200, 1000, 1800, 2500, 3000)
 CLIENTS = (256,)
 ROWS = 64
 NEAR = 0.10
-WANTED = 50_000  # requests simulated a second
+WANTED = 50_000  # requests simulated per second
 
 Figures = dict[str, float]
 
 
-def machine(server: harness.Server) -> Machine:
-    """The cost of batches, and the way to and from them."""
+def calibrated(server: harness.Server) -> ReplayedServer:
+    """The simulator's input: the measured cost of batches and the handover."""
     one, full = (harness.timed(lambda n=n: models.accelerator([None] * n), 1.0)["p50_ms"] / 1e3 for n in (1, ROWS))
     b = (full - one) / (ROWS - 1)
     lone = measured(server, Load(mode="closed", concurrency=1), 0, 1)["p50_ms"] / 1e3
-    return Machine(service=Service(one - b, b, jitter=0.01, tail=0.0), handover_s=max(0.0, lone - one))
+    service = ServiceTime(one - b, b, jitter=0.01, tail=0.0)
+    return ReplayedServer(service=service, handover_s=max(0.0, lone - one))
 
 
 def in_ms(latency: Latency) -> Figures:
-    """Its median and p99. Raises where it has none: a run that is too short."""
+    """The median and p99. Raises if the run is too short to have them."""
     assert latency.p50_s is not None
     assert latency.p99_s is not None
     return {"p50_ms": latency.p50_s * 1e3, "p99_ms": latency.p99_s * 1e3}
@@ -63,23 +64,16 @@ def measured(server: harness.Server, load: Load, seed: int, seconds: float) -> F
     return {"rate": run.throughput, **in_ms(run.latency), "invalid": float(bool(run.invalid))}
 
 
-def foretold(machine: Machine, load: Load, seed: int, seconds: float) -> Figures:
-    """What the simulator says of the same arrivals; with the requests it had, and the seconds it took."""
+def predicted(server: ReplayedServer, load: Load, seed: int, seconds: float) -> Figures:
+    """The simulator's prediction for the same arrivals, with the number of requests and the seconds it took."""
     start = time.process_time()
     if load.mode == "open":
         arrivals = harness.poisson(load.rate, seconds, seed)
-        one = next(replay(arrivals, (), machine, parse_policies("adaptive"), [ROWS], [1], Slo()))
+        one = next(replay(arrivals, server, Grid(parse_policies("adaptive"), [ROWS]), Slo()))
         rate, latency, requests = one.throughput, one.latency, len(arrivals)
     else:
-        found = simulate(
-            machine.service,
-            Adaptive(),
-            depth=DEPTH,
-            handover_s=machine.handover_s,
-            clients=load.concurrency,
-            horizon_s=seconds,
-            seed=seed,
-        )
+        settings = SimulationSettings(depth=DEPTH, handover_s=server.handover_s, seed=seed)
+        found = simulate(server.service, Adaptive(), ClosedLoop(load.concurrency, seconds), settings)
         rate, latency, requests = found.throughput, latency_of(found.latencies_s), found.requests
     took = time.process_time() - start
     return {"rate": rate, **in_ms(latency), "requests": requests, "seconds": took}
@@ -94,35 +88,37 @@ def main() -> None:
     with harness.serving({"penstock": ("penstock", WORKLOAD)}) as servers:
         server = servers["penstock"]
         measured(server, Load(mode="closed", concurrency=64), 0, 1)
-        told_of = machine(server)
+        model = calibrated(server)
         runs = {
             load: [measured(server, load, seed, options.seconds) for seed in range(options.rounds)] for load in loads
         }
     for load, samples in runs.items():
-        told = [foretold(told_of, load, seed, options.seconds) for seed in range(options.rounds)]
+        predictions = [predicted(model, load, seed, options.seconds) for seed in range(options.rounds)]
         if load.mode == "open":
             simulated = [
-                total + sum(one[key] for one in told)
+                total + sum(one[key] for one in predictions)
                 for total, key in zip(simulated, ("requests", "seconds"), strict=True)
             ]
         cells = []
         for key, what in (("rate", "throughput"), ("p50_ms", "p50"), ("p99_ms", "p99")):
-            middle, said = (statistics.median(sample[key] for sample in found) for found in (samples, told))
-            cells += [f"{said:,.4g}", f"{middle:,.4g}", f"{said / middle - 1:+.1%}"]
+            middle, prediction = (
+                statistics.median(sample[key] for sample in found) for found in (samples, predictions)
+            )
+            cells += [f"{prediction:,.4g}", f"{middle:,.4g}", f"{prediction / middle - 1:+.1%}"]
             if what != "p50":
-                off = abs(said / middle - 1)
-                report.target(f"{load.label}: {what}, part by which it is not foretold", [off], most=NEAR)
+                off = abs(prediction / middle - 1)
+                report.target(f"{load.label}: {what}, error of the prediction, as a share", [off], most=NEAR)
         rows.append([load.label, *cells, str(int(sum(sample["invalid"] for sample in samples)))])
     header = [
         "load",
-        *(f"{what}{more}" for what in ("requests/s", "p50 ms", "p99 ms") for more in (" foretold", "", " off")),
+        *(f"{what}{more}" for what in ("requests/s", "p50 ms", "p99 ms") for more in (" predicted", "", " error")),
     ]
-    a, b, way = told_of.service.a, told_of.service.b, told_of.handover_s
+    a, b, way = model.service.a, model.service.b, model.handover_s
     report.section(
-        f"Told: a batch takes {a * 1e3:.3f} ms + {b * 1e3:.4f} ms an item, a request {way * 1e3:.2f} ms more."
+        f"Input: a batch takes {a * 1e3:.3f} ms + {b * 1e3:.4f} ms per item, a request {way * 1e3:.2f} ms more."
     )
-    report.table("Foretold and measured", [*header, "runs INVALID"], rows)
-    report.target("requests simulated, a second", [simulated[0] / simulated[1]], least=WANTED)
+    report.table("Predicted and measured", [*header, "runs INVALID"], rows)
+    report.target("requests simulated per second", [simulated[0] / simulated[1]], least=WANTED)
     report.save()
 
 

@@ -1,10 +1,10 @@
-"""Does the tuner find what an exhaustive search would, in a fifth of its time, and promise nothing that is not so?
+"""Does the tuner find the optimum in a fifth of the time of an exhaustive search, and are its promises true?
 
-Synthetic machines in virtual time, of which the truth is known: t(n) = a + b*n, instances that slow each other down,
-three precisions that pay or do not, an SLO from tight to loose, all drawn anew for each seed. The space is 6 sizes of
-batches, 5 numbers of instances, 3 precisions. Exhaustive: each of the 90 settings gets a rate of its own, and the best
-are proven as always; nothing is ruled out by a curve. The true rate of settings is that of long runs (60,000 requests),
-to 1 %; the best one is looked for among the best six of the exhaustive search, and what the others chose.
+The machines are synthetic and run in virtual time, so the truth is known: t(n) = a + b*n, instances that slow each
+other down, three precisions that may or may not pay, and an SLO from tight to loose, all drawn anew for each seed. The
+space has 6 batch sizes, 5 numbers of instances and 3 precisions. The exhaustive search finds a rate for each of the 90
+settings without a batch curve, then proves the best as usual. The true rate of settings comes from long runs (60,000
+requests), to 1 %. The true optimum is the best of the exhaustive search's top six and the other searches' choices.
 """
 
 from __future__ import annotations
@@ -17,38 +17,41 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import harness
 from report import KEPT_ROUNDS
 
-from penstock.perf.simulate.synthetic import SyntheticBench, drawn
 from penstock.perf.tune.space import parse_settings, parse_space
-from penstock.perf.tune.tuner import tune
+from penstock.perf.tune.tuner import TuningOptions, tune
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.synthetic import SyntheticSystem, drawn
 
 SPACE = parse_space("batch=1..32,instances=1..16,precision=fp32,fp16,bf16")
 DEFAULT = parse_settings("batch=32,instances=1,precision=fp32")
 SEARCHES = ("auto", "climb", "halving", "tpe")
 SEEDS_A_ROUND = 2
-CANDIDATES = 6  # of the exhaustive search, for the one that is truly the best
+CANDIDATES = 6  # of the exhaustive search, for the true optimum
 
 
 def one_seed(seed: int, searches: Sequence[str]) -> dict[str, Any]:
-    """What each search finds on the machine of this seed, and the truth."""
+    """The result of each search on the machine of this seed, and the truth."""
     machine, slo = drawn(seed)
     limit_s = slo.latency_s
     assert limit_s is not None
     begin = time.perf_counter()
     found, candidates = {}, {}
     for search in ("grid", *searches):
-        bench = SyntheticBench(machine, slo, has_curve=search != "grid")
-        outcome = tune(bench, SPACE, slo, search=search, default=DEFAULT, seed=seed)
-        assert outcome.chosen is not None, f"seed {seed}: {search} finds nothing within {slo.text}"
+        system = SyntheticSystem(machine, slo, has_curve=search != "grid")
+        outcome = tune(system, SPACE, slo, TuningOptions(search=search, default=DEFAULT, seed=seed))
+        assert outcome.chosen is not None, f"seed {seed}: {search} finds no settings within {slo.text}"
         found[search] = outcome
         sustained = {s.settings: s.goodput for s in outcome.verdict.trajectory if s.goodput}
         top = sorted(sustained, key=sustained.__getitem__)[-CANDIDATES:] if search == "grid" else []
         candidates |= {text: sustained[text] for text in top} | {outcome.chosen.text: outcome.rate}
-    best = SyntheticBench(machine, slo)
+    best = SyntheticSystem(machine, slo)
     rates = {text: best.true_rate(parse_settings(text), rate) for text, rate in candidates.items()}
     truth = max(rates.values())
     result: dict[str, Any] = {"seed": seed, "slo": slo.text, "truth": truth, "best": max(rates, key=rates.__getitem__)}
@@ -68,21 +71,21 @@ def one_seed(seed: int, searches: Sequence[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--first", type=int, default=0, help="seed; with another than 0 nothing is kept")
-    parser.add_argument("--searches", default=",".join(SEARCHES), help="without all of them nothing is kept")
+    parser.add_argument("--first", type=int, default=0, help="first seed; only 0 keeps the results")
+    parser.add_argument("--searches", default=",".join(SEARCHES), help="only all of them keep the results")
     ours, sys.argv[1:] = parser.parse_known_args()
     searches = ours.searches.split(",")
     options = harness.options(__doc__, seconds=None)
     seeds = SEEDS_A_ROUND * options.rounds
     drawn_from = range(ours.first, ours.first + seeds)
-    method = f"Seeds {drawn_from[0]} to {drawn_from[-1]}. All but the seconds behind a seed are of virtual time."
+    method = f"Seeds {drawn_from[0]} to {drawn_from[-1]}. All times except the seconds after a seed are virtual."
     report = harness.Report(__file__, __doc__, options, {}, libraries=["optuna"], method=method)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = []
         for result in pool.map(partial(one_seed, searches=searches), drawn_from):
             results.append(result)
-            told = {k: v for k, v in result.items() if k not in searches}
-            print(told, result[searches[0]], sep="\n", flush=True)
+            summary = {k: v for k, v in result.items() if k not in searches}
+            print(summary, result[searches[0]], sep="\n", flush=True)
     for search in (*searches, "grid"):
         header = [
             "seed",
@@ -106,9 +109,9 @@ def main() -> None:
         all_of = [r[search] for r in results]
         able = sum(it["goodput"] >= 0.95 and it["time"] <= 0.2 for it in all_of)
         need = round(0.9 * seeds) if search == "auto" else None
-        what = f"{search}: seeds with 95 % of the best goodput in 20 % of the time, of {seeds}"
+        what = f"{search}: seeds with 95 % of the best goodput in 20 % of the time, out of {seeds}"
         report.target(what, [able], least=0 if need is None else need)
-        report.target(f"{search}: largest true p99 over the SLO's", [max(it["p99"] for it in all_of)], most=1.05)
+        report.target(f"{search}: largest true p99 / SLO", [max(it["p99"] for it in all_of)], most=1.05)
         print(f"{search}: median time {statistics.median(it['time'] for it in all_of):.1%}")
     whole = options.rounds >= KEPT_ROUNDS and ours.first == 0 and searches == list(SEARCHES)
     report.save(whole=whole)

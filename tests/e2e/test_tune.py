@@ -25,7 +25,7 @@ import numpy as np
 import penstock
 
 
-@penstock.model(max_queue=64)  # what is too much is refused at once
+@penstock.model(max_queue=64)  # excess requests are rejected at once
 class Net:
     parameters = {"example": [0.25, 0.5]}
 
@@ -58,15 +58,15 @@ TUNE = [
     "tune", "app.py:Net", "--slo", SLO, "--space", "batch=8,instances=1,precision=fp32,bf16", "--search", "grid",
     "--warmup", "0.2", "--price", "2", "--write", "penstock.toml", "--accuracy-check", "check.jsonl",
 ]  # fmt: skip
-# What a busy machine makes of latencies is not what is tested here: runs are short, and the SLO bears much.
+# The latencies of a busy machine are not under test: runs are short, and the SLO is generous.
 LENIENT = """
 import penstock.perf.bench.figures as figures
-import penstock.cli.tune as verb
+import penstock.perf.tune.cli as cli
 from penstock.cli.main import main
-from penstock.perf.simulate.capacity import Effort
+from penstock.perf.tune.rates import Effort
 
 figures.MATTERS = figures.MOST_CPU = 1e9
-verb._effort = lambda name: Effort(
+cli._effort = lambda name: Effort(
     probe_s=0.4, probe_samples=50, sure_s=0.4, sure_samples=100, latencies=0.2, most_s=0.6, precision=0.5, repeats=2,
     finalists=1,
 )
@@ -83,7 +83,7 @@ def penstock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 class Tuned(NamedTuple):
-    """A search that was interrupted, and then gone on with."""
+    """A search that was interrupted and then resumed."""
 
     folder: Path
     first: tuple[int, str, str]
@@ -102,11 +102,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     first, left = interrupted(folder, TUNE)
     records = (folder / "tune-net/records.jsonl").read_text().splitlines()
     toml = (folder / "penstock.toml").read_text()
-    return Tuned(folder, first, left, records, toml, gone_on_with(folder))
+    return Tuned(folder, first, left, records, toml, resumed(folder))
 
 
-def gone_on_with(folder: Path) -> subprocess.CompletedProcess[str]:
-    """A search that ends; with more time if a busy machine leaves none for the proof."""
+def resumed(folder: Path) -> subprocess.CompletedProcess[str]:
+    """A search that ends; it gets more time if a busy machine leaves none for the proof."""
     for budget in ("20s", "60s", "180s"):
         found = penstock(folder, *TUNE, "--budget", budget)
         if "give a longer --budget" not in found.stderr:
@@ -115,26 +115,26 @@ def gone_on_with(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def interrupted(folder: Path, words: Sequence[str]) -> tuple[tuple[int, str, str], list[int]]:
-    """((exit status, stdout, stderr), processes that are left) of a search that gets SIGINT at its second reading."""
+    """((exit status, stdout, stderr), remaining processes) of a search that gets SIGINT at its second run."""
     with subprocess.Popen(
         command(words), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        told: list[str] = []
+        lines: list[str] = []
         printed: list[str] = []
         reader = threading.Thread(target=lambda: printed.append(process.stdout.read()))  # type: ignore[union-attr]
         reader.start()
         children: list[psutil.Process] = []
         for line in process.stderr:
-            told.append(line)
-            if sum("/s poisson:" in each for each in told) == 1 and not children:
+            lines.append(line)
+            if sum("/s poisson:" in each for each in lines) == 1 and not children:
                 children = psutil.Process(process.pid).children(recursive=True)
                 process.send_signal(signal.SIGINT)
         reader.join()
         code = process.wait(60)
     _, alive = psutil.wait_procs(children, timeout=20)
-    return (code, printed[0], "".join(told)), [child.pid for child in alive]
+    return (code, printed[0], "".join(lines)), [child.pid for child in alive]
 
 
 def verdict(tuned: Tuned) -> dict[str, Any]:
@@ -142,29 +142,29 @@ def verdict(tuned: Tuned) -> dict[str, Any]:
     return found
 
 
-def test_ctrl_c_reports_what_there_is_and_leaves_no_process_and_no_change(tuned: Tuned) -> None:
-    code, said, told = tuned.first
-    assert code == 130, told
-    assert "it was interrupted" in said
-    assert re.search(r"nothing is written to .*penstock.toml: the search was interrupted", told)
+def test_ctrl_c_reports_the_best_so_far_and_leaves_no_process_and_no_change(tuned: Tuned) -> None:
+    code, stdout, stderr = tuned.first
+    assert code == 130, stderr
+    assert "it was interrupted" in stdout
+    assert re.search(r"nothing is written to .*penstock.toml: the search was interrupted", stderr)
     assert tuned.toml == TOML
     assert tuned.measured
     assert tuned.left == []
 
 
-def test_a_second_start_goes_on_and_measures_nothing_again(tuned: Tuned) -> None:
+def test_a_second_start_resumes_and_repeats_no_measurement(tuned: Tuned) -> None:
     assert tuned.second.returncode == 0, tuned.second.stderr
-    assert "goes on in tune-net" in tuned.second.stderr
+    assert "resumes in tune-net" in tuned.second.stderr
     records = (tuned.folder / "tune-net/records.jsonl").read_text().splitlines()
     assert records[: len(tuned.measured)] == tuned.measured
     assert len(records) > len(tuned.measured)
     assert "(measured before)" in tuned.second.stderr
 
 
-def test_the_verdict_has_the_choice_and_why_not_the_others(tuned: Tuned) -> None:
+def test_the_verdict_has_the_choice_and_the_reasons_against_the_others(tuned: Tuned) -> None:
     found = verdict(tuned)
     assert found["met"]
-    assert found["chosen"] in ("as it is", "batch=8,instances=1,precision=fp32")
+    assert found["chosen"] in ("baseline", "batch=8,instances=1,precision=fp32")
     assert found["goodput"] > 0
     assert found["cost_per_million"] == pytest.approx(2 / (found["goodput"] * 3600) * 1e6)
     assert found["command"].startswith("penstock tune app.py:Net --slo 'p99<=2s,error<=10%' ")
@@ -172,7 +172,7 @@ def test_the_verdict_has_the_choice_and_why_not_the_others(tuned: Tuned) -> None
     assert "1 of 1 answers differ; line 1: [0]: found 3, expected 2" in whys["batch=8,instances=1,precision=bf16"]
 
 
-def test_the_folder_has_results_and_a_report_in_both_forms(tuned: Tuned) -> None:
+def test_the_folder_has_results_and_a_report_in_both_formats(tuned: Tuned) -> None:
     folder = tuned.folder / "tune-net"
     for name in (
         "run.json",
@@ -190,13 +190,13 @@ def test_the_folder_has_results_and_a_report_in_both_forms(tuned: Tuned) -> None
     assert f"within {SLO}" in tuned.second.stdout
 
 
-def test_the_toml_has_what_was_found_and_every_comment(tuned: Tuned) -> None:
+def test_the_toml_has_the_result_and_every_comment(tuned: Tuned) -> None:
     text = (tuned.folder / "penstock.toml").read_text()
     for comment in ("# of the team", "# any", "# the one that counts", "# as agreed"):
         assert comment in text
     assert f"# penstock tune: {SLO} was kept at " in text
     model = tomllib.loads(text)["models"]["net"]
-    if verdict(tuned)["chosen"] != "as it is":
+    if verdict(tuned)["chosen"] != "baseline":
         assert (model["instances"], model["precision"], model["batching"]["max_batch_size"]) == (1, "fp32", 8)
     assert model["batching"]["timeout_s"] == 5.0
 
@@ -212,21 +212,21 @@ def test_a_server_with_that_toml_keeps_the_slo_in_a_fresh_bench(tuned: Tuned) ->
     assert run["answered"] == run["requests"] > 0
 
 
-def test_an_app_that_does_not_load_says_so_and_ends(tuned: Tuned) -> None:
+def test_an_app_that_does_not_load_ends_the_tuning_with_its_error(tuned: Tuned) -> None:
     found = penstock(tuned.folder, "tune", "app.py:Broken", "--slo", SLO)
     assert found.returncode == 1
     assert "OSError: no weights here" in found.stderr
     assert "Traceback" not in found.stdout
 
 
-def test_data_that_the_app_cannot_answer_ends_it_with_the_error(tuned: Tuned) -> None:
+def test_data_that_the_app_cannot_answer_ends_the_tuning_with_its_error(tuned: Tuned) -> None:
     (tuned.folder / "wrong.jsonl").write_text('{"a": 1}\n')
     found = penstock(tuned.folder, "tune", "app.py:Net", "--slo", SLO, "--data", "wrong.jsonl", "--output", "wrong")
     assert found.returncode == 1
-    assert "penstock: the app cannot answer what is sent: the model raised" in found.stderr
+    assert "penstock: the app cannot answer the requests: the model raised" in found.stderr
 
 
-def test_an_impossible_slo_is_told_with_what_comes_nearest_and_nothing_is_written(tuned: Tuned) -> None:
+def test_for_an_impossible_slo_the_nearest_settings_are_reported_and_nothing_is_written(tuned: Tuned) -> None:
     found = penstock(
         tuned.folder, "tune", "app.py:Net", "--slo", "p99<=1ms", "--space", "batch=1,4,instances=1", "--effort",
         "quick", "--output", "impossible", "--write", "new.toml",

@@ -21,9 +21,9 @@ _VERBS = {
     "gate": "penstock.perf.bench.cli:gate",
     "pipeline": "penstock.pipeline.cli:pipeline",
     "serve": "penstock.cli.serve:serve",
-    "simulate": "penstock.cli.simulate:simulate",
+    "simulate": "penstock.perf.simulate.cli:simulate",
     "torchserve": "penstock.torchserve.cli.torchserve:torchserve",
-    "tune": "penstock.cli.tune:tune",
+    "tune": "penstock.perf.tune.cli:tune",
     "worker": "penstock.streamer.redis.cli:worker",
 }
 

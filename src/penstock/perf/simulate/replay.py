@@ -1,4 +1,4 @@
-"""What each policy and batch size would make of recorded or synthetic arrivals: the real Scheduler in virtual time."""
+"""Replays arrivals through each policy and batch size: the real scheduler in virtual time."""
 
 from __future__ import annotations
 
@@ -18,43 +18,56 @@ from penstock.errors import ConfigError
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
 from penstock.perf.bench.slo import Slo
-from penstock.perf.simulate.simulate import Service, simulate
+from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulate
 
-TIMEOUT_S: Final = 30.0  # of the queue, as the configuration has it; here nothing is given up
-DEPTH: Final = 2  # as process workers are sent batches: one ahead
-WARM: Final = 0.15  # of a simulation is not counted
-KEEPS_UP: Final = 0.97  # of the offered rate: with less throughput the queue grows for ever
+TIMEOUT_S: Final = 30.0  # the configuration's default; here no request expires
+DEPTH: Final = 2  # process workers receive one batch ahead
+KEEPS_UP: Final = 0.97  # of the offered rate: with less throughput the queue grows without bound
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
 _UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-class Policy(Struct, frozen=True):
-    """A name of the configuration, and its delay where it was given one."""
+class PolicyChoice(Struct, frozen=True):
+    """A batching policy by name, with its longest hold if one was given."""
 
     name: str
     max_hold_s: float | None = None
 
     @property
     def text(self) -> str:
-        """As `parse_policies` reads it."""
+        """The form that `parse_policies` reads."""
         return self.name if self.max_hold_s is None else f"{self.name}:{self.max_hold_s * 1e3:g}ms"
 
     def make(self) -> BatchPolicy:
-        """A new one: a policy learns."""
+        """A new policy; a policy learns, so each simulation needs its own."""
         hold: float | Literal["auto"] = "auto" if self.max_hold_s is None else self.max_hold_s
         return policy_of(BatchingConfig(policy=self.name, max_hold_s=hold, timeout_s=TIMEOUT_S))
 
 
-class Machine(Struct, frozen=True, kw_only=True):
-    """What serves: a batch takes `service`; `handover_s` passes from the queue to the worker and back, together."""
+class Grid(Struct, frozen=True):
+    """The combinations that a replay tries."""
 
-    service: Service
+    policies: Sequence[PolicyChoice]
+    batches: Sequence[int] = (64,)
+    instances: Sequence[int] = (1,)
+
+    def __iter__(self) -> Iterator[tuple[PolicyChoice, int, int]]:
+        """Each (policy, batch size, instances). The policy `none` ignores the batch size and so appears once."""
+        for count, policy in itertools.product(self.instances, self.policies):
+            for batch in self.batches if policy.name != "none" else (1,):
+                yield policy, batch, count
+
+
+class ReplayedServer(Struct, frozen=True, kw_only=True):
+    """How long the server takes: `service` for a batch; `handover_s` from queue to worker and back, together."""
+
+    service: ServiceTime
     handover_s: float = 0.0
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """What one setting makes of the arrivals. `offered` and `throughput` are requests a second, `capacity` rows a
-    second of full batches; `busy` is the share of the instances' time."""
+class ReplayResult(Struct, frozen=True, kw_only=True):
+    """The result of one combination. `offered` and `throughput` are requests per second, `capacity` is the rows per
+    second of full batches, `busy` the share of the instances' time."""
 
     policy: str
     batch: int
@@ -70,12 +83,12 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the queue does not grow for ever."""
+        """Whether the queue stays bounded."""
         return self.throughput >= KEEPS_UP * self.offered
 
     @property
     def met(self) -> bool | None:
-        """Whether the SLO is, by whoever keeps up; None without one, or with too few requests to tell."""
+        """Whether it keeps up and meets the SLO; None without an SLO or with too few requests."""
         if not self.slo or any(clause.met is None for clause in self.slo):
             return None
         return self.keeps_up and all(clause.met for clause in self.slo)
@@ -90,7 +103,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_cost(text: str) -> tuple[float, float]:
-    """(a, b) of "5ms,0.2ms": seconds of a batch, and of each row in it. Raises ConfigError."""
+    """(a, b) of "5ms,0.2ms": seconds per batch, and per row in it. Raises ConfigError."""
     parts = text.split(",")
     if len(parts) != 2:
         raise ConfigError(f'cost "{text}": expected A,B for batches that take A + B x rows, for instance 5ms,0.2ms')
@@ -100,12 +113,12 @@ def parse_cost(text: str) -> tuple[float, float]:
     return a, b
 
 
-def parse_policies(text: str) -> list[Policy]:
-    """Those of "adaptive,fixed:5ms,none", each once; the delay is the longest hold. Raises ConfigError."""
+def parse_policies(text: str) -> list[PolicyChoice]:
+    """The distinct policies of "adaptive,fixed:5ms,none"; a delay is the longest hold. Raises ConfigError."""
     found = []
     for piece in text.split(","):
         name, _, delay = piece.strip().partition(":")
-        policy = Policy(name, parse_duration(delay) if delay else None)
+        policy = PolicyChoice(name, parse_duration(delay) if delay else None)
         policy.make()
         if delay and name == "none":
             raise ConfigError(f'policy "{piece}": none holds nothing; expected none without a delay')
@@ -115,83 +128,59 @@ def parse_policies(text: str) -> list[Policy]:
 
 def replay(
     arrivals: Sequence[float],
-    rows: Sequence[int],
-    machine: Machine,
-    policies: Sequence[Policy],
-    batches: Sequence[int],
-    instances: Sequence[int],
+    server: ReplayedServer,
+    grid: Grid,
     slo: Slo,
+    *,
+    rows: Sequence[int] = (),
     seed: int = 0,
-) -> Iterator[Outcome]:
-    """One outcome a setting, as they are found. `rows`: of each arrival, or nothing where each has one.
+) -> Iterator[ReplayResult]:
+    """One result for each combination of the grid, as soon as it is known. `rows` has the size of each request.
 
-    Nothing is refused and nothing expires: what a policy cannot do shows as latency. Without batches their size
-    decides nothing, so that the policy `none` is there once.
+    The server rejects and expires nothing, so overload shows as latency.
     """
-    for count, policy in itertools.product(instances, policies):
-        for batch in batches if policy.name != "none" else (1,):
-            yield _one(arrivals, rows, machine, policy, batch, count, slo, seed)
+    start = WARM * arrivals[-1]  # the throughput counts from here, too
+    span = arrivals[-1] - start
+    offered = (len(arrivals) - bisect_left(arrivals, start)) / span if span > 0 else 0.0
+    for policy, batch, instances in grid:
+        settings = SimulationSettings(
+            slots=instances,
+            depth=DEPTH,
+            handover_s=server.handover_s,
+            max_batch_size=batch,
+            slo_s=slo.latency_s,
+            deadlines=False,
+            seed=seed,
+        )
+        found = simulate(server.service, policy.make(), OpenLoop(arrivals, rows), settings)
+        run = Measurement(
+            load=Load(mode="open", rate=offered),
+            requests=len(found.latencies_s),
+            throughput=found.throughput,
+            latency=latency_of(found.latencies_s),
+        )
+        yield ReplayResult(
+            policy=policy.text,
+            batch=batch,
+            instances=instances,
+            offered=offered,
+            throughput=found.throughput,
+            capacity=server.service.capacity(instances, batch),
+            goodput=None if slo.latency_s is None else found.goodput,
+            latency=run.latency,
+            mean_batch=found.mean_batch,
+            busy=found.busy,
+            slo=slo.judge(run),
+        )
 
 
-def _one(
-    arrivals: Sequence[float],
-    rows: Sequence[int],
-    machine: Machine,
-    policy: Policy,
-    batch: int,
-    instances: int,
-    slo: Slo,
-    seed: int,
-) -> Outcome:
-    found = simulate(
-        machine.service,
-        policy.make(),
-        slots=instances,
-        depth=DEPTH,
-        handover_s=machine.handover_s,
-        max_batch_size=batch,
-        arrivals=arrivals,
-        rows=rows,
-        slo_s=slo.latency_s,
-        deadlines=False,
-        seed=seed,
-    )
-    offered = _offered(arrivals)
-    run = Measurement(
-        load=Load(mode="open", rate=offered),
-        requests=len(found.latencies_s),
-        throughput=found.throughput,
-        latency=latency_of(found.latencies_s),
-    )
-    return Outcome(
-        policy=policy.text,
-        batch=batch,
-        instances=instances,
-        offered=offered,
-        throughput=found.throughput,
-        capacity=machine.service.capacity(instances, batch),
-        goodput=None if slo.latency_s is None else found.goodput,
-        latency=run.latency,
-        mean_batch=found.mean_batch,
-        busy=found.busy,
-        slo=slo.judge(run),
-    )
+def best(results: Sequence[ReplayResult]) -> ReplayResult | None:
+    """The cheapest result that meets the SLO: fewest instances, then the lowest p99. Without an SLO the lowest p99 of
+    all that keep up. None if there is none."""
 
-
-def _offered(arrivals: Sequence[float]) -> float:
-    """Requests a second in the time that counts, which is that of the throughput; 0 where it holds none."""
-    start = WARM * arrivals[-1]
-    came = len(arrivals) - bisect_left(arrivals, start)
-    return came / (arrivals[-1] - start) if arrivals[-1] > start else 0.0
-
-
-def best(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The cheapest that meets the SLO: fewest instances, then the lowest p99. Without an SLO the lowest p99 of all that
-    keep up. None if there is none."""
-    able = [one for one in outcomes if (one.met if one.slo else one.keeps_up and one.latency.p99_s is not None)]
-
-    def dear(one: Outcome) -> tuple[int, float]:
+    def cost(one: ReplayResult) -> tuple[int, float]:
         p99_s = one.latency.p99_s
         return (one.instances if one.slo else 0, math.inf if p99_s is None else p99_s)
 
-    return min(able, key=dear, default=None)
+    eligible = (one for one in results if (one.met if one.slo else one.keeps_up and one.latency.p99_s is not None))
+    return min(eligible, key=cost, default=None)

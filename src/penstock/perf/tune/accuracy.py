@@ -1,8 +1,9 @@
-"""The accuracy guard: what a model answers to known inputs, held against what it should answer.
+"""The accuracy guard: compares a model's answers to known inputs with the expected ones.
 
-Answers are compared as callers get them. JSON is compared value by value: numbers may differ by the tolerance, of
-themselves or of 1, whichever is more, and two whole ones by the tolerance itself: they are labels and counts, of which
-281 is not nearly 282. Everything else, also the length of a list, must be equal. So must other bytes.
+Answers are compared in the form that callers receive. JSON is compared value by value: numbers may differ by the
+tolerance, relative to the larger of the expected value and 1. Two whole numbers may differ by the tolerance itself,
+because they are labels and counts: 281 is not nearly 282. Everything else must be equal, including list lengths and
+bytes that are not JSON.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from msgspec import UNSET, Struct
 
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.payload import JSON, content_type_of
-from penstock.perf.tune.curve import Body, Given
+from penstock.perf.tune.profiler import RequestBody, SampleAnswer
 
 TOLERANCE: Final = 0.01
 _EXPECTED: Final = "expected.jsonl"
-_NO_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_JSON_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Sample(Struct, frozen=True):
-    """One input, and what should be answered (UNSET: what the reference settings answer). `name` is for people."""
+    """One input and its expected answer; UNSET stands for the answer of the reference. `name` is for messages."""
 
     name: str
-    body: Body
+    body: RequestBody
     expected: Any = UNSET
 
 
 class Agreement(Struct, frozen=True):
-    """How many of the samples were answered as they should be, and the worst of the numbers that were compared."""
+    """How many answers differ from the expected ones, and the largest difference within the tolerance."""
 
     samples: int
     differing: int
@@ -48,7 +49,7 @@ class Agreement(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """In words, with what differs first."""
+        """The agreement in words, with the first difference."""
         if self.holds:
             return f"all {self.samples} answers agree (largest difference {self.worst:.2g})"
         return f"{self.differing} of {self.samples} answers differ; {self.first}"
@@ -58,11 +59,11 @@ class Agreement(Struct, frozen=True):
 
 
 def read_samples(path: str) -> list[Sample]:
-    """The samples of a file: `.jsonl`, `.npz`, a folder, or any other file, which is one request. Raises ConfigError.
+    """The samples of a `.jsonl`, a `.npz`, a folder, or any other file, which is one request. Raises ConfigError.
 
-    A line of `.jsonl` is a request's JSON, or `{"input": ..., "output": ...}` with what should be answered. `.npz` has
-    `inputs` and may have `outputs`, of which axis 0 are the requests. A folder's files are requests in the order of
-    their names; its `expected.jsonl`, if there, has a line for each.
+    A line of `.jsonl` is a request's JSON, or `{"input": ..., "output": ...}` with the expected answer. A `.npz` has
+    `inputs` and optionally `outputs`, whose axis 0 indexes requests. Each file of a folder is a request, in the order
+    of the names; an `expected.jsonl` has a line for each.
     """
     file = Path(path)
     if not file.exists():
@@ -76,24 +77,24 @@ def read_samples(path: str) -> list[Sample]:
     else:
         samples = [_of_file(file)]
     if not samples:
-        raise ConfigError(f"--accuracy-check {path}: holds no input; expected one or more")
+        raise ConfigError(f"--accuracy-check {path}: found no input; expected one or more")
     return samples
 
 
 def _of_file(file: Path, expected: Any = UNSET) -> Sample:
-    return Sample(file.name, Body(_bytes(file), content_type_of(file)), expected)
+    return Sample(file.name, RequestBody(_bytes(file), content_type_of(file)), expected)
 
 
 def _of_folder(folder: Path) -> list[Sample]:
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name != _EXPECTED and not f.name.startswith("."))
-    told = folder / _EXPECTED
-    if not told.exists():
+    answers = folder / _EXPECTED
+    if not answers.exists():
         return [_of_file(f) for f in files]
-    expected = [value for _, value in _lines(told)]
+    expected = [value for _, value in _lines(answers)]
     if len(expected) != len(files):
         raise ConfigError(
             f"--accuracy-check {folder}: found {len(files)} inputs and {len(expected)} lines in {_EXPECTED}; expected a"
-            " line for each, in the order of their names"
+            " line for each input, in the order of their names"
         )
     return [_of_file(f, value) for f, value in zip(files, expected, strict=True)]
 
@@ -101,14 +102,14 @@ def _of_folder(folder: Path) -> list[Sample]:
 def _of_lines(file: Path) -> list[Sample]:
     samples = []
     for number, value in _lines(file):
-        told = isinstance(value, dict) and set(value) == {"input", "output"}
-        asked, expected = (value["input"], value["output"]) if told else (value, UNSET)
-        samples.append(Sample(f"line {number}", Body(msgspec.json.encode(asked), JSON), expected))
+        has_output = isinstance(value, dict) and set(value) == {"input", "output"}
+        given, expected = (value["input"], value["output"]) if has_output else (value, UNSET)
+        samples.append(Sample(f"line {number}", RequestBody(msgspec.json.encode(given), JSON), expected))
     without = next((s for s in samples if s.expected is UNSET), None)
-    told_of = sum(s.expected is not UNSET for s in samples)
-    if without is not None and told_of:
+    outputs = sum(s.expected is not UNSET for s in samples)
+    if without is not None and outputs:
         raise ConfigError(
-            f'--accuracy-check {file}: {told_of} of {len(samples)} lines have an "output", {without.name} has none;'
+            f'--accuracy-check {file}: {outputs} of {len(samples)} lines have an "output", {without.name} has none;'
             ' expected {"input": ..., "output": ...} in all lines, or in none'
         )
     return samples
@@ -121,8 +122,8 @@ def _lines(file: Path) -> list[tuple[int, Any]]:
             continue
         try:
             found.append((number, msgspec.json.decode(line)))
-        except _NO_JSON as error:
-            raise ConfigError(f"--accuracy-check {file}: line {number} is no JSON: {error}") from None
+        except _JSON_ERRORS as error:
+            raise ConfigError(f"--accuracy-check {file}: line {number} is not JSON: {error}") from None
     return found
 
 
@@ -137,16 +138,18 @@ def _of_arrays(file: Path) -> list[Sample]:
             hint = nearest(name, ("inputs", "outputs"))
             raise ConfigError(f"--accuracy-check {file}: found an array '{name}', expected inputs and outputs{hint}")
         if array.dtype.kind not in "biufU":
-            raise ConfigError(f"--accuracy-check {file}: {name} are {array.dtype}, expected numbers, truths or texts")
+            raise ConfigError(
+                f"--accuracy-check {file}: {name} are {array.dtype}, expected numbers, booleans or strings"
+            )
     if "inputs" not in found or not found["inputs"].ndim:
-        raise ConfigError(f"--accuracy-check {file}: found no array 'inputs' whose axis 0 are the requests")
+        raise ConfigError(f"--accuracy-check {file}: found no array 'inputs' whose axis 0 indexes requests")
     inputs, outputs = found["inputs"], found.get("outputs")
     if outputs is not None and (not outputs.ndim or len(outputs) != len(inputs)):
         raise ConfigError(
             f"--accuracy-check {file}: found {len(inputs)} inputs and {len(outputs) if outputs.ndim else 'no'} outputs;"
             " expected one for each"
         )
-    bodies = [Body(msgspec.json.encode(row.tolist()), JSON) for row in inputs]
+    bodies = [RequestBody(msgspec.json.encode(row.tolist()), JSON) for row in inputs]
     expected = [UNSET] * len(inputs) if outputs is None else outputs.tolist()
     return [Sample(f"row {i}", body, e) for i, (body, e) in enumerate(zip(bodies, expected, strict=True))]
 
@@ -158,31 +161,33 @@ def _bytes(file: Path) -> bytes:
         raise ConfigError(f"--accuracy-check {file}: cannot be read: {error.strerror}") from None
 
 
-# ---- comparing
+# ---- comparison
 
 
-def truth_of(samples: Sequence[Sample], reference: Sequence[Given]) -> list[Any]:
-    """What each sample should be answered: as its file tells, else as the reference did. Raises ConfigError when that
-    failed: nothing could be told by it."""
-    truth = []
-    for sample, given in zip(samples, reference, strict=True):
-        if sample.expected is UNSET and given.error:
+def expected_answers(samples: Sequence[Sample], reference: Sequence[SampleAnswer]) -> list[Any]:
+    """The expected answer of each sample: from its file, else the reference's. Raises ConfigError if that failed,
+    because then there is nothing to compare with."""
+    answers = []
+    for sample, answer in zip(samples, reference, strict=True):
+        if sample.expected is UNSET and answer.error:
             raise ConfigError(
-                f"--accuracy-check: the model itself cannot answer {sample.name} ({given.error}), so nothing can be"
-                " compared with it; expected inputs that it takes"
+                f"--accuracy-check: the model itself cannot answer {sample.name} ({answer.error}), so there is nothing"
+                " to compare with; give inputs that it accepts"
             )
-        truth.append(_value(given) if sample.expected is UNSET else sample.expected)
-    return truth
+        answers.append(_value(answer) if sample.expected is UNSET else sample.expected)
+    return answers
 
 
-def agreement(samples: Sequence[Sample], truth: Sequence[Any], answers: Sequence[Given], tolerance: float) -> Agreement:
-    """How the answers agree with the truth."""
+def agreement(
+    samples: Sequence[Sample], expected: Sequence[Any], answers: Sequence[SampleAnswer], tolerance: float
+) -> Agreement:
+    """The agreement of the answers with the expected ones."""
     differing, worst, first = 0, 0.0, ""
-    for sample, expected, given in zip(samples, truth, answers, strict=True):
-        if given.error:
-            size, where = float("inf"), f"the model failed: {given.error}"
+    for sample, wanted, answer in zip(samples, expected, answers, strict=True):
+        if answer.error:
+            size, where = float("inf"), f"the model failed: {answer.error}"
         else:
-            size, where = difference(expected, _value(given))
+            size, where = difference(wanted, _value(answer))
         if size <= tolerance:
             worst = max(worst, size)
             continue
@@ -192,22 +197,21 @@ def agreement(samples: Sequence[Sample], truth: Sequence[Any], answers: Sequence
     return Agreement(len(samples), differing, worst, first)
 
 
-def _value(given: Given) -> Any:
-    """An answer as it is compared: what JSON means, else its bytes."""
-    kind = given.content_type.partition(";")[0].strip().lower()
+def _value(answer: SampleAnswer) -> Any:
+    """The value to compare: decoded JSON, text, or bytes."""
+    kind = answer.content_type.partition(";")[0].strip().lower()
     if kind == JSON or kind.endswith("+json"):
         try:
-            return msgspec.json.decode(given.body)
-        except _NO_JSON:
-            return given.body
+            return msgspec.json.decode(answer.body)
+        except _JSON_ERRORS:
+            return answer.body
     if kind.startswith("text/"):
-        return given.body.decode(errors="replace")
-    return given.body
+        return answer.body.decode(errors="replace")
+    return answer.body
 
 
 def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
-    """(the largest difference, as it counts against the tolerance, where it is in words); infinite if no number can be
-    put to it."""
+    """(the largest difference on the scale of the tolerance, its place in words); infinite if it is not numeric."""
     if _is_number(expected) and _is_number(found):
         return _of_numbers([expected], [found], where, "")
     if isinstance(expected, dict) and isinstance(found, dict):
@@ -233,13 +237,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_numbers(expected: list[Any], found: list[Any]) -> bool:
-    """Whether both are numbers alone that can be compared at once: whole ones in both, or none in one of the two."""
+    """Whether both lists hold only numbers that one rule covers: integers in both, or floats throughout one of them."""
     kinds = set(map(type, expected)), set(map(type, found))
     return bool(expected) and ({float} in kinds or kinds == ({int}, {int})) and kinds[0] | kinds[1] <= {int, float}
 
 
 def _of_numbers(expected: list[Any], found: list[Any], where: str, brackets: str) -> tuple[float, str]:
-    """Of lists as `_are_numbers` says; whole numbers may be of any size."""
+    """The largest difference of two lists that `_are_numbers` accepts; integers may have any size."""
     if type(expected[0]) is type(found[0]) is int:
         away = [abs(f - e) for e, f in zip(expected, found, strict=True)]
         at = away.index(max(away))
@@ -256,7 +260,7 @@ def _of_numbers(expected: list[Any], found: list[Any], where: str, brackets: str
 
 
 def _as_float(number: float) -> float:
-    """Of a whole number that no float can hold, infinity."""
+    """The number as a float; infinity for an integer that is too large."""
     try:
         return float(number)
     except OverflowError:

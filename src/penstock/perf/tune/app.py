@@ -1,4 +1,4 @@
-"""A Bench over a real app: a server of its own that is loaded and measured, and one instance alone beside it."""
+"""The system under test for a real app: a server under load, and profiles of one instance alone."""
 
 from __future__ import annotations
 
@@ -22,260 +22,264 @@ from penstock.perf.bench.measurement import Load, Measurement
 from penstock.perf.bench.payload import Payload, check_of, payloads, request_of
 from penstock.perf.bench.run import TargetFailing, measure
 from penstock.perf.bench.slo import Slo
-from penstock.perf.tune.accuracy import TOLERANCE, Sample, agreement, truth_of
-from penstock.perf.tune.curve import Body, Order, Rehearsal, rehearse
-from penstock.perf.tune.served import Served, Subject
-from penstock.perf.tune.space import Settings, Space
-from penstock.perf.tune.trial import Curve, Reading
+from penstock.perf.tune.accuracy import TOLERANCE, Sample, agreement, expected_answers
+from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, profile_instance
+from penstock.perf.tune.runner import single_instance
+from penstock.perf.tune.server import TunedModel, TunedServer
+from penstock.perf.tune.space import CandidateSettings, SearchSpace
+from penstock.perf.tune.system import BatchCurve, MeasuredRun
 from penstock.serving.observe.system import Gpus
 from penstock.serving.protocols.oip import HEADER_LENGTH
 from penstock.serving.protocols.oip_npy import NPY
 
 log = logging.getLogger("penstock.tune")
 
-WARM_S: Final = 0.5  # of load that is not counted, on settings that were warmed up before
-PATIENCE: Final = 3.0  # times the latency of the SLO: what takes longer has broken it
+WARM_S: Final = 0.5  # of load that is not counted, with settings that were warmed up before
+PATIENCE: Final = 3.0  # times the latency of the SLO: a slower answer violates it anyway
 LEAST_PATIENCE_S: Final = 1.0
-LATE: Final = 0.1  # of the SLO's latency: late by so little the generator only makes it harder to keep
-MOST_INVALID: Final = 8  # runs in a row: then it is no rate that is too high, but the machine that is too busy
-SAMPLES: Final = 16  # requests whose answers are compared where no file of samples is given
-_SHARED: Final = ("batch", "instances", "hold", "policy")  # knobs that change nothing about one batch alone
+LATE: Final = 0.1  # of the SLO's latency: a generator this late only makes the SLO harder to keep
+MOST_INVALID: Final = 8  # runs in a row: then the machine is too busy, whatever the rate
+SAMPLES: Final = 16  # requests whose answers are compared without a file of samples
 
 
-class Check(Struct, frozen=True, kw_only=True):
-    """How the answers of settings are checked. `samples` None: the first requests of the load are compared."""
+class AppOptions(Struct, frozen=True, kw_only=True):
+    """How an app is loaded and checked.
+
+    `samples` None compares the first requests of the load, within `tolerance`. `data` is the --data of `penstock
+    bench`. `warm_s` is the uncounted load after each load of the model; None: until throughput settles.
+    """
 
     samples: Sequence[Sample] | None = None
     tolerance: float = TOLERANCE
+    data: str | None = None
+    seed: int = 0
+    warm_s: float | None = None
 
 
-class App:
-    """What `penstock serve` makes of an app under settings. See Bench for its calls; `start` comes first."""
+class AppUnderTest:
+    """An app that `penstock serve` serves under candidate settings. Implements SystemUnderTest; call `start` first."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        space: Space,
-        slo: Slo,
-        *,
-        check: Check | None = None,
-        data: str | None = None,
-        seed: int = 0,
-        warm_s: float | None = None,
-    ) -> None:
-        """`data` is what is sent, as `penstock bench --data` takes it. `warm_s`: uncounted load on settings that were
-        just loaded, None until it is settled."""
-        self._subject, self._space, self._slo = subject, space, slo
-        self._check = check or Check()
-        self._data, self._seed = data, seed
-        self._served = Served(subject)
+    def __init__(self, model: TunedModel, space: SearchSpace, slo: Slo, options: AppOptions | None = None) -> None:
+        self._space, self._slo, self._options = space, slo, options or AppOptions()
+        self._server = TunedServer(model)
+        self._profiles = _Profiles(model, space, slo, self._server)
         self._payloads: list[Payload] = []
-        self._bodies: list[Body] = []  # the same, as a worker sees them
-        self._rehearsed: dict[Settings, Rehearsal | LoadFailed] = {}
-        self._costs: dict[Settings, float] = {}
-        self._truth: list[Any] | None = None
-        self._warm_s, self._warm = warm_s, False  # whether what is loaded was under load before
-        self._warm_again_s = WARM_S if warm_s is None else min(WARM_S, warm_s)
-        self._spent_s = 0.0  # that changes of settings and failed rehearsals took, and no reading has counted yet
-        self._invalid = 0  # how many of the last runs were
-        self._free_bytes = _free_bytes()
+        self._expected: list[Any] | None = None
+        self._warm = False  # whether the loaded model has run under load before
+        self._spent_s = 0.0  # of settings changes, not yet counted by a run
+        self._invalid = 0  # consecutive INVALID runs
         self._runner = asyncio.Runner(loop_factory=_loop_factory())
 
     def start(self) -> None:
-        """Serves the app as it is, finds what to send, and lets one instance of it answer that.
+        """Serves the baseline, finds the requests to send, and profiles one instance with them.
 
-        Raises PenstockError: it does not load, or cannot answer what is sent; ConfigError for data that cannot be, for
-        samples that its own answers differ from, and for knobs that it has no use for.
+        Raises PenstockError if the app does not load or cannot answer the requests; ConfigError for invalid data, for
+        samples that its own answers differ from, and for parameters that the model does not accept.
         """
-        self._served.use(Settings())
-        self._payloads = payloads(self._data, self._served.target, self._seed)
-        self._bodies = [_body(payload, self._served.target.path) for payload in self._payloads]
-        found = self._alone(Settings())
-        if isinstance(found, LoadFailed):
-            raise found
-        if why := _wrong(found):
-            raise PenstockError(f"the app cannot answer what is sent: {why}; give --data that it takes")
-        for knob in self._space.knobs:
-            if knob.name in found.ignores:
+        baseline = CandidateSettings()
+        self._server.use(baseline)
+        target = self._server.target
+        self._payloads = payloads(self._options.data, target, self._options.seed)
+        bodies = [_body(payload, target.path) for payload in self._payloads]
+        first = zip(self._payloads[:SAMPLES], bodies[:SAMPLES], strict=True)
+        given = self._options.samples
+        samples = [Sample(payload.name, body) for payload, body in first] if given is None else given
+        self._profiles.send(bodies, samples)
+        profile = self._profiles.get(baseline)
+        if isinstance(profile, LoadFailed):
+            raise profile
+        if why := _failure(profile):
+            raise PenstockError(f"the app cannot answer the requests: {why}; give --data that it accepts")
+        for parameter in self._space.parameters:
+            if parameter.name in profile.ignores:
                 raise ConfigError(
-                    f"--space {knob.name}: the model has no use for it, for its `load` has no parameter of that name;"
-                    " add that, or leave the knob out"
+                    f"--space {parameter.name}: the model does not use it, because its `load` has no parameter of that"
+                    " name; add one, or remove it from the space"
                 )
-        samples, (reference, how) = self._samples(), self._reference(found)
-        self._truth = truth_of(samples, reference.answers)
-        agreed = agreement(samples, self._truth, reference.answers, self._check.tolerance)
+        reference, how = self._reference(profile)
+        self._expected = expected_answers(samples, reference.answers)
+        agreed = agreement(samples, self._expected, reference.answers, self._options.tolerance)
         if not agreed.holds:
             raise ConfigError(f"the app {how} does not pass --accuracy-check: {agreed.text}")
 
+    def _reference(self, baseline: InstanceProfile) -> tuple[InstanceProfile, str]:
+        """The profile whose answers count as correct: fp32 if the space has it and it runs, else the baseline."""
+        if any(p.name == "precision" and "fp32" in p.values for p in self._space.parameters):
+            found = self._profiles.get(CandidateSettings().put(precision="fp32"))
+            if not isinstance(found, LoadFailed) and not _failure(found):
+                return found, "in fp32"
+        return baseline, "with its baseline settings"
+
     @property
     def payload_bytes(self) -> int:
-        """Mean size of what is sent; 0 before that is known."""
+        """Mean size of the requests; 0 before `start`."""
         return round(sum(len(p.body) for p in self._payloads) / max(1, len(self._payloads)))
 
-    # ---- Bench
+    # ---- SystemUnderTest
 
-    def refusal(self, settings: Settings) -> str | None:
-        """See Bench: it does not load, cannot answer, or answers otherwise."""
-        found = self._alone(settings)
+    def refusal(self, settings: CandidateSettings) -> str | None:
+        """The model does not load, cannot answer, or answers differently."""
+        found = self._profiles.get(settings)
         if isinstance(found, LoadFailed):
             return f"does not load: {found.message}"
-        if why := _wrong(found):
+        if why := _failure(found):
             return f"cannot answer: {why}"
-        assert self._truth is not None, "started"
-        agreed = agreement(self._samples(), self._truth, found.answers, self._check.tolerance)
+        assert self._expected is not None, "started"
+        agreed = agreement(self._profiles.samples, self._expected, found.answers, self._options.tolerance)
         return None if agreed.holds else agreed.text
 
-    def curve(self, settings: Settings) -> Curve | None:
-        """See Bench. Times and memory of one instance that has all cores for itself: no server is faster."""
-        found = self._alone(settings)
-        if isinstance(found, LoadFailed) or not found.curve:
-            return None
-        devices = self._devices(settings)
-        on_gpu = devices[0].startswith("cuda")
-        memory, limit = (
-            (found.device_bytes, _gpu_bytes(len(devices))) if on_gpu else (found.memory_bytes, self._free_bytes)
-        )
-        return Curve(
-            points=tuple(sorted(found.curve.items())),
-            memory_bytes=memory or None,
-            limit_bytes=limit or None,
-            cost_s=self._costs[self._key(settings)],
-        )
+    def curve(self, settings: CandidateSettings) -> BatchCurve | None:
+        """Times and memory of one instance that has all cores to itself, so no server is faster."""
+        return self._profiles.curve(settings)
 
-    def prepare(self, settings: Settings) -> None:
-        """See Bench. Raises LoadFailed."""
+    def prepare(self, settings: CandidateSettings) -> None:
+        """Raises LoadFailed."""
         started = time.monotonic()
-        if self._served.use(settings):
+        if self._server.use(settings):
             self._warm = False
         self._spent_s += time.monotonic() - started
 
-    def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:
-        """See Bench. Raises PenstockError when the load generator itself is too slow for anything."""
-        return self._read(settings, lambda: Load(mode="open", rate=rate, seconds=seconds, seed=seed))
+    def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> MeasuredRun:
+        """Raises PenstockError if the load generator is too slow for any rate."""
+        return self._run(settings, lambda: Load(mode="open", rate=rate, seconds=seconds, seed=seed))
 
-    def saturate(self, settings: Settings, seconds: float, seed: int) -> Reading:
-        """See Bench."""
-        return self._read(
-            settings,
-            lambda: Load(mode="closed", concurrency=self._served.clients(), seconds=seconds, seed=seed),
+    def saturate(self, settings: CandidateSettings, seconds: float, seed: int) -> MeasuredRun:
+        """As many clients as the server's batches and instances need."""
+        return self._run(
+            settings, lambda: Load(mode="closed", concurrency=self._server.clients(), seconds=seconds, seed=seed)
         )
 
     def close(self) -> None:
-        """See Bench; safe to call twice."""
-        self._served.close()
+        """Safe to call twice."""
+        self._server.close()
         self._runner.close()
 
-    # ---- the server
+    # ---- load
 
-    def _read(self, settings: Settings, load: Callable[[], Load]) -> Reading:
+    def _run(self, settings: CandidateSettings, load: Callable[[], Load]) -> MeasuredRun:
         self.prepare(settings)
         started = time.monotonic()
         try:
             run = self._runner.run(self._measured(settings, load()))
-        except (
-            TargetFailing,
-            Unreachable,
-            ConfigError,
-        ) as error:  # in time before any load: these settings are no good
-            self._spent_s = 0.0  # whoever asks for what fails counts its time
-            raise LoadFailed(f"loaded, but {error.message}") from error  # ConfigError: so slow that no request comes
+        except (TargetFailing, Unreachable, ConfigError) as error:
+            # ConfigError: no request arrives within the run. The caller counts the time of a failure.
+            self._spent_s = self._profiles.failed_s = 0.0
+            raise LoadFailed(f"loaded, but {error.message}") from error
         self._warm = True
         self._invalid = self._invalid + 1 if run.invalid else 0
         if self._invalid == MOST_INVALID:
             raise PenstockError(
-                f"{MOST_INVALID} runs in a row were INVALID, so nothing can be told here: {run.invalid[0]}"
+                f"{MOST_INVALID} runs in a row were INVALID, so nothing can be measured here: {run.invalid[0]}"
             )
-        cost_s, self._spent_s = self._spent_s + time.monotonic() - started, 0.0
-        return Reading(run=run, cost_s=cost_s)
+        cost_s = self._spent_s + self._profiles.failed_s + time.monotonic() - started
+        self._spent_s = self._profiles.failed_s = 0.0
+        return MeasuredRun(run=run, cost_s=cost_s)
 
-    async def _measured(self, settings: Settings, load: Load) -> Measurement:
-        target, limit_s = self._served.target, self._slo.latency_s
+    async def _measured(self, settings: CandidateSettings, load: Load) -> Measurement:
+        target, limit_s, warm_s = self._server.target, self._slo.latency_s, self._options.warm_s
+        if self._warm:
+            warm_s = WARM_S if warm_s is None else min(WARM_S, warm_s)
         return await measure(
             target,
             [request_of(target, payload) for payload in self._payloads],
             load,
             slo=self._slo,
-            warm_s=self._warm_again_s if self._warm else self._warm_s,
+            warm_s=warm_s,
             label=str(settings),
             check=check_of(target),
             timeout_s=None if limit_s is None else max(LEAST_PATIENCE_S, PATIENCE * limit_s),
             late_s=LATE * (limit_s or 0.0),
         )
 
-    # ---- one instance alone
 
-    def _alone(self, settings: Settings) -> Rehearsal | LoadFailed:
-        """What one instance does with what of the settings concerns it; found out once."""
-        key = self._key(settings)
-        if key not in self._rehearsed:
+class _Profiles:
+    """Profiles of one instance alone, each measured once. `failed_s` is the time of failed ones, which no curve has."""
+
+    def __init__(self, model: TunedModel, space: SearchSpace, slo: Slo, server: TunedServer) -> None:
+        self._model, self._space, self._slo, self._server = model, space, slo, server
+        self._bodies: list[RequestBody] = []
+        self.samples: Sequence[Sample] = ()
+        self.failed_s = 0.0
+        self._known: dict[CandidateSettings, tuple[InstanceProfile | LoadFailed, float]] = {}  # with its cost
+        self._free_bytes = _free_bytes()
+
+    def send(self, bodies: list[RequestBody], samples: Sequence[Sample]) -> None:
+        """Sets the requests for timing, and the samples to answer."""
+        self._bodies, self.samples = bodies, samples
+
+    def get(self, settings: CandidateSettings) -> InstanceProfile | LoadFailed:
+        """The profile of an instance with these settings, or why it does not load."""
+        return self._get(settings)[0]
+
+    def curve(self, settings: CandidateSettings) -> BatchCurve | None:
+        """The batch curve of an instance with these settings, with the memory of the machine."""
+        found, cost_s = self._get(settings)
+        if isinstance(found, LoadFailed) or not found.curve:
+            return None
+        devices = self._devices(settings)
+        memory, limit = found.memory_bytes, self._free_bytes
+        if devices[0].startswith("cuda"):
+            memory, limit = found.device_bytes, _gpu_bytes(len(devices))
+        return BatchCurve(
+            points=tuple(sorted(found.curve.items())),
+            memory_bytes=memory or None,
+            limit_bytes=limit or None,
+            cost_s=cost_s,
+        )
+
+    def _get(self, settings: CandidateSettings) -> tuple[InstanceProfile | LoadFailed, float]:
+        key = single_instance(settings)
+        if key not in self._known:
             started = time.monotonic()
-            if self._crowded(key):
-                self._served.close()
+            if self._memory_is_short(key):
+                self._server.close()
+            found: InstanceProfile | LoadFailed
             try:
-                self._rehearsed[key] = rehearse(self._order(key))
+                found = profile_instance(self._request(key))
             except LoadFailed as error:
-                self._rehearsed[key] = error
-                self._spent_s += time.monotonic() - started  # nobody asks for its curve
-            self._costs[key] = time.monotonic() - started
-            log.info("alone settings=%s cost_s=%.3g", key, self._costs[key])
-        return self._rehearsed[key]
+                found = error
+                self.failed_s += time.monotonic() - started
+            cost_s = time.monotonic() - started
+            self._known[key] = found, cost_s
+            log.info("alone settings=%s cost_s=%.3g", key, cost_s)
+        return self._known[key]
 
-    def _crowded(self, settings: Settings) -> bool:
-        """Whether the model may have no room for one instance more beside those of the server."""
+    def _memory_is_short(self, settings: CandidateSettings) -> bool:
+        """Whether there may be no room for one more instance next to the server's."""
         return self._devices(settings)[0].startswith("cuda") or 2 * _free_bytes() < self._free_bytes
 
-    def _key(self, settings: Settings) -> Settings:
-        kept = [knob for knob, _ in settings.items if knob not in _SHARED and not knob.startswith("batching.")]
-        return settings.only(*kept)
-
-    def _reference(self, plain: Rehearsal) -> tuple[Rehearsal, str]:
-        """What the app as it is does, in fp32 where that is among what is tried and runs; and that in words."""
-        if any(knob.name == "precision" and "fp32" in knob.values for knob in self._space.knobs):
-            found = self._alone(Settings().put(precision="fp32"))
-            if not isinstance(found, LoadFailed) and not _wrong(found):
-                return found, "in fp32"
-        return plain, "as it is"
-
-    def _order(self, settings: Settings) -> Order:
-        largest = max(
-            (v for k in self._space.knobs if k.name == "batch" for v in k.values if isinstance(v, int)), default=1
-        )
-        sizes = sorted({largest} | {2**k for k in range(largest.bit_length()) if 2**k < largest})
-        return Order(
-            name=self._subject.name,
-            config=self._subject.with_settings(settings),
+    def _request(self, settings: CandidateSettings) -> ProfileRequest:
+        batches = (v for p in self._space.parameters if p.name == "batch" for v in p.values if isinstance(v, int))
+        largest = max(batches, default=1)
+        return ProfileRequest(
+            name=self._model.name,
+            config=self._model.with_settings(settings),
             device=self._devices(settings)[0],
             sys_path=_paths(),
             bodies=self._bodies,
-            samples=[sample.body for sample in self._samples()],
-            sizes=sizes,
+            samples=[sample.body for sample in self.samples],
+            sizes=sorted({largest} | {2**k for k in range(largest.bit_length()) if 2**k < largest}),
             limit_s=self._slo.latency_s or 60.0,
         )
 
-    def _devices(self, settings: Settings) -> tuple[str, ...]:
-        return expanded(self._subject.with_settings(settings).devices)
-
-    def _samples(self) -> Sequence[Sample]:
-        if self._check.samples is not None:
-            return self._check.samples
-        first = zip(self._payloads[:SAMPLES], self._bodies[:SAMPLES], strict=True)
-        return [Sample(payload.name, body) for payload, body in first]
+    def _devices(self, settings: CandidateSettings) -> tuple[str, ...]:
+        return expanded(self._model.with_settings(settings).devices)
 
 
-def _wrong(found: Rehearsal) -> str:
-    """Why one instance alone cannot serve what is sent; "" if it can."""
-    return found.error or ("a single request runs out of memory" if found.oom_rows == 1 else "")
+def _failure(profile: InstanceProfile) -> str:
+    """Why one instance alone cannot serve the requests; "" if it can."""
+    return profile.error or ("a single request runs out of memory" if profile.oom_rows == 1 else "")
 
 
-def _body(payload: Payload, path: str) -> Body:
-    """What a worker gets of it; `path` is that of requests without one of their own."""
+def _body(payload: Payload, path: str) -> RequestBody:
+    """The payload in the form that a worker receives; `path` is the path of requests without their own."""
     if not (payload.path or path).startswith("/v2/"):
         codec = "native"
     elif HEADER_LENGTH in payload.headers:
         codec = "oip_binary"
     else:
         codec = "oip_npy" if payload.content_type == NPY else "oip_json"
-    return Body(payload.body, payload.content_type, codec, payload.headers)
+    return RequestBody(payload.body, payload.content_type, codec, payload.headers)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -287,12 +291,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _paths() -> list[str]:
-    """Where the server finds modules: it is started in this folder."""
+    """Where the server finds modules: it starts in this directory."""
     return list(dict.fromkeys([os.getcwd(), *(p for p in sys.path if p)]))
 
 
 def _free_bytes() -> int:
-    """Memory that is there for instances: what is free, at most what a container is allowed."""
+    """Memory that is available to instances, within the limit of a container."""
     free = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no container, or "max"
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -300,5 +304,5 @@ def _free_bytes() -> int:
 
 
 def _gpu_bytes(count: int) -> int:
-    """Memory of so many GPUs, the smallest taken for all; 0 where nobody tells."""
+    """Memory of this many GPUs, each as large as the smallest; 0 if unknown."""
     return min((total for _, _, _, total in Gpus().read()), default=0) * count

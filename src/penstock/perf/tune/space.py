@@ -1,4 +1,4 @@
-"""What may be turned: knobs with their values, and settings, which give each knob one. Pure."""
+"""The search space: parameters with their values, and candidate settings, which give each parameter one value. Pure."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ KEYS: Final = {
     "device": "devices",
     "threads": "threads",
     "policy": "batching.policy",
-}  # knob -> key of `[models.NAME]`; all other knobs are such keys themselves
+}  # parameter -> key of `[models.NAME]`; any other parameter is such a key itself
 _ORDER: Final = tuple(KEYS)
-_NOT_KNOBS: Final = (
+_NOT_TUNABLE: Final = (
     "target",
     "name",
     "version",
@@ -42,50 +42,47 @@ _NOT_KNOBS: Final = (
 )
 _RANGE: Final = re.compile(r"(\d{1,15})\.\.(\d{1,15})(?:/(\d{1,15}))?", re.ASCII)
 _EXAMPLE: Final = 'expected for instance "batch=1..32,instances=1..16,precision=fp32,fp16"'
-MOST: Final = 20_000  # settings of one space: nobody can measure more, and each is looked at
+BASELINE: Final = "baseline"  # the text of settings that change nothing
+MOST: Final = 20_000  # settings of one space: a search visits each of them, and measuring more is hopeless
 
 
-def _place(knob: str) -> tuple[int, str]:
-    return (_ORDER.index(knob) if knob in _ORDER else len(_ORDER), knob)
+def _place(name: str) -> tuple[int, str]:
+    return (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
 
 
-class Settings(Struct, frozen=True):
-    """One value for each knob, in a fixed order: equal settings have equal texts. Empty: all is as the app has it."""
+class CandidateSettings(Struct, frozen=True):
+    """One value for each parameter, in a fixed order, so equal settings have equal texts. Empty: the baseline."""
 
     items: tuple[tuple[str, Value], ...] = ()
 
     @property
     def text(self) -> str:
-        """As tables and `parse_settings` have it: "batch=8,instances=2"."""
+        """The form in tables, which `parse_settings` reads: "batch=8,instances=2"."""
         return ",".join(f"{name}={shown(value)}" for name, value in self.items)
 
     def __str__(self) -> str:
-        return self.text or "as it is"
+        return self.text or BASELINE
 
-    def get(self, knob: str, default: Value | None = None) -> Value | None:
-        """The knob's value; the default when it is not turned."""
-        return next((value for name, value in self.items if name == knob), default)
+    def get(self, name: str, default: Value | None = None) -> Value | None:
+        """The parameter's value, or the default if these settings leave it unchanged."""
+        return next((value for key, value in self.items if key == name), default)
 
-    def put(self, **knobs: Value) -> Settings:
-        """The same with these knobs turned."""
-        return settings(dict(self.items) | knobs)
+    def put(self, **values: Value) -> CandidateSettings:
+        """A copy with these values."""
+        return settings_of(dict(self.items) | values)
 
-    def turned(self, knob: str, value: Value) -> Settings:
-        """The same with this knob turned; for names that are no words of Python."""
-        return settings(dict(self.items) | {knob: value})
-
-    def only(self, *knobs: str) -> Settings:
-        """These knobs alone."""
-        return Settings(tuple(item for item in self.items if item[0] in knobs))
+    def only(self, *names: str) -> CandidateSettings:
+        """A copy with these parameters alone."""
+        return CandidateSettings(tuple(item for item in self.items if item[0] in names))
 
 
-def settings(values: dict[str, Value]) -> Settings:
-    """Settings of these values, in their order."""
-    return Settings(tuple(sorted(values.items(), key=lambda item: _place(item[0]))))
+def settings_of(values: dict[str, Value]) -> CandidateSettings:
+    """Settings with these values."""
+    return CandidateSettings(tuple(sorted(values.items(), key=lambda item: _place(item[0]))))
 
 
 def shown(value: Value) -> str:
-    """A value as it is written and can be read again: 0.005 and not 5e-3, 8 and not 8.0, true and not True."""
+    """A value in the form that is read again: 0.005 and not 5e-3, 8 and not 8.0, true and not True."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -93,78 +90,73 @@ def shown(value: Value) -> str:
     return str(value)
 
 
-class Knob(Struct, frozen=True):
-    """One thing that may be turned, and to what."""
+class TunedParameter(Struct, frozen=True):
+    """A parameter and the values to try."""
 
     name: str
     values: tuple[Value, ...]
 
     @property
     def ordered(self) -> bool:
-        """Whether the values lie on a line, so that only those beside each other are neighbours."""
+        """Whether the values are ordered, so only adjacent ones are neighbours."""
         return all(not isinstance(value, str) for value in self.values)
 
 
-class Space(Struct, frozen=True):
-    """All settings that may be tried."""
+class SearchSpace(Struct, frozen=True):
+    """All settings that a search may try."""
 
-    knobs: tuple[Knob, ...]
+    parameters: tuple[TunedParameter, ...]
 
     @property
     def text(self) -> str:
-        """As `parse_space` reads it, ranges written out."""
-        return ",".join(f"{knob.name}={','.join(map(shown, knob.values))}" for knob in self.knobs)
+        """The form that `parse_space` reads, with ranges written out."""
+        return ",".join(f"{p.name}={','.join(map(shown, p.values))}" for p in self.parameters)
 
     def __len__(self) -> int:
-        n = 1
-        for knob in self.knobs:
-            n *= len(knob.values)
-        return n
+        return math.prod(len(p.values) for p in self.parameters)
 
-    def __iter__(self) -> Iterator[Settings]:
-        """Every setting, cheaper ones first."""
-        names = [knob.name for knob in self.knobs]
-        every = itertools.product(*(knob.values for knob in self.knobs))
-        yield from sorted((settings(dict(zip(names, values, strict=True))) for values in every), key=self.cost)
+    def __iter__(self) -> Iterator[CandidateSettings]:
+        """All settings, cheapest first."""
+        names = [p.name for p in self.parameters]
+        every = itertools.product(*(p.values for p in self.parameters))
+        yield from sorted((settings_of(dict(zip(names, values, strict=True))) for values in every), key=self.cost)
 
-    def __contains__(self, found: object) -> bool:
+    def __contains__(self, settings: object) -> bool:
         return (
-            isinstance(found, Settings)
-            and len(found.items) == len(self.knobs)
-            and all(found.get(knob.name) in knob.values for knob in self.knobs)
+            isinstance(settings, CandidateSettings)
+            and len(settings.items) == len(self.parameters)
+            and all(settings.get(p.name) in p.values for p in self.parameters)
         )
 
-    def cost(self, found: Settings) -> tuple[float, ...]:
-        """What can be compared: the smaller, the cheaper. Instances weigh most, then the size of batches, then threads;
-        of other knobs a value is the cheaper the earlier it was named. "auto" is the dearest number."""
+    def cost(self, settings: CandidateSettings) -> tuple[float, ...]:
+        """A sort key: cheaper settings come first. Instances weigh most, then the batch size, then threads; for any
+        other parameter a value that the space names earlier is cheaper. "auto" counts as the largest number."""
         first = ("instances", "batch", "threads")
-        numbers = [_number(found.get(name, 0)) for name in first]
-        rest = [self._index(knob, found) for knob in self.knobs if knob.name not in first]
+        numbers = [_number(settings.get(name, 0)) for name in first]
+        rest = [self._index(p, settings) for p in self.parameters if p.name not in first]
         return (*numbers, *rest)
 
-    def _index(self, knob: Knob, found: Settings) -> float:
-        value = found.get(knob.name)
-        return float(knob.values.index(value)) if value in knob.values else -1.0
+    def _index(self, parameter: TunedParameter, settings: CandidateSettings) -> float:
+        value = settings.get(parameter.name)
+        return float(parameter.values.index(value)) if value in parameter.values else -1.0
 
-    def neighbours(self, found: Settings) -> list[Settings]:
-        """Settings that differ in one knob: by one step where values lie on a line, else by any. Also those with one
-        step more of `batch` and one less of `instances`, or the other way round: the one can stand in for the other."""
-        steps = {knob.name: self._steps(knob, found) for knob in self.knobs}
-        near = [found.turned(name, other) for name, others in steps.items() for other in others]
+    def neighbours(self, settings: CandidateSettings) -> list[CandidateSettings]:
+        """Settings that differ in one parameter: by one step if its values are ordered, else by any value. Also one
+        step more of `batch` with one less of `instances` and vice versa, because one can compensate for the other."""
+        steps = {p.name: self._steps(p, settings) for p in self.parameters}
+        near = [settings.put(**{name: other}) for name, others in steps.items() for other in others]
         for batch, instances in itertools.product(steps.get("batch", []), steps.get("instances", [])):
-            more, fewer = (
-                _number(batch) > _number(found.get("batch")),
-                _number(instances) < _number(found.get("instances")),
-            )
+            more = _number(batch) > _number(settings.get("batch"))
+            fewer = _number(instances) < _number(settings.get("instances"))
             if more == fewer:
-                near.append(found.put(batch=batch, instances=instances))
+                near.append(settings.put(batch=batch, instances=instances))
         return near
 
-    def _steps(self, knob: Knob, found: Settings) -> list[Value]:
-        """The values beside that of the knob."""
-        value = found.get(knob.name)
-        values = sorted(knob.values, key=_number) if knob.ordered else list(knob.values)
-        if not knob.ordered or value not in values:
+    def _steps(self, parameter: TunedParameter, settings: CandidateSettings) -> list[Value]:
+        """The values next to the parameter's value."""
+        value = settings.get(parameter.name)
+        values = sorted(parameter.values, key=_number) if parameter.ordered else list(parameter.values)
+        if not parameter.ordered or value not in values:
             return [other for other in values if other != value]
         at = values.index(value)
         return [*values[at + 1 : at + 2], *values[max(0, at - 1) : at]]
@@ -174,10 +166,11 @@ def _number(value: Value | None) -> float:
     return float("inf") if value is None or isinstance(value, str) else float(value)
 
 
-def parse_space(text: str) -> Space:
-    """The space that a text such as "batch=1..32,instances=1,2,4,precision=fp32,fp16" tells. Raises ConfigError.
+def parse_space(text: str) -> SearchSpace:
+    """The space of a text such as "batch=1..32,instances=1,2,4,precision=fp32,fp16". Raises ConfigError.
 
-    Each knob is NAME=VALUES. A range of whole numbers goes by powers of two, with both ends; 1..32/4 by steps of 4.
+    Each parameter is NAME=VALUES. A range of whole numbers has both ends and the powers of two between them; 1..32/4
+    has steps of 4.
     """
     found: dict[str, list[Value]] = {}
     name = ""
@@ -186,49 +179,51 @@ def parse_space(text: str) -> Space:
             name, _, piece = (part.strip() for part in piece.partition("="))
             _check_name(name)
             if name in found:
-                raise ConfigError(f"space: '{name}' is there twice; name all its values at once")
+                raise ConfigError(f"space: '{name}' appears twice; name all its values at once")
             found[name] = []
         if not name:
-            raise ConfigError(f"space: '{text}' names no knob; {_EXAMPLE}")
+            raise ConfigError(f"space: '{text}' names no parameter; {_EXAMPLE}")
         found[name] += _values(name, piece.strip())
-    space = Space(tuple(Knob(name, tuple(dict.fromkeys(found[name]))) for name in sorted(found, key=_place)))
+    names = sorted(found, key=_place)
+    space = SearchSpace(tuple(TunedParameter(name, tuple(dict.fromkeys(found[name]))) for name in names))
     if len(space) > MOST:
         raise ConfigError(f"space: {len(space):,} settings; expected at most {MOST:,}: name fewer values")
     return space
 
 
-def parse_settings(text: str) -> Settings:
-    """Settings as their `text` has them, one value a knob; "" and "as it is" turn nothing. Raises ConfigError."""
-    if text in ("", str(Settings())):
-        return Settings()
+def parse_settings(text: str) -> CandidateSettings:
+    """Settings from their `text`, one value per parameter; "" and "baseline" change nothing. Raises ConfigError."""
+    if text in ("", BASELINE):
+        return CandidateSettings()
     space = parse_space(text)
-    if many := [knob.name for knob in space.knobs if len(knob.values) > 1]:
+    if many := [p.name for p in space.parameters if len(p.values) > 1]:
         raise ConfigError(f"settings '{text}': '{many[0]}' has several values; expected one")
     return next(iter(space))
 
 
 def _check_name(name: str) -> None:
-    models, batching = ModelConfig.__struct_fields__, BatchingConfig.__struct_fields__
-    keys = [key for key in (*models, *(f"batching.{key}" for key in batching)) if key.split(".")[-1] not in _NOT_KNOBS]
-    known = [*_ORDER, *(key for key in keys if key not in KEYS.values())]
+    keys = [*ModelConfig.__struct_fields__, *(f"batching.{key}" for key in BatchingConfig.__struct_fields__)]
+    tunable = [key for key in keys if key.split(".")[-1] not in _NOT_TUNABLE]
+    known = [*_ORDER, *(key for key in tunable if key not in KEYS.values())]
     if name in known or (name.startswith("options.") and name != "options."):
         return
-    if knob := next((knob for knob, key in KEYS.items() if key == name), None):
-        raise ConfigError(f"space: '{name}' is called '{knob}' here")
+    if short := next((short for short, key in KEYS.items() if key == name), None):
+        raise ConfigError(f"space: '{name}' is called '{short}' here")
     hint = nearest(name, known) or f" Known: {', '.join(_ORDER)}, or a key of [models.NAME] such as batching.slo_s"
-    raise ConfigError(f"space: there is no knob '{name}'{hint}")
+    raise ConfigError(f"space: there is no parameter '{name}'{hint}")
 
 
 def _values(name: str, text: str) -> list[Value]:
     if not text:
         raise ConfigError(f"space: '{name}' has an empty value; {_EXAMPLE}")
-    if ".." in text:
-        return [_checked(name, value) for value in _range(name, text)]
-    return [_checked(name, _read(text))]
+    values = _range(name, text) if ".." in text else [_read(text)]
+    for value in values:
+        _check_value(name, value)
+    return list(values)
 
 
 def _read(text: str) -> Value:
-    """A value as in TOML; what is no number, true or false is a text without quotes."""
+    """A value as in TOML; anything but a number, true or false is a string without quotes."""
     if text in ("true", "false"):
         return text == "true"
     with suppress(ValueError):
@@ -255,14 +250,13 @@ def _range(name: str, text: str) -> list[int]:
     return list(range(first, last + 1, step))
 
 
-def _checked(name: str, value: Value) -> Value:
-    """`value`, if the configuration takes it."""
+def _check_value(name: str, value: Value) -> None:
+    """Raises ConfigError if the configuration does not accept the value."""
     if name.startswith("options."):
-        return value
+        return
     table, _, key = KEYS.get(name, name).rpartition(".")
     kind = {f.name: f.type for f in structs.fields(BatchingConfig if table else ModelConfig)}[key]
     try:
         convert((value,) if key == "devices" else value, kind)
     except ValidationError:
         raise ConfigError(f"space: {name}={shown(value)}: expected {expected(kind)}") from None
-    return value

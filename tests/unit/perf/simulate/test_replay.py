@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,22 +9,34 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.perf.bench.arrivals import parse_arrival, times
 from penstock.perf.bench.slo import Slo, parse_slo
-from penstock.perf.simulate.replay import Machine, Outcome, best, parse_cost, parse_duration, parse_policies, replay
-from penstock.perf.simulate.simulate import Service
+from penstock.perf.simulate.replay import (
+    Grid,
+    ReplayedServer,
+    ReplayResult,
+    best,
+    parse_cost,
+    parse_duration,
+    parse_policies,
+    replay,
+)
+from penstock.perf.simulate.simulator import ServiceTime
 
-EXACT = Machine(service=Service(0.005, 0.0002, jitter=0.0, tail=0.0))
+EXACT = ReplayedServer(service=ServiceTime(0.005, 0.0002, jitter=0.0, tail=0.0))
 
 
-def outcomes(rate: float = 500.0, policies: str = "adaptive", **more: Any) -> list[Outcome]:
-    asked: dict[str, Any] = {
+def results(
+    rate: float = 500.0,
+    policies: str = "adaptive",
+    batches: Sequence[int] = (64,),
+    instances: Sequence[int] = (1,),
+    **more: Any,
+) -> list[ReplayResult]:
+    given: dict[str, Any] = {
         "arrivals": times(parse_arrival("poisson"), rate, 1000 / rate, 1),
-        "rows": (),
-        "machine": EXACT,
-        "batches": [64],
-        "instances": [1],
+        "server": EXACT,
         "slo": Slo(),
     }
-    return list(replay(policies=parse_policies(policies), **(asked | more)))
+    return list(replay(grid=Grid(parse_policies(policies), batches, instances), **(given | more)))
 
 
 def test_durations_and_costs_are_read() -> None:
@@ -33,7 +46,7 @@ def test_durations_and_costs_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "5ms", "5ms,1", "5ms,1ms,1ms", "-5ms,1ms", "0ms,0ms", "5 ms,1ms"])
-def test_what_is_no_cost_is_refused(text: str) -> None:
+def test_an_invalid_cost_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"5ms|no policy"):
         parse_cost(text)
 
@@ -46,22 +59,22 @@ def test_policies_are_read_with_their_delays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
-    [("adaptve", "adaptive"), ("", "unknown batching policy"), ("fixed:5", "no time"), ("none:5ms", "holds nothing")],
+    ("text", "message"),
+    [("adaptve", "adaptive"), ("", "unknown policy"), ("fixed:5", "no time"), ("none:5ms", "holds nothing")],
 )
-def test_what_is_no_policy_is_refused(text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_an_invalid_policy_is_rejected(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_policies(text)
 
 
-def test_every_setting_is_tried_once_and_without_batches_their_size_is_none() -> None:
-    found = outcomes(policies="adaptive,none", batches=[8, 64], instances=[1, 2])
+def test_each_combination_runs_once_and_the_policy_none_ignores_the_batch_size() -> None:
+    found = results(policies="adaptive,none", batches=[8, 64], instances=[1, 2])
     each = [("adaptive", 8), ("adaptive", 64), ("none", 1)]
     assert [(o.instances, o.policy, o.batch) for o in found] == [(n, *setting) for n in (1, 2) for setting in each]
 
 
-def test_batches_make_room_for_what_one_by_one_cannot_keep_up_with() -> None:
-    batched, single = outcomes(policies="adaptive,none", slo=parse_slo("p99<=50ms"))
+def test_batching_keeps_up_with_a_rate_that_single_requests_cannot() -> None:
+    batched, single = results(policies="adaptive,none", slo=parse_slo("p99<=50ms"))
     assert batched.offered == single.offered == pytest.approx(500, rel=0.15)
     assert batched.keeps_up
     assert batched.met is True
@@ -74,41 +87,41 @@ def test_batches_make_room_for_what_one_by_one_cannot_keep_up_with() -> None:
     assert single.busy == pytest.approx(1, abs=0.01)
 
 
-def test_a_lone_request_takes_the_cost_of_a_batch_of_one_and_the_handover() -> None:
+def test_a_lone_request_takes_a_batch_of_one_plus_the_handover() -> None:
     arrivals = [n * 0.1 for n in range(200)]
-    found = outcomes(arrivals=arrivals, machine=Machine(service=EXACT.service, handover_s=0.002))[0]
+    found = results(arrivals=arrivals, server=ReplayedServer(service=EXACT.service, handover_s=0.002))[0]
     assert found.latency.p50_s == pytest.approx(0.005 + 0.0002 + 0.002)
     assert found.mean_batch == 1
 
 
-def test_rows_weigh_and_what_is_larger_than_a_batch_is_answered_whole() -> None:
+def test_throughput_counts_requests_and_a_request_larger_than_a_batch_is_answered_whole() -> None:
     arrivals = [n * 0.2 for n in range(200)]
-    found = outcomes(arrivals=arrivals, rows=[32] * 100 + [160] * 100)[0]
+    found = results(arrivals=arrivals, rows=[32] * 100 + [160] * 100)[0]
     assert found.latency.max_s == pytest.approx(3 * 0.005 + 0.0002 * 160), "three batches, one after the other"
     assert found.latency.mean_s is not None
     assert found.throughput == pytest.approx(5, rel=0.05), "of requests, not of rows"
-    mixed = outcomes(rate=100.0, rows=random.Random(1).choices([1, 7, 200], k=1500), instances=[8])[0]
+    mixed = results(rate=100.0, rows=random.Random(1).choices([1, 7, 200], k=1500), instances=[8])[0]
     assert mixed.keeps_up
 
 
-def test_the_same_seed_gives_the_same_outcome() -> None:
-    jittery = Machine(service=Service(0.005, 0.0002))
-    once, again, other = (outcomes(machine=jittery, seed=seed) for seed in (1, 1, 2))
+def test_the_same_seed_gives_the_same_result() -> None:
+    jittery = ReplayedServer(service=ServiceTime(0.005, 0.0002))
+    once, again, other = (results(server=jittery, seed=seed) for seed in (1, 1, 2))
     assert once == again != other
 
 
 def test_the_best_meets_the_slo_with_the_fewest_instances() -> None:
     slo = parse_slo("p99<=25ms")
-    found = outcomes(rate=2000.0, batches=[1, 64], instances=[1, 2, 3], slo=slo)
+    found = results(rate=2000.0, batches=[1, 64], instances=[1, 2, 3], slo=slo)
     first = best(found)
     assert first is not None
     assert first.met
     assert first.instances == 1
-    assert best(outcomes(rate=2000.0, batches=[1], slo=slo)) is None
+    assert best(results(rate=2000.0, batches=[1], slo=slo)) is None
 
 
-def test_an_slo_that_needs_no_p99_is_met_without_one() -> None:
-    found = outcomes(arrivals=[n * 0.1 for n in range(40)], instances=[2, 1], slo=parse_slo("p50<=50ms"))
+def test_an_slo_without_a_p99_needs_no_p99() -> None:
+    found = results(arrivals=[n * 0.1 for n in range(40)], instances=[2, 1], slo=parse_slo("p50<=50ms"))
     assert [one.latency.p99_s for one in found] == [None, None]
     first = best(found)
     assert first is not None
@@ -116,16 +129,16 @@ def test_an_slo_that_needs_no_p99_is_met_without_one() -> None:
 
 
 def test_without_an_slo_the_best_keeps_up_with_the_lowest_p99() -> None:
-    found = outcomes(rate=2000.0, batches=[1, 64], instances=[1, 4])
+    found = results(rate=2000.0, batches=[1, 64], instances=[1, 4])
     first = best(found)
     assert first is not None
     assert first.instances == 4
     assert first.latency.p99_s == min(o.latency.p99_s for o in found if o.keeps_up and o.latency.p99_s is not None)
 
 
-def test_too_few_requests_tell_nothing() -> None:
-    found = outcomes(arrivals=[0.0, 0.1], slo=parse_slo("p99<=1s"))
+def test_too_few_requests_give_no_verdict() -> None:
+    found = results(arrivals=[0.0, 0.1], slo=parse_slo("p99<=1s"))
     assert found[0].met is None
     assert best(found) is None
-    assert best(outcomes(arrivals=[0.0, 0.1, 0.2])) is None
-    assert outcomes(arrivals=[0.0])[0].offered == 0
+    assert best(results(arrivals=[0.0, 0.1, 0.2])) is None
+    assert results(arrivals=[0.0])[0].offered == 0

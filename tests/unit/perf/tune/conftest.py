@@ -1,4 +1,4 @@
-"""A bench without noise or time, of which everything is known: what the tuner makes of it can be told by hand."""
+"""A system under test without noise or time, so the right answer of the tuner is known."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ import pytest
 
 from penstock.errors import LoadFailed
 from penstock.perf.bench.measurement import Latency, Load, Measurement
-from penstock.perf.tune.space import Settings
-from penstock.perf.tune.trial import Curve, Reading
+from penstock.perf.tune.space import CandidateSettings
+from penstock.perf.tune.system import BatchCurve, MeasuredRun
 
 
 class Hill:
-    """A Bench: settings that can do `able(settings)` requests a second answer in `base_s / (1 - rate / able)`, which is
-    their p99. Of answers 1 % take longer than 100 ms where that is the p99, more where it is more.
+    """A SystemUnderTest: settings that sustain `able(settings)` requests/s have a p99 of `base_s / (1 - rate / able)`.
 
-    `asked` has what was measured, as (settings, rate); `closed` how often it was told to end.
+    With a p99 of 100 ms, 1 % of the answers take longer than 100 ms; with a higher p99 more do. `asked` lists the
+    measurements as (settings, rate).
     """
 
-    def __init__(self, able: Callable[[Settings], float], base_s: float = 0.01) -> None:
+    def __init__(self, able: Callable[[CandidateSettings], float], base_s: float = 0.01) -> None:
         self.able, self.base_s = able, base_s
-        self.asked: list[tuple[Settings, float]] = []
-        self.prepared: list[Settings] = []
-        self.curves: dict[Settings, Curve] = {}
-        self.refused: dict[Settings, str] = {}
-        self.fails: set[Settings] = set()
-        self.invalid = 0  # so many measurements more are
-        self.interrupt_at = 0  # the measurement at which somebody presses Ctrl-C
+        self.asked: list[tuple[CandidateSettings, float]] = []
+        self.prepared: list[CandidateSettings] = []
+        self.curves: dict[CandidateSettings, BatchCurve] = {}
+        self.refused: dict[CandidateSettings, str] = {}
+        self.fails: set[CandidateSettings] = set()
+        self.invalid = 0  # this many further measurements are invalid
+        self.interrupt_at = 0  # the measurement that Ctrl-C interrupts
 
-    def refusal(self, settings: Settings) -> str | None:
+    def refusal(self, settings: CandidateSettings) -> str | None:
         return self.refused.get(settings)
 
-    def curve(self, settings: Settings) -> Curve | None:
+    def curve(self, settings: CandidateSettings) -> BatchCurve | None:
         return self.curves.get(settings)
 
-    def prepare(self, settings: Settings) -> None:
+    def prepare(self, settings: CandidateSettings) -> None:
         self.prepared.append(settings)
         if settings in self.fails:
             raise LoadFailed("no room for it")
 
-    def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Reading:
+    def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> MeasuredRun:
         self.asked.append((settings, rate))
         if len(self.asked) == self.interrupt_at:
             raise KeyboardInterrupt
@@ -49,10 +49,10 @@ class Hill:
         self.invalid -= 1
         return self._reading(settings, Load(mode="open", rate=rate, seconds=seconds, seed=seed), min(rate, able), p99)
 
-    def saturate(self, settings: Settings, seconds: float, seed: int) -> Reading:
+    def saturate(self, settings: CandidateSettings, seconds: float, seed: int) -> MeasuredRun:
         return self._reading(settings, Load(mode="closed", concurrency=8, seconds=seconds), self.able(settings), 1.0)
 
-    def _reading(self, settings: Settings, load: Load, throughput: float, p99: float) -> Reading:
+    def _reading(self, settings: CandidateSettings, load: Load, throughput: float, p99: float) -> MeasuredRun:
         n = max(1, round(throughput * load.seconds))
         latency = Latency(mean_s=p99 / 2, p99_s=p99, p99_low_s=p99, p99_high_s=p99, max_s=p99)
         run = Measurement(
@@ -66,7 +66,7 @@ class Hill:
             latency=latency,
             invalid=["the generator was too slow"] if self.invalid >= 0 and load.mode == "open" else [],
         )
-        return Reading(run=run, cost_s=load.seconds)
+        return MeasuredRun(run=run, cost_s=load.seconds)
 
     def close(self) -> None:
         pass
@@ -74,5 +74,5 @@ class Hill:
 
 @pytest.fixture
 def hill() -> type[Hill]:
-    """The class: each test makes its own."""
+    """The class Hill."""
     return Hill

@@ -10,19 +10,19 @@ import pytest
 from msgspec import UNSET
 
 from penstock.errors import ConfigError
-from penstock.perf.tune.accuracy import Sample, agreement, difference, read_samples, truth_of
-from penstock.perf.tune.curve import Body, Given
+from penstock.perf.tune.accuracy import Sample, agreement, difference, expected_answers, read_samples
+from penstock.perf.tune.profiler import RequestBody, SampleAnswer
 from penstock.serving.protocols.oip_npy import NPY
 
 JSON = "application/json"
 
 
-def given(value: Any) -> Given:
-    return Given(json.dumps(value).encode(), JSON)
+def given(value: Any) -> SampleAnswer:
+    return SampleAnswer(json.dumps(value).encode(), JSON)
 
 
 def sample(name: str = "line 1", expected: Any = UNSET) -> Sample:
-    return Sample(name, Body(b"1", JSON), expected)
+    return Sample(name, RequestBody(b"1", JSON), expected)
 
 
 @pytest.mark.parametrize(
@@ -64,58 +64,58 @@ def sample(name: str = "line 1", expected: Any = UNSET) -> Sample:
         ([[], [1.0]], [[], [1.25]], 0.25, "[1][0]"),
     ],
 )
-def test_a_difference_is_the_largest_of_all_values_and_tells_its_place(
+def test_a_difference_is_the_largest_of_all_values_with_its_place(
     expected: Any, found: Any, size: float, where: str
 ) -> None:
-    told_size, told = difference(expected, found)
-    assert told_size == pytest.approx(size)
-    assert where in told
+    found_size, place = difference(expected, found)
+    assert found_size == pytest.approx(size)
+    assert where in place
 
 
-def test_answers_within_the_tolerance_agree_and_the_worst_of_them_is_told() -> None:
+def test_answers_within_the_tolerance_agree_and_the_largest_difference_is_reported() -> None:
     found = agreement([sample(), sample()], [[1.0, 2.0], 5.0], [given([1.001, 2.0]), given(5.0)], 0.01)
     assert found.holds
     assert found.text == "all 2 answers agree (largest difference 0.001)"
 
 
-def test_one_answer_beyond_it_is_enough_and_the_first_is_told() -> None:
+def test_one_answer_beyond_the_tolerance_is_enough_and_the_first_is_named() -> None:
     samples = [sample("line 1"), sample("line 2"), sample("line 3")]
-    found = agreement(samples, [1.0, 1.0, 1.0], [given(1.0), given(1.5), Given(error="the model raised")], 0.01)
+    found = agreement(samples, [1.0, 1.0, 1.0], [given(1.0), given(1.5), SampleAnswer(error="the model raised")], 0.01)
     assert not found.holds
     assert found.text == (
         "2 of 3 answers differ; line 2: the answer: found 1.5, expected 1, more than the tolerance of 0.01"
     )
 
 
-def test_a_difference_that_is_no_number_is_told_without_the_tolerance() -> None:
+def test_a_difference_that_is_not_numeric_is_reported_without_the_tolerance() -> None:
     found = agreement([sample("a.jpg")], [{"boxes": [1, 2]}], [given({"boxes": [1]})], 0.01)
     assert found.text == "1 of 1 answers differ; a.jpg: boxes: found 1 elements, expected 2"
 
 
-def test_text_and_bytes_are_compared_as_they_are() -> None:
-    text, png = Given("Straße".encode(), "text/plain; charset=utf-8"), Given(b"\x89PNG", "image/png")
-    assert agreement([sample(), sample()], truth_of([sample(), sample()], [text, png]), [text, png], 0.0).holds
+def test_text_and_bytes_are_compared_exactly() -> None:
+    text, png = SampleAnswer("Straße".encode(), "text/plain; charset=utf-8"), SampleAnswer(b"\x89PNG", "image/png")
+    assert agreement([sample(), sample()], expected_answers([sample(), sample()], [text, png]), [text, png], 0.0).holds
     assert not agreement([sample()], ["Strasse"], [text], 1e9).holds
 
 
-def test_what_says_that_it_is_json_and_is_none_is_compared_as_bytes() -> None:
-    latin = Given(b'"\xe9"', JSON)
-    assert agreement([sample()], truth_of([sample()], [latin]), [latin], 0.0).holds
-    assert not agreement([sample()], truth_of([sample()], [latin]), [given("e")], 0.0).holds
+def test_invalid_json_is_compared_as_bytes() -> None:
+    latin = SampleAnswer(b'"\xe9"', JSON)
+    assert agreement([sample()], expected_answers([sample()], [latin]), [latin], 0.0).holds
+    assert not agreement([sample()], expected_answers([sample()], [latin]), [given("e")], 0.0).holds
 
 
-def test_what_the_file_expects_counts_more_than_what_the_reference_answers() -> None:
+def test_expected_outputs_take_precedence_over_the_reference() -> None:
     samples = [sample("a", 7), sample("b")]
-    assert truth_of(samples, [given(1), given(2)]) == [7, 2]
-    assert truth_of(samples[:1], [Given(error="the model raised")]) == [7]
+    assert expected_answers(samples, [given(1), given(2)]) == [7, 2]
+    assert expected_answers(samples[:1], [SampleAnswer(error="the model raised")]) == [7]
 
 
-def test_a_reference_that_fails_is_no_truth() -> None:
+def test_a_reference_that_fails_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot answer line 4 \\(the model raised\\)"):
-        truth_of([sample("line 4")], [Given(error="the model raised")])
+        expected_answers([sample("line 4")], [SampleAnswer(error="the model raised")])
 
 
-def test_lines_are_inputs_or_inputs_with_their_outputs(tmp_path: Path) -> None:
+def test_a_line_is_an_input_or_an_input_with_its_output(tmp_path: Path) -> None:
     file = tmp_path / "check.jsonl"
     file.write_text('{"x": [1, 2]}\n\n[3]\n')
     assert [(s.name, s.body.body, s.expected) for s in read_samples(str(file))] == [
@@ -126,7 +126,7 @@ def test_lines_are_inputs_or_inputs_with_their_outputs(tmp_path: Path) -> None:
     assert [(s.body.body, s.expected) for s in read_samples(str(file))] == [(b"[3]", {"label": 1}), (b"4", None)]
 
 
-def test_arrays_are_inputs_and_outputs_by_axis_0(tmp_path: Path) -> None:
+def test_axis_0_of_arrays_indexes_requests(tmp_path: Path) -> None:
     np.savez(tmp_path / "check.npz", inputs=np.arange(4).reshape(2, 2), outputs=np.array([0.5, 1.5]))
     found = read_samples(str(tmp_path / "check.npz"))
     assert [(s.body.body, s.body.content_type, s.expected) for s in found] == [
@@ -135,7 +135,7 @@ def test_arrays_are_inputs_and_outputs_by_axis_0(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_holds_a_request_a_file_and_may_tell_the_answers(tmp_path: Path) -> None:
+def test_each_file_of_a_folder_is_a_request_and_expected_answers_are_optional(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_bytes(b"\x89PNG")
     (tmp_path / "a.json").write_bytes(b"[1]")
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY")
@@ -159,11 +159,11 @@ def make(folder: Path, name: str, content: str | bytes | dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", '{"input": 1, "output": 1}\n{"input": 2}\n', '1 of 2 lines have an "output", line 2 has none'),
-        ("a.jsonl", "1\n{\n", "line 2 is no JSON"),
-        ("a.jsonl", "\n", "holds no input"),
+        ("a.jsonl", "1\n{\n", "line 2 is not JSON"),
+        ("a.jsonl", "\n", "found no input"),
         ("a.npz", {"inputs": np.zeros(3), "outputs": np.zeros(2)}, "found 3 inputs and 2 outputs"),
         ("a.npz", {"inputs": np.zeros(3), "output": np.zeros(3)}, "found an array 'output'.*did you mean 'outputs'"),
         ("a.npz", {"outputs": np.zeros(3)}, "found no array 'inputs'"),
@@ -172,22 +172,22 @@ def make(folder: Path, name: str, content: str | bytes | dict[str, Any]) -> str:
         ("a.npz", "", r"cannot be read as \.npz"),
         ("a.npz", {"inputs": np.array([1j])}, "inputs are complex128, expected numbers"),
         ("a.npz", {"inputs": np.zeros(1), "outputs": np.array([b"x"])}, r"outputs are \|S1, expected numbers"),
-        ("a.jsonl", b'"\xff"\n', "line 1 is no JSON"),
+        ("a.jsonl", b'"\xff"\n', "line 1 is not JSON"),
     ],
 )
-def test_a_file_of_the_wrong_length_or_form_is_refused(tmp_path: Path, name: str, content: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_file_of_the_wrong_length_or_form_is_rejected(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_samples(make(tmp_path, name, content))
 
 
-def test_one_array_is_no_npz_whatever_its_name(tmp_path: Path) -> None:
+def test_a_single_array_is_not_an_npz_whatever_its_name(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(2))
     (tmp_path / "a.npy").rename(tmp_path / "a.npz")
     with pytest.raises(ConfigError, match=r"cannot be read as \.npz"):
         read_samples(str(tmp_path / "a.npz"))
 
 
-def test_an_npz_that_is_broken_within_is_refused(tmp_path: Path) -> None:
+def test_a_corrupt_npz_is_rejected(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", inputs=np.arange(10_000))
     data = bytearray((tmp_path / "a.npz").read_bytes())
     data[100:160] = b"\xff" * 60
@@ -196,7 +196,7 @@ def test_an_npz_that_is_broken_within_is_refused(tmp_path: Path) -> None:
         read_samples(str(tmp_path / "a.npz"))
 
 
-def test_a_folder_with_too_few_answers_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_too_few_answers_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"[1]")
     (tmp_path / "b.json").write_bytes(b"[1]")
     (tmp_path / "expected.jsonl").write_text("1\n")
@@ -204,6 +204,6 @@ def test_a_folder_with_too_few_answers_is_refused(tmp_path: Path) -> None:
         read_samples(str(tmp_path))
 
 
-def test_a_file_that_is_not_there_is_told() -> None:
+def test_a_missing_file_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_samples("/nowhere/check.jsonl")

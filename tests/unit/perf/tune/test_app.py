@@ -18,28 +18,28 @@ from penstock.perf.bench.slo import parse_slo
 from penstock.perf.bench.target import Target
 from penstock.perf.tune import app as module
 from penstock.perf.tune.accuracy import Sample
-from penstock.perf.tune.app import MOST_INVALID, WARM_S, App, Check
-from penstock.perf.tune.curve import Body, Given, Order, Rehearsal
-from penstock.perf.tune.served import Subject
-from penstock.perf.tune.space import Settings, parse_settings, parse_space
+from penstock.perf.tune.app import MOST_INVALID, WARM_S, AppOptions, AppUnderTest
+from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, SampleAnswer
+from penstock.perf.tune.server import TunedModel
+from penstock.perf.tune.space import CandidateSettings, parse_settings, parse_space
 
 SPACE = "batch=1..8,instances=1,2,precision=fp32,bf16"
-CLOSED = Settings((("closed", 1),))  # in the place of what a server is asked for
+CLOSED = CandidateSettings((("closed", 1),))  # stands for close()
 
 
 class World:
-    """Stands for the server, the process of one instance, and the load; notes what they are asked."""
+    """Replaces the server, the profiler and the load generator, and records the calls."""
 
     def __init__(self) -> None:
-        self.used: list[Settings] = []
-        self.orders: list[Order] = []
-        self.rehearsals: dict[str | None, Rehearsal | LoadFailed] = {}
+        self.used: list[CandidateSettings] = []
+        self.requests: list[ProfileRequest] = []
+        self.profiles: dict[str | None, InstanceProfile | LoadFailed] = {}
         self.runs: list[dict[str, Any]] = []
         self.loads: list[Load] = []
         self.run: Measurement | Exception | None = None
         self.target = Target(text="app.py:Net", endpoint=Endpoint("127.0.0.1", 1), model="net", path="/predictions/net")
 
-    def use(self, settings: Settings) -> bool:
+    def use(self, settings: CandidateSettings) -> bool:
         changed = not self.used or self.used[-1] != settings
         self.used.append(settings)
         return changed
@@ -50,9 +50,9 @@ class World:
     def close(self) -> None:
         self.used.append(CLOSED)
 
-    def rehearse(self, order: Order) -> Rehearsal:
-        self.orders.append(order)
-        found = self.rehearsals.get(order.config.precision, rehearsal())
+    def profile_instance(self, request: ProfileRequest) -> InstanceProfile:
+        self.requests.append(request)
+        found = self.profiles.get(request.config.precision, profile())
         if isinstance(found, LoadFailed):
             raise found
         return found
@@ -65,82 +65,88 @@ class World:
         return self.run or Measurement(load=load)
 
 
-def rehearsal(answer: bytes = b"[1.0]", **keys: Any) -> Rehearsal:
-    given = Given(answer, "application/json")
-    return structs.replace(Rehearsal(curve={1: 0.01, 8: 0.03}, memory_bytes=100, answers=[given]), **keys)
+def profile(answer: bytes = b"[1.0]", **keys: Any) -> InstanceProfile:
+    given = SampleAnswer(answer, "application/json")
+    return structs.replace(InstanceProfile(curve={1: 0.01, 8: 0.03}, memory_bytes=100, answers=[given]), **keys)
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     found = World()
-    monkeypatch.setattr(module, "Served", lambda subject: found)
+    monkeypatch.setattr(module, "TunedServer", lambda model: found)
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: [Payload(b"[1]", "application/json", "a.json")])
-    monkeypatch.setattr(module, "rehearse", found.rehearse)
+    monkeypatch.setattr(module, "profile_instance", found.profile_instance)
     monkeypatch.setattr(module, "measure", found.measure)
     monkeypatch.setattr(module, "_free_bytes", lambda: 1000)
     return found
 
 
 @pytest.fixture
-def apps() -> Iterator[list[App]]:
-    made: list[App] = []
+def apps() -> Iterator[list[AppUnderTest]]:
+    made: list[AppUnderTest] = []
     yield made
     for app in made:
         app.close()
 
 
-def make(apps: list[App], space: str = SPACE, model: ModelConfig | None = None, **keys: Any) -> App:
-    subject = Subject(target="app.py:Net", section="net", model=model or ModelConfig(target="/there/app.py:Net"))
-    apps.append(App(subject, parse_space(space), parse_slo("p99<=100ms"), **keys))
+def make(apps: list[AppUnderTest], space: str = SPACE, model: ModelConfig | None = None, **keys: Any) -> AppUnderTest:
+    tuned = TunedModel(target="app.py:Net", section="net", model=model or ModelConfig(target="/there/app.py:Net"))
+    apps.append(AppUnderTest(tuned, parse_space(space), parse_slo("p99<=100ms"), **keys))
     return apps[-1]
 
 
-def test_an_app_starts_as_it_is_and_is_asked_what_it_answers_before_any_load(world: World, apps: list[App]) -> None:
+def test_an_app_starts_with_its_baseline_and_is_profiled_before_any_load(
+    world: World, apps: list[AppUnderTest]
+) -> None:
     make(apps).start()
-    assert world.used == [Settings()]
-    assert [order.config.precision for order in world.orders] == [None, "fp32"]
-    assert (world.orders[0].sizes, world.orders[0].limit_s) == ([1, 2, 4, 8], 0.1)
-    assert world.orders[0].samples == [Body(b"[1]", "application/json")]
+    assert world.used == [CandidateSettings()]
+    assert [request.config.precision for request in world.requests] == [None, "fp32"]
+    assert (world.requests[0].sizes, world.requests[0].limit_s) == ([1, 2, 4, 8], 0.1)
+    assert world.requests[0].samples == [RequestBody(b"[1]", "application/json")]
     assert not world.loads
 
 
-def test_an_app_that_does_not_load_ends_it(world: World, apps: list[App]) -> None:
-    world.rehearsals[None] = LoadFailed("no weights")
+def test_an_app_that_does_not_load_ends_the_tuning(world: World, apps: list[AppUnderTest]) -> None:
+    world.profiles[None] = LoadFailed("no weights")
     with pytest.raises(LoadFailed, match="no weights"):
         make(apps).start()
 
 
-def test_data_that_the_app_cannot_answer_ends_it(world: World, apps: list[App]) -> None:
-    world.rehearsals[None] = rehearsal(error="the model raised KeyError")
-    with pytest.raises(PenstockError, match="the model raised KeyError; give --data that it takes"):
+def test_data_that_the_app_cannot_answer_ends_the_tuning(world: World, apps: list[AppUnderTest]) -> None:
+    world.profiles[None] = profile(error="the model raised KeyError")
+    with pytest.raises(PenstockError, match="the model raised KeyError; give --data that it accepts"):
         make(apps).start()
 
 
-def test_data_of_which_one_request_is_too_much_ends_it(world: World, apps: list[App]) -> None:
-    world.rehearsals[None] = rehearsal(oom_rows=1, curve={})
-    with pytest.raises(PenstockError, match="cannot answer what is sent: a single request runs out of memory"):
+def test_a_request_that_runs_out_of_memory_ends_the_tuning(world: World, apps: list[AppUnderTest]) -> None:
+    world.profiles[None] = profile(oom_rows=1, curve={})
+    with pytest.raises(PenstockError, match="cannot answer the requests: a single request runs out of memory"):
         make(apps).start()
 
 
-@pytest.mark.parametrize(("space", "how"), [("batch=1,2", "as it is"), ("precision=fp32,bf16", "in fp32")])
-def test_samples_that_the_app_as_it_is_gets_wrong_end_it(world: World, apps: list[App], space: str, how: str) -> None:
-    check = Check(samples=[Sample("line 1", Body(b"[1]", "application/json"), [2.0])])
-    with pytest.raises(ConfigError, match=f"the app {how} does not pass --accuracy-check: 1 of 1 answers differ"):
-        make(apps, space, check=check).start()
-
-
-def test_a_knob_that_changes_nothing_about_the_model_is_refused(world: World, apps: list[App]) -> None:
-    world.rehearsals[None] = rehearsal(ignores=["precision", "optimize"])
-    make(apps, "batch=1,2,instances=1,2").start()
-    with pytest.raises(ConfigError, match="--space precision: the model has no use for it"):
-        make(apps).start()
-
-
-@pytest.mark.parametrize("fp32", [LoadFailed("it was exported in fp16"), rehearsal(error="the model raised TypeError")])
-def test_where_fp32_does_not_run_the_truth_is_what_the_app_as_it_is_answers(
-    world: World, apps: list[App], fp32: Rehearsal | LoadFailed
+@pytest.mark.parametrize(
+    ("space", "how"), [("batch=1,2", "with its baseline settings"), ("precision=fp32,bf16", "in fp32")]
+)
+def test_a_reference_that_differs_from_the_samples_ends_the_tuning(
+    world: World, apps: list[AppUnderTest], space: str, how: str
 ) -> None:
-    world.rehearsals |= {"fp32": fp32, "bf16": rehearsal(b"[2.0]")}
+    options = AppOptions(samples=[Sample("line 1", RequestBody(b"[1]", "application/json"), [2.0])])
+    with pytest.raises(ConfigError, match=f"the app {how} does not pass --accuracy-check: 1 of 1 answers differ"):
+        make(apps, space, options=options).start()
+
+
+def test_a_parameter_that_the_model_does_not_use_is_rejected(world: World, apps: list[AppUnderTest]) -> None:
+    world.profiles[None] = profile(ignores=["precision", "optimize"])
+    make(apps, "batch=1,2,instances=1,2").start()
+    with pytest.raises(ConfigError, match="--space precision: the model does not use it"):
+        make(apps).start()
+
+
+@pytest.mark.parametrize("fp32", [LoadFailed("it was exported in fp16"), profile(error="the model raised TypeError")])
+def test_if_fp32_does_not_run_the_baseline_is_the_reference(
+    world: World, apps: list[AppUnderTest], fp32: InstanceProfile | LoadFailed
+) -> None:
+    world.profiles |= {"fp32": fp32, "bf16": profile(b"[2.0]")}
     app = make(apps)
     app.start()
     assert "found 2, expected 1" in str(app.refusal(parse_settings("precision=bf16")))
@@ -148,40 +154,40 @@ def test_where_fp32_does_not_run_the_truth_is_what_the_app_as_it_is_answers(
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "message"),
     [
-        (rehearsal(), None),
-        (rehearsal(b"[1.005]"), None),
-        (rehearsal(b"[1.5]"), "1 of 1 answers differ; a.json: [0]: found 1.5, expected 1"),
-        (rehearsal(error="the model raised KeyError"), "cannot answer: the model raised KeyError"),
-        (rehearsal(oom_rows=1, curve={}), "cannot answer: a single request runs out of memory"),
-        (rehearsal(oom_rows=2, curve={1: 0.01}), None),
-        (LoadFailed("export it as it shall run"), "does not load: export it as it shall run"),
+        (profile(), None),
+        (profile(b"[1.005]"), None),
+        (profile(b"[1.5]"), "1 of 1 answers differ; a.json: [0]: found 1.5, expected 1"),
+        (profile(error="the model raised KeyError"), "cannot answer: the model raised KeyError"),
+        (profile(oom_rows=1, curve={}), "cannot answer: a single request runs out of memory"),
+        (profile(oom_rows=2, curve={1: 0.01}), None),
+        (LoadFailed("export it in bf16"), "does not load: export it in bf16"),
     ],
 )
-def test_a_precision_is_used_only_if_it_loads_and_answers_as_the_reference(
-    world: World, apps: list[App], found: Rehearsal | LoadFailed, said: str | None
+def test_a_precision_is_used_only_if_it_loads_and_agrees_with_the_reference(
+    world: World, apps: list[AppUnderTest], found: InstanceProfile | LoadFailed, message: str | None
 ) -> None:
-    world.rehearsals["bf16"] = found
+    world.profiles["bf16"] = found
     app = make(apps)
     app.start()
     refusal = app.refusal(parse_settings("batch=8,precision=bf16"))
-    assert refusal == said if said is None else said in str(refusal)
+    assert refusal == message if message is None else message in str(refusal)
     assert app.refusal(parse_settings("batch=8,precision=fp32")) is None
 
 
-def test_what_changes_nothing_of_one_instance_is_not_rehearsed_again(world: World, apps: list[App]) -> None:
+def test_settings_that_do_not_affect_one_instance_share_its_profile(world: World, apps: list[AppUnderTest]) -> None:
     app = make(apps)
     app.start()
     for text in ("batch=1,instances=1", "batch=8,instances=2,hold=0,policy=none,batching.timeout_s=2"):
         assert app.refusal(parse_settings(text)) is None
-    assert len(world.orders) == 2
+    assert len(world.requests) == 2
     app.refusal(parse_settings("threads=2"))
-    assert world.orders[2].config.threads == 2
+    assert world.requests[2].config.threads == 2
 
 
-def test_settings_are_looked_at_also_while_no_server_runs(
-    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
+def test_settings_are_profiled_also_while_no_server_runs(
+    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make(apps)
     app.start()
@@ -189,28 +195,30 @@ def test_settings_are_looked_at_also_while_no_server_runs(
     assert app.refusal(parse_settings("threads=2")) is None
 
 
-def test_the_curve_has_times_and_memory_with_its_limit(world: World, apps: list[App]) -> None:
+def test_the_curve_has_times_and_memory_with_its_limit(world: World, apps: list[AppUnderTest]) -> None:
     app = make(apps)
     app.start()
-    found = app.curve(Settings())
+    found = app.curve(CandidateSettings())
     assert found is not None
     assert (found.points, found.memory_bytes, found.limit_bytes) == (((1, 0.01), (8, 0.03)), 100, 1000)
 
 
-def test_on_a_gpu_its_memory_counts(world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_its_own_memory_counts(
+    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_gpu_bytes", lambda count: 80 * count)
     monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0", "cuda:1"))
-    world.rehearsals[None] = rehearsal(device_bytes=7)
+    world.profiles[None] = profile(device_bytes=7)
     app = make(apps)
     app.start()
-    found = app.curve(Settings())
+    found = app.curve(CandidateSettings())
     assert found is not None
-    assert (found.memory_bytes, found.limit_bytes, world.orders[0].device) == (7, 160, "cuda:0")
+    assert (found.memory_bytes, found.limit_bytes, world.requests[0].device) == (7, 160, "cuda:0")
 
 
 @pytest.mark.parametrize(("left", "closed"), [(1000, 0), (500, 0), (499, 2)])
-def test_where_memory_is_short_no_server_holds_the_model_while_an_instance_alone_does(
-    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch, left: int, closed: int
+def test_if_memory_is_short_the_server_stops_while_an_instance_is_profiled(
+    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch, left: int, closed: int
 ) -> None:
     app = make(apps)
     monkeypatch.setattr(module, "_free_bytes", lambda: left)
@@ -218,22 +226,22 @@ def test_where_memory_is_short_no_server_holds_the_model_while_an_instance_alone
     assert world.used[1:] == [CLOSED] * closed
 
 
-def test_on_a_gpu_the_server_ends_before_an_instance_is_tried_alone(
-    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
+def test_on_a_gpu_the_server_stops_before_an_instance_is_profiled(
+    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0",))
     make(apps, "batch=1,2").start()
-    assert world.used == [Settings(), CLOSED]
+    assert world.used == [CandidateSettings(), CLOSED]
 
 
-@pytest.mark.parametrize(("told", "free"), [("max\n", 800), ("900\n", 800), ("300\n", 300), (None, 800)])
-def test_a_container_has_the_memory_that_it_is_allowed(
-    monkeypatch: pytest.MonkeyPatch, told: str | None, free: int
+@pytest.mark.parametrize(("limit", "free"), [("max\n", 800), ("900\n", 800), ("300\n", 300), (None, 800)])
+def test_the_limit_of_a_container_bounds_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch, limit: str | None, free: int
 ) -> None:
     def read_text(path: Path) -> str:
-        if told is None:
+        if limit is None:
             raise FileNotFoundError
-        return told
+        return limit
 
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=800))
     monkeypatch.setattr(module.Path, "read_text", read_text)
@@ -241,86 +249,86 @@ def test_a_container_has_the_memory_that_it_is_allowed(
 
 
 @pytest.mark.parametrize(("totals", "limit"), [([], 0), ([80, 40], 120)])
-def test_gpus_have_the_memory_of_the_smallest(monkeypatch: pytest.MonkeyPatch, totals: list[int], limit: int) -> None:
+def test_each_gpu_counts_as_the_smallest(monkeypatch: pytest.MonkeyPatch, totals: list[int], limit: int) -> None:
     monkeypatch.setattr(module, "Gpus", lambda: SimpleNamespace(read=lambda: [("0", 0.5, 1, n) for n in totals]))
     assert module._gpu_bytes(3) == limit
 
 
-def test_there_is_no_curve_of_what_does_not_load(world: World, apps: list[App]) -> None:
-    world.rehearsals["bf16"] = LoadFailed("no")
+def test_settings_that_do_not_load_have_no_curve(world: World, apps: list[AppUnderTest]) -> None:
+    world.profiles["bf16"] = LoadFailed("no")
     app = make(apps)
     app.start()
     assert app.curve(parse_settings("precision=bf16")) is None
 
 
-def test_settings_that_were_just_loaded_are_warmed_up_until_they_are_settled(world: World, apps: list[App]) -> None:
+def test_newly_loaded_settings_warm_up_until_they_settle(world: World, apps: list[AppUnderTest]) -> None:
     app = make(apps)
     app.start()
     at = parse_settings("batch=8")
-    for settings in (at, at, Settings()):
+    for settings in (at, at, CandidateSettings()):
         app.measure(settings, 50.0, 2.0, 3)
     assert [run["warm_s"] for run in world.runs] == [None, WARM_S, None]
     assert world.loads[0] == Load(mode="open", rate=50.0, seconds=2.0, seed=3)
     assert world.runs[0]["label"] == "batch=8"
-    assert world.runs[2]["label"] == "as it is"
+    assert world.runs[2]["label"] == "baseline"
     assert (world.runs[0]["timeout_s"], world.runs[0]["late_s"]) == (1.0, pytest.approx(0.01))
 
 
-def test_a_shorter_warm_up_is_one_for_each_run(world: World, apps: list[App]) -> None:
-    app = make(apps, warm_s=0.2)
+def test_an_explicit_short_warm_up_applies_to_each_run(world: World, apps: list[AppUnderTest]) -> None:
+    app = make(apps, options=AppOptions(warm_s=0.2))
     app.start()
     for _ in range(2):
-        app.measure(Settings(), 50.0, 2.0, 3)
+        app.measure(CandidateSettings(), 50.0, 2.0, 3)
     assert [run["warm_s"] for run in world.runs] == [0.2, 0.2]
 
 
-def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps: list[App]) -> None:
+def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps: list[AppUnderTest]) -> None:
     app = make(apps)
     app.start()
-    app.saturate(Settings(), 2.0, 3)
+    app.saturate(CandidateSettings(), 2.0, 3)
     assert world.loads == [Load(mode="closed", concurrency=12, seconds=2.0, seed=3)]
 
 
 @pytest.mark.parametrize(
     "error", [TargetFailing("returns only errors; the first: 503"), ConfigError("no request comes within 30 s")]
 )
-def test_settings_under_which_nothing_is_answered_did_not_load(
-    world: World, apps: list[App], error: PenstockError
+def test_settings_without_any_answer_count_as_not_loaded(
+    world: World, apps: list[AppUnderTest], error: PenstockError
 ) -> None:
     app = make(apps)
     app.start()
     world.run = error
     with pytest.raises(LoadFailed, match=f"loaded, but {error.message}"):
-        app.measure(Settings(), 50.0, 2.0, 3)
+        app.measure(CandidateSettings(), 50.0, 2.0, 3)
 
 
-def test_a_machine_on_which_no_run_is_valid_ends_it(world: World, apps: list[App]) -> None:
+def test_a_series_of_invalid_runs_ends_the_tuning(world: World, apps: list[AppUnderTest]) -> None:
     app = make(apps)
     app.start()
     late = Measurement(load=Load(mode="open"), invalid=["the generator was late"])
     for run in [late] * (MOST_INVALID - 1) + [None] + [late] * (MOST_INVALID - 1):  # in a row
         world.run = run
-        app.measure(Settings(), 50.0, 2.0, 3)
+        app.measure(CandidateSettings(), 50.0, 2.0, 3)
     world.run = late
     with pytest.raises(PenstockError, match=r"8 runs in a row were INVALID.*: the generator was late"):
-        app.measure(Settings(), 50.0, 2.0, 3)
+        app.measure(CandidateSettings(), 50.0, 2.0, 3)
 
 
-def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_failed_rehearsals(
-    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
+def test_the_cost_of_a_run_includes_the_settings_change_and_failed_profiles(
+    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make(apps)
     app.start()
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
 
-    def use(settings: Settings) -> bool:
+    def use(settings: CandidateSettings) -> bool:
         now[0] += 3.0
         if settings.get("batch") == 1:
             raise LoadFailed("no")
         return True
 
-    def rehearse(order: Order) -> Rehearsal:
+    def profile_instance(request: ProfileRequest) -> InstanceProfile:
         now[0] += 100.0
         raise LoadFailed("no")
 
@@ -334,7 +342,7 @@ def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_failed_rehea
     assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 8.0
     with pytest.raises(LoadFailed):
         app.prepare(parse_settings("batch=1"))
-    monkeypatch.setattr(module, "rehearse", rehearse)
+    monkeypatch.setattr(module, "profile_instance", profile_instance)
     assert app.refusal(parse_settings("threads=2"))
     assert app.measure(parse_settings("batch=8"), 50.0, 2.0, 3).cost_s == 105.0
     world.run = TargetFailing("503")
@@ -356,26 +364,26 @@ def test_the_cost_of_a_reading_has_the_change_of_settings_in_it_and_failed_rehea
         ),
     ],
 )
-def test_one_instance_reads_a_body_as_its_route_says(
-    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch, payload: Payload, codec: str
+def test_the_codec_of_a_body_follows_its_route(
+    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch, payload: Payload, codec: str
 ) -> None:
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: [payload])
     make(apps).start()
-    assert world.orders[0].bodies[0].codec == codec
+    assert world.requests[0].bodies[0].codec == codec
 
 
-def test_the_size_of_what_is_sent_is_told_on_average(
-    world: World, apps: list[App], monkeypatch: pytest.MonkeyPatch
+def test_the_payload_size_is_the_mean_of_the_requests(
+    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = [Payload(b"1" * 100, "text/plain", "a"), Payload(b"1" * 301, "text/plain", "b")]
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: sent)
-    world.rehearsals[None] = world.rehearsals["fp32"] = rehearsal(answers=2 * rehearsal().answers)
+    world.profiles[None] = world.profiles["fp32"] = profile(answers=2 * profile().answers)
     app = make(apps)
     assert app.payload_bytes == 0
     app.start()
     assert app.payload_bytes == 200
 
 
-def test_closing_ends_the_server(world: World, apps: list[App]) -> None:
+def test_close_stops_the_server(world: World, apps: list[AppUnderTest]) -> None:
     make(apps).close()
     assert world.used == [CLOSED]

@@ -1,4 +1,4 @@
-"""The proof: in turn, at rates that the upper bound bears, and a gain with the interval that its repeats give."""
+"""The proof interleaves finalists, lowers rates until the upper bound keeps the SLO, and bounds the gain."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ import pytest
 
 from penstock.perf.bench.measurement import Measurement
 from penstock.perf.bench.slo import parse_slo
-from penstock.perf.simulate.capacity import Effort
-from penstock.perf.tune.confirm import MOST_LOWERED, Finalist, broken, confirm, gain
-from penstock.perf.tune.journal import Journal
-from penstock.perf.tune.meter import BudgetOver, Meter
-from penstock.perf.tune.space import Settings, parse_settings
-from penstock.perf.tune.trial import Reading
+from penstock.perf.tune.confirm import MOST_LOWERED, Finalist, confirm, gain, violated
+from penstock.perf.tune.rates import Effort
+from penstock.perf.tune.runner import BudgetExhausted, Journal, TrialRunner
+from penstock.perf.tune.space import CandidateSettings, parse_settings
+from penstock.perf.tune.system import MeasuredRun
 
 SLO = parse_slo("p99<=100ms,error<=1%")
 A, B, C = (parse_settings(f"batch={n}") for n in (1, 2, 4))
 
 
 def proven(bench: Any, *finalists: Finalist, limit_s: float = 1e9, repeats: int = 3) -> None:
-    confirm(Meter(bench, Journal(), limit_s=limit_s), SLO, Effort(repeats=repeats), finalists)
+    confirm(TrialRunner(bench, Journal(), limit_s=limit_s), SLO, Effort(repeats=repeats), finalists)
 
 
-def test_finalists_are_measured_in_turn_each_round_beginning_with_another(hill: Any) -> None:
+def test_finalists_run_in_turn_and_each_round_begins_with_another(hill: Any) -> None:
     bench = hill(lambda _: 1000)
     proven(bench, Finalist(A, 500), Finalist(B, 400), Finalist(C, 300))
     assert [settings for settings, _ in bench.asked] == [A, B, C, B, C, A, C, A, B]
 
 
-def test_what_keeps_the_slo_with_certainty_stays_at_its_rate(hill: Any) -> None:
+def test_a_finalist_that_keeps_the_slo_with_certainty_stays_at_its_rate(hill: Any) -> None:
     one = Finalist(A, 850)
     proven(hill(lambda _: 1000), one)
     assert (one.met, one.rate, len(one.readings)) == (True, 850, 3)
 
 
-def test_a_rate_that_breaks_the_slo_is_lowered_until_it_is_kept(hill: Any) -> None:
-    one = Finalist(A, 950)  # bears 900
+def test_a_rate_that_violates_the_slo_is_lowered_until_it_is_kept(hill: Any) -> None:
+    one = Finalist(A, 950)  # sustains 900
     proven(hill(lambda _: 1000), one)
     assert one.met
     assert one.rate < 900
@@ -46,27 +45,27 @@ def test_a_rate_that_breaks_the_slo_is_lowered_until_it_is_kept(hill: Any) -> No
     assert len(one.readings) == 3
 
 
-def test_of_settings_that_did_not_keep_up_the_rate_is_lowered_to_what_they_answered(hill: Any) -> None:
+def test_the_rate_of_an_overloaded_finalist_is_lowered_to_its_throughput(hill: Any) -> None:
     bench, one = hill(lambda _: 100), Finalist(A, 900)
     proven(bench, one)
     assert one.met
     assert [rate for _, rate in bench.asked[::3]] == pytest.approx([900, 100, 93.5, 85.6], abs=0.1)
 
 
-def test_who_fell_behind_waits_until_those_before_are_proven(hill: Any) -> None:
+def test_a_finalist_that_fell_behind_waits_until_those_ahead_are_proven(hill: Any) -> None:
     bench = hill(lambda settings: 1000 if settings == A else 300)
-    first, second = Finalist(A, 950), Finalist(B, 940)  # A bears 900
+    first, second = Finalist(A, 950), Finalist(B, 940)  # A sustains 900
     proven(bench, first, second)
     assert (first.met, first.lowered, second.met) == (True, 2, False)
     assert [settings for settings, _ in bench.asked].count(B) == 3
     assert "(wanted p99<=100ms)" in second.why
 
 
-def test_who_fell_behind_has_its_turn_when_those_before_fail(hill: Any) -> None:
+def test_a_finalist_that_fell_behind_has_its_turn_when_those_ahead_fail(hill: Any) -> None:
     class OneNever(hill):  # type: ignore[misc]
-        def measure(self, settings: Settings, *args: Any) -> Reading:
+        def measure(self, settings: CandidateSettings, *args: Any) -> MeasuredRun:
             self.base_s = 0.2 if settings == A else 0.01
-            found: Reading = super().measure(settings, *args)
+            found: MeasuredRun = super().measure(settings, *args)
             return found
 
     first, second = Finalist(A, 950), Finalist(B, 940)
@@ -75,7 +74,7 @@ def test_who_fell_behind_has_its_turn_when_those_before_fail(hill: Any) -> None:
     assert second.rate < 100
 
 
-def test_what_is_never_kept_is_given_up_with_a_reason(hill: Any) -> None:
+def test_a_finalist_that_never_keeps_the_slo_is_dropped_with_a_reason(hill: Any) -> None:
     bench, one = hill(lambda _: 1000, base_s=0.2), Finalist(A, 900)
     proven(bench, one)
     assert one.met is False
@@ -83,7 +82,7 @@ def test_what_is_never_kept_is_given_up_with_a_reason(hill: Any) -> None:
     assert len(bench.asked) == 3 * (MOST_LOWERED + 1)
 
 
-def test_repeats_that_differ_much_are_not_sure_though_their_mean_is_fine(hill: Any) -> None:
+def test_repeats_with_a_large_spread_are_not_certain_although_their_mean_is_fine(hill: Any) -> None:
     class Shaky(hill):  # type: ignore[misc]
         def measure(self, *args: Any) -> Any:
             self.base_s = 0.09 if len(self.asked) % 3 == 0 else 0.02
@@ -91,13 +90,13 @@ def test_repeats_that_differ_much_are_not_sure_though_their_mean_is_fine(hill: A
 
     bench = Shaky(lambda _: 1e9)
     readings = [bench.measure(A, 100, 10, seed) for seed in range(3)]
-    assert broken(SLO, readings, 0) is None
-    assert "% of all answers come later" in str(broken(SLO, readings, 1))
-    assert broken(SLO, readings, -1) is None
+    assert violated(SLO, readings, 0) is None
+    assert "% of all answers are late" in str(violated(SLO, readings, 1))
+    assert violated(SLO, readings, -1) is None
 
 
-def test_the_bound_of_three_repeats_covers_the_truth_as_often_as_it_says(hill: Any) -> None:
-    """Where the true mean lies just above the SLO, at most about one proof in twenty passes."""
+def test_the_bound_of_three_repeats_has_the_promised_confidence(hill: Any) -> None:
+    """If the true mean lies just above the SLO, at most about one proof in twenty passes."""
     rng, passed = random.Random(7), 0
     bench = hill(lambda _: 1e9)
     for _ in range(400):
@@ -105,26 +104,26 @@ def test_the_bound_of_three_repeats_covers_the_truth_as_often_as_it_says(hill: A
         for _ in range(3):
             bench.base_s = 0.101 * (1 + rng.gauss(0, 0.1))
             readings.append(bench.measure(A, 100, 10, 0))
-        passed += broken(SLO, readings, 1) is None
+        passed += violated(SLO, readings, 1) is None
     assert passed <= 0.075 * 400
 
 
-def test_what_is_rare_and_slow_counts_by_how_many_it_meets(hill: Any) -> None:
-    """One repeat of eight has a p99 of seven times the SLO, by 2 % of its answers; of all 0.3 % are too late."""
+def test_a_rare_slow_batch_counts_by_its_share_of_answers(hill: Any) -> None:
+    """One repeat of eight has a p99 of seven times the SLO from 2 % of its answers; 0.3 % of all answers are late."""
     bench = hill(lambda _: 1e9, base_s=0.02)
     readings = [bench.measure(A, 100, 10, seed) for seed in range(7)]
     bench.base_s = 0.141
     slow = bench.measure(A, 100, 10, 7)
     latency = msgspec.structs.replace(slow.run.latency, p99_s=0.7)
-    readings.append(Reading(run=msgspec.structs.replace(slow.run, latency=latency), cost_s=10))
+    readings.append(MeasuredRun(run=msgspec.structs.replace(slow.run, latency=latency), cost_s=10))
     assert sum(reading.p99_s or 0 for reading in readings) / 8 > 0.1
-    assert broken(SLO, readings, 0) is None
-    assert broken(SLO, readings, 1) is None
+    assert violated(SLO, readings, 0) is None
+    assert violated(SLO, readings, 1) is None
 
 
-def test_contenders_are_measured_again_while_it_is_open_what_they_bear(hill: Any) -> None:
+def test_contenders_repeat_while_their_outcome_is_uncertain(hill: Any) -> None:
     class Shaky(hill):  # type: ignore[misc]
-        def measure(self, settings: Settings, *args: Any) -> Any:
+        def measure(self, settings: CandidateSettings, *args: Any) -> Any:
             self.base_s = 0.13 if settings == A and len(self.asked) in (2, 3) else 0.05
             return super().measure(settings, *args)
 
@@ -133,7 +132,7 @@ def test_contenders_are_measured_again_while_it_is_open_what_they_bear(hill: Any
     assert (one.met, one.rate, len(one.readings)) == (True, 500, 9)
 
 
-def test_a_repeat_that_the_generator_spoiled_is_measured_again(hill: Any) -> None:
+def test_an_invalid_repeat_is_measured_again(hill: Any) -> None:
     bench, one, other = hill(lambda _: 1000), Finalist(A, 500), Finalist(B, 500)
     bench.invalid = 1
     proven(bench, one)
@@ -143,29 +142,29 @@ def test_a_repeat_that_the_generator_spoiled_is_measured_again(hill: Any) -> Non
     assert (other.met, other.why) == (False, "invalid: the generator was too slow")
 
 
-def test_a_p99_is_kept_for_sure_only_by_so_many_answers_as_can_tell_one(hill: Any) -> None:
-    """Of 299 answers that are all in time at most 1 % are late, with 95 % confidence; of fewer it cannot be said."""
+def test_a_p99_is_certain_only_with_enough_answers(hill: Any) -> None:
+    """299 timely answers prove with 95 % confidence that at most 1 % are late; fewer do not."""
     bench = hill(lambda _: 1e9, base_s=1e-6)
     few = [bench.measure(A, 10, 9.9, seed) for seed in range(3)]
-    assert broken(SLO, few, 0) is None
-    assert broken(SLO, few, 1) == "297 answers are too few to tell (wanted p99<=100ms, which takes 299)"
-    assert broken(SLO, [*few[:2], bench.measure(A, 10, 10.1, 3)], 1) is None
+    assert violated(SLO, few, 0) is None
+    assert violated(SLO, few, 1) == "297 answers are too few to decide (wanted p99<=100ms, which takes 299)"
+    assert violated(SLO, [*few[:2], bench.measure(A, 10, 10.1, 3)], 1) is None
     one = Finalist(A, 0.5)
     proven(hill(lambda _: 2, base_s=1e-6), one)
     assert one.met
     assert sum(reading.run.answered for reading in one.readings) >= 299
 
 
-def test_of_two_that_keep_the_slo_the_one_with_more_answers_is_better(hill: Any) -> None:
-    """A mean is kept though a quarter of the answers are over it: how many are says not which settings are better."""
+def test_goodput_counts_late_answers_that_the_slo_permits(hill: Any) -> None:
+    """A mean can be kept although a quarter of the answers exceed it."""
     bench, one = hill(lambda _: 1e9, base_s=0.5), Finalist(A, 100)
     one.readings = [bench.measure(A, rate, 10, 0) for rate in (98, 100, 103)]
     assert one.readings[0].late_share == pytest.approx(0.25)
     assert one.goodput == pytest.approx(301 / 3)
 
 
-def test_a_reference_far_behind_others_counts_as_it_is_on_the_whole(hill: Any) -> None:
-    """At 89.9/s 0.98 % of its answers are late: it keeps the SLO, if not for sure."""
+def test_a_reference_far_behind_needs_to_keep_the_slo_only_on_the_mean(hill: Any) -> None:
+    """At 89.9/s 0.98 % of its answers are late: it keeps the SLO, but not with certainty."""
     able = {A: 1000, B: 100, C: 2}
     found: dict[str, tuple[bool | None, float, int]] = {}
     for name, best, reference in (("far behind", A, True), ("no reference", A, False), ("nothing better", C, True)):
@@ -183,11 +182,11 @@ def test_a_reference_far_behind_others_counts_as_it_is_on_the_whole(hill: Any) -
 
 def test_repeats_that_agree_by_chance_are_no_proof(hill: Any) -> None:
     bench = hill(lambda _: 1e9, base_s=0.09)  # of 400 answers each 0.81 % are late
-    assert broken(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 0) is None
-    assert "up to 1.7 %" in str(broken(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 1))
+    assert violated(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 0) is None
+    assert "up to 1.7 %" in str(violated(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 1))
 
 
-def test_one_valid_repeat_is_no_proof(hill: Any) -> None:
+def test_a_single_valid_repeat_is_no_proof(hill: Any) -> None:
     class Busy(hill):  # type: ignore[misc]
         def measure(self, *args: Any) -> Any:
             self.invalid = int(len(self.asked) > 0)
@@ -198,18 +197,18 @@ def test_one_valid_repeat_is_no_proof(hill: Any) -> None:
     assert (one.met, len(one.readings)) == (False, 1)
 
 
-def test_time_that_is_over_leaves_what_is_known(hill: Any) -> None:
+def test_an_exhausted_budget_leaves_what_is_known(hill: Any) -> None:
     one, other = Finalist(A, 500), Finalist(B, 500)
-    with pytest.raises(BudgetOver):
+    with pytest.raises(BudgetExhausted):
         proven(hill(lambda _: 1000), one, other, limit_s=15)
     assert one.met is None
     assert len(one.readings) >= 1
-    with pytest.raises(BudgetOver):
+    with pytest.raises(BudgetExhausted):
         proven(hill(lambda _: 1000), one := Finalist(A, 500), other := Finalist(B, 500), limit_s=60)
-    assert (one.met, other.met) == (True, None), "of the second one two repeats were done"
+    assert (one.met, other.met) == (True, None), "the second has only two repeats"
 
 
-def test_settings_that_do_not_load_any_more_are_out(hill: Any) -> None:
+def test_settings_that_no_longer_load_are_dropped(hill: Any) -> None:
     bench, one, other = hill(lambda _: 1000), Finalist(A, 500), Finalist(B, 400)
     bench.fails.add(A)
     proven(bench, one, other)
@@ -232,4 +231,4 @@ def test_a_gain_has_the_interval_of_its_repeats(hill: Any) -> None:
     default.readings = default.readings[:1]
     assert gain(chosen, default, seed=1)[1] is None
     default.readings = [msgspec.structs.replace(r, run=Measurement(load=r.run.load)) for r in default.readings]
-    assert gain(chosen, default, seed=1)[0] == pytest.approx(1.0), "its rate: a server that died answered nothing"
+    assert gain(chosen, default, seed=1)[0] == pytest.approx(1.0), "without answers its rate counts"

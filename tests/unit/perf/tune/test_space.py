@@ -1,15 +1,15 @@
-"""Spaces and settings: read from text, written again, ordered by what they cost; what is wrong is told in words."""
+"""Spaces and settings are parsed, written again and ordered by cost; errors are clear."""
 
 from __future__ import annotations
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.perf.tune.space import Settings, Value, parse_settings, parse_space, settings
+from penstock.perf.tune.space import CandidateSettings, Value, parse_settings, parse_space, settings_of
 
 
-def values(text: str, knob: str) -> tuple[Value, ...]:
-    return next(k.values for k in parse_space(text).knobs if k.name == knob)
+def values(text: str, parameter: str) -> tuple[Value, ...]:
+    return next(k.values for k in parse_space(text).parameters if k.name == parameter)
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,11 @@ def values(text: str, knob: str) -> tuple[Value, ...]:
         ("batch=auto,8..16", ("auto", 8, 16)),
     ],
 )
-def test_ranges_go_by_powers_of_two_with_both_ends_unless_a_step_is_said(
-    text: str, expected: tuple[Value, ...]
-) -> None:
+def test_a_range_has_both_ends_and_powers_of_two_unless_it_has_a_step(text: str, expected: tuple[Value, ...]) -> None:
     assert values(text, "batch") == expected
 
 
-def test_a_whole_space_is_read_and_written_again() -> None:
+def test_a_space_is_parsed_and_written_again() -> None:
     text = "batch=1..8, instances=1,2,precision=fp32,fp16,bf16,hold=auto,0,0.005,batching.timeout_s=5"
     space = parse_space(text)
     assert len(space) == 4 * 2 * 3 * 3
@@ -40,7 +38,7 @@ def test_a_whole_space_is_read_and_written_again() -> None:
     assert values("device=cpu,cuda:0", "device") == ("cpu", "cuda:0")
 
 
-def test_values_are_what_they_would_be_in_toml_and_in_no_other_way_after_they_were_written() -> None:
+def test_values_have_their_toml_types_also_after_they_were_written() -> None:
     assert [type(v) for v in values("options.a=true,2,0.5,nan,inf,yes", "options.a")] == [
         bool,
         int,
@@ -55,21 +53,21 @@ def test_values_are_what_they_would_be_in_toml_and_in_no_other_way_after_they_we
     assert parse_settings(text).get("options.half") is False
 
 
-def test_settings_of_the_same_values_have_one_text_which_is_read_again() -> None:
-    one, other = settings({"instances": 2, "batch": 8}), parse_settings("batch=8,instances=2")
+def test_equal_settings_have_one_text_which_is_parsed_again() -> None:
+    one, other = settings_of({"instances": 2, "batch": 8}), parse_settings("batch=8,instances=2")
     assert one == other
     assert hash(one) == hash(other)
     assert one.text == "batch=8,instances=2" == str(one)
-    assert parse_settings(str(Settings())) == Settings()
-    assert str(Settings()) == "as it is"
+    assert parse_settings(str(CandidateSettings())) == CandidateSettings()
+    assert str(CandidateSettings()) == "baseline"
     assert one.put(batch=4).text == "batch=4,instances=2"
-    assert one.turned("batching.slo_s", 0.1).get("batching.slo_s") == 0.1
+    assert one.put(**{"batching.slo_s": 0.1}).get("batching.slo_s") == 0.1
     assert one.only("batch").text == "batch=8"
     with pytest.raises(ConfigError, match=r"'batch' has several values; expected one"):
         parse_settings("batch=1..4")
 
 
-def test_cheaper_settings_have_fewer_instances_then_smaller_batches_then_what_was_named_first() -> None:
+def test_cheaper_settings_have_fewer_instances_then_smaller_batches_then_earlier_values() -> None:
     space = parse_space("precision=fp32,fp16,batch=8,1,instances=2,1")
     first = [found.text for found in space][:5]
     assert first == [
@@ -82,7 +80,7 @@ def test_cheaper_settings_have_fewer_instances_then_smaller_batches_then_what_wa
     assert space.cost(parse_settings("batch=auto")) > space.cost(parse_settings("batch=512"))
 
 
-def test_neighbours_differ_in_one_knob_by_one_step_or_in_a_word() -> None:
+def test_neighbours_differ_in_one_parameter_by_one_step_or_in_any_word() -> None:
     space = parse_space("batch=1..8,precision=fp32,fp16,bf16")
     near = {found.text for found in space.neighbours(parse_settings("batch=2,precision=fp32"))}
     assert near == {
@@ -105,15 +103,15 @@ def test_neighbours_differ_in_one_knob_by_one_step_or_in_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("", "names no knob"),
-        ("  ", "names no knob"),
-        ("1..32", "names no knob"),
+        ("", "names no parameter"),
+        ("  ", "names no parameter"),
+        ("1..32", "names no parameter"),
         ("batch=", "'batch' has an empty value"),
         ("batch=1,,2", "'batch' has an empty value"),
-        ("batches=1..32", "no knob 'batches'; did you mean 'batch'"),
-        ("colour=1", "no knob 'colour'"),
+        ("batches=1..32", "no parameter 'batches'; did you mean 'batch'"),
+        ("colour=1", "no parameter 'colour'"),
         ("batch=32..1", "runs backwards; expected 1..32"),
         ("batch=1..", "is no range"),
         ("batch=1..8/0", "steps of 0"),
@@ -125,16 +123,16 @@ def test_neighbours_differ_in_one_knob_by_one_step_or_in_a_word() -> None:
         ("batch=2.5", "batch=2.5: expected a whole number"),
         ("instances=some", "instances=some: expected a whole number"),
         ("hold=-1", "hold=-1: expected a number, 0 or more"),
-        ("batch=1,batch=2", "'batch' is there twice"),
+        ("batch=1,batch=2", "'batch' appears twice"),
         ("devices=cpu", "'devices' is called 'device' here"),
         ("batching.max_batch_size=4", "is called 'batch' here"),
         ("batching.timeout_s=0", "batching.timeout_s=0: expected a number above 0"),
-        ("target=a.py:B", "no knob 'target'"),
-        ("options.=1", "no knob 'options.'"),
+        ("target=a.py:B", "no parameter 'target'"),
+        ("options.=1", "no parameter 'options.'"),
         ("batch=1..400/1,instances=1..60/1", "24,000 settings; expected at most 20,000"),
     ],
 )
-def test_what_is_wrong_with_a_space_is_told(text: str, told: str) -> None:
+def test_an_error_in_a_space_is_explained(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_space(text)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""tune: the truth is found in a fifth of the time, what cannot be is told, and an early end tells what is known."""
+"""Tuning finds the optimum in a fifth of the time, reports what is impossible, and keeps results of an early end."""
 
 from __future__ import annotations
 
@@ -12,42 +12,47 @@ import msgspec
 import pytest
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.measurement import Verdict
-from penstock.perf.bench.slo import parse_slo
-from penstock.perf.simulate.capacity import Effort
-from penstock.perf.simulate.synthetic import SyntheticBench, drawn
-from penstock.perf.tune.journal import Journal
-from penstock.perf.tune.meter import Watch
-from penstock.perf.tune.space import Settings, parse_settings, parse_space
-from penstock.perf.tune.trial import Reading
-from penstock.perf.tune.tuner import Outcome, tune
+from penstock.perf.bench.report import Verdict
+from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.tune.rates import Effort
+from penstock.perf.tune.result import TuningResult
+from penstock.perf.tune.runner import Journal, RunObserver
+from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_settings, parse_space
+from penstock.perf.tune.system import MeasuredRun
+from penstock.perf.tune.tuner import TuningOptions, tune
+from support.synthetic import SyntheticSystem, drawn
 
+TESTS = str(Path(__file__).parents[3])
 SLO = parse_slo("p99<=100ms")
 SPACE = parse_space("batch=1..8,instances=1..4")
 DEFAULT = parse_settings("batch=1,instances=1")
 BEST = "batch=4,instances=2"
 
 
-def able(settings: Settings) -> float:
-    """Highest at BEST; the app as it is can do a tenth."""
+def able(settings: CandidateSettings) -> float:
+    """Highest at BEST; the baseline sustains a tenth."""
     batch, instances = int(settings.get("batch") or 0), int(settings.get("instances") or 0)
     if not batch:
         return 100
     return 1000 * 0.7 ** (abs(batch.bit_length() - 3) + abs(instances.bit_length() - 2))
 
 
-# ---- what it finds
+def tuned(system: Any, space: SearchSpace, slo: Slo, **options: Any) -> TuningResult:
+    return tune(system, space, slo, TuningOptions(**options))
 
 
-def test_the_verdict_has_the_chosen_settings_the_gain_and_why_no_others(hill: Any) -> None:
-    outcome = tune(hill(able), SPACE, SLO, default=DEFAULT, price=3.6, command="penstock tune ...")
-    verdict = outcome.verdict
-    assert outcome.chosen is not None
-    assert (outcome.chosen.text, verdict.chosen, verdict.default) == (BEST, BEST, DEFAULT.text)
-    assert (outcome.confirmed, outcome.ended, verdict.notes) == (True, "done", [])
+# ---- the result
+
+
+def test_the_verdict_has_the_choice_the_gain_and_the_reasons_against_others(hill: Any) -> None:
+    result = tuned(hill(able), SPACE, SLO, default=DEFAULT, price=3.6, command="penstock tune ...")
+    verdict = result.verdict
+    assert result.chosen is not None
+    assert (result.chosen.text, verdict.chosen, verdict.default) == (BEST, BEST, DEFAULT.text)
+    assert (result.confirmed, result.ended, verdict.notes) == (True, "done", [])
     assert verdict.met
     assert verdict.proven
-    assert 850 <= outcome.rate <= 900
+    assert 850 <= result.rate <= 900
     assert verdict.gain == pytest.approx(1 / 0.343 - 1, rel=0.1)
     assert verdict.interval is not None
     assert verdict.interval[0] <= verdict.gain <= verdict.interval[1]
@@ -60,193 +65,194 @@ def test_the_verdict_has_the_chosen_settings_the_gain_and_why_no_others(hill: An
     assert verdict.command == "penstock tune ..."
 
 
-def test_an_app_that_is_better_as_it_is_stays_so(hill: Any) -> None:
+def test_a_baseline_that_is_better_is_kept(hill: Any) -> None:
     space = parse_space("batch=1,2,instances=1")
-    outcome = tune(hill(lambda s: 1000 if not s.items else 500), space, SLO)
-    assert outcome.chosen == Settings()
-    assert (outcome.verdict.chosen, outcome.verdict.default, outcome.verdict.gain) == ("as it is", "as it is", 0.0)
-    assert "nothing that was tried is better than the default" in outcome.verdict.notes
-    assert "% less" in outcome.verdict.runners_up[0].why
-    same = tune(hill(lambda s: 500), space, SLO)
-    assert same.chosen == parse_settings("batch=1,instances=1"), "said, rather than left to the app"
+    result = tuned(hill(lambda s: 1000 if not s.items else 500), space, SLO)
+    assert result.chosen == CandidateSettings()
+    assert (result.verdict.chosen, result.verdict.default, result.verdict.gain) == ("baseline", "baseline", 0.0)
+    assert "no settings in the space are better than the default" in result.verdict.notes
+    assert "% less" in result.verdict.runners_up[0].why
+    same = tuned(hill(lambda s: 500), space, SLO)
+    assert same.chosen == parse_settings("batch=1,instances=1"), "explicit settings win over the baseline"
 
 
-def test_a_generator_that_cannot_offer_more_is_told(hill: Any) -> None:
+def test_a_load_generator_that_is_the_limit_is_reported(hill: Any) -> None:
     class Limited(hill):  # type: ignore[misc]
-        def measure(self, settings: Settings, rate: float, *args: Any) -> Any:
+        def measure(self, settings: CandidateSettings, rate: float, *args: Any) -> Any:
             self.invalid = 1 if rate > 600 else 0
             return super().measure(settings, rate, *args)
 
-    outcome = tune(Limited(able), SPACE, SLO, default=DEFAULT)
-    assert 0 < outcome.rate <= 600
-    assert any("the load generator, not the model, ended at 6" in note for note in outcome.verdict.notes)
+    result = tuned(Limited(able), SPACE, SLO, default=DEFAULT)
+    assert 0 < result.rate <= 600
+    assert any("the load generator, not the model, was the limit at 6" in note for note in result.verdict.notes)
 
 
-def test_what_short_runs_promise_and_repeats_do_not_keep_is_not_chosen(hill: Any) -> None:
+def test_settings_whose_repeats_break_the_promise_of_short_runs_are_not_chosen(hill: Any) -> None:
     class Fades(hill):  # type: ignore[misc]
-        def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:
+        def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> Any:
             self.base_s = 0.5 if seconds >= 4 and (settings, rate) in self.asked else 0.01
             return super().measure(settings, rate, seconds, seed)
 
-    outcome = tune(Fades(able), SPACE, SLO, default=DEFAULT, search="climb")
-    assert (outcome.chosen, outcome.verdict.met) == (None, False)
-    assert f"no settings keep p99<=100ms for sure: the nearest, {BEST}, at " in outcome.verdict.notes[0]
+    result = tuned(Fades(able), SPACE, SLO, default=DEFAULT, search="climb")
+    assert (result.chosen, result.verdict.met) == (None, False)
+    assert f"no settings keep p99<=100ms with certainty: the nearest, {BEST}, at " in result.verdict.notes[0]
 
 
-def test_of_settings_that_are_as_good_the_cheapest_is_chosen(hill: Any) -> None:
-    outcome = tune(hill(lambda _: 1000), SPACE, SLO, default=parse_settings("batch=8,instances=4"), search="grid")
-    assert outcome.chosen == parse_settings("batch=1,instances=1")
-    assert any("as good" in runner.why and "dearer" in runner.why for runner in outcome.verdict.runners_up)
+def test_the_cheapest_of_equally_good_settings_is_chosen(hill: Any) -> None:
+    result = tuned(hill(lambda _: 1000), SPACE, SLO, default=parse_settings("batch=8,instances=4"), search="grid")
+    assert result.chosen == parse_settings("batch=1,instances=1")
+    assert any("equally good" in runner.why and "more expensive" in runner.why for runner in result.verdict.runners_up)
 
 
-# ---- what cannot be
+# ---- impossible goals
 
 
-def test_an_slo_that_nothing_keeps_says_so_and_names_the_nearest(hill: Any) -> None:
+def test_for_an_slo_that_no_settings_keep_the_nearest_are_named(hill: Any) -> None:
     class Slow(hill):  # type: ignore[misc]
-        def measure(self, settings: Settings, *args: Any) -> Any:
+        def measure(self, settings: CandidateSettings, *args: Any) -> Any:
             self.base_s = 0.15 if settings.text == "batch=2,instances=1" else 0.3
             return super().measure(settings, *args)
 
-    outcome = tune(Slow(able), SPACE, SLO, default=DEFAULT, search="grid")
-    verdict = outcome.verdict
-    assert (outcome.chosen, outcome.rate, verdict.met, verdict.gain) == (None, 0.0, False, None)
+    result = tuned(Slow(able), SPACE, SLO, default=DEFAULT, search="grid")
+    verdict = result.verdict
+    assert (result.chosen, result.rate, verdict.met, verdict.gain) == (None, 0.0, False, None)
     assert verdict.chosen == "batch=2,instances=1"
-    assert "no settings keep p99<=100ms: the nearest, batch=2,instances=1, come to p99 15" in verdict.notes[0]
-    assert "already: p99" in verdict.runners_up[0].why
+    assert "no settings keep p99<=100ms: the nearest, batch=2,instances=1, reach p99 15" in verdict.notes[0]
+    assert "/s: p99" in verdict.runners_up[0].why
 
 
-def test_an_slo_below_what_one_row_takes_is_told_without_any_load(hill: Any) -> None:
-    from penstock.perf.tune.trial import Curve
+def test_an_slo_below_the_time_of_one_row_is_reported_without_any_load(hill: Any) -> None:
+    from penstock.perf.tune.system import BatchCurve
 
     bench = hill(able)
-    bench.curves[Settings()] = Curve(points=((1, 0.5),))
-    outcome = tune(bench, SPACE, SLO)
-    assert outcome.chosen is None
-    assert "offline, a batch of one takes 500 ms" in outcome.verdict.notes[0]
+    bench.curves[CandidateSettings()] = BatchCurve(points=((1, 0.5),))
+    result = tuned(bench, SPACE, SLO)
+    assert result.chosen is None
+    assert "offline, a batch of one takes 500 ms" in result.verdict.notes[0]
     assert bench.asked == []
 
 
-def test_a_throughput_that_nothing_reaches_is_told_with_the_nearest(hill: Any) -> None:
-    outcome = tune(hill(able), SPACE, parse_slo("p99<=100ms,throughput>=5000/s"), default=DEFAULT)
-    assert (outcome.chosen, outcome.verdict.met, outcome.verdict.chosen) == (None, False, BEST)
-    assert f"the nearest, {BEST}, sustain 8" in outcome.verdict.notes[0]
-    assert tune(hill(able), SPACE, parse_slo("p99<=100ms,throughput>=500/s"), default=DEFAULT).verdict.met
+def test_for_a_throughput_that_no_settings_reach_the_nearest_are_named(hill: Any) -> None:
+    result = tuned(hill(able), SPACE, parse_slo("p99<=100ms,throughput>=5000/s"), default=DEFAULT)
+    assert (result.chosen, result.verdict.met, result.verdict.chosen) == (None, False, BEST)
+    assert f"the nearest, {BEST}, sustain 8" in result.verdict.notes[0]
+    assert tuned(hill(able), SPACE, parse_slo("p99<=100ms,throughput>=500/s"), default=DEFAULT).verdict.met
 
 
 def test_an_slo_that_bounds_nothing_is_refused(hill: Any) -> None:
     with pytest.raises(ConfigError, match="bounds no latency and no errors"):
-        tune(hill(able), SPACE, parse_slo("throughput>=10/s"))
+        tuned(hill(able), SPACE, parse_slo("throughput>=10/s"))
 
 
-def test_a_default_that_cannot_keep_the_slo_is_told(hill: Any) -> None:
+def test_a_default_that_violates_the_slo_is_reported(hill: Any) -> None:
     bench = hill(able)
-    bench.fails.add(Settings())
-    outcome = tune(bench, SPACE, SLO)
-    assert outcome.verdict.met
-    assert (outcome.verdict.gain, outcome.verdict.default_goodput) == (None, None)
-    assert "the default (as it is) does not keep the SLO: no room for it" in outcome.verdict.notes
+    bench.fails.add(CandidateSettings())
+    result = tuned(bench, SPACE, SLO)
+    assert result.verdict.met
+    assert (result.verdict.gain, result.verdict.default_goodput) == (None, None)
+    assert "the default (baseline) does not keep the SLO: no room for it" in result.verdict.notes
 
 
 def test_an_error_of_the_bench_ends_the_tuning(hill: Any) -> None:
     class Gone(hill):  # type: ignore[misc]
-        def prepare(self, settings: Settings) -> None:
-            raise PenstockError("the server is gone")
+        def prepare(self, settings: CandidateSettings) -> None:
+            raise PenstockError("the server died")
 
-    with pytest.raises(PenstockError, match="the server is gone"):
-        tune(Gone(able), SPACE, SLO)
+    with pytest.raises(PenstockError, match="the server died"):
+        tuned(Gone(able), SPACE, SLO)
 
 
-# ---- what ends it early
+# ---- an early end
 
 
 @pytest.mark.parametrize("budget_s", [0.0, 2.0, 10.0, 40.0, 80.0])
-def test_a_budget_that_is_over_leaves_the_best_of_what_was_measured(hill: Any, budget_s: float) -> None:
-    outcome = tune(hill(able), SPACE, SLO, default=DEFAULT, budget_s=budget_s)
-    assert outcome.ended == "budget"
-    assert outcome.spent_s <= budget_s + 30
-    assert any("the time for measuring was over" in note for note in outcome.verdict.notes)
+def test_an_exhausted_budget_leaves_the_best_so_far(hill: Any, budget_s: float) -> None:
+    result = tuned(hill(able), SPACE, SLO, default=DEFAULT, budget_s=budget_s)
+    assert result.ended == "budget"
+    assert result.spent_s <= budget_s + 30
+    assert any("the time budget was used up" in note for note in result.verdict.notes)
     if budget_s >= 10:
-        assert outcome.chosen is not None
-        assert outcome.rate <= 900
+        assert result.chosen is not None
+        assert result.rate <= 900
     else:
-        assert outcome.chosen is None or not outcome.confirmed
+        assert result.chosen is None or not result.confirmed
 
 
-def test_a_budget_that_is_too_short_for_the_search_leaves_enough_for_the_proof(hill: Any) -> None:
-    full = tune(slow(hill), SPACE, SLO, default=DEFAULT)
+def test_a_budget_too_short_for_the_search_reserves_time_for_the_proof(hill: Any) -> None:
+    full = tuned(slow(hill), SPACE, SLO, default=DEFAULT)
     for share in (0.4, 0.6, 0.8):
-        outcome = tune(slow(hill), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s)
-        assert (outcome.ended, outcome.confirmed) == ("budget", True)
-        assert outcome.spent_s <= share * full.spent_s + 40
-        assert outcome.rate <= 90
-    assert outcome.verdict.interval is not None, "the default was proven, too"
+        result = tuned(slow(hill), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s)
+        assert (result.ended, result.confirmed) == ("budget", True)
+        assert result.spent_s <= share * full.spent_s + 40
+        assert result.rate <= 90
+    assert result.verdict.interval is not None, "the default is proven, too"
 
 
 @pytest.mark.parametrize(
     ("share", "told"),
     [
-        (0.2, "the default (batch=1,instances=1) was not measured: the time for measuring was over"),
-        (0.45, "the default (batch=1,instances=1) was not measured to the end: the time for measuring was over"),
-        (0.7, "the default may sustain more than was measured, and the gain be less"),
+        (0.2, "the default (batch=1,instances=1) was not measured: the time budget was used up"),
+        (0.45, "the default (batch=1,instances=1) was not fully measured: the time budget was used up"),
+        (0.7, "the default may sustain more than was measured, so the gain may be smaller"),
     ],
 )
-def test_what_is_not_known_of_the_default_when_the_time_is_over_is_told(hill: Any, share: float, told: str) -> None:
-    full = tune(slow(hill), SPACE, SLO, default=DEFAULT)
-    notes = tune(slow(hill), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s).verdict.notes
+def test_gaps_in_the_knowledge_of_the_default_are_reported(hill: Any, share: float, told: str) -> None:
+    full = tuned(slow(hill), SPACE, SLO, default=DEFAULT)
+    notes = tuned(slow(hill), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s).verdict.notes
     assert [note for note in notes if note.startswith(told)]
     assert not [note for note in full.verdict.notes if "default" in note]
 
 
 def slow(hill: Any) -> Any:
-    """Can do a tenth, so that runs are long; and takes 5 s more for each."""
+    """A system with a tenth of the rate, hence long runs, and 5 s more for each."""
 
     class Slow(hill):  # type: ignore[misc]
-        def measure(self, *args: Any) -> Reading:
-            found: Reading = super().measure(*args)
+        def measure(self, *args: Any) -> MeasuredRun:
+            found: MeasuredRun = super().measure(*args)
             return msgspec.structs.replace(found, cost_s=found.cost_s + 5)
 
     return Slow(lambda settings: able(settings) / 10)
 
 
-def test_a_bench_that_fails_later_leaves_what_was_measured(hill: Any) -> None:
-    class TargetFailing(hill):  # type: ignore[misc]
-        def measure(self, *args: Any) -> Reading:
-            found: Reading = super().measure(*args)
+def test_a_system_that_fails_later_leaves_the_best_so_far(hill: Any) -> None:
+    class Failing(hill):  # type: ignore[misc]
+        def measure(self, *args: Any) -> MeasuredRun:
+            found: MeasuredRun = super().measure(*args)
             if len(self.asked) == 12:
                 raise PenstockError("the machine is too busy")
             return found
 
-    outcome = tune(TargetFailing(able), SPACE, SLO, default=DEFAULT)
-    assert (outcome.ended, outcome.confirmed, outcome.verdict.proven) == ("failed", False, False)
-    assert outcome.chosen is not None
-    told = "the search did not end by itself: the machine is too busy; this is the best of what was measured"
-    assert told in outcome.verdict.notes
+    result = tuned(Failing(able), SPACE, SLO, default=DEFAULT)
+    assert (result.ended, result.confirmed, result.verdict.proven) == ("failed", False, False)
+    assert result.chosen is not None
+    told = "the search ended early: the machine is too busy; this is the best of the measurements so far"
+    assert told in result.verdict.notes
 
 
 @pytest.mark.parametrize("at", [1, 2, 10, 25])
-def test_ctrl_c_reports_what_exists(hill: Any, at: int) -> None:
+def test_ctrl_c_reports_the_best_so_far(hill: Any, at: int) -> None:
     bench = hill(able)
     bench.interrupt_at = at
-    outcome = tune(bench, SPACE, SLO, default=DEFAULT)
-    assert outcome.ended == "interrupted"
-    assert any("it was interrupted" in note for note in outcome.verdict.notes)
-    assert (outcome.chosen is None) == (at == 1)
+    result = tuned(bench, SPACE, SLO, default=DEFAULT)
+    assert result.ended == "interrupted"
+    assert any("it was interrupted" in note for note in result.verdict.notes)
+    assert (result.chosen is None) == (at == 1)
 
 
-# ---- the same again
+# ---- resuming
 
 
 KILLED = """
     import sys, pathlib
+    sys.path.append(sys.argv[2])
     from penstock.perf.bench.slo import parse_slo
-    from penstock.perf.simulate.capacity import Effort
-    from penstock.perf.tune.journal import Journal
+    from penstock.perf.tune.rates import Effort
+    from penstock.perf.tune.runner import Journal
     from penstock.perf.tune.space import parse_space
-    from penstock.perf.simulate.synthetic import SyntheticBench, drawn
-    from penstock.perf.tune.tuner import tune
+    from support.synthetic import SyntheticSystem, drawn
+    from penstock.perf.tune.tuner import TuningOptions, tune
 
-    class Told(SyntheticBench):
+    class Reporting(SyntheticSystem):
         def measure(self, *args):
             reading = super().measure(*args)
             print("measured", flush=True)
@@ -257,15 +263,15 @@ KILLED = """
     with Journal.open(pathlib.Path(sys.argv[1]), {"seed": "3"}) as journal:
         space = parse_space("batch=1..8,instances=1,2")
         effort = Effort(probe_s=0.2, probe_samples=100, sure_s=0.5, sure_samples=200, latencies=2)
-        tune(Told(machine, slo), space, slo, seed=3, journal=journal, effort=effort)
+        tune(Reporting(machine, slo), space, slo, TuningOptions(seed=3, effort=effort), journal=journal)
 """
 
 
 QUICK = Effort(probe_s=0.2, probe_samples=100, sure_s=0.5, sure_samples=200, latencies=2)
 
 
-class Counted(SyntheticBench):
-    """Knows how often it measured."""
+class Counted(SyntheticSystem):
+    """Counts its measurements."""
 
     measured = 0
 
@@ -274,24 +280,24 @@ class Counted(SyntheticBench):
         return super().measure(*args)
 
 
-def small(path: Path | None = None, watch: Watch | None = None) -> tuple[Outcome, int]:
-    """The search of KILLED, here, and how often it measured."""
+def small(path: Path | None = None, observer: RunObserver | None = None) -> tuple[TuningResult, int]:
+    """The search of KILLED in this process: its result and the number of measurements."""
     machine, _ = drawn(3)
     slo = parse_slo("p99<=100ms")
-    bench = Counted(machine, slo)
+    system = Counted(machine, slo)
     with Journal.open(path, {"seed": "3"}) if path else Journal() as journal:
-        outcome = tune(
-            bench, parse_space("batch=1..8,instances=1,2"), slo, seed=3, journal=journal, effort=QUICK, watch=watch
-        )
-    return outcome, bench.measured
+        options = TuningOptions(seed=3, effort=QUICK)
+        space = parse_space("batch=1..8,instances=1,2")
+        result = tune(system, space, slo, options, journal=journal, observer=observer)
+    return result, system.measured
 
 
 @pytest.mark.parametrize("after", [1, 7, 19])
-def test_kill_9_loses_one_measurement_at_most_and_changes_nothing(tmp_path: Path, after: int) -> None:
+def test_kill_9_loses_at_most_one_measurement_and_does_not_change_the_result(tmp_path: Path, after: int) -> None:
     whole, needed = small()
     path = tmp_path / "journal.jsonl"
     code = textwrap.dedent(KILLED)
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen([sys.executable, "-c", code, str(path), TESTS], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for _ in range(after):
             assert child.stdout.readline() == "measured\n"
@@ -303,7 +309,7 @@ def test_kill_9_loses_one_measurement_at_most_and_changes_nothing(tmp_path: Path
     assert needed <= measured + rest <= needed + 1
 
 
-def test_a_search_that_is_done_is_told_again_from_its_journal_alone(tmp_path: Path) -> None:
+def test_a_finished_search_is_replayed_from_its_journal_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     first, needed = small(path)
     known: list[bool] = []
@@ -318,30 +324,30 @@ def test_a_search_that_is_done_is_told_again_from_its_journal_alone(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "best_rate", "exhaustive_s"), [(0, 345.6, 15_678), (2, 587.2, 18_140)])
-def test_the_truth_is_found_in_a_fifth_of_the_time(seed: int, best_rate: float, exhaustive_s: float) -> None:
+def test_the_optimum_is_found_in_a_fifth_of_the_time(seed: int, best_rate: float, exhaustive_s: float) -> None:
     """Beside what an exhaustive search found, and took: figures of benchmarks/tuner_truth.py, which has more seeds and
     all strategies."""
     machine, slo = drawn(seed)
     space = parse_space("batch=1..32,instances=1..16,precision=fp32,fp16,bf16")
     default = parse_settings("batch=32,instances=1,precision=fp32")
-    bench = SyntheticBench(machine, slo)
-    outcome = tune(bench, space, slo, default=default, seed=seed)
-    assert outcome.chosen is not None
+    bench = SyntheticSystem(machine, slo)
+    result = tuned(bench, space, slo, default=default, seed=seed)
+    assert result.chosen is not None
     assert slo.latency_s is not None
-    assert outcome.spent_s <= 0.2 * exhaustive_s
-    assert bench.true_p99_s(outcome.chosen, outcome.rate, 20_000) <= 1.05 * slo.latency_s
-    assert bench.true_p99_s(outcome.chosen, 0.95 * best_rate, 20_000) <= slo.latency_s
+    assert result.spent_s <= 0.2 * exhaustive_s
+    assert bench.true_p99_s(result.chosen, result.rate, 20_000) <= 1.05 * slo.latency_s
+    assert bench.true_p99_s(result.chosen, 0.95 * best_rate, 20_000) <= slo.latency_s
 
 
-def test_an_outcome_is_a_verdict_that_can_be_written_and_read() -> None:
+def test_a_result_can_be_written_and_read() -> None:
     import msgspec
 
-    outcome, _ = small()
-    assert msgspec.json.decode(msgspec.json.encode(outcome), type=Outcome) == outcome
-    assert isinstance(outcome.verdict, Verdict)
+    result, _ = small()
+    assert msgspec.json.decode(msgspec.json.encode(result), type=TuningResult) == result
+    assert isinstance(result.verdict, Verdict)
 
 
 def test_more_effort_measures_longer(hill: Any) -> None:
-    quick = tune(hill(able), SPACE, SLO, default=DEFAULT, effort=QUICK)
-    long = tune(hill(able), SPACE, SLO, default=DEFAULT, effort=Effort(probe_s=3, sure_s=10, repeats=5))
+    quick = tuned(hill(able), SPACE, SLO, default=DEFAULT, effort=QUICK)
+    long = tuned(hill(able), SPACE, SLO, default=DEFAULT, effort=Effort(probe_s=3, sure_s=10, repeats=5))
     assert quick.spent_s < long.spent_s / 2

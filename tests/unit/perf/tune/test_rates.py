@@ -1,4 +1,4 @@
-"""The largest rate within an SLO: found to the precision asked for, made sure by a long run, or told to be nowhere."""
+"""The largest rate within an SLO is found to the requested precision and verified, or reported as missing."""
 
 from __future__ import annotations
 
@@ -9,41 +9,40 @@ import pytest
 
 from penstock.perf.bench.measurement import Load, Measurement
 from penstock.perf.bench.slo import parse_slo
-from penstock.perf.simulate.capacity import Effort, Prober, Trial, neat
-from penstock.perf.tune.journal import Journal
-from penstock.perf.tune.meter import Meter
-from penstock.perf.tune.space import Settings
-from penstock.perf.tune.trial import Reading
+from penstock.perf.tune.rates import Effort, RateProber, TuningTrial, neat
+from penstock.perf.tune.runner import Journal, TrialRunner
+from penstock.perf.tune.space import CandidateSettings
+from penstock.perf.tune.system import MeasuredRun
 
 SLO = parse_slo("p99<=100ms")
-ANY = Settings()
+ANY = CandidateSettings()
 
 
-def prober(bench: Any, effort: Effort | None = None) -> Prober:
-    return Prober(Meter(bench, Journal()), SLO, effort or Effort())
+def prober(bench: Any, effort: Effort | None = None) -> RateProber:
+    return RateProber(TrialRunner(bench, Journal()), SLO, effort or Effort())
 
 
-def constant(rate: float) -> Callable[[Settings], float]:
+def constant(rate: float) -> Callable[[CandidateSettings], float]:
     return lambda _: rate
 
 
 @pytest.mark.parametrize("start", [1, 50, 450, 900, 5_000, 100_000])
 def test_the_rate_is_found_from_any_guess(hill: Any, start: float) -> None:
-    bench, trial = hill(constant(1000)), Trial(ANY)  # 10 ms / (1 - rate / 1000) is 100 ms at 900/s
+    bench, trial = hill(constant(1000)), TuningTrial(ANY)  # 10 ms / (1 - rate / 1000) is 100 ms at 900/s
     prober(bench).narrow(trial, start, 0.04)
     assert trial.rate <= 900 <= trial.bad_rate
     assert trial.bad_rate <= trial.rate * 1.04
     assert len(bench.asked) <= 15
 
 
-def test_a_probe_that_is_not_kept_up_with_tells_what_to_try_next(hill: Any) -> None:
-    bench, trial = hill(constant(1000)), Trial(ANY)
+def test_the_throughput_of_an_overloaded_probe_gives_the_next_rate(hill: Any) -> None:
+    bench, trial = hill(constant(1000)), TuningTrial(ANY)
     prober(bench).narrow(trial, 20_000, 0.1)
     assert [rate for _, rate in bench.asked[:2]] == [20_000, 930]
 
 
-def test_an_slo_that_breaks_under_light_load_already_is_told_with_its_numbers(hill: Any) -> None:
-    bench, trial = hill(constant(1000), base_s=0.2), Trial(ANY)
+def test_an_slo_that_even_a_light_load_violates_is_reported_with_its_figures(hill: Any) -> None:
+    bench, trial = hill(constant(1000), base_s=0.2), TuningTrial(ANY)
     prober(bench).narrow(trial, 700, 0.04)
     assert trial.good is None
     assert trial.bad_rate < 60
@@ -51,28 +50,28 @@ def test_an_slo_that_breaks_under_light_load_already_is_told_with_its_numbers(hi
     assert "(wanted p99<=100ms)" in trial.out
     assert len(bench.asked) <= 6
     *_, before, light = (rate for _, rate in bench.asked)
-    assert light <= 0.05 * before, "where hardly two requests meet"
+    assert light <= 0.05 * before, "requests rarely overlap there"
 
 
-def test_settings_that_answer_nothing_are_ruled_out_by_a_few_runs_that_have_requests(hill: Any) -> None:
+def test_settings_without_answers_are_ruled_out_by_two_runs_with_requests(hill: Any) -> None:
     class Silent(hill):  # type: ignore[misc]
-        def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:
+        def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> Any:
             self.asked.append((settings, rate, rate * seconds))
             load = Load(mode="open", rate=rate, seconds=seconds)
-            return Reading(
+            return MeasuredRun(
                 run=Measurement(load=load, seconds=seconds, requests=9, errors={"timeout": 9}), cost_s=seconds
             )
 
     for start in (0.1, 500):
-        bench, trial = Silent(constant(1)), Trial(ANY)
+        bench, trial = Silent(constant(1)), TuningTrial(ANY)
         prober(bench).narrow(trial, start, 0.04)
-        assert "already: p99 unknown" in trial.out
+        assert "/s: p99 unknown" in trial.out
         assert len(bench.asked) == 2
         assert all(requests >= 7.9 for *_, requests in bench.asked)
 
 
-def test_what_does_not_load_any_more_sustains_nothing(hill: Any) -> None:
-    bench, trial = hill(constant(1000)), Trial(ANY)
+def test_settings_that_no_longer_load_sustain_nothing(hill: Any) -> None:
+    bench, trial = hill(constant(1000)), TuningTrial(ANY)
     assert prober(bench).probe(trial, 500)
     assert trial.rate == 500
     bench.fails.add(ANY)
@@ -80,23 +79,23 @@ def test_what_does_not_load_any_more_sustains_nothing(hill: Any) -> None:
     assert (trial.rate, trial.estimate, trial.out) == (0.0, 0.0, "no room for it")
 
 
-def test_settled_is_what_a_long_run_bore(hill: Any) -> None:
-    """Short runs do not see that it cannot keep more than 500/s up."""
+def test_a_settled_rate_is_verified_by_a_long_run(hill: Any) -> None:
+    """Short runs do not show that it cannot sustain more than 500/s."""
 
     class Tires(hill):  # type: ignore[misc]
-        def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:
+        def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> Any:
             self.able = constant(1000 if seconds < 3 else 555.6)  # 100 ms at 500/s
             return super().measure(settings, rate, seconds, seed)
 
-    bench, trial, effort = Tires(constant(0)), Trial(ANY), Effort(probe_samples=100, sure_s=4, sure_samples=100)
+    bench, trial, effort = Tires(constant(0)), TuningTrial(ANY), Effort(probe_samples=100, sure_s=4, sure_samples=100)
     found = prober(bench, effort)
     found.settle(trial, 600)
     assert found.settled(trial)
     assert 480 <= trial.rate <= 500
 
 
-def test_a_generator_that_was_too_slow_once_is_asked_again(hill: Any) -> None:
-    bench, trial = hill(constant(1000)), Trial(ANY)
+def test_an_invalid_run_is_repeated_once(hill: Any) -> None:
+    bench, trial = hill(constant(1000)), TuningTrial(ANY)
     bench.invalid = 1
     assert prober(bench).probe(trial, 500)
     assert len(bench.asked) == 2
@@ -106,21 +105,21 @@ def test_a_generator_that_was_too_slow_once_is_asked_again(hill: Any) -> None:
 
 
 @pytest.mark.parametrize(("rate", "looks"), [(905, 2), (940, 1)])
-def test_a_narrow_miss_is_looked_at_longer_and_no_other(hill: Any, rate: float, looks: int) -> None:
-    """At 905/s the p99 is 105 ms, at 940/s 2.8 % are late; a long run finds the server in a better mood."""
+def test_only_a_narrow_miss_is_repeated_with_a_long_run(hill: Any, rate: float, looks: int) -> None:
+    """At 905/s the p99 is 105 ms, at 940/s 2.8 % are late; the server is faster in long runs."""
 
     class Moody(hill):  # type: ignore[misc]
-        def measure(self, settings: Settings, rate: float, seconds: float, seed: int) -> Any:
+        def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> Any:
             self.base_s = 0.009 if seconds >= 4 else 0.01
             return super().measure(settings, rate, seconds, seed)
 
-    bench, trial = Moody(constant(1000)), Trial(ANY)
+    bench, trial = Moody(constant(1000)), TuningTrial(ANY)
     assert prober(bench).probe(trial, rate) is (looks == 2)
     assert len(bench.asked) == looks
 
 
-def test_of_two_runs_that_contradict_each_other_the_longer_one_counts(hill: Any) -> None:
-    fast, slow, trial = hill(constant(1000)), hill(constant(800)), Trial(ANY)
+def test_of_two_contradictory_runs_the_longer_one_counts(hill: Any) -> None:
+    fast, slow, trial = hill(constant(1000)), hill(constant(800)), TuningTrial(ANY)
     assert trial.add(fast.measure(ANY, 880, 1, 0), SLO)
     assert not trial.add(slow.measure(ANY, 840, 10, 0), SLO)
     assert (trial.rate, trial.bad_rate) == (0, 840)
@@ -130,26 +129,26 @@ def test_of_two_runs_that_contradict_each_other_the_longer_one_counts(hill: Any)
     assert (trial.rate, trial.bad_rate) == (850, float("inf"))
 
 
-def test_runs_last_for_enough_samples_and_long_enough_for_queues_to_show() -> None:
+def test_runs_have_enough_samples_and_time_for_queues_to_build_up() -> None:
     effort = Effort(probe_s=2, probe_samples=500, latencies=20, most_s=30)
     assert effort.probe(1000, parse_slo("p99<=10ms")) == 2
     assert effort.probe(100, parse_slo("p99<=10ms")) == 5
     assert effort.probe(1000, parse_slo("p99<=500ms")) == 10
     assert effort.probe(1, parse_slo("p99<=10ms")) == 30
     assert effort.probe(1000, parse_slo("error<=1%")) == 2
-    assert effort.probe(0.1, parse_slo("p99<=10ms")) == 80, "of which 8 requests are to be expected"
-    assert effort.proves(1, parse_slo("p99<=10ms")) == pytest.approx(120, rel=0.01), "three of it tell a p99"
+    assert effort.probe(0.1, parse_slo("p99<=10ms")) == 80, "8 requests are expected in it"
+    assert effort.proves(1, parse_slo("p99<=10ms")) == pytest.approx(120, rel=0.01), "three such runs determine a p99"
     assert effort.proves(1, parse_slo("p95<=10ms")) == 30
     assert effort.proves(1000, parse_slo("p99<=10ms")) == 2 * effort.sure(1000, parse_slo("p99<=10ms"))
 
 
-def test_however_short_other_runs_are_the_proof_lasts_until_a_growing_queue_breaks_the_slo() -> None:
+def test_a_proof_run_lasts_until_a_growing_queue_violates_the_slo() -> None:
     quick = Effort(sure_s=1.0, sure_samples=300, latencies=3.0, most_s=6.0, proof=1.0, repeats=2)
     assert quick.sure(900, parse_slo("p99<=400ms")) == pytest.approx(1.2)
-    assert quick.proves(900, parse_slo("p99<=400ms")) == pytest.approx(6.0), "a tenth too much adds 600 ms"
+    assert quick.proves(900, parse_slo("p99<=400ms")) == pytest.approx(6.0), "a rate 10 % too high adds 600 ms"
     assert quick.proves(900, parse_slo("p99<=20ms")) == pytest.approx(1.0)
     assert quick.proves(900, parse_slo("p99<=2s")) == quick.most_s
 
 
-def test_rates_are_neat() -> None:
+def test_rates_have_three_digits() -> None:
     assert [neat(rate) for rate in (1234.5, 0.123456, 99.96)] == [1230, 0.123, 100]

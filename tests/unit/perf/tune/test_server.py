@@ -15,13 +15,13 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
 from penstock.perf.bench.server import Reply
 from penstock.perf.bench.target import Target
-from penstock.perf.tune import served as module
-from penstock.perf.tune.served import Served, Subject, keys_of, reachable
-from penstock.perf.tune.space import Settings, parse_settings
+from penstock.perf.tune import server as module
+from penstock.perf.tune.server import TunedModel, TunedServer, keys_of, missing_device
+from penstock.perf.tune.space import CandidateSettings, parse_settings
 
 
 class Server:
-    """Stands in the place of what `open_target` starts and of its management listener."""
+    """Replaces the server that `open_target` starts, and its management listener."""
 
     alive = True
 
@@ -64,16 +64,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return found
 
 
-def served(**keys: Any) -> Served:
+def served(**keys: Any) -> TunedServer:
     model = ModelConfig(target="/there/app.py:Net", **keys)
-    return Served(Subject(target="app.py:Net", section="net", model=model, token="secret"))
+    return TunedServer(TunedModel(target="app.py:Net", section="net", model=model, token="secret"))
 
 
-def at(text: str) -> Settings:
+def at(text: str) -> CandidateSettings:
     return parse_settings(text)
 
 
-def test_settings_are_keys_of_the_model() -> None:
+def test_settings_set_keys_of_the_model() -> None:
     assert keys_of(at("batch=8,instances=2,precision=fp16,device=cuda,hold=0,batching.timeout_s=2")) == {
         "batching.max_batch_size": 8,
         "instances": 2,
@@ -84,9 +84,9 @@ def test_settings_are_keys_of_the_model() -> None:
     }
 
 
-def test_a_model_keeps_what_no_knob_turns() -> None:
+def test_other_keys_of_the_model_stay() -> None:
     model = ModelConfig(target="a:b", threads=2, options={"k": 1}, batching=BatchingConfig(slo_s=0.1))
-    subject = Subject(target="x.toml", section="net", model=model)
+    subject = TunedModel(target="x.toml", section="net", model=model)
     found = subject.with_settings(at("batch=4,device=cuda,options.k=2,options.deep.er=3"))
     assert found == ModelConfig(
         target="a:b",
@@ -108,13 +108,15 @@ def test_the_server_starts_with_the_settings(server: Server) -> None:
     ]
 
 
-def test_a_server_that_speaks_tls_is_trusted_by_its_own_certificate_alone(server: Server) -> None:
-    served().use(Settings())
+def test_a_tls_server_is_trusted_by_its_own_certificate_alone(server: Server) -> None:
+    served().use(CandidateSettings())
     assert server.tls is None
     folder = Path(__file__).parents[3] / "tls"
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     model = ModelConfig(target="/there/app.py:Net")
-    Served(Subject(target="app.py:Net", section="net", model=model, token="secret", tls_cert=cert)).use(Settings())
+    TunedServer(TunedModel(target="app.py:Net", section="net", model=model, token="secret", tls_cert=cert)).use(
+        CandidateSettings()
+    )
     theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     theirs.load_cert_chain(cert, key)
     to_us, to_them = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -134,7 +136,7 @@ def test_the_same_settings_change_nothing(server: Server) -> None:
     assert (len(server.starts), server.asked) == (1, [])
 
 
-def test_instances_with_threads_of_their_own_are_scaled(server: Server) -> None:
+def test_instances_with_explicit_threads_are_scaled(server: Server) -> None:
     found = served(load_timeout_s=100.0)
     found.use(at("instances=1,threads=1"))
     assert found.use(at("instances=3,threads=1"))
@@ -142,22 +144,22 @@ def test_instances_with_threads_of_their_own_are_scaled(server: Server) -> None:
     assert server.flags == [{"token": "secret", "timeout_s": 160.0}]
 
 
-def test_the_app_as_it_is_is_scaled_to_the_instances_that_it_has(server: Server) -> None:
+def test_the_baseline_is_scaled_to_its_own_instances(server: Server) -> None:
     found = served(instances=3, threads=1)
     found.use(at("instances=2"))
-    assert found.use(Settings())
+    assert found.use(CandidateSettings())
     assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("instances=1", "instances=2"),  # threads are shared out anew
+        ("instances=1", "instances=2"),  # each instance's share of the threads changes
         ("instances=1,threads=1", "instances=2,threads=1,batch=4"),
         ("batch=2,instances=1", "batch=4,instances=1"),
     ],
 )
-def test_what_else_differs_is_loaded_anew_in_the_same_server(server: Server, before: str, after: str) -> None:
+def test_other_changes_reload_the_model_in_the_same_server(server: Server, before: str, after: str) -> None:
     found = served(version="3")
     found.use(at(before))
     assert found.use(at(after))
@@ -168,7 +170,7 @@ def test_what_else_differs_is_loaded_anew_in_the_same_server(server: Server, bef
     assert len(server.starts) == 1
 
 
-def test_keys_that_no_request_may_set_start_the_server_anew(server: Server) -> None:
+def test_keys_that_no_request_may_set_restart_the_server(server: Server) -> None:
     found = served()
     found.use(at("options.width=1"))
     found.use(at("options.width=2"))
@@ -177,28 +179,28 @@ def test_keys_that_no_request_may_set_start_the_server_anew(server: Server) -> N
 
 
 @pytest.mark.parametrize("texts", [("policy=none", "policy=pkg.mod:Mine"), ("policy=pkg.mod:Mine", "policy=none")])
-def test_a_class_that_no_request_may_name_starts_the_server_anew(server: Server, texts: tuple[str, str]) -> None:
+def test_a_class_that_no_request_may_name_restarts_the_server(server: Server, texts: tuple[str, str]) -> None:
     found = served()
     for text in texts:
         found.use(at(text))
     assert (len(server.starts), server.asked) == (2, [])
 
 
-def test_another_gpu_is_no_class(server: Server) -> None:
+def test_a_gpu_number_is_not_taken_for_a_class(server: Server) -> None:
     found = served()
     found.use(at("device=cuda:0"))
     found.use(at("device=cuda:1"))
     assert (len(server.starts), len(server.asked)) == (1, 2)
 
 
-def test_configured_options_are_left_to_the_configuration(server: Server) -> None:
+def test_a_reload_leaves_out_keys_that_only_a_configuration_may_set(server: Server) -> None:
     found = served(options={"k": 1}, weights="w.pt", name="net", traffic={"1": 1.0})
     found.use(at("batch=2"))
     found.use(at("batch=4"))
     assert server.asked[1][2] == {"target": "/there/app.py:Net", "batching": {"max_batch_size": 4}}
 
 
-def test_settings_that_do_not_load_are_told_and_the_next_ones_get_a_server_of_their_own(server: Server) -> None:
+def test_after_settings_that_do_not_load_the_next_ones_get_a_new_server(server: Server) -> None:
     found = served()
     found.use(at("batch=2"))
     server.answer = Reply(500, b'{"error": {"message": "could not be loaded"}}')
@@ -209,13 +211,13 @@ def test_settings_that_do_not_load_are_told_and_the_next_ones_get_a_server_of_th
     assert (len(server.starts), server.stops) == (2, 1)
 
 
-def test_a_server_that_does_not_start_at_all_ends_it(server: Server) -> None:
+def test_a_first_server_that_does_not_start_ends_the_tuning(server: Server) -> None:
     server.fails = ModelNotReady("not ready")
     with pytest.raises(ModelNotReady):
-        served().use(Settings())
+        served().use(CandidateSettings())
 
 
-def test_settings_with_which_no_later_server_starts_are_told_in_a_line_and_it_goes_on(server: Server) -> None:
+def test_settings_with_which_a_later_server_does_not_start_are_reported_in_one_line(server: Server) -> None:
     found = served()
     found.use(at("options.width=1"))
     server.fails = PenstockError("the server did not start; it said:\n  net  loading\npenstock: no room\nTraceback")
@@ -229,18 +231,18 @@ def test_settings_with_which_no_later_server_starts_are_told_in_a_line_and_it_go
     assert found.use(at("options.width=1"))
 
 
-def test_a_server_that_dies_of_the_settings_is_no_end_of_the_search(server: Server) -> None:
+def test_a_server_that_dies_does_not_end_the_tuning(server: Server) -> None:
     found = served()
     found.use(at("batch=2"))
     server.answer = ConnectionLost("127.0.0.1: the connection ended before the answer")
-    with pytest.raises(LoadFailed, match=r"gave up on the settings: 127\.0\.0\.1: the connection ended") as caught:
+    with pytest.raises(LoadFailed, match=r"failed with the settings: 127\.0\.0\.1: the connection ended") as caught:
         found.use(at("batch=4"))
     assert caught.value.detail == "OSError: no weights"
     found.use(at("batch=8"))
     assert (len(server.starts), server.stops) == (2, 1)
 
 
-def test_a_server_that_died_is_started_again(server: Server) -> None:
+def test_a_server_that_died_is_restarted(server: Server) -> None:
     found = served()
     found.use(at("batch=2"))
     server.alive = False
@@ -257,7 +259,7 @@ def test_a_server_that_died_is_started_again(server: Server) -> None:
         (b"", 4),
     ],
 )
-def test_clients_are_twice_the_rows_that_all_instances_hold(server: Server, answer: bytes, clients: int) -> None:
+def test_clients_are_twice_the_rows_of_all_instances(server: Server, answer: bytes, clients: int) -> None:
     found = served()
     found.use(at("batch=8"))
     server.answer = Reply(200, answer)
@@ -265,7 +267,7 @@ def test_clients_are_twice_the_rows_that_all_instances_hold(server: Server, answ
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "said"),
+    ("device", "gpus", "message"),
     [
         ("cpu", 0, None),
         ("cuda", 1, None),
@@ -276,6 +278,6 @@ def test_clients_are_twice_the_rows_that_all_instances_hold(server: Server, answ
         ("cuda:-1", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
     ],
 )
-def test_a_device_that_is_not_there_is_told(device: str, gpus: int, said: str | None) -> None:
-    found = reachable([device], gpus)
-    assert found is None if said is None else said in str(found)
+def test_a_missing_device_is_named(device: str, gpus: int, message: str | None) -> None:
+    found = missing_device([device], gpus)
+    assert found is None if message is None else message in str(found)

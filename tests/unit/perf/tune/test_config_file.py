@@ -11,7 +11,7 @@ import pytest
 from penstock.config.load import load_config
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.tune.config import MARK, TunedFile, changed_keys, patched
+from penstock.perf.tune.config_file import MARK, TunedFile, changed_keys, patched
 
 TEXT = """\
 # ours
@@ -34,7 +34,7 @@ def comments(text: str) -> list[str]:
     return [line.partition("#")[2] for line in text.splitlines() if "#" in line]
 
 
-def test_only_the_keys_that_were_tuned_change_and_every_comment_stays(tmp_path: Path) -> None:
+def test_only_the_tuned_keys_change_and_every_comment_stays(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT)
     TunedFile(str(file), "digits", DIGITS).write(
@@ -50,7 +50,7 @@ def test_only_the_keys_that_were_tuned_change_and_every_comment_stays(tmp_path: 
     assert f"[models.digits]\n{MARK}: p99<=50ms\n{MARK}: see there\n{new}# the team's\n" in text
 
 
-def test_a_comment_stays_with_what_it_is_about_and_lines_end_as_they_did() -> None:
+def test_a_comment_stays_in_place_and_line_endings_are_kept() -> None:
     text = (
         '[models.a] # ours\ntarget = "x:y"\n\n# of what is loaded\n[models.a.options]\nwidth = 3\n\n'
         '# of the other one\n[models.b]\ntarget = "x:y"\n'
@@ -65,19 +65,19 @@ def test_a_comment_stays_with_what_it_is_about_and_lines_end_as_they_did() -> No
     assert patched(text.replace("\n", "\r\n"), "a", values, "why") == found.replace("\n", "\r\n")
 
 
-def test_where_no_place_is_found_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.perf.tune.config._ways", lambda *_: iter(["[", TEXT]))
+def test_if_no_place_keeps_the_meaning_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.perf.tune.config_file._variants", lambda *_: iter(["[", TEXT]))
     with pytest.raises(ConfigError, match=r"found no place for the tuned keys; expected \[models\.digits\]"):
         patched(TEXT, "digits", {"threads": 1}, "why")
 
 
-def test_a_second_run_takes_the_comment_of_the_first_one_away() -> None:
+def test_a_second_run_replaces_the_comment_of_the_first() -> None:
     once = patched(TEXT, "digits", {"instances": 4}, "first")
     twice = patched(once, "digits", {"instances": 8}, "second")
     assert twice == once.replace("first", "second").replace("= 4", "= 8")
 
 
-def test_a_text_of_more_lines_than_one_that_looks_like_a_header_or_like_our_comment_is_no_place_for_it() -> None:
+def test_a_multi_line_string_that_resembles_a_header_or_our_comment_is_left_alone() -> None:
     text = f"[models.a.options]\nprompt = '''\n[models.a]\n{MARK}: x\n'''\n[models.a]\ntarget = 'x:y'\n"
     text = text.replace("[models.a]\ntarget", "[models.b]\ntarget = 'x:y'\n[models.a]\ntarget", 1)
     found = patched(text, "a", {"threads": 1}, "why")
@@ -100,7 +100,7 @@ def test_a_text_of_more_lines_than_one_that_looks_like_a_header_or_like_our_comm
         '[models.m.batching]\nslo_s = 1.0\n[server]\nport = 1\n[models.m]\ntarget = "x:y"\n',
     ],
 )
-def test_a_model_may_be_told_in_any_form_of_toml(text: str) -> None:
+def test_a_model_may_have_any_toml_form(text: str) -> None:
     found = patched(text, "m", {"batching.max_batch_size": 2, "threads": 1, "precision": None}, "why")
     expected = tomllib.loads(text)
     expected["models"]["m"] |= {"threads": 1}
@@ -109,13 +109,13 @@ def test_a_model_may_be_told_in_any_form_of_toml(text: str) -> None:
     assert found.count(f"{MARK}: why") == 1
 
 
-def test_a_key_whose_value_is_none_goes() -> None:
+def test_none_removes_a_key() -> None:
     found = patched(TEXT, "digits", {"instances": None, "threads": None, "options.width": None}, "why")
     assert "instances" not in found
     assert "options" not in found
 
 
-def test_a_new_file_has_the_model_as_it_was_named_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_file_has_the_model_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apps").mkdir()
     (tmp_path / "conf").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -127,14 +127,12 @@ def test_a_new_file_has_the_model_as_it_was_named_and_loads(tmp_path: Path, monk
     assert (found.options, found.instances, found.batching.max_batch_size) == ({"size": 3}, 2, 8)
 
 
-def test_a_module_stays_the_name_that_it_is(tmp_path: Path) -> None:
+def test_a_module_name_stays_the_same(tmp_path: Path) -> None:
     TunedFile(str(tmp_path / "new.toml"), "m", ModelConfig(target="pkg.mod:M")).write({"instances": 2}, "why")
     assert tomllib.loads((tmp_path / "new.toml").read_text())["models"]["m"]["target"] == "pkg.mod:M"
 
 
-def test_what_the_file_says_otherwise_than_it_was_measured_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_that_differ_from_the_measured_ones_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT + "[models.digits.options]\nwidth = 3\nheight = 4\n")
     model = ModelConfig(target=f"{tmp_path}/app.py:Digits", threads=2, options={"width": 4})
@@ -149,13 +147,13 @@ def test_what_the_file_says_otherwise_than_it_was_measured_is_told(
     assert not caplog.records
 
 
-def test_a_section_of_another_name_with_the_same_target_is_the_model(tmp_path: Path) -> None:
+def test_a_section_with_the_same_target_is_the_model_whatever_its_name(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT)
     assert TunedFile(str(file), "other", ModelConfig(target=f"{tmp_path}/app.py:Digits")).name == "digits"
 
 
-def test_a_new_file_beside_the_configuration_that_is_tuned_starts_as_that(tmp_path: Path) -> None:
+def test_a_new_file_next_to_the_tuned_configuration_is_a_copy_of_it(tmp_path: Path) -> None:
     source = tmp_path / "penstock.toml"
     source.write_text(TEXT)
     TunedFile(str(tmp_path / "tuned.toml"), "digits", DIGITS, str(source)).write({"instances": 4}, "why")
@@ -167,12 +165,12 @@ def test_a_new_file_in_another_folder_than_the_configuration_is_refused(tmp_path
     source = tmp_path / "penstock.toml"
     source.write_text(TEXT)
     (tmp_path / "there").mkdir()
-    with pytest.raises(ConfigError, match=r"relative paths in .*penstock\.toml start at its folder"):
+    with pytest.raises(ConfigError, match=r"paths in .*penstock\.toml are relative to its folder"):
         TunedFile(str(tmp_path / "there/tuned.toml"), "digits", DIGITS, str(source))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[models.digits\n", r"not valid TOML: .*line 1"),
         (TEXT.replace("digits", "numbers").replace("Digits", "N"), r"no \[models\.digits\].*it has numbers"),
@@ -182,41 +180,41 @@ def test_a_new_file_in_another_folder_than_the_configuration_is_refused(tmp_path
     ],
 )
 def test_a_file_that_is_malformed_or_lacks_the_model_is_refused_before_anything_is_measured(
-    tmp_path: Path, text: str, said: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         TunedFile(str(file), "digits", DIGITS)
     assert file.read_text() == text
 
 
-def test_the_pipeline_that_is_tuned_is_no_configuration(tmp_path: Path) -> None:
+def test_the_tuned_pipeline_itself_cannot_receive_the_result(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.toml"
     file.write_text('[decode]\nops = "decode_image"\n')
-    with pytest.raises(ConfigError, match=r"pipeline\.toml: is what is tuned, and no configuration; name a new file"):
+    with pytest.raises(ConfigError, match=r"pipeline\.toml: is the target itself, not a configuration"):
         TunedFile(str(file), "pipeline", ModelConfig(target=str(file)))
     TunedFile(str(tmp_path / "new.toml"), "pipeline", ModelConfig(target=str(file))).write({"instances": 2}, "why")
     assert load_config(str(tmp_path / "new.toml"), env={}).models["pipeline"].instances == 2
 
 
-def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder"):
+def test_a_missing_folder_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no writable folder"):
         TunedFile(str(tmp_path / "no/penstock.toml"), "digits", DIGITS)
 
 
-def test_what_may_not_be_written_to_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_file_or_folder_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT)
-    monkeypatch.setattr("penstock.perf.tune.config.os.access", lambda path, mode: path != str(tmp_path))
-    with pytest.raises(ConfigError, match=r"there is no folder .* that can be written to"):
+    monkeypatch.setattr("penstock.perf.tune.config_file.os.access", lambda path, mode: path != str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no writable folder"):
         TunedFile(str(file), "digits", DIGITS)
-    monkeypatch.setattr("penstock.perf.tune.config.os.access", lambda path, mode: path != str(file))
-    with pytest.raises(ConfigError, match="the file may not be written to; change its mode, or name another"):
+    monkeypatch.setattr("penstock.perf.tune.config_file.os.access", lambda path, mode: path != str(file))
+    with pytest.raises(ConfigError, match="the file is not writable; change its mode, or name another"):
         TunedFile(str(file), "digits", DIGITS)
 
 
-def test_a_value_that_no_configuration_takes_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_an_invalid_value_leaves_the_file_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT)
     with pytest.raises(ConfigError, match="instances: found -1"):
@@ -225,7 +223,7 @@ def test_a_value_that_no_configuration_takes_leaves_the_file_as_it_was(tmp_path:
     assert os.listdir(tmp_path) == ["penstock.toml"]
 
 
-def test_a_link_and_the_rights_of_the_file_stay(tmp_path: Path) -> None:
+def test_a_link_and_the_mode_of_the_file_are_kept(tmp_path: Path) -> None:
     file, link = tmp_path / "penstock.toml", tmp_path / "link.toml"
     file.write_text(TEXT)
     file.chmod(0o600)
@@ -236,18 +234,18 @@ def test_a_link_and_the_rights_of_the_file_stay(tmp_path: Path) -> None:
     assert "instances = 4   # as last year" in file.read_text()
 
 
-def test_what_is_not_at_its_default_is_told_as_in_a_file() -> None:
+def test_changed_keys_exclude_defaults() -> None:
     model = ModelConfig(target="x:y", devices=("cuda",), batching=BatchingConfig(slo_s=0.1))
     assert changed_keys(model) == {"target": "x:y", "devices": ["cuda"], "batching": {"slo_s": 0.1}}
 
 
-def test_without_tomlkit_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tomlkit_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tomlkit", None)
-    with pytest.raises(ConfigError, match=r"--write needs tomlkit.*pip install 'penstock\[tune\]'"):
+    with pytest.raises(ConfigError, match=r"--write needs tomlkit.*pip install '\.\[tune\]'"):
         TunedFile(str(tmp_path / "penstock.toml"), "digits", DIGITS)
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT)
     tuned = TunedFile(str(file), "digits", DIGITS)
@@ -255,14 +253,14 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("penstock.perf.tune.config.os.fsync", full)
-    with pytest.raises(PenstockError, match="cannot be written: No space left on device; it is as it was"):
+    monkeypatch.setattr("penstock.perf.tune.config_file.os.fsync", full)
+    with pytest.raises(PenstockError, match="cannot be written: No space left on device; it is unchanged"):
         tuned.write({"instances": 4}, "why")
     assert file.read_text() == TEXT
     assert os.listdir(tmp_path) == ["penstock.toml"]
 
 
-def test_what_somebody_changed_while_it_was_measured_stays(tmp_path: Path) -> None:
+def test_changes_made_during_the_measurement_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(TEXT)
     tuned = TunedFile(str(file), "digits", DIGITS)

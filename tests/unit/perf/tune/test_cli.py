@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli import tune as verb
-from penstock.cli import tune_job as job
 from penstock.cli.main import main
 from penstock.errors import ConfigError
-from penstock.perf.tune.journal import Entry, Journal
+from penstock.perf.tune import cli, job
+from penstock.perf.tune.job import read_job
+from penstock.perf.tune.runner import Journal, JournalEntry
 
 APP = """
 class Net:
@@ -29,7 +29,7 @@ instances = 3
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Here is the app; what would start a server fails the test."""
+    """The folder of the app; starting a server fails the test."""
     (tmp_path / "app.py").write_text(APP)
     (tmp_path / "two.toml").write_text(TOML)
     monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("penstock.perf.tune.served.open_target", start)
+    monkeypatch.setattr("penstock.perf.tune.server.open_target", start)
     return tmp_path
 
 
@@ -52,23 +52,23 @@ def run(*words: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["app.py:Net", "--slo", "p99<100"], 'SLO part "p99<100": expected us or ms or s'),
         (["app.py:Net", "--slo", "throughput>=5/s"], "bounds no latency"),
         (["app.py:Net", "--slo", "error<=1%"], '--slo "error<=1%" bounds no latency'),
-        (["app.py:Net", "--space", "batsh=1"], "there is no knob 'batsh'; did you mean 'batch'?"),
+        (["app.py:Net", "--space", "batsh=1"], "there is no parameter 'batsh'; did you mean 'batch'?"),
         (["app.py:Net", "--space", "batch="], "'batch' has an empty value"),
-        (["app.py:Net", "--space", ""], "space: '' names no knob; expected for instance"),
+        (["app.py:Net", "--space", ""], "space: '' names no parameter; expected for instance"),
         (["app.py:Net", "--space", "instances=0"], "space: instances=0: expected a whole number, 1 or more"),
         (["app.py:Net", "--space", "device=cuda"], "device=cuda: this machine has no GPU"),
         (["app.py:Net", "--set", 'models.net.devices=["cuda"]'], "device=cuda: this machine has no GPU"),
         (["app.py:Net", "--accuracy-check", "no.jsonl"], "--accuracy-check no.jsonl: no such file"),
-        (["app.py:Net", "--write", "no/penstock.toml"], "there is no folder"),
+        (["app.py:Net", "--write", "no/penstock.toml"], "there is no writable folder"),
         (["app.py:Net", "--write", "two.toml"], "there is no [models.net]"),
         (["app.py:Net", "--write", "app.py"], "not valid TOML"),
-        (["http://127.0.0.1:8080"], "is a server that runs; expected what penstock serve takes"),
-        (["net.mar"], "is an archive of TorchServe"),
+        (["http://127.0.0.1:8080"], "is a running server; expected a target of penstock serve"),
+        (["net.mar"], "is a TorchServe archive"),
         (["two.toml"], "two.toml has one, two; choose the one to tune with --model NAME"),
         (["two.toml", "--model", "tow"], "two.toml has one, two; did you mean 'two'?"),
         (["two.toml", "--model", "two", "--option", "a=1"], "--option is for a model named on the command line"),
@@ -76,76 +76,76 @@ def run(*words: str) -> Result:
         (["none.toml"], "no such file"),
     ],
 )
-def test_what_cannot_be_meant_is_told_in_one_line_before_anything_is_started(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+def test_wrong_usage_is_reported_in_one_line_before_anything_starts(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.core.worker.devices.visible_gpus", lambda: 0)
     slo = [] if "--slo" in words else ["--slo", "p99<=100ms"]
     found = run(*words, *slo)
     assert (found.exit_code, found.stderr.count("\n")) == (2, 1)
     assert found.stderr.startswith("penstock: ")
-    assert said in found.stderr
+    assert message in found.stderr
 
 
-def test_a_slo_is_asked_for() -> None:
+def test_an_slo_is_required() -> None:
     found = run("app.py:Net")
     assert found.exit_code == 2
     assert "Missing option '--slo'" in found.stderr
 
 
-def test_answers_count_only_while_hardly_any_request_is_refused() -> None:
-    assert job.read_job("app.py:Net", flags()).slo.text == "p99<=100ms,error<=1%"
+def test_the_slo_limits_errors_even_if_it_does_not_say_so() -> None:
+    assert read_job("app.py:Net", flags()).slo.text == "p99<=100ms,error<=1%"
     said = "p99<=100ms,error<=5%"
-    assert job.read_job("app.py:Net", flags(slo=said)).slo.text == said
+    assert read_job("app.py:Net", flags(slo=said)).slo.text == said
 
 
-def test_without_a_space_batches_and_instances_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_space_has_batches_and_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    found = job.read_job("app.py:Net", flags())
+    found = read_job("app.py:Net", flags())
     assert found.space.text == "batch=1,2,4,8,16,32,instances=1,2,4"
     assert found.folder == Path("tune-net")
 
 
-def test_a_gpu_is_tried_beside_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_adds_devices_unless_the_space_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.core.worker.devices.visible_gpus", lambda: 1)
-    assert job.read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"
-    assert job.read_job("app.py:Net", flags(gpu=True, space="device=cuda")).space.text == "device=cuda"
+    assert read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"
+    assert read_job("app.py:Net", flags(gpu=True, space="device=cuda")).space.text == "device=cuda"
 
 
-def test_the_model_of_a_configuration_is_tuned_as_it_is_there(folder: Path) -> None:
-    found = job.read_job("two.toml", flags(model="two", write="two.toml", sets=("models.two.threads=1",)))
-    assert (found.subject.section, found.subject.model.instances, found.subject.model.threads) == ("two", 3, 1)
-    assert found.subject.sets == ("models.two.threads=1",)
+def test_the_model_of_a_configuration_is_tuned_with_its_keys(folder: Path) -> None:
+    found = read_job("two.toml", flags(model="two", write="two.toml", sets=("models.two.threads=1",)))
+    assert (found.tuned.section, found.tuned.model.instances, found.tuned.model.threads) == ("two", 3, 1)
+    assert found.tuned.sets == ("models.two.threads=1",)
     assert found.file is not None
     assert found.file.name == "two"
 
 
-def test_options_of_the_command_line_reach_the_server_too() -> None:
-    found = job.read_job("app.py:Net", flags(options=("width=3",)))
-    assert found.subject.model.options == {"width": 3}
-    assert found.subject.sets == ('models."net".options.width=3',)
+def test_options_of_the_command_line_reach_the_server() -> None:
+    found = read_job("app.py:Net", flags(options=("width=3",)))
+    assert found.tuned.model.options == {"width": 3}
+    assert found.tuned.sets == ('models."net".options.width=3',)
 
 
-def test_an_app_that_has_changed_is_another_search(folder: Path) -> None:
-    before = job.identity(job.read_job("app.py:Net", flags()))
-    assert job.identity(job.read_job("app.py:Net", flags())) == before
+def test_a_changed_app_is_another_search(folder: Path) -> None:
+    before = job.identity(read_job("app.py:Net", flags()))
+    assert job.identity(read_job("app.py:Net", flags())) == before
     (folder / "app.py").write_text(APP + "\n")
-    assert job.identity(job.read_job("app.py:Net", flags())) != before
+    assert job.identity(read_job("app.py:Net", flags())) != before
     for other in ({"slo": "p99<=99ms"}, {"space": "batch=1,2"}, {"seed": 1}, {"effort": "quick"}, {"data": "app.py"}):
-        assert job.identity(job.read_job("app.py:Net", flags(**other))) != before
+        assert job.identity(read_job("app.py:Net", flags(**other))) != before
 
 
-def test_other_weights_are_another_search(folder: Path) -> None:
+def test_changed_weights_are_another_search(folder: Path) -> None:
     weights = flags(sets=('models.net.weights="net.pt"',))
     found = []
     for content in (b"1", b"2", b"1"):
         (folder / "net.pt").write_bytes(content)
-        found.append(job.identity(job.read_job("app.py:Net", weights)))
+        found.append(job.identity(read_job("app.py:Net", weights)))
     assert found[0] == found[2] != found[1]
 
 
-def test_a_file_that_cannot_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = job.read_job("app.py:Net", flags())
+def test_an_unreadable_file_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = read_job("app.py:Net", flags())
 
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -155,37 +155,37 @@ def test_a_file_that_cannot_be_read_is_told(folder: Path, monkeypatch: pytest.Mo
         job.identity(asked)
 
 
-def test_beginning_anew_takes_away_only_what_a_run_writes(folder: Path) -> None:
+def test_starting_over_deletes_only_files_of_a_run(folder: Path) -> None:
     results = folder / "tune-net"
     results.mkdir()
     for name in ("run.json", "records.jsonl", "journal.jsonl", "summary.csv", "report.md", "settings.csv", "mine.txt"):
         (results / name).write_text("")
-    verb._forget(results)
+    cli._delete_results(results)
     assert [p.name for p in results.iterdir()] == ["mine.txt"]
 
 
-def test_a_search_that_ends_before_its_first_answer_leaves_nothing_behind(
+def test_a_search_that_fails_before_its_first_answer_leaves_nothing_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: list[Entry] = []
+    answers: list[JournalEntry] = []
 
     def search(_: object, __: object, journal: Journal, ___: str) -> None:
         for answer in answers:
             journal.add(answer)
-        raise ConfigError("the app cannot answer what is sent")
+        raise ConfigError("the app cannot answer the requests")
 
-    monkeypatch.setattr(verb, "_searched", search)
+    monkeypatch.setattr(cli, "_search", search)
     words = ("app.py:Net", "--slo", "p99<=100ms")
     assert run(*words).exit_code == 2
     assert not (folder / "tune-net").exists()
-    answers.append(Entry(key="1", failed="no room"))
+    answers.append(JournalEntry(key="1", failed="no room"))
     for _ in range(2):
         assert run(*words).exit_code == 2
         assert (folder / "tune-net" / "journal.jsonl").read_text().count("no room") == 1
         answers.clear()
 
 
-def test_a_folder_of_another_run_is_refused(folder: Path) -> None:
+def test_a_folder_with_other_files_is_rejected(folder: Path) -> None:
     (folder / "tune-net").mkdir()
     (folder / "tune-net" / "photo.jpg").write_text("")
     found = run("app.py:Net", "--slo", "p99<=100ms")
@@ -193,12 +193,12 @@ def test_a_folder_of_another_run_is_refused(folder: Path) -> None:
     assert "expected an empty folder, or one of results" in found.stderr
 
 
-def test_a_token_file_that_is_not_there_is_told() -> None:
+def test_a_missing_token_file_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        job.read_job("app.py:Net", flags(token_file="none"))
+        read_job("app.py:Net", flags(token_file="none"))
 
 
-@pytest.mark.parametrize(("effort", "told"), [("normal", True), ("quick", False)])
-def test_a_budget_too_short_for_any_proof_is_told_before_it_is_spent(effort: str, told: bool) -> None:
+@pytest.mark.parametrize(("effort", "warned"), [("normal", True), ("quick", False)])
+def test_a_budget_too_short_for_any_proof_is_reported_at_once(effort: str, warned: bool) -> None:
     said = run("app.py:Net", "--slo", "p99<=2s", "--budget", "20s", "--effort", effort).stderr
-    assert ("--budget 20s is over before anything is proven: the runs of the proof alone take 90s" in said) == told
+    assert ("--budget 20s ends before anything is proven: the runs of the proof alone take 90s" in said) == warned

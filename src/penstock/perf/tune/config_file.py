@@ -1,4 +1,4 @@
-"""What was found, written into a `penstock.toml`: only the tuned keys change, comments stay, one new one says why."""
+"""Writes tuned settings into a `penstock.toml`: only the tuned keys change, comments stay, and one comment is added."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from penstock.plugins import is_whole_file
 
 log = logging.getLogger("penstock.tune")
 
-_NAMED: Final = ("target", "weights", "name")  # keys that a file may say in other words
+_RELATIVE: Final = ("target", "weights", "name")  # keys that a file may write differently
 MARK: Final = "# penstock tune"
-"""How the comment begins that is ours: the next run replaces it."""
+"""The prefix of our comment, which the next run replaces."""
 
 
 class TunedFile:
-    """A file that takes what is found: one that is there and tells the model, or a new one.
+    """The file that receives the result: an existing configuration with the model, or a new file.
 
-    Made before anything is measured, so that what would be wrong at the end is told at the start. Raises ConfigError:
-    it is no valid configuration, lacks the model, or its folder cannot be written to.
+    It is checked before anything is measured, so errors appear at the start. Raises ConfigError if it is not a valid
+    configuration, lacks the model, or its folder is not writable.
     """
 
     def __init__(self, path: str, name: str, model: ModelConfig, source: str | None = None) -> None:
-        """`name` and `model` are what is tuned; `source` is the TOML that it was read from, if from one."""
+        """`name` and `model` describe the tuned model; `source` is the TOML that defines it, if any."""
         _tomlkit()
-        self.path = os.path.realpath(path)  # a link stays one
+        self.path = os.path.realpath(path)  # a link stays a link
         self.name, self._model = name, model
         folder = os.path.dirname(self.path)
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise ConfigError(f"--write {path}: there is no folder {folder} that can be written to")
+            raise ConfigError(f"--write {path}: there is no writable folder {folder}")
         if os.path.exists(self.path) and not os.access(self.path, os.W_OK):
-            raise ConfigError(f"--write {path}: the file may not be written to; change its mode, or name another")
+            raise ConfigError(f"--write {path}: the file is not writable; change its mode, or name another")
         if is_whole_file(model.target) and os.path.realpath(model.target) == self.path:
-            raise ConfigError(f"--write {path}: is what is tuned, and no configuration; name a new file")
+            raise ConfigError(f"--write {path}: is the target itself, not a configuration; name a new file")
         begin = self.path if os.path.exists(self.path) else source
         if begin is None:
             self._text = None
             return
         if os.path.dirname(os.path.realpath(begin)) != folder:
             raise ConfigError(
-                f"--write {path}: relative paths in {begin} start at its folder; name {begin} itself or a new file"
-                " beside it"
+                f"--write {path}: paths in {begin} are relative to its folder; name {begin} itself or a new file next"
+                " to it"
             )
         tree, self._text = toml.read(begin)
         load_config(begin, env={})
         self.name = _section(tree, begin, name, model)
 
     def write(self, values: Mapping[str, Any], note: str) -> None:
-        """Replaces the file by one in which these keys of the model, such as "batching.max_batch_size", are so.
+        """Replaces the file by one with these values of the model's keys, such as "batching.max_batch_size".
 
-        None removes a key. `note` is the comment, a line or more. What was changed in the file meanwhile stays. Raises
-        ConfigError, and PenstockError if it cannot be written; then the file is as it was.
+        None removes a key. `note` becomes the comment, one or more lines. Changes made to the file in the meantime are
+        kept. Raises ConfigError, or PenstockError if it cannot be written; then the file is unchanged.
         """
         if os.path.exists(self.path):
             tree, text = toml.read(self.path)
@@ -71,43 +71,43 @@ class TunedFile:
         else:
             text = self._new() if self._text is None else self._text
         changed = patched(text, self.name, values, note)
-        aside = f"{self.path}.{os.getpid()}.new"
+        temporary = f"{self.path}.{os.getpid()}.new"
         try:
-            with open(aside, "xb") as file:
+            with open(temporary, "xb") as file:
                 file.write(changed.encode())
                 file.flush()
                 os.fsync(file.fileno())
             with suppress(FileNotFoundError):
-                os.chmod(aside, os.stat(self.path).st_mode & 0o7777)
-            there = load_config(aside, env={}).models[self.name]
-            os.replace(aside, self.path)
+                os.chmod(temporary, os.stat(self.path).st_mode & 0o7777)
+            written = load_config(temporary, env={}).models[self.name]
+            os.replace(temporary, self.path)
         except OSError as error:
-            raise PenstockError(f"{self.path}: cannot be written: {error.strerror}; it is as it was") from None
+            raise PenstockError(f"{self.path}: cannot be written: {error.strerror}; it is unchanged") from None
         finally:
             with suppress(FileNotFoundError):
-                os.unlink(aside)
-        if other := _differing(self._model, there, values):
+                os.unlink(temporary)
+        if other := _differing(self._model, written, values):
             log.warning(
-                "file=%s other=%s consequence=this file serves the model otherwise than it was measured",
+                "file=%s other=%s consequence=this file serves the model with other settings than measured",
                 self.path,
                 ",".join(other),
             )
 
     def _new(self) -> str:
-        """A file with the model as it was named, and nothing else."""
+        """A file with nothing but the model."""
         keys = changed_keys(self._model)
         folder = os.path.dirname(self.path)
-        keys["target"] = _beside(self._model.target, os.getcwd(), folder)
+        keys["target"] = _relative(self._model.target, os.getcwd(), folder)
         if self._model.weights is not None:
             keys["weights"] = os.path.relpath(self._model.weights, folder)
         text: str = _tomlkit().dumps({"models": {self.name: keys}})
         return text
 
 
-def _differing(measured: ModelConfig, there: ModelConfig, tuned: Collection[str]) -> list[str]:
-    """The keys in which the two differ, but for those that were tuned, and for paths."""
-    one, other = _flat(changed_keys(measured)), _flat(changed_keys(there))
-    return [k for k in {**one, **other} if one.get(k) != other.get(k) and k not in (*tuned, *_NAMED)]
+def _differing(measured: ModelConfig, written: ModelConfig, tuned: Collection[str]) -> list[str]:
+    """The keys in which the two differ, except tuned ones and paths."""
+    one, other = _flat(changed_keys(measured)), _flat(changed_keys(written))
+    return [k for k in {**one, **other} if one.get(k) != other.get(k) and k not in (*tuned, *_RELATIVE)]
 
 
 def _flat(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -118,38 +118,38 @@ def _flat(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed_keys(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a model that are not at their default, as in `[models.NAME]`."""
+    """The keys of a model that differ from their defaults, as in `[models.NAME]`."""
     keys = _changed(model, ModelConfig(target=""))
     batching = _changed(model.batching, BatchingConfig())
     return {**keys, **({"batching": batching} if batching else {})}
 
 
 def _changed(found: Any, default: Any) -> dict[str, Any]:
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in structs.asdict(found).items()
-        if value != getattr(default, key)
-    }
+    return {key: _plain(value) for key, value in structs.asdict(found).items() if value != getattr(default, key)}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def patched(text: str, section: str, values: Mapping[str, Any], note: str) -> str:
-    """The text of a TOML in which those keys of `[models.SECTION]` have these values, under the note as a comment.
+    """The TOML text with these values of the keys of `[models.SECTION]` and the note as a comment.
 
-    None takes a key away. One that is there keeps its place and its comment, a new one comes right behind the header of
-    its table; where that would mean something else, tomlkit finds a place. Raises ConfigError if it finds none.
+    None removes a key. An existing key keeps its place and its comment; a new one follows the header of its table, or
+    goes where tomlkit puts it if that would change the meaning. Raises ConfigError if no place works.
     """
     text = _without_mark(text)
     wanted = tomllib.loads(text)
     _put(wanted["models"][section], values)
     comment = [f"{MARK}: {line}" for line in note.splitlines()]
-    for changed in _ways(text, section, values, comment):
+    for changed in _variants(text, section, values, comment):
         if _means(changed, wanted):
             return changed
     raise ConfigError(f"found no place for the tuned keys; expected [models.{section}] as a table with a header")
 
 
-def _ways(text: str, section: str, values: Mapping[str, Any], comment: list[str]) -> Iterator[str]:
-    """The text with the keys and the comment, the neatest first. None is sure to mean what it should."""
+def _variants(text: str, section: str, values: Mapping[str, Any], comment: list[str]) -> Iterator[str]:
+    """Texts with the keys and the comment, the neatest first. Their meaning still has to be checked."""
     tomlkit, path = _tomlkit(), ("models", section)
     document = tomlkit.parse(text)
     _put(document["models"][section], values, tomlkit.inline_table)
@@ -161,7 +161,7 @@ def _ways(text: str, section: str, values: Mapping[str, Any], comment: list[str]
 
 
 def _by_lines(text: str, path: tuple[str, ...], values: Mapping[str, Any], comment: list[str]) -> str:
-    """With new keys as lines below a header: that of their own table, else that of the model's."""
+    """The text with new keys as lines below the header of their table, or of the model's if that has none."""
     document = _tomlkit().parse(text)
     model: Any = document["models"][path[-1]]
     below: dict[tuple[str, ...], list[str]] = {path: list(comment)}
@@ -179,18 +179,18 @@ def _by_lines(text: str, path: tuple[str, ...], values: Mapping[str, Any], comme
 
 
 def _put(model: Any, values: Mapping[str, Any], new: Callable[[], Any] = dict) -> None:
-    """Sets the keys of a model, None takes one away; a table that is not there is made by `new`."""
+    """Sets or removes keys of a model; `new` makes missing tables."""
     for key, value in values.items():
         *tables, last = key.split(".")
         table = _table(model, tables, new, make=value is not None)
         if value is None:
             table.pop(last, None)
         else:
-            table[last] = list(value) if isinstance(value, tuple) else value
+            table[last] = _plain(value)
 
 
 def _table(model: Any, names: Sequence[str], new: Callable[[], Any], *, make: bool) -> Any:
-    """The table of a model; one that is not there is made in the model, or only given back."""
+    """A table of a model; a missing one is added if `make`."""
     for name in names:
         if name not in model:
             if not make:
@@ -202,8 +202,7 @@ def _table(model: Any, names: Sequence[str], new: Callable[[], Any], *, make: bo
 
 def _line(path: Sequence[str], value: Any) -> str:
     tomlkit = _tomlkit()
-    shown = tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()
-    return f"{tomlkit.key(path).as_string()} = {shown}"
+    return f"{tomlkit.key(path).as_string()} = {tomlkit.item(_plain(value)).as_string()}"
 
 
 def _means(text: str, wanted: toml.Tree) -> bool:
@@ -214,20 +213,20 @@ def _means(text: str, wanted: toml.Tree) -> bool:
 
 
 def _without_mark(text: str) -> str:
-    """The text without the comment of an earlier run; as it is where that would change a value."""
+    """The text without the comment of an earlier run, unless removing it would change a value."""
     kept = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(MARK))
     return kept if _means(kept, tomllib.loads(text)) else text
 
 
 def _header(text: str, path: Sequence[str]) -> re.Match[str] | None:
-    """Where the header of a table seems to stand: a text of more lines than one may have the like."""
+    """The apparent header of a table; it may be part of a multi-line string."""
     names = (rf'(?:"{re.escape(name)}"|\'{re.escape(name)}\'|{re.escape(name)})' for name in path)
     dotted = r"[ \t]*\.[ \t]*".join(names)
     return re.search(rf"^[ \t]*\[[ \t]*{dotted}[ \t]*\][^\n]*\n", text, re.MULTILINE)
 
 
 def _below_header(text: str, path: Sequence[str], lines: Sequence[str]) -> str:
-    """The text with these lines behind the header of a table; as it is without a header."""
+    """The text with these lines after the header of a table, if it has one."""
     header = _header(text, path)
     if header is None:
         return text
@@ -236,13 +235,13 @@ def _below_header(text: str, path: Sequence[str], lines: Sequence[str]) -> str:
 
 
 def _section(tree: toml.Tree, path: str, name: str, model: ModelConfig) -> str:
-    """The section of the file that tells the model: by its name, else the only one with its target."""
+    """The model's section in the file: by its name, else the only one with its target."""
     models = tree.get("models", {})
     if name in models:
         return name
     folder = os.path.dirname(os.path.realpath(path))
-    wanted = _beside(model.target, os.getcwd(), folder)
-    same = [section for section, keys in models.items() if _beside(keys["target"], folder, folder) == wanted]
+    wanted = _relative(model.target, os.getcwd(), folder)
+    same = [section for section, keys in models.items() if _relative(keys["target"], folder, folder) == wanted]
     if len(same) == 1:
         return str(same[0])
     known = f"it has {', '.join(models)}" if models else "it has no models"
@@ -252,8 +251,8 @@ def _section(tree: toml.Tree, path: str, name: str, model: ModelConfig) -> str:
     )
 
 
-def _beside(target: str, base: str, folder: str) -> str:
-    """A target as it is written in a file of that folder; a path in it starts at `base`, a module's name stays."""
+def _relative(target: str, base: str, folder: str) -> str:
+    """A target as a file in `folder` writes it; its path is relative to `base`, and a module name stays the same."""
     where, colon, attribute = target.rpartition(":")
     whole = is_whole_file(target) or not colon
     file = target if whole else where

@@ -1,4 +1,4 @@
-"""`penstock simulate` reads arrivals and costs, and tells what each setting would do with them."""
+"""`penstock simulate` reads arrivals and costs and prints the prediction for each combination."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli.simulate import simulate
+from penstock.perf.simulate.cli import simulate
 
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(simulate, list(arguments), catch_exceptions=False)
 
 
-def told(*arguments: str) -> str:
+def output(*arguments: str) -> str:
     result = run("--cost", "5ms,0.2ms", "--seconds", "2", *arguments)
     assert result.exit_code == 0, result.output
     return result.output
@@ -31,8 +31,8 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_table_has_a_line_a_setting_and_the_best_behind() -> None:
-    lines = told("--arrivals", "poisson:500", "--batch", "1,8,16", "--slo", "p99<=50ms").splitlines()
+def test_the_table_has_a_line_for_each_combination_and_then_the_best() -> None:
+    lines = output("--arrivals", "poisson:500", "--batch", "1,8,16", "--slo", "p99<=50ms").splitlines()
     assert "requests in" in lines[0]
     assert lines[1].split()[:3] == ["policy", "instances", "batch"]
     assert [line.split()[:3] for line in lines[2:9]] == [
@@ -45,8 +45,8 @@ def test_the_table_has_a_line_a_setting_and_the_best_behind() -> None:
     assert lines[9].endswith("meets p99<=50ms with the fewest instances")
 
 
-def test_the_page_shows_what_its_commands_print(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text()
+def test_the_docs_page_shows_what_its_commands_print(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "simulate.md").read_text()
     blocks = [block for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.S | re.M)]
     monkeypatch.chdir(Path(trace).parent)
     results = [
@@ -58,30 +58,32 @@ def test_the_page_shows_what_its_commands_print(trace: str, monkeypatch: pytest.
     assert results[0].stdout == blocks[1]
 
 
-def test_that_nothing_is_good_enough_is_told() -> None:
-    assert told("--arrivals", "poisson:500", "--batch", "1").endswith("none of them keeps up\n")
-    assert told("--arrivals", "gamma:2:50", "--slo", "p99<=1ms").endswith("none of them meets p99<=1ms\n")
+def test_it_says_when_no_combination_is_good_enough() -> None:
+    assert output("--arrivals", "poisson:500", "--batch", "1").endswith("none of them keeps up\n")
+    assert output("--arrivals", "gamma:2:50", "--slo", "p99<=1ms").endswith("none of them meets p99<=1ms\n")
 
 
 @pytest.mark.parametrize("slo", [[], ["--slo", "p99<=1s"]])
-def test_that_too_few_came_to_tell_is_no_verdict(slo: list[str]) -> None:
-    last = told("--arrivals", "constant:20", "--batch", "1", *slo).splitlines()[-1]
-    assert last.startswith("too few requests to tell the best")
+def test_too_few_requests_give_no_verdict(slo: list[str]) -> None:
+    last = output("--arrivals", "constant:20", "--batch", "1", *slo).splitlines()[-1]
+    assert last.startswith("too few requests to choose the best")
 
 
-def test_what_was_recorded_is_replayed_with_its_rows(trace: str) -> None:
-    lines = told("--arrivals", trace, "--model", "a", "--policies", "adaptive", "--batch", "16", "--json").splitlines()
-    outcome = json.loads(lines[0])
+def test_a_recording_is_replayed_with_its_rows(trace: str) -> None:
+    lines = output(
+        "--arrivals", trace, "--model", "a", "--policies", "adaptive", "--batch", "16", "--json"
+    ).splitlines()
+    result = json.loads(lines[0])
     assert len(lines) == 1
-    assert outcome["offered"] == pytest.approx(150, rel=0.02)
-    assert outcome["batch"] == 16
-    faster = told(
+    assert result["offered"] == pytest.approx(150, rel=0.02)
+    assert result["batch"] == 16
+    faster = output(
         "--arrivals", trace, "--model", "a", "--policies", "adaptive", "--batch", "16", "--rate", "600", "--json"
     )
     assert json.loads(faster)["offered"] == pytest.approx(600, rel=0.02)
 
 
-def test_a_trace_of_several_models_asks_for_one(trace: str) -> None:
+def test_a_recording_of_several_models_needs_a_model_name(trace: str) -> None:
     result = run("--arrivals", trace, "--cost", "5ms,0.2ms")
     assert result.exit_code == 2
     assert result.output.startswith("penstock: ")
@@ -89,16 +91,16 @@ def test_a_trace_of_several_models_asks_for_one(trace: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    ("arguments", "message"),
     [
-        (["--arrivals", "poisson"], "expected a rate behind the kind"),
-        (["--arrivals", "poisson:x"], "expected a rate behind the kind"),
+        (["--arrivals", "poisson"], "expected a rate after the kind"),
+        (["--arrivals", "poisson:x"], "expected a rate after the kind"),
         (["--arrivals", "poisson:0"], "expected a rate and a time over 0"),
-        (["--arrivals", "poisson:0.001"], "no request comes in"),
+        (["--arrivals", "poisson:0.001"], "no request arrives within"),
         (["--arrivals", "gamma:500"], "expected a coefficient of variation"),
         (["--arrivals", "no.jsonl"], "trace no.jsonl cannot be read: No such file"),
         (["--arrivals", "poisson:5", "--rate", "7"], "are for a file of arrivals"),
-        (["--arrivals", "poisson:5", "--policies", "greedy"], "unknown batching policy 'greedy'"),
+        (["--arrivals", "poisson:5", "--policies", "greedy"], "unknown policy 'greedy'"),
         (["--arrivals", "poisson:5", "--batch", "8..1"], "runs backwards"),
         (["--arrivals", "poisson:5", "--batch", "auto"], "expected whole numbers"),
         (["--arrivals", "poisson:5", "--slo", "p99"], "expected NAME<=LIMIT"),
@@ -106,7 +108,7 @@ def test_a_trace_of_several_models_asks_for_one(trace: str) -> None:
         (["--arrivals", "poisson:5", "--handover", "5"], "is no time"),
     ],
 )
-def test_bad_use_is_told_in_a_line(arguments: list[str], found: str) -> None:
+def test_wrong_usage_is_reported_in_one_line(arguments: list[str], message: str) -> None:
     result = run("--cost", "5ms,0.2ms", *arguments)
     assert result.exit_code == 2
-    assert found in result.output
+    assert message in result.output

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed
-from penstock.perf.tune.curve import Body, Order, rehearse
+from penstock.perf.tune.profiler import ProfileRequest, RequestBody, profile_instance
 from penstock.serving.protocols.oip import HEADER_LENGTH
 from penstock.serving.protocols.oip_binary import encode_request
 
@@ -32,16 +32,21 @@ class Model:
 """
 
 
-def order(tmp_path: Path, source: str, **keys: object) -> Order:
+def order(tmp_path: Path, source: str, **keys: object) -> ProfileRequest:
     (tmp_path / "alone.py").write_text(textwrap.dedent(source))
     config = ModelConfig(target=f"{tmp_path}/alone.py:Model", load_timeout_s=20)
-    bodies = [Body(b"1", "application/json"), Body(b"2", "application/json")]
-    return Order(**{"name": "m", "config": config, "device": "cpu", "sys_path": [], "bodies": bodies, **keys})  # type: ignore[arg-type]
+    bodies = [RequestBody(b"1", "application/json"), RequestBody(b"2", "application/json")]
+    return ProfileRequest(**{"name": "m", "config": config, "device": "cpu", "sys_path": [], "bodies": bodies, **keys})  # type: ignore[arg-type]
 
 
-def test_the_curve_has_the_time_of_each_size_and_the_samples_are_answered_as_over_http(tmp_path: Path) -> None:
-    found = rehearse(
-        order(tmp_path, MODEL, sizes=[1, 8], samples=[Body(b"21", "application/json"), Body(b"{", "text/json")])
+def test_the_curve_has_the_time_of_each_size_and_samples_are_answered_as_over_http(tmp_path: Path) -> None:
+    found = profile_instance(
+        order(
+            tmp_path,
+            MODEL,
+            sizes=[1, 8],
+            samples=[RequestBody(b"21", "application/json"), RequestBody(b"{", "text/json")],
+        )
     )
     assert sorted(found.curve) == [1, 8]
     assert 0.005 <= found.curve[1] < 0.5
@@ -52,7 +57,7 @@ def test_the_curve_has_the_time_of_each_size_and_the_samples_are_answered_as_ove
     assert not found.error
 
 
-def test_sizes_after_one_that_took_longer_than_the_limit_are_not_run(tmp_path: Path) -> None:
+def test_larger_sizes_are_skipped_after_one_exceeds_the_limit(tmp_path: Path) -> None:
     source = """
     import time
 
@@ -62,19 +67,19 @@ def test_sizes_after_one_that_took_longer_than_the_limit_are_not_run(tmp_path: P
             time.sleep(0.5 if len(items) > 1 else 0)
             return items
     """
-    found = rehearse(order(tmp_path, source, sizes=[1, 16, 32], limit_s=0.2))
+    found = profile_instance(order(tmp_path, source, sizes=[1, 16, 32], limit_s=0.2))
     assert sorted(found.curve) == [1, 16]
 
 
-def test_the_keys_of_the_model_reach_it(tmp_path: Path) -> None:
-    asked = order(tmp_path, MODEL, samples=[Body(b"1", "application/json")])
+def test_the_keys_of_the_configuration_reach_the_model(tmp_path: Path) -> None:
+    asked = order(tmp_path, MODEL, samples=[RequestBody(b"1", "application/json")])
     asked.config = ModelConfig(target=asked.config.target, precision="fp16", batching=BatchingConfig(max_batch_size=64))
-    found = rehearse(asked)
+    found = profile_instance(asked)
     assert found.answers[0].body == b'{"twice":3}'
     assert found.ignores == ["optimize"]
 
 
-def test_tensors_come_as_from_an_open_inference_caller(tmp_path: Path) -> None:
+def test_an_open_inference_body_is_decoded_into_tensors(tmp_path: Path) -> None:
     source = """
     import penstock
 
@@ -88,13 +93,13 @@ def test_tensors_come_as_from_an_open_inference_caller(tmp_path: Path) -> None:
     """
     head, buffers = encode_request([("x", "FP32", (1, 2), np.array([[1, 2]], np.float32).tobytes())])
     headers = {HEADER_LENGTH: str(len(head))}
-    body = Body(b"".join([head, *buffers]), "application/octet-stream", "oip_binary", headers)
-    given = rehearse(order(tmp_path, source, samples=[body])).answers[0]
+    body = RequestBody(b"".join([head, *buffers]), "application/octet-stream", "oip_binary", headers)
+    given = profile_instance(order(tmp_path, source, samples=[body])).answers[0]
     assert not given.error
     assert b'"data":[2.0,4.0]' in given.body
 
 
-def test_threads_are_shared_out_as_among_the_instances_of_a_server(tmp_path: Path) -> None:
+def test_an_instance_gets_its_share_of_the_threads(tmp_path: Path) -> None:
     source = """
     import os
 
@@ -103,11 +108,11 @@ def test_threads_are_shared_out_as_among_the_instances_of_a_server(tmp_path: Pat
         def predict(self, items):
             return [os.environ["OMP_NUM_THREADS"] for _ in items]
     """
-    asked = order(tmp_path, source, samples=[Body(b"1", "application/json")])
-    assert rehearse(asked, instances=10_000).answers[0].body == b"1"
+    asked = order(tmp_path, source, samples=[RequestBody(b"1", "application/json")])
+    assert profile_instance(asked, instances=10_000).answers[0].body == b"1"
 
 
-def test_the_size_that_runs_out_of_memory_is_told_and_none_larger_is_run(tmp_path: Path) -> None:
+def test_the_size_that_runs_out_of_memory_is_reported_and_no_larger_one_runs(tmp_path: Path) -> None:
     source = """
     class Model:
         def predict(self, items):
@@ -115,35 +120,35 @@ def test_the_size_that_runs_out_of_memory_is_told_and_none_larger_is_run(tmp_pat
                 raise MemoryError
             return items
     """
-    found = rehearse(order(tmp_path, source, sizes=[1, 2, 4, 8]))
+    found = profile_instance(order(tmp_path, source, sizes=[1, 2, 4, 8]))
     assert (sorted(found.curve), found.oom_rows) == ([1, 2], 4)
 
 
-def test_a_request_that_the_model_cannot_answer_is_told(tmp_path: Path) -> None:
+def test_a_request_that_the_model_cannot_answer_is_reported(tmp_path: Path) -> None:
     source = """
     class Model:
         def predict(self, items):
             return [item["x"] for item in items]
     """
-    found = rehearse(order(tmp_path, source, sizes=[1], samples=[Body(b"1", "application/json")]))
+    found = profile_instance(order(tmp_path, source, sizes=[1], samples=[RequestBody(b"1", "application/json")]))
     assert found.error == "the model raised TypeError"
     assert found.answers[0].error == "the model raised TypeError"
     assert not found.curve
 
 
-def test_the_parts_of_an_answer_in_parts_are_put_end_to_end(tmp_path: Path) -> None:
+def test_the_parts_of_a_streamed_answer_are_joined(tmp_path: Path) -> None:
     source = """
     class Model:
         def predict(self, items):
             yield [f"{item} a " for item in items]
             yield [f"{item} b" for item in items]
     """
-    found = rehearse(order(tmp_path, source, sizes=[1], samples=[Body(b"1", "application/json")]))
+    found = profile_instance(order(tmp_path, source, sizes=[1], samples=[RequestBody(b"1", "application/json")]))
     assert found.answers[0].body == b"1 a 1 b"
     assert not found.error
 
 
-def test_a_process_that_reads_nothing_is_told_as_one_that_ended(
+def test_a_process_that_ends_before_it_reads_its_input_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ended(subprocess.Popen[bytes]):
@@ -151,11 +156,11 @@ def test_a_process_that_reads_nothing_is_told_as_one_that_ended(
             super().__init__(*arguments, **keys)
             self.wait()
 
-    monkeypatch.setattr("penstock.perf.tune.curve.subprocess.Popen", Ended)
-    monkeypatch.setattr("penstock.perf.tune.curve.sys.executable", "/bin/false")
+    monkeypatch.setattr("penstock.perf.tune.profiler.subprocess.Popen", Ended)
+    monkeypatch.setattr("penstock.perf.tune.profiler.sys.executable", "/bin/false")
     for size in (1, 2**20):
         with pytest.raises(LoadFailed, match="the process of 'm' ended"):
-            rehearse(order(tmp_path, MODEL, samples=[Body(b"1" * size, "text/plain")]))
+            profile_instance(order(tmp_path, MODEL, samples=[RequestBody(b"1" * size, "text/plain")]))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +176,9 @@ def test_a_process_that_reads_nothing_is_told_as_one_that_ended(
         ("import nothing_of_that_name", "ModuleNotFoundError", ""),
     ],
 )
-def test_an_app_that_does_not_load_says_why(tmp_path: Path, source: str, message: str, detail: str) -> None:
+def test_an_app_that_does_not_load_has_a_reason(tmp_path: Path, source: str, message: str, detail: str) -> None:
     with pytest.raises(LoadFailed, match=message) as caught:
-        rehearse(order(tmp_path, source, sizes=[1]))
+        profile_instance(order(tmp_path, source, sizes=[1]))
     assert detail in caught.value.detail
 
 
@@ -183,30 +188,30 @@ def test_ctrl_c_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 601\n")
     (tmp_path / "python").chmod(0o700)
-    monkeypatch.setattr("penstock.perf.tune.curve.sys.executable", str(tmp_path / "python"))
-    monkeypatch.setattr("penstock.perf.tune.curve.select.select", interrupt)
+    monkeypatch.setattr("penstock.perf.tune.profiler.sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("penstock.perf.tune.profiler.select.select", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        rehearse(order(tmp_path, MODEL))
+        profile_instance(order(tmp_path, MODEL))
     assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "601"]]
 
 
-def test_a_model_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.perf.tune.curve.BUDGET_S", 0.1)
+def test_a_model_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.perf.tune.profiler.BUDGET_S", 0.1)
     asked = order(tmp_path, "import time\n\ntime.sleep(600)", sizes=[1])
     asked.config = ModelConfig(
         target=asked.config.target, load_timeout_s=0.7, batching=BatchingConfig(run_timeout_s=0.1)
     )
     with pytest.raises(LoadFailed, match="took longer than 1 s"):
-        rehearse(asked)
-    assert not [c for c in psutil.Process().children() if "penstock.perf.tune.curve" in " ".join(c.cmdline())]
+        profile_instance(asked)
+    assert not [c for c in psutil.Process().children() if "penstock.perf.tune.profiler" in " ".join(c.cmdline())]
 
 
-def test_it_ends_with_the_process_that_asked(tmp_path: Path) -> None:
+def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
     asked = order(tmp_path, "import time\n\nopen('pid', 'w').write(str(__import__('os').getpid()))\ntime.sleep(600)")
     (tmp_path / "order").write_bytes(msgspec.msgpack.encode(asked))
     program = (
-        "import msgspec; from penstock.perf.tune.curve import Order, rehearse;"
-        "rehearse(msgspec.msgpack.decode(open('order', 'rb').read(), type=Order))"
+        "import msgspec; from penstock.perf.tune.profiler import ProfileRequest, profile_instance;"
+        "profile_instance(msgspec.msgpack.decode(open('order', 'rb').read(), type=ProfileRequest))"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as parent:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():

@@ -1,0 +1,255 @@
+"""Profiles one instance in a process of its own: does it load, how long do its batches take, what does it answer?
+
+There is no server, no queue and no other instance. Settings that are too slow or too large here are so everywhere, and
+ruling them out needs no load. `profile_instance` runs `python -m penstock.perf.tune.profiler`, which is that process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO, Final
+
+import msgspec
+from msgspec import Struct, field
+
+from penstock.config.schema import ModelConfig
+from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec
+from penstock.core.worker.threads import environment
+from penstock.errors import LoadFailed, OutOfMemory, PenstockError
+from penstock.types import BatchPart, Item
+
+RUNS: Final = 3
+LOAD_KEYS: Final = ("precision", "optimize")  # keys that a model's `load` may not accept
+BUDGET_S: Final = 20.0  # for all timed runs; a run that has started is finished
+_PRINTED: Final = 4000  # characters of the process's output in an error
+
+
+class RequestBody(Struct, frozen=True):
+    """One request as it arrives over HTTP."""
+
+    body: bytes
+    content_type: str
+    codec: str = "native"
+    headers: dict[str, str] = {}
+
+
+class ProfileRequest(Struct):
+    """The input of the process. `bodies` are for timing, in turn; `samples` are the requests whose answers are wanted.
+
+    Batches of `sizes` are timed in order, until one takes longer than `limit_s`.
+    """
+
+    name: str
+    config: ModelConfig
+    device: str
+    sys_path: list[str]
+    bodies: list[RequestBody] = field(default_factory=list)
+    samples: list[RequestBody] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    limit_s: float = 60.0
+
+
+class SampleAnswer(Struct):
+    """The answer to a sample, or its error."""
+
+    body: bytes = b""
+    content_type: str = ""
+    error: str = ""
+
+
+class InstanceProfile(Struct):
+    """The figures of one instance alone.
+
+    `curve`: rows -> median seconds of a batch. `memory_bytes`: memory of the process at the end, excluding shared
+    memory; `device_bytes`: the most that PyTorch reserved on the GPU, else 0. `oom_rows`: the size that ran out of
+    memory. `error`: the model failed on a request of `bodies`, which ended the timing. `ignores`: those of `LOAD_KEYS`
+    that the model does not accept.
+    """
+
+    load_s: float = 0.0
+    curve: dict[int, float] = field(default_factory=dict)
+    memory_bytes: int = 0
+    device_bytes: int = 0
+    oom_rows: int | None = None
+    answers: list[SampleAnswer] = field(default_factory=list)
+    error: str = ""
+    ignores: list[str] = field(default_factory=list)
+
+
+class _Failure(Struct):
+    """Replaces the profile if the model did not load."""
+
+    message: str
+    detail: str = ""
+
+
+def profile_instance(request: ProfileRequest, *, instances: int = 1) -> InstanceProfile:
+    """The profile of one instance. Blocks; the process ends with this call and with this process.
+
+    Its environment is that of a worker among `instances`. Raises LoadFailed, with the process's output in its detail,
+    if the model does not load, ends its process, or exceeds its own limits.
+    """
+    spec = WorkerSpec(request.name, request.config.version, request.config, request.config.target, instances)
+    env, inner = environment(spec, request.device, os.environ)
+    data = msgspec.msgpack.encode(msgspec.structs.replace(request, device=inner))
+    limit_s = request.config.load_timeout_s + BUDGET_S + 2 * request.config.batching.run_timeout_s
+    read, write = os.pipe()
+    with tempfile.TemporaryFile() as output, os.fdopen(read, "rb") as answers:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "penstock.perf.tune.profiler", str(write)],
+            pass_fds=[write],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # Ctrl-C reaches the parent only
+        )
+        os.close(write)
+        try:
+            answer = _exchange(process, answers, data, limit_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # unread input
+                process.stdin.close()
+        output.seek(0)
+        text = output.read()[-_PRINTED:].decode(errors="replace").strip()
+    if answer is None:
+        raise LoadFailed(f"'{request.name}' alone on {request.device} took longer than {limit_s:g} s", detail=text)
+    if not answer:
+        raise LoadFailed(f"the process of '{request.name}' ended while the model was loaded and timed", detail=text)
+    if answer[:1] == b"-":
+        failure = msgspec.msgpack.decode(answer[1:], type=_Failure)
+        raise LoadFailed(failure.message, detail="\n".join(filter(None, (failure.detail, text))))
+    return msgspec.msgpack.decode(answer[1:], type=InstanceProfile)
+
+
+def _exchange(process: subprocess.Popen[bytes], answers: BinaryIO, data: bytes, limit_s: float) -> bytes | None:
+    """Sends the data and returns the whole answer: b"" if the process ended without one, None after `limit_s`."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # the process has ended; it may have answered before
+        process.stdin.write(len(data).to_bytes(8, "big") + data)
+        process.stdin.flush()
+    pieces: list[bytes] = []
+    end = time.monotonic() + limit_s
+    while select.select([answers], [], [], max(0.0, end - time.monotonic()))[0]:
+        piece = os.read(answers.fileno(), 2**20)
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)
+    return None
+
+
+# ---- in the process
+
+
+def main() -> None:
+    """Reads a ProfileRequest; answers with an InstanceProfile or a failure."""
+    out = int(sys.argv[1])
+    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
+    request = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=ProfileRequest)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        answer = b"+" + msgspec.msgpack.encode(profile_here(request))
+    except PenstockError as error:
+        answer = b"-" + msgspec.msgpack.encode(_Failure(error.message, error.detail))
+    with os.fdopen(out, "wb") as answers:
+        answers.write(answer)
+    sys.stdout.flush()
+    os._exit(0)  # the model's own threads must not delay the exit
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the parent's end of its input closes."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+def profile_here(request: ProfileRequest) -> InstanceProfile:
+    """Loads the model in this process and runs it. Raises LoadFailed, TargetNotFound, ConfigError."""
+    started = time.monotonic()
+    # the sizes are timed below with real requests, so the model's own warm-up only covers its first call
+    batching = msgspec.structs.replace(request.config.batching, max_batch_size=1)
+    config = msgspec.structs.replace(request.config, batching=batching)
+    spec = WorkerSpec(request.name, config.version, config, config.target, sys_path=request.sys_path)
+    runner, _ = open_model(spec, request.device)
+    ignores = [key for key in LOAD_KEYS if key not in runner.model.takes]
+    profile = InstanceProfile(load_s=time.monotonic() - started, ignores=ignores)
+    profile.answers = [_sample_answer(_run(runner, [sample])) for sample in request.samples]
+    _time(runner, request, profile)
+    profile.memory_bytes, profile.device_bytes = _memory()
+    return profile
+
+
+def _time(runner: BatchRunner, request: ProfileRequest, profile: InstanceProfile) -> None:
+    end = time.monotonic() + BUDGET_S
+    for size in request.sizes if request.bodies else ():
+        bodies = [request.bodies[i % len(request.bodies)] for i in range(size)]
+        runs = []
+        for _ in range(RUNS + 1):
+            part = _run(runner, bodies)[-1]
+            error = next((r.error for r in part.results if r is not None and r.error), None)
+            if part.oom is not None or isinstance(error, OutOfMemory):
+                profile.oom_rows = size
+                return
+            if error is not None:
+                profile.error = error.message
+                return
+            runs.append(part.run_s + part.prepare_s)
+            if time.monotonic() > end or runs[-1] > 2 * request.limit_s:
+                break
+        # the first run of a size pays for caches and allocators
+        profile.curve[size] = statistics.median(runs[1:] or runs)
+        if profile.curve[size] > request.limit_s or time.monotonic() > end:
+            return
+
+
+def _run(runner: BatchRunner, bodies: Sequence[RequestBody]) -> list[BatchPart]:
+    """The parts of one batch's result, the final one last."""
+    parts: list[BatchPart] = []
+    runner.run(0, runner.decode([_item(body) for body in bodies]), parts.append)
+    return parts
+
+
+def _item(body: RequestBody) -> Item:
+    headers = [(name.lower().encode(), value.encode()) for name, value in body.headers.items()]
+    return Item(body.body, body.codec, body.content_type, headers=headers or None)
+
+
+def _sample_answer(parts: list[BatchPart]) -> SampleAnswer:
+    """The answer to a batch of one; a streamed answer is joined."""
+    results = [part.results[0] for part in parts if part.results and part.results[0] is not None]
+    error = next((r.error for r in results if r.error is not None), None)
+    if error is not None:
+        return SampleAnswer(error=error.message)
+    content_type = results[0].content_type if results else ""
+    return SampleAnswer(b"".join(bytes(r.body) for r in results), content_type)
+
+
+def _memory() -> tuple[int, int]:
+    """(bytes of this process alone, most bytes that PyTorch reserved on the GPU)."""
+    import psutil  # after the model, so that its load time excludes this import
+
+    held = psutil.Process().memory_full_info().uss
+    torch: Any = sys.modules.get("torch")
+    device = 0
+    if torch is not None and torch.cuda.is_initialized():
+        device = torch.cuda.max_memory_reserved()
+    return held, device
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The result of tuning: the choice, its gain, the reasons in words, and the table of all settings."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from penstock.config.schema import ModelConfig
+from penstock.perf.bench.measurement import Measurement, RunnerUp, Verdict
+from penstock.perf.bench.slo import Slo
+from penstock.perf.tune.confirm import Finalist, gain
+from penstock.perf.tune.rates import TuningTrial
+from penstock.perf.tune.search import SearchState
+from penstock.perf.tune.space import CandidateSettings, parse_settings, shown
+from penstock.perf.tune.system import MeasuredRun, part_text
+
+log = logging.getLogger("penstock.tune")
+
+Ending = Literal["done", "budget", "interrupted", "failed"]
+
+_SAME: Final = 0.02  # settings whose goodput differs by less than this share are equally good
+_LISTED: Final = 100  # runners-up
+_EARLY: Final = {"budget": "the time budget was used up", "interrupted": "it was interrupted"}
+
+COLUMNS: Final = (
+    "device", "concurrency", "requests", "workers", "batch", "payload_bytes", "optimisation", "throughput_per_s",
+    "p99_ms", "offered_per_s", "slo", "settings",
+)  # fmt: skip
+
+
+class TuningResult(Struct, frozen=True, kw_only=True):
+    """The result of tuning: `verdict` for people, the rest for programs.
+
+    `chosen` keeps the SLO at `rate` requests per second; None if no settings do, or nothing was measured. `confirmed`
+    by repeats, unless the time was over before. `spent_s` is the time of all measurements.
+    """
+
+    verdict: Verdict
+    chosen: CandidateSettings | None
+    rate: float
+    confirmed: bool
+    ended: Ending
+    spent_s: float
+
+
+class ResultBuilder:
+    """Builds the result of a search. `finalists` have at least a known rate; the default is one if it sustains any."""
+
+    def __init__(
+        self,
+        state: SearchState,
+        default: CandidateSettings,
+        finalists: Sequence[Finalist],
+        ended: Ending,
+        error: str = "",
+    ) -> None:
+        self.state, self.slo = state, state.slo
+        self.default, self.finalists, self.ended = default, finalists, ended
+        self.early = error or _EARLY.get(ended, "")
+        self.notes: list[str] = []
+
+    def build(self, *, seed: int, price: float | None, command: str) -> TuningResult:
+        """The whole result. `price` is the price of an hour, `command` reproduces the search."""
+        if self.early:
+            self.notes.append(f"the search ended early: {self.early}; this is the best of the measurements so far")
+        best = self._best()
+        if best is None:
+            return self._nothing(command)
+        if best.met is None:
+            self.notes.append("not confirmed: the chosen settings have too few runs to be certain")
+        if best.settings == self.default:
+            self.notes.append("no settings in the space are better than the default")
+        self._note_generator_limit(best)
+        default = next((one for one in self.finalists if one.settings == self.default and one.met is not False), None)
+        if default is None:
+            self.notes.append(f"the default ({self.default}) {self._why_not_default()}")
+        elif default is not best and self._rate_is_open(default):
+            self.notes.append(
+                "the default may sustain more than was measured, so the gain may be smaller: the search ended early"
+            )
+        more = gain(best, default, seed) if default is not None else None
+        short = self._too_little(best)
+        verdict = Verdict(
+            slo=self.slo.text,
+            chosen=str(best.settings),
+            default=str(self.default),
+            met=short is None,
+            proven=best.met is True,
+            goodput=best.goodput,
+            default_goodput=default.goodput if default else None,
+            gain=more[0] if more else None,
+            interval=more[1] if more else None,
+            command=command,
+            cost_per_million=price / (best.goodput * 3600) * 1e6 if price is not None else None,
+            runners_up=self._runners_up(best),
+            trajectory=self.state.steps,
+            notes=[*([short] if short else []), *self.notes],
+        )
+        return self._result(verdict, best.settings if short is None else None, best.rate, best.met is True)
+
+    def _result(self, verdict: Verdict, chosen: CandidateSettings | None, rate: float, confirmed: bool) -> TuningResult:
+        spent_s = self.state.runner.spent_s
+        log.info("chosen=%s rate=%g confirmed=%s ended=%s spent_s=%.1f", chosen, rate, confirmed, self.ended, spent_s)
+        return TuningResult(
+            verdict=verdict, chosen=chosen, rate=rate, confirmed=confirmed, ended=self.ended, spent_s=spent_s
+        )
+
+    def _best(self) -> Finalist | None:
+        """The proven finalist with the most goodput. Among about equal ones, those of the space win over a default
+        outside it, then the cheaper ones. Before any is proven, the best of the search, at its lowered rate if repeats
+        have lowered it."""
+        space = self.state.space
+        able = [one for one in self.finalists if one.met]
+        able = [one for one in able if self._too_little(one) is None] or able
+        if able:
+            top = max(one.goodput for one in able)
+            as_good = [one for one in able if one.goodput >= top * (1 - _SAME)]
+            return min(as_good, key=lambda one: (one.settings not in space, space.cost(one.settings)))
+        failed = {one.settings for one in self.finalists if one.met is False}
+        if self.finalists and len(failed) == len(self.finalists):
+            return None
+        known = {one.settings: one for one in self.finalists}
+        left = [trial for trial in self.state.ranked() if trial.rate and trial.settings not in failed]
+        rated = [known.get(trial.settings) or Finalist(trial.settings, trial.rate) for trial in left]
+        return max(rated, key=lambda one: one.rate, default=None)
+
+    def _note_generator_limit(self, best: Finalist) -> None:
+        trial = self.state.trials.get(best.settings)
+        if trial is not None and trial.bad is not None and trial.bad.invalid:
+            self.notes.append(
+                f"the load generator, not the model, was the limit at {trial.bad_rate:g}/s: {trial.bad.invalid}; better"
+                " settings may exist that could not be measured"
+            )
+
+    def _too_little(self, best: Finalist) -> str | None:
+        """Why the SLO's throughput is not reached; None if it is, or the SLO has none."""
+        wanted = next((part for part in self.slo.objectives if part.name == "throughput"), None)
+        if wanted is None or best.rate >= wanted.limit:
+            return None
+        return f"no settings keep {self.slo.text}: the nearest, {best.settings}, sustain {best.rate:g}/s"
+
+    def _why_not_default(self) -> str:
+        trial = self.state.trials.get(self.default)
+        proven = next((one.why for one in self.finalists if one.settings == self.default), "")
+        if why := proven or (trial.out if trial else ""):
+            return f"does not keep the SLO: {why}"
+        tried = trial is not None and (trial.good or trial.bad)
+        return f"was not {'fully ' if tried else ''}measured: {self.early or 'no reason is known'}"
+
+    def _rate_is_open(self, one: Finalist) -> bool:
+        """Whether the search for its rate was cut short."""
+        trial, precision = self.state.trials[one.settings], self.state.effort.precision
+        return bool(self.early) and trial.bad_rate > trial.rate * (1 + 2 * precision)
+
+    def _runners_up(self, best: Finalist | None) -> list[RunnerUp]:
+        """Why not the others: first the finalists, then the rest by estimate."""
+        proven = {one.settings: one for one in self.finalists if best is not None and one.settings != best.settings}
+        known = {*proven, *([best.settings] if best else [])}
+        others = [trial for trial in self.state.ranked(with_ruled_out=True) if trial.settings not in known]
+        return [
+            *(RunnerUp(settings=str(s), why=_why_beaten(one, best)) for s, one in proven.items() if best),
+            *(RunnerUp(settings=str(trial.settings), why=_why_lost(trial)) for trial in others[:_LISTED]),
+        ]
+
+    def _nothing(self, command: str) -> TuningResult:
+        """The result if no settings keep the SLO or nothing is known: the nearest settings."""
+        chosen, why = self._nearest()
+        verdict = Verdict(
+            slo=self.slo.text,
+            chosen=chosen,
+            default=str(self.default),
+            met=False,
+            command=command,
+            runners_up=self._runners_up(None),
+            trajectory=self.state.steps,
+            notes=[why, *self.notes],
+        )
+        return self._result(verdict, None, 0.0, False)
+
+    def _nearest(self) -> tuple[str, str]:
+        """The settings that violate the SLO least and their figures; "" if no run is valid."""
+        none = f"no settings keep {self.slo.text}"
+        if self.finalists:
+            one = max(self.finalists, key=lambda one: one.rate)
+            return str(one.settings), f"{none} with certainty: the nearest, {one.settings}, {one.why}"
+        trials = self.state.trials.values()
+        if found := [(t.settings, t.bad) for t in trials if t.bad is not None and not t.bad.invalid]:
+            settings, measured = min(found, key=lambda pair: pair[1].excess(self.slo))
+            parts = [part.name for part in self.slo.objectives if part.name != "throughput"]
+            values = ", ".join(f"{name} {part_text(name, measured.value(name))}" for name in parts)
+            return str(settings), f"{none}: the nearest, {settings}, reach {values} at {measured.rate:g}/s"
+        if invalid := next((trial.bad for trial in trials if trial.bad is not None), None):
+            return "", f"could not measure whether any settings keep {self.slo.text}: {invalid.invalid}"
+        if out := next((trial for trial in trials if trial.out), None):
+            return str(out.settings), f"{none}: {out.settings}: {out.out}"
+        return "", f"{none} as far as is known: there are no measurements"
+
+
+def _why_beaten(one: Finalist, best: Finalist) -> str:
+    """Why a finalist was not chosen."""
+    if one.met is False:
+        return f"not certain to keep the SLO: {one.why}"
+    if one.met is None:
+        return "not confirmed: the search ended before"
+    less = 1 - one.goodput / best.goodput
+    if less > _SAME:
+        return f"sustains {one.goodput:.3g}/s, {less * 100:.0f} % less"
+    return f"equally good ({one.goodput:.3g}/s), but more expensive"
+
+
+def _why_lost(trial: TuningTrial) -> str:
+    """Why a trial did not become a finalist."""
+    if trial.out:
+        return trial.out
+    if trial.bad is not None:
+        return f"at {trial.bad_rate:.3g}/s: {trial.why_bad}"
+    return trial.why_bad or (f"sustains {trial.rate:.3g}/s" if trial.rate else "not measured")
+
+
+# ---- the table
+
+
+def settings_table(runs: Sequence[Measurement], slo: Slo, model: ModelConfig, payload_bytes: int) -> list[list[str]]:
+    """The heading, then a row for each of the settings, most throughput first.
+
+    A row shows the valid run at the largest rate that kept the SLO, else the one at the smallest rate. Closed loops
+    have no row, because they only explore; a run that a longer one contradicts is ignored, as in the search. `model` is
+    the baseline; `concurrency` is the mean number of requests in flight.
+    """
+    by_label: dict[str, list[Measurement]] = {}
+    for run in runs:
+        if run.load.mode == "open" and not run.invalid:
+            by_label.setdefault(run.label, []).append(run)
+    chosen = [_representative(found, slo) for found in by_label.values()]
+    ordered = sorted(chosen, key=lambda found: (not found[1], -found[0].throughput))
+    return [list(COLUMNS), *(_row(run, kept, model, payload_bytes) for run, kept in ordered)]
+
+
+def as_csv(table: Sequence[Sequence[str]]) -> str:
+    """The table as CSV."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(table)
+    return out.getvalue()
+
+
+def _representative(runs: Sequence[Measurement], slo: Slo) -> tuple[Measurement, bool]:
+    """(the run to show, whether it kept the SLO)."""
+    trial = TuningTrial(CandidateSettings())
+    for run in runs:
+        trial.add(MeasuredRun(run=run, cost_s=0.0), slo)
+    best = trial.good or trial.bad
+    assert best is not None, "each run either keeps or violates the SLO"
+    return best.run, best is trial.good
+
+
+def _row(run: Measurement, kept: bool, model: ModelConfig, payload_bytes: int) -> list[str]:
+    settings = parse_settings(run.label)
+    latency = run.latency
+    in_flight = run.throughput * (latency.mean_s or 0.0)  # Little's law
+    optimisation = (settings.get("precision") or model.precision, settings.get("optimize") or model.optimize)
+    return [
+        str(settings.get("device") or ",".join(model.devices)),
+        f"{in_flight:.3g}",
+        str(run.requests),
+        shown(settings.get("instances") or model.instances),
+        shown(settings.get("batch") or model.batching.max_batch_size),
+        str(payload_bytes),
+        " ".join(str(value) for value in optimisation if value not in (None, "none")) or "none",
+        f"{run.throughput:.4g}",
+        "" if latency.p99_s is None else f"{latency.p99_s * 1e3:.4g}",
+        f"{run.load.rate:g}",
+        "kept" if kept else "missed",
+        str(settings),
+    ]

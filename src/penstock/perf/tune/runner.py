@@ -1,0 +1,285 @@
+"""Runs trials through a journal: each measurement is on disk before the search sees it and is never repeated.
+
+A search depends only on its seed and its measurements. A search that was killed therefore replays the journal in no
+time, continues where it stopped, and ends as if it had never been interrupted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import logging
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+from msgspec import Struct
+
+from penstock._version import __version__
+from penstock.errors import ConfigError, LoadFailed
+from penstock.perf.bench.measurement import SCHEMA
+from penstock.perf.bench.results import write_error
+from penstock.perf.tune.space import CandidateSettings
+from penstock.perf.tune.system import BatchCurve, MeasuredRun, SystemUnderTest
+
+log = logging.getLogger("penstock.tune")
+
+RunObserver = Callable[[CandidateSettings, MeasuredRun, bool], None]
+"""Receives each run, and whether it is replayed from the journal."""
+
+LOAD_PARAMETERS: Final = ("batch", "instances", "hold", "policy")  # have no effect on one batch of one instance
+_HEAD: Final = {"penstock": __version__, "schema": str(SCHEMA)}
+
+
+def single_instance(settings: CandidateSettings) -> CandidateSettings:
+    """The part of the settings that affects one instance alone."""
+    names = [name for name, _ in settings.items]
+    return settings.only(*(n for n in names if n not in LOAD_PARAMETERS and not n.startswith("batching.")))
+
+
+# ---- the journal
+
+
+class JournalEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One answer of the system under test. `key` is the question; `failed` is the reason for having no answer."""
+
+    key: str
+    reading: MeasuredRun | None = None
+    curve: BatchCurve | None = None
+    failed: str = ""
+    cost_s: float = 0.0
+
+
+class _Head(Struct):
+    run: dict[str, str]
+
+
+class Journal:
+    """Answers by question. Without a file they are in memory only."""
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        file: io.FileIO | None = None,
+        entries: Mapping[str, JournalEntry] | None = None,
+    ) -> None:
+        self._path, self._file = path or Path(), file
+        self._entries = dict(entries or {})
+
+    @classmethod
+    def open(cls, path: Path, run: Mapping[str, str], *, resume: bool = True) -> Self:
+        """The journal at `path` of the search that `run` describes (target, space, slo, seed ...).
+
+        Without `resume` it starts empty. Raises ConfigError if the file belongs to another search or version, is not a
+        journal, or is in use; PenstockError if it cannot be written.
+        """
+        head = dict(_HEAD) | dict(run)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+        except OSError as e:
+            raise write_error(path, e) from e
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            content = path.read_bytes() if resume else b""
+            entries, whole = _read(path, content, head)
+            file.truncate(whole)
+            file.seek(whole)
+            journal = cls(path, file, entries)
+            if not whole:
+                journal._append(msgspec.json.encode(_Head(head)))
+        except BlockingIOError:
+            file.close()
+            raise ConfigError(f"{path} is in use by another run; name another folder") from None
+        except BaseException:
+            file.close()
+            raise
+        return journal
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: str) -> JournalEntry | None:
+        """The answer to this question, if there is one."""
+        return self._entries.get(key)
+
+    def add(self, entry: JournalEntry) -> None:
+        """Keeps an answer; it is on disk when this returns. Raises PenstockError if it cannot be written."""
+        self._append(msgspec.json.encode(entry))
+        self._entries[entry.key] = entry
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        rest, start = memoryview(line + b"\n"), self._file.tell()
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+            os.fsync(self._file.fileno())
+        except OSError as e:
+            self._file.truncate(start)
+            self._file.seek(start)
+            raise write_error(self._path, e) from e
+
+    def close(self) -> None:
+        """Closes the file; safe to call twice."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _read(path: Path, content: bytes, head: Mapping[str, str]) -> tuple[dict[str, JournalEntry], int]:
+    """All complete entries, and the bytes they take with the head. An incomplete last line is dropped. So are INVALID
+    runs after the last valid one, because the cause may be gone."""
+    entries: dict[str, JournalEntry] = {}
+    invalid: dict[str, JournalEntry] = {}  # since the last valid entry
+    start = kept = number = 0
+    while (end := content.find(b"\n", start)) >= 0:
+        number += 1
+        line = content[start:end]
+        try:
+            if number == 1:
+                _check_head(path, msgspec.json.decode(line, type=_Head).run, head)
+            else:
+                entry = msgspec.json.decode(line, type=JournalEntry)
+                invalid[entry.key] = entry
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{path}, line {number}: not a line of a journal ({e}); name another folder") from None
+        start = end + 1
+        if number == 1 or entry.reading is None or not entry.reading.invalid:
+            entries.update(invalid)
+            invalid.clear()
+            kept = start
+    if start < len(content):
+        log.warning("file=%s bytes=%d dropped=true reason=the last line was cut short", path, len(content) - start)
+    return entries, kept
+
+
+def _check_head(path: Path, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    for name in dict.fromkeys([*expected, *found]):
+        was, now = found.get(name, ""), expected.get(name, "")
+        if was != now:
+            raise ConfigError(
+                f'{path} belongs to another run: its {name} is "{was}", now it is "{now}"; name another folder, or'
+                " start over with --no-resume"
+            )
+
+
+# ---- the runner
+
+
+class BudgetExhausted(Exception):
+    """The time for measuring is used up."""
+
+
+class Infeasible(Exception):
+    """The model cannot run with these settings; the text is the reason."""
+
+
+class TrialRunner:
+    """A search's only access to the system under test: it replays the journal, counts the time and ends at the budget.
+
+    `spent_s` is the cost of all measurements, replayed ones included, so a resumed search makes the same decisions.
+    `limit_s` may change; `kept_s` returns the part of it to reserve, as far as is known now.
+    """
+
+    def __init__(
+        self,
+        system: SystemUnderTest,
+        journal: Journal,
+        *,
+        seed: int = 0,
+        limit_s: float = math.inf,
+        observer: RunObserver | None = None,
+    ) -> None:
+        self.system, self.limit_s, self.spent_s = system, limit_s, 0.0
+        self._journal, self._seed, self._observer = journal, seed, observer
+        self.kept_s: Callable[[], float] = lambda: 0.0
+        self._asked = 0
+        self._last: CandidateSettings | None = None
+        self._changes: list[float] = []
+        self._curves: dict[CandidateSettings, BatchCurve | None] = {}
+
+    @property
+    def change_s(self) -> float:
+        """The mean time that a run takes beyond its own seconds after a change of settings; 0 without a change."""
+        return statistics.fmean(self._changes) if self._changes else 0.0
+
+    def curve(self, settings: CandidateSettings) -> BatchCurve | None:
+        """The batch curve of one instance with these settings. Raises BudgetExhausted."""
+        family = single_instance(settings)
+        if family not in self._curves:
+            self._check_budget()
+            entry = self._journal.get(key := f"curve {family}")
+            if entry is None:
+                found = self.system.curve(family)
+                entry = JournalEntry(key=key, curve=found, cost_s=found.cost_s if found else 0.0)
+                self._journal.add(entry)
+            self.spent_s += entry.cost_s
+            self._curves[family] = entry.curve
+        return self._curves[family]
+
+    def measure(self, settings: CandidateSettings, rate: float, seconds: float) -> MeasuredRun:
+        """One open loop, repeated once if it was INVALID. Raises BudgetExhausted, Infeasible."""
+
+        def run() -> MeasuredRun:
+            return self._ask(
+                f"open {settings} rate={rate:g} seconds={seconds:g}",
+                settings,
+                lambda seed: self.system.measure(settings, rate, seconds, seed),
+            )
+
+        measured = run()
+        return run() if measured.invalid else measured
+
+    def saturate(self, settings: CandidateSettings, seconds: float) -> MeasuredRun:
+        """One closed loop. Raises BudgetExhausted, Infeasible."""
+        return self._ask(
+            f"closed {settings} seconds={seconds:g}",
+            settings,
+            lambda seed: self.system.saturate(settings, seconds, seed),
+        )
+
+    def _ask(self, what: str, settings: CandidateSettings, answer: Callable[[int], MeasuredRun]) -> MeasuredRun:
+        self._check_budget()
+        self._asked += 1
+        seed = self._seed * 100_003 + self._asked
+        entry = self._journal.get(key := f"{self._asked} {what} seed={seed}")
+        replayed = entry is not None
+        if entry is None:
+            entry = self._answer(key, settings, seed, answer)
+            self._journal.add(entry)
+        self.spent_s += entry.cost_s
+        if entry.reading is None:
+            raise Infeasible(entry.failed)
+        if settings != self._last:
+            self._last = settings
+            self._changes.append(entry.cost_s - entry.reading.run.load.seconds)
+        if self._observer is not None:
+            self._observer(settings, entry.reading, replayed)
+        return entry.reading
+
+    def _check_budget(self) -> None:
+        if self.spent_s >= self.limit_s - self.kept_s():
+            raise BudgetExhausted
+
+    def _answer(
+        self, key: str, settings: CandidateSettings, seed: int, answer: Callable[[int], MeasuredRun]
+    ) -> JournalEntry:
+        started = time.monotonic()
+        try:
+            self.system.prepare(settings)
+            measured = answer(seed)
+        except LoadFailed as e:
+            return JournalEntry(key=key, failed=e.message, cost_s=round(time.monotonic() - started, 1))
+        return JournalEntry(key=key, reading=measured, cost_s=measured.cost_s)

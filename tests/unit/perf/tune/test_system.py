@@ -1,0 +1,71 @@
+"""Measured runs are judged by the SLO; curves give the time of a batch of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.perf.bench.measurement import Latency, Load, Measurement
+from penstock.perf.bench.slo import parse_slo
+from penstock.perf.tune.system import BatchCurve, MeasuredRun
+
+
+def measured(errors: int = 0, invalid: list[str] | None = None, **latency: float) -> MeasuredRun:
+    load = Load(mode="open", rate=100, seconds=10)
+    run = Measurement(
+        load=load,
+        requests=1000,
+        errors={"503": errors} if errors else {},
+        throughput=99.0,
+        latency=Latency(**latency),
+        invalid=invalid or [],
+    )
+    return MeasuredRun(run=run, cost_s=11.0)
+
+
+SLO = parse_slo("p99<=100ms,error<=1%,throughput>=500")
+
+
+def test_a_run_that_keeps_the_latency_has_no_violation_whatever_the_throughput() -> None:
+    found = measured(p99_s=0.09, p99_high_s=0.12)
+    assert found.violation(SLO) is None
+    assert (found.rate, found.p99_s, found.throughput) == (100, 0.09, 99.0)
+
+
+def test_a_violation_names_its_figures() -> None:
+    assert measured(p99_s=0.2).violation(SLO) == "p99 200 ms (wanted p99<=100ms)"
+    assert measured(errors=40, p99_s=0.01).violation(SLO) == "error 4 % (wanted error<=1%)"
+
+
+def test_too_few_samples_count_as_the_slowest_answer() -> None:
+    assert measured(max_s=0.08).violation(SLO) is None
+    assert measured(max_s=0.3).violation(SLO) == "p99 300 ms (wanted p99<=100ms)"
+    assert measured().violation(SLO) == "p99 unknown (wanted p99<=100ms)"
+
+
+def test_the_late_share_counts_answers_and_timed_out_requests() -> None:
+    """Of 1000 requests 20 failed and 10 timed out; of 970 answers 950 were in time. The throughput, which excludes
+    answers after the end, does not matter."""
+
+    def late(**other: Any) -> float | None:
+        errors = {"503": 20, "timeout": 10}
+        run = Measurement(load=Load(mode="open"), seconds=10, requests=1000, errors=errors, throughput=95.0, **other)
+        return MeasuredRun(run=run, cost_s=11.0).late_share
+
+    assert late(answered=970, goodput=95.0) == pytest.approx(30 / 980)
+    assert late(answered=0, goodput=0.0) == 1.0
+    assert late(answered=970) is None
+
+
+def test_an_invalid_run_violates_any_slo() -> None:
+    assert measured(p99_s=0.01, invalid=["generator too slow"]).violation(SLO) == "invalid: generator too slow"
+
+
+def test_a_curve_is_linear_between_its_points_and_beyond_the_last() -> None:
+    curve = BatchCurve(points=((1, 0.010), (2, 0.012), (8, 0.018)))
+    assert [curve.seconds(n) for n in (1, 2, 5, 8, 16)] == pytest.approx([0.010, 0.012, 0.015, 0.018, 0.026])
+    assert curve.per_second(8) == pytest.approx(8 / 0.018)
+    assert curve.per_second(8, within_s=0.012) == pytest.approx(2 / 0.012)
+    assert curve.per_second(8, within_s=0.009) == 0.0
+    assert BatchCurve(points=((4, 0.1),)).seconds(1) == 0.1
