@@ -17,7 +17,7 @@ from typing import Any
 import harness
 import numpy as np
 
-from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
@@ -58,7 +58,7 @@ for op in (Nap, BatchNap, Image):
     catalog.register(op.__name__, op)
 
 
-def chain(*nodes: tuple[Step, dict[str, Any]]) -> Graph:
+def chain(*nodes: tuple[NodeStep, dict[str, Any]]) -> Graph:
     names = [f"n{i}" for i in range(len(nodes))]
     made = {
         name: Node(name, (step,), next=tuple(names[i + 1 : i + 2]), **keys)
@@ -67,7 +67,7 @@ def chain(*nodes: tuple[Step, dict[str, Any]]) -> Graph:
     return Graph("measured", made, names[0])
 
 
-EMPTY = chain(*[(Step("Identity"), {})] * 3)
+EMPTY = chain(*[(NodeStep("Identity"), {})] * 3)
 
 
 # ---- what an empty one costs
@@ -148,9 +148,9 @@ def measured(graph: Graph, load: Callable[[LocalPipeline, float], list[float]], 
 
 
 def decode_and_run(wait_s: float) -> Graph:
-    decode, prepare = Step("Nap", {"seconds": 0.003}), Step("Nap", {"seconds": 0.001})
+    decode, prepare = NodeStep("Nap", {"seconds": 0.003}), NodeStep("Nap", {"seconds": 0.001})
     last = {"max_batch": 4, "wait_s": wait_s}
-    return chain((decode, {"instances": 2}), (prepare, {"instances": 2}), (Step("BatchNap"), last))
+    return chain((decode, {"instances": 2}), (prepare, {"instances": 2}), (NodeStep("BatchNap"), last))
 
 
 # ---- a slow last node
@@ -158,7 +158,9 @@ def decode_and_run(wait_s: float) -> Graph:
 
 def flood(seconds: float) -> harness.Sample:
     """The most memory held meanwhile above that before; 1 s more or less changes nothing, so the time is not used."""
-    graph = chain((Step("Image"), {}), (Step("Identity"), {}), (Step("Nap", {"seconds": 0.005}), {"max_batch": 1}))
+    graph = chain(
+        (NodeStep("Image"), {}), (NodeStep("Identity"), {}), (NodeStep("Nap", {"seconds": 0.005}), {"max_batch": 1})
+    )
     with LocalPipeline(graph) as pipeline:
         pipeline.infer_many([{"data": i} for i in range(50)])
         before, most = resident(), 0.0

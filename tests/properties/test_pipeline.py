@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.graph import Graph, Input, Node, Step
-from penstock.pipeline.host import Host
+from penstock.pipeline.graph import Graph, Node, NodeInput, NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
-from penstock.pipeline.outcome import Outcome
-from penstock.pipeline.runner import Runner
+from penstock.pipeline.runner import PipelineRunner
+from penstock.pipeline.traversal import ItemOutcome, RunningNode
 
 
 class Marks(ItemOp):
@@ -63,10 +62,12 @@ def graphs(draw: st.DrawFn) -> Graph:
     nodes = {}
     for name in names:
         before = [p for p in names if name in after[p]]
-        inputs = tuple(Input(p, "result", p if k else "data") for k, p in enumerate(before)) if len(before) > 1 else ()
+        inputs = (
+            tuple(NodeInput(p, "result", p if k else "data") for k, p in enumerate(before)) if len(before) > 1 else ()
+        )
         nodes[name] = Node(
             name,
-            (Step(draw(st.sampled_from(("Marks", "BatchMarks"))), {"name": name}),),
+            (NodeStep(draw(st.sampled_from(("Marks", "BatchMarks"))), {"name": name}),),
             next=tuple(sorted(after[name])),
             inputs=inputs,
             instances=draw(st.integers(1, 2)),
@@ -108,15 +109,15 @@ def expected(graph: Graph, item: dict[str, Any]) -> tuple[set[str], dict[str, An
     return ways or {"ok"}, {name: found[name] for name in graph.outputs}
 
 
-def way(outcome: Outcome) -> str:
+def way(outcome: ItemOutcome) -> str:
     return "failed" if outcome.error else "ok" if outcome.fields.get("result") is not None else "ended"
 
 
-async def run(graph: Graph, given: list[dict[str, Any]]) -> tuple[dict[int, list[Outcome]], set[int]]:
+async def run(graph: Graph, given: list[dict[str, Any]]) -> tuple[dict[int, list[ItemOutcome]], set[int]]:
     """(the outcomes of each item, the items that were cancelled before they had one)."""
-    runner = Runner(graph)
+    runner = PipelineRunner(graph)
     await runner.start()
-    outcomes: dict[int, list[Outcome]] = {i: [] for i in range(len(given))}
+    outcomes: dict[int, list[ItemOutcome]] = {i: [] for i in range(len(given))}
     journeys: dict[int, Any] = {}
     cancelled: set[int] = set()
     waiting, turn = list(range(len(given))), 0
@@ -139,17 +140,17 @@ async def run(graph: Graph, given: list[dict[str, Any]]) -> tuple[dict[int, list
 @given(graphs(), items())
 def test_each_item_has_one_outcome_and_its_own(graph: Graph, given: list[dict[str, Any]]) -> None:
     most: dict[str, int] = {}
-    enter = Host.enter
+    enter = RunningNode.enter
 
-    def watched(self: Host, *arguments: Any, **keys: Any) -> None:
+    def watched(self: RunningNode, *arguments: Any, **keys: Any) -> None:
         enter(self, *arguments, **keys)
-        assert self.batcher is not None
+        assert self.engine.batcher is not None
         if self.name != graph.entry:
-            queued = self.batcher.scheduler.queued_rows
-            most[self.name] = max(most.get(self.name, 0), queued - self.capacity)
+            queued = self.engine.batcher.scheduler.queued_rows
+            most[self.name] = max(most.get(self.name, 0), queued - self.engine.capacity)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Host, "enter", watched)
+        patch.setattr(RunningNode, "enter", watched)
         outcomes, cancelled = asyncio.run(asyncio.wait_for(run(graph, given), 60.0))
     for i, item in enumerate(given):
         assert len(outcomes[i]) == (0 if i in cancelled else 1)

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from penstock.errors import ConfigError
 from penstock.pipeline.convert import to_toml
-from penstock.pipeline.keys import NODE, torchpipe_keys
+from penstock.pipeline.dialect import TORCHPIPE
+from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.lower import parse
 
@@ -116,7 +117,7 @@ VALUES = st.recursive(
     SCALARS,
     lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(["op", "data", "next", "x"]), v, max_size=2),
 )
-NAMES = [*NODE, *(key.name for key in torchpipe_keys()), "resize_h", "color", "target", "x"]
+NAMES = [*NODE, *TORCHPIPE, "resize_h", "color", "target", "x"]
 ANY_TABLE = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4)
 ANY_TABLES = st.dictionaries(
     st.sampled_from(["a", "b", "a b", "global", "pipeline", *NAMES[:8]]), ANY_TABLE | VALUES, max_size=5

@@ -13,7 +13,7 @@ from penstock.config.load import load_config
 from penstock.config.schema import Config
 from penstock.config.targets import devices_list, number_or_auto, read_options, split_targets
 from penstock.errors import ConfigError, PenstockError, TargetNotFound
-from penstock.pipeline.preflight import Checking, pipelines_of, warn_of_sections
+from penstock.pipeline.preflight import PipelineCheck, pipelines_of, warn_of_sections
 from penstock.plugins import is_pipeline_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # what says a key, where it is not its name
@@ -112,7 +112,7 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
     """
     try:
         config = build_config(targets, flags, sets)
-        checking = Checking(pipelines_of(config))
+        checking = PipelineCheck(pipelines_of(config))
         from penstock.cli.server import run  # meanwhile
 
         try:

@@ -1,4 +1,4 @@
-"""Pipeline: a graph that is built in Python, node by node, and is the same as one from TOML."""
+"""Pipeline: builds a graph in Python, node by node. The result equals a graph from TOML."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.pipeline.convert import to_toml
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.load import NO_NODES, load_graph, parse_graph
 from penstock.pipeline.local import LocalPipeline
-from penstock.pipeline.steps import Steps, Target, importable, steps_of
+from penstock.pipeline.steps import StepChain, Target, importable, steps_of
 
 if TYPE_CHECKING:
     from typing import Unpack
 
 
 class NodeKeys(TypedDict, total=False):
-    """The keys of a node in Python. See docs/pipelines.md for what they mean."""
+    """The keys of a node in Python. docs/pipelines.md explains them."""
 
     instances: int
     max_batch: int
@@ -42,7 +42,7 @@ class NodeKeys(TypedDict, total=False):
     filter: Literal["swap", "or"]
 
 
-class Field(Struct, frozen=True):
+class NodeField(Struct, frozen=True):
     """A field of the items that leave a node."""
 
     node: str
@@ -50,34 +50,39 @@ class Field(Struct, frozen=True):
 
 
 class NodeRef:
-    """A node of a pipeline. Called with what it follows; its attributes are its fields: `decode.result`."""
+    """A node of a pipeline. Call it with the node before it. Its attributes are its fields: `decode.result`."""
 
     def __init__(self, pipeline: Pipeline, name: str) -> None:
         self._pipeline = pipeline
         self._name = name
 
-    def __call__(self, source: NodeRef | Field | None = None, /, **inputs: NodeRef | Field) -> NodeRef:
-        """Lets the node follow `source`, of which it has all fields, or only those of `inputs`: `data=prep.result`.
-        A node as an input is its result. Raises ConfigError."""
-        if isinstance(source, Field):
+    def __call__(self, source: NodeRef | NodeField | None = None, /, **inputs: NodeRef | NodeField) -> NodeRef:
+        """Puts the node after `source`, whose fields it takes, or after the nodes of `inputs`: `data=prep.result`.
+
+        A node as an input stands for its result. Raises ConfigError.
+        """
+        if isinstance(source, NodeField):
             inputs = {"data": source, **inputs}
         self._pipeline._follow(self._name, source if isinstance(source, NodeRef) else None, inputs)
         return self
 
-    def __getattr__(self, name: str) -> Field:
+    def __getattr__(self, name: str) -> NodeField:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Field(self._name, name)
+        return NodeField(self._name, name)
 
     def __repr__(self) -> str:
         return f"<node {self._name}>"
 
 
 class Pipeline:
-    """A pipeline that is built in Python. `folder` is where relative paths start, by default the working directory.
+    """A pipeline built in Python.
 
-    `entry` is the node where items begin that name none, `inputs` are the fields that callers give, `trace` lets each
-    answer tell its way, `in_flight` is the most items that are inside at once.
+    - `folder`: base of relative paths, by default the working directory.
+    - `entry`: where an item begins unless it names a node.
+    - `inputs`: the fields that callers send.
+    - `trace`: answers include the item's path.
+    - `in_flight`: most items inside at once.
     """
 
     def __init__(
@@ -93,8 +98,8 @@ class Pipeline:
         self._name = name
         self._folder = os.path.abspath(folder)
         self._settings: dict[str, Any] = {"inputs": list(inputs), "trace": trace}
-        told = {"entry": entry, "in_flight": in_flight}
-        self._settings |= {key: value for key, value in told.items() if value is not None}
+        optional = {"entry": entry, "in_flight": in_flight}
+        self._settings |= {key: value for key, value in optional.items() if value is not None}
         self._nodes: dict[str, dict[str, Any]] = {}
         self._ends: set[str] = set()
 
@@ -108,12 +113,12 @@ class Pipeline:
         made._nodes = tables
         return made
 
-    def node(self, name: str, steps: Steps | Target, **keys: Unpack[NodeKeys]) -> NodeRef:
-        """A new node. It begins the pipeline, until it is called with what it follows. Raises ConfigError."""
+    def node(self, name: str, steps: StepChain | Target, **keys: Unpack[NodeKeys]) -> NodeRef:
+        """A new node. It is an entry until it is called with the node before it. Raises ConfigError."""
         if name in self._nodes:
-            raise ConfigError(f"there is a node '{name}' already; each needs a name of its own")
+            raise ConfigError(f"there is already a node '{name}'; names must be unique")
         if name in NO_NODES:
-            raise ConfigError(f"'{name}' cannot be a node's name: in a TOML file it is the table of something else")
+            raise ConfigError(f"'{name}' cannot be a node's name: TOML files use that table for other settings")
         self._nodes[name] = {**keys, "ops": list(steps_of(steps).tables)}
         return NodeRef(self, name)
 
@@ -123,12 +128,12 @@ class Pipeline:
             raise ConfigError(f"there is no node '{name}'{nearest(name, self._nodes)}")
         return NodeRef(self, name)
 
-    def output(self, *ends: NodeRef | Field) -> None:
-        """Says where items end, and by fields what callers get: `p.output(net.label, net.score)`."""
-        fields = [end.name for end in ends if isinstance(end, Field)]
+    def output(self, *ends: NodeRef | NodeField) -> None:
+        """Declares where items end. Fields also declare the answer: `p.output(net.label, net.score)`."""
+        fields = [end.name for end in ends if isinstance(end, NodeField)]
         if fields:
             self._settings["outputs"] = list(dict.fromkeys([*self._settings.get("outputs", ()), *fields]))
-        self._ends |= {end.node if isinstance(end, Field) else end._name for end in ends}
+        self._ends |= {end.node if isinstance(end, NodeField) else end._name for end in ends}
 
     def each(self, *_: object, **__: object) -> NoReturn:
         """Raises ConfigError: fan-outs cannot be run yet."""
@@ -136,14 +141,12 @@ class Pipeline:
 
     @property
     def graph(self) -> Graph:
-        """The graph as it is now. Raises ConfigError."""
+        """The current graph. Raises ConfigError."""
         graph = parse_graph({"pipeline": self._settings, **self._nodes}, name=self._name, folder=self._folder)
         if self._ends and (other := self._ends ^ set(graph.outputs)):
             name = min(other)
-            told = (
-                "is an output, but others follow it" if name in self._ends else "is no output, but nothing follows it"
-            )
-            raise ConfigError(f"{self._name}: [{name}] {told}")
+            problem = "an output, but other nodes follow it" if name in self._ends else "the last, but not an output"
+            raise ConfigError(f"{self._name}: [{name}] is {problem}")
         return graph
 
     def check(self) -> None:
@@ -151,27 +154,26 @@ class Pipeline:
         check(self.graph)
 
     def to_toml(self, folder: str | os.PathLike[str] | None = None) -> str:
-        """The text of a TOML file in `folder` that tells the same pipeline. Raises ConfigError."""
+        """The text of a TOML file in `folder` that describes the same pipeline. Raises ConfigError."""
         nodes = {name: {**table, "ops": importable(table["ops"])} for name, table in self._nodes.items()}
         graph = parse_graph({"pipeline": self._settings, **nodes}, name=self._name, folder=self._folder)
         return to_toml(graph, folder=None if folder is None else os.fspath(folder))
 
     def local(self) -> LocalPipeline:
-        """The pipeline, running in threads of this process. To be closed. Raises ConfigError, LoadFailed."""
+        """The pipeline, running in threads of this process. The caller closes it. Raises ConfigError, LoadFailed."""
         self.check()
         return LocalPipeline(self.graph)
 
-    def _follow(self, name: str, source: NodeRef | None, inputs: dict[str, NodeRef | Field]) -> None:
-        table = self._nodes[name]
+    def _follow(self, name: str, source: NodeRef | None, inputs: dict[str, NodeRef | NodeField]) -> None:
         if source is None and not inputs:
             raise ConfigError(f"[{name}] follows nothing: call it with a node, or with fields such as data=prep.result")
-        named = {k: v if isinstance(v, Field) else Field(v._name, "result") for k, v in inputs.items()}
+        named = {k: v if isinstance(v, NodeField) else NodeField(v._name, "result") for k, v in inputs.items()}
         if source is not None:
             if named:
-                raise ConfigError(f"[{name}] takes all fields of {source}, or those that are named, but not both")
+                raise ConfigError(f"[{name}] takes either all fields of {source} or the named ones, not both")
             if source._pipeline is not self:
-                raise ConfigError(f"[{name}] cannot follow {source}: that is a node of another pipeline")
+                raise ConfigError(f"[{name}] cannot follow {source}, which belongs to another pipeline")
             before = self._nodes[source._name]
             before["next"] = [*before.get("next", []), name]
         if named:
-            table["inputs"] = {k: f"{v.node}.{v.name}" for k, v in named.items()}
+            self._nodes[name]["inputs"] = {k: f"{v.node}.{v.name}" for k, v in named.items()}

@@ -1,4 +1,4 @@
-"""Whether a graph can run: its shape, its ops and their parameters, the fields of its edges, what is only held."""
+"""Checks of a graph before it runs: its structure, its ops and parameters, and the fields on its edges."""
 
 from __future__ import annotations
 
@@ -7,38 +7,45 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from penstock.errors import ConfigError, nearest
-from penstock.pipeline.graph import Graph, Input, Node, Step
-from penstock.pipeline.keys import Source
+from penstock.pipeline.graph import Graph, Node, NodeInput, NodeStep, unsupported
+from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import checked, op_class
 from penstock.pipeline.ops.base import DATA, RESULT
-from penstock.pipeline.routes import FILTERS as FILTERS
-from penstock.pipeline.routes import STEP_FILTERS, held
+
+Kinds = dict[str, str]
+"""Kinds by field, as in `ops.base.Op`. The field OPEN means that there may be more fields."""
+
+OPEN = "..."
+
+_BETWEEN = {
+    ("bytes", "mat"): "DecodeMat converts one to the other",
+    ("bytes", "tensor"): "S[DecodeMat,Mat2Tensor] converts one to the other",
+    ("mat", "tensor"): "Mat2Tensor converts one to the other",
+    ("tensor", "mat"): "Tensor2Mat converts one to the other",
+}
 
 
 def check(graph: Graph) -> None:
     """Returns if the graph can run. Raises ConfigError: node, what was found, what was expected."""
-    source = Source(graph.name)
+    source = TomlSource(graph.name)
     linked(graph.nodes, source)
     entry_of(graph.nodes, graph.entry, source, compat=graph.compat)
     check_structure(graph, source)
     for node in graph.nodes.values():
         _check_steps(node, source)
     fields_of(graph)
-    if held := cannot_run(graph):
-        raise ConfigError(f"{graph.name}: {'; '.join(held)}")
+    if reasons := cannot_run(graph):
+        raise ConfigError(f"{graph.name}: {'; '.join(reasons)}")
 
 
 def cannot_run(graph: Graph) -> tuple[str, ...]:
-    """What a graph holds that no runner runs yet, in words; empty for most."""
-    found = [(node, text) for node in graph.nodes.values() for text in (*held(node), *_filters(node))]
-    return tuple(f"[{node.name}] {text} cannot be run yet" for node, text in found)
+    """The features of a graph that no runner supports yet, in words."""
+    return tuple(
+        f"[{node.name}] {feature} cannot be run yet" for node in graph.nodes.values() for feature in unsupported(node)
+    )
 
 
-def _filters(node: Node) -> list[str]:
-    return [f"filter '{step.filter}'" for step in node.steps if step.filter not in STEP_FILTERS]
-
-
-def _check_steps(node: Node, source: Source) -> None:
+def _check_steps(node: Node, source: TomlSource) -> None:
     if not node.steps and node.alias_of is None and node.each is None:
         raise source.error(node.name, "ops", "found no step; expected one or more, such as Identity")
     for step in node.steps:
@@ -48,10 +55,13 @@ def _check_steps(node: Node, source: Source) -> None:
             raise source.error(node.name, "", e.message) from None
 
 
-def linked(nodes: Mapping[str, Node], source: Source) -> dict[str, Node]:
-    """The nodes with all edges in `next`, also those that only `inputs` tell, and with a producer in each input.
+# ---- structure
 
-    Raises ConfigError: a node that is not there, an input of which it is not known where it comes from.
+
+def linked(nodes: Mapping[str, Node], source: TomlSource) -> dict[str, Node]:
+    """The nodes with all edges in `next`, including those that only `inputs` imply, and a producer in each input.
+
+    Raises ConfigError: a missing node, an input without a known producer.
     """
     for node in nodes.values():
         for target in node.next:
@@ -59,7 +69,10 @@ def linked(nodes: Mapping[str, Node], source: Source) -> dict[str, Node]:
                 raise source.error(node.name, "next", f"there is no node '{target}'{nearest(target, nodes)}")
         if len(set(node.next)) < len(node.next):
             raise source.error(node.name, "next", f"found {', '.join(node.next)}, expected each node once")
-    found = {name: replace(node, inputs=_resolved(node, nodes, source)) for name, node in nodes.items()}
+    found = {
+        name: replace(node, inputs=tuple(_resolved(node, given, nodes, source) for given in node.inputs))
+        for name, node in nodes.items()
+    }
     for node in list(found.values()):
         for producer in dict.fromkeys(i.producer for i in node.inputs):
             if node.name not in found[producer].next:
@@ -67,27 +80,24 @@ def linked(nodes: Mapping[str, Node], source: Source) -> dict[str, Node]:
     return found
 
 
-def _resolved(node: Node, nodes: Mapping[str, Node], source: Source) -> tuple[Input, ...]:
-    return tuple(_producer(node, each, nodes, source) for each in node.inputs)
-
-
-def _producer(node: Node, given: Input, nodes: Mapping[str, Node], source: Source) -> Input:
-    if (whole := f"{given.producer}.{given.source}") in nodes:  # an alias: its name has a dot
+def _resolved(node: Node, given: NodeInput, nodes: Mapping[str, Node], source: TomlSource) -> NodeInput:
+    """The input with the full name of its producer."""
+    if (whole := f"{given.producer}.{given.source}") in nodes:  # the name of an alias contains a dot
         return replace(given, producer=whole, source="result")
     if given.producer in nodes:
         return given
     if given.producer:
-        there = nearest(given.producer, nodes) or f"; there are {', '.join(nodes)}"
-        raise source.error(node.name, "inputs", f"there is no node '{given.producer}'{there}")
+        hint = nearest(given.producer, nodes) or f"; there are {', '.join(nodes)}"
+        raise source.error(node.name, "inputs", f"there is no node '{given.producer}'{hint}")
     before = [name for name, other in nodes.items() if node.name in other.next]
     if len(before) != 1:
         names = ", ".join(before) or "none"
-        raise source.error(node.name, "inputs", f"{given.source}: of which node? Those before it: {names}")
+        raise source.error(node.name, "inputs", f"{given.source}: which node gives it? Nodes before this one: {names}")
     return replace(given, producer=before[0])
 
 
-def entry_of(nodes: Mapping[str, Node], named: str | None, source: Source, *, compat: bool) -> str:
-    """The node where items begin that name none. Raises ConfigError: there is no such node, or more than one."""
+def entry_of(nodes: Mapping[str, Node], named: str | None, source: TomlSource, *, compat: bool) -> str:
+    """The node where items begin by default. Raises ConfigError: there is no such node, or more than one."""
     if named is not None:
         if named not in nodes:
             raise source.error("pipeline", "entry", f"there is no node '{named}'{nearest(named, nodes)}")
@@ -106,8 +116,8 @@ def entry_of(nodes: Mapping[str, Node], named: str | None, source: Source, *, co
     return roots[0]
 
 
-def check_structure(graph: Graph, source: Source) -> None:
-    """Raises ConfigError: a cycle, a join that does not say what it takes, one that could wait for ever."""
+def check_structure(graph: Graph, source: TomlSource) -> None:
+    """Raises ConfigError: a cycle, a join without named fields, a join that could wait forever."""
     if found := cycle_in(graph.nodes):
         raise source.error("", "", f"the nodes {found} are in a cycle; items would never end")
     reached = {graph.entry, *graph.downstream(graph.entry)}
@@ -122,51 +132,41 @@ def check_structure(graph: Graph, source: Source) -> None:
             raise source.error(
                 node.name,
                 "",
-                f"takes items of {', '.join(producers)}, but does not say which fields of each:"
+                f"takes items from {', '.join(producers)}, but does not name the fields of each:"
                 f' write inputs = {{data = "{producers[0]}.result", ...}}, or map',
             )
         if name := next((p for p in producers if node.name in reached and p not in reached), None):
             raise source.error(
-                node.name, "", f"takes items of {name}, where none comes that began at [{graph.entry}]: it would wait"
+                node.name, "", f"waits for items from {name}, which items that begin at [{graph.entry}] never reach"
             )
 
 
 def cycle_in(nodes: Mapping[str, Node]) -> str:
-    """A cycle as "a -> b -> a", or an empty text."""
+    """A cycle as "a -> b -> a", or ""."""
     done: set[str] = set()
     for start in nodes:
-        way: list[str] = [start]
+        path: list[str] = [start]
         rest = [iter(nodes[start].next)]
         while rest and start not in done:
             following = next(rest[-1], None)
             if following is None:
-                done.add(way.pop())
+                done.add(path.pop())
                 rest.pop()
-            elif following in way:
-                return " -> ".join([*way[way.index(following) :], following])
+            elif following in path:
+                return " -> ".join([*path[path.index(following) :], following])
             elif following not in done and following in nodes:
-                way.append(following)
+                path.append(following)
                 rest.append(iter(nodes[following].next))
     return ""
 
 
-Kinds = dict[str, str]
-"""Kinds by field: those of `ops.base.Op`. The field OPEN says that there may be others, too."""
-
-OPEN = "..."
-
-_BETWEEN = {
-    ("bytes", "mat"): "DecodeMat makes one of the other",
-    ("bytes", "tensor"): "S[DecodeMat,Mat2Tensor] makes one of the other",
-    ("mat", "tensor"): "Mat2Tensor makes one of the other",
-    ("tensor", "mat"): "Tensor2Mat makes one of the other",
-}
+# ---- fields
 
 
 def fields_of(graph: Graph) -> dict[str, Kinds]:
-    """The fields that each node leaves an item with. The graph has no cycle, and its ops are known.
+    """The fields of an item after each node. The graph must have no cycle and only known ops.
 
-    Raises ConfigError: an input that nobody gives, an op that takes another kind than the one before it gives.
+    Raises ConfigError: an input that no node gives, an op that takes another kind than the previous op gives.
     """
     left: dict[str, Kinds] = {}
     for name in graph.order():
@@ -179,7 +179,7 @@ def fields_of(graph: Graph) -> dict[str, Kinds]:
 
 
 def edges_of(graph: Graph) -> list[tuple[str, str, Kinds]]:
-    """Producer, consumer, and the fields that the consumer has of it, edge by edge. Raises as `fields_of` does."""
+    """Producer, consumer, and the fields that the consumer takes, for each edge. Raises as `fields_of` does."""
     left = fields_of(graph)
     edges = []
     for name in graph.order():
@@ -196,23 +196,22 @@ def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
         return dict.fromkeys(graph.takes, "any")
     if not node.inputs:
         before = left[producers[0]]
-        # what an item without a result has as data, nobody knows: it depends on the op that gave none
+        # without a swap, the kind of the data depends on the op that gave no result
         return _swapped(before) if node.filter == "swap" else {**before, DATA: "any"}
     arriving: Kinds = {}
     for each in node.inputs:
-        there = left[each.producer]
-        if each.source not in there and OPEN not in there:
-            listed = ", ".join(there)
+        given = left[each.producer]
+        if each.source not in given and OPEN not in given:
             raise ConfigError(
                 f"[{node.name}] inputs: [{each.producer}] has no field '{each.source}' for '{each.name}'; it has"
-                f" {listed} (fields that callers give beside data are told by inputs in [pipeline])"
+                f" {', '.join(given)} (list further fields that callers send as inputs in [pipeline])"
             )
-        arriving[each.name] = there.get(each.source, "any")
+        arriving[each.name] = given.get(each.source, "any")
     return arriving
 
 
 def _swapped(fields: Kinds) -> Kinds:
-    """The result of one node is the data of the next."""
+    """The fields with the result of one node as the data of the next."""
     return {name: kind for name, kind in fields.items() if name != RESULT} | {DATA: fields[RESULT]}
 
 
@@ -232,11 +231,11 @@ def _through(node: Node, fields: Kinds) -> Kinds:
     return left
 
 
-def _step(node: Node, step: Step, left: Kinds, other: str) -> str:
-    """The kind that a step gives, or the `other` that is there already. Adds what it writes."""
+def _step(node: Node, step: NodeStep, left: Kinds, other: str) -> str:
+    """The kind that a step gives, or the `other` that already exists. Adds the fields that the step writes."""
     op = op_class(step.op, step.params)
     if "any" not in (op.takes, left[DATA]) and op.takes != left[DATA]:
-        hint = _BETWEEN.get((left[DATA], op.takes), "another op belongs before it")
+        hint = _BETWEEN.get((left[DATA], op.takes), "put another op before it")
         raise ConfigError(f"[{node.name}] {step.op} takes '{op.takes}' as data, but gets '{left[DATA]}': {hint}")
     for name in op.writes if op.writes is not None else (OPEN,):
         left[name] = "any"

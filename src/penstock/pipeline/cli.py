@@ -1,4 +1,4 @@
-"""`penstock pipeline check|convert|run|ops`: looks at a pipeline's TOML, rewrites it, runs files through it."""
+"""`penstock pipeline check|convert|run|ops`: inspects a pipeline's TOML file, rewrites it, or runs files through it."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.pipeline.graph import Graph
-    from penstock.pipeline.outcome import Outcome
+    from penstock.pipeline.traversal import ItemOutcome
 
 _Found = TypeVar("_Found")
 _WHOLE = 16  # most numbers of an array that are printed one by one
 
 _compat = click.option(
-    "--compat", type=click.Choice(["torchpipe"]), help="Warn of unknown keys, as TorchPipe's files need."
+    "--compat", type=click.Choice(["torchpipe"]), help="Warn about unknown keys, as TorchPipe's files need."
 )
 _file = click.argument("file", type=click.Path())
 
 
 @click.group()
 def pipeline() -> None:
-    """Looks at pipelines: TOML files that tell nodes."""
+    """Inspect, convert and run pipelines: TOML files of nodes."""
 
 
 @pipeline.command()
 @_file
 @_compat
 def check(file: str, compat: str | None) -> None:
-    """Check FILE, and print its nodes and what travels over each edge.
+    """Check FILE, and print its nodes and the fields on each edge.
 
-    Exits with 2, and says what is wrong, if the file could not be served. A model that is not there is told of, and no
-    error: the file may be for another machine.
+    Exits with 2 and a message if the file cannot be served. A missing model is only reported, because the file may be
+    for another machine.
     """
     from penstock.config.load import load_config
     from penstock.pipeline.check import check as check_graph
-    from penstock.pipeline.describe import shown
+    from penstock.pipeline.describe import graph_text
 
-    _or_exit(lambda: load_config(None, env={}, sets=(), base={}, pipelines=[file]))  # its tables for the server
+    _or_exit(lambda: load_config(None, env={}, sets=(), base={}, pipelines=[file]))  # the server's tables
     graph = _or_exit(lambda: _load(file, compat))
-    click.echo(_or_exit(lambda: shown(graph)), nl=False)
+    click.echo(_or_exit(lambda: graph_text(graph)), nl=False)
     _or_exit(lambda: check_graph(graph))
 
 
 @pipeline.command()
 @_file
-@click.option("-o", "--output", type=click.Path(), help="Where to write it; without it, to standard output.")
+@click.option("-o", "--output", type=click.Path(), help="Output file; default: standard output.")
 @_compat
 def convert(file: str, output: str | None, compat: str | None) -> None:
-    """Rewrite FILE with native keys, for instance one of TorchPipe's."""
+    """Rewrite FILE, for instance one of TorchPipe's, with native keys."""
     from penstock.config.toml import SERVER_TABLES
     from penstock.pipeline.convert import to_toml
     from penstock.pipeline.load import read_tables
@@ -77,13 +77,13 @@ def convert(file: str, output: str | None, compat: str | None) -> None:
 @pipeline.command()
 @_file
 @click.argument("inputs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--node", help="The node where the items begin, if it is not the pipeline's entry.")
-@click.option("--trace", is_flag=True, help="Tell the way of each: node, batch, milliseconds.")
+@click.option("--node", help="The node where the items begin. Default: the pipeline's entry.")
+@click.option("--trace", is_flag=True, help="Print the path of each item: node, batch, milliseconds.")
 @_compat
 def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compat: str | None) -> None:
     """Run files, such as images, through FILE in this process.
 
-    Prints one JSON object a file; exits with 1 if one of them failed. Large arrays are told by their shape.
+    Prints one JSON object per file, and exits with 1 if a file failed. Large arrays appear as a summary.
     """
     from penstock.pipeline.check import check as check_graph
     from penstock.pipeline.local import LocalPipeline
@@ -101,16 +101,16 @@ def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compa
 @pipeline.command()
 @click.argument("names", nargs=-1)
 def ops(names: tuple[str, ...]) -> None:
-    """List the ops, or tell the parameters of those that are named."""
-    from penstock.pipeline.describe import described, listed
+    """List the ops, or print the parameters of the named ones."""
+    from penstock.pipeline.describe import op_text, ops_text
 
-    click.echo(_or_exit(lambda: "\n".join(map(described, names))) if names else listed())
+    click.echo(_or_exit(lambda: "\n".join(map(op_text, names))) if names else ops_text())
 
 
 def _load(file: str, compat: str | None) -> Graph:
     from penstock.pipeline.load import load_graph
 
-    if os.getcwd() not in sys.path:  # as in a worker: ops may be modules of the working directory
+    if os.getcwd() not in sys.path:  # ops may be modules of the working directory, as in a worker
         sys.path.insert(0, os.getcwd())
     return load_graph(file, compat=compat is not None)
 
@@ -127,14 +127,14 @@ def _exit(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _answer(graph: Graph, outcome: Outcome, *, trace: bool) -> dict[str, Any]:
+def _answer(graph: Graph, outcome: ItemOutcome, *, trace: bool) -> dict[str, Any]:
     if outcome.error is not None:
-        told: dict[str, Any] = {"error": {"code": outcome.error.code, "message": outcome.error.message}}
+        answer: dict[str, Any] = {"error": {"code": outcome.error.code, "message": outcome.error.message}}
     else:
-        told = {name: _plain(outcome.fields[name]) for name in graph.answers if name in outcome.fields}
-    told["node"] = outcome.node
+        answer = {name: _plain(outcome.fields[name]) for name in graph.answers if name in outcome.fields}
+    answer["node"] = outcome.node
     if trace:
-        told["trace"] = [
+        answer["trace"] = [
             {
                 "node": hop.node,
                 "batch": hop.batch_id,
@@ -144,11 +144,11 @@ def _answer(graph: Graph, outcome: Outcome, *, trace: bool) -> dict[str, Any]:
             }
             for hop in outcome.hops
         ]
-    return told
+    return answer
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; of a large array its shape and type, and where its greatest number is."""
+    """A value for JSON. A large array becomes its shape, dtype, and maximum with its index."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     if hasattr(value, "dtype") and hasattr(value, "tolist"):

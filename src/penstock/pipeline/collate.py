@@ -1,10 +1,10 @@
-"""Batches of a model: which calls they are run in, and one array of the arrays of many items."""
+"""Batches of a model: which items can share one, which calls run it, and one array made from many."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,183 +12,56 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.ops.base import Fields, ItemOp, found
+from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
 from penstock.runtimes.tensors import Input
 from penstock.types import DTYPES
 
-Array = np.ndarray[Any, Any]
-
-
-@lru_cache(maxsize=1024)
-def calls(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of calls, largest first, that have room for `rows`; the last may be filled up.
-
-    They are the cheapest, where a call costs as much as one row more than it has: [1, 4, 8] runs 5 rows as 4 + 1, and 7
-    as 8.
-    """
-    most = max(sizes)
-    # of `most` smaller calls some add up to calls of `most`, which are fewer: there are never so many
-    whole = max(0, rows // most - most)
-    cheapest = [(0, 0)]  # for each number of rows: the cost, and the size of the last call
-    for n in range(1, rows - whole * most + 1):
-        cheapest.append(min((cheapest[max(0, n - size)][0] + size + 1, size) for size in sizes))
-    found = [most] * whole
-    left = len(cheapest) - 1
-    while left > 0:
-        found.append(cheapest[left][1])
-        left -= found[-1]
-    return tuple(sorted(found, reverse=True))
-
-
-def chunks(rows: int, least: int, most: int) -> tuple[int, ...]:
-    """Sizes of calls that have room for `rows`, where any size from `least` to `most` may be run."""
-    full, rest = divmod(rows, most)
-    return (most,) * full + ((max(rest, least),) if rest else ())
-
-
-class Normalization(Struct, frozen=True):
-    """`(x - mean) * scale` in float32; both have a shape that broadcasts to the input's."""
-
-    mean: Array
-    scale: Array
-
-
-def normalizations(
-    inputs: Sequence[Input], mean: tuple[float, ...], std: tuple[float, ...]
-) -> dict[str, Normalization]:
-    """For each input of images, by its name, what `mean` and `std` make of it; nothing where neither is given.
-
-    An input of images has the axes `[rows, channels, height, width]`, or the channels last. Raises ConfigError.
-    """
-    if not mean and not std:
-        return {}
-    images = [
-        i for i in inputs if (i.shape is None or len(i.shape) == 4) and i.datatype in (None, "FP16", "FP32", "FP64")
-    ]
-    if not images:
-        told = ", ".join(f"'{i.name}' {i.datatype} {list(i.shape or ())}" for i in inputs)
-        raise ConfigError(f"mean and std are of images, and the model has none: its inputs are {told}")
-    found = {}
-    for spec in images:
-        middle, spread = (
-            _constant(spec, key, values) for key, values in (("mean", mean or (0.0,)), ("std", std or (1.0,)))
-        )
-        found[spec.name] = Normalization(middle.astype(np.float32), (1 / spread).astype(np.float32))
-    return found
-
-
-def _constant(spec: Input, key: str, values: tuple[float, ...]) -> Array:
-    """One number for each channel, or for all, in a shape that broadcasts to the input's."""
-    shape, count = spec.shape or (-1, -1, -1, -1), len(values)
-    if count == 1 or shape[1] in (-1, count):
-        return np.array(values).reshape(1, count, 1, 1)
-    if shape[3] == count:
-        return np.array(values).reshape(1, 1, 1, count)
-    raise ConfigError(
-        f"{key}: found {count} values, expected one, or one for each of the channels of input '{spec.name}'"
-        f" {list(shape)}"
-    )
-
-
-class Collator:
-    """Makes one array of many, in memory that the next batch takes again: it is read until then, and not kept.
-
-    A thread's own. The memory grows to that of the largest batch.
-    """
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    def batch(
-        self, arrays: Sequence[Array], rows: int, dtype: np.dtype[Any], normalization: Normalization | None = None
-    ) -> Array:
-        """`[rows, ...]` of `dtype`: the arrays, one behind the other on axis 0, cast and normalised; then zeros."""
-        first = arrays[0]
-        if dtype.hasobject:
-            return np.concatenate(arrays).astype(dtype)  # texts: there is no memory of a known size
-        if len(arrays) == 1 and len(first) == rows and first.dtype == dtype and normalization is None:
-            return np.ascontiguousarray(first)
-        batch = self._room((rows, *first.shape[1:]), dtype)
-        start = 0
-        for array in arrays:
-            part = batch[start : start + len(array)]
-            np.copyto(part, array, casting="unsafe")
-            if normalization is not None:  # image by image, while it is in the cache
-                part -= normalization.mean
-                part *= normalization.scale
-            start += len(array)
-        batch[start:] = 0
-        return batch
-
-    def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        size = dtype.itemsize * math.prod(shape)
-        if self._memory.nbytes < size:
-            self._memory = np.empty(size, np.uint8)
-        return self._memory[:size].view(dtype).reshape(shape)
-
-
 PIXELS = np.dtype(np.uint8)
+MOST_PARTS = 64  # elements of a list that the loop inspects: models have fewer inputs, and JSON may have millions
+
+Pad = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
-def array_of(spec: Input, value: Any) -> Array:
-    """The value as an array; a tensor of PyTorch on the CPU is one without a copy. Raises BadRequest."""
-    if isinstance(value, np.ndarray):
-        return value
-    try:
-        array = np.asarray(value if hasattr(value, "__array__") else None)
-    except Exception:  # of a tensor on a GPU, or one that has a gradient
-        array = np.empty(0, object)
-    if array.dtype.hasobject:
-        raise BadRequest(f"input '{spec.name}' of the model is {_expected(spec)}, found {found(value)}")
-    return array
+# ---- which items can share a batch
 
 
-def check(spec: Input, array: Array, normalization: Normalization | None) -> None:
-    """Raises BadRequest for an array that the input does not take."""
-    shape = spec.shape
-    if shape is not None and (
-        array.ndim != len(shape) or any(n not in (-1, m) for n, m in zip(shape[1:], array.shape[1:], strict=True))
-    ):
-        wrong = True
-    elif normalization is not None:
-        channels = normalization.scale.shape
-        wrong = array.ndim != 4 or any(n not in (1, m) for n, m in zip(channels, array.shape, strict=True))
-    else:
-        wrong = array.ndim == 0
-    if wrong or not _fits(spec, array.dtype, normalization):
-        hint = "; Mat2Tensor makes [1, channels, height, width] of an image" if _is_image(array) else ""
-        raise BadRequest(f"input '{spec.name}' of the model is {_expected(spec)}, found {found(array)}{hint}")
+def shape_of(value: Any, pad: Pad | None = None) -> str:
+    """The dtype and padded shape of an array without axis 0, for each array of a list; the text of a plain value.
+
+    Arrays with the same text can share a batch.
+    """
+    if isinstance(value, (list, tuple)):
+        return " ".join(_shape_of(each, pad) for each in value[:MOST_PARTS])
+    return _shape_of(value, pad)
 
 
-def _is_image(array: Array) -> bool:
-    return array.ndim in (2, 3) or (array.ndim == 4 and array.shape[3] in (1, 3))
+def _shape_of(value: Any, pad: Pad | None) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        dtype = getattr(value.dtype, "str", value.dtype)  # NumPy computes the name in Python, in 7 us
+        return f"{dtype}{(tuple(shape) if pad is None else pad(tuple(shape)))[1:]}"
+    return str(value) if isinstance(value, (str, int, float, bool)) else type(value).__name__
 
 
-def _fits(spec: Input, dtype: np.dtype[Any], normalization: Normalization | None) -> bool:
-    """Whether numbers may be cast: any real ones to floats, else only without loss."""
-    if normalization is not None or spec.datatype in ("FP16", "FP32", "FP64"):
-        return dtype.kind in "biuf"
-    return spec.datatype is None or np.can_cast(dtype, DTYPES[spec.datatype], "safe")
+def nbytes_of(value: Any) -> int:
+    """Approximate bytes of a field's value: an array, bytes, or a list of those."""
+    if isinstance(value, (list, tuple)):
+        return sum(map(_nbytes_of, value[:MOST_PARTS])) * len(value) // max(1, min(len(value), MOST_PARTS))
+    return _nbytes_of(value)
 
 
-def dtype_of(spec: Input, array: Array, normalization: Normalization | None) -> np.dtype[Any]:
-    """What a batch is cast to; pixels become floats where the program does not tell, as networks of images want."""
-    if spec.datatype is not None:
-        return np.dtype(DTYPES[spec.datatype])
-    return np.dtype(np.float32) if normalization is not None or array.dtype == PIXELS else array.dtype
-
-
-def _expected(spec: Input) -> str:
-    name = "a tensor" if spec.datatype is None else str(np.dtype(DTYPES[spec.datatype]))
-    sides = ["rows", *("any" if n == -1 else str(n) for n in (spec.shape or ())[1:])]
-    return f"{name} [{', '.join(sides)}]" if spec.shape is not None else name
+def _nbytes_of(value: Any) -> int:
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
+    return len(value) if isinstance(value, (bytes, bytearray, str)) else 0
 
 
 class PadTo(ItemOp):
-    """The tensor with its sides filled up with zeros, to the right and below, to the next of `sizes`: of an image
-    height and width, of `[1, length]` and `[1, length, features]` the length. Sides beyond the last stay.
+    """The tensor with its sides padded with zeros, to the right and below, to the next of `sizes`.
 
-    What is no such tensor stays as it is.
+    The sides are height and width of an image, and the length of `[1, length]` and `[1, length, features]`. Longer
+    sides and other values stay unchanged.
     """
 
     takes = "tensor"
@@ -210,7 +83,7 @@ class PadTo(ItemOp):
         return padded
 
     def shape(self, shape: tuple[int, ...], fields: Fields) -> tuple[int, ...]:
-        """The shape that a tensor of `shape` is given."""
+        """The padded shape of a tensor of `shape`."""
         if not 2 <= len(shape) <= 4:
             return shape
         channels_last = fields.get("data_format") in ("nhwc", "hwc")
@@ -220,3 +93,169 @@ class PadTo(ItemOp):
     def _side(self, side: int) -> int:
         place = bisect_left(self._sizes, side)
         return self._sizes[place] if place < len(self._sizes) else side
+
+
+# ---- which calls run a batch
+
+
+@lru_cache(maxsize=1024)
+def calls(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of calls, largest first, that together hold `rows`. The last may need padding.
+
+    They minimize the cost, if a call costs as much as its size plus one: [1, 4, 8] runs 5 rows as 4 + 1, and 7 as 8.
+    """
+    most = max(sizes)
+    # an optimal plan has fewer than `most` smaller calls, because some of so many would add up to calls of `most`
+    whole = max(0, rows // most - most)
+    cheapest = [(0, 0)]  # for each number of rows: the cost, and the size of the last call
+    for n in range(1, rows - whole * most + 1):
+        cheapest.append(min((cheapest[max(0, n - size)][0] + size + 1, size) for size in sizes))
+    plan = [most] * whole
+    left = len(cheapest) - 1
+    while left > 0:
+        plan.append(cheapest[left][1])
+        left -= plan[-1]
+    return tuple(sorted(plan, reverse=True))
+
+
+def chunks(rows: int, least: int, most: int) -> tuple[int, ...]:
+    """Sizes of calls that together hold `rows`, if any size from `least` to `most` can run."""
+    full, rest = divmod(rows, most)
+    return (most,) * full + ((max(rest, least),) if rest else ())
+
+
+# ---- whether an item fits an input
+
+
+class Normalization(Struct, frozen=True):
+    """`(x - mean) * scale` in float32. Both arrays broadcast to the input's shape."""
+
+    mean: Array
+    scale: Array
+
+
+def normalizations(
+    inputs: Sequence[Input], mean: tuple[float, ...], std: tuple[float, ...]
+) -> dict[str, Normalization]:
+    """The normalization of each image input, by name; empty without `mean` and `std`.
+
+    An image input has the axes `[rows, channels, height, width]`, or the channels last. Raises ConfigError.
+    """
+    if not mean and not std:
+        return {}
+    images = [
+        i for i in inputs if (i.shape is None or len(i.shape) == 4) and i.datatype in (None, "FP16", "FP32", "FP64")
+    ]
+    if not images:
+        listed = ", ".join(f"'{i.name}' {i.datatype} {list(i.shape or ())}" for i in inputs)
+        raise ConfigError(f"mean and std apply to images, but the model takes none: its inputs are {listed}")
+    made = {}
+    for spec in images:
+        middle = _per_channel(spec, "mean", mean or (0.0,))
+        spread = _per_channel(spec, "std", std or (1.0,))
+        made[spec.name] = Normalization(middle.astype(np.float32), (1 / spread).astype(np.float32))
+    return made
+
+
+def _per_channel(spec: Input, key: str, values: tuple[float, ...]) -> Array:
+    """One number for each channel, or one for all, in a shape that broadcasts to the input's."""
+    shape, count = spec.shape or (-1, -1, -1, -1), len(values)
+    if count == 1 or shape[1] in (-1, count):
+        return np.array(values).reshape(1, count, 1, 1)
+    if shape[3] == count:
+        return np.array(values).reshape(1, 1, 1, count)
+    raise ConfigError(
+        f"{key}: found {count} values, expected one, or one for each of the channels of input '{spec.name}'"
+        f" {list(shape)}"
+    )
+
+
+def array_of(spec: Input, value: Any) -> Array:
+    """The value as an array, without a copy for a PyTorch tensor on the CPU. Raises BadRequest."""
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        array = np.asarray(value if hasattr(value, "__array__") else None)
+    except Exception:  # a tensor on a GPU, or one with a gradient
+        array = np.empty(0, object)
+    if array.dtype.hasobject:
+        raise BadRequest(f"input '{spec.name}' of the model is {_expected(spec)}, found {found(value)}")
+    return array
+
+
+def check_input(spec: Input, array: Array, normalization: Normalization | None) -> None:
+    """Raises BadRequest for an array that the input does not accept."""
+    shape = spec.shape
+    if shape is not None and (
+        array.ndim != len(shape) or any(n not in (-1, m) for n, m in zip(shape[1:], array.shape[1:], strict=True))
+    ):
+        wrong = True
+    elif normalization is not None:
+        channels = normalization.scale.shape
+        wrong = array.ndim != 4 or any(n not in (1, m) for n, m in zip(channels, array.shape, strict=True))
+    else:
+        wrong = array.ndim == 0
+    if wrong or not _castable(spec, array.dtype, normalization):
+        is_image = array.ndim in (2, 3) or (array.ndim == 4 and array.shape[3] in (1, 3))
+        hint = "; Mat2Tensor makes [1, channels, height, width] of an image" if is_image else ""
+        raise BadRequest(f"input '{spec.name}' of the model is {_expected(spec)}, found {found(array)}{hint}")
+
+
+def _castable(spec: Input, dtype: np.dtype[Any], normalization: Normalization | None) -> bool:
+    """Whether numbers can be cast: any real number to a float, other types only without loss."""
+    if normalization is not None or spec.datatype in ("FP16", "FP32", "FP64"):
+        return dtype.kind in "biuf"
+    return spec.datatype is None or np.can_cast(dtype, DTYPES[spec.datatype], "safe")
+
+
+def dtype_of(spec: Input, array: Array, normalization: Normalization | None) -> np.dtype[Any]:
+    """The dtype of a batch. Without a declared type, pixels become floats, as image networks expect."""
+    if spec.datatype is not None:
+        return np.dtype(DTYPES[spec.datatype])
+    return np.dtype(np.float32) if normalization is not None or array.dtype == PIXELS else array.dtype
+
+
+def _expected(spec: Input) -> str:
+    name = "a tensor" if spec.datatype is None else str(np.dtype(DTYPES[spec.datatype]))
+    sides = ["rows", *("any" if n == -1 else str(n) for n in (spec.shape or ())[1:])]
+    return f"{name} [{', '.join(sides)}]" if spec.shape is not None else name
+
+
+# ---- one array
+
+
+class Collator:
+    """Concatenates arrays in memory that the next batch reuses. The memory grows to the largest batch.
+
+    Each thread needs its own.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def batch(
+        self, arrays: Sequence[Array], rows: int, dtype: np.dtype[Any], normalization: Normalization | None = None
+    ) -> Array:
+        """`[rows, ...]` of `dtype`: the arrays concatenated on axis 0, cast and normalized, then zeros."""
+        first = arrays[0]
+        if dtype.hasobject:
+            return np.concatenate(arrays).astype(dtype)  # the size of texts is unknown
+        if len(arrays) == 1 and len(first) == rows and first.dtype == dtype and normalization is None:
+            return np.ascontiguousarray(first)
+        batch = self._reserve((rows, *first.shape[1:]), dtype)
+        start = 0
+        for array in arrays:
+            part = batch[start : start + len(array)]
+            np.copyto(part, array, casting="unsafe")
+            if normalization is not None:  # image by image, while it is in the cache
+                part -= normalization.mean
+                part *= normalization.scale
+            start += len(array)
+        batch[start:] = 0
+        return batch
+
+    def _reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        size = dtype.itemsize * math.prod(shape)
+        if self._memory.nbytes < size:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size].view(dtype).reshape(shape)

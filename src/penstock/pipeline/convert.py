@@ -1,4 +1,4 @@
-"""A Graph as TOML with native keys, in a settled order: loaded again it is the same graph, without `compat`."""
+"""A Graph as TOML with native keys in a fixed order. Loading the text gives the same graph, without `compat`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.graph import AUTO, Graph, Node, NodeStep
 from penstock.pipeline.keys import NODE
-from penstock.pipeline.lower import PATHS, TARGET, Draft, takes_size
-from penstock.pipeline.placement import AUTO
+from penstock.pipeline.lower import PATHS, TARGET, OpDraft, takes_size
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 100
 _UNIT = {"wait_ms": "wait_s", "deadline_ms": "deadline_s"}
 _FIELDS = {"else": "otherwise"} | _UNIT
 _EACH = {"each": "split", "body": "body", "gather": "gather", "max_fanout": "max_fanout", "on_item_error": None}
-_OWN = {"ops", "backend", "inputs", *_EACH}  # keys that are no field of a node
+_OWN = {"ops", "backend", "inputs", *_EACH}  # keys that are not fields of a node
 _DEFAULTS = Node("")
 
 
 def to_toml(graph: Graph, *, folder: str | None = None, tables: Mapping[str, Mapping[str, Any]] | None = None) -> str:
-    """The text of a file in `folder` (by default the graph's), from which paths in it start. `tables` are written
-    before it as they are: those for the server."""
+    """The text of a file in `folder`, the base of its relative paths (default: the graph's folder).
+
+    `tables`, such as those for the server, are written unchanged before it.
+    """
     folder = os.path.abspath(graph.folder if folder is None else folder)
     parts = [_table(name, table.items()) for name, table in (tables or {}).items()]
     parts.append(_table("pipeline", _settings(graph)))
@@ -52,7 +53,7 @@ def _settings(graph: Graph) -> Iterator[tuple[str, Any]]:
 
 
 def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
-    """The keys of a node's table: those that are not as they would be, and those that its ops were given."""
+    """The keys of a node's table: values other than the default, and values that its ops received."""
     fields = {key: getattr(node, _FIELDS.get(key, key)) for key in NODE if key not in _OWN}
     given = {name for step in node.steps for name, value in step.params.items() if fields.get(name) == value}
     if node.steps:
@@ -60,7 +61,7 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
         yield "ops", [_op(step, known, folder, first=not i) for i, step in enumerate(node.steps)]
     if node.inputs:
         yield "inputs", {each.name: f"{each.producer}.{each.source}" for each in node.inputs}
-    usual = {"device": AUTO} if takes_size([Draft(step.op, step.params) for step in node.steps]) else {}
+    usual = {"device": AUTO} if takes_size([OpDraft(step.op, step.params) for step in node.steps]) else {}
     for key, value in fields.items():
         if key in usual and value == usual[key] and key not in given:
             continue
@@ -72,8 +73,8 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
                 yield key, value
 
 
-def _op(step: Step, given: Mapping[str, Any], folder: str, *, first: bool) -> Any:
-    """A step without the parameters that it has of its node."""
+def _op(step: NodeStep, given: Mapping[str, Any], folder: str, *, first: bool) -> Any:
+    """A step without the parameters that it inherits from its node."""
     own = {key: value for key, value in step.params.items() if key not in given or given[key] != value}
     params = {key: _relative(key, value, folder) for key, value in own.items()}
     usual = "run" if first else "swap"
@@ -82,7 +83,7 @@ def _op(step: Step, given: Mapping[str, Any], folder: str, *, first: bool) -> An
 
 
 def _relative(key: str, value: Any, folder: str) -> Any:
-    """A path below the folder as it is seen from there."""
+    """A path below the folder, relative to it."""
     is_path = key in PATHS or (key == TARGET and ".py:" in str(value))
     if is_path and isinstance(value, str) and value.startswith(os.path.join(folder, "")):
         return os.path.relpath(value, folder)
@@ -90,7 +91,7 @@ def _relative(key: str, value: Any, folder: str) -> Any:
 
 
 def _milliseconds(seconds: float) -> float:
-    """The number that gives just these seconds when it is divided by 1000, the shortest there is."""
+    """The shortest number of milliseconds that equals `seconds` exactly when divided by 1000."""
     exact = seconds * 1000
     shorter = [round(exact, digits) for digits in range(16)]
     around = [exact, math.nextafter(exact, math.inf), math.nextafter(exact, 0.0)]
@@ -98,7 +99,7 @@ def _milliseconds(seconds: float) -> float:
 
 
 def _top(value: Any) -> str:
-    """A value behind its key; a long list takes a line for each of its entries."""
+    """A value after its key. A long list takes one line per entry."""
     text = _value(value)
     if isinstance(value, list | tuple) and len(text) > _WIDTH:
         return "[\n" + "".join(f"    {_value(each)},\n" for each in value) + "]"
@@ -119,7 +120,7 @@ def _value(value: Any) -> str:
             return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + "}"
         case list() | tuple():
             return "[" + ", ".join(map(_value, value)) + "]"
-    return str(value)  # a date: TOML has them, and Python writes them alike
+    return str(value)  # a date: Python writes it as TOML does
 
 
 def _key(name: str) -> str:

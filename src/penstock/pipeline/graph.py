@@ -1,20 +1,31 @@
-"""The typed graph of a pipeline: what TOML in either dialect and the Python builder are lowered to. Values only."""
+"""The typed graph of a pipeline, the target of both TOML dialects and of the Python builder, and routes through it.
+
+Everything here is a value or a pure function.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from msgspec import Struct, field
 
+from penstock.errors import BadRequest, ConfigError
+
+AUTO = "auto"  # the device of a node that runs on a GPU if there is one
 RUN_TIMEOUT_S = 60.0
+NODE_FILTERS = ("run", "swap", "or")
+STEP_FILTERS = (*NODE_FILTERS, "then")
 
 
-class Step(Struct, frozen=True, omit_defaults=True):
-    """One op of a node: its name as `ops.catalog` knows it, its parameters, and the filter that guards it.
+class NodeStep(Struct, frozen=True, omit_defaults=True):
+    """One op of a node: its name in `ops.catalog`, its parameters, and the filter that guards it.
 
-    `filter`: "swap" - the result of the step before becomes the data (without one the item ends there); "or" - runs
-    only if there is no result yet; "run" - runs always, as the first step of a node does; "then" - as "swap", if the
-    step before ran, else it is passed over as that was: what follows in the brackets of `(or)S[A, B]`.
+    `filter` is one of:
+    - "run": the op always runs. This is the filter of a node's first step.
+    - "swap": the previous result becomes the data. An item without a result leaves the node here.
+    - "or": the op runs only if there is no result yet.
+    - "then": as "swap" if the previous step ran, otherwise skipped like it. It guards B in `(or)S[A, B]`.
     """
 
     op: str
@@ -22,8 +33,8 @@ class Step(Struct, frozen=True, omit_defaults=True):
     filter: str = "run"
 
 
-class Input(Struct, frozen=True):
-    """A field that a node takes of another node: `producer[source:name]` in TorchPipe's `map`."""
+class NodeInput(Struct, frozen=True):
+    """A field that a node takes from another node: `producer[source:name]` in TorchPipe's `map`."""
 
     producer: str
     source: str
@@ -31,7 +42,7 @@ class Input(Struct, frozen=True):
 
 
 class Each(Struct, frozen=True):
-    """A fan-out: an item for each element of `split`, run through `body`, `gather`ed in order. Held, not run yet."""
+    """A fan-out: one item per element of `split`, run through `body`, gathered in order. The runner rejects it."""
 
     split: str
     body: str
@@ -41,21 +52,24 @@ class Each(Struct, frozen=True):
 
 
 class Node(Struct, frozen=True, omit_defaults=True):
-    """One node: a chain of steps around at most one model, with instances and batches of its own.
+    """A chain of steps around at most one model, with its own instances and batches.
 
-    `next` empty: an output. `inputs` empty: all fields of the one producer, its `result` as `data` (filter "swap").
-    `max_batch` None: 1 for a model in TorchPipe's dialect and 8 in ours; without a model as many as fit a slice of
-    time. `min_batch` and `sizes` are what a model's engine is made for: a smaller batch is padded up. `wait_s` None: 0
-    on the CPU, 2 ms on a GPU. `queue` None: at most 2 x instances x max_batch items wait for it. `bucket` None: shape
-    and dtype of `data`, where a model is given it. `device` "auto": a GPU of the machine where it runs, if there is
-    one. `alias_of`, `each`, `when`, `require` and filters beyond "run", "swap" and "or" are held, and refused by the
-    runner.
+    - `next` empty: the node is an output.
+    - `inputs` empty: the node takes all fields of its only producer, whose `result` becomes `data` (filter "swap").
+    - `max_batch` None: 8 with a model (1 in TorchPipe's dialect); without one, as many as fit a slice of time.
+    - `min_batch`, `sizes`: batch sizes of the model's engine. Smaller batches are padded.
+    - `wait_s` None: 0 on the CPU, 2 ms on a GPU.
+    - `queue` None: at most 2 x instances x max_batch items wait.
+    - `bucket` None: shape and dtype of `data` if a model receives it.
+    - `device` "auto": a GPU of the machine that runs the node, if it has one.
+
+    The runner rejects `alias_of`, `each`, `when`, `require = "any"`, and filters other than "run", "swap" and "or".
     """
 
     name: str
-    steps: tuple[Step, ...] = ()
+    steps: tuple[NodeStep, ...] = ()
     next: tuple[str, ...] = ()
-    inputs: tuple[Input, ...] = ()
+    inputs: tuple[NodeInput, ...] = ()
     filter: str = "swap"
     instances: int = 1
     max_batch: int | None = None
@@ -80,11 +94,14 @@ class Node(Struct, frozen=True, omit_defaults=True):
 
 
 class Graph(Struct, frozen=True, omit_defaults=True):
-    """A whole pipeline. `nodes` in the order of their definition; `entry` is where items begin that name no node.
+    """A whole pipeline, with its nodes in the order of their definition.
 
-    `in_flight`: most items inside at once, None: what fits its nodes and edges. `trace`: answers tell their way.
-    `compat`: in TorchPipe's dialect, whose unknown keys are warned of. `folder`: what relative paths start from.
-    `takes`: the fields that callers give; `answers`: those that they get.
+    - `entry`: where an item begins unless it names a node.
+    - `in_flight`: most items inside at once. None: the sum of what nodes and queues hold.
+    - `trace`: answers include the item's path.
+    - `compat`: TorchPipe's dialect, in which unknown keys cause warnings instead of errors.
+    - `folder`: base of relative paths.
+    - `takes`, `answers`: the fields that callers send and receive.
     """
 
     name: str
@@ -107,7 +124,7 @@ class Graph(Struct, frozen=True, omit_defaults=True):
         return tuple(n.name for n in self.nodes.values() if not n.next)
 
     def order(self) -> tuple[str, ...]:
-        """All nodes, each behind its producers. Raises ValueError in a cycle (`check` has told it before)."""
+        """All nodes in topological order. Raises ValueError for a cycle, which `check` reports first."""
         waits = {name: len(before) for name, before in self._all_producers().items()}
         places = {name: place for place, name in enumerate(self.nodes)}
         found: list[str] = []
@@ -125,25 +142,12 @@ class Graph(Struct, frozen=True, omit_defaults=True):
         return tuple(found)
 
     def upstream(self, name: str) -> frozenset[str]:
-        """All nodes from which an item may come to this one."""
-        producers = self._all_producers()
-        found: set[str] = set()
-        stack = list(producers[name])
-        while stack:
-            if (node := stack.pop()) not in found:
-                found.add(node)
-                stack += producers[node]
-        return frozenset(found)
+        """All nodes from which an item may reach this one."""
+        return _reachable(name, self._all_producers().__getitem__)
 
     def downstream(self, name: str) -> frozenset[str]:
-        """All nodes to which an item may come from this one."""
-        found: set[str] = set()
-        stack = list(self.nodes[name].next)
-        while stack:
-            if (node := stack.pop()) not in found:
-                found.add(node)
-                stack += self.nodes[node].next
-        return frozenset(found)
+        """All nodes that an item may reach from this one."""
+        return _reachable(name, lambda other: self.nodes[other].next)
 
     def _all_producers(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {name: [] for name in self.nodes}
@@ -151,3 +155,78 @@ class Graph(Struct, frozen=True, omit_defaults=True):
             for target in dict.fromkeys(node.next):
                 found[target].append(node.name)
         return found
+
+
+def _reachable(start: str, following: Callable[[str], Iterable[str]]) -> frozenset[str]:
+    found: set[str] = set()
+    stack = list(following(start))
+    while stack:
+        if (node := stack.pop()) not in found:
+            found.add(node)
+            stack += following(node)
+    return frozenset(found)
+
+
+class ItemRoute(Struct, frozen=True):
+    """Where items that begin at `start` go.
+
+    `outputs` are the outputs they reach, in the graph's order. `waits` is the number of nodes that must finish before
+    each join on the route.
+    """
+
+    start: str
+    outputs: tuple[str, ...]
+    waits: Mapping[str, int]
+
+
+def join_sources(graph: Graph, name: str) -> frozenset[str]:
+    """The nodes that must finish before a join: its producers, and the nodes whose fields it takes. Empty: no join."""
+    node = graph.nodes[name]
+    producers = graph.producers(name)
+    if not node.inputs and len(producers) < 2:
+        return frozenset()
+    return frozenset(producers) | {i.producer for i in node.inputs}
+
+
+def route(graph: Graph, start: str) -> ItemRoute:
+    """The route of items that begin at `start`. Raises BadRequest if a join needs a node that is not on the route."""
+    reach = {start, *graph.downstream(start)}
+    waits = {}
+    for name in graph.nodes:
+        if name in reach and name != start and (sources := join_sources(graph, name)):
+            if missing := sorted(sources - reach):
+                raise BadRequest(
+                    f"an item cannot begin at node '{start}': node '{name}' needs a field of node '{missing[0]}',"
+                    " which the item does not pass"
+                )
+            waits[name] = len(sources)
+    return ItemRoute(start, tuple(name for name in graph.outputs if name in reach), waits)
+
+
+def check_runnable(graph: Graph) -> None:
+    """Raises ConfigError for a graph that can be written down but not run."""
+    for node in graph.nodes.values():
+        for feature in unsupported(node):
+            raise ConfigError(f"node '{node.name}': not supported yet: {feature}")
+        sources = join_sources(graph, node.name)
+        if sources and not node.inputs:
+            raise ConfigError(
+                f"node '{node.name}' follows {', '.join(sorted(sources))} but does not name the fields it takes:"
+                " set inputs (map)"
+            )
+        for i in node.inputs:
+            if i.producer not in graph.upstream(node.name):
+                raise ConfigError(f"node '{node.name}': inputs name '{i.producer}', which does not come before it")
+    graph.order()
+
+
+def unsupported(node: Node) -> list[str]:
+    """The features of a node that cannot be run yet, in words."""
+    return [
+        *([f"alias of '{node.alias_of}'"] if node.alias_of is not None else ()),
+        *(["a fan-out (each, MapReduce)"] if node.each is not None else ()),
+        *(["when"] if node.when is not None else ()),
+        *(['require = "any"'] if node.require == "any" else ()),
+        *([f"filter '{node.filter}'"] if node.filter not in NODE_FILTERS else ()),
+        *(f"filter '{step.filter}' of op '{step.op}'" for step in node.steps if step.filter not in STEP_FILTERS),
+    ]

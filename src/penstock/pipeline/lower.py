@@ -1,4 +1,8 @@
-"""Steps of a node: from an expression or a list of ops, with the node's keys handed to the ops that have them."""
+"""Lowers the ops of a node to steps: parses expressions, and passes the node's keys to the ops that accept them.
+
+Expressions are the values of `backend`: `A[B]` is A around B, `A[B, C]` A around both, `A(k=v)[B]` gives A a parameter,
+`(f)A` puts the filter f before A. White space is ignored. Positions count from 1 in the original text.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,17 @@ from msgspec import Struct, field
 
 from penstock.config.toml import found
 from penstock.errors import ConfigError
-from penstock.pipeline.graph import Step
+from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops.base import BatchOp, Op
 from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, canonical, class_of, find
 from penstock.pipeline.ops.parameters import check_params, make_op, parameters_of, takes_any
 
+_NAME = re.compile(r"[\w.:/-]+")  # an op, or the target in its brackets: pkg.mod:Class, app/post.py:Boxes
+_DEPTH = 20
+
 SEQUENCES = {"sequential", "s"}
 SCOPES = {"synctensor", "tensorsync", "torch", "streamguard"}
-"""Scopes of a stream: each op that has streams keeps its own."""
+"""TorchPipe's stream scopes. They have no effect: each op manages its own streams."""
 
 FAN_OUT = "MapReduce"
 TARGET = "target"
@@ -28,176 +35,8 @@ PATHS = ("model", "model_cache", "save_dir")
 """Parameters that are paths."""
 
 
-class Draft(Struct):
-    """One op before its parameters are known: those that it was given itself, and the filter before it."""
-
-    op: str
-    params: dict[str, Any]
-    filter: str = ""
-
-
-def filter_name(name: str) -> str:
-    """A filter as the graph names it; those that are not known here stay as they are."""
-    return {"run": "run", "continue": "run", "swap": "swap", "or": "or"}.get(name.lower(), name)
-
-
-def drafts_of(table: Mapping[str, Any]) -> list[Draft]:
-    """The ops that a node's table names; none at all is `Identity`. Raises ConfigError."""
-    if "ops" in table and "backend" in table:
-        raise ConfigError("found both ops and backend, which say the same; leave one of them out")
-    if "ops" in table:
-        return _from_list(table["ops"])
-    backend = table.get("backend", "Identity")
-    if not isinstance(backend, str):
-        raise ConfigError(f"found {found(backend)}, expected an expression such as Sequential[DecodeMat,ResizeMat]")
-    return flatten(parse(backend)) or [Draft("Identity", {})]
-
-
-def flatten(expression: Expression) -> list[Draft]:
-    """The ops of an expression in their order: sequences and scopes vanish. Raises ConfigError with the position."""
-    name, where = expression.name, f"at character {expression.position}"
-    guard = filter_name(expression.filter)
-    if name.lower() in SEQUENCES | SCOPES:
-        if expression.params:
-            raise ConfigError(f"{where}: {name} takes no parameters; write them as keys of the node")
-        inner = [draft for arg in expression.args for draft in flatten(arg)]
-        return _guarded(inner, guard, where)
-    draft = Draft(name, dict(expression.params), guard)
-    if not expression.args:
-        return [draft]
-    try:
-        op = find(name)
-    except ConfigError as e:
-        raise ConfigError(f"{where}: {e.message}") from None
-    if op.brackets:
-        if any(arg.args or arg.params or arg.filter for arg in expression.args):
-            raise ConfigError(f"{where}: {name} takes no ops in its brackets, but the value of '{op.brackets}'")
-        draft.params[op.brackets] = ",".join(arg.name for arg in expression.args)
-        return [draft]
-    if op.wraps:
-        draft.filter = ""
-        inner = [each for arg in expression.args for each in flatten(arg)]
-        return _guarded([*inner, draft], guard, where)
-    raise ConfigError(f"{where}: {name} takes nothing in brackets, as Sequential, S, SyncTensor and Torch do")
-
-
-def _guarded(inner: list[Draft], guard: str, where: str) -> list[Draft]:
-    if not inner or guard in ("", "swap"):
-        return inner
-    if any(draft.filter for draft in inner):
-        raise ConfigError(f"{where}: a filter before brackets that hold filters cannot be run; write one node for each")
-    inner[0].filter = guard
-    for draft in inner[1:]:
-        draft.filter = "then"
-    return inner
-
-
-def _from_list(ops: Any) -> list[Draft]:
-    if not isinstance(ops, list | tuple) or not ops:
-        raise ConfigError(f'found {found(ops)}, expected a list such as ["DecodeMat", {{op = "ResizeMat", ...}}]')
-    return [draft for op in ops for draft in _from_item(op)]
-
-
-def _from_item(op: Any) -> list[Draft]:
-    if isinstance(op, str):
-        return flatten(parse(op))
-    if not isinstance(op, dict) or not isinstance(op.get("op"), str):
-        raise ConfigError(f'found {found(op)} among the ops, expected a name or a table such as {{op = "ResizeMat"}}')
-    params = {key: value for key, value in op.items() if key not in ("op", "filter")}
-    inner = flatten(parse(op["op"]))
-    if len(inner) != 1:
-        raise ConfigError(f"op = '{op['op']}' is not one op; write each of them in a table of its own")
-    return [Draft(inner[0].op, inner[0].params | params, filter_name(str(op.get("filter", inner[0].filter))))]
-
-
-def has_model(drafts: Iterable[Draft]) -> bool:
-    """Whether one of the ops looks at many items at once. Raises ConfigError: there is none of that name."""
-    return any(issubclass(op_class(draft.op, draft.params), BatchOp) for draft in drafts)
-
-
-def takes_size(drafts: Iterable[Draft]) -> bool:
-    """Whether one of the ops is told the node's largest batch, as those of model files are. Raises ConfigError."""
-    return any("max_batch" in parameters_of(op_class(draft.op, draft.params)) for draft in drafts)
-
-
-def op_class(op: str, params: Mapping[str, Any]) -> type[Op]:
-    """The class that an op is in the end, also where it is a user's. Raises ConfigError, LoadFailed."""
-    return class_of(op, params.get(TARGET))
-
-
-def checked(op: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as values of the op's types. Raises ConfigError: unknown, missing, refused by the op."""
-    cls = op_class(op, params)
-    of_a_user = TARGET in params and TARGET not in parameters_of(cls)
-    own = {key: value for key, value in params.items() if key != TARGET or not of_a_user}
-    try:
-        values = ({TARGET: params[TARGET]} if of_a_user else {}) | check_params(cls, own)
-        made_of(op, values)
-    except ConfigError as e:  # it is told by the name that was written
-        raise ConfigError(e.message.replace(cls.__name__, op)) from None
-    return values
-
-
-def made_of(op: str, params: Mapping[str, Any]) -> Op | None:
-    """The op if it is one of ours: they load nothing before they are told to. Raises ConfigError."""
-    cls = op_class(op, params)
-    name = canonical(op)
-    ours = BUILTIN.get(ALIASES.get(name, name)) == f"{cls.__module__}:{cls.__qualname__}"
-    return make_op(cls, params) if ours else None
-
-
-def parameter_name(key: str) -> str:
-    """The parameter that a key is for: TorchPipe's `model::cache` is `model_cache`."""
-    return key.replace("::", "_")
-
-
-def steps_of(
-    drafts: list[Draft], keys: Mapping[str, Any], free: Iterable[str], folder: str
-) -> tuple[tuple[Step, ...], set[str]]:
-    """The steps, and those of the node's `keys` that they took: an op takes a key that it has a parameter for.
-
-    Those that are `free` go to ops that take any, if no other op takes them. Raises ConfigError: an op that is not
-    known, a parameter that does not fit.
-    """
-    classes = [op_class(draft.op, draft.params) for draft in drafts]
-    known = {parameter for cls in classes for parameter in parameters_of(cls)}
-    taken = {key for key in keys if parameter_name(key) in known}
-    left = {key: keys[key] for key in free if key not in taken}
-    steps: list[Step] = []
-    for draft, cls in zip(drafts, classes, strict=True):
-        names = parameters_of(cls)
-        params = {name: value for key, value in keys.items() if (name := parameter_name(key)) in names}
-        if takes_any(cls):
-            params |= left
-            taken |= set(left)
-        params |= {parameter_name(k) if parameter_name(k) in names else k: v for k, v in draft.params.items()}
-        values = rooted(checked(draft.op, params), folder)
-        steps.append(Step(canonical(draft.op), values, draft.filter or ("swap" if steps else "run")))
-    return tuple(steps), taken
-
-
-def rooted(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """The parameters with paths that start where they are meant to."""
-    found = dict(values)
-    for name in PATHS:
-        if isinstance(found.get(name), str) and found[name]:
-            found[name] = _joined(folder, found[name])
-    target = found.get(TARGET)
-    if isinstance(target, str) and target.partition(":")[0].endswith(".py"):
-        found[TARGET] = _joined(folder, target)
-    return found
-
-
-def _joined(folder: str, path: str) -> str:
-    return os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
-
-
-_NAME = re.compile(r"[\w.:/-]+")  # of an op, or of what an op is told in brackets: pkg.mod:Class, app/post.py:Boxes
-_DEPTH = 20
-
-
 class Expression(Struct, frozen=True):
-    """One name with what stands before, in and behind it. `filter` is empty where none is written."""
+    """One name with its filter, parameters and arguments. `filter` is empty if there is none."""
 
     name: str
     args: tuple[Expression, ...] = ()
@@ -229,7 +68,10 @@ class _Parser:
         if depth > _DEPTH:
             raise self._error(f"brackets at most {_DEPTH} deep")
         position = self._places[self._at]
-        guard = self._guard() if self._next("(") else ""
+        guard = ""
+        if self._next("("):
+            guard = self._name("the name of a filter")
+            self._expect(")", "')' after the filter")
         name = self._name("a name")
         params = self._params() if self._next("(") else {}
         args: list[Expression] = []
@@ -240,13 +82,8 @@ class _Parser:
             self._expect("]", "',' or ']'")
         return Expression(name, tuple(args), params, guard, position)
 
-    def _guard(self) -> str:
-        name = self._name("the name of a filter")
-        self._expect(")", "')' after the filter")
-        return name
-
     def _params(self) -> dict[str, str]:
-        """`k=v, k=v)`; a part without "=" goes on with the value before it, as in `mean=1,2,3`."""
+        """`k=v, k=v)`. A part without "=" continues the previous value, as in `mean=1,2,3`."""
         end = self._text.find(")", self._at)
         if end < 0:
             self._at = len(self._text)
@@ -284,3 +121,163 @@ class _Parser:
         found = f"'{self._text[self._at]}'" if self._at < len(self._text) else "the end"
         where = f"at character {self._places[self._at]} of '{self._source[:200]}'"
         return ConfigError(f"{where}: found {found}, expected {expected}")
+
+
+class OpDraft(Struct):
+    """An op before the node's keys are added: its own parameters, and the filter before it."""
+
+    op: str
+    params: dict[str, Any]
+    filter: str = ""
+
+
+def filter_name(name: str) -> str:
+    """A filter's name in the graph. Unknown filters keep their names."""
+    return {"run": "run", "continue": "run", "swap": "swap", "or": "or"}.get(name.lower(), name)
+
+
+def drafts_of(table: Mapping[str, Any]) -> list[OpDraft]:
+    """The ops that a node's table names, `Identity` by default. Raises ConfigError."""
+    if "ops" in table and "backend" in table:
+        raise ConfigError("found both ops and backend, which mean the same; remove one of them")
+    if "ops" in table:
+        ops = table["ops"]
+        if not isinstance(ops, list | tuple) or not ops:
+            raise ConfigError(f'found {found(ops)}, expected a list such as ["DecodeMat", {{op = "ResizeMat", ...}}]')
+        return [draft for op in ops for draft in _from_item(op)]
+    backend = table.get("backend", "Identity")
+    if not isinstance(backend, str):
+        raise ConfigError(f"found {found(backend)}, expected an expression such as Sequential[DecodeMat,ResizeMat]")
+    return flatten(parse(backend)) or [OpDraft("Identity", {})]
+
+
+def flatten(expression: Expression) -> list[OpDraft]:
+    """The ops of an expression in order, without sequences and scopes. Raises ConfigError with the position."""
+    name, where = expression.name, f"at character {expression.position}"
+    guard = filter_name(expression.filter)
+    if name.lower() in SEQUENCES | SCOPES:
+        if expression.params:
+            raise ConfigError(f"{where}: {name} takes no parameters; write them as keys of the node")
+        inner = [draft for arg in expression.args for draft in flatten(arg)]
+        return _guarded(inner, guard, where)
+    draft = OpDraft(name, dict(expression.params), guard)
+    if not expression.args:
+        return [draft]
+    try:
+        op = find(name)
+    except ConfigError as e:
+        raise ConfigError(f"{where}: {e.message}") from None
+    if op.brackets:
+        if any(arg.args or arg.params or arg.filter for arg in expression.args):
+            raise ConfigError(f"{where}: {name} takes no ops in its brackets, but the value of '{op.brackets}'")
+        draft.params[op.brackets] = ",".join(arg.name for arg in expression.args)
+        return [draft]
+    if op.wraps:
+        draft.filter = ""
+        inner = [each for arg in expression.args for each in flatten(arg)]
+        return _guarded([*inner, draft], guard, where)
+    raise ConfigError(f"{where}: {name} takes nothing in brackets; Sequential, S, SyncTensor and Torch do")
+
+
+def _guarded(inner: list[OpDraft], guard: str, where: str) -> list[OpDraft]:
+    if not inner or guard in ("", "swap"):
+        return inner
+    if any(draft.filter for draft in inner):
+        raise ConfigError(f"{where}: a filter before brackets cannot contain other filters; write one node for each")
+    inner[0].filter = guard
+    for draft in inner[1:]:
+        draft.filter = "then"
+    return inner
+
+
+def _from_item(op: Any) -> list[OpDraft]:
+    if isinstance(op, str):
+        return flatten(parse(op))
+    if not isinstance(op, dict) or not isinstance(op.get("op"), str):
+        raise ConfigError(f'found {found(op)} among the ops, expected a name or a table such as {{op = "ResizeMat"}}')
+    params = {key: value for key, value in op.items() if key not in ("op", "filter")}
+    inner = flatten(parse(op["op"]))
+    if len(inner) != 1:
+        raise ConfigError(f"op = '{op['op']}' is more than one op; write a table for each")
+    return [OpDraft(inner[0].op, inner[0].params | params, filter_name(str(op.get("filter", inner[0].filter))))]
+
+
+def has_model(drafts: Iterable[OpDraft]) -> bool:
+    """Whether one of the ops processes batches. Raises ConfigError for an unknown op."""
+    return any(issubclass(op_class(draft.op, draft.params), BatchOp) for draft in drafts)
+
+
+def takes_size(drafts: Iterable[OpDraft]) -> bool:
+    """Whether one of the ops has the parameter `max_batch`, as ops of model files do. Raises ConfigError."""
+    return any("max_batch" in parameters_of(op_class(draft.op, draft.params)) for draft in drafts)
+
+
+def op_class(op: str, params: Mapping[str, Any]) -> type[Op]:
+    """The class that runs an op, which may be a user's. Raises ConfigError, LoadFailed."""
+    return class_of(op, params.get(TARGET))
+
+
+def checked(op: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters, converted to the op's types. Raises ConfigError: unknown, missing, rejected by the op."""
+    cls = op_class(op, params)
+    of_a_user = TARGET in params and TARGET not in parameters_of(cls)
+    own = {key: value for key, value in params.items() if key != TARGET or not of_a_user}
+    try:
+        values = ({TARGET: params[TARGET]} if of_a_user else {}) | check_params(cls, own)
+        builtin_op(op, values)
+    except ConfigError as e:  # the message names the op as the user wrote it
+        raise ConfigError(e.message.replace(cls.__name__, op)) from None
+    return values
+
+
+def builtin_op(op: str, params: Mapping[str, Any]) -> Op | None:
+    """An instance of a built-in op, not loaded yet; None for a user's op. Raises ConfigError."""
+    cls = op_class(op, params)
+    name = canonical(op)
+    ours = BUILTIN.get(ALIASES.get(name, name)) == f"{cls.__module__}:{cls.__qualname__}"
+    return make_op(cls, params) if ours else None
+
+
+def parameter_name(key: str) -> str:
+    """The parameter of a key: TorchPipe's `model::cache` is `model_cache`."""
+    return key.replace("::", "_")
+
+
+def steps_of(
+    drafts: list[OpDraft], keys: Mapping[str, Any], free: Iterable[str], folder: str
+) -> tuple[tuple[NodeStep, ...], set[str]]:
+    """The steps, and the node's `keys` that they use. Each op receives the keys that match its parameters.
+
+    `free` keys that no op names go to the ops that accept any. Raises ConfigError: an unknown op, a bad parameter.
+    """
+    classes = [op_class(draft.op, draft.params) for draft in drafts]
+    known = {parameter for cls in classes for parameter in parameters_of(cls)}
+    taken = {key for key in keys if parameter_name(key) in known}
+    left = {key: keys[key] for key in free if key not in taken}
+    steps: list[NodeStep] = []
+    for draft, cls in zip(drafts, classes, strict=True):
+        names = parameters_of(cls)
+        params = {name: value for key, value in keys.items() if (name := parameter_name(key)) in names}
+        if takes_any(cls):
+            params |= left
+            taken |= set(left)
+        params |= {parameter_name(k) if parameter_name(k) in names else k: v for k, v in draft.params.items()}
+        values = rooted(checked(draft.op, params), folder)
+        steps.append(NodeStep(canonical(draft.op), values, draft.filter or ("swap" if steps else "run")))
+    return tuple(steps), taken
+
+
+def rooted(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """The parameters, with relative paths based on `folder`."""
+    found = dict(values)
+    for name in PATHS:
+        if isinstance(found.get(name), str) and found[name]:
+            found[name] = _joined(folder, found[name])
+    target = found.get(TARGET)
+    if isinstance(target, str) and target.partition(":")[0].endswith(".py"):
+        found[TARGET] = _joined(folder, target)
+    return found
+
+
+def _joined(folder: str, path: str) -> str:
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(path)))

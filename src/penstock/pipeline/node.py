@@ -1,7 +1,7 @@
-"""NodeModel: what one instance of a node runs. It makes the node's ops, and takes batches of visits through them.
+"""NodeModel: one instance of a node. It creates the node's ops and takes batches of visits through them.
 
-All calls are made in the instance's thread. A visit's fields are copied before the first op, so that a batch can be run
-again, and an item that fails or ends never moves its neighbours.
+All calls happen in the instance's thread. Each visit's fields are copied before the first op, so that a batch can run
+again, and an item that fails or ends does not affect its neighbours.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from penstock.types import TensorSpec
 log = logging.getLogger("penstock.pipeline")
 
 SLICE_ROWS = 32  # most items of a batch without a model
-MODEL_ROWS = 8  # of one with a model that says nothing else
+MODEL_ROWS = 8  # most items of a batch with a model that sets no limit
 LOG_AGAIN_S = 60.0
 MAX_LOGGED = 100
 
-_Live = list[tuple[int, Fields]]
+_Live = list[tuple[int, Fields]]  # items that are still in the node, by their index in the batch
 
 
-class Stamp(Struct):
-    """One batch of a node as its thread saw it: `start_s` on the monotonic clock, `run_s` seconds."""
+class BatchStamp(Struct):
+    """One batch of a node: `start_s` on the monotonic clock, and `run_s` seconds."""
 
     batch_id: int
     size: int
@@ -46,9 +46,9 @@ class Stamp(Struct):
 
 
 class Visit:
-    """One item at one node, as the node sees it: `fields`, never changed here, and its `place` in the batch, from 0.
+    """One item at one node: `fields`, which the node does not change, and its `place` in the batch, from 0.
 
-    `swap`: the `result` of the node before is the `data` of this one.
+    `swap`: the `result` of the previous node is the `data` of this one.
     """
 
     __slots__ = ("fields", "place", "swap")
@@ -59,17 +59,17 @@ class Visit:
         self.place = -1  # not in a batch yet
 
 
-class Shared(Struct, eq=False):
-    """What the instances of a node have in common. `ids` numbers their batches.
+class SharedState(Struct, eq=False):
+    """The common state of a node's instances. `ids` numbers their batches.
 
-    Known once one is loaded: `model`, it has an op that takes batches; `given`, that is the first one and takes
-    arrays, so that only those of one shape fit together.
+    Loading sets `model` if an op takes batches, and `takes_arrays` if that op is the first and takes arrays. Then only
+    arrays of one shape can share a batch.
     """
 
     compat: bool = False
     ids: Iterator[int] = field(default_factory=itertools.count)
     model: bool = False
-    given: bool = False
+    takes_arrays: bool = False
 
 
 class _Step(Struct, frozen=True):
@@ -79,27 +79,27 @@ class _Step(Struct, frozen=True):
 
 
 class NodeModel:
-    """One instance of a node. `predict` gives for each visit (fields, Stamp), or the error that it failed with.
+    """One instance of a node. `predict` returns (fields, BatchStamp) for each visit, or the error of the item.
 
-    `then` are nodes that it runs in the same call (`pipeline/inline.py`): for each that a visit came to, the tuple goes
-    on with what `predict` gives there.
+    `then` are nodes that run in the same call (see `placement.chain`). For each of them that a visit reaches, the
+    tuple continues with that node's result.
     """
 
-    def __init__(self, node: Node, shared: Shared | None = None, then: Sequence[tuple[Node, Shared]] = ()) -> None:
+    def __init__(
+        self, node: Node, shared: SharedState | None = None, then: Sequence[tuple[Node, SharedState]] = ()
+    ) -> None:
         self._node = node
-        self._shared = shared or Shared()
+        self._shared = shared or SharedState()
         self._then = NodeModel(*then[0], then=then[1:]) if then else None
-        self._parts: list[list[_Step]] = []  # steps that are one call: those of items in a row, or one of batches
-        self._passed: set[int] = set()  # items that the last "or" passed over, and so each "then" behind it
+        self._parts: list[list[_Step]] = []  # consecutive steps of single items, or one step of batches
+        self._passed: set[int] = set()  # items that skipped the last "or", and therefore each "then" after it
         self._logged: dict[str, float] = {}
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
         self.__penstock_options__: dict[str, Any] = {}
 
-    # ---- life
-
     def load(self, device: str) -> None:
-        """Makes and loads the ops. Raises ConfigError, and what an op raises."""
+        """Creates and loads the ops. Raises ConfigError, and what an op raises."""
         metrics.count_for_all()
         models: list[BatchOp] = []
         for step in self._node.steps:
@@ -121,7 +121,7 @@ class NodeModel:
         one_thread()
         self._shared.model = bool(models)
         first = self._parts[0][0].op if self._parts else None
-        self._shared.given = isinstance(first, BatchOp) and first.takes == "tensor"
+        self._shared.takes_arrays = isinstance(first, BatchOp) and first.takes == "tensor"
         self.__penstock_options__ = {"max_batch_size": self._size(models)}
         for op in models:
             self.inputs = self.inputs or tuple(getattr(op, "inputs", None) or ())
@@ -130,7 +130,7 @@ class NodeModel:
             self._then.load(device)
 
     def _size(self, models: Sequence[BatchOp]) -> int:
-        """The most items of a batch."""
+        """Most items of a batch."""
         size = self._node.max_batch
         if size is None:
             size = SLICE_ROWS if not models else 1 if self._shared.compat else MODEL_ROWS
@@ -147,8 +147,8 @@ class NodeModel:
     # ---- a batch
 
     def predict(self, visits: list[Visit]) -> list[Any]:
-        """For each visit (fields, Stamp) or a PenstockError. Raises what a batch op did, if halves may do better."""
-        stamp = Stamp(next(self._shared.ids), len(visits), time.monotonic())
+        """For each visit (fields, BatchStamp) or a PenstockError. Raises an op's error if halves may succeed."""
+        stamp = BatchStamp(next(self._shared.ids), len(visits), time.monotonic())
         out: list[Any] = [None] * len(visits)
         self._passed.clear()
         live: _Live = []
@@ -161,10 +161,8 @@ class NodeModel:
             out[i] = (fields, stamp)
             live.append((i, fields))
         for part in self._parts:
-            if isinstance(part[0].op, BatchOp):
-                live = self._batch(part[0], live, out, visits)
-            else:
-                live = self._items(part, live, out, visits)
+            run = self._batch if isinstance(part[0].op, BatchOp) else self._items
+            live = run(part, live, out, visits)
             if not live:
                 break
         stamp.run_s = time.monotonic() - stamp.start_s
@@ -174,74 +172,68 @@ class NodeModel:
 
     @staticmethod
     def _go_on(then: NodeModel, out: list[Any]) -> None:
-        """Takes the items that have a result through the node that follows."""
+        """Takes the items that have a result through the next node."""
         going = [i for i, found in enumerate(out) if type(found) is tuple and found[0].get(RESULT) is not None]
         if not going:
             return
         for i, found in zip(going, then.predict([Visit(out[i][0], swap=True) for i in going]), strict=True):
             out[i] += found if type(found) is tuple else (found,)
 
+    def _admit(self, guard: str, i: int, fields: Fields) -> bool | None:
+        """True: the item runs the step, its fields prepared. False: it skips the step. None: it leaves the node."""
+        if guard == "then" and i in self._passed:
+            return False
+        if guard in ("swap", "then"):
+            if fields.get(RESULT) is None:
+                return None
+            fields[DATA] = fields.pop(RESULT)
+        elif guard == "or" and fields.get(RESULT) is not None:
+            self._passed.add(i)
+            return False
+        return True
+
     def _items(self, part: list[_Step], live: _Live, out: list[Any], visits: list[Visit]) -> _Live:
-        """Takes each item through steps that look at one; what is left goes on."""
+        """Takes each item through steps of single items. Returns the items that go on."""
         left: _Live = []
         chain: list[tuple[Any, str]] = [(step.op, step.filter) for step in part]
         for i, fields in live:
             done = 0
             try:
                 for op, guard in chain:
-                    if guard == "then" and i in self._passed:
-                        done += 1
-                        continue
-                    if guard in ("swap", "then"):
-                        if fields.get(RESULT) is None:
-                            break
-                        fields[DATA] = fields.pop(RESULT)
-                    elif guard == "or" and fields.get(RESULT) is not None:
-                        self._passed.add(i)
-                        done += 1
-                        continue
-                    result = op(fields[DATA], fields)
-                    if result is None:
-                        fields.pop(RESULT, None)
-                    else:
-                        fields[RESULT] = result
+                    admitted = guard == "run" or self._admit(guard, i, fields)
+                    if admitted is None:
+                        break
+                    if admitted:
+                        _store(fields, op(fields[DATA], fields))
                     done += 1
                 else:
                     left.append((i, fields))
             except ENDS:
                 raise
             except BaseException as e:
-                out[i] = self._error(e, part[done], fields, visits, i)
+                out[i] = self._error(e, part[done], fields, visits[i])
         return left
 
-    def _batch(self, step: _Step, live: _Live, out: list[Any], visits: list[Visit]) -> _Live:
-        """Gives a step all items that are left; those with a result of their own go on."""
-        left: _Live = []  # in the order of the visits
+    def _batch(self, part: list[_Step], live: _Live, out: list[Any], visits: list[Visit]) -> _Live:
+        """Runs a batch step on the items that its filter admits. Returns the items that go on, in order."""
+        step = part[0]
+        left: _Live = []
         given: _Live = []
         for i, fields in live:
-            has = fields.get(RESULT) is not None
-            if step.filter == "then" and i in self._passed:
+            admitted = self._admit(step.filter, i, fields)
+            if admitted is False:
                 left.append((i, fields))
-                continue
-            if step.filter in ("swap", "then"):
-                if not has:
-                    continue
-                fields[DATA] = fields.pop(RESULT)
-            elif step.filter == "or" and has:
-                self._passed.add(i)
-                left.append((i, fields))
-                continue
-            if DATA in fields:
+            elif admitted and DATA in fields:
                 given.append((i, fields))
-            else:
-                out[i] = self._error(KeyError(DATA), step, fields, visits, i)
+            elif admitted:
+                out[i] = self._error(KeyError(DATA), step, fields, visits[i])
         if given:
             left += self._run(step, given, out, visits)
-            left.sort(key=_place)
+            left.sort(key=lambda entry: entry[0])
         return left
 
     def _run(self, step: _Step, given: _Live, out: list[Any], visits: list[Visit]) -> _Live:
-        """The items of `given` that have not failed, with their results. Raises what the op did, to be halved."""
+        """The items that have not failed, with their results. Raises the op's error if the batch is to be halved."""
         op: Any = step.op
         n = len(given)
         try:
@@ -257,30 +249,27 @@ class NodeModel:
             if n > 1 and again:
                 raise
             for i, fields in given:
-                out[i] = self._error(e, step, fields, visits, i)
+                out[i] = self._error(e, step, fields, visits[i])
             return []
         left: _Live = []
         for (i, fields), result in zip(given, results, strict=True):
             if isinstance(result, BaseException):
-                out[i] = self._error(result, step, fields, visits, i)
+                out[i] = self._error(result, step, fields, visits[i])
                 continue
-            if result is None:
-                fields.pop(RESULT, None)
-            else:
-                fields[RESULT] = result
+            _store(fields, result)
             left.append((i, fields))
         return left
 
     # ---- errors
 
-    def _error(self, error: BaseException, step: _Step, fields: Fields, visits: list[Visit], i: int) -> PenstockError:
-        """The error of one item; its message may leave the process, where it happened stands in its detail."""
-        where = f"node '{self._node.name}', op '{step.name}', item {visits[i].place} of its batch"
+    def _error(self, error: BaseException, step: _Step, fields: Fields, visit: Visit) -> PenstockError:
+        """The error of one item. Its message may leave the process; its detail names the position."""
+        where = f"node '{self._node.name}', op '{step.name}', item {visit.place} of its batch"
         if isinstance(error, PenstockError):
             detail = f"{where}\n{error.detail}"
-            try:  # anew: one error may be that of several items
+            try:  # a new instance, because several items may share the error
                 return type(error)(error.message, retry_after_s=error.retry_after_s, detail=detail)
-            except TypeError:  # a class of the user's, that is made otherwise
+            except TypeError:  # a user's class with other parameters
                 error.detail, error.__traceback__ = detail, None
                 return error
         if isinstance(error, KeyError) and error.args == (DATA,) and DATA not in fields:
@@ -303,19 +292,22 @@ class NodeModel:
         log.warning("item_failed where=%r error=%r: its caller gets an error\n%s", where, key, text)
 
 
-def _place(entry: tuple[int, Fields]) -> int:
-    return entry[0]
+def _store(fields: Fields, result: Any) -> None:
+    if result is None:
+        fields.pop(RESULT, None)
+    else:
+        fields[RESULT] = result
 
 
 def one_thread() -> None:
-    """Keeps OpenCV, if it is loaded, from making threads of its own for one image: there are other images."""
+    """Limits OpenCV, if it is loaded, to one thread per image: instances already run concurrently."""
     if (cv2 := sys.modules.get("cv2")) is not None:
         cv2.setNumThreads(1)
 
 
 def tune_process() -> None:
-    """Makes threads change places sooner: for a process that does nothing but run pipelines.
+    """Shortens the thread switch interval, for a process that only runs pipelines.
 
-    Each return from native code waits for the thread that runs Python, by default up to 5 ms.
+    Each return from native code waits for the thread that holds the interpreter lock, by default up to 5 ms.
     """
     sys.setswitchinterval(0.001)

@@ -1,4 +1,4 @@
-"""Where nodes run, and how many of each at once, on this machine: what a graph leaves open, or cannot know."""
+"""Placement of nodes on this machine: their devices, how many instances run, and which share one thread hand-over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import LoadFailed
-from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.graph import AUTO, Graph, Node
 from penstock.pipeline.model_op import ModelOp
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp, Op
@@ -18,19 +18,21 @@ from penstock.runtimes.torch import import_torch
 
 log = logging.getLogger("penstock.pipeline")
 
-AUTO = "auto"
+_COMPUTING = tuple(f"penstock.pipeline.ops.{name}" for name in ("crop", "decode", "mat", "resize", "tensor"))
+"""Modules of built-in ops that only compute on one image and never wait."""
 
 
 def placed(graph: Graph) -> Graph:
-    """The graph with a device of this machine for each node that is to run on any, and no more instances of a node than
-    can run: those that only compute, on the CPU, have a core each at most."""
+    """The graph with a device of this machine for each "auto" node, and no more instances than can run at once."""
     nodes = {name: replace(n, device=_device(n)) if n.device == AUTO else n for name, n in graph.nodes.items()}
-    return replace(graph, nodes={name: _at_once(n) for name, n in nodes.items()})
+    return replace(graph, nodes={name: _limited(n) for name, n in nodes.items()})
 
 
-def _at_once(node: Node) -> Node:
-    """More threads than cores would only take turns: seen on 2 cores, 8 and 4 of them gave 690 images a second where
-    2 and 2 gave 820."""
+def _limited(node: Node) -> Node:
+    """The node with at most one instance per core if it only computes on the CPU.
+
+    More threads only take turns: on 2 cores, 8 and 4 instances gave 690 images a second, 2 and 2 gave 820.
+    """
     most = cores()
     if node.device != "cpu" or node.instances <= most:
         return node
@@ -51,19 +53,15 @@ def _device(node: Node) -> str:
         else:
             known = import_onnxruntime().get_available_providers()
             usable, needed = bool({CUDA, TENSORRT} & set(known)), "onnxruntime-gpu"
-    except LoadFailed:  # the node will say so
+    except LoadFailed:  # loading the node reports it
         return "cpu"
     if not usable:
-        log.warning("node=%s device=cpu hint=the GPU is used where %s is installed", node.name, needed)
+        log.warning("node=%s device=cpu hint=install %s to use the GPU", node.name, needed)
     return "cuda:0" if usable else "cpu"
 
 
-_HOMES = tuple(f"penstock.pipeline.ops.{name}" for name in ("crop", "decode", "mat", "resize", "tensor"))
-"""Where ops are that do nothing but compute on one image: none waits, none is a user's."""
-
-
 def chain(graph: Graph, name: str) -> tuple[str, ...]:
-    """The nodes that the instances of a node run as well, in their order."""
+    """The nodes that the instances of a node also run, in order."""
     found = [name]
     while (after := _inlined(graph, found[-1])) is not None and after not in found:
         found.append(after)
@@ -71,13 +69,13 @@ def chain(graph: Graph, name: str) -> tuple[str, ...]:
 
 
 def _inlined(graph: Graph, name: str) -> str | None:
-    """The node behind `name` that its instances run as well, in the same call; None if it is to have its own.
+    """The next node if the instances of `name` run it in the same call; None if it needs its own.
 
-    A hand-over to another thread costs as much as a small image's resizing. It is saved where it gains nothing: both
-    nodes only compute, the first has an instance for each core, and nothing between them waits, merges or is kept.
+    A hand-over to another thread costs as much as resizing a small image. It gains nothing if both nodes only compute,
+    the first has an instance for each core, and nothing between them waits, merges or is kept.
     """
     node = graph.nodes[name]
-    if len(node.next) != 1 or node.instances < cores() or not _computes(node):
+    if len(node.next) != 1 or node.instances < cores() or not _node_computes(node):
         return None
     after = graph.nodes[node.next[0]]
     plain = Node(
@@ -88,13 +86,13 @@ def _inlined(graph: Graph, name: str) -> str | None:
     kept = any(i.producer == name for n in graph.nodes.values() for i in n.inputs)
     if after != plain or kept or node.on_error != "fail" or graph.producers(after.name) != (name,):
         return None
-    return after.name if _computes(after) else None
+    return after.name if _node_computes(after) else None
 
 
-def _computes(node: Node) -> bool:
+def _node_computes(node: Node) -> bool:
     return node.device == "cpu" and all(computes(catalog.find(step.op)) for step in node.steps)
 
 
 def computes(op: type[Op]) -> bool:
-    """Whether an op does nothing but compute on one image, on the CPU."""
-    return issubclass(op, ItemOp) and op.__module__ in _HOMES
+    """Whether an op only computes on one image, on the CPU."""
+    return issubclass(op, ItemOp) and op.__module__ in _COMPUTING

@@ -1,4 +1,4 @@
-"""Pipelines among what is served: which files tell one, and whether they are right, asked before a worker starts."""
+"""Checks of the pipelines that `penstock serve` and `penstock config` find, before any worker starts."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.cli")
 
-PATIENCE_S = 60.0  # of a check: a module that is imported for an op may never be done
+PATIENCE_S = 60.0  # limit of a check, because importing the module of an op may hang
 
 
 def pipelines_of(config: Config) -> dict[str, bool]:
-    """The files of the pipelines that are to be served, and whether each is in TorchPipe's dialect."""
+    """The pipeline files of a configuration, and whether each is in TorchPipe's dialect."""
     targets = (model for model in config.models.values() if is_pipeline_file(model.target))
     return {model.target: bool(model.options.get("compat", False)) for model in targets}
 
 
 def warn_of_sections(config: Config, merged: frozenset[str]) -> None:
-    """Tells of tables for a server in files of pipelines that count for nothing: those of others than `merged`."""
+    """Warns about server tables in pipeline files other than `merged`, because they have no effect."""
     for file in {os.path.realpath(file) for file in pipelines_of(config)} - merged:
         for section in SERVER_SECTIONS:
             if section in read_toml(file):
                 log.warning(
-                    "file=%s table=%s ignored=true hint=the configuration that names the file has it", file, section
+                    "file=%s table=%s ignored=true hint=set it in the configuration that names the file", file, section
                 )
 
 
-class Checking:
-    """A check of pipelines that goes on in a process of its own, so that this one loads none of their libraries.
+class PipelineCheck:
+    """A check of pipelines in a child process, so that this process loads none of their libraries.
 
-    To be made before this process has threads.
+    Create it before this process has threads.
     """
 
     def __init__(self, pipelines: dict[str, bool]) -> None:
@@ -55,28 +55,28 @@ class Checking:
             return
         try:
             signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
-            os.write(write, _wrong(pipelines).encode(errors="replace"))
+            os.write(write, _first_problem(pipelines).encode(errors="replace"))
         finally:
             os._exit(0)
 
     def result(self) -> None:
-        """Waits for the end of it. Raises ConfigError for the first pipeline that is wrong.
+        """Waits for the check. Raises ConfigError for the first bad pipeline.
 
-        A check that dies, or takes too long, has no result: a worker will tell what it dies of.
+        A check that dies or times out has no result, and the worker reports the cause.
         """
         if not self._pid:
             return
         with os.fdopen(self._read, "rb") as pipe:
-            told = pipe.read().decode()
+            problem = pipe.read().decode()
         os.waitpid(self._pid, 0)
         self._pid = 0
-        if told:
-            raise ConfigError(told)
+        if problem:
+            raise ConfigError(problem)
 
 
-def _wrong(pipelines: dict[str, bool]) -> str:
-    """What is wrong with the first pipeline that is not right; empty if all are."""
-    logging.disable()  # the workers warn of the same
+def _first_problem(pipelines: dict[str, bool]) -> str:
+    """The message of the first bad pipeline, or ""."""
+    logging.disable()  # the workers log the same warnings
     warnings.simplefilter("ignore")
     try:
         check_pipelines(pipelines, models=True)
@@ -88,10 +88,7 @@ def _wrong(pipelines: dict[str, bool]) -> str:
 
 
 def check_pipelines(pipelines: dict[str, bool], *, models: bool = False) -> None:
-    """Raises ConfigError for what a worker would refuse in one of the files before it loads any model.
-
-    `models`: also for a model that is not there.
-    """
+    """Raises ConfigError for a file that a worker would reject; with `models`, also for a missing model."""
     if not pipelines:
         return
     from penstock.pipeline.check import check

@@ -1,6 +1,6 @@
-"""What runs the model file of a node: ONNX Runtime on the CPU, by CUDA, TensorRT or OpenVINO, or PyTorch.
+"""Opens the model file of a node with ONNX Runtime (CPU, CUDA, TensorRT, OpenVINO) or PyTorch.
 
-Nothing here imports a runtime before one is opened.
+This module imports a runtime only when a file needs it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "best"]
 OPENVINO: Final = "OpenVINOExecutionProvider"
 _TORCH_FILES: Final = (".pt", ".pth", ".pt2", ".ts")
 _ENGINES: Final = (".trt", ".engine", ".plan")
-_CAN: Final = {  # precisions besides fp32
-    "tensorrt": ("fp16", "bf16", "int8"),  # int8 of a graph that was quantised
+_PRECISIONS: Final = {  # besides fp32
+    "tensorrt": ("fp16", "bf16", "int8"),  # int8 needs a quantized graph
     "torch on cuda": ("fp16", "bf16"),
     "torch": ("bf16",),
 }
 
 _lock = threading.Lock()
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def _forget() -> None:
-    """In a forked child: sessions have lost their threads, and the lock may be one that nobody gives back."""
+    """In a forked child, drops sessions, whose threads are gone, and the lock, whose holder may be."""
     global _lock, _shared
     _lock, _shared = threading.Lock(), weakref.WeakValueDictionary()
 
@@ -49,17 +49,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-class Opened(Struct, frozen=True):
-    """A program over arrays. `raw`: it takes images as uint8, and normalises them. `gpu`: it runs on one."""
+class OpenedModel(Struct, frozen=True):
+    """A program over arrays. `raw`: it takes images as uint8 and normalizes them. `gpu`: it runs on a GPU."""
 
     program: Program
     raw: bool = False
     gpu: bool = False
 
 
-class Wanted(Struct, frozen=True):
-    """What a node says of its model. `threads`: of the call of each of its `instances`. `rows`: the fewest and the most
-    of a call."""
+class ModelFile(Struct, frozen=True):
+    """A node's settings for its model file.
+
+    `threads` are those of one call, and each of `instances` runs one. `rows` are the fewest and the most of a call.
+    """
 
     model: str
     runtime: Runtime = "auto"
@@ -71,33 +73,32 @@ class Wanted(Struct, frozen=True):
 
 
 def cores() -> int:
-    """The processor cores that this process is meant to use: OMP_NUM_THREADS, which worker processes are given, or
-    those that it may run on."""
+    """The CPU cores for this process: OMP_NUM_THREADS, which worker processes receive, or its CPU affinity."""
     text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if text.isdecimal() and int(text) > 0:
         return int(text)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def resolve(wanted: Wanted, device: str) -> tuple[str, str]:
-    """(runtime, device) of a model, where "auto" is decided: TensorRT, else CUDA, on a GPU. Raises ConfigError,
-    LoadFailed for a file that is not there, or that none can run.
+def resolve(file: ModelFile, device: str) -> tuple[str, str]:
+    """Runtime and device of a model. On a GPU, "auto" is TensorRT, else CUDA.
+
+    Raises ConfigError, or LoadFailed for a missing file or one that no runtime can run.
     """
-    path = wanted.model
-    _check_file(wanted)
+    path = file.model
+    _check_file(file)
     torch_file = path.lower().endswith(_TORCH_FILES)
     if not torch_file and not path.lower().endswith(".onnx"):
         engine = path.lower().endswith(_ENGINES)
-        told = ": an engine is bound to versions and a GPU, and cannot be checked; name the model that it was made of"
-        raise ConfigError(f"model: found {path}, expected a file .onnx, .pt, .pth, .pt2 or .ts{told if engine else ''}")
-    if (wanted.runtime == "torch") != torch_file and wanted.runtime != "auto":
-        one = "a file of PyTorch" if torch_file else "an ONNX file"
-        raise ConfigError(f"runtime: found {wanted.runtime} for {path}, which is {one}; expected auto")
-    if wanted.runtime in ("cpu", "openvino"):
-        return wanted.runtime, "cpu"
-    gpu = device if device.startswith("cuda") else "cuda:0"
-    if wanted.runtime in ("cuda", "tensorrt"):
-        return wanted.runtime, gpu
+        hint = ": an engine works with one version and GPU, which cannot be checked; name its source model instead"
+        raise ConfigError(f"model: found {path}, expected a file .onnx, .pt, .pth, .pt2 or .ts{hint if engine else ''}")
+    if (file.runtime == "torch") != torch_file and file.runtime != "auto":
+        kind = "a PyTorch file" if torch_file else "an ONNX file"
+        raise ConfigError(f"runtime: found {file.runtime} for {path}, which is {kind}; expected auto")
+    if file.runtime in ("cpu", "openvino"):
+        return file.runtime, "cpu"
+    if file.runtime in ("cuda", "tensorrt"):
+        return file.runtime, device if device.startswith("cuda") else "cuda:0"
     if torch_file:
         return "torch", device
     if not device.startswith("cuda"):
@@ -105,55 +106,53 @@ def resolve(wanted: Wanted, device: str) -> tuple[str, str]:
     return ("tensorrt" if onnx.TENSORRT in onnx.import_onnxruntime().get_available_providers() else "cuda"), device
 
 
-def _check_file(wanted: Wanted) -> None:
-    path, cache = wanted.model, wanted.cache
+def _check_file(file: ModelFile) -> None:
+    path, cache = file.model, file.cache
     if os.path.isdir(path):
         raise LoadFailed(f"model: {path} is a folder, expected a file such as {os.path.join(path, 'model.onnx')}")
     if os.path.isfile(path):
         return
-    told = ""
+    hint = ""
     if cache and os.path.exists(cache):
-        told = (
-            f"; model::cache {cache} alone is not enough: an engine that others made cannot be checked, and is not run"
-        )
-    raise LoadFailed(f"model: there is no file {path}{told}")
+        hint = f"; model::cache {cache} alone is not enough: engines of others cannot be checked and do not run"
+    raise LoadFailed(f"model: there is no file {path}{hint}")
 
 
 def open_program(
-    wanted: Wanted, device: str, normalize: Callable[[Sequence[Input]], Mapping[str, Normalization]] | None = None
-) -> Opened:
-    """The program of a file; on a GPU it may take the inputs that `normalize` names as they are.
+    file: ModelFile, device: str, normalize: Callable[[Sequence[Input]], Mapping[str, Normalization]] | None = None
+) -> OpenedModel:
+    """The program of a file. On a GPU it may normalize the inputs that `normalize` returns.
 
-    On the CPU the instances of a process share one: ONNX Runtime runs calls side by side. Raises ConfigError,
+    On the CPU the instances of a process share one session, which runs calls concurrently. Raises ConfigError,
     LoadFailed.
     """
-    runtime, device = resolve(wanted, device)
-    if wanted.cache and os.path.isfile(wanted.cache):
-        warn_once("model::cache", wanted.cache, "a file that others wrote", "it is not used, nor changed")
-    precision = _precision(wanted, runtime, device)
+    runtime, device = resolve(file, device)
+    if file.cache and os.path.isfile(file.cache):
+        warn_once("model::cache", file.cache, "a file from another program", "it is neither used nor changed")
+    precision = _precision(file, runtime, device)
     if runtime in ("cpu", "openvino"):
-        return Opened(_share(wanted, runtime))
+        return OpenedModel(_share(file, runtime))
     if runtime == "torch":
-        return Opened(_open_torch(wanted, device, precision), gpu=device != "cpu")
+        return OpenedModel(_open_torch(file, device, precision), gpu=device != "cpu")
     graph = None
     if normalize is not None:
         graph = onnx_fuse.normalised(
-            wanted.model, lambda inputs: {name: (n.mean, n.scale) for name, n in normalize(inputs).items()}
+            file.model, lambda inputs: {name: (n.mean, n.scale) for name, n in normalize(inputs).items()}
         )
-    return Opened(_open_on_gpu(wanted, runtime, device, precision, graph), raw=graph is not None, gpu=True)
+    return OpenedModel(_open_on_gpu(file, runtime, device, precision, graph), raw=graph is not None, gpu=True)
 
 
-def _share(wanted: Wanted, runtime: str) -> Program:
-    """The program of this file in this process, opened if there is none, or the file was written anew."""
-    stat = os.stat(wanted.model)
-    key = (os.path.realpath(wanted.model), stat.st_mtime_ns, stat.st_size, wanted.threads, wanted.instances, runtime)
+def _share(file: ModelFile, runtime: str) -> Program:
+    """This process's program of the file. A changed file is opened again."""
+    stat = os.stat(file.model)
+    key = (os.path.realpath(file.model), stat.st_mtime_ns, stat.st_size, file.threads, file.instances, runtime)
     with _lock:
         found: Program | None = _shared.get(key)
         if found is None:
-            providers = _openvino(wanted.instances * wanted.threads) if runtime == "openvino" else None
-            # a call runs in its own thread and in those of the session, one less than it is told: all calls share these
-            threads = 1 + wanted.instances * (wanted.threads - 1)
-            session = onnx.open_session(wanted.model, threads=threads, providers=providers)
+            providers = _openvino(file.instances * file.threads) if runtime == "openvino" else None
+            # a call runs in its own thread and in the session's, one fewer than configured, which all calls share
+            threads = 1 + file.instances * (file.threads - 1)
+            session = onnx.open_session(file.model, threads=threads, providers=providers)
             found = _shared[key] = onnx.OnnxProgram(session)
         return found
 
@@ -163,58 +162,56 @@ def _openvino(threads: int) -> list[onnx.Provider]:
     if OPENVINO not in available:
         raise LoadFailed(
             f"runtime: openvino needs the {OPENVINO} of ONNX Runtime, and this one has {', '.join(available)}:"
-            " pip install onnxruntime-openvino in place of onnxruntime"
+            " pip install onnxruntime-openvino instead of onnxruntime"
         )
     return [(OPENVINO, {"device_type": "CPU", "num_of_threads": threads}), onnx.CPU]
 
 
-def _open_on_gpu(wanted: Wanted, runtime: str, device: str, precision: str, graph: bytes | None) -> Program:
+def _open_on_gpu(file: ModelFile, runtime: str, device: str, precision: str, graph: bytes | None) -> Program:
     if runtime == "tensorrt":
-        least, most = wanted.rows
+        least, most = file.rows
         try:
-            return onnx.OnnxProgram(
-                onnx.open_tensorrt(
-                    wanted.model,
-                    device,
-                    precision=precision,
-                    least_rows=least,
-                    most_rows=most,
-                    graph=graph,
-                    cache=wanted.cache,
-                )
+            session = onnx.open_tensorrt(
+                file.model, device, precision=precision, least_rows=least, most_rows=most, graph=graph, cache=file.cache
             )
+            return onnx.OnnxProgram(session)
         except LoadFailed as e:
-            if wanted.runtime != "auto":
+            if file.runtime != "auto":
                 raise
-            warn_once("runtime", wanted.model, f"TensorRT does not run it ({e.message[:200]})", "CUDA does")
-            _precision(wanted, "cuda", device)
-    return onnx.OnnxProgram(onnx.open_session(wanted.model, device, graph=graph))
+            warn_once("runtime", file.model, f"TensorRT does not run it ({e.message[:200]})", "CUDA does")
+            _precision(file, "cuda", device)
+    return onnx.OnnxProgram(onnx.open_session(file.model, device, graph=graph))
 
 
-def _open_torch(wanted: Wanted, device: str, precision: str) -> Program:
+def _open_torch(file: ModelFile, device: str, precision: str) -> Program:
     from penstock.runtimes import torch, torch_program
 
-    torch.import_torch().set_num_threads(wanted.threads)
-    if torch.kind_of(wanted.model) == "exported":
-        return torch_program.of_exported(torch.load_exported(wanted.model, device), device, precision=precision)
-    return torch_program.of_module(torch.load_module(wanted.model, device), device, precision=precision)
+    torch.import_torch().set_num_threads(file.threads)
+    if torch.kind_of(file.model) == "exported":
+        return torch_program.of_exported(torch.load_exported(file.model, device), device, precision=precision)
+    return torch_program.of_module(torch.load_module(file.model, device), device, precision=precision)
 
 
-def _precision(wanted: Wanted, runtime: str, device: str) -> str:
-    """That which the runtime computes in; a warning tells where it is not the one that was asked for."""
-    can = _CAN.get(f"{runtime} on {device.partition(':')[0]}", _CAN.get(runtime, ()))
-    if wanted.precision == "best":
-        return "fp16" if "fp16" in can else "fp32"
-    if wanted.precision in ("fp32", *can):
-        return wanted.precision
-    told = f"{wanted.precision}, which {'the CPU' if runtime == 'cpu' else f'{runtime} on {device}'} has not"
-    warn_once("precision", wanted.model, told, "it runs in fp32, or in what stands in the file")
+def _precision(file: ModelFile, runtime: str, device: str) -> str:
+    """The precision that the runtime uses. Warns if it is not the configured one."""
+    available = _PRECISIONS.get(f"{runtime} on {device.partition(':')[0]}", _PRECISIONS.get(runtime, ()))
+    if file.precision == "best":
+        return "fp16" if "fp16" in available else "fp32"
+    if file.precision in ("fp32", *available):
+        return file.precision
+    where = "the CPU" if runtime == "cpu" else f"{runtime} on {device}"
+    warn_once(
+        "precision",
+        file.model,
+        f"{file.precision}, which {where} does not have",
+        "it runs in fp32, or as the file says",
+    )
     return "fp32"
 
 
 def warn_once(key: str, file: str, found: str, consequence: str) -> None:
-    """A warning of one key for one model, however many instances of it there are."""
+    """Logs a warning once per model and key, however many instances there are."""
     text = f"model={Path(file).name} key={key} found={found!r} consequence={consequence!r}"
-    if text not in _told:
-        _told.add(text)
+    if text not in _warned:
+        _warned.add(text)
         log.warning(text)

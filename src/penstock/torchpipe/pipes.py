@@ -17,7 +17,7 @@ from penstock.pipeline.load import parse_graph, read_tables
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, EVENT, NODE_NAME, RESULT, Fields
-from penstock.pipeline.outcome import Outcome
+from penstock.pipeline.traversal import ItemOutcome
 from penstock.torchpipe.boundary import NoData, NoSuchNode, as_runtime_error, is_rows, to_array, to_tensor
 from penstock.torchpipe.events import Event, answering
 from penstock.torchpipe.registry import is_filter
@@ -131,7 +131,7 @@ class pipe:
     def _begin(self, given: Given, event: Event) -> None:
         """Begins an item that nobody waits for. Its event is told when its dict is filled."""
 
-        def end(outcome: Outcome) -> None:
+        def end(outcome: ItemOutcome) -> None:
             with answering():
                 self._fill(given, fields, outcome)
                 error = None if isinstance(outcome.error, DecodeError) else given.get(EXCEPTION)
@@ -164,7 +164,7 @@ class pipe:
             raise NoSuchNode(f"{NODE_NAME} is {node!r}, expected one of {known}{nearest(str(node), nodes)}")
         return fields, node
 
-    def _fill(self, given: Given, fields: Fields, outcome: Outcome) -> None:
+    def _fill(self, given: Given, fields: Fields, outcome: ItemOutcome) -> None:
         """Writes into the caller's dict what the nodes wrote; or, of an item that failed, its error and no more."""
         if outcome.error is not None:
             self._fail(given, outcome.error)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.graph import Graph, Input, Node, Step
+from penstock.pipeline.graph import Graph, Node, NodeInput, NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
-from penstock.pipeline.outcome import Outcome
-from penstock.pipeline.runner import Runner
+from penstock.pipeline.runner import PipelineRunner
+from penstock.pipeline.traversal import ItemOutcome
 
 
 class Gates:
@@ -138,11 +138,11 @@ def doors(known: None) -> Iterator[Gates]:
     gates.open_all()
 
 
-Steps = str | tuple[str | Step, ...]
+Steps = str | tuple[str | NodeStep, ...]
 
 
-def _step(given: str | Step) -> Step:
-    return given if isinstance(given, Step) else Step(given)
+def _step(given: str | NodeStep) -> NodeStep:
+    return given if isinstance(given, NodeStep) else NodeStep(given)
 
 
 @pytest.fixture
@@ -151,9 +151,9 @@ def make_graph() -> Callable[..., Graph]:
         """`nodes`: name -> (steps, next, keys of Node); all steps but a node's first swap."""
         made = {}
         for name, (steps, after, more) in nodes.items():
-            first, *rest = [_step(s) for s in ((steps,) if isinstance(steps, (str, Step)) else steps)]
-            chain = (first, *(Step(s.op, s.params, "swap" if s.filter == "run" else s.filter) for s in rest))
-            inputs = tuple(Input(*i) for i in more.pop("inputs", ()))
+            first, *rest = [_step(s) for s in ((steps,) if isinstance(steps, (str, NodeStep)) else steps)]
+            chain = (first, *(NodeStep(s.op, s.params, "swap" if s.filter == "run" else s.filter) for s in rest))
+            inputs = tuple(NodeInput(*i) for i in more.pop("inputs", ()))
             made[name] = Node(name, chain, tuple(after.split()), inputs, **more)
         return Graph("test", made, keys.pop("entry", next(iter(made))), **keys)
 
@@ -163,12 +163,12 @@ def make_graph() -> Callable[..., Graph]:
 class Stage:
     """A runner with what came of its items."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: PipelineRunner) -> None:
         self.runner = runner
 
-    def put(self, data: Any, **keys: Any) -> asyncio.Future[Outcome]:
+    def put(self, data: Any, **keys: Any) -> asyncio.Future[ItemOutcome]:
         """A future of one item's outcome; a second outcome would raise."""
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ItemOutcome] = asyncio.get_running_loop().create_future()
         self.last = self.runner.submit({"data": data}, future.set_result, **keys)
         return future
 
@@ -180,10 +180,10 @@ class Stage:
 
 @pytest.fixture
 async def stage(known: None) -> AsyncIterator[Callable[[Graph], Awaitable[Stage]]]:
-    made: list[Runner] = []
+    made: list[PipelineRunner] = []
 
     async def begin(graph: Graph, **keys: Any) -> Stage:
-        runner = Runner(graph, **keys)
+        runner = PipelineRunner(graph, **keys)
         made.append(runner)
         await runner.start()
         return Stage(runner)

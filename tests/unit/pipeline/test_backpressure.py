@@ -1,4 +1,4 @@
-"""Flow: what a node may start is read off the queues ahead; who was refused, or waits, hears when that changes."""
+"""Backpressure: a node may start what the queues ahead have room for, and blocked nodes are woken."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.core.batching.entry import INF
-from penstock.pipeline.credits import QUEUE_BYTES, Flow
-from penstock.pipeline.graph import Graph, Input, Node
+from penstock.pipeline.engine import QUEUE_BYTES, Backpressure
+from penstock.pipeline.graph import Graph, Node, NodeInput
 
 
 class FakeScheduler:
@@ -35,8 +35,8 @@ class FakeBatcher:
         self.woken += 1
 
 
-class FakeHost:
-    then = None
+class FakeEngine:
+    chained = ()
     pressed = False
     row_bytes = 0.0
 
@@ -55,8 +55,8 @@ class FakeHost:
 
 
 def begin(**nodes: Node) -> tuple[Any, dict[str, Any]]:
-    flow = Flow(Graph("g", nodes, next(iter(nodes))))
-    hosts: Any = {name: FakeHost(node) for name, node in nodes.items()}
+    flow = Backpressure(Graph("g", nodes, next(iter(nodes))))
+    hosts: Any = {name: FakeEngine(node) for name, node in nodes.items()}
     flow.connect(hosts)
     return flow, hosts
 
@@ -118,7 +118,7 @@ def test_what_a_join_holds_is_no_item_in_its_queue() -> None:
         a=Node("a", next=("b", "c")),
         b=Node("b", next=("d",)),
         c=Node("c", next=("d",)),
-        d=Node("d", inputs=(Input("b", "result", "data"), Input("c", "result", "other"))),
+        d=Node("d", inputs=(NodeInput("b", "result", "data"), NodeInput("c", "result", "other"))),
     )
     h["b"].has(running_rows=2)
     h["c"].has(running_rows=1)
@@ -153,5 +153,5 @@ def test_who_waits_for_more_hears_when_nothing_comes_any_more(chain) -> None:
     h["a"].has(running_rows=1, ends_s=1.2)
     flow.coming(h["c"], 1.0)
     assert flow.blocked
-    flow.stir()
+    flow.wake()
     assert (h["c"].batcher.woken, flow.blocked) == (1, False)

@@ -13,7 +13,7 @@ import pytest
 
 from penstock import Pipeline
 from penstock.errors import ConfigError
-from penstock.pipeline.graph import Input, Step
+from penstock.pipeline.graph import NodeInput, NodeStep
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.steps import (
     ArgMax,
@@ -61,7 +61,7 @@ def test_a_pipeline_is_the_graph_of_its_nodes(tmp_path: Path) -> None:
     p.check()
     graph = p.graph
     assert (graph.name, graph.entry, graph.outputs) == ("classify", "decode", ("net",))
-    assert graph.nodes["decode"].steps == (Step("DecodeMat"), Step("CvtColorMat", {"color": "rgb"}, "swap"))
+    assert graph.nodes["decode"].steps == (NodeStep("DecodeMat"), NodeStep("CvtColorMat", {"color": "rgb"}, "swap"))
     assert graph.nodes["decode"].instances == 6
     assert graph.nodes["net"].wait_s == 0.003
     assert graph.nodes["net"].steps[0].params == {
@@ -100,11 +100,11 @@ def test_fields_of_several_nodes_meet_in_one(tmp_path: Path) -> None:
     p.output(one, one.small)
     graph = p.graph
     assert graph.nodes["both"].inputs == (
-        Input("decode", "result", "data"),
-        Input("small", "result", "small"),
-        Input("decode", "box", "box"),
+        NodeInput("decode", "result", "data"),
+        NodeInput("small", "result", "small"),
+        NodeInput("decode", "box", "box"),
     )
-    assert graph.nodes["one"].inputs == (Input("both", "small", "data"),)
+    assert graph.nodes["one"].inputs == (NodeInput("both", "small", "data"),)
     assert (graph.answers, graph.takes, graph.trace, graph.in_flight) == (("small",), ("data", "box"), True, 9)
     assert graph.nodes["decode"].next == ("small", "both")
 
@@ -130,7 +130,7 @@ def test_a_class_of_the_program_itself_is_told_by_its_file(tmp_path: Path, monke
     assert p.graph.nodes["a"].steps[0].params["target"] == "__main__:Scale"
     assert 'target = "program.py:Scale"' in p.to_toml()
     del main.__file__
-    with pytest.raises(ConfigError, match="is defined in no file"):
+    with pytest.raises(ConfigError, match="is not defined in a file"):
         p.to_toml()
 
 
@@ -147,22 +147,25 @@ def test_a_built_pipeline_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "told"),
     [
-        (lambda p, a: p.node("a", Decode()), "there is a node 'a' already"),
-        (lambda p, a: p.node("metrics", Decode()), "'metrics' cannot be a node's name: in a TOML file it is the table"),
-        (lambda p, a: p.node("b", Decode())(Pipeline("q").node("c", Decode())), "<node c>: that is a node of another"),
+        (lambda p, a: p.node("a", Decode()), "there is already a node 'a'"),
+        (lambda p, a: p.node("metrics", Decode()), "'metrics' cannot be a node's name: TOML files use that table"),
+        (lambda p, a: p.node("b", Decode())(Pipeline("q").node("c", Decode())), "<node c>, which belongs to another"),
         (lambda p, a: a(), "[a] follows nothing"),
         (
             lambda p, a: p.node("b", Decode())(a, image=a.result),
-            "takes all fields of <node a>, or those that are named",
+            "takes either all fields of <node a> or the named ones",
         ),
         (lambda p, a: p.each(a.boxes, body=None), "a fan-out (each) cannot be run yet"),
         (lambda p, a: p.node("b", lambda data: data), "cannot be found by its name"),
         (lambda p, a: p.node("b", Scale()), "write Use(Scale, ...) with its parameters"),
         (lambda p, a: p.node("b", 3), "found 3, expected a class or a function"),
-        (lambda p, a: (p.output(a), p.node("b", ToTensor())(a), p.graph), "[a] is an output, but others follow it"),
+        (
+            lambda p, a: (p.output(a), p.node("b", ToTensor())(a), p.graph),
+            "[a] is an output, but other nodes follow it",
+        ),
         (
             lambda p, a: (p.node("b", ToTensor())(a), p.node("c", ToTensor())(a), p.output(p["b"]), p.graph),
-            "[c] is no output, but nothing follows it",
+            "[c] is the last, but not an output",
         ),
         (lambda p, a: (p.node("b", Resize(0, 0) >> Decode())(a), p.check()), "ResizeMat"),
         (lambda p, a: (p.node("b", ToTensor() >> Decode())(a), p.check()), "DecodeMat takes 'bytes' as data"),

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from penstock.errors import ConfigError
 from penstock.pipeline.check import cannot_run, check, edges_of, fields_of
-from penstock.pipeline.graph import Graph, Node, Step
+from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.load import parse_graph
 
 DIAMOND = """
@@ -59,12 +59,18 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
         ),
         (DIAMOND.replace("S[ResizeMat,Mat2Tensor]", "S[Mat2Tensor,ResizeMat]"), "ResizeMat takes 'mat' as data, but"),
         ('[a]\nbackend="DecodeMat"\nnext="b"\n[b]\nbackend="SoftmaxCpu"', "but gets 'mat': Mat2T"),
-        ('[a]\nbackend="S[Mat2Tensor,ResizeMat]"\nresize_h=1\nresize_w=1', "but gets 'tensor': Tensor2Mat makes one"),
+        (
+            '[a]\nbackend="S[Mat2Tensor,ResizeMat]"\nresize_h=1\nresize_w=1',
+            "but gets 'tensor': Tensor2Mat converts one",
+        ),
         ('[a]\nbackend="S[DecodeMat,Identity,SoftmaxCpu]"', "SoftmaxCpu takes 'tensor' as data, but gets 'mat'"),
         ('[a]\nnext="a.b"\n[a.b]', "[a.b] alias of 'a' cannot be run yet"),
         ('[a]\nnext="b"\n[b]\nbackend="MapReduce"\njump="c"\n[c]', "[b] a fan-out (each, MapReduce) cannot be run yet"),
         ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] filter 'filter_score' cannot be run yet"),
-        ('[a]\nbackend="S[Identity,(half_chance)Identity]"', "[a] filter 'half_chance' cannot be run yet"),
+        (
+            '[a]\nbackend="S[Identity,(half_chance)Identity]"',
+            "[a] filter 'half_chance' of op 'Identity' cannot be run yet",
+        ),
         ('[a]\nwhen="score > 0.5"', "[a] when cannot be run yet"),
         ('[a]\nrequire="any"', '[a] require = "any" cannot be run yet'),
     ],
@@ -101,17 +107,17 @@ def test_graphs_made_by_hand_are_checked_alike() -> None:
     wrong = {
         "[b] next: there is no node 'c'": replace(node, next=("c",)),
         "the nodes a -> b -> a are in a cycle": replace(node, next=("a",)),
-        "unknown op 'DecodMat'": replace(node, steps=(Step("DecodMat"),)),
-        "[b]: ResizeMat has no parameter 'height'": replace(node, steps=(Step("ResizeMat", {"height": 3}),)),
+        "unknown op 'DecodMat'": replace(node, steps=(NodeStep("DecodMat"),)),
+        "[b]: ResizeMat has no parameter 'height'": replace(node, steps=(NodeStep("ResizeMat", {"height": 3}),)),
         "[b]: ResizeMat: resize_h = 0, expected 1": replace(
-            node, steps=(Step("ResizeMat", {"resize_h": 0, "resize_w": 4}),)
+            node, steps=(NodeStep("ResizeMat", {"resize_h": 0, "resize_w": 4}),)
         ),
         "[b] ops: found no step": replace(node, steps=()),
     }
     for message, changed in wrong.items():
         assert message in told(replace(graph, nodes={**graph.nodes, "b": changed}))
     assert "entry: there is no node 'c'" in told(replace(graph, entry="c"))
-    assert "entry: there is no node 'c'" in told(Graph("g", {"a": Node("a", (Step("Identity"),))}, "c"))
+    assert "entry: there is no node 'c'" in told(Graph("g", {"a": Node("a", (NodeStep("Identity"),))}, "c"))
 
 
 def test_published_fallbacks_to_another_decoder_are_graphs_that_fit() -> None:

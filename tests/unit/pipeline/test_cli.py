@@ -92,12 +92,12 @@ def test_check_warns_of_unknown_keys_in_the_dialect(file: Path, caplog: pytest.L
     file.write_text(TOML + "odd = 1\n")
     assert said("check", file)[0] == 2
     assert said("check", file, "--compat", "torchpipe")[0] == 0
-    assert "[prep] odd: unknown key, passed over" in caplog.text
+    assert "[prep] odd: unknown key, ignored" in caplog.text
 
 
 def test_what_callers_never_get_is_told(file: Path) -> None:
     file.write_text('[pipeline]\noutputs = ["label"]\n' + TOML)
-    assert "prep -> caller: label (never there: label)" in said("check", file)[1]
+    assert "prep -> caller: label (never set: label)" in said("check", file)[1]
 
 
 def test_convert_writes_native_keys(file: Path, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.pipeline.collate import Collator, Normalization, PadTo, calls, chunks, normalizations
-from penstock.pipeline.journey import shape_of
+from penstock.pipeline.collate import Collator, Normalization, PadTo, calls, chunks, normalizations, shape_of
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.node import NodeModel, Visit
 from penstock.pipeline.ops.base import BatchOp, Fields
@@ -127,7 +126,7 @@ def test_a_wrong_number_of_means_and_a_model_without_images_are_refused():
         normalizations([IMAGES], (1.0, 2.0), ())
     with pytest.raises(ConfigError, match="std: found 4 values"):
         normalizations([IMAGES], (), (1.0, 2.0, 3.0, 4.0))
-    with pytest.raises(ConfigError, match=r"the model has none: its inputs are 'ids' INT64 \[-1, 7\]"):
+    with pytest.raises(ConfigError, match=r"the model takes none: its inputs are 'ids' INT64 \[-1, 7\]"):
         normalizations([Input("ids", "INT64", (-1, 7))], (1.0,), ())
 
 

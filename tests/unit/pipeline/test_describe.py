@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.pipeline.check import check
-from penstock.pipeline.describe import BEGIN, END, filled, listed, tables
+from penstock.pipeline.describe import BEGIN, END, ops_text, tables, with_tables
 from penstock.pipeline.keys import NODE, PIPELINE
 from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.ops.catalog import find
@@ -23,17 +23,17 @@ def test_the_page_has_the_tables_of_the_code() -> None:
     for name in ("keys of a node", "keys of the pipeline", "ops"):
         assert BEGIN.format(name) in text
         assert END.format(name) in text
-    assert filled(text) == text, "write it anew: python -m penstock.pipeline.describe docs/pipelines.md"
+    assert with_tables(text) == text, "write it anew: python -m penstock.pipeline.describe docs/pipelines.md"
 
 
 def test_a_table_without_its_marks_is_written_nowhere() -> None:
-    assert filled("a page\n") == "a page\n"
+    assert with_tables("a page\n") == "a page\n"
     begin, end = BEGIN.format("ops"), END.format("ops")
-    assert filled(f"{begin}\nold\n{end}\n") == f"{begin}\n\n{tables()['ops']}\n\n{end}\n"
+    assert with_tables(f"{begin}\nold\n{end}\n") == f"{begin}\n\n{tables()['ops']}\n\n{end}\n"
 
 
 def test_every_op_has_a_line() -> None:
-    lines = listed().splitlines()
+    lines = ops_text().splitlines()
     assert len(lines) > 50
     assert all(len(line.split()) > 2 for line in lines)
 

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.graph import Graph, Input, Node
-from penstock.pipeline.routes import check_runnable, needs, route
+from penstock.pipeline.graph import Graph, Node, NodeInput, check_runnable, join_sources, route
 
 
 def graph(**edges: str) -> Graph:
@@ -47,19 +46,23 @@ def test_a_thousand_nodes_are_ordered_in_no_time() -> None:
     assert time.thread_time() - begin_s < 0.5, "linear takes 2 ms, square over a second"
 
 
-def joined(**nodes: tuple[str, tuple[Input, ...]]) -> Graph:
+def joined(**nodes: tuple[str, tuple[NodeInput, ...]]) -> Graph:
     made = {name: Node(name, next=tuple(after.split()), inputs=inputs) for name, (after, inputs) in nodes.items()}
     return Graph("g", made, next(iter(made)))
 
 
 FORK = joined(
-    a=("b c e", ()), b=("d", ()), c=("d", ()), d=("", (Input("b", "result", "data"), Input("a", "x", "y"))), e=("", ())
+    a=("b c e", ()),
+    b=("d", ()),
+    c=("d", ()),
+    d=("", (NodeInput("b", "result", "data"), NodeInput("a", "x", "y"))),
+    e=("", ()),
 )
 
 
 def test_a_join_needs_its_producers_and_whose_fields_it_takes() -> None:
-    assert needs(FORK, "d") == {"a", "b", "c"}
-    assert needs(FORK, "b") == frozenset()
+    assert join_sources(FORK, "d") == {"a", "b", "c"}
+    assert join_sources(FORK, "b") == frozenset()
 
 
 def test_a_way_has_its_outputs_and_joins() -> None:
@@ -70,11 +73,11 @@ def test_a_way_has_its_outputs_and_joins() -> None:
 
 
 def test_a_way_that_a_join_would_wait_on_for_ever_is_refused() -> None:
-    with pytest.raises(BadRequest, match="cannot begin at node 'c': node 'd' takes what node 'a' gives"):
+    with pytest.raises(BadRequest, match="cannot begin at node 'c': node 'd' needs a field of node 'a'"):
         route(FORK, "c")
 
 
 def test_fields_of_a_node_that_does_not_come_before_are_refused() -> None:
     with pytest.raises(ConfigError, match="node 'b': inputs name 'c', which does not come before it"):
-        check_runnable(joined(a=("b c", ()), b=("", (Input("c", "x", "data"),)), c=("", ())))
+        check_runnable(joined(a=("b c", ()), b=("", (NodeInput("c", "x", "data"),)), c=("", ())))
     check_runnable(FORK)

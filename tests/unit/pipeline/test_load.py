@@ -10,7 +10,7 @@ import pytest
 from penstock.config.toml import is_pipeline
 from penstock.errors import ConfigError
 from penstock.pipeline import dialect
-from penstock.pipeline.graph import Each, Graph, Input, Step
+from penstock.pipeline.graph import Each, Graph, NodeInput, NodeStep
 from penstock.pipeline.load import load_graph, parse_graph, read_tables
 
 PUBLISHED = """\
@@ -65,11 +65,11 @@ def test_the_published_file_is_three_nodes(tmp_path: Path) -> None:
     assert (graph.name, graph.entry, graph.outputs) == ("p", "cpu_decoder", ("resnet50",))
     assert graph.order() == ("cpu_decoder", "cpu_posdecoder", "resnet50")
     decode, prepare, net = graph.nodes.values()
-    assert (decode.steps, decode.instances, decode.max_batch) == ((Step("DecodeMat"),), 8, None)
+    assert (decode.steps, decode.instances, decode.max_batch) == ((NodeStep("DecodeMat"),), 8, None)
     assert prepare.steps == (
-        Step("ResizeMat", {"resize_h": 224, "resize_w": 224}),
-        Step("CvtColorMat", {"color": "rgb"}, "swap"),
-        Step("Mat2Tensor", {}, "swap"),
+        NodeStep("ResizeMat", {"resize_h": 224, "resize_w": 224}),
+        NodeStep("CvtColorMat", {"color": "rgb"}, "swap"),
+        NodeStep("Mat2Tensor", {}, "swap"),
     )
     (step,) = net.steps
     assert step.op == "TensorrtTensor"
@@ -142,22 +142,22 @@ def test_max_and_min_may_be_shapes_and_lists(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('max = "4&8"', "groups of a node ('&') are not run here"),
-        ('instance_num = "2&1"', "groups of a node ('&') are not run here"),
-        ('precision = "fp16|fp32"', "values for one op each ('|') are not read"),
+        ('max = "4&8"', "groups of a node ('&') are not supported"),
+        ('instance_num = "2&1"', "groups of a node ('&') are not supported"),
+        ('precision = "fp16|fp32"', "values per op ('|') are not read"),
         ('map = "a[result|data]"', "map: found 'result|data', expected a pair"),
         ('max = "4x3,8x3"', "expected the same batch for each input"),
         ('max = "many"', "expected a whole number, 1 or more, or a shape"),
         ("max = 0", "expected a whole number, 1 or more, or a shape"),
         ("min = 5\nmax = 4", "min: found 5, expected at most max_batch, which is 4"),
-        ("max = 4\nmax_batch = 4", "is 'max_batch' in other words, which is set, too"),
+        ("max = 4\nmax_batch = 4", "is another spelling of 'max_batch', which is also set"),
         ("instance_num = 0", "instance_num: found 0, expected whole number from 1 to 1024"),
         ('instance_num = "many"', "expected whole number from 1 to 1024"),
         ("instance_num = 2000", "expected whole number from 1 to 1024"),
         ("instance_num = [2]", "found a list of 1, expected whole number"),
         ("batching_timeout = -1", "batching_timeout: found -1, expected number, 0 or more"),
         ("batching_timeout = nan", "batching_timeout: found nan, expected number, 0 or more"),
-        ('request_size = "4"', "request_size: is not supported: an item counts one"),
+        ('request_size = "4"', "request_size: is not supported: an item counts as one"),
         ('borrow_from = "a"', "borrow_from: is not supported"),
         ('device_id = "first"', "device_id: found the text 'first', expected the number of a GPU"),
         ('device = "gpu"', "device: found the text 'gpu', expected auto, cpu, cuda"),
@@ -168,15 +168,15 @@ def test_max_and_min_may_be_shapes_and_lists(
         ('mean = "1, two"', "mean: OnnxTensor: mean is '1, two'"),
         ('std = "1, 0, 1"', "line 4: [net] std: std and mean: found (1.0, 0.0, 1.0)"),
         ("or = 3", "line 4: [net] or: found 3, expected true or false"),
-        ('or = true\nfilter = "swap"', "[net] or: is 'filter' in other words, which is set, too"),
+        ('or = true\nfilter = "swap"', "[net] or: is another spelling of 'filter', which is also set"),
         ("threads = -4", "line 4: [net] threads: threads = -4, expected 1 or more"),
         ("retry_split = 2", "retry_split: found 2, expected true or false"),
         ('on_error = "stop"', "on_error: found the text 'stop', expected one of 'fail', 'skip'"),
-        ("pad_to = [4, 4]", "pad_to: found 4, 4, expected sizes from small to large"),
-        ("sizes = [4, 1]", "sizes: found 4, 1, expected sizes from small to large"),
+        ("pad_to = [4, 4]", "pad_to: found 4, 4, expected ascending sizes"),
+        ("sizes = [4, 1]", "sizes: found 4, 1, expected ascending sizes"),
         ("sizes = [1, 2]\nmax_batch = 4", "sizes: the largest is 2, expected at least max_batch, which is 4"),
         ("ops = []", "found both ops and backend"),
-        ('jump = "a"', "jump: is part of a fan-out, but found no 'each'"),
+        ('jump = "a"', "jump: needs 'each'"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -214,7 +214,7 @@ def test_names_of_task_keys_are_fields(tmp_path: Path) -> None:
         tmp_path,
         '[a]\nnext = "b"\n[b]\nmap = "a[TASK_RESULT_KEY:TASK_DATA_KEY, data : TASK_BOX_KEY]"\n',
     )
-    assert graph.nodes["b"].inputs == (Input("a", "result", "data"), Input("a", "data", "_box"))
+    assert graph.nodes["b"].inputs == (NodeInput("a", "result", "data"), NodeInput("a", "data", "_box"))
 
 
 @pytest.mark.parametrize(("text", "found"), [("or = true", "or"), ('or = "1"', "or"), ("or = false", "swap")])
@@ -239,7 +239,7 @@ def test_an_alias_is_held(tmp_path: Path) -> None:
     )
     graph = load(tmp_path, text, compat=True)
     assert graph.nodes["rec.2"].alias_of == "rec"
-    assert graph.nodes["final"].inputs == (Input("rec", "result", "data"), Input("rec.2", "result", "data.2"))
+    assert graph.nodes["final"].inputs == (NodeInput("rec", "result", "data"), NodeInput("rec.2", "result", "data.2"))
     named = text.replace('map = "rec[result:data],rec.2[result:data.2]"', 'inputs = {data = "rec", "data.2" = "rec.2"}')
     assert load(tmp_path, named).nodes["final"].inputs == graph.nodes["final"].inputs
 
@@ -247,12 +247,12 @@ def test_an_alias_is_held(tmp_path: Path) -> None:
 def test_a_file_without_tables_is_one_node(tmp_path: Path) -> None:
     graph = load(tmp_path, 'backend = "DecodeMat"\ninstance_num = 2\n')
     assert graph.order() == ("p",)
-    assert (graph.nodes["p"].instances, graph.nodes["p"].steps) == (2, (Step("DecodeMat"),))
+    assert (graph.nodes["p"].instances, graph.nodes["p"].steps) == (2, (NodeStep("DecodeMat"),))
 
 
 def test_parameters_of_ops_may_be_defaults_of_all_nodes(tmp_path: Path) -> None:
     graph = load(tmp_path, 'max_pixels = 1000\n[a]\nbackend = "DecodeMat"\nnext = "b"\n[b]\n')
-    assert graph.nodes["a"].steps == (Step("DecodeMat", {"max_pixels": 1000}),)
+    assert graph.nodes["a"].steps == (NodeStep("DecodeMat", {"max_pixels": 1000}),)
     assert refused(tmp_path, "max_pixels = 1000\n[a]\n").startswith(", line 1: max_pixels: unknown key")
 
 
@@ -282,19 +282,21 @@ def test_ops_may_be_a_list(tmp_path: Path) -> None:
         '[a]\nops = ["DecodeMat", {op = "ResizeMat", resize_h = 8, resize_w = 9}, {op = "Mat2Tensor", filter = "or"}]'
     )
     assert load(tmp_path, text).nodes["a"].steps == (
-        Step("DecodeMat"),
-        Step("ResizeMat", {"resize_h": 8, "resize_w": 9}, "swap"),
-        Step("Mat2Tensor", {}, "or"),
+        NodeStep("DecodeMat"),
+        NodeStep("ResizeMat", {"resize_h": 8, "resize_w": 9}, "swap"),
+        NodeStep("Mat2Tensor", {}, "or"),
     )
 
 
 def test_what_stands_in_brackets_may_be_a_parameter(tmp_path: Path) -> None:
-    assert load(tmp_path, '[a]\nbackend = "Copy[a:b, c:d]"').nodes["a"].steps == (Step("Copy", {"pairs": "a:b,c:d"}),)
+    assert load(tmp_path, '[a]\nbackend = "Copy[a:b, c:d]"').nodes["a"].steps == (
+        NodeStep("Copy", {"pairs": "a:b,c:d"}),
+    )
 
 
 def test_what_wraps_an_op_runs_behind_it(tmp_path: Path) -> None:
     steps = load(tmp_path, '[a]\nbackend = "Result2Key(key=image)[DecodeMat]"').nodes["a"].steps
-    assert steps == (Step("DecodeMat"), Step("Result2Key", {"key": "image"}, "swap"))
+    assert steps == (NodeStep("DecodeMat"), NodeStep("Result2Key", {"key": "image"}, "swap"))
 
 
 def test_a_class_of_a_user_takes_the_keys_it_has(tmp_path: Path) -> None:
@@ -307,7 +309,7 @@ def test_a_class_of_a_user_takes_the_keys_it_has(tmp_path: Path) -> None:
     )
     text = '[a]\nbackend = "S[ResizeMat,Python[own.py:Scale]]"\nfactor = "0.5"\nresize_h = 1\nresize_w = 1\n'
     step = load(tmp_path, text).nodes["a"].steps[1]
-    assert step == Step("Python", {"target": f"{tmp_path}/own.py:Scale", "factor": 0.5}, "swap")
+    assert step == NodeStep("Python", {"target": f"{tmp_path}/own.py:Scale", "factor": 0.5}, "swap")
     assert "[a] factr: unknown key" in refused(tmp_path, text.replace("factor", "factor = 1\nfactr", 1))
     assert "factor is 'half'" in refused(tmp_path, text.replace("0.5", "half"))
 
@@ -344,7 +346,7 @@ def test_a_class_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("ResizeMat(resize_h=8,resize_w=wide)", "resize_w is 'wide'"),
         ("DecodeMat(colour=rgb)", "has no parameter 'colour'"),
         ("Copy[S[DecodeMat]]", "at character 1: Copy takes no ops in its brackets"),
-        ("(or)S[DecodeMat,(or)DecodeTensor]", "a filter before brackets that hold filters cannot be run"),
+        ("(or)S[DecodeMat,(or)DecodeTensor]", "a filter before brackets cannot contain other filters"),
     ],
 )
 def test_an_op_that_does_not_fit_is_refused(tmp_path: Path, backend: str, told: str) -> None:
@@ -360,7 +362,7 @@ def test_an_op_that_does_not_fit_is_refused(tmp_path: Path, backend: str, told: 
         ("[]", "found a list of 0, expected a list such as"),
         ("[3]", "found 3 among the ops"),
         ('[{name = "DecodeMat"}]', "found a table among the ops"),
-        ('[{op = "S[DecodeMat,Mat2Tensor]"}]', "is not one op"),
+        ('[{op = "S[DecodeMat,Mat2Tensor]"}]', "is more than one op"),
     ],
 )
 def test_a_list_of_ops_that_does_not_fit_is_refused(tmp_path: Path, ops: str, told: str) -> None:
@@ -398,13 +400,13 @@ def test_relative_paths_start_at_the_folder_of_the_file(tmp_path: Path) -> None:
 def test_inputs_that_name_a_node_are_an_edge(tmp_path: Path) -> None:
     graph = load(tmp_path, '[a]\n[b]\ninputs = {data = "a"}\n[c]\ninputs = {data = "b.result", image = "a.data"}\n')
     assert graph.nodes["a"].next == ("b", "c")
-    assert graph.nodes["b"].inputs == (Input("a", "result", "data"),)
-    assert graph.nodes["c"].inputs == (Input("b", "result", "data"), Input("a", "data", "image"))
+    assert graph.nodes["b"].inputs == (NodeInput("a", "result", "data"),)
+    assert graph.nodes["c"].inputs == (NodeInput("b", "result", "data"), NodeInput("a", "data", "image"))
 
 
 def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> None:
     graph = load(tmp_path, '[a]\nnext = "b"\n[b]\nmap = "[result:data,data:image]"\n')
-    assert graph.nodes["b"].inputs == (Input("a", "result", "data"), Input("a", "data", "image"))
+    assert graph.nodes["b"].inputs == (NodeInput("a", "result", "data"), NodeInput("a", "data", "image"))
 
 
 # ---- graphs that are none
@@ -416,9 +418,9 @@ def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> N
         ("[a\n", ": not valid TOML: "),
         ('[a]\nnext = "b"\n[b]\nnxt = "c"\n', ", line 4: [b] nxt: unknown key: neither the node nor its ops have it;"),
         ('[a]\nbackend="DecodeMat"\nresize_w=3', "[a] resize_w: unknown key"),
-        ('[a]\nbackend="DecodeMat"\npad_to=[3]', "[a] pad_to: is for what a model is given, but the node has none"),
+        ('[a]\nbackend="DecodeMat"\npad_to=[3]', "[a] pad_to: applies to the input of a model, but the node has none"),
         ("resize_hh = 3\n[a]\n", ", line 1: resize_hh: unknown key: no op of this file has it"),
-        ('next = "a"\n[a]\n', ", line 1: next: is a key of one node"),
+        ('next = "a"\n[a]\n', ", line 1: next: belongs to one node"),
         ("instance_num = 0\n[a]\n", ", line 1: instance_num: found 0"),
         ('[a]\nnext = "b"\n[b]\nnext = "c"\n[c]\nnext = "a"\n', "the nodes a -> b -> c -> a are in a cycle"),
         ('[in]\nnext = "a"\n[a]\nnext = "b"\n[b]\nnext = "a"\n', "the nodes a -> b -> a are in a cycle"),
@@ -438,7 +440,7 @@ def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> N
         ("[a]\nnext = {b = 1}\n[b]\n", "[a] next: found a table, expected"),
         (
             '[a]\nnext = "b,c"\n[b]\nnext = "d"\n[c]\nnext = "d"\n[d]\n',
-            "[d]: takes items of b, c, but does not say which",
+            "[d]: takes items from b, c, but does not name",
         ),
         ('[a]\nnext="b"\n[b]\ninputs = {image = "a.result"}', "[b] inputs: found image, expected 'data' among them"),
         ('[a]\nnext="b"\n[b]\ninputs = {data = "x.result"}', "[b] inputs: there is no node 'x'"),
@@ -447,14 +449,17 @@ def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> N
         ('[a]\nnext="b"\n[b]\n[b.input]\ndata = "a.result"', "[b] input: unknown key"),
         (
             '[pipeline]\nentry="a"\n[a]\nnext="c"\n[b]\nnext="c"\n[c]\nmap="a[result:data],b[result:x]"',
-            "[c]: takes items of b, where none comes that began at [a]: it would wait",
+            "[c]: waits for items from b, which items that begin at [a] never reach",
         ),
-        ('[a]\nbackend="Identity"\nops=["Identity"]', "found both ops and backend, which say the same"),
+        ('[a]\nbackend="Identity"\nops=["Identity"]', "found both ops and backend, which mean the same"),
         ('[pipeline]\nnam = "x"\n[a]\n', ", line 2: [pipeline] nam: unknown key; did you mean 'name'?"),
         ("[pipeline]\nin_flight = 0\n[a]\n", "[pipeline] in_flight: found 0, expected whole number, 1 or more"),
         ("pipeline = 3\n[a]\n", "pipeline: found 3, expected a table"),
-        ('["a b"]\n', "[a b]: cannot be a node's name"),
-        ("[a]\n[metrics]\nport = 1\n", ", line 2: [metrics]: is no table of a pipeline; metrics_host and metrics_port"),
+        ('["a b"]\n', "[a b]: is not a valid node name"),
+        (
+            "[a]\n[metrics]\nport = 1\n",
+            ", line 2: [metrics]: pipelines have no such table; set metrics_host and metrics_port",
+        ),
         ("", ": found no node; expected a table such as [decode]"),
         ("x = 1\n", ": found no node; expected a table such as [decode]"),
         ('[models.digits]\ntarget = "app.py:Digits"\n', "this is a configuration of `penstock serve`"),
@@ -476,7 +481,7 @@ def test_an_unknown_key_is_warned_of_in_the_dialect(tmp_path: Path, caplog: pyte
     ]
     caplog.clear()
     load(tmp_path, "[pipeline]\ncompat = 'torchpipe'\n[a]\nnxt = 3\n")
-    assert "[a] nxt: unknown key, passed over; did you mean 'next'?" in caplog.text
+    assert "[a] nxt: unknown key, ignored; did you mean 'next'?" in caplog.text
 
 
 def test_two_entries_are_warned_of_in_the_dialect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

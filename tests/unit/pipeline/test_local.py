@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
-from penstock.pipeline.graph import Graph, Step
-from penstock.pipeline.journey import nbytes_of, shape_of
+from penstock.pipeline.collate import nbytes_of, shape_of
+from penstock.pipeline.graph import Graph, NodeStep
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
-from penstock.pipeline.outcome import Outcome
+from penstock.pipeline.traversal import ItemOutcome
 
-A, B = Step("Words", {"word": "a"}), Step("Words", {"word": "b"})
+A, B = NodeStep("Words", {"word": "a"}), NodeStep("Words", {"word": "b"})
 Make = Callable[..., LocalPipeline]
 
 
@@ -38,8 +38,8 @@ def make(known: None, make_graph: Callable[..., Graph]) -> Iterator[Make]:
         pipeline.close()
 
 
-def gate(name: str, **keys: Any) -> tuple[Step, str, dict[str, Any]]:
-    return Step("Door", {"gate": name}), "", {"max_batch": 1, **keys}
+def gate(name: str, **keys: Any) -> tuple[NodeStep, str, dict[str, Any]]:
+    return NodeStep("Door", {"gate": name}), "", {"max_batch": 1, **keys}
 
 
 def test_one_item_and_many(make: Make) -> None:
@@ -91,7 +91,7 @@ def test_many_threads_call_at_once(make: Make) -> None:
 
 def test_a_future_and_who_is_told_beside_it(make: Make) -> None:
     pipeline = make()
-    told: list[Outcome] = []
+    told: list[ItemOutcome] = []
     future = pipeline.submit({"data": "1"}, told.append)
     outcome = future.result(20.0)
     assert outcome.fields["result"] == "1ab"
@@ -108,7 +108,7 @@ def test_a_callback_is_called_once_on_the_pipeline_s_thread(make: Make) -> None:
     heard: list[tuple[Any, str]] = []
     over = threading.Event()
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: ItemOutcome) -> None:
         heard.append((outcome.fields.get("result"), threading.current_thread().name))
         over.set()
 
@@ -126,7 +126,7 @@ def test_a_call_that_blocks_is_refused_in_a_callback(make: Make) -> None:
     heard: list[Any] = []
     over = threading.Event()
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: ItemOutcome) -> None:
         try:
             pipeline.infer({"data": "2"})
         except RuntimeError as e:
@@ -142,7 +142,7 @@ async def test_what_is_taken_back_is_not_run(make: Make, doors: Any) -> None:
     pipeline = make({"a": ("Identity", "b", {}), "b": gate("b")}, in_flight=2)
     first = pipeline.submit({"data": "1"})
     await doors.until("b", 1)
-    told: list[Outcome] = []
+    told: list[ItemOutcome] = []
     inside = pipeline.start({"data": "inside"}, told.append)
     in_line = pipeline.start({"data": "in line"}, told.append)
     future = pipeline.submit({"data": "future"})
@@ -255,7 +255,7 @@ def test_statistics_tell_of_each_node(make: Make) -> None:
 
 
 async def test_a_line_that_is_too_long_is_told_at_once(make: Make, doors: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("penstock.pipeline.local.MAX_LINE", 3)
+    monkeypatch.setattr("penstock.pipeline.local.MAX_WAITING", 3)
     pipeline = make({"a": gate("a")}, in_flight=1)
     inside = pipeline.submit({"data": "0"})
     await doors.until("a", 1)
@@ -315,7 +315,7 @@ def test_whatever_is_handed_in_the_next_item_is_answered(make: Make) -> None:
 
 def test_an_item_whose_result_cannot_be_handed_on_fails_alone(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     catalog.register("GivesStrange", GivesStrange)
-    pipeline = make({"a": (Step("GivesStrange"), "b", {}), "b": (B, "", {})})
+    pipeline = make({"a": (NodeStep("GivesStrange"), "b", {}), "b": (B, "", {})})
     found = pipeline.infer_many([{"data": data} for data in ("1", "strange", "2")], budget_s=20.0)
     assert [o.fields.get("result") for o in found] == ["1b", None, "2b"]
     assert found[1].error is not None

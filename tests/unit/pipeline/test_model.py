@@ -15,11 +15,19 @@ from penstock.config.schema import ModelConfig
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import BadOutput, BadRequest, ConfigError, DeadlineExceeded, ItemFailed, LoadFailed
-from penstock.pipeline.graph import Graph, Node, Step
-from penstock.pipeline.model import PipelineModel, Question, answer_of, described, outputs_of, placed, server_timing
-from penstock.pipeline.model import question_of as ask
+from penstock.pipeline.graph import Graph, Node, NodeStep
+from penstock.pipeline.model import (
+    PipelineModel,
+    PipelineRequest,
+    answer_of,
+    on_worker_device,
+    outputs_of,
+    public_description,
+    server_timing,
+)
+from penstock.pipeline.model import request_of as ask
 from penstock.pipeline.ops.python import op
-from penstock.pipeline.outcome import Hop, Outcome
+from penstock.pipeline.traversal import Hop, ItemOutcome
 from penstock.types import Headed, Item, ModelMetadata, TensorSpec
 
 TWO_NODES = """
@@ -218,23 +226,23 @@ def graph(**nodes: Node) -> Graph:
 
 
 def node(name: str, op: str = "Identity", device: str = "cpu", **params: Any) -> Node:
-    return Node(name, (Step(op, params),), device=device)
+    return Node(name, (NodeStep(op, params),), device=device)
 
 
 def test_models_are_placed_on_the_gpu_of_their_worker() -> None:
     given = graph(a=node("a"), b=node("b", "OnnxTensor", "auto"), c=node("c", "OnnxTensor"))
-    found = placed(given, "cuda:0")
+    found = on_worker_device(given, "cuda:0")
     assert {name: n.device for name, n in found.nodes.items()} == {"a": "cpu", "b": "cuda:0", "c": "cpu"}
-    assert placed(given, "cpu") is given
+    assert on_worker_device(given, "cpu") is given
     elsewhere = graph(a=node("a", "OnnxTensor", "cuda:1"))
-    assert placed(elsewhere, "cpu") is elsewhere
-    with pytest.raises(ConfigError, match=r"node 'a': device cuda:1, but this worker has cuda:0 alone"):
-        placed(elsewhere, "cuda:0")
+    assert on_worker_device(elsewhere, "cpu") is elsewhere
+    with pytest.raises(ConfigError, match=r"node 'a': device cuda:1, but this worker sees only its own GPU"):
+        on_worker_device(elsewhere, "cuda:0")
 
 
 def test_clients_read_the_nodes_and_no_parameters() -> None:
     given = graph(a=structs.replace(node("a", "OnnxTensor", model="/secret/net.onnx"), next=("b",)), b=node("b"))
-    told = described(given)
+    told = public_description(given)
     assert [n["name"] for n in told["nodes"]] == ["a", "b"]
     assert told["nodes"][0]["next"] == ["b"]
     assert "secret" not in str(told)
@@ -251,31 +259,31 @@ def test_the_tensors_of_a_last_model_are_told_under_the_names_of_the_answer() ->
     assert [spec.name for spec in told(given, one, two)] == ["result_0", "result_1"]
     assert told(given) == ()
     assert told(structs.replace(given, answers=("result", "label")), one) == ()
-    after = structs.replace(given.nodes["b"], steps=(*given.nodes["b"].steps, Step("Identity")))
+    after = structs.replace(given.nodes["b"], steps=(*given.nodes["b"].steps, NodeStep("Identity")))
     assert told(structs.replace(given, nodes={**given.nodes, "b": after}), one) == ()
 
 
 TAKES = ("data", "node_name", "other", "box")
-GRAPH = Graph("net", {"a": Node("a", (Step("Identity"),))}, "a", takes=TAKES)
-ONE, ROWS = Question([{}]), Question([{}, {}], rows=True)
+GRAPH = Graph("net", {"a": Node("a", (NodeStep("Identity"),))}, "a", takes=TAKES)
+ONE, ROWS = PipelineRequest([{}]), PipelineRequest([{}, {}], rows=True)
 
 
-def question_of(value: Any, kind: str) -> Question:
+def question_of(value: Any, kind: str) -> PipelineRequest:
     return ask(value, GRAPH, kind)
 
 
-def outcome(**fields: Any) -> Outcome:
-    return Outcome(fields, node="last")
+def outcome(**fields: Any) -> ItemOutcome:
+    return ItemOutcome(fields, node="last")
 
 
 @pytest.mark.parametrize("value", [b"\xff\xd8", memoryview(b"x"), "text", 3, None, [1, 2], [{"data": 1}]])
 def test_a_value_is_the_data_of_one_item(value: Any) -> None:
-    assert question_of(value, "bytes") == Question([{"data": value}])
+    assert question_of(value, "bytes") == PipelineRequest([{"data": value}])
 
 
 def test_an_object_is_the_fields_of_one_item_and_names_where_it_begins() -> None:
     question = question_of({"data": "x", "node_name": "b", "other": [1]}, "any")
-    assert question == Question([{"data": "x", "other": [1]}], "b")
+    assert question == PipelineRequest([{"data": "x", "other": [1]}], "b")
     array = np.zeros(3)
     mixed = question_of({"data": array, "other": 1}, "any")
     assert (len(mixed.fields), mixed.rows) == (1, False), "arrays beside other values are fields of one item"
@@ -292,7 +300,10 @@ def test_an_object_is_the_fields_of_one_item_and_names_where_it_begins() -> None
         ),
         ({"data": 1, "node_name": 3}, "node_name: found a int, expected the name of a node"),
         ({"input_1": np.zeros((2, 2))}, "found the field 'input_1'"),
-        ({"data": np.zeros((0, 3))}, "found data [0, 3]; expected arrays of as many rows (axis 0), 1 or more"),
+        (
+            {"data": np.zeros((0, 3))},
+            "found data [0, 3]; expected arrays with equal numbers of rows (axis 0), 1 or more",
+        ),
         ({"input_0": np.zeros(())}, "found data []; expected"),
         ({"data": np.zeros((2, 3)), "box": np.zeros((1, 4))}, "found data [2, 3], box [1, 4]; expected"),
     ],
@@ -305,7 +316,7 @@ def test_a_request_without_data_is_refused(value: Any, told: str) -> None:
 
 def test_a_caller_says_only_what_the_pipeline_asks_for() -> None:
     closed = Graph("net", GRAPH.nodes, "a")
-    assert ask({"data": 1}, closed, "any") == Question([{"data": 1}])
+    assert ask({"data": 1}, closed, "any") == PipelineRequest([{"data": 1}])
     for value in ({"data": 1, "node_name": "a"}, {"data": 1, "_box": 2}, {"data": np.zeros(1), "other": np.zeros(1)}):
         with pytest.raises(BadRequest, match=r"which the pipeline does not take; it takes data$"):
             ask(value, closed, "any")
@@ -343,7 +354,7 @@ def test_an_item_without_any_output_failed() -> None:
 
 
 def test_the_error_of_an_item_is_that_of_its_request() -> None:
-    bad = Outcome({}, BadRequest("wrong"))
+    bad = ItemOutcome({}, BadRequest("wrong"))
     for question, outcomes in ((ONE, [bad]), (ROWS, [outcome(result=1), bad])):
         with pytest.raises(BadRequest, match="wrong"):
             answer_of(question, outcomes, ("result",))
@@ -380,8 +391,8 @@ def test_several_tensors_of_a_model_are_outputs_with_names_of_their_own() -> Non
     ("values", "told"),
     [
         ([np.zeros((2, 3)), np.zeros((4, 3))], "rows of different shapes"),
-        ([{"a": 1}, {"b": 1}], "has other parts for some rows"),
-        ([{"a": 1}, 2], "has other parts for some rows"),
+        ([{"a": 1}, {"b": 1}], "has different parts in different rows"),
+        ([{"a": 1}, 2], "has different parts in different rows"),
     ],
 )
 def test_rows_that_make_no_array_are_told(values: list[Any], told: str) -> None:

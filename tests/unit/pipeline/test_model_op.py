@@ -356,7 +356,7 @@ def test_inputs_and_outputs_may_be_given_another_order(two):
 
 def test_an_order_that_is_none_is_refused(two):
     for key in ("input_reorder", "output_reorder"):
-        with pytest.raises(ConfigError, match=rf"{key}: found \(0, 2\), expected each place once, 0 to 1"):
+        with pytest.raises(ConfigError, match=rf"{key}: found \(0, 2\), expected each index once, 0 to 1"):
             loaded(two, **{key: (0, 2)})
 
 

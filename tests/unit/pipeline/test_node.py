@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory
-from penstock.pipeline.graph import Node, Step
-from penstock.pipeline.node import MODEL_ROWS, SLICE_ROWS, NodeModel, Shared, Visit, one_thread, tune_process
+from penstock.pipeline.graph import Node, NodeStep
+from penstock.pipeline.node import MODEL_ROWS, SLICE_ROWS, NodeModel, SharedState, Visit, one_thread, tune_process
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
 
-A, B = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}, "swap")
-BATCH = Step("BatchWords", {"word": "!"}, "swap")
+A, B = NodeStep("Words", {"word": "a"}), NodeStep("Words", {"word": "b"}, "swap")
+BATCH = NodeStep("BatchWords", {"word": "!"}, "swap")
 
 
 @pytest.fixture
 def node(known: None, caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.CRITICAL)
 
-    def made(*steps: Step, shared: Shared | None = None, **keys: Any) -> NodeModel:
+    def made(*steps: NodeStep, shared: SharedState | None = None, **keys: Any) -> NodeModel:
         model = NodeModel(Node("n", steps, **keys), shared)
         model.load("cpu")
         return model
@@ -41,26 +41,26 @@ def told(found: list[Any]) -> list[Any]:
 
 
 def test_items_keep_their_places(node: Any) -> None:
-    model = node(Step("Picky"), B, BATCH)
+    model = node(NodeStep("Picky"), B, BATCH)
     assert told(model.predict(visits("1", "x", "-", "4"))) == ["1b!", "ItemFailed", None, "4b!"]
 
 
 def test_an_item_without_data_leaves_its_batch_alone(node: Any) -> None:
-    model = node(Step("BatchWords"))
+    model = node(NodeStep("BatchWords"))
     found = model.predict([*visits("1"), Visit({"other": 2}, swap=False), *visits("3")])
     assert told(found) == ["1", "BadRequest", "3"]
     assert found[1].message == "op 'BatchWords' found no field 'data', only: other"
 
 
 def test_what_an_or_passed_over_in_one_batch_is_not_in_the_next(node: Any) -> None:
-    model = node(Step("Picky"), Step("Words", {"word": "a"}, "or"), Step("Words", {"word": "b"}, "then"))
+    model = node(NodeStep("Picky"), NodeStep("Words", {"word": "a"}, "or"), NodeStep("Words", {"word": "b"}, "then"))
     assert told(model.predict(visits("1"))) == ["1"]
     assert told(model.predict(visits("-"))) == ["-ab"]
 
 
 def test_nodes_that_run_in_the_same_call_get_what_has_a_result(known: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
-    model = NodeModel(Node("n", (Step("Picky"),)), then=[(Node("m", (A,)), Shared())])
+    model = NodeModel(Node("n", (NodeStep("Picky"),)), then=[(Node("m", (A,)), SharedState())])
     model.load("cpu")
     found = model.predict(visits("1", "x", "-", "4"))
     assert told(found) == ["1", "ItemFailed", None, "4"]
@@ -77,7 +77,7 @@ def test_what_it_was_given_stays_as_it_was(node: Any) -> None:
 
 
 def test_a_batch_op_that_raises_is_left_to_the_worker_s_halves(node: Any) -> None:
-    model = node(Step("BatchWords"))
+    model = node(NodeStep("BatchWords"))
     given = visits("1", "x")
     with pytest.raises(ValueError, match="one has an x"):
         model.predict(given)
@@ -89,7 +89,7 @@ def test_a_batch_op_that_raises_is_left_to_the_worker_s_halves(node: Any) -> Non
 
 @pytest.mark.parametrize("keys", [{"retry_split": False}, {"idempotent": False}])
 def test_without_leave_to_run_again_all_that_were_left_fail(node: Any, keys: dict[str, bool]) -> None:
-    model = node(Step("Picky"), BATCH, Step("BatchWords", {}, "swap"), **keys)
+    model = node(NodeStep("Picky"), BATCH, NodeStep("BatchWords", {}, "swap"), **keys)
     model._parts[1][0].op.word = "x"  # the second batch op raises for all
     assert told(model.predict(visits("1", "-", "3"))) == ["ItemFailed", None, "ItemFailed"]
 
@@ -100,7 +100,7 @@ def test_out_of_memory_is_left_to_halves_also_without_leave_to_split(node: Any, 
             raise MemoryError
 
     monkeypatch.setitem(catalog._registered, "Large", Large)
-    model = node(Step("Large"), retry_split=False)
+    model = node(NodeStep("Large"), retry_split=False)
     with pytest.raises(MemoryError):
         model.predict(visits("1", "2"))
     found = model.predict(visits("1"))
@@ -108,7 +108,7 @@ def test_out_of_memory_is_left_to_halves_also_without_leave_to_split(node: Any, 
 
 
 def test_a_wrong_number_of_results_fails_those_of_the_call(node: Any) -> None:
-    found = node(Step("Picky"), Step("TooFew", {}, "swap")).predict(visits("1", "x", "3"))
+    found = node(NodeStep("Picky"), NodeStep("TooFew", {}, "swap")).predict(visits("1", "x", "3"))
     assert [type(f) for f in found] == [BadOutput, ItemFailed, BadOutput]
     assert "1 results for 2 items" in str(found[0])
 
@@ -126,7 +126,7 @@ def test_errors_say_where_and_hold_no_frames(node: Any, monkeypatch: Any) -> Non
             raise BadRequest("expected an image", detail="of 3 bytes")
 
     monkeypatch.setitem(catalog._registered, "Raises", Raises)
-    (error,) = node(Step("Raises")).predict(visits("1"))
+    (error,) = node(NodeStep("Raises")).predict(visits("1"))
     gc.collect()
     assert (type(error), str(error)) == (BadRequest, "expected an image")
     assert error.detail == "node 'n', op 'Raises', item 0 of its batch\nof 3 bytes"
@@ -134,7 +134,7 @@ def test_errors_say_where_and_hold_no_frames(node: Any, monkeypatch: Any) -> Non
 
 
 def test_a_distinct_error_is_logged_once_a_minute(node: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = node(Step("Picky"))
+    model = node(NodeStep("Picky"))
     caplog.set_level(logging.WARNING, "penstock.pipeline")
     model.predict(visits("x", "xx", "x"))
     model.predict(visits("x"))
@@ -144,18 +144,18 @@ def test_a_distinct_error_is_logged_once_a_minute(node: Any, caplog: pytest.LogC
 
 
 def test_its_size_is_what_the_node_says_and_its_ops_can_take(node: Any) -> None:
-    def size(*steps: Step, **keys: Any) -> int:
+    def size(*steps: NodeStep, **keys: Any) -> int:
         return int(node(*steps, **keys).__penstock_options__["max_batch_size"])
 
     assert size(A) == SLICE_ROWS
-    assert size(Step("BatchWords")) == MODEL_ROWS
-    assert size(Step("BatchWords"), shared=Shared(compat=True)) == 1
-    assert size(Step("BatchWords"), max_batch=5) == 5
-    assert size(Step("BatchWords", {"rows": 3}), max_batch=5) == 3
+    assert size(NodeStep("BatchWords")) == MODEL_ROWS
+    assert size(NodeStep("BatchWords"), shared=SharedState(compat=True)) == 1
+    assert size(NodeStep("BatchWords"), max_batch=5) == 5
+    assert size(NodeStep("BatchWords", {"rows": 3}), max_batch=5) == 3
 
 
 def test_the_batches_of_a_node_are_numbered_over_its_instances(node: Any) -> None:
-    shared = Shared()
+    shared = SharedState()
     one, two = node(A, shared=shared), node(A, shared=shared)
     stamps = [m.predict(visits("1", "2"))[0][1] for m in (one, two, one)]
     assert [s.batch_id for s in stamps] == [0, 1, 2]
@@ -168,7 +168,7 @@ def test_what_is_no_op_is_refused(node: Any, monkeypatch: Any) -> None:
 
     monkeypatch.setitem(catalog._registered, "Nothing", Nothing)
     with pytest.raises(ConfigError, match="op 'Nothing' is a Nothing, expected an ItemOp or a BatchOp"):
-        node(Step("Nothing"))
+        node(NodeStep("Nothing"))
 
 
 def test_ops_are_unloaded_with_their_node(node: Any, monkeypatch: Any) -> None:
@@ -179,7 +179,7 @@ def test_ops_are_unloaded_with_their_node(node: Any, monkeypatch: Any) -> None:
             ended.append(self)
 
     monkeypatch.setitem(catalog._registered, "Ends", Ends)
-    model = node(Step("Ends"), Step("Ends"))
+    model = node(NodeStep("Ends"), NodeStep("Ends"))
     model.unload()
     assert len(ended) == 2
 

@@ -12,13 +12,13 @@ import pytest
 from penstock import metrics
 from penstock.errors import LoadFailed
 from penstock.pipeline import placement
-from penstock.pipeline.graph import Graph, Node, Step
-from penstock.pipeline.meter import FLUSH_S
+from penstock.pipeline.engine import FLUSH_S
+from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.placement import placed
 
 
 def device_of(device: str = "auto", **params: object) -> str:
-    node = Node("net", (Step("Mat2Tensor"), Step("OnnxTensor", params)), device=device)
+    node = Node("net", (NodeStep("Mat2Tensor"), NodeStep("OnnxTensor", params)), device=device)
     return placed(Graph("g", {"net": node}, "net")).nodes["net"].device
 
 
@@ -46,7 +46,7 @@ def test_a_gpu_is_taken_where_the_runtime_can_use_it(
     assert not caplog.records
     providers.remove("CUDAExecutionProvider")
     assert device_of(model="net.onnx") == "cpu"
-    assert "the GPU is used where onnxruntime-gpu is installed" in caplog.text
+    assert "install onnxruntime-gpu to use the GPU" in caplog.text
 
 
 def test_files_of_pytorch_ask_pytorch(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_runtime_that_is_not_there_is_the_nodes_own_error(
     assert device_of(model="net.onnx") == "cpu"
 
 
-def instances_of(*steps: Step, device: str = "auto") -> int:
+def instances_of(*steps: NodeStep, device: str = "auto") -> int:
     node = Node("n", steps, device=device, instances=8)
     return placed(Graph("g", {"n": node}, "n")).nodes["n"].instances
 
@@ -74,10 +74,10 @@ def instances_of(*steps: Step, device: str = "auto") -> int:
 def test_what_only_computes_on_the_cpu_has_no_more_instances_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "visible_gpus", lambda: 0)
     monkeypatch.setattr(placement, "cores", lambda: 3)
-    image, net = Step("DecodeMat"), Step("OnnxTensor", {"model": "net.onnx"})
-    assert instances_of(image) == instances_of(Step("Mat2Tensor"), net) == 3
+    image, net = NodeStep("DecodeMat"), NodeStep("OnnxTensor", {"model": "net.onnx"})
+    assert instances_of(image) == instances_of(NodeStep("Mat2Tensor"), net) == 3
     assert instances_of(net, device="cuda:0") == 8
-    for waits in (Step("Sleep"), Step("Python", {"target": "pkg.mod:obj"})):
+    for waits in (NodeStep("Sleep"), NodeStep("Python", {"target": "pkg.mod:obj"})):
         assert instances_of(image, waits) == 8
     monkeypatch.setattr(placement, "cores", lambda: 16)
     assert instances_of(image) == 8
@@ -85,10 +85,10 @@ def test_what_only_computes_on_the_cpu_has_no_more_instances_than_cores(monkeypa
 
 cv2: Any = pytest.importorskip("cv2")
 
-DECODE = Step("DecodeMat")
-RESIZE = Step("ResizeMat", {"resize_h": 8, "resize_w": 6})
-CROP = Step("CropMat")  # fails without a box
-TENSOR = Step("Mat2Tensor")
+DECODE = NodeStep("DecodeMat")
+RESIZE = NodeStep("ResizeMat", {"resize_h": 8, "resize_w": 6})
+CROP = NodeStep("CropMat")  # fails without a box
+TENSOR = NodeStep("Mat2Tensor")
 PNG = cv2.imencode(".png", np.random.default_rng(1).integers(0, 255, (20, 30, 3), np.uint8))[1].tobytes()
 TWO = {"instances": 2}
 
@@ -182,11 +182,11 @@ async def test_results_are_those_of_nodes_with_calls_of_their_own(
     stage: Any, make_graph: Any, monkeypatch: Any
 ) -> None:
     s = await stage(preparing(make_graph))
-    assert s.runner.host("decode").then is s.runner.host("prepare")
+    assert s.runner.node("decode").chained is s.runner.node("prepare")
     found = await s.results(*[PNG] * 5, b"no image", PNG)
     monkeypatch.setattr(placement, "cores", lambda: 99)
     apart = await stage(preparing(make_graph))
-    assert apart.runner.host("decode").then is None
+    assert apart.runner.node("decode").chained is None
     assert await apart.results(*[PNG] * 5, b"no image", PNG) == found
     assert found[0].startswith("[1, 3, 8, 6] ")
     assert found[5] == "undecodable"
@@ -241,15 +241,15 @@ async def test_what_follows_holds_back_the_first_of_them(stage: Any, make_graph:
     nodes = {
         "decode": (DECODE, "prepare", TWO),
         "prepare": (TENSOR, "slow", TWO),
-        "slow": (Step("Door", {"gate": "g"}), "", {"queue": 3}),
+        "slow": (NodeStep("Door", {"gate": "g"}), "", {"queue": 3}),
     }
     s = await stage(make_graph(nodes))
     futures = [s.put(PNG) for _ in range(20)]
     await doors.until("g", 1)
     await asyncio.sleep(0.1)
-    slow = s.runner.host("slow")
+    slow = s.runner.node("slow").engine
     assert slow.queued_rows <= 3
-    assert s.runner.host("decode").queued_rows >= 20 - 3 - 1 - 2
+    assert s.runner.node("decode").engine.queued_rows >= 20 - 3 - 1 - 2
     doors.open_all()
     outcomes = await asyncio.wait_for(asyncio.gather(*futures), 20)
     assert all(outcome.error is None for outcome in outcomes)

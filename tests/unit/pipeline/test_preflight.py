@@ -16,7 +16,7 @@ from penstock.config.targets import split_targets
 from penstock.config.toml import describes_pipeline
 from penstock.errors import ConfigError
 from penstock.pipeline import preflight
-from penstock.pipeline.preflight import Checking
+from penstock.pipeline.preflight import PipelineCheck
 
 FLAGS: dict[str, object] = {
     **dict.fromkeys(("instances", "devices", "max_batch_size", "model", "compat", "host", "port")),
@@ -88,10 +88,10 @@ def test_a_check_apart_tells_what_is_wrong_and_loads_nothing_here(folder: Path) 
     (folder / "steps.py").write_text("import colorsys\ndef f(data): return data\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     before = set(sys.modules)
-    Checking({}).result()
-    Checking({str(folder / "net.toml"): False, str(folder / "python.toml"): True}).result()
+    PipelineCheck({}).result()
+    PipelineCheck({str(folder / "net.toml"): False, str(folder / "python.toml"): True}).result()
     (folder / "net.toml").write_text(NODE + "nxt = 3\n")
-    checking = Checking({str(folder / "net.toml"): False})
+    checking = PipelineCheck({str(folder / "net.toml"): False})
     with pytest.raises(ConfigError, match="nxt"):
         checking.result()
     assert not {"steps", "colorsys"} & (set(sys.modules) - before)
@@ -106,7 +106,7 @@ def test_a_check_that_dies_leaves_the_word_to_the_workers(folder: Path) -> None:
     (folder / "steps.py").write_text("import os\nos._exit(9)\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     before = children()
-    Checking({str(folder / "python.toml"): False}).result()
+    PipelineCheck({str(folder / "python.toml"): False}).result()
     assert children() <= before
 
 
@@ -115,7 +115,7 @@ def test_a_check_that_never_ends_is_ended(folder: Path, monkeypatch: pytest.Monk
     (folder / "steps.py").write_text("import time\ntime.sleep(3600)\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     before = children()
-    Checking({str(folder / "python.toml"): False}).result()
+    PipelineCheck({str(folder / "python.toml"): False}).result()
     assert children() <= before
 
 
@@ -123,7 +123,7 @@ def test_what_a_file_raises_when_it_is_imported_is_told(folder: Path) -> None:
     (folder / "steps.py").write_text("raise ValueError('no weights')\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     with pytest.raises(ConfigError, match="no weights"):
-        Checking({str(folder / "python.toml"): False}).result()
+        PipelineCheck({str(folder / "python.toml"): False}).result()
 
 
 def test_a_configuration_is_checked_with_its_pipelines(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runner: items through graphs, one outcome each, whatever becomes of their neighbours."""
+"""PipelineRunner: items through graphs, one outcome each, whatever becomes of their neighbours."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.errors import (
     LoadFailed,
     ModelNotReady,
 )
-from penstock.pipeline.graph import Each, Step
+from penstock.pipeline.graph import Each, NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
-from penstock.pipeline.runner import Runner
+from penstock.pipeline.runner import PipelineRunner
 
-A, B, C = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}), Step("Words", {"word": "c"})
+A, B, C = NodeStep("Words", {"word": "a"}), NodeStep("Words", {"word": "b"}), NodeStep("Words", {"word": "c"})
 
 
 def chain(make_graph: Any, **last: Any) -> Any:
@@ -84,7 +84,9 @@ async def test_the_name_of_a_node_means_nothing_where_there_is_one_node(stage, m
 
 
 async def test_nodes_work_at_the_same_time(stage, make_graph, doors) -> None:
-    graph = make_graph({"a": (Step("Door", {"gate": "a"}), "b", {}), "b": (Step("Door", {"gate": "b"}), "", {})})
+    graph = make_graph(
+        {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {})}
+    )
     s = await stage(graph)
     doors.door("a").set()
     first = s.put("1")
@@ -99,7 +101,7 @@ async def test_nodes_work_at_the_same_time(stage, make_graph, doors) -> None:
 
 async def test_steps_that_have_a_filter(stage, make_graph) -> None:
     graph = make_graph(
-        {"n": ((Step("Picky"), Step("Words", {"word": "!"}, "or"), Step("Words", {"word": "?"})), "", {})}
+        {"n": ((NodeStep("Picky"), NodeStep("Words", {"word": "!"}, "or"), NodeStep("Words", {"word": "?"})), "", {})}
     )
     s = await stage(graph)
     # "-" gives no result, so that the second step runs on the same data
@@ -128,13 +130,13 @@ async def test_a_node_with_run_runs_on_the_data_that_there_was(stage, make_graph
 
 def fork(make_graph: Any, **b: Any) -> Any:
     inputs = [("b", "result", "data"), ("c", "result", "other"), ("a", "own", "own")]
-    a = (A, Step("Own", {"key": "own", "value": "mine"}))
+    a = (A, NodeStep("Own", {"key": "own", "value": "mine"}))
     return make_graph(
         {
             "a": (a, "b c", {}),
             "b": (B, "d", b),
             "c": (C, "d", {}),
-            "d": (Step("Words", {"word": "d"}), "", {"inputs": inputs}),
+            "d": (NodeStep("Words", {"word": "d"}), "", {"inputs": inputs}),
         }
     )
 
@@ -161,7 +163,7 @@ async def test_an_item_that_ends_before_one_branch_is_not_run_on_the_other(stage
         {
             "a": ("Picky", "b c", {}),
             "b": (B, "", {}),
-            "c": (Step("Door", {"gate": "c"}), "", {"filter": "run"}),
+            "c": (NodeStep("Door", {"gate": "c"}), "", {"filter": "run"}),
         }
     )
     s = await stage(graph)
@@ -207,7 +209,7 @@ async def test_a_join_that_misses_a_field_names_it(stage, make_graph) -> None:
 
 async def test_an_item_cannot_begin_where_a_join_would_wait_for_ever(stage, make_graph) -> None:
     s = await stage(fork(make_graph))
-    with pytest.raises(BadRequest, match=r"cannot begin at node 'b': node 'd' takes what node 'a' gives"):
+    with pytest.raises(BadRequest, match=r"cannot begin at node 'b': node 'd' needs a field of node 'a'"):
         s.put("1", node="b")
     assert await s.results("1", node="d") == ["1d"]
 
@@ -216,8 +218,8 @@ async def test_an_item_is_done_when_all_outputs_are(stage, make_graph, doors) ->
     graph = make_graph(
         {
             "a": (A, "b c", {}),
-            "b": ((B, Step("Own", {"key": "label", "value": "cat"})), "", {}),
-            "c": ((Step("Door", {"gate": "c"}), Step("Own", {"key": "score", "value": "0.9"})), "", {}),
+            "b": ((B, NodeStep("Own", {"key": "label", "value": "cat"})), "", {}),
+            "c": ((NodeStep("Door", {"gate": "c"}), NodeStep("Own", {"key": "score", "value": "0.9"})), "", {}),
         }
     )
     s = await stage(graph)
@@ -257,7 +259,9 @@ async def test_arrays_that_two_branches_see_cannot_be_written(stage, make_graph,
 
 
 async def test_an_item_whose_time_is_over_is_not_run(stage, make_graph, doors) -> None:
-    s = await stage(make_graph({"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", {"max_batch": 1})}))
+    s = await stage(
+        make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1})})
+    )
     first = s.put("1")
     await doors.until("b", 1)
     late = await s.put("late", budget_s=0.3)
@@ -272,7 +276,7 @@ async def test_an_item_whose_time_is_over_is_not_run(stage, make_graph, doors) -
 
 async def test_a_node_may_have_a_deadline_of_its_own(stage, make_graph, doors) -> None:
     more = {"max_batch": 1, "deadline_s": 0.05}
-    s = await stage(make_graph({"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", more)}))
+    s = await stage(make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", more)}))
     first = s.put("1")
     await doors.until("b", 1)
     late = [s.put("late"), s.put("later", budget_s=20.0)]
@@ -282,7 +286,9 @@ async def test_a_node_may_have_a_deadline_of_its_own(stage, make_graph, doors) -
 
 
 async def test_an_item_that_is_cancelled_is_not_run_and_hears_nothing(stage, make_graph, doors) -> None:
-    s = await stage(make_graph({"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", {"max_batch": 1})}))
+    s = await stage(
+        make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1})})
+    )
     first = s.put("1")
     await doors.until("b", 1)
     gone = s.put("gone")
@@ -297,13 +303,13 @@ async def test_an_item_that_is_cancelled_is_not_run_and_hears_nothing(stage, mak
 
 
 async def test_an_item_that_is_cancelled_in_a_queue_leaves_it(stage, make_graph, doors) -> None:
-    s = await stage(make_graph({"a": (Step("Door", {"gate": "a"}), "", {"max_batch": 1})}))
+    s = await stage(make_graph({"a": (NodeStep("Door", {"gate": "a"}), "", {"max_batch": 1})}))
     first = s.put("1")
     await doors.until("a", 1)
     gone, journey, last = s.put("gone"), s.last, s.put("2")
-    assert s.runner.host("a").queued_rows == 2
+    assert s.runner.node("a").engine.queued_rows == 2
     journey.cancel()
-    assert s.runner.host("a").queued_rows == 1
+    assert s.runner.node("a").engine.queued_rows == 1
     doors.open_all()
     assert [(await item).error for item in (first, last)] == [None, None]
     assert not gone.done()
@@ -319,7 +325,7 @@ async def test_a_node_that_does_not_load_is_named(known, make_graph, monkeypatch
             raise OSError("no such device")
 
     monkeypatch.setitem(catalog._registered, "Broken", Broken)
-    runner = Runner(make_graph({"a": (A, "net", {}), "net": ("Broken", "", {})}))
+    runner = PipelineRunner(make_graph({"a": (A, "net", {}), "net": ("Broken", "", {})}))
     with pytest.raises(LoadFailed, match=r"node 'net': .*OSError: no such device"):
         await runner.start()
     with pytest.raises(ModelNotReady):
@@ -328,9 +334,9 @@ async def test_a_node_that_does_not_load_is_named(known, make_graph, monkeypatch
 
 async def test_an_unknown_op_and_a_wrong_parameter_are_told_at_start(known, make_graph) -> None:
     with pytest.raises(ConfigError, match=r"node 'a': unknown op 'Wodrs'.*did you mean 'Words'"):
-        await Runner(make_graph({"a": ("Wodrs", "", {})})).start()
+        await PipelineRunner(make_graph({"a": ("Wodrs", "", {})})).start()
     with pytest.raises(ConfigError, match=r"node 'a': Words has no parameter 'wrod'"):
-        await Runner(make_graph({"a": (Step("Words", {"wrod": "1"}), "", {})})).start()
+        await PipelineRunner(make_graph({"a": (NodeStep("Words", {"wrod": "1"}), "", {})})).start()
 
 
 @pytest.mark.parametrize(
@@ -345,21 +351,23 @@ async def test_an_unknown_op_and_a_wrong_parameter_are_told_at_start(known, make
 )
 def test_what_is_not_run_yet_is_refused(make_graph, more, what) -> None:
     with pytest.raises(ConfigError, match=f"node 'b': not supported yet: {what}"):
-        Runner(make_graph({"a": (A, "b", {}), "b": (B, "", more)}))
+        PipelineRunner(make_graph({"a": (A, "b", {}), "b": (B, "", more)}))
 
 
 def test_a_filter_of_a_step_that_is_not_run_yet_is_refused(make_graph) -> None:
-    with pytest.raises(ConfigError, match="node 'a', op 'Words': not supported yet: filter 'Target'"):
-        Runner(make_graph({"a": ((A, Step("Words", {}, "Target")), "", {})}))
+    with pytest.raises(ConfigError, match="node 'a': not supported yet: filter 'Target' of op 'Words'"):
+        PipelineRunner(make_graph({"a": ((A, NodeStep("Words", {}, "Target")), "", {})}))
 
 
 def test_a_join_must_say_what_it_takes(make_graph) -> None:
-    with pytest.raises(ConfigError, match=r"node 'd' follows b, c and says not what it takes of each"):
-        Runner(make_graph({"a": (A, "b c", {}), "b": (B, "d", {}), "c": (C, "d", {}), "d": (A, "", {})}))
+    with pytest.raises(ConfigError, match=r"node 'd' follows b, c but does not name the fields"):
+        PipelineRunner(make_graph({"a": (A, "b c", {}), "b": (B, "d", {}), "c": (C, "d", {}), "d": (A, "", {})}))
 
 
 async def test_closing_answers_what_was_accepted(stage, make_graph, doors) -> None:
-    s = await stage(make_graph({"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", {"max_batch": 1})}))
+    s = await stage(
+        make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1})})
+    )
     inside = [s.put(str(i)) for i in range(5)]
     await doors.until("b", 1)
     closing = asyncio.create_task(s.runner.close(20.0))
@@ -372,7 +380,9 @@ async def test_closing_answers_what_was_accepted(stage, make_graph, doors) -> No
 
 
 async def test_closing_without_patience_tells_who_still_waits(stage, make_graph, doors) -> None:
-    s = await stage(make_graph({"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", {"max_batch": 1})}))
+    s = await stage(
+        make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1})})
+    )
     inside = [s.put(str(i)) for i in range(3)]
     await doors.until("b", 1)
     await s.runner.close(0.0)

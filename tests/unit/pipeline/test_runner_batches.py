@@ -14,12 +14,12 @@ from penstock import metrics
 from penstock.errors import (
     QueueFull,
 )
-from penstock.pipeline.graph import Step
-from penstock.pipeline.meter import FLUSH_S
+from penstock.pipeline.engine import FLUSH_S
+from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
 
-A, B, C = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}), Step("Words", {"word": "c"})
+A, B, C = NodeStep("Words", {"word": "a"}), NodeStep("Words", {"word": "b"}), NodeStep("Words", {"word": "c"})
 
 
 def chain(make_graph: Any, **last: Any) -> Any:
@@ -30,7 +30,10 @@ async def test_a_node_runs_when_nothing_more_is_on_its_way(stage, make_graph, do
     """Items that are inside are waited for, up to `wait_s`; without any there is nothing to wait for."""
     more = {"max_batch": 4, "wait_s": 60.0}
     graph = make_graph(
-        {"a": (Step("Door", {"gate": "a"}), "b", {"max_batch": 1, "instances": 2}), "b": (Step("BatchWords"), "", more)}
+        {
+            "a": (NodeStep("Door", {"gate": "a"}), "b", {"max_batch": 1, "instances": 2}),
+            "b": (NodeStep("BatchWords"), "", more),
+        }
     )
     s = await stage(graph)
     doors.door("a").set()
@@ -62,7 +65,7 @@ async def test_items_of_other_shapes_do_not_share_a_batch_of_a_model(stage, make
 
 
 async def test_the_way_of_an_item_is_told(stage, make_graph) -> None:
-    graph = make_graph({"a": ("Identity", "b", {}), "b": (Step("BatchWords"), "", {"max_batch": 8})}, trace=True)
+    graph = make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("BatchWords"), "", {"max_batch": 8})}, trace=True)
     s = await stage(graph)
     outcomes = await asyncio.gather(*[s.put(str(i)) for i in range(4)])
     for o in outcomes:
@@ -73,7 +76,7 @@ async def test_the_way_of_an_item_is_told(stage, make_graph) -> None:
 
 
 async def test_a_way_tells_how_long_an_item_waited_and_ran(stage, make_graph, doors) -> None:
-    s = await stage(make_graph({"a": (Step("Door", {"gate": "a"}), "", {"max_batch": 1})}, trace=True))
+    s = await stage(make_graph({"a": (NodeStep("Door", {"gate": "a"}), "", {"max_batch": 1})}, trace=True))
     first = s.put("1")
     await doors.until("a", 1)
     second = s.put("2")
@@ -89,7 +92,7 @@ async def test_a_way_tells_how_long_an_item_waited_and_ran(stage, make_graph, do
 
 
 async def test_a_full_pipeline_refuses_at_once_hazard_6(stage, make_graph, doors) -> None:
-    graph = make_graph({"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", {})}, in_flight=5)
+    graph = make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {})}, in_flight=5)
     s = await stage(graph)
     inside = [s.put(str(i)) for i in range(5)]
     with pytest.raises(QueueFull, match="5 items are inside"):
@@ -104,7 +107,7 @@ async def test_a_slow_last_node_keeps_what_is_before_it_from_starting(stage, mak
         {
             "a": ("Identity", "b", {"max_batch": 4}),
             "b": ("Identity", "c", {"max_batch": 2, "queue": 3}),
-            "c": (Step("Door", {"gate": "c"}), "", {"max_batch": 1, "queue": 2}),
+            "c": (NodeStep("Door", {"gate": "c"}), "", {"max_batch": 1, "queue": 2}),
         },
         in_flight=64,
     )
@@ -124,7 +127,7 @@ async def test_bytes_that_wait_are_bounded_but_one_large_item_passes(stage, make
     graph = make_graph(
         {
             "a": ("Identity", "b", {"max_batch": 1}),
-            "b": (Step("Door", {"gate": "b"}), "", {"max_batch": 1, "queue": 50, "queue_bytes": 2500}),
+            "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1, "queue": 50, "queue_bytes": 2500}),
         }
     )
     s = await stage(graph)
@@ -151,7 +154,7 @@ async def test_a_node_does_not_linger_for_items_that_wait_for_room_before_it(sta
 
 async def test_who_lingers_hears_of_a_batch_that_nobody_waits_for_any_more(stage, make_graph, doors) -> None:
     graph = make_graph(
-        {"a": (Step("Door", {"gate": "a"}), "b", {}), "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 60.0})}
+        {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 60.0})}
     )
     s = await stage(graph)
     gone = s.put("gone")
@@ -202,14 +205,14 @@ async def test_what_ops_count_goes_the_same_way(stage, make_graph, monkeypatch) 
 async def test_a_wait_below_a_millisecond_is_slept_and_not_spun_hazard_7(stage, make_graph, doors) -> None:
     graph = make_graph(
         {
-            "a": (Step("Door", {"gate": "a"}), "b", {}),
+            "a": (NodeStep("Door", {"gate": "a"}), "b", {}),
             "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 0.0007}),
         }
     )
     s = await stage(graph)
     other = s.put("2")
     await doors.until("a", 1)
-    batcher = s.runner._hosts["b"].batcher
+    batcher = s.runner.node("b").engine.batcher
     turns = []
     poll = batcher.scheduler.poll
     batcher.scheduler.poll = lambda now: (turns.append(now), poll(now))[1]
@@ -232,7 +235,7 @@ async def test_a_full_batch_does_not_wait_behind_a_head_of_another_shape_hazard_
 
     monkeypatch.setitem(catalog._registered, "Shaped", Shaped)
     graph = make_graph(
-        {"a": (Step("Door", {"gate": "a"}), "b", {}), "b": ("Shaped", "", {"max_batch": 2, "wait_s": 60.0})}
+        {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": ("Shaped", "", {"max_batch": 2, "wait_s": 60.0})}
     )
     s = await stage(graph)
     coming = s.put("1")  # so that a lone item waits
@@ -248,7 +251,7 @@ async def test_a_full_batch_does_not_wait_behind_a_head_of_another_shape_hazard_
 
 
 async def test_work_without_a_model_is_never_held_for_more(stage, make_graph, doors) -> None:
-    nodes = {"a": (Step("Door", {"gate": "a"}), "b", {}), "b": (B, "", {"wait_s": 60.0})}
+    nodes = {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": (B, "", {"wait_s": 60.0})}
     s = await stage(make_graph(nodes))
     other = s.put("2")
     await doors.until("a", 1)
@@ -270,7 +273,7 @@ async def test_room_is_twice_what_runs_at_once_and_few_for_slices(stage, make_gr
 
 
 async def test_what_is_urgent_goes_first_at_every_node(stage, make_graph, doors) -> None:
-    nodes = {"a": ("Identity", "b", {}), "b": (Step("Door", {"gate": "b"}), "", {"max_batch": 1, "queue": 10})}
+    nodes = {"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1, "queue": 10})}
     s = await stage(make_graph(nodes))
     first = s.put("first")
     await doors.until("b", 1)
@@ -289,9 +292,9 @@ async def test_room_that_a_late_item_leaves_is_used_at_once(stage, make_graph, d
     late = {"max_batch": 1, "queue": 1, "deadline_s": 0.05, "on_error": "skip"}
     graph = make_graph(
         {
-            "a": (Step("Door", {"gate": "a"}), "b", {"max_batch": 1}),
-            "b": (Step("Door", {"gate": "b"}), "c", late),
-            "c": (Step("Door", {"gate": "c"}), "", {"max_batch": 1, "queue": 9}),
+            "a": (NodeStep("Door", {"gate": "a"}), "b", {"max_batch": 1}),
+            "b": (NodeStep("Door", {"gate": "b"}), "c", late),
+            "c": (NodeStep("Door", {"gate": "c"}), "", {"max_batch": 1, "queue": 9}),
         }
     )
     s = await stage(graph)

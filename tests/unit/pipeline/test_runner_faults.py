@@ -16,11 +16,11 @@ from penstock.errors import (
     ModelNotReady,
     WorkerDied,
 )
-from penstock.pipeline.graph import Step
+from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
 
-A, B, C = Step("Words", {"word": "a"}), Step("Words", {"word": "b"}), Step("Words", {"word": "c"})
+A, B, C = NodeStep("Words", {"word": "a"}), NodeStep("Words", {"word": "b"}), NodeStep("Words", {"word": "c"})
 
 
 def chain(make_graph: Any, **last: Any) -> Any:
@@ -29,14 +29,14 @@ def chain(make_graph: Any, **last: Any) -> Any:
 
 async def test_one_bad_item_fails_alone_hazard_1(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
-    s = await stage(make_graph({"a": (Step("BatchWords", {"word": "!"}), "", {"max_batch": 8})}))
+    s = await stage(make_graph({"a": (NodeStep("BatchWords", {"word": "!"}), "", {"max_batch": 8})}))
     data = ["1", "2", "x", "4", "5", "6", "7"]
     assert await s.results(*data) == ["1!", "2!", "item_failed", "4!", "5!", "6!", "7!"]
 
 
 async def test_a_bad_item_does_not_let_its_neighbours_pass_steps_by_hazard_4(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
-    steps = ("Picky", Step("BatchWords", {"word": "1"}), B, Step("BatchWords", {"word": "2"}))
+    steps = ("Picky", NodeStep("BatchWords", {"word": "1"}), B, NodeStep("BatchWords", {"word": "2"}))
     s = await stage(make_graph({"a": (steps, "", {"max_batch": 8})}))
     assert await s.results("x", "g", "h") == ["item_failed", "g1b2", "h1b2"]
     assert await s.results("-", "g", "x", "h") == [None, "g1b2", "item_failed", "h1b2"]
@@ -112,7 +112,7 @@ async def test_an_op_that_hangs_costs_its_own_items_only(stage, make_graph, door
         {
             "a": ("Identity", "b", {}),
             "b": (
-                Step("Door", {"gate": "b"}),
+                NodeStep("Door", {"gate": "b"}),
                 "",
                 {"run_timeout_s": 0.4, "instances": 1, "max_batch": 1, "idempotent": False},
             ),
@@ -130,7 +130,7 @@ async def test_an_op_that_hangs_costs_its_own_items_only(stage, make_graph, door
 
 async def test_a_node_whose_instance_is_gone_says_so(stage, make_graph, monkeypatch) -> None:
     s = await stage(make_graph({"a": (A, "", {})}))
-    monkeypatch.setattr(s.runner._hosts["a"].handle, "state", "DRAINING")
+    monkeypatch.setattr(s.runner.node("a").engine.handle, "state", "DRAINING")
     with pytest.raises(ModelNotReady, match="node 'a': model 'a' is draining"):
         s.put("1")
     assert s.runner.in_flight == 0
@@ -188,7 +188,7 @@ async def test_an_op_that_ends_its_thread_costs_its_own_items_only(stage, make_g
 
 async def test_a_node_that_may_be_skipped_is_so_when_it_takes_too_long(stage, make_graph, doors) -> None:
     soft = {"max_batch": 1, "on_error": "skip", "deadline_s": 0.05}
-    nodes = {"a": (A, "b", {}), "b": (Step("Door", {"gate": "b"}), "c", soft), "c": (C, "", {})}
+    nodes = {"a": (A, "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "c", soft), "c": (C, "", {})}
     s = await stage(make_graph(nodes))
     first = s.put("1")
     await doors.until("b", 1)

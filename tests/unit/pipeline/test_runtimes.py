@@ -13,7 +13,7 @@ from msgspec import structs
 from penstock.errors import ConfigError, LoadFailed
 from penstock.pipeline import runtimes
 from penstock.pipeline.collate import normalizations
-from penstock.pipeline.runtimes import OPENVINO, Wanted, cores, open_program, resolve
+from penstock.pipeline.runtimes import OPENVINO, ModelFile, cores, open_program, resolve
 from penstock.runtimes import onnx as loaders
 from penstock.runtimes.tensors import Input
 from support.files import write_onnx
@@ -59,20 +59,20 @@ def has(monkeypatch):
 )
 def test_the_runtime_follows_key_and_device(net, has, runtime, device, providers, expected):
     has(*providers)
-    assert resolve(Wanted(net, runtime=runtime), device) == expected
+    assert resolve(ModelFile(net, runtime=runtime), device) == expected
 
 
 @pytest.mark.parametrize("name", ["net.pt", "net.PTH", "net.pt2", "net.ts"])
 def test_files_of_pytorch_are_run_by_it(tmp_path, name):
     (tmp_path / name).touch()
-    assert resolve(Wanted(str(tmp_path / name)), "cuda:1") == ("torch", "cuda:1")
-    with pytest.raises(ConfigError, match=r"runtime: found cpu for .*, which is a file of PyTorch; expected auto"):
-        resolve(Wanted(str(tmp_path / name), runtime="cpu"), "cpu")
+    assert resolve(ModelFile(str(tmp_path / name)), "cuda:1") == ("torch", "cuda:1")
+    with pytest.raises(ConfigError, match=r"runtime: found cpu for .*, which is a PyTorch file; expected auto"):
+        resolve(ModelFile(str(tmp_path / name), runtime="cpu"), "cpu")
 
 
 def test_pytorch_runs_no_onnx_file(net):
     with pytest.raises(ConfigError, match=r"runtime: found torch for .*, which is an ONNX file; expected auto"):
-        resolve(Wanted(net, runtime="torch"), "cpu")
+        resolve(ModelFile(net, runtime="torch"), "cpu")
 
 
 # ---- files
@@ -81,17 +81,19 @@ def test_pytorch_runs_no_onnx_file(net):
 def test_what_is_no_model_file_is_told(tmp_path):
     (tmp_path / "net.trt").write_bytes(b"engine")
     (tmp_path / "net.bin").touch()
-    with pytest.raises(ConfigError, match=r"found .*net\.trt, expected a file \.onnx.*an engine is bound to"):
-        resolve(Wanted(str(tmp_path / "net.trt")), "cpu")
+    with pytest.raises(
+        ConfigError, match=r"found .*net\.trt, expected a file \.onnx.*an engine works with one version"
+    ):
+        resolve(ModelFile(str(tmp_path / "net.trt")), "cpu")
     with pytest.raises(ConfigError, match=r"found .*net\.bin, expected a file \.onnx, \.pt, \.pth, \.pt2 or \.ts$"):
-        resolve(Wanted(str(tmp_path / "net.bin")), "cpu")
+        resolve(ModelFile(str(tmp_path / "net.bin")), "cpu")
     with pytest.raises(LoadFailed, match=r"is a folder, expected a file such as .*model\.onnx"):
-        resolve(Wanted(str(tmp_path)), "cpu")
+        resolve(ModelFile(str(tmp_path)), "cpu")
 
 
 def test_an_engine_without_its_model_is_told(tmp_path):
     (tmp_path / "net.trt").write_bytes(b"engine")
-    wanted = Wanted(str(tmp_path / "net.onnx"), cache=str(tmp_path / "net.trt"))
+    wanted = ModelFile(str(tmp_path / "net.onnx"), cache=str(tmp_path / "net.trt"))
     with pytest.raises(LoadFailed, match=r"no file .*net\.onnx; model::cache .*net\.trt alone is not enough"):
         resolve(wanted, "cpu")
     with pytest.raises(LoadFailed, match=r"no file .*net\.onnx$"):
@@ -104,15 +106,15 @@ def test_content_that_is_no_model_is_told(tmp_path, net):
     for content in (b"", b"no model", whole[: len(whole) // 2]):
         (tmp_path / "bad.onnx").write_bytes(content)
         with pytest.raises(LoadFailed, match=r"bad\.onnx cannot be loaded"):
-            open_program(Wanted(str(tmp_path / "bad.onnx")), "cpu")
+            open_program(ModelFile(str(tmp_path / "bad.onnx")), "cpu")
 
 
 def test_a_file_that_others_wrote_where_engines_shall_be_kept_is_told_once(tmp_path, net, caplog):
     (tmp_path / "net.trt").write_bytes(b"engine")
     for _ in range(2):
-        open_program(Wanted(net, cache=str(tmp_path / "net.trt")), "cpu")
+        open_program(ModelFile(net, cache=str(tmp_path / "net.trt")), "cpu")
     (record,) = caplog.records
-    assert "model=net.trt key=model::cache found='a file that others wrote'" in record.getMessage()
+    assert "model=net.trt key=model::cache found='a file from another program'" in record.getMessage()
     assert (tmp_path / "net.trt").read_bytes() == b"engine"
 
 
@@ -120,29 +122,29 @@ def test_a_file_that_others_wrote_where_engines_shall_be_kept_is_told_once(tmp_p
 
 
 def test_instances_on_the_cpu_share_a_session(net, tmp_path):
-    first, second = (open_program(Wanted(net), "cpu").program for _ in range(2))
+    first, second = (open_program(ModelFile(net), "cpu").program for _ in range(2))
     assert first is second
-    assert open_program(Wanted(net, threads=2), "cpu").program is not first
-    assert open_program(Wanted(write(tmp_path / "b.onnx")), "cpu").program is not first
+    assert open_program(ModelFile(net, threads=2), "cpu").program is not first
+    assert open_program(ModelFile(write(tmp_path / "b.onnx")), "cpu").program is not first
 
 
 @pytest.mark.parametrize(("threads", "instances", "expected"), [(1, 8, 1), (2, 1, 2), (4, 4, 13)])
 def test_the_threads_of_all_instances_are_in_the_session_that_they_share(net, gpu, threads, instances, expected):
     """ONNX Runtime runs a call in the thread that makes it, too: 4 callers and 12 helpers are 4 threads for each."""
-    open_program(Wanted(net, threads=threads, instances=instances), "cpu")
+    open_program(ModelFile(net, threads=threads, instances=instances), "cpu")
     assert gpu[-1] == ("CPU", {"device": "cpu", "graph": None, "threads": expected})
 
 
 def test_a_file_that_is_written_anew_is_opened_anew(net, tmp_path):
-    first = open_program(Wanted(net), "cpu").program
+    first = open_program(ModelFile(net), "cpu").program
     write(tmp_path / "new.onnx", 2.0)
     os.utime(tmp_path / "new.onnx", ns=(1, 1))
     os.replace(tmp_path / "new.onnx", net)
-    assert open_program(Wanted(net), "cpu").program is not first
+    assert open_program(ModelFile(net), "cpu").program is not first
 
 
 def test_a_session_goes_with_its_last_instance(net):
-    program = open_program(Wanted(net), "cpu").program
+    program = open_program(ModelFile(net), "cpu").program
     assert [key for key in runtimes._shared if key[0] == net]
     del program
     assert not [key for key in runtimes._shared if key[0] == net]
@@ -150,7 +152,7 @@ def test_a_session_goes_with_its_last_instance(net):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_opens_its_own(net):
-    first = open_program(Wanted(net), "cpu").program
+    first = open_program(ModelFile(net), "cpu").program
     read, write_end = os.pipe()
     child = os.fork()
     if not child:
@@ -177,14 +179,14 @@ def test_cores_are_those_that_the_process_is_given(monkeypatch):
 
 def test_a_precision_that_the_cpu_has_not_is_warned_of_once(net, caplog):
     for _ in range(2):
-        open_program(Wanted(net, precision="fp16"), "cpu")
+        open_program(ModelFile(net, precision="fp16"), "cpu")
     (record,) = caplog.records
-    assert "found='fp16, which the CPU has not' consequence='it runs in fp32" in record.getMessage()
+    assert "found='fp16, which the CPU does not have' consequence='it runs in fp32" in record.getMessage()
 
 
 def test_the_best_precision_is_what_there_is(net, caplog):
     with caplog.at_level(logging.WARNING):
-        open_program(Wanted(net, precision="best"), "cpu")
+        open_program(ModelFile(net, precision="best"), "cpu")
     assert caplog.records == []
 
 
@@ -212,7 +214,7 @@ def gpu(monkeypatch, has):
 
 
 def test_tensorrt_gets_what_the_node_says(net, gpu):
-    wanted = Wanted(net, precision="fp16", cache="net.trt", rows=(2, 8))
+    wanted = ModelFile(net, precision="fp16", cache="net.trt", rows=(2, 8))
     found = open_program(wanted, "cuda:1")
     assert (found.gpu, found.raw) == (True, False)
     ((name, keys),) = gpu
@@ -228,7 +230,7 @@ def test_tensorrt_gets_what_the_node_says(net, gpu):
 
 
 def test_each_instance_on_a_gpu_has_a_session(net, gpu):
-    assert open_program(Wanted(net), "cuda:0").program is not open_program(Wanted(net), "cuda:0").program
+    assert open_program(ModelFile(net), "cuda:0").program is not open_program(ModelFile(net), "cuda:0").program
 
 
 def test_where_tensorrt_does_not_run_cuda_does(net, gpu, monkeypatch, caplog):
@@ -237,18 +239,18 @@ def test_where_tensorrt_does_not_run_cuda_does(net, gpu, monkeypatch, caplog):
 
     monkeypatch.setattr(loaders, "open_tensorrt", refuse)
     for _ in range(2):
-        assert open_program(Wanted(net, precision="fp16"), "cuda:0").gpu
+        assert open_program(ModelFile(net, precision="fp16"), "cuda:0").gpu
     assert [name for name, _ in gpu] == ["CUDA", "CUDA"]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "TensorRT does not run it (there is no libnvinfer)" in told[0]
-    assert "fp16, which cuda on cuda:0 has not" in told[1]
+    assert "fp16, which cuda on cuda:0 does not have" in told[1]
     with pytest.raises(LoadFailed, match="no libnvinfer"):
-        open_program(Wanted(net, runtime="tensorrt"), "cuda:0")
+        open_program(ModelFile(net, runtime="tensorrt"), "cuda:0")
 
 
 def test_best_is_fp16_by_tensorrt(net, gpu, caplog):
-    open_program(Wanted(net, precision="best"), "cuda:0")
+    open_program(ModelFile(net, precision="best"), "cuda:0")
     assert gpu[0][1]["precision"] == "fp16"
     assert caplog.records == []
 
@@ -261,10 +263,10 @@ def test_a_graph_of_pixels_is_asked_for_with_its_inputs(tmp_path, gpu, monkeypat
         asked.extend(inputs)
         return {}
 
-    assert not open_program(Wanted(path), "cuda:0", normalize).raw
+    assert not open_program(ModelFile(path), "cuda:0", normalize).raw
     assert asked == [Input("x", "FP32", (-1, 4))]
-    with pytest.raises(ConfigError, match="the model has none"):
-        open_program(Wanted(path), "cuda:0", lambda inputs: normalizations(inputs, (1.0,), ()))
+    with pytest.raises(ConfigError, match="the model takes none"):
+        open_program(ModelFile(path), "cuda:0", lambda inputs: normalizations(inputs, (1.0,), ()))
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="needs ONNX Runtime without CUDA")
@@ -272,7 +274,7 @@ def test_a_graph_of_pixels_is_asked_for_with_its_inputs(tmp_path, gpu, monkeypat
 def test_a_runtime_that_is_not_there_is_told(net, runtime):
     package = "onnxruntime-openvino" if runtime == "openvino" else "onnxruntime-gpu|TensorRT provider"
     with pytest.raises(LoadFailed, match=package):
-        open_program(Wanted(net, runtime=runtime), "cpu")
+        open_program(ModelFile(net, runtime=runtime), "cpu")
 
 
 def test_openvino_is_a_provider_of_its_own(net, has, monkeypatch):
@@ -284,5 +286,5 @@ def test_openvino_is_a_provider_of_its_own(net, has, monkeypatch):
 
     has(OPENVINO)
     monkeypatch.setattr(ort, "InferenceSession", session)
-    open_program(Wanted(net, runtime="openvino", threads=3, instances=2), "cpu")
+    open_program(ModelFile(net, runtime="openvino", threads=3, instances=2), "cpu")
     assert got == [[(OPENVINO, {"device_type": "CPU", "num_of_threads": 6}), loaders.CPU]]

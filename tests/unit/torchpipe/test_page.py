@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import penstock.torchpipe as torchpipe
-from penstock.pipeline.check import FILTERS
-from penstock.pipeline.keys import NODE, torchpipe_keys
+from penstock.pipeline.dialect import TORCHPIPE
+from penstock.pipeline.graph import NODE_FILTERS
+from penstock.pipeline.keys import NODE
 from penstock.pipeline.lower import flatten, parse
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.parameters import parameters_of
@@ -19,8 +20,8 @@ PAGE = (Path(__file__).parents[3] / "docs" / "migrate-from-torchpipe.md").read_t
 STATES = {"works", "differently", "later", "ignored", "never"}
 OF_CODE = {
     "used": {"works", "differently"},
-    "held": {"later"},
-    "no meaning here": {"ignored"},
+    "accepted": {"later"},
+    "ignored": {"ignored"},
     "not supported": {"never"},
 }
 PENSTOCKS_OWN = {"Model", "OnnxTensor", "OpenvinoTensor"}
@@ -49,10 +50,10 @@ def test_every_row_has_a_state(section: str) -> None:
 
 def test_every_key_is_there_in_the_state_that_the_code_has() -> None:
     found = rows("Keys")
-    for key in torchpipe_keys():
+    for key in TORCHPIPE.values():
         assert found[key.name] in OF_CODE[key.state], key.name
     of_ops = {p for name in catalog.names() for p in parameters_of(catalog.find(name))}
-    coded = {key.name for key in torchpipe_keys()}
+    coded = set(TORCHPIPE)
     for name in found.keys() - coded - {"&", "\\|"}:
         assert (found[name] == "works") == (name in of_ops or name in NODE), name
 
@@ -72,7 +73,7 @@ def test_scopes_and_sequences_vanish(scope: str) -> None:
 
 def test_every_filter_that_runs_is_there() -> None:
     found = rows("Filters")
-    assert {*FILTERS, "run"} <= {name for name, state in found.items() if state == "works"}
+    assert {*NODE_FILTERS, "run"} <= {name for name, state in found.items() if state == "works"}
 
 
 def test_every_name_is_there_and_those_without_a_counterpart_are_never() -> None:

@@ -1,7 +1,7 @@
-"""Op: one step of a pipeline's node. Rows in = rows out, and an item that fails, fails alone.
+"""Op: one step of a pipeline's node, and the checks of its input. An item that fails fails alone.
 
-An op is made once for each instance of its node, and called in that instance's thread only. The keyword parameters of
-its `__init__`, with annotations and defaults, are the keys that a node may set for it: there is no other list of them.
+Each instance of a node creates its own ops and calls them in its own thread. The keyword parameters of an op's
+`__init__`, with their annotations and defaults, are the keys that a node may set.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadRequest
 
+Array = NDArray[Any]
+MAT_TYPES = ("uint8", "float32")
+
 Fields = dict[str, Any]
-"""What is known of one item, by name. `data` is what the op is given, `result` what it gave; others are free."""
+"""The fields of one item by name. `data` is the op's input and `result` its output; others are free."""
 
 DATA, RESULT, BOX, NODE_NAME, CONTEXT, EVENT = "data", "result", "_box", "node_name", "context", "event"
 """Names of fields with a meaning, spelled as TorchPipe's keys are."""
 
 
 class Op:
-    """What every op declares of itself.
+    """The declarations of an op.
 
-    `reads` and `writes` are fields beside `data` and `result`; `writes = None` says that it may write any. `takes` and
-    `gives` are kinds of `data` and `result`: "bytes" (an encoded image), "mat" (an array `[height, width, channels]`
-    or `[height, width]`, uint8 or float32), "tensor" (an array whose axis 0 is rows, 1 for one item: `[1, ...]`), or
-    "any".
+    `reads` and `writes` are fields besides `data` and `result`; `writes = None` means any field. `takes` and `gives`
+    are the kinds of `data` and `result`: "bytes" (an encoded image), "mat" (an array `[height, width, channels]` or
+    `[height, width]`, uint8 or float32), "tensor" (an array whose axis 0 is rows, `[1, ...]` for one item), or "any".
     """
 
     reads: ClassVar[tuple[str, ...]] = ()
@@ -35,44 +37,56 @@ class Op:
     takes: ClassVar[str] = "any"
     gives: ClassVar[str] = "any"
     brackets: ClassVar[str] = ""  # the parameter that text in brackets sets, as in Python[pkg.mod:Class]
-    wraps: ClassVar[bool] = False  # whether ops may stand in its brackets, which are run before it: Result2Key[X]
+    wraps: ClassVar[bool] = False  # whether its brackets contain ops that run before it, as in Result2Key[X]
 
     def load(self, device: str) -> None:
         """Called once, in the instance's thread, before the first item. `device` is "cpu", "cuda:0" ..."""
 
     def unload(self) -> None:
-        """Called once, when the instance ends in order."""
+        """Called once, when the instance shuts down normally."""
 
     def note(self) -> str:
-        """What a user should know of the op as it is configured, in one line for `penstock pipeline check`; or ""."""
+        """A note for the user about this configuration, in one line for `penstock pipeline check`; or ""."""
         return ""
 
 
 class ItemOp(Op):
-    """An op that looks at one item. Those of a node that follow each other become one call."""
+    """An op that processes one item. Consecutive ones of a node become one call."""
 
     def __call__(self, data: Any, fields: Fields) -> Any:
-        """The result of one item. It may look at and set other fields. Raises what that item fails with."""
+        """The result of one item. It may read and set other fields. An exception fails the item."""
         raise NotImplementedError
+
+
+class MatOp(ItemOp):
+    """An op from an image to an image."""
+
+    takes = "mat"
+    gives = "mat"
+
+
+class TensorOp(ItemOp):
+    """An op from a tensor to a tensor."""
+
+    takes = "tensor"
+    gives = "tensor"
 
 
 class BatchOp(Op):
-    """An op that looks at many items at once: a model."""
+    """An op that processes many items at once: a model."""
 
-    max_rows: int | None = None  # the most it can take, known once it is loaded; None: any number
+    max_rows: int | None = None  # most items of one call, known when it is loaded; None: any number
 
     def __call__(self, data: list[Any], fields: list[Fields]) -> Sequence[Any]:
-        """A result for each item, in their order; an exception in place of one fails that item alone. What it raises is
-        every item's, unless the node may be run again in halves."""
+        """A result for each item, in order. An exception as a result fails that item alone.
+
+        If the call raises, the node runs it again in halves, or all items fail.
+        """
         raise NotImplementedError
 
 
-Array = NDArray[Any]
-MAT_TYPES = ("uint8", "float32")
-
-
 def found(value: Any) -> str:
-    """What a value is, in few words: `uint8 array [480, 640, 3]`, `str`."""
+    """A short description of a value: `uint8 array [480, 640, 3]`, `str`."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} array {list(value.shape)}"
     if isinstance(value, list):
@@ -81,9 +95,9 @@ def found(value: Any) -> str:
 
 
 def as_mat(data: Any, op: str, *, any_type: bool = False) -> Array:
-    """The value, if it is an image: an array `[height, width]` or `[height, width, 1 to 4]`, uint8 or float32.
+    """The value if it is an image: `[height, width]` or `[height, width, 1 to 4]`, uint8 or float32.
 
-    Raises BadRequest. `any_type` lets other numbers pass.
+    `any_type` also accepts other number types. Raises BadRequest.
     """
     if not isinstance(data, np.ndarray):
         raise BadRequest(f"{op} found {found(data)}, expected an image (an array [height, width, channels])")
@@ -95,11 +109,10 @@ def as_mat(data: Any, op: str, *, any_type: bool = False) -> Array:
     return data
 
 
-def as_tensor(data: Any, op: str, ndim: int | None = None) -> Array:
-    """The value, if it is an array of numbers with `ndim` axes, axis 0 its rows. Raises BadRequest."""
+def as_tensor(data: Any, op: str) -> Array:
+    """The value if it is an array of numbers whose axis 0 is rows. Raises BadRequest."""
     if not isinstance(data, np.ndarray) or data.dtype.kind not in "biuf":
         raise BadRequest(f"{op} found {found(data)}, expected a tensor (an array of numbers)")
-    if data.ndim == 0 or 0 in data.shape or (ndim is not None and data.ndim != ndim):
-        shape = "[rows, ...]" if ndim is None else f"{ndim} axes"
-        raise BadRequest(f"{op} found {found(data)}, expected {shape}, none of them empty")
+    if data.ndim == 0 or 0 in data.shape:
+        raise BadRequest(f"{op} found {found(data)}, expected [rows, ...], none of them empty")
     return data

@@ -24,7 +24,7 @@ _SPLIT = re.compile(r"[,\s]+")
 _DOC = re.compile(r"^\s*- `(\w+)`: (.+?)(?=^\s*- `|^\s*$|\Z)", re.MULTILINE | re.DOTALL)
 
 
-class Parameter(Struct, frozen=True):
+class OpParameter(Struct, frozen=True):
     """One key of an op. `default` is REQUIRED where it must be set."""
 
     name: str
@@ -37,7 +37,7 @@ class Parameter(Struct, frozen=True):
         return self.default is REQUIRED
 
 
-def parameters_of(cls: type[Op]) -> dict[str, Parameter]:
+def parameters_of(cls: type[Op]) -> dict[str, OpParameter]:
     """The keys that may be set for an op, by name. Lines "- `name`: text" of docstrings tell what they are."""
     if cls.__init__ is object.__init__:
         return {}
@@ -48,7 +48,7 @@ def parameters_of(cls: type[Op]) -> dict[str, Parameter]:
         for name, text in _DOC.findall(inspect.cleandoc(base.__doc__ or ""))
     }
     return {
-        p.name: Parameter(p.name, hints.get(p.name, Any), p.default, docs.get(p.name, ""))
+        p.name: OpParameter(p.name, hints.get(p.name, Any), p.default, docs.get(p.name, ""))
         for p in list(inspect.signature(cls.__init__).parameters.values())[1:]
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }

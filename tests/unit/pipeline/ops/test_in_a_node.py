@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 
 from penstock.errors import BadRequest, DecodeError, ItemFailed
-from penstock.pipeline.graph import Node, Step
+from penstock.pipeline.graph import Node, NodeStep
 from penstock.pipeline.node import NodeModel, Visit
 from penstock.pipeline.ops import catalog
 
 PREPARE = (
-    Step("DecodeMat"),
-    Step("ResizeMat", {"resize_h": "20", "resize_w": "30"}, "swap"),
-    Step("CvtColorMat", {"color": "rgb"}, "swap"),
-    Step("Mat2Tensor", {}, "swap"),
+    NodeStep("DecodeMat"),
+    NodeStep("ResizeMat", {"resize_h": "20", "resize_w": "30"}, "swap"),
+    NodeStep("CvtColorMat", {"color": "rgb"}, "swap"),
+    NodeStep("Mat2Tensor", {}, "swap"),
 )
 
 
@@ -26,7 +26,7 @@ PREPARE = (
 def node():
     made = []
 
-    def make(*steps: Step) -> NodeModel:
+    def make(*steps: NodeStep) -> NodeModel:
         model = NodeModel(Node("prepare", steps=steps))
         model.load("cpu")
         made.append(model)
@@ -117,7 +117,7 @@ def test_the_first_of_a_batch_that_is_bad_moves_no_neighbour(node, encode):
     ],
 )
 def test_mats_and_boxes_that_are_none_fail_alone(node, data, box):
-    model = node(Step("CropMat"), Step("ResizeMat", {"resize_h": 2, "resize_w": 2}, "swap"))
+    model = node(NodeStep("CropMat"), NodeStep("ResizeMat", {"resize_h": 2, "resize_w": 2}, "swap"))
     good = {"data": np.full((8, 8, 3), 7, np.uint8), "_box": [1, 1, 5, 5]}
     first, bad, last = results(model, [good, {"data": data, "_box": box}, good])
     assert np.array_equal(first, np.full((2, 2, 3), 7))
@@ -142,7 +142,7 @@ def test_no_op_breaks_on_data_that_is_nothing(node, tmp_path):
         size = {"resize_h": 2, "resize_w": 2} if "Resize" in name and "Dynamic" not in name else {}
         frame = {"max_h": 2, "max_w": 2} if "Pad" in name or "FixRatio" in name else {}
         given = params.get(name) or ({} if "Dynamic" in name else frame or size)
-        model = node(Step(name, given))
+        model = node(NodeStep(name, given))
         for data in (None, 3, "text", [], np.array(3), np.zeros((2, 0)), np.array(["x"]), object()):
             (answer,) = model.predict([Visit({"data": data, "_box": data, "color": data}, False)])
             looked += 1

@@ -8,7 +8,7 @@ from penstock.errors import ConfigError, LoadFailed
 from penstock.pipeline.ops.base import ItemOp
 from penstock.pipeline.ops.parameters import (
     REQUIRED,
-    Parameter,
+    OpParameter,
     check_params,
     convert,
     make_op,
@@ -56,7 +56,7 @@ class Bare(ItemOp):
 def test_the_keys_of_an_op_are_the_parameters_of_its_init():
     found = parameters_of(Base)
     assert list(found) == ["size", "color", "mean"]
-    assert found["size"] == Parameter("size", int, REQUIRED, "how large it is.")
+    assert found["size"] == OpParameter("size", int, REQUIRED, "how large it is.")
     assert found["size"].required
     assert not found["mean"].required
     assert parameters_of(Bare) == {}

@@ -1,0 +1,331 @@
+"""NodeEngine: the queue, batches and instances of one running node. Backpressure: how much each node may start.
+
+Credits are derived from the queues whenever a batch could start. Nothing is handed out, so nothing leaks when an item
+fails, expires, is cancelled, or loses its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from penstock import metrics
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.batching.entry import INF
+from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.policies.linger import Linger
+from penstock.core.contracts import BatchRecord, Observer
+from penstock.core.engine.batcher import Batcher, Call
+from penstock.core.engine.handle import ModelHandle
+from penstock.core.transports.thread import ThreadTransport
+from penstock.core.worker.spec import WorkerSpec, Wrapped
+from penstock.errors import LoadFailed, PenstockError
+from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.node import BatchStamp, NodeModel, SharedState
+from penstock.pipeline.placement import chain
+from penstock.types import Item, Sink
+
+QUEUED_BATCHES = 2  # batches that may wait for each instance, without `queue`
+QUEUE_BYTES = 64 * 2**20  # bytes of `data` that may wait for a node, without `queue_bytes`
+WAITS_S = 30.0  # shortest queue timeout of a node; a node with long runs allows four of them
+UNLIMITED = 2**31  # the batcher's own bounds, which backpressure replaces
+SLICE_S = 0.005  # target duration of a batch without a model; longer batches gain nothing and delay other items
+GPU_WAIT_S = 0.002  # without `wait_s`
+FLUSH_S = 0.05
+
+WRAPPER = f"{NodeModel.__module__}:{NodeModel.__qualname__}"
+
+
+class NodeEngine:
+    """Queues the items of a node and runs its batches in threads.
+
+    `shared` is the common state of the instances of each node, including those that run in the call of another.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        node: Node,
+        backpressure: Backpressure,
+        observers: Sequence[Observer],
+        shared: Mapping[str, SharedState],
+    ) -> None:
+        self.name, self.node = node.name, node
+        self.chained = chain(graph, node.name)  # nodes that run in the same call
+        self.row_bytes = 0.0  # moving average of the bytes of `data`
+        self.pressed = False  # a previous node waits for room in this queue
+        self._backpressure = backpressure
+        self._entry = not graph.producers(node.name)
+        self.shared = shared[node.name]
+        devices = [node.device] * node.instances
+        options = {"shared": self.shared, "then": [(graph.nodes[name], shared[name]) for name in self.chained]}
+        spec = WorkerSpec(node.name, "1", _config(node), Wrapped(node, WRAPPER, options), instances=node.instances)
+        transport = ThreadTransport(spec, node.instances, devices)
+        self.meter = NodeMeter(self)
+        self.handle = ModelHandle(spec, transport, devices, UNLIMITED, [self.meter, *observers], self._policy)
+        self.batcher: Batcher | None = None
+
+    async def load(self) -> None:
+        """Returns when every instance is up. Raises LoadFailed, ConfigError that name the node."""
+        try:
+            await self.handle.load()
+        except PenstockError as e:
+            raise type(e)(f"node '{self.name}': {e.message}", detail=e.detail) from e
+        if self.handle.up < self.node.instances:
+            found = f"{self.handle.up} of {self.node.instances} instances loaded"
+            raise LoadFailed(f"node '{self.name}': only {found}", detail=self.handle.why_down())
+        self.batcher = self.handle.batcher
+        assert self.batcher is not None
+        self.batcher.on_dispatch = lambda dispatch: self._backpressure.dispatched(self)
+
+    def _policy(self) -> BatchPolicy:
+        """The node's policy. The handle asks for it when the ops are loaded."""
+        wait_s = self.node.wait_s
+        if not self.shared.model:
+            wait_s = 0.0
+        elif wait_s is None:
+            wait_s = 0.0 if self.node.device == "cpu" else GPU_WAIT_S
+        return Linger(
+            Adaptive(wait_s if self._entry else 0.0),  # only arrivals from outside predict the next ones
+            wait_s=0.0 if self._entry else wait_s,
+            coming=partial(self._backpressure.coming, self),
+            credit=partial(self._backpressure.credit, self),
+            slice_s=None if self.shared.model else SLICE_S,
+        )
+
+    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int) -> Call:
+        """Queues an item whose `data` has `nbytes` bytes. Raises ModelNotReady, DeadlineExceeded."""
+        if self.batcher is None or self.handle.state != "READY":  # the handle rejects it, or waits for an instance
+            return self.handle.submit(item, sink, budget_s, priority)
+        self.row_bytes += (nbytes - self.row_bytes) * (0.1 if self.row_bytes else 1.0)
+        return self.batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
+
+    def freed(self) -> None:
+        """A batch or a queued item has left the node. There may be room, or nothing more to wait for."""
+        if self._backpressure.blocked:
+            self._backpressure.wake()
+
+    @property
+    def queued_rows(self) -> int:
+        """Items in the queue."""
+        return 0 if self.batcher is None else self.batcher.scheduler.queued_rows
+
+    @property
+    def running_rows(self) -> int:
+        """Items in running batches."""
+        return 0 if self.batcher is None else self.batcher.scheduler.running_rows
+
+    @property
+    def max_batch(self) -> int:
+        """Most items of a batch. Known once the node is loaded."""
+        return 1 if self.batcher is None else self.batcher.scheduler.max_batch_size
+
+    @property
+    def capacity(self) -> int:
+        """Most items in the queue."""
+        return self.node.queue or QUEUED_BATCHES * self.concurrency
+
+    @property
+    def concurrency(self) -> int:
+        """Items that should run at once. Without a model, instances share the queue, so more make slices smaller."""
+        sliced = not self.shared.model and self.node.max_batch is None
+        return max(self.node.instances, self.max_batch) if sliced else self.node.instances * self.max_batch
+
+    def statistics(self) -> dict[str, object]:
+        """The scheduler's estimates, and the items that wait and run."""
+        found = self.handle.statistics()
+        if self.batcher is not None:
+            scheduler = self.batcher.scheduler
+            found |= {
+                "queued": scheduler.queued_rows,
+                "queued_bytes": scheduler.queued_bytes,
+                "running": scheduler.running_rows,
+                "capacity": self.capacity,
+            }
+        return found
+
+
+def _config(node: Node) -> ModelConfig:
+    """The engine's configuration. The ops determine the batch size, and backpressure the queue."""
+    batching = BatchingConfig(
+        timeout_s=max(WAITS_S, 4 * node.run_timeout_s),
+        max_queue=UNLIMITED,
+        retry_split=node.retry_split,
+        idempotent=node.idempotent,
+        run_timeout_s=node.run_timeout_s,
+    )
+    return ModelConfig(
+        target=node.name, instances=node.instances, devices=(node.device,), transport="thread", batching=batching
+    )
+
+
+class NodeMeter(Observer):
+    """Metrics of one node: items by outcome, batches by size, seconds of waiting and running.
+
+    It flushes a few times a second, because a metric call per item would cost as much as a hand-over.
+    """
+
+    def __init__(self, engine: NodeEngine) -> None:
+        self._engine = engine
+        self._items: Counter[str] = Counter()
+        self._sizes: Counter[int] = Counter()
+        self._waits_s: list[float] = []
+        self._runs_s: list[float] = []
+        self._chained: BatchStamp | None = None
+        self._due = False
+
+    def on_complete(self, record: BatchRecord) -> None:
+        self._sizes[record.rows] += 1
+        self._waits_s.append(max(record.waits_s))
+        self._runs_s.append(record.run_s)
+        self._engine.freed()
+        self._arm()
+
+    def chained(self, stamp: BatchStamp | None) -> None:
+        """Counts an item that ran in the call of the previous node: in the batch `stamp`, or failed (None)."""
+        self._items["failed" if stamp is None else "ok"] += 1
+        if stamp is not None and stamp is not self._chained:  # the first item of its batch
+            self._chained = stamp
+            self._sizes[stamp.size] += 1
+            self._waits_s.append(0.0)
+            self._runs_s.append(stamp.run_s)
+        self._arm()
+
+    def _arm(self) -> None:
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+
+    def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
+        self._items["ok"] += len(latencies_s) - failed
+        self._items["failed"] += failed
+
+    def on_reject(self, model: str, version: str, reason: str) -> None:
+        self._items[reason] += 1
+
+    def flush(self) -> None:
+        """Reports the counts since the last flush."""
+        self._due = False
+        node = self._engine.name
+        for outcome, count in self._items.items():
+            if count:
+                metrics.counter("pipeline_items_total", count, node=node, outcome=outcome)
+        for size, count in self._sizes.items():
+            metrics.counter("pipeline_batches_total", count, node=node, size=size)
+        metrics.timings("pipeline_wait", self._waits_s, node=node)
+        metrics.timings("pipeline_run", self._runs_s, node=node)
+        metrics.gauge("pipeline_queue_items", self._engine.queued_rows, node=node)
+        metrics.gauge("pipeline_running_items", self._engine.running_rows, node=node)
+        self._items, self._sizes = Counter(), Counter()
+        self._waits_s, self._runs_s = [], []
+
+
+class Backpressure:
+    """The edges of one running graph: which nodes have room, and which wait for it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._ahead: dict[str, list[NodeEngine]] = {}  # nodes that an item may enter next
+        self._feeders: dict[str, list[NodeEngine]] = {}  # the reverse
+        self._upstream: dict[str, list[NodeEngine]] = {}  # all nodes from which an item may come
+        self._blocked: set[NodeEngine] = set()
+
+    def connect(self, engines: Mapping[str, NodeEngine]) -> None:
+        """Registers the nodes."""
+        order = self._graph.order()
+        for name, engine in engines.items():
+            ahead, upstream = self._next_queues(engine), self._graph.upstream(name)
+            self._ahead[name] = [engines[n] for n in engines if n in ahead]
+            self._upstream[name] = [engines[n] for n in order if n in upstream]
+        for name, engine in engines.items():
+            self._feeders[name] = [engines[n] for n in engines if engine in self._ahead[n]]
+
+    def _next_queues(self, engine: NodeEngine) -> set[str]:
+        """The nodes whose queue an item may enter next. An item with a result passes by nodes with the filter "or"."""
+        found: set[str] = set()
+        last = (engine.name, *engine.chained)[-1]
+        stack = list(self._graph.nodes[last].next)
+        while stack:
+            if (after := stack.pop()) not in found:
+                found.add(after)
+                if self._graph.nodes[after].filter == "or":
+                    stack += self._graph.nodes[after].next
+        return found
+
+    def credit(self, engine: NodeEngine) -> int:
+        """Most items that a node may start now, so that all following nodes have room for the results."""
+        ahead = self._ahead[engine.name]
+        if not ahead:
+            return UNLIMITED
+        rows = min(map(self._room, ahead))
+        if rows < 1:
+            self._blocked.add(engine)
+        return rows
+
+    def _room(self, engine: NodeEngine) -> int:
+        """Items that a node can accept in addition to those that run before it.
+
+        Items that a join holds do not count: otherwise two branches would wait for each other's room.
+        """
+        batcher = engine.batcher
+        if batcher is None:
+            return 0
+        scheduler = batcher.scheduler
+        coming = sum(f.running_rows for f in self._feeders[engine.name])
+        rows = engine.capacity - scheduler.queued_rows - coming
+        if engine.row_bytes > 0:
+            left = (engine.node.queue_bytes or QUEUE_BYTES) - scheduler.queued_bytes
+            by_bytes = int(left / engine.row_bytes) - coming
+            if by_bytes < 1 and not coming and not scheduler.queued_rows:
+                by_bytes = 1  # an item larger than the whole queue runs alone
+            rows = min(rows, by_bytes)
+        if rows < 1 and not engine.pressed:
+            engine.pressed = True
+            batcher.wake()
+        return rows
+
+    def coming(self, engine: NodeEngine, now: float) -> tuple[float, int]:
+        """When a node can expect its next items, and how many, estimated from running batches upstream.
+
+        (INF, 0): nothing is on its way, or there is no room for it.
+        """
+        if engine.pressed:
+            return INF, 0
+        out: dict[str, tuple[float, int]] = {}  # for each node: when items arrive, and how many
+        for other in self._upstream[engine.name]:
+            if other.batcher is None or (not other.batcher.pending and other.name not in out):
+                continue
+            scheduler = other.batcher.scheduler
+            end_s, rows = scheduler.next_end()
+            if not rows:
+                begin_s, rows = out.get(other.name, (now, 1)) if not scheduler.queued_rows else (now, 1)
+                end_s = begin_s + scheduler.seconds(rows)
+            for after in self._ahead[other.name]:
+                found = (max(end_s, now), rows)
+                out[after.name] = min(found, out.get(after.name, found))
+        if engine.name not in out:
+            return INF, 0
+        self._blocked.add(engine)
+        return out[engine.name]
+
+    def dispatched(self, engine: NodeEngine) -> None:
+        """A queue has become shorter."""
+        engine.pressed = False
+        if self._blocked:
+            self.wake()
+
+    def wake(self) -> None:
+        """Lets all blocked nodes try again, in this pass of the loop."""
+        blocked: Iterable[NodeEngine] = self._blocked
+        self._blocked = set()
+        for engine in blocked:
+            if engine.batcher is not None:
+                engine.batcher.wake()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a node waits to be woken."""
+        return bool(self._blocked)

@@ -1,0 +1,317 @@
+"""Traversal: one item on its way through a graph, and RunningNode: the nodes that pass it on.
+
+Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from penstock.core.contracts import Observer
+from penstock.core.engine.batcher import Call
+from penstock.errors import ItemFailed, PenstockError, describe
+from penstock.pipeline.collate import MOST_PARTS, PadTo, nbytes_of, shape_of
+from penstock.pipeline.engine import Backpressure, NodeEngine
+from penstock.pipeline.graph import Graph, ItemRoute, Node, join_sources
+from penstock.pipeline.node import BatchStamp, SharedState, Visit
+from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
+from penstock.types import Item, ItemResult
+
+log = logging.getLogger("penstock.pipeline")
+
+
+class Hop(Struct, frozen=True):
+    """One node on an item's path: the batch it was in, the batch's size, seconds in the queue and in the batch."""
+
+    node: str
+    batch_id: int
+    size: int
+    wait_s: float
+    run_s: float
+
+
+class ItemOutcome(Struct, frozen=True):
+    """The end of one item.
+
+    `fields` are the item's fields after the last node, with `result` unless a filter ended the item earlier. For a
+    failed item they are the fields before the failure. `node` is where the item ended.
+    """
+
+    fields: dict[str, Any]
+    error: PenstockError | None = None
+    node: str = ""
+    hops: tuple[Hop, ...] = ()
+
+
+Done = Callable[[ItemOutcome], None]
+
+
+class Traversal:
+    """One accepted item. Its caller may `cancel` it.
+
+    `waits` counts, for each join, the nodes that have not finished yet. `kept` has the fields of nodes that later joins
+    read. `outputs` has the fields that reached an output.
+    """
+
+    __slots__ = ("deadline_s", "done", "hops", "kept", "on_end", "outputs", "priority", "route", "visits", "waits")
+
+    def __init__(
+        self,
+        route: ItemRoute,
+        done: Done,
+        on_end: Callable[[Traversal], None],
+        deadline_s: float | None,
+        priority: int,
+        trace: bool,
+    ) -> None:
+        self.route = route
+        self.done: Done | None = done
+        self.on_end = on_end
+        self.deadline_s = deadline_s
+        self.priority = priority
+        self.hops: list[Hop] | None = [] if trace else None
+        self.visits: set[TraversalVisit] = set()
+        self.waits: dict[str, int] = dict(route.waits) if route.waits else {}
+        self.kept: dict[str, Fields] = {}
+        self.outputs: dict[str, Fields] = {}
+
+    def end(self, fields: Fields, error: PenstockError | None, node: str) -> None:
+        """Reports the outcome once, and cancels visits to other branches."""
+        done, self.done = self.done, None
+        if done is None:
+            return
+        self._leave()
+        try:
+            done(ItemOutcome(fields, error, node, tuple(self.hops) if self.hops else ()))
+        except Exception:
+            log.exception("done_failed node=%s", node)
+
+    def cancel(self) -> None:
+        """Drops the item: queued visits do not run, running ones are ignored, and `done` is not called."""
+        if self.done is not None:
+            self.done = None
+            self._leave()
+
+    def budget_s(self, limit_s: float | None) -> float | None:
+        """Seconds that the item has at a node: until its deadline, at most the node's limit."""
+        if self.deadline_s is None:
+            return limit_s
+        left = self.deadline_s - time.monotonic()
+        return left if limit_s is None else min(left, limit_s)
+
+    def _leave(self) -> None:
+        visits, self.visits = self.visits, set()
+        for visit in visits:
+            call, visit.call = visit.call, None
+            if call is not None:
+                call.cancel()
+        self.on_end(self)
+
+
+class TraversalVisit(Visit):
+    """A Visit with its traversal, its node, and the call that runs it. It is the sink of the node's answer."""
+
+    __slots__ = ("call", "node", "traversal")
+
+    def __init__(self, node: RunningNode, traversal: Traversal, fields: Fields, swap: bool) -> None:
+        self.fields = fields
+        self.swap = swap
+        self.place = -1
+        self.node = node
+        self.traversal = traversal
+        self.call: Call | None = None
+
+    def __call__(self, result: ItemResult) -> None:
+        """Takes the answer of the node. The item then ends or goes on, whatever happens."""
+        self.traversal.visits.discard(self)
+        try:
+            self._answered(result)
+        except Exception as e:  # for instance a value whose attributes raise
+            log.exception("hand_over_failed node=%s", self.node.name)
+            error = self.node.located(PenstockError(f"internal error: {describe(e)}"))
+            self.traversal.end(dict(self.fields), error, self.node.name)
+
+    def _answered(self, result: ItemResult) -> None:
+        call, self.call = self.call, None  # breaks a reference cycle
+        traversal, node = self.traversal, self.node
+        if result.error is not None:
+            node.failed(self, result.error)
+            return
+        fields: Fields
+        stamp: BatchStamp
+        fields, stamp, *further = result.body
+        if traversal.hops is not None and call is not None:
+            self._hop(traversal.hops, node, stamp, call.entry.arrival_s)
+        if further:
+            self._pass_chained(traversal, node, fields, stamp, further)
+        else:
+            node.passed(traversal, fields)
+
+    def _pass_chained(
+        self, traversal: Traversal, node: RunningNode, fields: Fields, stamp: BatchStamp, further: list[Any]
+    ) -> None:
+        """Records nodes that ran in the same call. `further` has fields and stamp of each, or a final error."""
+        rest = iter(further)
+        for found in rest:
+            assert node.chained is not None
+            node, given = node.chained, fields
+            if isinstance(found, PenstockError):
+                node.engine.meter.chained(None)
+                self.fields, self.swap = given, True
+                node.failed(self, found)
+                return
+            end_s, fields, stamp = stamp.start_s + stamp.run_s, found, next(rest)
+            node.engine.meter.chained(stamp)
+            if traversal.hops is not None:
+                self._hop(traversal.hops, node, stamp, end_s)
+        node.passed(traversal, fields)
+
+    @staticmethod
+    def _hop(hops: list[Hop], node: RunningNode, stamp: BatchStamp, arrival_s: float) -> None:
+        wait_s = max(0.0, stamp.start_s - arrival_s)
+        hops.append(Hop(node.name, stamp.batch_id, stamp.size, wait_s, stamp.run_s))
+
+
+class RunningNode:
+    """One node of a running graph: queues items at its engine and passes them on to the next nodes.
+
+    The runner sets `followers`, `joins` and `chained` when all nodes exist.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        node: Node,
+        backpressure: Backpressure,
+        observers: Sequence[Observer],
+        shared: Mapping[str, SharedState],
+    ) -> None:
+        self.name, self.node = node.name, node
+        self.engine = NodeEngine(graph, node, backpressure, observers, shared)
+        self.followers: list[RunningNode] = []  # next nodes, except joins
+        self.joins: list[RunningNode] = []  # joins that wait for this node
+        self.chained: RunningNode | None = None  # the next node, if it runs in the same call
+        self.sources = join_sources(graph, node.name)  # for a join, the nodes that must finish first
+        self._kept = any(i.producer == node.name for n in graph.nodes.values() for i in n.inputs)
+        self._pad = PadTo(node.pad_to) if node.pad_to else None
+        self._bucket_fields = [name.removesuffix(".shape") for name in node.bucket or ()]
+
+    def enter(self, traversal: Traversal, fields: Fields, swap: bool) -> None:
+        """Queues an item. Raises ModelNotReady, DeadlineExceeded."""
+        visit = TraversalVisit(self, traversal, fields, swap)
+        data = fields.get(RESULT if swap else DATA)
+        budget_s = traversal.budget_s(self.node.deadline_s)
+        bucket = self._bucket(fields, data)
+        visit.call = self.engine.submit(Item(visit), visit, budget_s, traversal.priority, bucket, nbytes_of(data))
+        traversal.visits.add(visit)
+
+    def _bucket(self, fields: Fields, data: Any) -> str:
+        """Only items with equal buckets share a batch."""
+        pad = None if self._pad is None else partial(self._pad.shape, fields=fields)
+        if self.node.bucket is None:
+            return shape_of(data, pad) if self.engine.shared.takes_arrays else ""
+        return " ".join(shape_of(data if name == DATA else fields.get(name), pad) for name in self._bucket_fields)
+
+    def passed(self, traversal: Traversal, fields: Fields) -> None:
+        """Passes an item on to all next nodes, or ends it at an output."""
+        if not self.node.next:
+            traversal.outputs[self.name] = fields
+            if len(traversal.outputs) == len(traversal.route.outputs):
+                if len(traversal.outputs) > 1:
+                    outputs = (traversal.outputs[name] for name in traversal.route.outputs)
+                    fields = {name: value for output in outputs for name, value in output.items()}
+                traversal.end(fields, None, self.name)
+            return
+        if self._kept:
+            traversal.kept[self.name] = fields
+        if len(self.followers) + len(self.joins) > 1:
+            fields = _read_only(fields)
+        for node in self.followers:
+            node.follow(traversal, fields)
+        for node in self.joins:
+            node.join(traversal)
+
+    def follow(self, traversal: Traversal, fields: Fields) -> None:
+        """Takes an item from the only previous node, subject to the filter."""
+        if traversal.done is None:  # another branch has ended the item
+            return
+        guard, no_result = self.node.filter, fields.get(RESULT) is None
+        if guard == "or" and not no_result:
+            self.passed(traversal, fields)
+        elif guard == "swap" and no_result:
+            traversal.end(fields, None, self.name)
+        else:
+            self._try_enter(traversal, fields, swap=guard == "swap")
+
+    def join(self, traversal: Traversal) -> None:
+        """Counts one finished source. After the last one the item enters."""
+        left = traversal.waits[self.name] = traversal.waits[self.name] - 1
+        if left or traversal.done is None:
+            return
+        fields: Fields = {}
+        for i in self.node.inputs:
+            found = traversal.kept[i.producer]
+            if CONTEXT in found:
+                fields.setdefault(CONTEXT, found[CONTEXT])
+            if i.source not in found:
+                if i.source == RESULT:  # a filter ended the item on that branch, so it ends here
+                    traversal.end(dict(found), None, self.name)
+                    return
+                names = ", ".join(map(str, found)) or "none"
+                text = f"node '{self.name}' takes field '{i.source}' of node '{i.producer}', which has only: {names}"
+                traversal.end(dict(found), ItemFailed(text), self.name)
+                return
+            fields[i.name] = found[i.source]
+        self._try_enter(traversal, fields, swap=False)
+
+    def _try_enter(self, traversal: Traversal, fields: Fields, swap: bool) -> None:
+        try:
+            self.enter(traversal, fields, swap)
+        except PenstockError as e:
+            self._end_or_skip(traversal, fields, e)
+
+    def failed(self, visit: TraversalVisit, error: PenstockError) -> None:
+        """Handles an item that failed here or was dropped."""
+        self.engine.freed()
+        self._end_or_skip(visit.traversal, visit.fields, error)
+
+    def _end_or_skip(self, traversal: Traversal, fields: Fields, error: PenstockError) -> None:
+        """Ends the item. With `on_error = "skip"` it goes on unchanged, unless it is late or the node is closing."""
+        over = self.engine.handle.state == "DRAINING" or (
+            traversal.deadline_s is not None and traversal.deadline_s <= time.monotonic()
+        )
+        if self.node.on_error == "skip" and not over:
+            self.passed(traversal, fields)
+        else:
+            traversal.end(dict(fields), self.located(error), self.name)
+
+    def located(self, error: PenstockError) -> PenstockError:
+        """The error with the node's name. Errors of NodeModel already have it in their detail."""
+        if error.detail.startswith("node '"):
+            return error
+        return type(error)(
+            f"node '{self.name}': {error.message}", retry_after_s=error.retry_after_s, detail=error.detail
+        )
+
+
+def _read_only(fields: Fields) -> Fields:
+    """The fields with read-only arrays, also in lists: several nodes see them."""
+    return {
+        name: list(map(_locked, value)) if type(value) is list and len(value) <= MOST_PARTS else _locked(value)
+        for name, value in fields.items()
+    }
+
+
+def _locked(value: Any) -> Any:
+    """A read-only view of a NumPy array; any other value unchanged."""
+    if not hasattr(value, "setflags"):
+        return value
+    view = value.view()
+    view.setflags(write=False)
+    return view
