@@ -147,7 +147,7 @@ def test_single_images_and_chunks_share_batches(server: Any, shown: tuple[np.nda
 @pytest.mark.parametrize(
     ("inputs", "told"),
     [
-        ([("jpeg", "BYTES", (2,), [b"\xff\xd8\xff nothing", b"\xff\xd8\xff nothing"])], "row 0 is no image file"),
+        ([("jpeg", "BYTES", (2,), [b"\xff\xd8\xff nothing", b"\xff\xd8\xff nothing"])], "row 0 is not an image file"),
         ([index_input([1])], "found none of the inputs 'frames' and 'jpeg'"),
         ([("frames", "UINT8", (1, 2, 2, 4), bytes(16))], "shape must be"),
         ([("frames", "UINT8", (1, 0, 2, 3), b"")], "holds no pixels"),
@@ -164,4 +164,4 @@ def test_what_cannot_be_captioned_is_a_400_that_says_why(server: Any, inputs: li
 def test_a_body_that_is_no_image_is_refused(server: Any) -> None:
     status, answer = server.post("/predictions/captioner", b"\x80\x04\x95 a pickle", "application/octet-stream")
     assert status == 400
-    assert answer["error"]["message"] == "the image is no image file that can be decoded"
+    assert answer["error"]["message"] == "the image is not an image file that can be decoded"

@@ -96,7 +96,7 @@ def test_the_number_counts_round_after_999(modules: Any) -> None:
     assert [scene.number for scene in scenes[-3:]] == [999, 0, 1]
 
 
-def test_the_command_makes_as_many_clips_as_it_is_told(modules: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_command_makes_the_requested_number_of_clips(modules: Any, tmp_path: Path, monkeypatch: Any) -> None:
     arguments = ["make_videos.py", str(tmp_path / "clips"), "--clips", "2", "--frames", "3", "--size", "64x36"]
     monkeypatch.setattr(sys, "argv", arguments)
     modules.make_videos.main()

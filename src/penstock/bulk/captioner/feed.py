@@ -12,16 +12,16 @@ import torch
 from msgspec import Struct
 from torch.nn.functional import interpolate
 
-from penstock.bulk.captioner.requests import Request
+from penstock.bulk.captioner.requests import CaptionRequest
 from penstock.errors import PenstockError
 
 Array = np.ndarray[Any, Any]
 
-_RESIZE_BYTES: Final = 8 * 2**20  # of frames that are resized in one call: they are held as floats on a GPU
+_RESIZE_BYTES: Final = 8 * 2**20  # of frames resized in one call: a GPU holds them as floats
 
 
-class Looks(Struct, frozen=True):
-    """What a network takes: RGB frames of one size, `(pixel / 255 - mean) / std`; `kernel` resizes others."""
+class ImageSpec(Struct, frozen=True):
+    """The input of a network: RGB frames of one size, `(pixel / 255 - mean) / std`; `kernel` resizes other sizes."""
 
     height: int
     width: int
@@ -30,8 +30,8 @@ class Looks(Struct, frozen=True):
     kernel: str
 
 
-class Fed:
-    """The pixels of a batch, of the requests that have no error, in their order."""
+class DeviceBatch:
+    """The pixels of the requests without an error, in order, and one entry in `errors` for each request."""
 
     def __init__(self, pixels: torch.Tensor, errors: list[PenstockError | None], ready: Any = None) -> None:
         self._pixels, self._ready = pixels, ready
@@ -43,68 +43,67 @@ class Fed:
         if self._ready is not None:
             stream = torch.cuda.current_stream(self._pixels.device)
             stream.wait_event(self._ready)
-            self._pixels.record_stream(stream)  # made on another stream: not to be given away before this one is done
+            self._pixels.record_stream(stream)  # created on another stream; must not be freed before this one is done
         return self._pixels
 
 
-class Feed:
-    """Makes device batches of requests, in any thread, one at a time.
+class DeviceFeed:
+    """Makes device batches from requests, in any thread, one at a time.
 
-    Frames of the network's size are gathered in memory of our own: on a GPU two pinned buffers in turn, which the copy
-    engine reads while the other is filled. Others are resized on the device.
+    Frames of the network's size are gathered in host memory. A GPU uses two pinned buffers in turn: its copy engine
+    reads one while the other is filled. Frames of other sizes are resized on the device.
     """
 
-    def __init__(self, looks: Looks, device: str, dtype: torch.dtype) -> None:
-        self._looks, self._dtype = looks, dtype
+    def __init__(self, spec: ImageSpec, device: str, dtype: torch.dtype) -> None:
+        self._spec, self._dtype = spec, dtype
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
-        # Of a whole line of pixels: with three numbers along the last axis the same takes three times as long.
-        mean, std = (torch.tensor(v, device=device).repeat(looks.width) for v in (looks.mean, looks.std))
+        # For a whole line of pixels: normalising with three numbers along the last axis takes three times as long.
+        mean, std = (torch.tensor(v, device=device).repeat(spec.width) for v in (spec.mean, spec.std))
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._lock = threading.Lock()
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(self._device) if self._cuda else None
-        if self._stream is not None:  # which else may read these numbers before they are there
+        if self._stream is not None:  # otherwise it might read scale and shift before they are computed
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._buffers: list[torch.Tensor] = [torch.empty((0, looks.height, looks.width, 3))] * (2 if self._cuda else 1)
+        self._buffers: list[torch.Tensor] = [torch.empty((0, spec.height, spec.width, 3))] * (2 if self._cuda else 1)
         self._copied: list[Any] = [cuda.Event() if self._cuda else None for _ in self._buffers]
         self._turn = 0
 
-    def __call__(self, requests: Sequence[Request | PenstockError]) -> Fed:
-        """One batch. A request that cannot be decoded has its error in it. Raises what befalls the device."""
+    def __call__(self, requests: Sequence[CaptionRequest | PenstockError]) -> DeviceBatch:
+        """One batch, with an error for each request that cannot be decoded. Raises errors of the device."""
         with self._lock, torch.inference_mode(), self._on_stream():
             self._turn = (self._turn + 1) % len(self._buffers)
-            host = self._buffer(sum(r.rows for r in requests if isinstance(r, Request)))
+            host = self._buffer(sum(r.rows for r in requests if isinstance(r, CaptionRequest)))
             rows, resized, errors = self._gather(requests, host.numpy())
             pixels = host[:rows].to(self._device, non_blocking=True)
             if self._stream is not None:
                 self._copied[self._turn].record(self._stream)
             for start, frames in resized:
                 pixels[start : start + len(frames)] = frames
-            lines = (
-                pixels.view(rows, self._looks.height, 3 * self._looks.width).float().mul_(self._scale).add_(self._shift)
-            )
+            lines = pixels.view(rows, self._spec.height, 3 * self._spec.width).float()
+            lines = lines.mul_(self._scale).add_(self._shift)
             pixels = lines.to(self._dtype).view(pixels.shape).permute(0, 3, 1, 2)
             ready = None if self._stream is None else self._stream.record_event()
-        return Fed(pixels, errors, ready)
+        return DeviceBatch(pixels, errors, ready)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _buffer(self, rows: int) -> torch.Tensor:
-        """uint8 `[rows, height, width, 3]` that nothing is copied from any more."""
+        """uint8 `[rows, height, width, 3]`, after any copy from it has ended."""
         if self._cuda:
             self._copied[self._turn].synchronize()
         if len(self._buffers[self._turn]) < rows:
-            shape = (rows, self._looks.height, self._looks.width, 3)
+            shape = (rows, self._spec.height, self._spec.width, 3)
             self._buffers[self._turn] = torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda)
         return self._buffers[self._turn][:rows]
 
     def _gather(
-        self, requests: Sequence[Request | PenstockError], host: Array
+        self, requests: Sequence[CaptionRequest | PenstockError], host: Array
     ) -> tuple[int, list[tuple[int, torch.Tensor]], list[PenstockError | None]]:
-        """Rows in `host`, those among them that were resized, with their place, and the error of each request."""
-        size = (self._looks.height, self._looks.width)
+        """The number of rows in `host`, the resized frames with their first row, and the error of each request."""
+        size = (self._spec.height, self._spec.width)
         at = 0
         resized: list[tuple[int, torch.Tensor]] = []
         errors: list[PenstockError | None] = []
@@ -118,7 +117,7 @@ class Feed:
                     if piece.shape[1:3] == size:
                         host[at : at + len(piece)] = piece
                     else:
-                        resized.append((at, self._resized(piece)))
+                        resized.append((at, self._resize(piece)))
                     at += len(piece)
             except PenstockError as e:
                 at = start
@@ -128,17 +127,17 @@ class Feed:
                 errors.append(None)
         return at, resized, errors
 
-    def _resized(self, frames: Array) -> torch.Tensor:
+    def _resize(self, frames: Array) -> torch.Tensor:
         """uint8 `[n, height, width, 3]` on the device: antialiased, equal to Pillow's within one level."""
         step = max(1, _RESIZE_BYTES // frames[0].nbytes)
+        size, kernel = (self._spec.height, self._spec.width), self._spec.kernel
         parts = []
         for start in range(0, len(frames), step):
             part = torch.from_numpy(np.array(frames[start : start + step])).to(self._device).permute(0, 3, 1, 2)
-            size = (self._looks.height, self._looks.width)
-            if self._cuda:  # there are no whole numbers for it there
-                floats = interpolate(part.float(), size, mode=self._looks.kernel, antialias=True, align_corners=False)
+            if self._cuda:  # CUDA has no kernel for integers
+                floats = interpolate(part.float(), size, mode=kernel, antialias=True, align_corners=False)
                 small = floats.round_().clamp_(0, 255).to(torch.uint8)
             else:
-                small = interpolate(part, size, mode=self._looks.kernel, antialias=True, align_corners=False)
+                small = interpolate(part, size, mode=kernel, antialias=True, align_corners=False)
             parts.append(small.permute(0, 2, 3, 1))
         return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -1,7 +1,6 @@
-"""What a captioner is asked: frames as they are, JPEGs, or one image file. Images are decoded here, one at a time.
+"""Requests to a captioner: raw frames, JPEGs, or one image file. Images are decoded one at a time.
 
-An image's size is read from its head and bounded before anything is decoded: a file of some kilobytes may claim to be
-gigapixels.
+The size in an image's header is checked before decoding: a file of some kilobytes may claim to be gigapixels.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from penstock.errors import BadRequest, describe, nearest
 Array = np.ndarray[Any, Any]
 Bytes = bytes | memoryview
 
-MOST_PIXELS: Final = 50_000_000  # of one image: 150 MB once it is decoded
-MOST_ROWS: Final = 1024  # that run at once: as many as the largest batch that a warm-up tries
+MAX_PIXELS: Final = 50_000_000  # of one image: 150 MB after decoding
+MAX_ROWS: Final = 1024  # in one batch: the largest that a warm-up tries
 _NAMES: Final = ("frames", "jpeg", "frame_index")
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _JPEG: Final = b"\xff\xd8\xff"
 
 
-class Request(Struct, eq=False):
+class CaptionRequest(Struct, eq=False):
     """`rows` frames, either `frames` uint8 `[rows, height, width, 3]` RGB or as many `images`.
 
-    `single`: one image without a name, whose answer is no tensor. `frame_index` is int64 `[rows]`.
+    `single` is one unnamed image, whose response is not a tensor. `frame_index` is int64 `[rows]`.
     """
 
     rows: int
@@ -38,47 +37,40 @@ class Request(Struct, eq=False):
     single: bool = False
 
     def pieces(self) -> Iterator[Array]:
-        """Neighbouring rows of one size, uint8 `[n, height, width, 3]`. Raises BadRequest naming the row."""
+        """Consecutive rows of one size, uint8 `[n, height, width, 3]`. Raises BadRequest with the row."""
         if self.frames is not None:
             yield self.frames
         for row, image in enumerate(self.images or ()):
             yield decode_image(image, "the image" if self.single else f"input 'jpeg': row {row}")[np.newaxis]
 
 
-def read_request(value: Any) -> Request:
-    """The request that a value is: a dict of named arrays, an image file, or an array of one or more frames.
-
-    Raises BadRequest.
-    """
+def read_request(value: Any) -> CaptionRequest:
+    """The request in a value: a dict of named arrays, an image file, or an array of frames. Raises BadRequest."""
     request = _read(value)
-    if request.rows > MOST_ROWS:
+    if request.rows > MAX_ROWS:
         raise BadRequest(
-            f"found {request.rows} frames at once; expected {MOST_ROWS} at most, or binary tensors, which are split"
+            f"found {request.rows} frames at once; expected {MAX_ROWS} at most, or binary tensors, which are split"
         )
     return request
 
 
-def _read(value: Any) -> Request:
+def _read(value: Any) -> CaptionRequest:
     if isinstance(value, dict):
         return _read_named(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         if not len(value):
             raise BadRequest("the body is empty; expected an image file")
-        return Request(1, images=[value if isinstance(value, memoryview) else bytes(value)], single=True)
+        return CaptionRequest(1, images=[value if isinstance(value, memoryview) else bytes(value)], single=True)
     if isinstance(value, np.ndarray) and value.ndim == 3:
-        return Request(1, frames=_checked_frames(value[np.newaxis]), single=True)
-    if isinstance(value, np.ndarray):
-        return Request(len(value), frames=_checked_frames(value)) if value.ndim else _refused(value)
-    return _refused(value)
-
-
-def _refused(value: Any) -> Request:
+        return CaptionRequest(1, frames=_checked_frames(value[np.newaxis]), single=True)
+    if isinstance(value, np.ndarray) and value.ndim:
+        return _frames(value)
     raise BadRequest(
         f"found a {type(value).__name__}; expected the bytes of one image, or tensors by the Open Inference Protocol"
     )
 
 
-def _read_named(value: dict[Any, Any]) -> Request:
+def _read_named(value: dict[Any, Any]) -> CaptionRequest:
     for name in value:
         if name not in _NAMES:
             known = ", ".join(_NAMES)
@@ -87,38 +79,38 @@ def _read_named(value: dict[Any, Any]) -> Request:
     if (frames is None) == (jpeg is None):
         found = "none" if frames is None else "both"
         raise BadRequest(f"found {found} of the inputs 'frames' and 'jpeg'; expected one of them")
-    request = Request(*_frames(frames)) if frames is not None else _jpegs(jpeg)
+    request = _frames(frames) if frames is not None else _jpegs(jpeg)
     if index is not None:
         if not isinstance(index, np.ndarray) or index.dtype != np.int64 or index.shape != (request.rows,):
-            raise BadRequest(f"input 'frame_index': {_told(index)}; expected INT64 of shape [{request.rows}]")
-        request.frame_index = index.copy()  # it goes out with the answer, when what it lay in may be gone
+            raise BadRequest(f"input 'frame_index': {_describe(index)}; expected INT64 of shape [{request.rows}]")
+        request.frame_index = index.copy()  # the response outlives the request body
     return request
 
 
-def _frames(frames: Any) -> tuple[int, Array]:
+def _frames(frames: Any) -> CaptionRequest:
     checked = _checked_frames(frames)
-    return len(checked), checked
+    return CaptionRequest(len(checked), frames=checked)
 
 
 def _checked_frames(frames: Any) -> Array:
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
-        raise BadRequest(f"input 'frames': {_told(frames)}; expected UINT8 of shape [rows, height, width, 3]")
+        raise BadRequest(f"input 'frames': {_describe(frames)}; expected UINT8 of shape [rows, height, width, 3]")
     if 0 in frames.shape:
         raise BadRequest(f"input 'frames': shape {list(frames.shape)} holds no pixels")
     return frames
 
 
-def _jpegs(jpeg: Any) -> Request:
+def _jpegs(jpeg: Any) -> CaptionRequest:
     if not isinstance(jpeg, np.ndarray) or jpeg.ndim != 1 or not len(jpeg):
-        raise BadRequest(f"input 'jpeg': {_told(jpeg)}; expected BYTES of shape [rows]")
+        raise BadRequest(f"input 'jpeg': {_describe(jpeg)}; expected BYTES of shape [rows]")
     images = jpeg.tolist()
     for row, image in enumerate(images):
         if not isinstance(image, (bytes, memoryview)) or bytes(image[:3]) != _JPEG:
-            raise BadRequest(f"input 'jpeg': row {row} is no JPEG file; send each file's bytes in a binary tensor")
-    return Request(len(images), images=images)
+            raise BadRequest(f"input 'jpeg': row {row} is not a JPEG file; send each file's bytes in a binary tensor")
+    return CaptionRequest(len(images), images=images)
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"found {value.dtype} of shape {list(value.shape)}"
     return f"found a {type(value).__name__}"
@@ -128,21 +120,21 @@ def _told(value: Any) -> str:
 
 
 def decode_image(data: Bytes, where: str) -> Array:
-    """uint8 `[height, width, 3]` RGB of a file that JPEG, PNG, WebP, BMP, GIF or TIFF is. Raises BadRequest.
+    """uint8 `[height, width, 3]` RGB of a JPEG, PNG, WebP, BMP, GIF or TIFF file. Raises BadRequest.
 
-    Orientation that a camera noted is not applied, as the processors of `transformers` do not.
+    Ignores the orientation in a camera's metadata, as the processors of `transformers` do.
     """
     decode = _simple_jpeg() if bytes(data[:3]) == _JPEG else None
     try:
         return decode(data, where) if decode is not None else _pillow(data, where)
     except BadRequest:
         raise
-    except Exception as e:  # of the decoders' own making, on bytes of anybody's
-        raise BadRequest(f"{where} is no image file that can be decoded", detail=describe(e)) from None
+    except Exception as e:  # decoders raise anything on bytes from anywhere
+        raise BadRequest(f"{where} is not an image file that can be decoded", detail=describe(e)) from None
 
 
 def _simple_jpeg() -> Callable[[Bytes, str], Array] | None:
-    """The fast decoder, where it is installed."""
+    """The fast decoder, if it is installed."""
     try:
         import simplejpeg
     except ImportError:
@@ -151,7 +143,7 @@ def _simple_jpeg() -> Callable[[Bytes, str], Array] | None:
     def decode(data: Bytes, where: str) -> Array:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
         _check_size(width, height, where)
-        if space in ("CMYK", "YCCK"):  # of printers: it does not turn them into RGB
+        if space in ("CMYK", "YCCK"):  # from printing: simplejpeg does not convert them to RGB
             return _pillow(data, where)
         found: Array = simplejpeg.decode_jpeg(data, colorspace="RGB")
         return found
@@ -162,11 +154,11 @@ def _simple_jpeg() -> Callable[[Bytes, str], Array] | None:
 def _pillow(data: Bytes, where: str) -> Array:
     from PIL import Image
 
-    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:  # reads no further than the head
+    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:  # reads only the header
         _check_size(*image.size, where)
         return np.asarray(image.convert("RGB"))
 
 
 def _check_size(width: int, height: int, where: str) -> None:
-    if width * height > MOST_PIXELS:
-        raise BadRequest(f"{where} is {width} x {height} pixels large; expected {MOST_PIXELS} pixels at most")
+    if width * height > MAX_PIXELS:
+        raise BadRequest(f"{where} has {width} x {height} pixels; expected {MAX_PIXELS} pixels at most")

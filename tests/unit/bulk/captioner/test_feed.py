@@ -10,27 +10,27 @@ import torch
 from PIL import Image
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
-from penstock.bulk.captioner.feed import Feed, Looks
-from penstock.bulk.captioner.requests import Request
+from penstock.bulk.captioner.feed import DeviceFeed, ImageSpec
+from penstock.bulk.captioner.requests import CaptionRequest
 from penstock.errors import BadRequest
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.26, 0.25, 0.27)
-LOOKS = Looks(24, 36, MEAN, STD, "bicubic")
+LOOKS = ImageSpec(24, 36, MEAN, STD, "bicubic")
 
 
 def frames(count: int, height: int = 24, width: int = 36, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), np.uint8)
 
 
-def feed(looks: Looks = LOOKS, dtype: torch.dtype = torch.float32) -> Feed:
-    return Feed(looks, "cpu", dtype)
+def feed(looks: ImageSpec = LOOKS, dtype: torch.dtype = torch.float32) -> DeviceFeed:
+    return DeviceFeed(looks, "cpu", dtype)
 
 
-def request(pixels: np.ndarray) -> Request:
-    return Request(len(pixels), frames=pixels)
+def request(pixels: np.ndarray) -> CaptionRequest:
+    return CaptionRequest(len(pixels), frames=pixels)
 
 
-def levels(pixels: torch.Tensor, looks: Looks = LOOKS) -> np.ndarray:
+def levels(pixels: torch.Tensor, looks: ImageSpec = LOOKS) -> np.ndarray:
     """The normalised pixels as uint8 `[rows, height, width, 3]` again."""
     mean, std = np.array(looks.mean), np.array(looks.std)
     return np.rint((pixels.permute(0, 2, 3, 1).double().numpy() * std + mean) * 255).astype(int)
@@ -48,7 +48,7 @@ def test_frames_are_normalised_as_the_published_processor_does() -> None:
 @pytest.mark.parametrize(("kernel", "resample"), [("bicubic", Image.BICUBIC), ("bilinear", Image.BILINEAR)])
 @pytest.mark.parametrize("size", [(48, 72), (270, 480), (1, 1), (17, 301), (10, 12), (24, 35)])
 def test_frames_of_another_size_are_resized_as_pillow_does(kernel: str, resample: int, size: tuple[int, int]) -> None:
-    looks = Looks(24, 36, MEAN, STD, kernel)
+    looks = ImageSpec(24, 36, MEAN, STD, kernel)
     pixels = frames(3, *size)
     found = levels(feed(looks)([request(pixels)]).take(), looks)
     expected = np.stack([np.asarray(Image.fromarray(p).resize((36, 24), resample)) for p in pixels])
@@ -63,7 +63,7 @@ def test_many_large_frames_are_resized_in_parts_and_keep_their_order(monkeypatch
 
 
 def test_requests_stand_in_their_order_and_what_failed_takes_no_place() -> None:
-    class Damaged(Request):
+    class Damaged(CaptionRequest):
         def pieces(self):
             yield frames(1, 48, 72)
             yield frames(1)
@@ -117,7 +117,7 @@ def test_threads_may_feed_at_once() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gets_the_same_pixels_also_when_batches_follow_each_other() -> None:
-    used = Feed(LOOKS, "cuda:0", torch.float32)
+    used = DeviceFeed(LOOKS, "cuda:0", torch.float32)
     batches = [[request(frames(40, seed=i)), request(frames(3, 60, 44, seed=i))] for i in range(12)]
     fed = [used(batch) for batch in batches]
     for batch, found in zip(batches, fed, strict=True):

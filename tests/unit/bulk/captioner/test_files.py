@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from penstock.bulk.captioner.files import Source, _places, find, revision
+from penstock.bulk.captioner.files import ModelSource, _sampled_places, find, revision
 from penstock.errors import LoadFailed
 
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_called_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find(str(folder)) == Source("net", folder)
+    assert find(str(folder)) == ModelSource("net", folder)
     monkeypatch.chdir(folder)
     assert find(".").name == "net"
 
@@ -47,24 +47,25 @@ def test_a_name_of_the_hub_is_fetched_without_pickles(folder: Path, monkeypatch:
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert find("org/net") == Source("org/net", folder)
+    assert find("org/net") == ModelSource("org/net", folder)
     assert asked == [("org/net", ["*.json", "*.txt", "*.model", "*.safetensors"])]
 
 
-def test_what_the_hub_does_not_give_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_does_not_give_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(name: str, allow_patterns: list[str]) -> str:
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(LoadFailed, match=r"org/net is no folder, and the Hugging Face Hub .*: OSError: no network"):
+    with pytest.raises(
+        LoadFailed,
+        match=r"org/net is not a folder, and cannot be downloaded from .*: OSError: no network",
+    ):
         find("org/net")
 
 
 def test_pickled_weights_need_trust(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(
-        LoadFailed, match="no weights in safetensors, but pickled ones, which are taken only with trust"
-    ):
+    with pytest.raises(LoadFailed, match="no weights in safetensors, only pickled ones, which require trust"):
         find(str(folder))
     assert find(str(folder), trust="pickle").folder == folder
     (folder / "pytorch_model.bin").unlink()
@@ -80,13 +81,13 @@ def test_a_folder_without_a_configuration_is_refused(folder: Path) -> None:
 
 
 def test_a_revision_is_that_of_the_contents(folder: Path, tmp_path: Path) -> None:
-    before = revision(Source("net", folder), {"prompt": ""})
+    before = revision(ModelSource("net", folder), {"prompt": ""})
     assert len(before) == 16
     copied = tmp_path / "elsewhere"
     shutil.copytree(folder, copied)
     os.utime(copied / "config.json", (0, 0))
     (copied / "README.md").write_text("nothing that matters")
-    assert revision(Source("other name", copied), {"prompt": ""}) == before
+    assert revision(ModelSource("other name", copied), {"prompt": ""}) == before
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -100,31 +101,31 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_revision_changes_with_any_file(change: str, folder: Path) -> None:
-    before = revision(Source("net", folder), {})
+    before = revision(ModelSource("net", folder), {})
     CHANGES[change](folder)
-    assert revision(Source("net", folder), {}) != before
+    assert revision(ModelSource("net", folder), {}) != before
 
 
 def test_a_revision_changes_with_the_settings(folder: Path) -> None:
     found = {
-        revision(Source("net", folder), settings)
+        revision(ModelSource("net", folder), settings)
         for settings in ({}, {"precision": "bf16"}, {"precision": "fp32"}, {"prompt": "a"}, {"max_new_tokens": 12})
     }
     assert len(found) == 5
-    assert revision(Source("a"), {}) != revision(Source("b"), {})
+    assert revision(ModelSource("a"), {}) != revision(ModelSource("b"), {})
 
 
-def test_large_weights_are_looked_at_in_many_places_and_not_whole(folder: Path) -> None:
+def test_large_weights_are_looked_at_in_many_sampled_places_and_not_whole(folder: Path) -> None:
     size = 2 * 2**30
     weights = folder / "model.safetensors"
     with weights.open("wb") as file:
         file.truncate(size)
-    assert sum(count for _, count in _places(size)) == 2**20
-    before = revision(Source("net", folder), {})
+    assert sum(count for _, count in _sampled_places(size)) == 2**20
+    before = revision(ModelSource("net", folder), {})
     for offset in (0, size // 2, size - 1):
         with weights.open("r+b") as file:
             file.seek(offset - offset % 4096 if offset < size - 1 else offset)
             file.write(b"\1" * (2**24 if 0 < offset < size - 1 else 1))  # training leaves no 16 MiB as they were
-        after = revision(Source("net", folder), {})
+        after = revision(ModelSource("net", folder), {})
         assert after != before
         before = after

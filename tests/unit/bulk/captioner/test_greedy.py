@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bulk.captioner import greedy as captioner_greedy
-from penstock.bulk.captioner.files import Source
-from penstock.bulk.captioner.networks import Network, open_network
+from penstock.bulk.captioner import networks
+from penstock.bulk.captioner.files import ModelSource
+from penstock.bulk.captioner.networks import Network, NetworkOptions, open_network
 
 ROWS = 24
 
 
 def opened(folder: Path, **settings: Any) -> Network:
-    return open_network(Source("net", folder), "cpu", **{"tokens": (0, 12), **settings})
+    return open_network(ModelSource("net", folder), "cpu", NetworkOptions(**{"tokens": (0, 12), **settings}))
 
 
 def pixels(seed: int = 3) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_looking_seldom_only_adds_padding(
     settings.eos_token_id = ends
     often = network.tokens(pixels())
     assert len(often[0]) < 11
-    monkeypatch.setattr(captioner_greedy, "_look_every", lambda device: 4)
+    monkeypatch.setattr(networks, "_check_interval", lambda device: 4)
     seldom = network.tokens(pixels())
     assert 0 <= len(seldom[0]) - len(often[0]) < 4
     assert [caption[: len(often[0])] for caption in seldom] == often
@@ -107,9 +107,9 @@ def test_other_ways_of_writing_are_left_to_the_library(
     keys: dict[str, Any], captioner_folder: Callable[[str], Path]
 ) -> None:
     settings = opened(captioner_folder("blip-2"))._settings
-    assert captioner_greedy.is_plain(settings)
+    assert networks.is_plainly_greedy(settings)
     settings.update(**keys)
-    assert not captioner_greedy.is_plain(settings)
+    assert not networks.is_plainly_greedy(settings)
 
 
 @pytest.mark.parametrize("kind", ["blip", "vision-encoder-decoder"])

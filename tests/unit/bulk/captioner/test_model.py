@@ -14,7 +14,7 @@ import simplejpeg
 import torch
 from transformers import AutoImageProcessor, AutoTokenizer, Blip2ForConditionalGeneration
 
-from penstock.bulk.captioner.model import Prepared, TransformersCaptioner
+from penstock.bulk.captioner.model import PreparedBatch, TransformersCaptioner
 from penstock.config.schema import BatchingConfig
 from penstock.core.wire.messages import Unsent
 from penstock.core.worker.loop import BatchRunner
@@ -127,9 +127,9 @@ def test_what_is_wrong_fails_alone(captioner: TransformersCaptioner) -> None:
         captioner, [damaged_request := {"jpeg": damaged}, good, {"frames": frames(1)[0]}, b"no image", good]
     )
     assert [type(f) for f in found] == [BadRequest, dict, BadRequest, BadRequest, dict]
-    assert "input 'jpeg': row 1 is no image file" in str(found[0])
+    assert "input 'jpeg': row 1 is not an image file" in str(found[0])
     assert "'frames': found uint8 of shape" in str(found[2])
-    assert "the image is no image file" in str(found[3])
+    assert "the image is not an image file" in str(found[3])
     assert list(found[1]["caption"]) == list(found[4]["caption"]) == captions(captioner, frames(2))
     assert [type(f) for f in answers(captioner, [damaged_request])] == [BadRequest], "also where nothing is left"
 
@@ -137,7 +137,7 @@ def test_what_is_wrong_fails_alone(captioner: TransformersCaptioner) -> None:
 def test_halves_of_a_batch_are_captioned_from_their_requests(captioner: TransformersCaptioner) -> None:
     values = [{"frames": frames(2, seed=i)} for i in range(3)]
     prepared = captioner.__penstock_prepare__(values)
-    assert isinstance(prepared, Prepared)
+    assert isinstance(prepared, PreparedBatch)
     whole = [captioner.postprocess(c)["caption"].tolist() for c in captioner.predict(prepared)]
     half = [captioner.postprocess(c)["caption"].tolist() for c in captioner.predict(prepared[1:])]
     assert half == whole[1:]
@@ -150,7 +150,7 @@ def test_more_rows_than_their_batch_was_made_for_run_in_parts(
     values = [{"frames": frames(count, seed=count)} for count in (3, 4, 5, 2)] + [b"no image"]
     expected = [plain(answer) for answer in answers(captioner, values)[:4]]
     batches: list[int] = []
-    monkeypatch.setattr("penstock.bulk.captioner.model.MOST_ROWS", 7)
+    monkeypatch.setattr("penstock.bulk.captioner.model.MAX_ROWS", 7)
     monkeypatch.setattr(captioner._network, "tokens", counted(captioner._network.tokens, batches))
     found = answers(captioner, values)
     assert batches == [7, 7]

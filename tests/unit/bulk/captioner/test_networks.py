@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bulk.captioner.files import Source
-from penstock.bulk.captioner.networks import ARCHITECTURES, Network, open_network
+from penstock.bulk.captioner.files import ModelSource
+from penstock.bulk.captioner.networks import ARCHITECTURES, Network, NetworkOptions, open_network
 from penstock.errors import LoadFailed
 
 Folder = Callable[[str], Path]
 
 
 def opened(folder: Path, **settings: Any) -> Network:
-    return open_network(Source("net", folder), "cpu", **{"tokens": (0, 6), **settings})
+    return open_network(ModelSource("net", folder), "cpu", NetworkOptions(**{"tokens": (0, 6), **settings}))
 
 
 def pixels(rows: int) -> torch.Tensor:

@@ -84,8 +84,8 @@ def test_arrays_of_callers_in_the_process_are_frames() -> None:
         ({"frames": FRAMES[:0]}, r"shape \[0, 4, 6, 3\] holds no pixels"),
         ({"frames": FRAMES[:, :0]}, "holds no pixels"),
         ({"frames": [[1]]}, "found a list; expected UINT8"),
-        ({"jpeg": jpegs(b"\xff\xd8\xff.", b"PNG")}, "row 1 is no JPEG file"),
-        ({"jpeg": jpegs("text")}, "row 0 is no JPEG file"),
+        ({"jpeg": jpegs(b"\xff\xd8\xff.", b"PNG")}, "row 1 is not a JPEG file"),
+        ({"jpeg": jpegs("text")}, "row 0 is not a JPEG file"),
         ({"jpeg": jpegs()}, "expected BYTES of shape"),
         ({"frames": FRAMES, "frame_index": np.arange(3)}, r"'frame_index': found int64 of shape \[3\]; .* \[2\]"),
         ({"frames": FRAMES, "frame_index": np.arange(2, dtype=np.int32)}, "'frame_index': found int32"),
@@ -125,9 +125,9 @@ def test_an_image_that_claims_to_be_huge_is_refused_by_its_head(
 ) -> None:
     if not fast:
         monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    with pytest.raises(BadRequest, match="row 3 is 10000 x 8000 pixels large; expected 50000000 pixels at most"):
+    with pytest.raises(BadRequest, match="row 3 has 10000 x 8000 pixels; expected 50000000 pixels at most"):
         decode_image(bomb(10_000, 8_000), "row 3")
-    with pytest.raises(BadRequest, match="row 3 is"):  # Pillow has a bound of its own
+    with pytest.raises(BadRequest, match="row 3 "):  # Pillow has a bound of its own
         decode_image(bomb(60_000, 60_000), "row 3")
 
 
@@ -143,7 +143,7 @@ def test_an_image_that_claims_to_be_huge_is_refused_by_its_head(
     ids=["jpeg", "cut jpeg", "png", "pickle", "svg"],
 )
 def test_a_damaged_file_is_refused_with_its_row(file: bytes) -> None:
-    with pytest.raises(BadRequest, match="row 3 is no image file that can be decoded"):
+    with pytest.raises(BadRequest, match="row 3 is not an image file that can be decoded"):
         decode_image(memoryview(file), "row 3")
 
 
