@@ -202,9 +202,9 @@ the Open Inference Protocol demands.
 
 def http_page() -> str:
     """The routes of the native server and the statuses of its errors."""
-    from penstock.serving.http.answers import STATUS
-    from penstock.serving.http.management import management_routes
-    from penstock.serving.http.routes import TEMPLATES
+    from penstock.serving.http.admin import management_routes
+    from penstock.serving.http.responses import STATUS
+    from penstock.serving.protocols.routes import TEMPLATES
 
     lines = [f"| {'POST' if t.codec else 'GET'} | `{t.path}` | {t.summary} |\n" for t in TEMPLATES]
     management = management_routes(Mock(), None)

@@ -87,6 +87,12 @@ class BrokerUnavailable(ModelNotReady):
     code = "broker_unavailable"
 
 
+class UnsupportedType(PenstockError):
+    """The content type is one that this route never reads."""
+
+    code = "unsupported_media_type"
+
+
 class QueueFull(PenstockError):
     """The queue of the model is at its bound, in items or in bytes."""
 

@@ -217,9 +217,14 @@ class Engine:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Call:
-        """Queues one item; see `frontends.base.Backend.submit`."""
+        """Queues one item; see `Backend.submit`."""
+        registry = self._registry
         try:
-            return self._registry.route(model, version).submit(item, sink, budget_s, priority)
+            # most servers split no traffic: one dictionary look-up finds the handle
+            handle = None if registry.splits else registry.handles.get((model, version))
+            if handle is None:
+                handle = registry.route(model, version)
+            return handle.submit(item, sink, budget_s, priority)
         except BaseException:
             release(item)
             raise

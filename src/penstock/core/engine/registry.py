@@ -66,30 +66,30 @@ class ModelRegistry:
     """The models of one engine. Lookups are plain dictionary reads; they happen once a request."""
 
     def __init__(self) -> None:
-        self._handles: dict[tuple[str, str | None], ModelHandle] = {}  # version None: the default
-        self._splits: dict[str, TrafficSplit[ModelHandle]] = {}
+        self.handles: dict[tuple[str, str | None], ModelHandle] = {}  # version None: the default
+        self.splits: dict[str, TrafficSplit[ModelHandle]] = {}
 
     # ---- changes: each is one step, no request sees the half of it
 
     def add(self, handle: ModelHandle) -> None:
         """The first version of a name is its default. Raises ConfigError if it is there already."""
         key = (handle.name, handle.version)
-        if key in self._handles:
+        if key in self.handles:
             raise ConfigError(f"model '{handle.name}' version '{handle.version}' is loaded already; unload it first")
-        self._handles[key] = handle
-        self._handles.setdefault((handle.name, None), handle)
+        self.handles[key] = handle
+        self.handles.setdefault((handle.name, None), handle)
 
     def replace(self, old: ModelHandle, new: ModelHandle) -> None:
         """`new` answers from now on wherever `old` did."""
         name = old.name
         assert (name, old.version) == (new.name, new.version)
-        assert self._handles[(name, old.version)] is old
-        del self._handles[(name, old.version)]  # to its end: the newest
-        self._handles[(name, old.version)] = new
-        if self._handles[(name, None)] is old:
-            self._handles[(name, None)] = new
-        if name in self._splits:
-            self._splits[name].replace(old, new)
+        assert self.handles[(name, old.version)] is old
+        del self.handles[(name, old.version)]  # to its end: the newest
+        self.handles[(name, old.version)] = new
+        if self.handles[(name, None)] is old:
+            self.handles[(name, None)] = new
+        if name in self.splits:
+            self.splits[name].replace(old, new)
 
     def remove(self, handle: ModelHandle) -> None:
         """Takes it out of sight. The newest of the others becomes the default if it was; the others share its traffic.
@@ -97,25 +97,25 @@ class ModelRegistry:
         Idempotent: a load that fails may meet an unload.
         """
         name = handle.name
-        if self._handles.get((name, handle.version)) is not handle:
+        if self.handles.get((name, handle.version)) is not handle:
             return
-        del self._handles[(name, handle.version)]
+        del self.handles[(name, handle.version)]
         others = self._versions(name)
-        if self._handles[(name, None)] is handle:
-            del self._handles[(name, None)]
+        if self.handles[(name, None)] is handle:
+            del self.handles[(name, None)]
             if others:
-                self._handles[(name, None)] = list(others.values())[-1]
-        split = self._splits.pop(name, None)
+                self.handles[(name, None)] = list(others.values())[-1]
+        split = self.splits.pop(name, None)
         if split is not None:
             weights = {v: w for v, w in split.weights.items() if v != handle.version}
             total = sum(weights.values())
             if total > 0:
-                self._splits[name] = TrafficSplit({v: w / total for v, w in weights.items()}, others)
+                self.splits[name] = TrafficSplit({v: w / total for v, w in weights.items()}, others)
 
     def set_default(self, name: str, version: str) -> None:
         """Requests that name no version go to this one, all of them. Raises ModelNotFound."""
-        self._handles[(name, None)] = self.find(name, version)
-        self._splits.pop(name, None)
+        self.handles[(name, None)] = self.find(name, version)
+        self.splits.pop(name, None)
 
     def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
         """Requests that name no version are shared out so. Raises ModelNotFound, ConfigError."""
@@ -123,24 +123,24 @@ class ModelRegistry:
             self.find(name, version)
         others = self._versions(name)
         check_traffic(f"traffic of model '{name}'", weights, others)
-        self._splits[name] = TrafficSplit(weights, others)
+        self.splits[name] = TrafficSplit(weights, others)
 
     # ---- lookups
 
     def route(self, name: str, version: str | None) -> ModelHandle:
         """Who answers the next request. Raises ModelNotFound."""
-        if version is None and self._splits:
-            split = self._splits.get(name)
+        if version is None and self.splits:
+            split = self.splits.get(name)
             if split is not None:
                 return split.next()
         return self.find(name, version)
 
     def get(self, name: str, version: str) -> ModelHandle | None:
-        return self._handles.get((name, version))
+        return self.handles.get((name, version))
 
     def find(self, name: str, version: str | None) -> ModelHandle:
         """The version, or the default. Raises ModelNotFound, naming what there is."""
-        handle = self._handles.get((name, version))
+        handle = self.handles.get((name, version))
         if handle is not None:
             return handle
         versions = self.versions(name)
@@ -151,8 +151,8 @@ class ModelRegistry:
 
     def share(self, handle: ModelHandle) -> tuple[bool, float]:
         """(whether it is the default, its part of the requests that name no version)."""
-        default = self._handles.get((handle.name, None)) is handle
-        split = self._splits.get(handle.name)
+        default = self.handles.get((handle.name, None)) is handle
+        split = self.splits.get(handle.name)
         return default, float(default) if split is None else split.weights.get(handle.version, 0.0)
 
     def versions(self, name: str) -> list[str]:
@@ -163,4 +163,4 @@ class ModelRegistry:
         return {h.version: h for h in self if h.name == name}
 
     def __iter__(self) -> Iterator[ModelHandle]:
-        return iter([h for (_, version), h in self._handles.items() if version is not None])
+        return iter([h for (_, version), h in self.handles.items() if version is not None])

@@ -29,8 +29,7 @@ from penstock.perf.tune.server import TunedModel, TunedServer
 from penstock.perf.tune.space import CandidateSettings, SearchSpace
 from penstock.perf.tune.system import BatchCurve, MeasuredRun
 from penstock.serving.observe.system import Gpus
-from penstock.serving.protocols.oip import HEADER_LENGTH
-from penstock.serving.protocols.oip_npy import NPY
+from penstock.serving.protocols.oip import HEADER_LENGTH, NPY
 
 log = logging.getLogger("penstock.tune")
 

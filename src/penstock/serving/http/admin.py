@@ -1,4 +1,4 @@
-"""The management and metrics apps, and the uvicorn that serves them inside our own loop."""
+"""The management and metrics APIs, and the uvicorn that serves them inside our own event loop."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.core.contracts import Backend, ManagementBackend
-from penstock.errors import BadRequest, PenstockError, nearest
-from penstock.serving.http.answers import JSON, MethodNotAllowed, RouteNotFound, error_result
+from penstock.errors import BadRequest, Forbidden, PayloadTooLarge, PenstockError, nearest
 from penstock.serving.http.auth import check_token
-from penstock.serving.http.binding import bind_error
-from penstock.serving.http.management import Handler, Routes, management_routes
-from penstock.serving.protocols import native
+from penstock.serving.http.responses import MethodNotAllowed, RouteNotFound, error_result
+from penstock.serving.http.sockets import bind_error
+from penstock.serving.protocols import admin
+from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.route import error_body
 
-MOST_BATCHES: Final = 1000  # of one answer of /debug/batches
-GRACE_S: Final = 2  # for answers in flight when an admin listener closes
+MAX_BODY_BYTES: Final = 2**20  # of a management request
+MOST_BATCHES: Final = 1000  # in one response of /debug/batches
+GRACE_S: Final = 2  # for responses in flight when an admin listener closes
+
+Handler = Callable[[Request], Awaitable[Response]]
+Routes = dict[str, dict[str, Handler]]
 
 
 def admin_app(
     backend: Backend, tokens: frozenset[bytes] = frozenset(), management: ManagementBackend | None = None
 ) -> Starlette:
-    """The management API: see `management_routes`, and GET /ping. Tokens, if any, open all but /ping."""
+    """The management API: the routes of `management_routes`, and GET /ping. Only /ping needs no token."""
 
     async def ping(request: Request) -> Response:
         if backend.ready():
@@ -51,9 +56,9 @@ def metrics_app(
     batches: Callable[[str | None, int], bytes],
     tokens: frozenset[bytes] = frozenset(),
 ) -> Starlette:
-    """GET /metrics: what `scrape` gives, in the Prometheus text format. GET /debug/batches: the last batches as JSON.
+    """GET /metrics: the result of `scrape`, in the Prometheus text format. GET /debug/batches: recent batches as JSON.
 
-    `batches` is asked with ?model= (None: all models) and ?limit= (1 to 1000, by default 100), newest first.
+    `batches` receives ?model= (None: all models) and ?limit= (1 to 1000, default 100), newest first.
     """
 
     async def metrics(request: Request) -> Response:
@@ -83,7 +88,7 @@ def _app(routes: Routes) -> Starlette:
 
 
 class _ByMethod:
-    """An ASGI app over the handlers of one path. It takes every method, so that no other route with this path does."""
+    """An ASGI app over the handlers of one path. It takes every method: no other route with this path can match."""
 
     def __init__(self, table: dict[str, Handler]) -> None:
         self._table = table
@@ -114,7 +119,7 @@ def _authorization(request: Request) -> bytes | None:
 
 
 async def _error(request: Request, error: PenstockError) -> Response:
-    result = error_result(error, native.error_body)
+    result = error_result(error, error_body)
     return Response(result.body, result.status, dict(result.headers or ()), JSON)
 
 
@@ -123,7 +128,7 @@ async def _http_error(request: Request, exc: HTTPException) -> Response:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn as a guest: no signal handlers, no ten ticks a second, and it tells when it is up."""
+    """uvicorn inside our own event loop: without its signal handlers and its ten ticks a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -143,7 +148,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class UvicornServer:
-    """One ASGI app on one address. `start` binds, `close` ends it; neither touches the process's signals."""
+    """One ASGI app on one address. Neither `start` nor `close` touches the process's signals."""
 
     def __init__(
         self, app: Any, *, tls_cert: str | None = None, tls_key: str | None = None, tls_client_ca: str | None = None
@@ -152,7 +157,7 @@ class UvicornServer:
             app,
             log_config=None,
             access_log=False,
-            date_header=False,  # it would stand still without the ticks
+            date_header=False,  # without the ticks it would never change
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
             ssl_certfile=tls_cert,
@@ -164,7 +169,7 @@ class UvicornServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, key: str = "the port's key") -> tuple[str, int]:
-        """The address really bound. Raises ConfigError naming `key` when it cannot be."""
+        """Binds and returns the actual address. Raises ConfigError, naming `key`, if it cannot."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listener = socket.create_server((host, port), family=family, backlog=128)
@@ -178,13 +183,108 @@ class UvicornServer:
         up.cancel()
         if self._task.done():
             listener.close()
-            await self._task  # tells why
+            await self._task  # raises the reason
             raise PenstockError("the application ended while it was starting")
         return str(bound[0]), int(bound[1])
 
     async def close(self) -> None:
-        """Answers what is in flight, for a short while, and closes."""
+        """Answers the requests in flight for up to GRACE_S, then closes."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
             self._server.stop.set()
             await self._task
+
+
+# ---- the management routes
+
+
+def management_routes(backend: Backend, management: ManagementBackend | None) -> Routes:
+    """path -> method -> handler. Without `management` every change is refused."""
+    queries = _Queries(backend, management)
+    changes = _Changes(management)
+    routes: Routes = {
+        "/models": {"GET": queries.models},
+        "/models/{model}": {"GET": queries.model, "PUT": changes.put, "DELETE": changes.unload},
+        "/models/{model}/scale": {"PUT": changes.scale},
+        "/models/{model}/default": {"PUT": changes.default},
+        "/models/{model}/traffic": {"PUT": changes.traffic},
+        "/models/{model}/{version}": {"GET": queries.version, "PUT": changes.put, "DELETE": changes.unload},
+        "/models/{model}/{version}/scale": {"PUT": changes.scale},
+    }
+    return routes
+
+
+class _Queries:
+    """Handlers that change nothing."""
+
+    def __init__(self, backend: Backend, management: ManagementBackend | None) -> None:
+        self._statuses = backend.statuses if management is None else management.statuses
+        self._learned = (lambda model, version: {}) if management is None else management.learned
+
+    async def models(self, request: Request) -> Response:
+        return Response(admin.models_body(self._statuses()), media_type=JSON)
+
+    async def model(self, request: Request) -> Response:
+        return Response(admin.model_body(self._statuses(), request.path_params["model"]), media_type=JSON)
+
+    async def version(self, request: Request) -> Response:
+        model, version = request.path_params["model"], request.path_params["version"]
+        learned = self._learned(model, version)
+        return Response(admin.version_body(self._statuses(), model, version, learned), media_type=JSON)
+
+
+class _Changes:
+    """Handlers of changes; each answers with the resulting state of the model."""
+
+    def __init__(self, management: ManagementBackend | None) -> None:
+        self._management = management
+
+    def _open(self) -> ManagementBackend:
+        """Raises Forbidden, ModelNotReady, before a body is read."""
+        if self._management is None:
+            raise Forbidden("changing models is off: set management = true in [server]")
+        self._management.check_open()
+        return self._management
+
+    async def put(self, request: Request) -> Response:
+        management = self._open()
+        await management.put(*_names(request), admin.read_keys(await _body(request)))
+        return _changed(request, management)
+
+    async def unload(self, request: Request) -> Response:
+        management = self._open()
+        await management.unload(*_names(request))
+        return _changed(request, management)
+
+    async def scale(self, request: Request) -> Response:
+        management = self._open()
+        await management.scale(*_names(request), admin.read_instances(await _body(request)))
+        return _changed(request, management)
+
+    async def default(self, request: Request) -> Response:
+        management = self._open()
+        await management.set_default(request.path_params["model"], admin.read_version(await _body(request)))
+        return _changed(request, management)
+
+    async def traffic(self, request: Request) -> Response:
+        management = self._open()
+        await management.set_traffic(request.path_params["model"], admin.read_weights(await _body(request)))
+        return _changed(request, management)
+
+
+def _names(request: Request) -> tuple[str, str | None]:
+    return request.path_params["model"], request.path_params.get("version")
+
+
+def _changed(request: Request, management: ManagementBackend) -> Response:
+    return Response(admin.changed_body(management.statuses(), request.path_params["model"]), media_type=JSON)
+
+
+async def _body(request: Request) -> bytes:
+    """Raises PayloadTooLarge."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise PayloadTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
+    return body

@@ -1,4 +1,4 @@
-"""The routes of the listener as an ASGI app, to be mounted in an application that exists."""
+"""The native routes as an ASGI app, for mounting in an existing application."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from urllib.parse import quote
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
-from penstock.serving.http.answering import STREAM_BACKLOG
-from penstock.serving.http.answers import error_result, sse_event, stream_part, stream_type
+from penstock.serving.http.context import STREAM_BACKLOG
+from penstock.serving.http.flavor import SPECIAL_NAMES, Router, check_method, read_special
+from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
-from penstock.serving.http.repeats import Repeats
-from penstock.serving.http.routes import SPECIAL_NAMES, Router, check_method, is_telling, read_special
-from penstock.serving.http.template import Route, error_body_of
+from penstock.serving.http.responses import error_result, sse_event, stream_part, stream_type
+from penstock.serving.protocols.route import Route
+from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Item, ItemResult
 
 Message = MutableMapping[str, Any]
@@ -26,11 +27,11 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class _Gone(Exception):
-    """The client has hung up."""
+    """The client disconnected."""
 
 
 class _Call:
-    """One request: what its headers wish, and the results that have come for it."""
+    """One request: the options from its headers, and the results so far."""
 
     def __init__(self, most_unread: int) -> None:
         self.route: Route | None = None
@@ -49,7 +50,7 @@ class _Call:
         self._unread = most_unread
 
     def sink(self, result: ItemResult) -> None:
-        """Keeps a result until the client takes it; one that falls too far behind a stream is given up."""
+        """Queues a result for the client; cancels the request of a client that reads a stream too slowly."""
         self._unread -= 0 if result.final else len(result.body)
         if self._unread > 0:
             self.results.put_nowait(result)
@@ -59,7 +60,7 @@ class _Call:
             self.results.put_nowait(ItemResult(error=Cancelled("the stream was read too slowly")))
 
     async def next(self, gone: asyncio.Future[None]) -> ItemResult:
-        """The next result. Raises _Gone when the client hangs up first."""
+        """The next result. Raises _Gone if the client disconnects first."""
         if self.results.empty():
             coming = asyncio.ensure_future(self.results.get())
             await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -74,7 +75,7 @@ class _Call:
 
 
 class InferenceApp:
-    """ASGI 3 (http and lifespan) over a Backend. Mount it where you like: `root_path` is taken off the path."""
+    """ASGI 3 (http and lifespan) over a Backend. Mount it anywhere: `root_path` is stripped from the path."""
 
     def __init__(
         self, backend: Backend, config: LimitsConfig | None = None, *, tokens: frozenset[bytes] = frozenset()
@@ -83,10 +84,10 @@ class InferenceApp:
         self.config = config or LimitsConfig()
         self.tokens = tokens
         self.router = Router()
-        self.repeats = Repeats(backend, time.monotonic)
+        self.idempotency = IdempotencyCache(backend, time.monotonic)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answers one request, or the lifespan's two events."""
+        """Answers one request, or the two lifespan events."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
@@ -114,11 +115,12 @@ class InferenceApp:
         for name, value in scope["headers"]:
             if name == b"content-type":
                 call.content_type = value.decode("latin-1")
-                if is_telling(value):
-                    special[name] = value
             elif name == b"content-length":
                 call.length = int(value)
-            elif name in SPECIAL_NAMES and name not in (b"expect", b"transfer-encoding"):  # these are the server's
+            elif name in SPECIAL_NAMES and name not in (
+                b"expect",
+                b"transfer-encoding",
+            ):  # the ASGI server handles these
                 special[name] = value
         call.target = raw
         call.route = route = self.router.resolve(raw)
@@ -132,7 +134,7 @@ class InferenceApp:
         headers = list(scope["headers"])
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
-        submit = partial(self.repeats.submit, call.key) if call.key else self.backend.submit
+        submit = partial(self.idempotency.submit, call.key) if call.key else self.backend.submit
         call.ticket = submit(
             route.model,
             route.version,
@@ -181,7 +183,7 @@ class InferenceApp:
             raise
 
     async def _answer(self, call: _Call, gone: asyncio.Future[None], send: Send) -> None:
-        """Writes what comes for the call until its final result. Raises _Gone."""
+        """Writes the results of the call until the final one. Raises _Gone."""
         started = False
         while True:
             result = await call.next(gone)
@@ -199,7 +201,7 @@ class InferenceApp:
                 await self._start(call, result, stream_type(result.content_type, call.sse), send)
             if result.error is not None:
                 if not call.sse:
-                    raise RuntimeError("the stream failed: the server cuts it off")  # ASGI has no other word for it
+                    raise RuntimeError("the stream failed: the server must cut it off")  # ASGI has no other way
                 body = sse_event(error_body(result.error), b"error")
             else:
                 body = stream_part(result, call.sse)

@@ -1,4 +1,4 @@
-"""Where the body of a request is gathered: in plain memory while small, in a Buffer (shared memory) when large."""
+"""Collects the body of a request: in plain memory while it is small, in a Buffer (shared memory) when it is large."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from typing import Any, Final
 from penstock.core.contracts import Backend, Buffer
 from penstock.errors import PayloadTooLarge, QueueFull
 
-BIG_BYTES: Final = 64 * 1024  # bodies above it go into a Buffer
+BIG_BYTES: Final = 64 * 1024  # larger bodies go into a Buffer
 
 
 class Intake:
-    """Holds one body at a time. A Buffer that was not taken is given back by `release`."""
+    """Holds one body at a time. `release` frees a Buffer that was not taken."""
 
     def __init__(self, backend: Backend, max_body_bytes: int) -> None:
         self.backend = backend
         self.most = self.max_body_bytes = max_body_bytes
         self.length = 0
+        self.begun = False
         self._small: bytes | bytearray = b""
         self._buffer: Buffer | None = None
         self._filled = 0
 
     def begin(self, length: int, wanted: bool = True) -> None:
-        """A body of `length` bytes comes; 0 where that is not known (chunked) or there is none.
+        """Begins a body of `length` bytes; 0 if the length is unknown (chunked) or there is no body.
 
-        One that nobody wants is taken only while it is small: there is no one to give a Buffer back.
+        An unwanted body is accepted only while it is small, because no caller would release its Buffer.
         """
+        self.begun = True
         self.length = length
         self.most = self.max_body_bytes if wanted else min(BIG_BYTES, self.max_body_bytes)
 
     def add(self, chunk: bytes) -> None:
-        """A piece of the body. Raises PayloadTooLarge, QueueFull when the pool is full.
+        """Adds a piece of the body. Raises PayloadTooLarge, and QueueFull when the pool is full.
 
         Chunked bodies grow by doubling, so the cost of a byte is constant however small the chunks are.
         """
@@ -54,7 +56,7 @@ class Intake:
     def _grow(self, need: int) -> None:
         size = min(max(need, 2 * self._filled, 4 * BIG_BYTES), self.max_body_bytes)
         larger = self.backend.allocate(size)
-        if larger is None:  # waiting for it while holding what we have could wait for ever
+        if larger is None:  # waiting while holding a Buffer could deadlock
             raise QueueFull("the memory for request bodies is full; send again later, or send a Content-Length")
         larger.view[: self._filled] = self._small if self._buffer is None else self._buffer.view[: self._filled]
         if self._buffer is not None:
@@ -62,7 +64,7 @@ class Intake:
         self._buffer, self._small = larger, b""
 
     def reserve(self) -> bool:
-        """Memory for the whole body of known length; False while the pool is full. Raises PayloadTooLarge."""
+        """Gets memory for a whole body of known length; False while the pool is full. Raises PayloadTooLarge."""
         buffer = self.backend.allocate(self.length)
         if buffer is None:
             return False
@@ -71,19 +73,19 @@ class Intake:
         return True
 
     def rest(self) -> memoryview:
-        """The part of the reserved memory that is still to be filled."""
+        """The unfilled part of the reserved memory."""
         assert self._buffer is not None
         return self._buffer.view[self._filled : self.length]
 
     def filled_to(self, nbytes: int) -> bool:
-        """Counts bytes that were received straight into `rest()`; True when the body is whole."""
+        """Counts bytes received straight into `rest()`; True when the body is complete."""
         self._filled += nbytes
         return self._filled == self.length
 
     def take(self) -> Any:
-        """The body: `bytes`, or the Buffer, which now belongs to the caller. Ready for the next one."""
+        """The body: `bytes`, or the Buffer, which now belongs to the caller. Resets the intake."""
         buffer, small, filled = self._buffer, self._small, self._filled
-        self._buffer, self._small, self._filled = None, b"", 0
+        self._buffer, self._small, self._filled, self.begun = None, b"", 0, False
         if buffer is None:
             return small if isinstance(small, bytes) else bytes(small)
         if filled < len(buffer.view):
@@ -91,7 +93,7 @@ class Intake:
         return buffer
 
     def release(self) -> None:
-        """Gives back what was gathered of a body that will not be whole."""
+        """Frees the memory of an incomplete body."""
         payload = self.take()
         if not isinstance(payload, bytes):
             payload.release()

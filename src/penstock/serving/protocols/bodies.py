@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.errors import BadOutput, BadRequest
 
+JSON: Final = "application/json"
 MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser, not an input of a model
 
 _BYTE = re.compile(r"byte (\d+)")

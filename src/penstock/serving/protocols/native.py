@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-import msgspec
-
 from penstock.core.contracts import Codec
-from penstock.errors import BadOutput, BadRequest, PenstockError
+from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import (
+    JSON,
     MAX_FIELDS,
     collect,
     decode_form,
@@ -18,19 +17,18 @@ from penstock.serving.protocols.bodies import (
     encode_json,
     split_type,
 )
+from penstock.serving.protocols.route import Template
 from penstock.types import Item, ItemResult, Response
 
-JSON: Final = "application/json"
 TEXT: Final = "text/plain; charset=utf-8"
 BYTES: Final = "application/octet-stream"
+ROUTES: Final = (
+    Template("/predictions/{model}", "Predict one item", codec="native"),
+    Template("/predictions/{model}/{version}", "Predict one item", codec="native"),
+)
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FRAMING: Final = frozenset({"content-length", "transfer-encoding", "connection", "content-type", "date"})
-
-
-def error_body(error: PenstockError) -> bytes:
-    """`{"error": {"code", "message"}}`; the detail of an error stays inside."""
-    return msgspec.json.encode({"error": {"code": error.code, "message": error.message}})
 
 
 def encode_response(response: Response) -> ItemResult:
@@ -52,7 +50,9 @@ def encode_response(response: Response) -> ItemResult:
 
 
 class NativeCodec(Codec):
-    """Codec of `/predictions`: JSON, text, forms, or the bytes as they are."""
+    """Codec of `/predictions`: JSON, text, forms, or unchanged bytes."""
+
+    request_types = ("application/json", "text/plain", "application/octet-stream")
 
     def __init__(self, model: str, version: str) -> None:
         self.model = model

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
+NPY: Final = "application/x-npy"
 HEADER_BYTES: Final = 64 * 1024  # most of the JSON before binary tensors: the front process reads it for the rows
 ALIGNMENT: Final = 64  # the first binary tensor of what we write begins at a multiple of it: the JSON ends in spaces
 _HEADER_NAME: Final = HEADER_LENGTH.lower().encode()

@@ -10,8 +10,8 @@ from msgspec import Raw, Struct
 
 from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.bodies import decode_json
-from penstock.serving.protocols.native import BYTES, JSON, encode_response
+from penstock.serving.protocols.bodies import JSON, decode_json
+from penstock.serving.protocols.native import BYTES, encode_response
 from penstock.serving.protocols.oip import (
     HEADER_LENGTH,
     Answer,

@@ -1,19 +1,24 @@
-"""Open Inference Protocol v2 in JSON: its codec, its small answers, and what the front process peeks at."""
+"""Open Inference Protocol v2 in JSON: its codec, its routes, and what the server process peeks at."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
-from penstock.errors import BadRequest, PenstockError
-from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH
+from penstock._version import __version__
+from penstock.core.contracts import Backend
+from penstock.errors import BadRequest, PenstockError, UnsupportedType
+from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH, NPY, parse_length
 from penstock.serving.protocols.oip_codec import OipCodec
-from penstock.types import Item, ModelMetadata
+from penstock.serving.protocols.route import Route, Template
+from penstock.types import Item, ItemResult, ModelMetadata, TensorSpec
 
 PEEK_BYTES: Final = HEADER_BYTES
+_LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
 EXTENSIONS: Final = ("binary_tensor_data",)
 _PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # how pickles begin
 
@@ -78,8 +83,27 @@ def metadata_body(metadata: ModelMetadata, versions: Sequence[str]) -> bytes:
     )
 
 
+def _schema(inputs: Sequence[TensorSpec]) -> dict[str, Any]:
+    tensor: dict[str, Any] = {
+        "type": "object",
+        "required": ["name", "shape", "datatype", "data"],
+        "properties": {
+            "name": {"type": "string"},
+            "shape": {"type": "array", "items": {"type": "integer"}},
+            "datatype": {"type": "string"},
+            "data": {"type": "array"},
+        },
+    }
+    if inputs:
+        tensor["properties"]["name"]["enum"] = [spec.name for spec in inputs]
+    return {"type": "object", "required": ["inputs"], "properties": {"inputs": {"type": "array", "items": tensor}}}
+
+
 class OipJsonCodec(OipCodec):
-    """Codec of `/v2/models/{m}/infer` for bodies that are JSON to their end, whatever their content type says."""
+    """Codec of `/v2/models/{m}/infer` for bodies that are JSON throughout, whatever their content type says."""
+
+    request_types = ("application/json", "application/octet-stream", NPY)
+    request_schema = staticmethod(_schema)
 
     @staticmethod
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
@@ -94,3 +118,76 @@ class OipJsonCodec(OipCodec):
         if item.content_type.startswith("application/octet-stream") and bytes(payload[:1]) != b"{":
             raise BadRequest(f"the body is no JSON; binary tensors need the header {HEADER_LENGTH}")
         return payload, memoryview(b"")
+
+
+# ---- routes
+
+
+def select_codec(special: Mapping[bytes, bytes], content_type: bytes) -> str:
+    """The codec of an Open Inference request that is not plain JSON, else "". Raises BadRequest, UnsupportedType."""
+    kind = content_type.lower()
+    if b"pickle" in kind:
+        raise UnsupportedType("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
+    coding = special.get(b"content-encoding", b"identity")
+    if coding.lower() != b"identity":
+        raise UnsupportedType(f"the body is encoded as {coding[:40].decode('latin-1')}; send it unencoded")
+    length = special.get(_LENGTH_HEADER)
+    if length is not None:
+        parse_length(length)
+        return "oip_binary"
+    return "oip_npy" if b"x-npy" in kind else ""
+
+
+def _json(body: bytes, status: int = 200) -> ItemResult:
+    return ItemResult(body=body, content_type=JSON, status=status)
+
+
+def _metadata(backend: Backend, route: Route) -> ItemResult:
+    return _json(metadata_body(*backend.metadata(route.model, route.version)))
+
+
+def _model_ready(backend: Backend, route: Route) -> ItemResult:
+    ready = backend.model_ready(route.model, route.version)
+    return _json(msgspec.json.encode({"name": route.model, "ready": ready}), 200 if ready else 503)
+
+
+def _server(backend: Backend, route: Route) -> ItemResult:
+    return _json(server_body(__version__))
+
+
+def live(backend: Backend, route: Route) -> ItemResult:
+    """200: the server is alive."""
+    return _json(b'{"live":true}')
+
+
+def ready(backend: Backend, route: Route) -> ItemResult:
+    """200 when every model can answer, else 503."""
+    return _json(b'{"ready":true}') if backend.ready() else _json(b'{"ready":false}', 503)
+
+
+def _infer(path: str) -> Template:
+    return Template(
+        path,
+        "Infer by the Open Inference Protocol",
+        codec="oip_json",
+        error_body=error_body,
+        select=select_codec,
+        select_headers=(_LENGTH_HEADER, b"content-encoding"),
+    )
+
+
+def _get(path: str, summary: str, answer: Callable[[Backend, Route], ItemResult], open: bool = False) -> Template:
+    return Template(path, summary, answer=answer, open=open, error_body=error_body)
+
+
+ROUTES: Final = (
+    _infer("/v2/models/{model}/infer"),
+    _infer("/v2/models/{model}/versions/{version}/infer"),
+    _get("/v2", "Name and version of the server", _server),
+    _get("/v2/health/live", "Whether the server is alive", live, open=True),
+    _get("/v2/health/ready", "Whether every model can answer", ready, open=True),
+    _get("/v2/models/{model}", "Inputs and outputs of a model", _metadata),
+    _get("/v2/models/{model}/versions/{version}", "Inputs and outputs of a model", _metadata),
+    _get("/v2/models/{model}/ready", "Whether a model can answer", _model_ready),
+    _get("/v2/models/{model}/versions/{version}/ready", "Whether a model can answer", _model_ready),
+)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip import Tensor
+from penstock.serving.protocols.oip import NPY, Tensor
 from penstock.serving.protocols.oip_codec import Context, OipCodec, named_outputs
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes, output_array, to_bytes
 from penstock.types import Headers, Item, ItemResult, Response
@@ -21,7 +21,6 @@ from penstock.types import Headers, Item, ItemResult, Response
 if TYPE_CHECKING:
     import numpy as np
 
-NPY: Final = "application/x-npy"
 MAX_HEAD_BYTES: Final = 10_000  # as numpy's own reader
 _MAGIC: Final = b"\x93NUMPY"
 _DTYPES: Final = {

@@ -11,7 +11,7 @@ from typing import Any, Final
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend, Buffer, Ticket
 from penstock.errors import BadRequest, ModelNotReady, PenstockError
-from penstock.serving.http.binding import bind_error
+from penstock.serving.http.sockets import bind_error
 from penstock.torchpipe.thrift import protocol as thrift
 from penstock.types import Item, ItemResult, Sink
 

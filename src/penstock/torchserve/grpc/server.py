@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import ConfigError
-from penstock.serving.http.binding import free_path
+from penstock.serving.http.sockets import free_path
 from penstock.torchserve.grpc.inference import HealthService, InferenceService, OpenInferenceService
 from penstock.torchserve.grpc.management import GATED, ManagementService
 from penstock.torchserve.grpc.services import POOL, CallDispatcher, GrpcService

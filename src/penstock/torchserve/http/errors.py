@@ -21,7 +21,7 @@ from penstock.errors import (
     QueueFull,
     WorkerDied,
 )
-from penstock.serving.http.answers import (
+from penstock.serving.http.responses import (
     ExpectationFailed,
     HeadTooLarge,
     MalformedHttp,

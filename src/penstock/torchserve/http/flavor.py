@@ -8,24 +8,19 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 from urllib.parse import unquote
 
 from penstock.errors import PenstockError
-from penstock.serving.http.answers import REASONS, MethodNotAllowed, RouteNotFound
 from penstock.serving.http.connection import Connection
-from penstock.serving.http.exchange import Exchange, status_line
-from penstock.serving.http.routes import check_framing, split_target
-from penstock.serving.http.table import Table, remember
-from penstock.serving.http.template import Route, Template
+from penstock.serving.http.context import RequestContext, ResponseWriter
+from penstock.serving.http.flavor import check_framing, split_target
+from penstock.serving.http.responses import REASONS, MethodNotAllowed, RouteNotFound, status_line
+from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import Administration, Group, ListenerConfig, error_body
 from penstock.torchserve.protocol.openapi import JSON
 from penstock.types import Headers, ItemResult
-
-if TYPE_CHECKING:
-    from penstock.serving.http.answering import Answering
-    from penstock.serving.http.server import HttpServer
 
 access_log = logging.getLogger("ACCESS_LOG")
 
@@ -70,12 +65,12 @@ class TorchServeFlavor:
 
     def __init__(self, administration: Administration, config: ListenerConfig, templates: Sequence[Template]) -> None:
         logged = access_log.isEnabledFor(logging.INFO)  # checked once: without the log, requests pay nothing for it
-        self.exchange: type[Exchange] = LoggedRequest if logged else TorchServeRequest
+        self.context: type[RequestContext] = LoggedRequest if logged else TorchServeRequest
         self.known: dict[bytes, Route] = {}
         self.fixed = NO_CACHE + _cors(config)
         self._administration = administration
         self._others: dict[bytes, Route] = {}  # inference routes by method and target
-        self._table = Table(templates)
+        self._table = RouteTable(templates)
         guards: tuple[Group, ...] = ("inference", "management")
         self._guard = next((group for group in guards if group in config.groups), "")
 
@@ -88,7 +83,7 @@ class TorchServeFlavor:
         first = status_line(403, "This TorchServe instance only accepts HTTPS requests")
         return b"%b%bcontent-length: 0\r\nconnection: close\r\n\r\n" % (first, self.fixed)
 
-    def find(self, exchange: Exchange, method: bytes, target: bytes) -> Route:
+    def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
         """The route. Raises nothing: `read_head` raises the route's error after the token check."""
         key = b"%b %b" % (method, target)
         route = self._others.get(key)
@@ -97,7 +92,7 @@ class TorchServeFlavor:
             if route.template.codec:
                 known, key = (self.known, target) if method == b"POST" else (self._others, key)
                 remember(known, key, route)
-        exchange.route = route
+        context.route = route
         return route
 
     def _search(self, method: str, segments: list[str], query: bytes) -> GuardedRoute:
@@ -114,36 +109,36 @@ class TorchServeFlavor:
             return GuardedRoute(_NOTHING, guard=wrong.guard, refusal=MethodNotAllowed)
         return GuardedRoute(_NOTHING, guard=self._guard, refusal=RouteNotFound)
 
-    def read_head(self, exchange: Exchange, special: dict[bytes, bytes]) -> None:
+    def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
         """Sets the request's id and the headers of its route.
 
         Raises ApiError without the token, RouteNotFound, MethodNotAllowed, and the errors of `check_framing`.
         """
-        exchange.request_id = new_id()
-        route = cast(GuardedRoute, exchange.route)
+        context.request_id = new_id()
+        route = cast(GuardedRoute, context.route)
         if route.guard:
             self._administration.check_token(cast(Group, route.guard), special.get(b"authorization"))
         if route.refusal is not None:
             raise route.refusal("")
         if special:
             check_framing(special)
-        exchange.headers += route.headers
+        context.headers += route.headers
 
 
-class TorchServeRequest(Exchange):
+class TorchServeRequest(RequestContext):
     """One request, and its response as TorchServe writes it."""
 
-    def plain_head(self, server: HttpServer, result: ItemResult) -> bytes:
+    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes:
         """The head of a successful inference on a connection that stays open: the frequent case."""
         kind = f"content-type: {result.content_type}\r\n".encode("latin-1") if result.content_type else b""
         return b"%b%bx-request-id: %b\r\n%bconnection: keep-alive\r\ncontent-length: " % (
             self._status_line(result),
             kind,
             self._id(),
-            cast(TorchServeFlavor, server.dialect).fixed,
+            cast(TorchServeFlavor, writer.flavor).fixed,
         )
 
-    def head_lines(self, server: HttpServer, result: ItemResult, content_type: str) -> list[bytes]:
+    def head_lines(self, writer: ResponseWriter, result: ItemResult, content_type: str) -> list[bytes]:
         """The head of any other response. Every error closes the connection."""
         self.close = self.close or result.status >= 400
         lines = [self._status_line(result)]
@@ -155,14 +150,14 @@ class TorchServeRequest(Exchange):
         if content_type:
             lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
         lines.append(b"x-request-id: %b\r\n" % self._id())
-        lines.append(cast(TorchServeFlavor, server.dialect).fixed)
+        lines.append(cast(TorchServeFlavor, writer.flavor).fixed)
         lines.append(b"connection: close\r\n" if self.close else b"connection: keep-alive\r\n")
         return lines
 
-    def failure(self, server: HttpServer, error: PenstockError) -> ItemResult:
+    def failure(self, writer: ResponseWriter, error: PenstockError) -> ItemResult:
         """The error as JSON; 413 has an empty body."""
         route = self.route or _UNROUTED
-        found = api_error(error, server.backend, route.model, route.version)
+        found = api_error(error, writer.listener.backend, route.model, route.version)
         reason = REASONS.get(found.status, "")
         if found.status == 413:
             return ItemResult(status=413, reason=reason)
@@ -195,36 +190,37 @@ class LoggedRequest(TorchServeRequest):
     A line has at most 170 bytes.
     """
 
-    def __init__(self, connection: Answering) -> None:
-        super().__init__(connection)
+    def __init__(self, writer: ResponseWriter) -> None:
+        super().__init__(writer)
+        connection = writer.connection
         assert isinstance(connection, Connection)
-        self._began_s = connection.server.now()
+        self._began_s = writer.listener.now()
         self._status = 0
         self._request_line = "-"
         if connection.url:
             method = connection.parser.get_method().decode("ascii")
             target = connection.url[:LOGGED_TARGET_BYTES].decode("ascii", "backslashreplace")[:LOGGED_TARGET_BYTES]
             self._request_line = f"{method} {target} HTTP/{connection.parser.get_http_version()}"
-        peer = connection.transport.get_extra_info("peername")
+        peer = writer.transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix"
 
     def on_result(self, result: ItemResult) -> None:
         """The sink."""
-        connection = self.connection
+        writer = self.writer
         super().on_result(result)
-        if connection is not None and self.connection is None:
-            took_ms = round(1000 * (connection.server.now() - self._began_s))
+        if writer is not None and self.writer is None:
+            took_ms = round(1000 * (writer.listener.now() - self._began_s))
             access_log.info('%s "%s" %d %d', self._peer, self._request_line, self._status, took_ms)
 
-    def plain_head(self, server: HttpServer, result: ItemResult) -> bytes:
+    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes:
         """Records the status."""
         self._status = result.status
-        return super().plain_head(server, result)
+        return super().plain_head(writer, result)
 
-    def head_lines(self, server: HttpServer, result: ItemResult, content_type: str) -> list[bytes]:
+    def head_lines(self, writer: ResponseWriter, result: ItemResult, content_type: str) -> list[bytes]:
         """Records the status."""
         self._status = result.status
-        return super().head_lines(server, result, content_type)
+        return super().head_lines(writer, result, content_type)
 
 
 def _segments(target: bytes) -> tuple[list[str], bytes]:

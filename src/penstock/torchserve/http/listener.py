@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from penstock._version import __version__
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
-from penstock.serving.http.answers import MethodNotAllowed
+from penstock.serving.http.responses import MethodNotAllowed
 from penstock.serving.http.server import HttpServer
-from penstock.serving.http.template import HttpRequest, Template
+from penstock.serving.protocols.route import HttpRequest, Template
 from penstock.torchserve.http.flavor import TorchServeFlavor
 from penstock.torchserve.http.management import NO_MODEL, management_actions, names, token_action
 from penstock.torchserve.http.routes import (
@@ -60,7 +60,7 @@ def make_listener(
 ) -> HttpServer:
     """A listener, not yet started. `/metrics` returns the result of `scrape`; without it there is no such route."""
     flavor = TorchServeFlavor(administration, config, listener_templates(administration, config, scrape))
-    return HttpServer(backend, limits, ssl=ssl, dialect=flavor)
+    return HttpServer(backend, limits, ssl=ssl, flavor=flavor)
 
 
 def listener_templates(

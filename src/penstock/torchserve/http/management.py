@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from penstock.serving.http.answers import MethodNotAllowed
-from penstock.serving.http.template import HttpRequest
+from penstock.serving.http.responses import MethodNotAllowed
+from penstock.serving.protocols.route import HttpRequest
 from penstock.torchserve.http.routes import Action, change_result, json_result
 from penstock.torchserve.protocol.api import Administration, ListenerConfig, model_page
 from penstock.torchserve.protocol.management import (

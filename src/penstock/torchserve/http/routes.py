@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from penstock._version import __version__
 from penstock.core.contracts import Backend
-from penstock.serving.http.template import HttpRequest, Route, Template
+from penstock.serving.protocols.route import HttpRequest, Route, Template
 from penstock.torchserve.protocol.api import Administration, ChangeResult, Group, ListenerConfig, json_body
 from penstock.torchserve.protocol.management import unknown_parameters
 from penstock.torchserve.protocol.openapi import JSON, METRICS, Operation, QueryParameter

@@ -197,7 +197,7 @@ async def test_a_head_that_drips_is_timed_out_all_the_same(listen):
             for byte in b"GET /ping HTTP/1.1\r\nX: " + b"a" * 10_000:
                 client.send(bytes([byte]))
                 await asyncio.sleep(0.005)
-                if listener.server._connections == set() or client.reader._buffer:  # type: ignore[attr-defined]
+                if listener.server.listener.connections == set() or client.reader._buffer:  # type: ignore[attr-defined]
                     break
         assert (await client.answer()).status == 408
 
@@ -259,9 +259,9 @@ async def test_a_client_that_goes_before_its_body_ends_is_never_run(listen, wait
     async with listen() as listener:
         client = await listener.connect()
         client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\nabc" % size)
-        await wait_until(lambda: listener.server._connections)
+        await wait_until(lambda: listener.server.listener.connections)
         await client.close()
-        await wait_until(lambda: not listener.server._connections)
+        await wait_until(lambda: not listener.server.listener.connections)
         assert listener.backend.calls == []
         assert listener.backend.used_bytes == 0
 
@@ -284,8 +284,8 @@ async def test_a_client_that_takes_no_byte_of_its_answer_is_dropped(listen, wait
         client = await listener.connect()
         client.writer.transport.pause_reading()
         client.post("/predictions/big", b"")
-        await wait_until(lambda: listener.server._connections)
-        await wait_until(lambda: not listener.server._connections)
+        await wait_until(lambda: listener.server.listener.connections)
+        await wait_until(lambda: not listener.server.listener.connections)
 
 
 async def test_the_reader_of_a_stream_that_falls_behind_is_dropped(listen, wait_until):
@@ -303,12 +303,12 @@ async def test_the_reader_of_a_stream_that_falls_behind_is_dropped(listen, wait_
 async def test_connections_beyond_the_bound_are_told_503(listen, wait_until):
     async with listen(max_connections=1) as listener:
         await listener.connect()
-        await wait_until(lambda: listener.server._connections)
+        await wait_until(lambda: listener.server.listener.connections)
         client = await listener.connect()
         answer = await client.answer()
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert await client.closed()
-        assert len(listener.server._connections) == 1
+        assert len(listener.server.listener.connections) == 1
 
 
 async def test_the_listener_answers_others_after_all_this(listen):
@@ -343,7 +343,7 @@ async def test_who_waits_for_memory_is_served_in_turn_and_a_large_body_does_not_
         large.post("/predictions/m", b"2" * 300_000)
         await wait_until(lambda: backend.waiting)
         late.post("/predictions/m", b"3" * 100_000)  # there would be room for it
-        await wait_until(lambda: len(listener.server._stalled) == 2)
+        await wait_until(lambda: len(listener.server.listener.memory) == 2)
         backend.calls[0].reply()
         await wait_until(lambda: len(backend.calls) == 2)
         assert len(backend.calls[1].item.payload.view) == 300_000
@@ -362,13 +362,13 @@ async def test_clients_that_leave_while_they_wait_for_memory_are_passed_over(lis
         for n in range(4):
             client = await listener.connect()
             client.post("/predictions/echo", b"2" * 200_000)
-            await wait_until(lambda n=n: len(listener.server._stalled) == n + 1)
+            await wait_until(lambda n=n: len(listener.server.listener.memory) == n + 1)
             if n < 3:
                 client.writer.transport.abort()
         assert len(backend.waiting) == 1
         backend.calls[0].reply()
         assert (await client.answer()).body == b"2" * 200_000
-        await wait_until(lambda: len(listener.server._connections) == 2)
+        await wait_until(lambda: len(listener.server.listener.connections) == 2)
         assert backend.used_bytes == 0
 
 
@@ -378,8 +378,8 @@ async def test_closing_drops_who_still_waits_for_memory(listen, wait_until):
         for n in range(3):
             client = await listener.connect()
             client.post("/predictions/m", b"1" * 200_000)
-            await wait_until(lambda n=n: len(listener.server._stalled) == n)
+            await wait_until(lambda n=n: len(listener.server.listener.memory) == n)
         await wait_until(lambda: backend.calls)
         await listener.server.close(0.01)
-        assert not listener.server._stalled
+        assert not listener.server.listener.memory
         assert len(backend.calls) == 1

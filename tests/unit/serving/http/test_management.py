@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady, PenstockError
-from penstock.serving.http.admin import admin_app
-from penstock.serving.http.management import MAX_BODY_BYTES
+from penstock.serving.http.admin import MAX_BODY_BYTES, admin_app
 from penstock.types import ModelStatus
 from support.backend import FakeBackend
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import BadRequest
-from penstock.serving.http.answers import RouteNotFound
-from penstock.serving.http.routes import Router, resolve
-from penstock.serving.http.table import CACHED_PATHS
+from penstock.serving.http.flavor import Router, resolve
+from penstock.serving.http.responses import RouteNotFound
+from penstock.serving.protocols.route import CACHED_PATHS
 
 
 @pytest.mark.parametrize(

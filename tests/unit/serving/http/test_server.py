@@ -425,7 +425,7 @@ async def test_close_answers_what_is_in_flight_and_says_so(listen, wait_until):
     async with listen(FakeBackend({"m": hold})) as listener:
         busy, idle = await listener.connect(), await listener.connect()
         busy.post("/predictions/m", b"last")
-        await wait_until(lambda: listener.backend.calls and len(listener.server._connections) == 2)
+        await wait_until(lambda: listener.backend.calls and len(listener.server.listener.connections) == 2)
         closing = asyncio.create_task(listener.server.close(5.0))
         assert await idle.closed()
         with pytest.raises(ConnectionRefusedError):
@@ -455,11 +455,11 @@ async def test_a_port_in_use_is_named_with_the_key_to_change(listen):
 
 async def test_without_connections_no_timer_runs(listen, wait_until):
     async with listen() as listener:
-        assert listener.server._sweep_timer is None
+        assert listener.server.listener.clock._timer is None
         client = await listener.connect()
-        await wait_until(lambda: listener.server._sweep_timer is not None)
+        await wait_until(lambda: listener.server.listener.clock._timer is not None)
         await client.close()
-        await wait_until(lambda: listener.server._sweep_timer is None)
+        await wait_until(lambda: listener.server.listener.clock._timer is None)
 
 
 async def test_close_also_ends_a_connection_whose_last_answer_waits_for_an_earlier_one(listen, wait_until):

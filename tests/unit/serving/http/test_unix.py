@@ -57,7 +57,7 @@ async def test_a_path_where_another_listens_is_refused_and_left_alone(tmp_path):
 async def test_a_file_that_is_no_socket_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "s"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="a file that is no socket is there"):
+    with pytest.raises(ConfigError, match="a file that is not a socket is there"):
         await server().start_unix(str(path))
     assert path.read_text() == "mine"
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadOutput, BadRequest, ItemFailed
-from penstock.serving.protocols.native import NativeCodec, error_body
+from penstock.serving.protocols.native import NativeCodec
+from penstock.serving.protocols.route import error_body
 from penstock.types import Item, ItemResult, Response
 
 CODEC = NativeCodec("m", "1")

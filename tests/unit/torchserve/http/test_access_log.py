@@ -46,7 +46,7 @@ async def ask(port: int, data: bytes) -> str:
 
 def test_without_the_log_no_request_pays_for_it(caplog):
     caplog.set_level(logging.WARNING, "ACCESS_LOG")
-    assert listener().exchange is TorchServeRequest
+    assert listener().flavor.context is TorchServeRequest
 
 
 END = b" HTTP/1.1\r\nConnection: close\r\n"

@@ -657,6 +657,6 @@ async def test_many_paths_and_content_types_are_not_remembered_for_ever():
             peer.ask("PUT", f"/predictions/m{n}?{n}")
             await peer.answer()
             await peer.answer()
-        dialect: Any = peer.server.dialect
-        assert len(dialect.known) <= 1024
-        assert len(dialect._others) <= 1024
+        flavor: Any = peer.server.flavor
+        assert len(flavor.known) <= 1024
+        assert len(flavor._others) <= 1024

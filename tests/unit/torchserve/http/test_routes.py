@@ -13,7 +13,7 @@ from penstock import __version__
 from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest
 from penstock.serving.http.server import HttpServer
-from penstock.serving.http.template import HttpRequest, Template
+from penstock.serving.protocols.route import HttpRequest, Template
 from penstock.torchserve.http.flavor import TorchServeFlavor
 from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.types import ItemResult
@@ -78,7 +78,7 @@ async def test_bodies_of_any_size_are_bytes_and_no_shared_memory_is_kept(size, c
     async with serving(echo, max_body_bytes=300_000) as (server, port):
         answer = await ask(port, b"POST /do/it HTTP/1.1\r\nConnection: close\r\n%b\r\n\r\n%b" % (framing, body))
         assert answer.partition(b"\r\n\r\n")[2] == b"x" * size
-        assert server.backend.used_bytes == 0  # type: ignore[attr-defined]
+        assert server.listener.backend.used_bytes == 0  # type: ignore[attr-defined]
 
 
 async def test_what_a_function_raises_is_answered_and_a_bug_tells_nothing(caplog):
@@ -107,7 +107,7 @@ async def test_requests_of_one_connection_are_answered_in_order():
     async with serving(wait) as (server, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /do/a HTTP/1.1\r\n\r\nGET /do/b HTTP/1.1\r\nConnection: close\r\n\r\n")
-        while len(server._tasks) < 2:  # noqa: ASYNC110
+        while len(server.listener.tasks) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         gates["b"].set()
         await asyncio.sleep(0.01)
@@ -154,7 +154,7 @@ async def test_closing_waits_no_longer_than_it_was_told():
     async with serving(hang) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"PUT /do/it HTTP/1.1\r\n\r\n")
-        while not server._tasks:  # noqa: ASYNC110
+        while not server.listener.tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await asyncio.sleep(0)
         await server.close(0.05)

@@ -111,7 +111,7 @@ async def test_plain_http_is_refused_in_the_first_line(data):
 
 
 async def test_a_refused_client_that_stays_is_dropped(monkeypatch):
-    monkeypatch.setattr("penstock.serving.http.gate.LINGER_S", 0.05)
+    monkeypatch.setattr("penstock.serving.http.sockets.LINGER_S", 0.05)
     async with guarded() as (server, port):
         reader, writer = await plain(port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -191,7 +191,7 @@ async def test_closing_drops_who_is_still_at_the_gate():
 async def test_a_request_in_flight_is_answered_when_the_listener_closes():
     calls: list[Call] = []
     async with guarded() as (server, port):
-        server.backend.models["m"] = calls.append  # type: ignore[attr-defined]
+        server.listener.backend.models["m"] = calls.append  # type: ignore[attr-defined]
         reader, writer = await secured(port)
         writer.write(b"POST /predictions/m HTTP/1.1\r\nContent-Length: 1\r\n\r\na")
         while not calls:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""The OpenAPI page: every route as it is now, with one path for each model that is loaded."""
+"""The OpenAPI document: every route, with one path for each loaded model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock.core.contracts import Backend
+from penstock.core.contracts import Backend, Codec
 from penstock.errors import PenstockError
-from penstock.serving.http.template import Template
-from penstock.serving.protocols.oip_npy import NPY
+from penstock.plugins import resolve
+from penstock.serving.protocols.route import Template
 from penstock.types import TensorSpec
 
 _ERROR = {"description": "An error: a code and a message", "content": {"application/json": {"schema": {}}}}
@@ -48,29 +48,11 @@ def _get(summary: str) -> dict[str, Any]:
 
 
 def _post(summary: str, codec: str, inputs: tuple[TensorSpec, ...]) -> dict[str, Any]:
-    if codec == "oip_json":
-        content: dict[str, Any] = {"application/json": {"schema": _tensors(inputs)}}
-        content |= {kind: {"schema": {}} for kind in ("application/octet-stream", NPY)}
-    else:
-        content = {kind: {"schema": {}} for kind in ("application/json", "text/plain", "application/octet-stream")}
+    found: type[Codec] = resolve("codec", codec)
+    content: dict[str, Any] = {kind: {"schema": {}} for kind in found.request_types}
+    content["application/json"] = {"schema": found.request_schema(inputs)}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": content},
         "responses": {"200": {"description": "The answer of the model"}, "default": _ERROR},
     }
-
-
-def _tensors(inputs: tuple[TensorSpec, ...]) -> dict[str, Any]:
-    tensor: dict[str, Any] = {
-        "type": "object",
-        "required": ["name", "shape", "datatype", "data"],
-        "properties": {
-            "name": {"type": "string"},
-            "shape": {"type": "array", "items": {"type": "integer"}},
-            "datatype": {"type": "string"},
-            "data": {"type": "array"},
-        },
-    }
-    if inputs:
-        tensor["properties"]["name"]["enum"] = [spec.name for spec in inputs]
-    return {"type": "object", "required": ["inputs"], "properties": {"inputs": {"type": "array", "items": tensor}}}

@@ -19,11 +19,11 @@ from penstock.errors import (
     PenstockError,
     QueueFull,
     Unauthorized,
+    UnsupportedType,
     WorkerDied,
 )
+from penstock.serving.protocols.bodies import JSON
 from penstock.types import ItemResult
-
-JSON: Final = "application/json"
 
 
 class RouteNotFound(PenstockError):
@@ -47,12 +47,6 @@ class PostOnly(MethodNotAllowed):
 
 class MalformedHttp(BadRequest):
     """What came is no HTTP."""
-
-
-class UnsupportedType(PenstockError):
-    """The content type is one that this route never reads."""
-
-    code = "unsupported_media_type"
 
 
 class KeyReused(BadRequest):
@@ -108,6 +102,12 @@ STATUS: Final[dict[type[PenstockError], int]] = {
     DeadlineExceeded: 504,
 }
 REASONS: Final = {status.value: status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
+
+
+def status_line(status: int, reason: str | None = None) -> bytes:
+    """`HTTP/1.1 200 OK` and the end of the line."""
+    reason = REASONS.get(status, "Unknown") if reason is None else reason
+    return f"HTTP/1.1 {status} {reason}\r\n".encode("latin-1")
 
 
 def status_of(error: PenstockError) -> int:

@@ -1,35 +1,93 @@
-"""The entrance of a listener that speaks TLS and tells those who do not: one byte is looked at before it is read."""
+"""Listening sockets: bind errors that name the key to change, Unix sockets, and a TLS port that refuses plain HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import socket
-from typing import TYPE_CHECKING, Any, Final, cast
+import stat
+from collections.abc import Callable
+from typing import Any, Final, cast
 
-if TYPE_CHECKING:
-    from penstock.serving.http.server import HttpServer
+from penstock.errors import ConfigError
+from penstock.serving.http.listener import Listener
 
 log = logging.getLogger("penstock.frontends")
 
-HANDSHAKE: Final = b"\x16"  # the first byte of a TLS connection; no method of HTTP begins with it
-LINGER_S: Final = 2.0  # how long a refused client is listened to, so that it reads the answer and not a reset
-PAUSE_S: Final = 1.0  # without accepting, when the system has no room for another connection
+HANDSHAKE: Final = b"\x16"  # the first byte of a TLS connection; no HTTP method begins with it
+LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the response and not a reset
+PAUSE_S: Final = 1.0  # pause in accepting when the system has no room for another connection
 
 
-class Gate:
-    """Accepts on sockets of its own. A connection that begins with a handshake is handed to the server's protocol, any
-    other is answered with `refusal`, and one that begins with nothing is dropped after `header_timeout_s`.
+def free_path(path: str, key: str) -> None:
+    """Removes the socket that an ended listener left at `path`. Raises ConfigError if something else is there."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as exc:
+        raise path_error(path, exc, key) from None
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(
+            f"cannot listen on unix:{path}: a file that is not a socket is there; choose another with {key}"
+        )
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except OSError as exc:
+            raise path_error(path, exc, key) from None
+    raise ConfigError(f"cannot listen on unix:{path}: another process listens there; choose another with {key}")
+
+
+def path_error(path: str, exc: Exception, key: str) -> ConfigError:
+    """Why no socket could be made at `path`, and which key to change."""
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    return ConfigError(f"cannot listen on unix:{path}: {reason.lower()}; choose another path with {key}")
+
+
+def bind_error(host: str, port: int, exc: Exception, key: str) -> ConfigError:
+    """Why `host:port` could not be bound, and which key to change; `key` is the key of the port."""
+    if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"cannot listen on {host}:{port}: the port is in use; choose another with {key} (0 takes a free one)"
+        )
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    if isinstance(exc, PermissionError):
+        return ConfigError(f"cannot listen on {host}:{port}: {reason.lower()}; choose a port above 1023 with {key}")
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {reason.lower()}; choose another address with {key.replace('port', 'host')}"
+    )
+
+
+class TlsGate:
+    """Accepts on its own sockets. A connection that begins with a TLS handshake goes to the server's protocol, any
+    other receives `refusal`. A connection that sends nothing is dropped after `header_timeout_s`.
     """
 
-    def __init__(self, server: HttpServer, tls: dict[str, Any], refusal: bytes) -> None:
-        self._server = server
+    def __init__(
+        self,
+        listener: Listener,
+        connect: Callable[[], asyncio.BaseProtocol],
+        full: Callable[[], bool],
+        tls: dict[str, Any],
+        refusal: bytes,
+    ) -> None:
+        self._listener = listener
+        self._connect = connect
+        self._full = full
         self._tls = tls
         self._refusal = refusal
         self._tasks: set[asyncio.Task[None]] = set()
         self.sockets: list[socket.socket] = []
-        self.waiting = 0  # connections of which it is not known yet what they speak
+        self.waiting = 0  # connections that have not sent a byte yet
 
     async def open(self, host: str, port: int, backlog: int) -> None:
         """Listens on every address of `host`. Raises OSError, UnicodeError."""
@@ -52,7 +110,7 @@ class Gate:
             self._own(self._accept(listening))
 
     async def close(self) -> None:
-        """Takes nobody any more, and drops who is not through."""
+        """Accepts no more connections and drops those that wait."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -74,8 +132,8 @@ class Gate:
                 await asyncio.sleep(PAUSE_S)
                 continue
             connection.setblocking(False)
-            if self._server.full:
-                self._server.refused += 1
+            if self._full():
+                self._listener.counts.refused += 1
                 connection.close()
             else:
                 self.waiting += 1
@@ -85,13 +143,13 @@ class Gate:
         loop = asyncio.get_running_loop()
         taken = False
         try:
-            async with asyncio.timeout(self._server.config.header_timeout_s):
+            async with asyncio.timeout(self._listener.config.header_timeout_s):
                 first = await _first_byte(connection)
             if first == HANDSHAKE:
-                await loop.connect_accepted_socket(self._server.connection, connection, **self._tls)
+                await loop.connect_accepted_socket(self._connect, connection, **self._tls)
                 taken = True
             elif first:
-                transport, refused = await loop.connect_accepted_socket(lambda: _Refused(self._refusal), connection)
+                transport, refused = await loop.connect_accepted_socket(lambda: _Refusal(self._refusal), connection)
                 taken = True
                 try:
                     await refused.gone
@@ -106,13 +164,13 @@ class Gate:
 
 
 async def _first_byte(connection: socket.socket) -> bytes:
-    """The first byte, which stays to be read; empty when the client has gone. Raises OSError."""
+    """The first byte, without consuming it; empty if the client left. Raises OSError."""
     loop = asyncio.get_running_loop()
     while True:
         with contextlib.suppress(BlockingIOError, InterruptedError):
             return connection.recv(1, socket.MSG_PEEK)
         readable = asyncio.Event()
-        watched = connection.dup()  # what watches a number may outlive its use: the connection is to have its own
+        watched = connection.dup()  # a watcher may outlive its descriptor number: the connection keeps its own
         try:
             loop.add_reader(watched, readable.set)
             await readable.wait()
@@ -121,8 +179,8 @@ async def _first_byte(connection: socket.socket) -> bytes:
             watched.close()
 
 
-class _Refused(asyncio.Protocol):
-    """Writes the refusal; `gone` is done when the client has left, or was listened to for long enough."""
+class _Refusal(asyncio.Protocol):
+    """Writes the refusal; `gone` is done when the client left or LINGER_S is over."""
 
     def __init__(self, refusal: bytes) -> None:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()

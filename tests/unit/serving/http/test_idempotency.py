@@ -7,29 +7,29 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadRequest, ModelNotFound, QueueFull
-from penstock.serving.http import repeats
-from penstock.serving.http.answers import KeyReused, status_of
-from penstock.serving.http.repeats import KEPT_S, Repeats, parse_key
+from penstock.serving.http import idempotency
+from penstock.serving.http.idempotency import KEPT_S, IdempotencyCache, parse_key
+from penstock.serving.http.responses import KeyReused, status_of
 from penstock.types import Item
 from support.backend import Call, FakeBackend
 
 KEY = "Idempotency-Key: k-1"
 
 
-class TransportHarness:
-    """A Repeats over a model that answers when it is told to, at a time that the test sets."""
+class CacheHarness:
+    """An IdempotencyCache over a model that answers when it is told to, at a time that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.backend = FakeBackend({"m": lambda call: None})
-        self.repeats = Repeats(self.backend, lambda: self.now)
+        self.idempotency = IdempotencyCache(self.backend, lambda: self.now)
 
     def ask(self, body: Any = b"abc", key: bytes = b"k", version: str | None = None, codec: str = "native") -> Any:
         """The ticket, with `got`: the bodies or errors that its sink was given."""
         got: list[Any] = []
         sink = lambda result: got.append(result.error or result.body)  # noqa: E731
         item = Item(body, codec)
-        ticket: Any = self.repeats.submit(key, "m", version, item, sink)
+        ticket: Any = self.idempotency.submit(key, "m", version, item, sink)
         ticket.got = got
         return ticket
 
@@ -39,8 +39,8 @@ class TransportHarness:
 
 
 @pytest.fixture
-async def harness() -> TransportHarness:
-    return TransportHarness()
+async def harness() -> CacheHarness:
+    return CacheHarness()
 
 
 async def test_a_request_that_comes_again_joins_the_first_or_gets_its_answer(harness):
@@ -62,7 +62,7 @@ async def test_an_answer_is_kept_for_a_minute(harness):
     assert harness.ask().got == [b"one"]
     harness.now = KEPT_S
     assert harness.ask().got == []
-    assert (len(harness.calls), harness.repeats.kept_bytes) == (2, 0)
+    assert (len(harness.calls), harness.idempotency.kept_bytes) == (2, 0)
 
 
 async def test_keys_of_other_routes_models_and_callers_are_other_keys(harness):
@@ -157,18 +157,18 @@ async def test_a_stream_is_neither_kept_nor_joined_in_its_middle(harness):
 
 
 async def test_what_is_kept_is_bounded_in_answers_and_in_bytes(harness, monkeypatch):
-    monkeypatch.setattr(repeats, "MAX_KEPT", 3)
-    monkeypatch.setattr(repeats, "MAX_KEPT_BYTES", 100)
+    monkeypatch.setattr(idempotency, "MAX_KEPT", 3)
+    monkeypatch.setattr(idempotency, "MAX_KEPT_BYTES", 100)
     for n, size in enumerate((10, 10, 10, 10, 85, 1000)):
         harness.ask(key=b"k%d" % n)
         harness.calls[-1].reply(bytes(size))
-        assert harness.repeats.kept_bytes <= 100
+        assert harness.idempotency.kept_bytes <= 100
         asked = len(harness.calls)
         harness.ask(key=b"k0")
         assert (len(harness.calls) == asked) == (n < 3)
         if n >= 3:
             harness.calls[-1].reply(b"", error=QueueFull(""))
-    assert harness.repeats.kept_bytes == 95  # what is larger than all that may be kept pushes nothing out
+    assert harness.idempotency.kept_bytes == 95  # what is larger than all that may be kept pushes nothing out
 
 
 @pytest.mark.parametrize("value", [b"", b"a b", b"\xff", b"a" * 256])

@@ -1,0 +1,501 @@
+"""Requests of one connection and their responses: each request's context, and the writer that keeps their order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final, Protocol
+from urllib.parse import parse_qs
+
+from penstock.core.contracts import Ticket
+from penstock.errors import PenstockError
+from penstock.serving.http.listener import INF, Listener
+from penstock.serving.http.responses import error_result, sse_event, status_line, stream_part, stream_type
+from penstock.serving.protocols.route import HttpRequest, Route
+from penstock.serving.protocols.routes import error_body_of
+from penstock.types import Headers, Item, ItemResult
+
+log = logging.getLogger("penstock.frontends")
+
+JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
+NO_BODY: Final = frozenset({204, 304})
+LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the refusal and not a reset
+STREAM_BACKLOG: Final = 16  # times limits.write_buffer_bytes: unsent bytes at which the reader of a stream is dropped
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+# phases of the request that is being received; the order matters: from DIRECT on the parser is bypassed
+IDLE, HEAD, BODY, DIRECT, STALLED, DISCARD = range(6)
+# reasons why the socket is not read; the connection adds POOL
+PIPELINE, WRITE = 1, 2
+
+
+class Receiver(Protocol):
+    """The receiving side of a connection, as its writer sees it."""
+
+    phase: int
+    deadline: float
+
+
+class ApiFlavor(Protocol):
+    """What a `HttpServer` asks once per request head; the class `context` writes the response."""
+
+    context: type[RequestContext]
+    known: dict[bytes, Route]  # inference routes by the target of a POST, which need no `find`
+    guarded: bool  # `read_head` is called for every request, not only for requests with a header of SPECIAL_NAMES
+
+    def too_many(self) -> bytes:
+        """The whole response to a connection above `limits.max_connections`."""
+        ...
+
+    def no_tls(self) -> bytes:
+        """The whole response to plain HTTP on a TLS port; empty: the connection is dropped without one."""
+        ...
+
+    def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
+        """The route, also set on the context before an error of the method is raised. Raises PenstockError."""
+        ...
+
+    def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
+        """Authenticates the caller and reads the headers of SPECIAL_NAMES (lower case). Raises PenstockError."""
+        ...
+
+
+class RequestContext:
+    """One request and its response. The defaults are the plain case: HTTP/1.1, keep-alive, no special header."""
+
+    route: Route | None = None
+    method: bytes = b"POST"  # both are set only if the route was not cached
+    target: bytes = b""
+    headers: Headers
+    content_type: str = ""
+    codec: str = ""  # overrides the codec of the route
+    key: bytes = b""  # of a request with an Idempotency-Key
+    payload: Any = b""
+    budget_s: float | None = None
+    priority: int = 0
+    request_id: str = ""
+    error: PenstockError | None = None  # the request was refused before it was submitted
+    ticket: Ticket | None = None
+
+    plain = True  # nothing below is set: the response is a cached head, a length and the body
+    old = False  # HTTP/1.0
+    head_only = False
+    sse = False
+    close = False  # the connection closes after this response
+    linger = False  # ... while the client may still be sending
+    started = False  # the head of a stream was sent
+    broken = False  # the stream ended early: the client must see that it is incomplete
+    done = False
+    kept = 0  # bytes in `out`
+    out: list[Any] | None = None  # held back until the earlier requests of the connection are answered
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self.writer: ResponseWriter | None = writer
+
+    def on_result(self, result: ItemResult) -> None:
+        """The sink. Ignores results after the final one, and after the client left."""
+        writer = self.writer
+        if writer is None:
+            return
+        if not (self.plain and result.final and result.status == 200) or result.error is not None or result.headers:
+            self._general(writer, result)
+            return
+        self.writer = None
+        body = result.body
+        writer.listener.counts.plain += 1
+        head = self.plain_head(writer, result)
+        if len(body) <= JOINED_BYTES:
+            data = b"%b%d\r\n\r\n%b" % (head, len(body), body)
+            if writer.inflight[0] is self:
+                writer.finish(data)
+                return
+            self._emit(writer, data)
+        else:
+            self._emit(writer, b"%b%d\r\n\r\n" % (head, len(body)))
+            self._emit(writer, body)
+        self._end(writer)
+
+    # ---- what an API flavor may override
+
+    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes:
+        """The head of a plain response, up to the value of its content length."""
+        clock = writer.listener.clock
+        return clock.heads.get(result.content_type) or clock.learn_head(result.content_type)
+
+    def head_lines(self, writer: ResponseWriter, result: ItemResult, content_type: str) -> list[bytes]:
+        """The status line and the headers of any response, without its framing."""
+        lines = [status_line(result.status, result.reason), writer.listener.clock.date_line]
+        if content_type:
+            lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
+        lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in result.headers or ()]
+        if self.request_id:
+            lines.append(b"x-request-id: " + self.request_id.encode() + b"\r\n")
+        if self.close:
+            lines.append(b"connection: close\r\n")
+        elif self.old:
+            lines.append(b"connection: keep-alive\r\n")
+        return lines
+
+    def failure(self, writer: ResponseWriter, error: PenstockError) -> ItemResult:
+        """The whole response for an error."""
+        return error_result(error, self._error_body)
+
+    def part_type(self, result: ItemResult) -> str:
+        """The content type of a stream that begins with this part."""
+        return stream_type(result.content_type, self.sse)
+
+    def part_data(self, result: ItemResult) -> bytes:
+        """One part as bytes of the stream."""
+        return stream_part(result, self.sse)
+
+    # ---- the framing
+
+    @property
+    def _error_body(self) -> Callable[[PenstockError], bytes]:
+        return error_body_of(self.route, self.target)
+
+    def _general(self, writer: ResponseWriter, result: ItemResult) -> None:
+        """Handles errors, streams, extra headers, HTTP/1.0 and HEAD."""
+        if result.final:
+            self.writer = None
+        if result.error is not None:
+            self._fail(writer, result.error)
+        elif self.started or self.sse or not result.final:
+            self._part(writer, result)
+        else:
+            self._whole(writer, result)
+
+    def fail(self, error: PenstockError) -> None:
+        """Answers with an error, without a model."""
+        self.on_result(ItemResult(error=error))
+
+    def _fail(self, writer: ResponseWriter, error: PenstockError) -> None:
+        if not self.started:
+            self._whole(writer, self.failure(writer, error))
+            return
+        if self.sse:
+            self._chunk(writer, sse_event(self._error_body(error), b"error"))
+            self._finish_stream(writer)
+            return
+        self.close = self.broken = True  # without the last chunk the client sees that the response is incomplete
+        self._end(writer)
+
+    def _whole(self, writer: ResponseWriter, result: ItemResult) -> None:
+        body = result.body
+        bodiless = result.status in NO_BODY
+        framing = None if bodiless else b"content-length: %d\r\n" % len(body)
+        head = self._head(writer, result, result.content_type, framing)
+        if bodiless or self.head_only or not len(body):
+            self._emit(writer, head)
+        elif len(body) <= JOINED_BYTES:
+            self._emit(writer, b"%b%b" % (head, body))
+        else:
+            self._emit(writer, head)
+            self._emit(writer, body)
+        self._end(writer)
+
+    def _part(self, writer: ResponseWriter, result: ItemResult) -> None:
+        if not self.started:
+            self.started = True
+            self.plain = False
+            if self.old:
+                self.close = True  # HTTP/1.0 has no chunks: the connection's end marks the end of the stream
+            bodiless = result.status in NO_BODY
+            framing = None if self.old or bodiless else b"transfer-encoding: chunked\r\n"
+            self.head_only = self.head_only or bodiless
+            self._emit(writer, self._head(writer, result, self.part_type(result), framing))
+        self._chunk(writer, self.part_data(result))
+        if result.final:
+            self._finish_stream(writer)
+
+    def _chunk(self, writer: ResponseWriter, data: bytes) -> None:
+        if data and not self.head_only:
+            self._emit(writer, data if self.old else b"%x\r\n%b\r\n" % (len(data), data))
+            writer.check_unsent()
+
+    def _finish_stream(self, writer: ResponseWriter) -> None:
+        if not (self.old or self.head_only):
+            self._emit(writer, b"0\r\n\r\n")
+        self._end(writer)
+
+    def _head(self, writer: ResponseWriter, result: ItemResult, content_type: str, framing: bytes | None) -> bytes:
+        writer.listener.counts.other[result.status // 100] += 1
+        if result.status in NO_BODY:
+            content_type = ""
+        lines = self.head_lines(writer, result, content_type)
+        if framing is not None:
+            lines.append(framing)
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _emit(self, writer: ResponseWriter, data: Any) -> None:
+        """Writes, or holds the bytes back until every earlier request of the connection is answered."""
+        if writer.inflight[0] is self:
+            writer.write(data)
+        else:
+            self.kept += len(data)
+            writer.kept += len(data)
+            self.out = self.out or []
+            self.out.append(data)
+
+    def _end(self, writer: ResponseWriter) -> None:
+        self.done = True
+        self.writer = None
+        if writer.inflight[0] is self:
+            writer.advance()
+
+
+class ResponseWriter:
+    """Starts the requests of one connection and writes the responses in their order, with back-pressure.
+
+    It owns the transport and decides when the socket is read. `phase` and `deadline` belong to the connection.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, listener: Listener, flavor: ApiFlavor, connection: Receiver) -> None:
+        self.listener = listener
+        self.flavor = flavor
+        self.connection: Receiver = connection
+        self.paused = 0
+        self.inflight: deque[RequestContext] = deque()
+        self.backlog: deque[RequestContext] = (
+            deque()
+        )  # received in one read beyond limits.max_pipelined; not submitted yet
+        self.continue_due = False  # the client waits for 100 Continue
+        self.advancing = False
+        self.write_at = INF
+        self.written = self.taken = 0  # bytes since writing was paused
+        self.kept = 0  # bytes of responses that wait for earlier ones
+
+    def pause_writing(self) -> None:
+        """Called when the client does not read: stops reading from it."""
+        self.pause(WRITE)
+        self.taken, self.written = 0, self.transport.get_write_buffer_size()
+        self.write_at = self.listener.now() + self.listener.config.write_timeout_s
+
+    def resume_writing(self) -> None:
+        """Called when the client reads again."""
+        self.write_at = INF
+        self.resume(WRITE)
+        if self.backlog:
+            self.advance()
+
+    def pause(self, reason: int) -> None:
+        """Stops reading the socket, for this reason."""
+        if not self.paused:
+            self.transport.pause_reading()
+        self.paused |= reason
+
+    def resume(self, reason: int) -> None:
+        """Reads the socket again, unless another reason remains."""
+        if self.paused & reason:
+            self.paused &= ~reason
+            if not self.paused and not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    def lost(self) -> None:
+        """The client left: cancels the requests in flight and forgets the queued ones."""
+        for context in self.inflight:
+            context.writer = None
+            if context.ticket is not None and not context.done:
+                context.ticket.cancel()
+        for context in self.backlog:
+            if not isinstance(context.payload, bytes):
+                context.payload.release()
+        self.inflight.clear()
+        self.backlog.clear()
+        del self.connection  # breaks a reference cycle
+
+    # ---- requests
+
+    def enqueue(self, context: RequestContext) -> None:
+        """Starts a request, or queues it while the connection has too many in flight or its client does not read: this
+        bounds the memory of its responses."""
+        if len(self.inflight) < self.listener.config.max_pipelined and not self.backlog and not self.paused & WRITE:
+            self.start(context)
+        else:
+            self.backlog.append(context)
+            self.pause(PIPELINE)
+
+    def start(self, context: RequestContext) -> None:
+        """Submits a request; answers it at once if it was refused or needs no model."""
+        self.inflight.append(context)
+        if context.error is not None:
+            context.fail(context.error)
+            return
+        try:
+            route = context.route
+            assert route is not None
+            template = route.template
+            if template.answer is not None:
+                context.on_result(template.answer(self.listener.backend, route))
+                return
+            if template.serve is not None:
+                self.listener.run(_serve(template.serve, _read_request(context, route), context))
+                return
+            item = Item(
+                context.payload,
+                context.codec or template.codec,
+                context.content_type,
+                1,
+                False,
+                context.request_id,
+                context.headers,
+            )
+            backend = self.listener.backend
+            if context.plain:
+                ticket = backend.submit(route.model, route.version, item, context.on_result)
+            else:
+                submit = partial(self.listener.idempotency.submit, context.key) if context.key else backend.submit
+                ticket = submit(
+                    route.model,
+                    route.version,
+                    item,
+                    context.on_result,
+                    budget_s=context.budget_s,
+                    priority=context.priority,
+                )
+            context.ticket = ticket
+        except PenstockError as error:
+            context.fail(error)
+        except Exception:
+            log.exception("event=bug where=submit consequence=answered_500")
+            context.fail(PenstockError("internal error"))
+
+    # ---- answers
+
+    def finish(self, data: bytes) -> None:
+        """Writes the whole response to the first request in flight."""
+        self.inflight.popleft()
+        self.write(data)
+        if self.inflight or self.backlog or self.continue_due:
+            self.advance()
+        elif self.connection.phase == IDLE:
+            self.connection.deadline = self.listener.clock.idle_at
+
+    def write(self, data: Any) -> None:
+        """Sends bytes to the client."""
+        self.transport.write(data)
+        if self.paused:
+            self.written += len(data)
+
+    def advance(self) -> None:
+        """Writes the responses that are now first, and starts queued requests. Ignores reentrant calls."""
+        if self.advancing:
+            return
+        self.advancing = True
+        inflight, backlog = self.inflight, self.backlog
+        while inflight or backlog:
+            if inflight:
+                first = inflight[0]
+                for data in first.out or ():
+                    self.write(data)
+                first.out = None
+                self.kept -= first.kept
+                first.kept = 0
+                if first.done:
+                    inflight.popleft()
+                    if first.close:
+                        self._end(first)
+                        break
+                    continue
+            if not backlog or len(inflight) >= self.listener.config.max_pipelined or self.paused & WRITE:
+                break
+            self.start(backlog.popleft())
+        self.advancing = False
+        if not backlog:
+            self.resume(PIPELINE)
+        if not inflight and not backlog:
+            if self.continue_due:
+                self.continue_due = False
+                self.write(CONTINUE)
+            if self.connection.phase == IDLE:
+                self.connection.deadline = self.listener.clock.idle_at
+
+    def _end(self, context: RequestContext) -> None:
+        """Closes after the last response."""
+        self.connection.phase = DISCARD
+        self.continue_due = False
+        if context.broken and context.old:
+            self.transport.abort()  # only a reset shows an HTTP/1.0 client that the response is incomplete
+        elif context.linger:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.connection.deadline = self.listener.now() + LINGER_S
+        else:
+            self.shut()
+
+    def shut(self) -> None:
+        """Closes once everything is sent; drops a client that does not read after the write timeout."""
+        self.connection.phase = DISCARD
+        self.connection.deadline = self.listener.now() + self.listener.config.write_timeout_s
+        self.transport.close()
+
+    def check_unsent(self) -> None:
+        """Drops the reader of a stream that falls too far behind: a streaming model cannot be paused."""
+        if (
+            self.kept + self.transport.get_write_buffer_size()
+            > STREAM_BACKLOG * self.listener.config.write_buffer_bytes
+        ):
+            log.debug("event=slow_reader consequence=connection_dropped")
+            self.transport.abort()
+
+    def check_writing(self, now: float) -> None:
+        """Drops a client that reads no byte of its response within the write timeout."""
+        if self.write_at == INF:
+            return
+        taken = self.written - self.transport.get_write_buffer_size()
+        if taken > self.taken:
+            self.taken = taken
+            self.write_at = now + self.listener.config.write_timeout_s
+        elif now >= self.write_at:
+            log.debug("event=write_timeout consequence=connection_dropped")
+            self.transport.abort()
+
+
+Serve = Callable[[HttpRequest], Awaitable[ItemResult]]
+
+
+async def _serve(function: Serve, request: HttpRequest, context: RequestContext) -> None:
+    """Runs a route's function and passes its result to the context, which drops it if the client has left."""
+    try:
+        result = await function(request)
+    except PenstockError as error:
+        context.fail(error.with_traceback(None))
+    except Exception:
+        log.exception("event=bug where=route path=%r consequence=answered_500", request.path[:200])
+        context.fail(PenstockError("internal error"))
+    else:
+        context.on_result(result)
+
+
+def _read_query(raw: bytes) -> dict[str, list[str]]:
+    """Every key of a raw query with its values, in order; invalid UTF-8 is replaced."""
+    return parse_qs(raw.decode("latin-1"), keep_blank_values=True, errors="replace")
+
+
+def _read_request(context: RequestContext, route: Route) -> HttpRequest:
+    """The argument of a route's function. Takes the context's body and releases a Buffer."""
+    return HttpRequest(
+        context.method.decode("ascii"),
+        context.target.decode("latin-1"),
+        _read_query(context.target.partition(b"#")[0].partition(b"?")[2]),
+        context.headers,
+        context.content_type,
+        _plain_body(context),
+        route.names,
+    )
+
+
+def _plain_body(context: RequestContext) -> bytes:
+    payload: Any = context.payload
+    context.payload = b""
+    if isinstance(payload, bytes):
+        return payload
+    body = bytes(payload.view)
+    payload.release()
+    return body

@@ -1,0 +1,190 @@
+"""API flavors: which routes a listener has, who may call them, and which headers it reads."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final, Protocol
+from urllib.parse import unquote
+
+from penstock.errors import BadRequest, DeadlineExceeded
+from penstock.serving.http.auth import check_token
+from penstock.serving.http.context import RequestContext
+from penstock.serving.http.idempotency import parse_key
+from penstock.serving.http.responses import (
+    ExpectationFailed,
+    MethodNotAllowed,
+    NotImplementedHere,
+    PostOnly,
+    RouteNotFound,
+    status_line,
+)
+from penstock.serving.protocols.route import Route, RouteTable, remember
+from penstock.serving.protocols.routes import TEMPLATES
+
+SPECIAL_NAMES: Final = frozenset(
+    {
+        b"accept", b"authorization", b"connection", b"expect", b"idempotency-key", b"transfer-encoding",
+        b"x-deadline-ms", b"x-priority", b"x-request-id",
+    }
+    | {name for template in TEMPLATES for name in template.select_headers}
+)  # fmt: skip
+"""Headers that change how a request is handled; most requests have none of them."""
+CONTINUE: Final = b"100-continue"
+CHUNKED: Final = b"chunked"
+PLAIN_TYPE: Final = b"application/json"  # never selects another codec
+_ORIGIN = re.compile(rb"^https?://[^/]+", re.IGNORECASE)
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_TABLE: Final = RouteTable(TEMPLATES)
+
+
+class NativeFlavor:
+    """Penstock's own routes, with bearer tokens."""
+
+    context = RequestContext
+
+    def __init__(self, tokens: frozenset[bytes] = frozenset()) -> None:
+        self.known: dict[bytes, Route] = {}
+        self.guarded = bool(tokens)
+        self._tokens = tokens
+        self._router = Router()
+
+    def too_many(self) -> bytes:
+        """503 with a Retry-After of one second."""
+        return status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+    def no_tls(self) -> bytes:
+        """No response."""
+        return b""
+
+    def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
+        """Raises RouteNotFound, BadRequest, MethodNotAllowed."""
+        context.route = route = self._router.resolve(target)
+        check_method(route, method)
+        if route.template.codec:
+            remember(self.known, target, route)
+        return route
+
+    def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
+        """Raises Unauthorized, BadRequest, DeadlineExceeded, NotImplementedHere, ExpectationFailed."""
+        assert context.route is not None
+        read_special(context, context.route, special, self._tokens)
+
+
+# ---- routing
+
+
+def split_target(target: bytes) -> tuple[bytes, bytes]:
+    """The path and the query of a request target, both raw."""
+    path, _, query = target.partition(b"#")[0].partition(b"?")
+    if not path.startswith(b"/"):  # as a proxy may send it: http://host/path
+        path = _ORIGIN.sub(b"", path)
+    return path, query
+
+
+def resolve(path: bytes) -> Route:
+    """The route of a raw (still percent-encoded) path; a query is ignored. Raises RouteNotFound, BadRequest."""
+    try:
+        raw = split_target(path)[0].decode("ascii")
+        found = [unquote(part, errors="strict") for part in raw.split("/")[1:]]
+    except UnicodeDecodeError:
+        raise BadRequest("the path is not percent-encoded UTF-8") from None
+    if len(found) > 1 and found[-1] == "":
+        found.pop()  # one slash at the end is forgiven
+    for template, names in _TABLE.matches(found):
+        return Route(template, names.get("model", ""), names.get("version"))
+    raise RouteNotFound("no route has this path; /openapi.json lists them")
+
+
+def check_method(route: Route, method: bytes) -> None:
+    """Raises MethodNotAllowed."""
+    if route.template.codec:
+        if method != b"POST":
+            raise PostOnly("this route takes POST only")
+    elif method not in (b"GET", b"HEAD"):
+        raise MethodNotAllowed("this route takes GET and HEAD only")
+
+
+class Router:
+    """`resolve` with a cache of recent paths."""
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, Route] = {}
+
+    def resolve(self, path: bytes) -> Route:
+        """The route of a raw path. Raises RouteNotFound, BadRequest."""
+        route = self.known.get(path)
+        if route is None:
+            route = resolve(path)
+            remember(self.known, path, route)
+        return route
+
+
+def parse_budget(value: bytes) -> float:
+    """Seconds of an `x-deadline-ms` header. Raises BadRequest, and DeadlineExceeded when nothing is left of it."""
+    try:
+        budget_s = float(value) / 1000.0
+    except ValueError:
+        budget_s = math.nan
+    if not math.isfinite(budget_s):
+        raise BadRequest("header x-deadline-ms must be a number of milliseconds")
+    if budget_s <= 0.0:
+        raise DeadlineExceeded("the deadline of the request had passed when it arrived")
+    return budget_s
+
+
+def parse_priority(value: bytes) -> int:
+    """Class of an `x-priority` header: 0 is the most urgent. Raises BadRequest."""
+    if not value.isdigit() or len(value) > 9:
+        raise BadRequest("header x-priority must be a whole number from 0")
+    return int(value)
+
+
+def parse_request_id(value: bytes) -> str:
+    """The id if it is up to 128 visible ASCII characters, else "": it is then neither echoed nor logged."""
+    return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else ""
+
+
+def check_framing(special: dict[bytes, bytes]) -> None:
+    """Raises ExpectationFailed, NotImplementedHere for what no listener of ours does."""
+    if special.get(b"expect", CONTINUE).lower() != CONTINUE:
+        raise ExpectationFailed("the only expectation that is met is 100-continue")
+    if special.get(b"transfer-encoding", CHUNKED).lower() != CHUNKED:
+        raise NotImplementedHere("the only transfer coding that is understood is chunked")
+
+
+class RequestOptions(Protocol):
+    """What the headers of one request may set."""
+
+    codec: str
+    content_type: str
+    key: bytes
+    request_id: str
+    sse: bool
+    plain: bool
+    budget_s: float | None
+    priority: int
+
+
+def read_special(options: RequestOptions, route: Route, special: dict[bytes, bytes], tokens: frozenset[bytes]) -> None:
+    """Reads the headers of `SPECIAL_NAMES` (keys in lower case) and the content type; checks the token.
+
+    Raises Unauthorized, BadRequest, UnsupportedType, DeadlineExceeded, NotImplementedHere, ExpectationFailed.
+    """
+    get = special.get
+    options.request_id = parse_request_id(get(b"x-request-id", b""))
+    options.sse = b"text/event-stream" in get(b"accept", b"") and bool(route.template.codec)
+    if tokens and not route.template.open:
+        check_token(tokens, get(b"authorization"))
+    check_framing(special)
+    if route.template.select is not None:
+        options.codec = route.template.select(special, options.content_type.encode("latin-1"))
+    budget, priority, key = get(b"x-deadline-ms"), get(b"x-priority"), get(b"idempotency-key")
+    if key is not None and route.template.codec:
+        options.key = parse_key(key, get(b"authorization", b""))
+    if priority is not None:
+        options.priority = parse_priority(priority)
+    if budget is not None:
+        options.budget_s = parse_budget(budget)
+    if options.request_id or options.sse or options.key or budget is not None or priority is not None:
+        options.plain = False

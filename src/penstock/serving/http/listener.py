@@ -1,0 +1,194 @@
+"""What all connections of one listener share: limits, clock, memory queue, counters and background tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from email.utils import formatdate
+from typing import Any, Final, Protocol
+
+from penstock.config.schema import LimitsConfig
+from penstock.core.contracts import Backend
+from penstock.serving.http.idempotency import IdempotencyCache
+from penstock.serving.http.intake import BIG_BYTES
+from penstock.serving.http.responses import status_line
+
+INF: Final = float("inf")
+RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is never read whole into this one
+SWEEP_S: Final = 0.5
+
+
+class Waiting(Protocol):
+    """A connection, as the clock and the memory queue see it."""
+
+    deadline: float
+
+    def expire(self) -> None:
+        """The time of the connection's phase is over."""
+        ...
+
+    def check_writing(self, now: float) -> None:
+        """Drops a client that does not read."""
+        ...
+
+    def reserve(self) -> bool:
+        """Tries to get memory for a large body; False while there is none."""
+        ...
+
+
+class Clock:
+    """Timers and dates of all connections, from one sweep.
+
+    A timer is a deadline on a connection: a request sets two or three floats and no timer. Deadlines fire up to two
+    sweeps late, never early. `heads` holds response heads up to the content length, until the date changes.
+    """
+
+    def __init__(self, config: LimitsConfig) -> None:
+        timeouts = (config.header_timeout_s, config.body_timeout_s, config.idle_timeout_s, config.write_timeout_s)
+        self.sweep_s = min(SWEEP_S, min(timeouts) / 4)
+        self.header_at = self.body_at = self.idle_at = 0.0
+        self.date_line = b""
+        self.heads: dict[str, bytes] = {}
+        self._config = config
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, connections: set[Waiting]) -> None:
+        """Begins to sweep, unless it already does."""
+        if self._timer is None:
+            self.tick()
+            self._timer = asyncio.get_running_loop().call_later(self.sweep_s, self._sweep, connections)
+
+    def stop(self) -> None:
+        """Ends the sweep: an idle listener costs no CPU."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def tick(self) -> None:
+        """Moves the deadlines of requests that begin now, and the date."""
+        now = asyncio.get_running_loop().time() + self.sweep_s
+        config = self._config
+        self.header_at = now + config.header_timeout_s
+        self.body_at = now + config.body_timeout_s
+        self.idle_at = now + config.idle_timeout_s
+        date_line = f"date: {formatdate(usegmt=True)}\r\n".encode("ascii")
+        if date_line != self.date_line:
+            self.date_line = date_line
+            self.heads.clear()
+
+    def _sweep(self, connections: set[Waiting]) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.sweep_s, self._sweep, connections)
+        self.tick()
+        now = loop.time()
+        for connection in list(connections):
+            if connection.deadline <= now:
+                connection.expire()
+            connection.check_writing(now)
+
+    def learn_head(self, content_type: str) -> bytes:
+        """The head of a plain response up to the content length, cached until the date changes."""
+        kind = f"content-type: {content_type}\r\n".encode("latin-1") if content_type else b""
+        head = self.heads[content_type] = status_line(200) + self.date_line + kind + b"content-length: "
+        if len(self.heads) > 256:  # a model that invents content types
+            self.heads.clear()
+        return head
+
+
+class MemoryQueue:
+    """Connections that wait for memory for a large body, first come, first served."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._stalled: dict[Waiting, None] = {}
+        self._notified = False  # the backend will call `_free`
+
+    def __len__(self) -> int:
+        return len(self._stalled)
+
+    def add(self, connection: Waiting) -> None:
+        """Calls `connection.reserve` when there may be memory."""
+        self._stalled[connection] = None
+        self._wait()
+
+    def discard(self, connection: Waiting) -> None:
+        """Removes a closed connection, which may have blocked the others."""
+        if connection in self._stalled:
+            del self._stalled[connection]
+            self._feed()
+
+    def _wait(self) -> None:
+        if self._stalled and not self._notified:
+            self._notified = True
+            self._backend.when_free(self._free)
+
+    def _free(self) -> None:
+        self._notified = False
+        self._feed()
+
+    def _feed(self) -> None:
+        while self._stalled and (first := next(iter(self._stalled))).reserve():
+            self._stalled.pop(first, None)
+        self._wait()
+
+
+class Counters:
+    """Responses by status // 100, and refused connections."""
+
+    def __init__(self) -> None:
+        self.plain = 0  # plain responses, all with status 200
+        self.other = [0] * 10  # all others; handlers invent statuses up to 999
+        self.refused = 0
+
+    def responses(self) -> dict[int, int]:
+        """Begun responses by status // 100."""
+        counts = list(self.other)
+        counts[2] += self.plain
+        return {kind: n for kind, n in enumerate(counts) if n}
+
+
+class Listener:
+    """The state that connections share. All calls on one event loop's thread."""
+
+    def __init__(self, backend: Backend, config: LimitsConfig) -> None:
+        self.backend = backend
+        self.config = config
+        self.clock = Clock(config)
+        self.memory = MemoryQueue(backend)
+        self.counts = Counters()
+        self.idempotency = IdempotencyCache(backend, self.now)
+        self.connections: set[Waiting] = set()
+        self.empty = asyncio.Event()  # set when the last connection closes
+        self.closing = False
+        self.small_bytes = min(BIG_BYTES, config.max_body_bytes)
+        self.receive = memoryview(bytearray(RECEIVE_BYTES))
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, connection: Waiting) -> bool:
+        """Adds a connection; False when there is no room for it."""
+        if self.closing or len(self.connections) >= self.config.max_connections:
+            self.counts.refused += 1
+            return False
+        self.clock.start(self.connections)
+        connection.deadline = self.clock.header_at
+        self.connections.add(connection)
+        return True
+
+    def remove(self, connection: Waiting) -> None:
+        """Removes a closed connection."""
+        self.connections.discard(connection)
+        self.memory.discard(connection)
+        if not self.connections:
+            self.clock.stop()
+            self.empty.set()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a task that the server's `close` waits for; it outlives its connection."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def now(self) -> float:
+        """The event loop's time in seconds."""
+        return asyncio.get_running_loop().time()

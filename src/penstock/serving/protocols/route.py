@@ -1,0 +1,121 @@
+"""Routes of an HTTP API as values: what a line of the route table says, and which route a path has."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Final
+
+import msgspec
+from msgspec import Struct, field
+from msgspec.structs import force_setattr
+
+from penstock.core.contracts import Backend
+from penstock.errors import PenstockError
+from penstock.types import Headers, ItemResult
+
+CACHED_PATHS: Final = 1024
+CACHED_PATH_BYTES: Final = 256
+
+
+def error_body(error: PenstockError) -> bytes:
+    """`{"error": {"code", "message"}}`; the detail of an error stays inside."""
+    return msgspec.json.encode({"error": {"code": error.code, "message": error.message}})
+
+
+class HttpRequest(Struct):
+    """A request as a route's function receives it: the whole body, at most `limits.max_body_bytes`.
+
+    `path` is raw, with the query. `query` is decoded: every key with its values, in order. `names` holds the decoded
+    values of the template's `{name}` parts. Form bodies are not parsed.
+    """
+
+    method: str
+    path: str
+    query: dict[str, list[str]] = field(default_factory=dict)
+    headers: Headers = field(default_factory=list)
+    content_type: str = ""
+    body: bytes = b""
+    names: dict[str, str] = field(default_factory=dict)
+
+
+class Template(Struct, frozen=True):
+    """A line of the route table: with `codec` an inference route, else `answer` is called, or `serve` with the body.
+
+    `serve` runs in its own task; an exception becomes an error response. The task continues when the client leaves, so
+    a change that began is completed. `path` may hold `{name}` for a segment, `{name}:verb` for a segment with that
+    suffix, and, as its last segment, `{name...}` for one or more.
+    """
+
+    path: str
+    summary: str
+    codec: str = ""
+    answer: Callable[[Backend, Route], ItemResult] | None = None
+    open: bool = False  # needs no token
+    error_body: Callable[[PenstockError], bytes] = error_body
+    serve: Callable[[HttpRequest], Awaitable[ItemResult]] | None = None
+    methods: frozenset[str] | None = None  # None: any, or the methods of the flavor
+    headers: Headers = field(default_factory=list)  # added to the item of an inference route
+    guard: str = ""  # the group whose token opens it, in a flavor with several
+    query: bool = False  # the item of an inference route carries the query, as the header `:query`
+    # (headers of `select_headers`, content type) -> the codec of this request; "" for `codec`
+    select: Callable[[Mapping[bytes, bytes], bytes], str] | None = None
+    select_headers: tuple[bytes, ...] = ()  # the headers that `select` reads, in lower case
+
+
+class Route(Struct, frozen=True):
+    """A template with the names from the path; `headers` are added to its item."""
+
+    template: Template
+    model: str = ""
+    version: str | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    headers: Headers = field(default_factory=list)
+    takes_body: bool = False  # else only a small body is read, and discarded
+
+    def __post_init__(self) -> None:
+        """Derives `takes_body` from the template, once instead of for every request."""
+        force_setattr(self, "takes_body", bool(self.template.codec) or self.template.serve is not None)
+
+
+class RouteTable:
+    """Templates in matching order."""
+
+    def __init__(self, templates: Iterable[Template]) -> None:
+        self._rows = [(template, template.path.split("/")[1:]) for template in templates]
+
+    def matches(self, segments: list[str]) -> Iterator[tuple[Template, dict[str, str]]]:
+        """Every template that matches the decoded segments of a path, with the values of its names."""
+        for template, wanted in self._rows:
+            names = _match(wanted, segments)
+            if names is not None:
+                yield template, names
+
+
+def _match(wanted: list[str], found: list[str]) -> dict[str, str] | None:
+    names: dict[str, str] = {}
+    if wanted[-1].endswith("...}"):
+        if len(found) < len(wanted):
+            return None
+        names[wanted[-1][1:-4]] = "/".join(found[len(wanted) - 1 :])
+        wanted, found = wanted[:-1], found[: len(wanted) - 1]
+    elif len(wanted) != len(found):
+        return None
+    for want, have in zip(wanted, found, strict=True):
+        if not want.startswith("{"):
+            if want != have:
+                return None
+            continue
+        name, _, verb = want[1:].partition("}")
+        value = have.removesuffix(verb)
+        if not value or not have.endswith(verb):
+            return None
+        names[name] = value
+    return names
+
+
+def remember(known: dict[bytes, Route], target: bytes, route: Route) -> None:
+    """Caches the route of a request target, unless the target is long; clears a full cache."""
+    if len(target) <= CACHED_PATH_BYTES:
+        if len(known) >= CACHED_PATHS:
+            known.clear()
+        known[target] = route
