@@ -198,7 +198,7 @@ def test_a_command_can_measure_the_machine(torchserve: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("ts_metrics: [", "metrics.yaml:1: no valid YAML"),
+        ("ts_metrics: [", "metrics.yaml:1: not valid YAML"),
         ("model_metrics: {gauge: [{name: a}]}", "metrics.yaml: model_metrics.gauge[0]: found no unit"),
     ],
 )

@@ -28,9 +28,9 @@ from penstock.torchserve.cli.logs import ServerLogs
 from penstock.torchserve.cli.pid_file import pid_path, remove_own
 from penstock.torchserve.config.addresses import ListenerAddress
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.metrics.declared import default_config, read_config
-from penstock.torchserve.metrics.machine import measure_of, watch
-from penstock.torchserve.metrics.observer import Counts, TorchServeMetrics
+from penstock.torchserve.metrics.definitions import default_config, read_config
+from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetrics
+from penstock.torchserve.metrics.system import measure_of, watch
 
 log = logging.getLogger("penstock.cli")
 
@@ -182,7 +182,7 @@ class ServerMetrics:
             return found
 
         self._observer.penstock.read = snapshot
-        self._observer.counts = lambda: Counts(_answers(http()), dict(components.backend.requests))
+        self._observer.counts = lambda: FrontendCounts(_answers(http()), dict(components.backend.requests))
         self._run(self._observer.run())
         properties = self._properties
         if not properties.disable_system_metrics:

@@ -1,4 +1,4 @@
-"""config.properties as TorchServe knows it: every key once, with its type and default, and where values come from."""
+"""TorchServe's config.properties: every key with its type and default, and the sources of values."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ANY_URL: Final = "file://.*|http(s)?://.*"
 
 
 class Properties(Struct, frozen=True, kw_only=True):
-    """The keys of config.properties. What may be absent is None; comma lists are lists; times and sizes as in the file.
+    """The keys of config.properties. Units are those of the file; None means not set.
 
-    `allowed_urls` are regular expressions that must match a whole URL. `models` is {name: {version: {key: value}}}.
+    `allowed_urls` are regular expressions that match a whole URL. `models` is {name: {version: {key: value}}}.
     """
 
     inference_address: str = "http://127.0.0.1:8080"
@@ -54,7 +54,7 @@ class Properties(Struct, frozen=True, kw_only=True):
     default_startup_timeout: Positive = 120  # s
     unregister_model_timeout: Count = 120  # s
     job_queue_size: Positive = 100
-    number_of_gpu: Count | None = None  # None: all that are there
+    number_of_gpu: Count | None = None  # None: all
     number_of_netty_threads: Count = 0
     netty_client_threads: Count = 0
     max_request_size: Positive = 6553500
@@ -107,58 +107,41 @@ class Properties(Struct, frozen=True, kw_only=True):
     enable_envvars_config: bool = False
     # Penstock's own.
     ts_yaml_wins: bool = False
-    """A model's model-config.yaml is stronger than the parameters of a request, as TorchServe's code has it."""
+    """model-config.yaml overrides the parameters of a request, as in TorchServe's code."""
     access_log: bool = False
-    """One line a request in access_log.log."""
-    # From the environment alone.
+    """One line per request in access_log.log."""
+    # From the environment only.
     log_location: str = "logs"
     metrics_location: str = "logs"
 
     def address(self, group: str) -> ListenerAddress:
-        """Where the "inference", "management" or "metrics" listener listens. Raises ConfigError."""
+        """The address of the "inference", "management" or "metrics" listener. Raises ConfigError."""
         return parse_address(group, getattr(self, f"{group}_address"))
 
 
 IGNORED: Final = frozenset(
     {
-        "number_of_netty_threads",
-        "netty_client_threads",
-        "prefer_direct_buffer",
-        "use_native_io",
-        "io_ratio",
-        "vmargs",
-        "async_logging",
-        "debug",
-        "plugins_path",
-        "model_server_home",
-        "cpp_log_config",
-        "cpu_launcher_enable",
-        "cpu_launcher_args",
-        "ipex_enable",
-        "ipex_gpu_enable",
-        "initial_distribution_port",
-        "workflow_store",
-        "ts_header_key_sequence_id",
-        "ts_header_key_sequence_start",
-        "ts_header_key_sequence_end",
+        "number_of_netty_threads", "netty_client_threads", "prefer_direct_buffer", "use_native_io", "io_ratio",
+        "vmargs", "async_logging", "debug", "plugins_path", "model_server_home", "cpp_log_config",
+        "cpu_launcher_enable", "cpu_launcher_args", "ipex_enable", "ipex_gpu_enable", "initial_distribution_port",
+        "workflow_store", "ts_header_key_sequence_id", "ts_header_key_sequence_start", "ts_header_key_sequence_end",
     }
-)
-"""Keys that are taken and have no effect: they are about the JVM, netty, or what is not served."""
+)  # fmt: skip
+"""Keys without effect: they configure the JVM, netty, or features that are not supported."""
 
 _ENVIRONMENT: Final = {"log_location": "LOG_LOCATION", "metrics_location": "METRICS_LOCATION"}
-_VARIABLES: Final = {"token_expiration_min": "TS_TOKEN_EXPIRATION_TIME_MIN"}  # all others are TS_ and the key
-_SILENT: Final = frozenset({"version", "tsConfigFile", "name", "modelCount", "created"})  # what snapshots also hold
+_VARIABLES: Final = {"token_expiration_min": "TS_TOKEN_EXPIRATION_TIME_MIN"}  # all others: TS_ and the key
+_SILENT: Final = frozenset({"version", "tsConfigFile", "name", "modelCount", "created"})  # other keys of snapshots
 _MODES: Final = ("log", "prometheus", "legacy")
 _VARIABLE = re.compile(r"\$\$(\w+)\$\$")
 _FALSE: Final = ("false", "")
 
 
 def load_properties(path: str | None, *, env: Mapping[str, str], flags: Mapping[str, str] | None = None) -> Properties:
-    """What the file says (None: only defaults), under `flags` (keys of the file that the command line sets), under
-    the environment where the file lets it.
+    """The properties of the file (None: defaults), overridden by `flags` and, if the file allows it, by `env`.
 
-    Raises ConfigError with the file, the line, what was found and what was expected. Keys that are unknown or have no
-    effect are told by one warning each kind.
+    Raises ConfigError with file, line, and the found and expected values. One warning lists the unknown keys, another
+    the keys without effect.
     """
     found = read_properties(path) if path is not None else {}
     resolved = {key: _with_variables(path, each, env) for key, each in found.items()}
@@ -166,12 +149,12 @@ def load_properties(path: str | None, *, env: Mapping[str, str], flags: Mapping[
     for key, value in (flags or {}).items():
         values[key] = (value, f"--{key.replace('_', '-')}")
     _add_environment(values, env)
-    _tell_useless(path, values)
+    _warn_unused(path, values)
     return _typed(values, env)
 
 
 def read_properties(path: str) -> dict[str, Property]:
-    """The keys of a .properties file. Raises ConfigError; `$$NAME$$` stands as it does."""
+    """The keys of a .properties file, with `$$NAME$$` unresolved. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             raw = file.read(2**24 + 1)
@@ -184,7 +167,7 @@ def read_properties(path: str) -> dict[str, Property]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        text = raw.decode("latin-1")  # as Java reads it
+        text = raw.decode("latin-1")  # as in Java
     return parse_properties(text, path)
 
 
@@ -193,7 +176,7 @@ def _with_variables(path: str | None, each: Property, env: Mapping[str, str]) ->
         if match[1] not in env:
             raise ConfigError(
                 f"{path}:{each.line}: {each.key}: found $${match[1]}$$, but the environment has no variable"
-                f" {match[1]}; set it before the start"
+                f" {match[1]}; set it before starting"
             )
         return env[match[1]]
 
@@ -211,19 +194,19 @@ def _add_environment(values: dict[str, tuple[str, str]], env: Mapping[str, str])
                 values[key] = (env[name], f"environment variable {name}")
     if (protocol := env.get("TS_OPEN_INFERENCE_PROTOCOL")) is not None:
         text = "true" if protocol.strip().lower() in ("oip", "true") else "false"
-        if text == "true":  # it only ever switches on
+        if text == "true":  # the variable only enables the protocol
             values["ts_open_inference_protocol"] = (text, "environment variable TS_OPEN_INFERENCE_PROTOCOL")
 
 
-def _tell_useless(path: str | None, values: Mapping[str, tuple[str, str]]) -> None:
+def _warn_unused(path: str | None, values: Mapping[str, tuple[str, str]]) -> None:
     ignored = sorted(IGNORED & values.keys())
     if ignored:
         log.warning("file=%s ignored=%s consequence=these_keys_have_no_effect", path, ",".join(ignored))
     known = set(Properties.__struct_fields__) - _ENVIRONMENT.keys()
     unknown = [key for key in values if key not in known and key not in _SILENT]
     if unknown:
-        told = "; ".join(f"{values[key][1]} '{key}'{nearest(key, known).lstrip(';')}" for key in unknown)
-        log.warning("unknown_keys=%d consequence=they_have_no_effect at: %s", len(unknown), told)
+        places = "; ".join(f"{values[key][1]} '{key}'{nearest(key, known).lstrip(';')}" for key in unknown)
+        log.warning("unknown_keys=%d consequence=they_have_no_effect at: %s", len(unknown), places)
 
 
 def _typed(values: Mapping[str, tuple[str, str]], env: Mapping[str, str]) -> Properties:
@@ -245,7 +228,7 @@ def _typed(values: Mapping[str, tuple[str, str]], env: Mapping[str, str]) -> Pro
 
 
 def _value(text: str, kind: Any, where: str) -> Any:
-    """The text as a value of the key's type. Raises ConfigError that begins with `where`."""
+    """The text as a value of the key's type. Raises ConfigError, which begins with `where`."""
     text = text.strip()
     plain = bare(kind)
     if plain is bool:
@@ -268,7 +251,7 @@ def _boolean(text: str, where: str) -> bool:
     if text.lower() == "true":
         return True
     if text.lower() not in _FALSE:
-        log.warning("%s: found %r, expected true or false; it is taken as false, as TorchServe does", where, text)
+        log.warning("%s: found %r, expected true or false; as in TorchServe, this means false", where, text)
     return False
 
 
@@ -276,7 +259,9 @@ def _json(text: str, kind: Any, where: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: found no JSON: {error}; expected {{...}}, continued lines ending in \\") from None
+        raise ConfigError(
+            f"{where}: not valid JSON: {error}; expected {{...}}, with a \\ at the end of continued lines"
+        ) from None
     try:
         return convert(value, kind)
     except ValidationError as error:

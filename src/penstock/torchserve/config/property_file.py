@@ -1,4 +1,4 @@
-"""Java's .properties files: text <-> keys and values. Source: the format of `java.util.Properties`."""
+"""Parser and writer for Java's .properties files. Source: the format of `java.util.Properties`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from penstock.errors import ConfigError
 _BLANK = " \t\f"
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 _SPECIAL = {character: f"\\{letter}" for letter, character in _ESCAPES.items()}
+_KEY = re.compile(r"(?:\\.|[^\\=: \t\f])*+\\?", re.DOTALL)
 _HEX4 = re.compile(r"[0-9a-fA-F]{4}")
 
 
 class Property(Struct, frozen=True):
-    """One key with its value, and the line (from 1) on which it begins."""
+    """One key with its value and its first line (from 1)."""
 
     key: str
     value: str
@@ -24,7 +25,7 @@ class Property(Struct, frozen=True):
 
 
 def parse_properties(text: str, source: str) -> dict[str, Property]:
-    """The keys of the text; of a key that stands twice the last value. Raises ConfigError naming `source` and line."""
+    """The keys of the text; the last value of a repeated key counts. Raises ConfigError with `source` and line."""
     found: dict[str, Property] = {}
     for number, line in _logical_lines(text):
         key_end = _key_end(line)
@@ -38,39 +39,32 @@ def parse_properties(text: str, source: str) -> dict[str, Property]:
 
 
 def format_properties(values: Iterable[tuple[str, str]]) -> str:
-    """The lines of a file that `parse_properties` and Java read back as these keys and values; ASCII alone."""
+    """The ASCII text of a file that `parse_properties` and Java read back as these keys and values."""
     return "".join(f"{_escape(key, is_key=True)}={_escape(value, is_key=False)}\n" for key, value in values)
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Each line with those that continue it, comments and blank lines left out, and its number."""
+    """(number, line) of each logical line: continuation lines are joined, comments and blank lines skipped."""
     parts: list[str] = []
-    begun = 0
+    first = 0
     for number, raw in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         line = raw.lstrip(_BLANK)
         if not parts:
             if not line or line[0] in "#!":
                 continue
-            begun = number
+            first = number
         if (len(line) - len(line.rstrip("\\"))) % 2:
             parts.append(line[:-1])
             continue
-        yield begun, "".join([*parts, line])
+        yield first, "".join([*parts, line])
         parts = []
-    if parts:  # the last line says that it goes on
-        yield begun, "".join(parts)
+    if parts:  # the last line ends with a continuation
+        yield first, "".join(parts)
 
 
 def _key_end(line: str) -> int:
-    escaped = False
-    for i, character in enumerate(line):
-        if escaped:
-            escaped = False
-        elif character == "\\":
-            escaped = True
-        elif character in "=:" or character in _BLANK:
-            return i
-    return len(line)
+    match = _KEY.match(line)
+    return match.end() if match else 0
 
 
 def _unescape(text: str, where: str) -> str:
@@ -92,7 +86,7 @@ def _unescape(text: str, where: str) -> str:
         elif i < len(text):
             out.append(_ESCAPES.get(text[i], text[i]))
             i += 1
-    # Characters beyond 16 bits stand as two halves.
+    # Characters beyond 16 bits are surrogate pairs.
     return "".join(out).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

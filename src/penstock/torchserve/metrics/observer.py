@@ -1,6 +1,6 @@
-"""The metrics of TorchServe: an Observer that counts them, the page at `/metrics`, and the lines of the log files.
+"""The metrics of TorchServe: an Observer that collects them, the page `/metrics`, and the lines of the log files.
 
-Source: what the log files and the page of TorchServe 0.12.0 hold.
+Source: the log files and the page of TorchServe 0.12.0.
 """
 
 from __future__ import annotations
@@ -17,43 +17,42 @@ from msgspec import Struct, field
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.serving.observe.prometheus import MAX_GONE, PrometheusObserver
 from penstock.serving.observe.text import Page
-from penstock.torchserve.metrics.declared import Declared, MetricsConfig
-from penstock.torchserve.metrics.machine import Measured
-from penstock.torchserve.metrics.series import MAX_SERIES, Labels, Owner, SeriesTable, only
+from penstock.torchserve.metrics.definitions import MetricDefinition, MetricsConfig
+from penstock.torchserve.metrics.series import MAX_SERIES, Labels, Owner, SeriesTable, filter_page
+from penstock.torchserve.metrics.system import SystemMetric
 from penstock.types import MetricDelta
 
 log = logging.getLogger("penstock.observe")
 SERVER_LOG: Final = logging.getLogger("TS_METRICS")
 MODEL_LOG: Final = logging.getLogger("MODEL_METRICS")
 
-EVERY_S: Final = 1.0
-MAX_TOLD: Final = 50_000  # batches whose metrics wait to be counted
-MAX_VALUES: Final = 1_000_000  # of one series between two turns
-MAX_DETECTED: Final = 1_000  # metrics that no file declares
-_IN_LEGACY_MODE: Final = (
+FLUSH_S: Final = 1.0
+MAX_BATCHES: Final = 50_000  # batches whose metrics wait for the thread
+MAX_VALUES: Final = 1_000_000  # of one series between two flushes
+MAX_DETECTED: Final = 1_000  # metrics without a definition
+UNVERSIONED: Final = "default"
+"""The version label of requests without a version."""
+_NOT_IN_LEGACY_FILES: Final = (
     "ts_inference_requests_total",
     "ts_inference_latency_microseconds",
     "ts_queue_latency_microseconds",
 )
-"""Not in the files when metrics_mode is legacy."""
-_AT_ONCE: Final = 64  # batches that are counted before the event loop has its turn
+_CHUNK: Final = 64  # batches that the thread counts before the event loop gets the GIL
+_PAUSE_S: Final = 0.0005
 _DIGITS: Final = 3
-_HERE: Final = ("Host",)
-UNVERSIONED: Final = "default"
-"""The version of requests that name none."""
 _LINES: Final = 500  # of one record
-_BREATH_S: Final = 0.0005
+_HOST: Final = ("Host",)
 
 
-class Counts(Struct, frozen=True):
-    """What the server has counted since its start: answers by status // 100, inference requests by model and label."""
+class FrontendCounts(Struct, frozen=True):
+    """Totals since the start: answers by status // 100, and inference requests by model and version label."""
 
     answers: Mapping[int, int] = field(default_factory=dict)
     requests: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
-class PenstockFamilies(PrometheusObserver):
-    """Penstock's own metrics, which stand beside those of TorchServe on the page."""
+class PenstockMetrics(PrometheusObserver):
+    """Penstock's own metrics, which `/metrics` shows next to TorchServe's."""
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         own = [d for d in deltas if not d.unit]
@@ -61,31 +60,31 @@ class PenstockFamilies(PrometheusObserver):
             super().on_model_metrics(model, version, slot, own)
 
 
-class _Told(Struct, frozen=True):
-    """What models told with one batch that ended at `at`, seconds since 1970."""
+class _ModelBatch(Struct, frozen=True):
+    """The model metrics of one batch that ended at `at`, in seconds since 1970."""
 
     owner: Owner
     deltas: Sequence[MetricDelta]
     at: int
 
 
-class _Shape(Struct, frozen=True):
-    """What all values of one series have in common: `head` and `tail` are those of its lines."""
+class _Series(Struct, frozen=True):
+    """What the values of one series share; `head` and `tail` are the constant parts of its lines."""
 
-    declared: Declared
+    definition: MetricDefinition
     labels: Labels
     head: str
     tail: str
 
 
-_Key = tuple[str, tuple[str, ...], Owner | None]  # a metric of the server's, its dimensions but the host, its owner
+_Key = tuple[str, tuple[str, ...], Owner | None]  # a server metric, its dimensions without the host, its owner
 
 
 class TorchServeMetrics(Observer):
-    """Keeps what is told as it came; a thread counts it once a second, and writes the log files' lines.
+    """Collects events on the event loop; once a second a thread counts them and writes the log files.
 
-    Counters are written as what they grew by in that second, gauges as they stand at its end; what models tell is a
-    line for each value. `counts` is asked for what front-ends count. `mode` is that of metrics_mode.
+    The files have the growth of counters in that second, gauges at its end, and a line for each value of a model
+    metric. `counts` returns the totals of the listeners; `mode` is metrics_mode. Keyword arguments are its options.
     """
 
     def __init__(
@@ -96,28 +95,21 @@ class TorchServeMetrics(Observer):
         mode: str = "log",
         auto_detect: bool = False,
         first_worker: int = 9000,
-        counts: Callable[[], Counts] = Counts,
+        counts: Callable[[], FrontendCounts] = FrontendCounts,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.penstock = PenstockFamilies()
+        self.penstock = PenstockMetrics()
         self.counts = counts
-        self._config, self._host, self._mode = config, host, mode
-        self._auto_detect, self._first_worker, self._clock = auto_detect, first_worker, clock
-        # of the loop: what came since the last turn
-        self._values: dict[_Key, list[float]] = {}
-        self._told: list[_Told | Owner] = []  # an owner: it is gone
+        self._first_worker, self._clock = first_worker, clock
+        self._values: dict[_Key, list[float]] = {}  # since the last flush, as are the batches
+        self._batches: list[_ModelBatch | Owner] = []  # an owner: its series are to be dropped
         self._lost = 0
         self._up: set[tuple[str, str]] = set()  # model and version
-        self._gone: dict[Owner, None] = {}  # whose values are still shown, the longest gone first
-        self._counted = Counts()
-        self._counting: Future[None] | None = None
-        # of the thread
+        self._gone: dict[Owner, None] = {}  # unloaded, but still shown; oldest first
+        self._last_counts = FrontendCounts()
+        self._flushing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "torchserve-metrics")
-        self._table = SeriesTable()
-        for declared in (*config.server.values(), *config.models.values()):
-            self._table.declare(declared)
-        self._detected: dict[str, Declared] = {}
-        self._shapes: dict[tuple[str, Labels], _Shape] = {}
+        self._writer = _MetricsWriter(config, host, mode, auto_detect, clock)
 
     # ---- Observer
 
@@ -125,29 +117,29 @@ class TorchServeMetrics(Observer):
         self, model: str, version: str, labels: Sequence[str], waits_s: Sequence[float], latencies_s: Sequence[float]
     ) -> None:
         for label, wait_s, latency_s in zip(labels, waits_s, latencies_s, strict=True):
-            whose = (model, label or version)
-            self._keep("ts_inference_latency_microseconds", whose, latency_s * 1e6, ("", *whose))
-            self._keep("ts_queue_latency_microseconds", whose, wait_s * 1e6, ("", *whose))
-            self._keep("QueueTime", _HERE, wait_s * 1e3)
+            target = (model, label or version)
+            self._add("ts_inference_latency_microseconds", target, latency_s * 1e6, ("", *target))
+            self._add("ts_queue_latency_microseconds", target, wait_s * 1e6, ("", *target))
+            self._add("QueueTime", _HOST, wait_s * 1e3)
 
     def on_complete(self, record: BatchRecord) -> None:
-        self._keep("WorkerThreadTime", _HERE, (record.seconds - record.run_s) * 1e3)
+        self._add("WorkerThreadTime", _HOST, (record.seconds - record.run_s) * 1e3)
 
     def on_load(self, model: str, version: str, slot: int, seconds: float) -> None:
         self._up.add((model, version))
         for label in (version, UNVERSIONED):
             self._gone.pop(("", model, label), None)
         worker = f"W-{self._first_worker + slot}-{model}_{version}"
-        self._keep("WorkerLoadTime", (worker, "Host"), seconds * 1e3, ("", model, version))
+        self._add("WorkerLoadTime", (worker, "Host"), seconds * 1e3, ("", model, version))
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
-        if len(self._told) < MAX_TOLD:
-            self._told.append(_Told((model, version), deltas, int(self._clock())))
+        if len(self._batches) < MAX_BATCHES:
+            self._batches.append(_ModelBatch((model, version), deltas, int(self._clock())))
         else:
             self._lost += len(deltas)
 
     def on_unload(self, model: str, version: str) -> None:
-        self._told.append((model, version))
+        self._batches.append((model, version))
         self._up.discard((model, version))
         gone = [version] if any(name == model for name, _ in self._up) else [version, UNVERSIONED]
         for label in gone:
@@ -156,143 +148,158 @@ class TorchServeMetrics(Observer):
         while len(self._gone) > MAX_GONE:
             oldest = next(iter(self._gone))
             del self._gone[oldest]
-            self._told.append(oldest)
+            self._batches.append(oldest)
 
-    def measured(self, values: Sequence[Measured]) -> None:
-        """The machine was looked at."""
+    def measured(self, values: Sequence[SystemMetric]) -> None:
+        """Adds system metrics."""
         for m in values:
-            self._keep(m.name, m.dimensions, m.value)
+            self._add(m.name, m.dimensions, m.value)
 
-    def _keep(self, name: str, dimensions: tuple[str, ...], value: float, owner: Owner | None = None) -> None:
+    def _add(self, name: str, dimensions: tuple[str, ...], value: float, owner: Owner | None = None) -> None:
         key = (name, dimensions, owner)
-        kept = self._values.get(key)
-        if kept is None:
+        values = self._values.get(key)
+        if values is None:
             self._values[key] = [value]
-        elif len(kept) < MAX_VALUES:
-            kept.append(value)
+        elif len(values) < MAX_VALUES:
+            values.append(value)
 
-    # ---- the page, and the files
+    # ---- the page and the files
 
     async def scrape(self, names: Sequence[str] = ()) -> bytes:
-        """The page in the Prometheus text format, Penstock's own families after TorchServe's; of `names`, if any."""
-        self._count()
-        page: bytes = await asyncio.get_running_loop().run_in_executor(self._thread, self._page)
+        """The page in the Prometheus text format, TorchServe's metrics first; only `names` if there are any."""
+        self._flush()
+        page: bytes = await asyncio.get_running_loop().run_in_executor(self._thread, self._writer.page)
         page += await self.penstock.scrape()
-        return only(page, names) if names else page
+        return filter_page(page, names) if names else page
 
     async def run(self) -> None:
-        """Counts and writes once a second, until it is cancelled."""
+        """Counts and writes once a second, until cancelled."""
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(FLUSH_S)
             try:
-                self.turn()
+                self.flush_if_idle()
             except Exception:
                 log.exception("metrics_not_counted consequence=some_are_missing")
 
-    def turn(self) -> None:
-        """Counts what came since the last turn, if anything, and writes it; not while the last turn goes on."""
-        if self._counting is None or self._counting.done():
-            self._grown()
-            if self._values or self._told:
-                self._counting = self._count()
+    def flush_if_idle(self) -> None:
+        """Flushes new events, unless there are none or the last flush is still in progress."""
+        if self._flushing is None or self._flushing.done():
+            self._add_counts()
+            if self._values or self._batches:
+                self._flushing = self._flush()
 
     async def close(self) -> None:
-        """Writes what there is."""
-        await asyncio.wrap_future(self._count())
+        """Writes the remaining events."""
+        await asyncio.wrap_future(self._flush())
         self._thread.shutdown(wait=False)
 
-    def _count(self) -> Future[None]:
-        self._grown()
+    def _flush(self) -> Future[None]:
+        self._add_counts()
         values, self._values = self._values, {}
-        told, self._told = self._told, []
+        batches, self._batches = self._batches, []
         lost, self._lost = self._lost, 0
         if lost:
             log.warning("model_metrics_lost values=%d reason=more_than_can_be_counted", lost)
-        return self._thread.submit(self._fold, values, told)
+        return self._thread.submit(self._writer.write, values, batches)
 
-    def _grown(self) -> None:
-        before, now = self._counted, self.counts()
-        self._counted = now
+    def _add_counts(self) -> None:
+        before, now = self._last_counts, self.counts()
+        self._last_counts = now
         for kind, n in now.answers.items():
             if n > before.answers.get(kind, 0):
-                self._keep(f"Requests{kind}XX", _HERE, n - before.answers.get(kind, 0))
+                self._add(f"Requests{kind}XX", _HOST, n - before.answers.get(kind, 0))
         for key, n in now.requests.items():
             if n > before.requests.get(key, 0):
-                self._keep("ts_inference_requests_total", key, n - before.requests.get(key, 0), ("", *key))
+                self._add("ts_inference_requests_total", key, n - before.requests.get(key, 0), ("", *key))
 
-    # ---- what the thread does
 
-    def _page(self) -> bytes:
+class _MetricsWriter:
+    """Counts events into series and writes them to the log files. Used on the thread."""
+
+    def __init__(
+        self, config: MetricsConfig, host: str, mode: str, auto_detect: bool, clock: Callable[[], float]
+    ) -> None:
+        self._config, self._host, self._mode = config, host, mode
+        self._auto_detect, self._clock = auto_detect, clock
+        self._table = SeriesTable()
+        for definition in (*config.server.values(), *config.models.values()):
+            self._table.declare(definition)
+        self._detected: dict[str, MetricDefinition] = {}
+        self._series: dict[tuple[str, Labels], _Series] = {}
+
+    def page(self) -> bytes:
+        """TorchServe's part of the page."""
         page = Page()
         self._table.write(page)
         return page.encode()
 
-    def _fold(self, values: Mapping[_Key, list[float]], told: Sequence[_Told | Owner]) -> None:
+    def write(self, values: Mapping[_Key, list[float]], batches: Sequence[_ModelBatch | Owner]) -> None:
+        """Counts and logs; pauses between chunks of batches, so that the event loop keeps running."""
         try:
-            self._fold_server(values)
-            for i in range(0, len(told), _AT_ONCE):
+            self._write_server(values)
+            for i in range(0, len(batches), _CHUNK):
                 if i:
-                    time.sleep(_BREATH_S)
-                self._fold_models(told[i : i + _AT_ONCE])
+                    time.sleep(_PAUSE_S)
+                self._write_models(batches[i : i + _CHUNK])
         except Exception:
             log.exception("metrics_not_counted consequence=some_are_missing")
 
-    def _fold_server(self, values: Mapping[_Key, list[float]]) -> None:
+    def _write_server(self, values: Mapping[_Key, list[float]]) -> None:
         lines: list[str] = []
         at = int(self._clock())
         for (name, dimensions, owner), found in values.items():
-            declared = self._config.server.get(name)
-            if declared is None or len(declared.dimensions) != len(dimensions) + 1:
+            definition = self._config.server.get(name)
+            if definition is None or len(definition.dimensions) != len(dimensions) + 1:
                 continue
-            labels = tuple(zip(declared.dimensions, (*dimensions, self._host), strict=True))
-            self._table.change(declared, labels, found, owner)
-            if self._mode == "log" or (self._mode == "legacy" and name not in _IN_LEGACY_MODE):
-                value = round(float(sum(found) if declared.kind == "counter" else found[-1]), _DIGITS)
-                where = f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}"
-                lines.append(_one_line(f"{name}.{declared.unit}:{value}{where}"))
-        _write(SERVER_LOG, lines)
+            labels = tuple(zip(definition.dimensions, (*dimensions, self._host), strict=True))
+            self._table.change(definition, labels, found, owner)
+            if self._mode == "log" or (self._mode == "legacy" and name not in _NOT_IN_LEGACY_FILES):
+                value = round(float(sum(found) if definition.kind == "counter" else found[-1]), _DIGITS)
+                suffix = f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}"
+                lines.append(_one_line(f"{name}.{definition.unit}:{value}{suffix}"))
+        _log_lines(SERVER_LOG, lines)
 
-    def _fold_models(self, told: Sequence[_Told | Owner]) -> None:
+    def _write_models(self, batches: Sequence[_ModelBatch | Owner]) -> None:
         lines: list[str] = []
-        for each in told:
-            if isinstance(each, tuple):
-                self._table.forget(each)
+        for batch in batches:
+            if isinstance(batch, tuple):
+                self._table.forget(batch)
                 continue
-            for d in each.deltas:
-                shape = self._shape(d) if d.unit else None  # without a unit: one of Penstock's own
-                if shape is None:
+            for d in batch.deltas:
+                series = self._series_of(d) if d.unit else None  # Penstock's own metrics have no unit
+                if series is None:
                     continue
-                self._table.change(shape.declared, shape.labels, (d.value,), each.owner)
-                lines.append(f"{shape.head}{d.value}{shape.tail}{d.request_id or 'null'},timestamp:{each.at}")
+                self._table.change(series.definition, series.labels, (d.value,), batch.owner)
+                lines.append(f"{series.head}{d.value}{series.tail}{d.request_id or 'null'},timestamp:{batch.at}")
         if self._mode != "prometheus":
-            _write(MODEL_LOG, [_one_line(line) for line in lines])
+            _log_lines(MODEL_LOG, [_one_line(line) for line in lines])
 
-    def _shape(self, d: MetricDelta) -> _Shape | None:
-        """None for a metric that no file declares, unless such ones are welcome."""
-        told = tuple(d.labels.items())
-        found = self._shapes.get((d.name, told))
+    def _series_of(self, d: MetricDelta) -> _Series | None:
+        """None for a metric without a definition, unless auto_detect is on."""
+        own_labels = tuple(d.labels.items())
+        found = self._series.get((d.name, own_labels))
         if found is not None:
             return found
-        declared = self._config.models.get(d.name) or self._detected.get(d.name) or self._detect(d)
-        if declared is None:
+        definition = self._config.models.get(d.name) or self._detected.get(d.name) or self._detect(d)
+        if definition is None:
             return None
-        labels = told if "Hostname" in d.labels else (*told, ("Hostname", self._host))
-        head, tail = f"{d.name}.{declared.unit}:", f"|#{_joined(told)}|#hostname:{self._host},requestID:"
-        if len(self._shapes) >= MAX_SERIES:
-            self._shapes.clear()
-        shape = self._shapes[d.name, told] = _Shape(declared, labels, head, tail)
-        return shape
+        labels = own_labels if "Hostname" in d.labels else (*own_labels, ("Hostname", self._host))
+        head, tail = f"{d.name}.{definition.unit}:", f"|#{_joined(own_labels)}|#hostname:{self._host},requestID:"
+        if len(self._series) >= MAX_SERIES:
+            self._series.clear()
+        series = self._series[d.name, own_labels] = _Series(definition, labels, head, tail)
+        return series
 
-    def _detect(self, d: MetricDelta) -> Declared | None:
+    def _detect(self, d: MetricDelta) -> MetricDefinition | None:
         if not self._auto_detect or len(self._detected) >= MAX_DETECTED:
             return None
-        found = self._detected[d.name] = Declared(d.name, d.kind, d.unit, tuple(d.labels))
+        found = self._detected[d.name] = MetricDefinition(d.name, d.kind, d.unit, tuple(d.labels))
         log.info("metric_detected name=%r kind=%s unit=%r", d.name, d.kind, d.unit)
         return found
 
 
-def _write(logger: logging.Logger, lines: Sequence[str]) -> None:
-    """A record holds many lines, each of which the file stamps with the time."""
+def _log_lines(logger: logging.Logger, lines: Sequence[str]) -> None:
+    """Logs many lines per record; the formatter stamps each with the time."""
     for i in range(0, len(lines), _LINES):
         logger.info("%s", "\n".join(lines[i : i + _LINES]))
 

@@ -155,7 +155,7 @@ def test_lists_lose_blanks_and_empty_parts(tmp_path: Path) -> None:
         ("grpc_inference_port=70700", "grpc_inference_port: found '70700', expected a whole number from 0 to 65535"),
         ("metrics_mode=loud", "metrics_mode: found 'loud', expected log, prometheus, legacy"),
         ("token_expiration_min=nan", "token_expiration_min: found 'nan'"),
-        ("models={", "models: found no JSON"),
+        ("models={", "models: not valid JSON"),
         ('models={"a": 1}', "models: Expected `object`, got `int`"),
         ("inference_address=ftp://x:1", "inference_address: found 'ftp://x:1', expected http://host:port"),
         ("metrics_address=http://x:99999", "metrics_address: found port 99999"),

@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.serving.observe.prometheus import PrometheusObserver
-from penstock.torchserve.metrics.declared import TOLD, default_config
+from penstock.torchserve.metrics.definitions import SERVER_METRICS, default_config
 
 FOLDER = Path(__file__).parents[4] / "dashboards" / "torchserve"
 SELECTED = re.compile(r"\b(penstock_\w+|ts_\w+|[A-Z]\w+)\b(?:\{([^}]*)\})?")
@@ -121,7 +121,7 @@ def test_there_are_panels_and_alerts_for_what_matters() -> None:
 def test_the_page_of_documentation_lists_torchserve_s_metrics() -> None:
     page = (FOLDER.parents[1] / "docs" / "metrics.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (\w+, \w+) \| [^|]+ \|$", page, re.M))
-    assert rows == {name: f"{kind}, {unit}" for name, (kind, unit, _) in TOLD.items()} | {
+    assert rows == {name: f"{kind}, {unit}" for name, (kind, unit, _) in SERVER_METRICS.items()} | {
         "HandlerTime": "gauge, ms",
         "PredictionTime": "gauge, ms",
     }

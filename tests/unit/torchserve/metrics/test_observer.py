@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.contracts import BatchRecord, ServerSnapshot
 from penstock.torchserve.metrics import observer
-from penstock.torchserve.metrics.declared import Declared, MetricsConfig, default_config
-from penstock.torchserve.metrics.machine import Measured
-from penstock.torchserve.metrics.observer import Counts, TorchServeMetrics
+from penstock.torchserve.metrics.definitions import MetricDefinition, MetricsConfig, default_config
+from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetrics
+from penstock.torchserve.metrics.system import SystemMetric
 from penstock.types import MetricDelta
 
 LABEL = re.compile(r'="((?:[^"\\]|\\.)*)"')
@@ -83,10 +83,10 @@ async def test_what_was_served_is_counted_by_the_version_that_was_asked_for(file
 
 
 async def test_answers_and_requests_are_told_as_what_they_grew_by(files: Files) -> None:
-    counts = Counts({2: 3, 4: 1}, {("m", "default"): 2})
+    counts = FrontendCounts({2: 3, 4: 1}, {("m", "default"): 2})
     metrics = make(counts=lambda: counts)
     await values(metrics)
-    counts = Counts({2: 5, 4: 1, 5: 1}, {("m", "default"): 2, ("m", "2"): 1})
+    counts = FrontendCounts({2: 5, 4: 1, 5: 1}, {("m", "default"): 2, ("m", "2"): 1})
     found = await values(metrics, "Requests2XX", "Requests4XX", "Requests5XX", "ts_inference_requests_total")
     assert found == {
         "Requests2XX[Host,h]": 5,
@@ -108,8 +108,10 @@ async def test_workers_and_the_machine_are_told(files: Files, record: Callable[.
     batch = record(rows=1, seconds=0.5)
     batch.run_s = 0.498
     metrics.on_complete(batch)
-    metrics.measured([Measured("CPUUtilization", ("Host",), 12.5), Measured("GPUUtilization", ("Host", "1"), 50.0)])
-    metrics.measured([Measured("Nobody", ("Host",), 1.0), Measured("MemoryUsed", (), 1.0)])
+    metrics.measured(
+        [SystemMetric("CPUUtilization", ("Host",), 12.5), SystemMetric("GPUUtilization", ("Host", "1"), 50.0)]
+    )
+    metrics.measured([SystemMetric("Nobody", ("Host",), 1.0), SystemMetric("MemoryUsed", (), 1.0)])
     await metrics.close()
     assert [line.partition("|#hostname")[0] for line in files.server] == [
         "WorkerLoadTime.Milliseconds:1250.0|#WorkerName:W-9502-m_1.0,Level:Host",
@@ -142,8 +144,8 @@ async def test_metrics_that_no_file_declares_are_there_if_they_are_detected(file
 
 
 async def test_metrics_that_the_file_leaves_out_are_left_out_and_kinds_are_those_of_the_file(files: Files) -> None:
-    latency = Declared("ts_inference_latency_microseconds", "histogram", "us", ("name", "version", "host"))
-    metrics = make(MetricsConfig({latency.name: latency}, {}), counts=lambda: Counts({2: 1}))
+    latency = MetricDefinition("ts_inference_latency_microseconds", "histogram", "us", ("name", "version", "host"))
+    metrics = make(MetricsConfig({latency.name: latency}, {}), counts=lambda: FrontendCounts({2: 1}))
     metrics.on_served("m", "1", ["1", "1"], [0.0, 0.0], [0.001, 0.002])
     metrics.on_model_metrics("m", "1", 0, [HANDLER])
     page = (await metrics.scrape()).decode()
@@ -160,7 +162,7 @@ async def test_metrics_that_the_file_leaves_out_are_left_out_and_kinds_are_those
 async def test_the_page_is_there_in_every_mode_and_the_files_as_it_says(
     files: Files, mode: str, server: list[str], models: int
 ) -> None:
-    metrics = make(mode=mode, counts=lambda: Counts({2: 1}, {("m", "default"): 1}))
+    metrics = make(mode=mode, counts=lambda: FrontendCounts({2: 1}, {("m", "default"): 1}))
     metrics.on_model_metrics("m", "1", 0, [HANDLER])
     assert set(await values(metrics, "Requests2XX", "HandlerTime")) == {"Requests2XX[Host,h]", "HandlerTime[m,Model,h]"}
     assert sorted(line.partition(".")[0] for line in files.server) == sorted(server)
@@ -194,8 +196,8 @@ async def test_a_turn_is_left_out_while_the_last_goes_on_and_loses_nothing(
     held = metrics._thread.submit(lambda: asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10))
     for _ in range(3):
         metrics.on_model_metrics("m", "1", 0, [HANDLER])
-        metrics.turn()
-    assert len(metrics._told) == 2
+        metrics.flush_if_idle()
+    assert len(metrics._batches) == 2
     go.set()
     await asyncio.wrap_future(held)
     await metrics.close()
@@ -205,7 +207,7 @@ async def test_a_turn_is_left_out_while_the_last_goes_on_and_loses_nothing(
 async def test_a_model_that_tells_more_than_can_be_counted_loses_the_rest_and_that_is_told(
     files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(observer, "MAX_TOLD", 2)
+    monkeypatch.setattr(observer, "MAX_BATCHES", 2)
     metrics = make()
     for _ in range(5):
         metrics.on_model_metrics("m", "1", 0, [HANDLER, HANDLER])
@@ -230,7 +232,7 @@ async def test_a_bug_in_counting_is_logged_and_the_next_turn_goes_on(
 ) -> None:
     metrics = make()
     metrics.on_model_metrics("m", "1", 0, [None])  # type: ignore[list-item]
-    metrics.turn()
+    metrics.flush_if_idle()
     await values(metrics)
     assert "metrics_not_counted" in caplog.text
     metrics.on_model_metrics("m", "1", 0, [HANDLER])
@@ -269,10 +271,10 @@ async def test_a_turn_that_fails_is_not_the_last(
     files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = make()
-    monkeypatch.setattr(observer, "EVERY_S", 0.0)
+    monkeypatch.setattr(observer, "FLUSH_S", 0.0)
     again = asyncio.Event()
 
-    def fail() -> Counts:
+    def fail() -> FrontendCounts:
         if "metrics_not_counted" in caplog.text:
             again.set()
         raise RuntimeError("no")
@@ -284,16 +286,16 @@ async def test_a_turn_that_fails_is_not_the_last(
 
 
 async def test_while_nothing_comes_the_thread_sleeps(files: Files) -> None:
-    counts = Counts({2: 1})
+    counts = FrontendCounts({2: 1})
     metrics = make(counts=lambda: counts)
-    metrics.turn()
-    first = metrics._counting
+    metrics.flush_if_idle()
+    first = metrics._flushing
     assert first is not None
     await asyncio.wrap_future(first)
-    metrics.turn()
-    assert metrics._counting is first
-    counts = Counts({2: 2})
-    metrics.turn()
-    assert metrics._counting is not first
+    metrics.flush_if_idle()
+    assert metrics._flushing is first
+    counts = FrontendCounts({2: 2})
+    metrics.flush_if_idle()
+    assert metrics._flushing is not first
     await metrics.close()
     assert [line.partition("|")[0] for line in files.server] == ["Requests2XX.Count:1.0"] * 2

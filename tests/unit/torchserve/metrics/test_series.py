@@ -7,14 +7,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.serving.observe.text import Page
 from penstock.torchserve.metrics import series
-from penstock.torchserve.metrics.declared import Declared
-from penstock.torchserve.metrics.series import SeriesTable, only
+from penstock.torchserve.metrics.definitions import MetricDefinition
+from penstock.torchserve.metrics.series import SeriesTable, filter_page
 
 LABELS = (("Level", "Host"),)
 
 
-def declared(name: str = "a", kind: str = "counter", unit: str = "Count") -> Declared:
-    return Declared(name, kind, unit, ("Level",))
+def declared(name: str = "a", kind: str = "counter", unit: str = "Count") -> MetricDefinition:
+    return MetricDefinition(name, kind, unit, ("Level",))
 
 
 def page(table: SeriesTable) -> str:
@@ -114,8 +114,8 @@ def test_a_page_can_be_cut_down_to_families_and_samples_by_name() -> None:
     table.change(declared("h", "histogram"), LABELS, (1.0,))
     table.change(declared("ab"), (("Level", "a h"),), (1.0,))
     whole = page(table).encode()
-    assert only(whole, ["a"]) == whole[: whole.index(b"# HELP h")]
-    assert only(whole, ["h"]).count(b"h_bucket") == len(series.BOUNDS) + 1
-    assert only(whole, ["h_sum"]).splitlines()[1:] == [b"# TYPE h histogram", b'h_sum{Level="Host"} 1.0']
-    assert only(whole, ["nobody"]) == b""
-    assert only(whole, ["a", "h", "ab"]) == whole
+    assert filter_page(whole, ["a"]) == whole[: whole.index(b"# HELP h")]
+    assert filter_page(whole, ["h"]).count(b"h_bucket") == len(series.BOUNDS) + 1
+    assert filter_page(whole, ["h_sum"]).splitlines()[1:] == [b"# TYPE h histogram", b'h_sum{Level="Host"} 1.0']
+    assert filter_page(whole, ["nobody"]) == b""
+    assert filter_page(whole, ["a", "h", "ab"]) == whole

@@ -7,11 +7,19 @@ from types import ModuleType
 
 import pytest
 
-from penstock.torchserve.metrics.machine import SCRIPT, Command, Machine, Measured, measure_of, parse, watch
+from penstock.torchserve.metrics.system import (
+    SCRIPT,
+    MetricsCommand,
+    SystemMetric,
+    SystemProbe,
+    measure_of,
+    parse_line,
+    watch,
+)
 
 
 def test_the_machine_is_measured_in_torchserve_s_units() -> None:
-    found = {m.name: m.value for m in Machine().read()}
+    found = {m.name: m.value for m in SystemProbe().read()}
     assert set(found) == {
         "CPUUtilization", "DiskAvailable", "DiskUsage", "DiskUtilization", "MemoryAvailable", "MemoryUsed",
         "MemoryUtilization",
@@ -22,11 +30,11 @@ def test_the_machine_is_measured_in_torchserve_s_units() -> None:
 
 
 def test_gpus_are_measured(one_gpu: ModuleType) -> None:
-    found = [m for m in Machine().read() if m.name.startswith("GPU")]
+    found = [m for m in SystemProbe().read() if m.name.startswith("GPU")]
     assert found == [
-        Measured("GPUUtilization", ("Host", "0"), 25.0),
-        Measured("GPUMemoryUtilization", ("Host", "0"), 37.5),
-        Measured("GPUMemoryUsed", ("Host", "0"), 3 / 2**20),
+        SystemMetric("GPUUtilization", ("Host", "0"), 25.0),
+        SystemMetric("GPUMemoryUtilization", ("Host", "0"), 37.5),
+        SystemMetric("GPUMemoryUsed", ("Host", "0"), 3 / 2**20),
     ]
 
 
@@ -35,20 +43,20 @@ def test_gpus_are_measured(one_gpu: ModuleType) -> None:
     [
         (
             "CPUUtilization.Percent:1.5|#Level:Host|#hostname:h,1795251549",
-            Measured("CPUUtilization", ("Host",), 1.5),
+            SystemMetric("CPUUtilization", ("Host",), 1.5),
         ),
         (
             "  GPUMemoryUsed.Megabytes:2e3|#Level:Host,DeviceId:1|#type:GAUGE|#hostname:h,timestamp:1795251549\n",
-            Measured("GPUMemoryUsed", ("Host", "1"), 2000.0),
+            SystemMetric("GPUMemoryUsed", ("Host", "1"), 2000.0),
         ),
-        ("Bare.Count:3|#|#hostname:h,1", Measured("Bare", (), 3.0)),
+        ("Bare.Count:3|#|#hostname:h,1", SystemMetric("Bare", (), 3.0)),
         ("Bare.Count:3..4|#|#hostname:h,1", None),
         ("Bare.Count:nan|#|#hostname:h,1", None),
         ("Traceback (most recent call last):", None),
     ],
 )
-def test_a_line_of_a_metric_is_understood_or_not(line: str, measured: Measured | None) -> None:
-    assert parse(line) == measured
+def test_a_line_of_a_metric_is_understood_or_not(line: str, measured: SystemMetric | None) -> None:
+    assert parse_line(line) == measured
 
 
 def script(folder: Path, text: str) -> str:
@@ -66,9 +74,9 @@ print(f"CPUUtilization.Percent:{sys.argv[1]}|#Level:Host|#hostname:h,1")
 print()
 print("DiskUsage.Gigabytes:1|#Level:Host|#hostname:h,1")
 """
-    command = Command([script(tmp_path, text), "7"], str(tmp_path), 20.0)
+    command = MetricsCommand([script(tmp_path, text), "7"], str(tmp_path), 20.0)
     for _ in range(2):
-        assert await command.measure() == [Measured("CPUUtilization", ("Host",), 7.0)]
+        assert await command.measure() == [SystemMetric("CPUUtilization", ("Host",), 7.0)]
     assert caplog.text.count("it printed 'a warning', expected Name.Unit:value|#Level:Host|#hostname:h,time") == 1
 
 
@@ -83,41 +91,41 @@ async def test_a_command_that_fails_or_hangs_is_told(
     tmp_path: Path, text: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit_s = 0.5 if "sleep" in text else 20.0
-    assert await Command([script(tmp_path, text)], str(tmp_path), limit_s).measure() == []
+    assert await MetricsCommand([script(tmp_path, text)], str(tmp_path), limit_s).measure() == []
     assert said in caplog.text
 
 
 async def test_a_command_that_cannot_be_started_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert await Command(["x.py"], str(tmp_path / "nowhere"), 5.0).measure() == []
+    assert await MetricsCommand(["x.py"], str(tmp_path / "nowhere"), 5.0).measure() == []
     assert "it could not be started" in caplog.text
 
 
 async def test_a_command_that_prints_without_end_takes_no_memory(tmp_path: Path) -> None:
     text = "for _ in range(200_000): print('DiskUsage.Gigabytes:1|#Level:Host|#hostname:h,1')"
-    found = await Command([script(tmp_path, text)], str(tmp_path), 30.0).measure()
+    found = await MetricsCommand([script(tmp_path, text)], str(tmp_path), 30.0).measure()
     assert 20_000 < len(found) < 30_000
 
 
 def test_torchserve_s_own_script_is_ours_where_there_is_no_such_file(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    assert getattr(measure_of(f"{SCRIPT} --gpu 0", folder, 60.0), "__func__", None) is Machine.measure
-    assert getattr(measure_of(None, None, 60.0), "__func__", None) is Machine.measure
+    assert getattr(measure_of(f"{SCRIPT} --gpu 0", folder, 60.0), "__func__", None) is SystemProbe.measure
+    assert getattr(measure_of(None, None, 60.0), "__func__", None) is SystemProbe.measure
     (tmp_path / SCRIPT).parent.mkdir(parents=True)
     (tmp_path / SCRIPT).touch()
-    assert getattr(measure_of(f"{SCRIPT} --gpu 0", folder, 60.0), "__func__", None) is Command.measure
+    assert getattr(measure_of(f"{SCRIPT} --gpu 0", folder, 60.0), "__func__", None) is MetricsCommand.measure
 
 
 async def test_the_machine_is_watched_also_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     looks: list[int] = []
     third = asyncio.Event()
 
-    async def measure() -> list[Measured]:
+    async def measure() -> list[SystemMetric]:
         looks.append(len(looks))
         if len(looks) == 1:
             raise RuntimeError("no")
-        return [Measured("a", (), float(len(looks)))]
+        return [SystemMetric("a", (), float(len(looks)))]
 
-    def tell(found: list[Measured]) -> None:
+    def tell(found: list[SystemMetric]) -> None:
         if found[0].value == 3:
             third.set()
 

@@ -1,4 +1,4 @@
-"""metrics.yaml: which metrics there are, what kind each is, its unit and the names of its dimensions.
+"""The definitions of TorchServe's metrics: built in, or from a metrics.yaml.
 
 Source: `ts/configs/metrics.yaml` and `docs/metrics.md` of TorchServe 0.12.0.
 """
@@ -16,13 +16,13 @@ from penstock.errors import ConfigError, install_hint, nearest
 log = logging.getLogger("penstock.observe")
 
 KINDS: Final = ("counter", "gauge", "histogram")
-MOST_BYTES: Final = 2**20
+MAX_BYTES: Final = 2**20
 
 _HOST: Final = ("Level", "Hostname")
 _GPU: Final = ("Level", "DeviceId", "Hostname")
 _VERSION: Final = ("model_name", "model_version", "hostname")
 
-TOLD: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
+SERVER_METRICS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "Requests2XX": ("counter", "Count", _HOST),
     "Requests4XX": ("counter", "Count", _HOST),
     "Requests5XX": ("counter", "Count", _HOST),
@@ -43,13 +43,13 @@ TOLD: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "GPUMemoryUsed": ("gauge", "Megabytes", _GPU),
     "GPUUtilization": ("gauge", "Percent", _GPU),
 }
-"""What the server tells: (kind, unit, dimensions) where no file says otherwise. The last dimension is the host."""
+"""The server's metrics: (kind, unit, dimensions) by default. The last dimension is the host."""
 
-_MODELS: Final = ("HandlerTime", "PredictionTime")
+_HANDLER_METRICS: Final = ("HandlerTime", "PredictionTime")
 
 
-class Declared(Struct, frozen=True):
-    """One metric. Values are told for its dimensions in their order."""
+class MetricDefinition(Struct, frozen=True):
+    """One metric. Its values have labels for the dimensions, in this order."""
 
     name: str
     kind: str
@@ -58,13 +58,13 @@ class Declared(Struct, frozen=True):
 
 
 class MetricsConfig(Struct, frozen=True):
-    """The metrics of the server (`ts_metrics`) and those of models (`model_metrics`), by name."""
+    """The metrics of the server (`ts_metrics`) and of models (`model_metrics`), by name."""
 
-    server: Mapping[str, Declared]
-    models: Mapping[str, Declared]
+    server: Mapping[str, MetricDefinition]
+    models: Mapping[str, MetricDefinition]
 
     def section(self) -> dict[str, list[dict[str, Any]]]:
-        """`model_metrics` as the file has it, for workers."""
+        """The section `model_metrics` in the form of the file, for workers."""
         found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
         for d in self.models.values():
             found[d.kind].append({"name": d.name, "unit": d.unit, "dimensions": list(d.dimensions)})
@@ -72,13 +72,15 @@ class MetricsConfig(Struct, frozen=True):
 
 
 def default_config() -> MetricsConfig:
-    """What holds without a file: everything that the server tells, and two times of each handler."""
-    server = {name: Declared(name, *told) for name, told in TOLD.items()}
-    return MetricsConfig(server, {name: Declared(name, "gauge", "ms", ("ModelName", "Level")) for name in _MODELS})
+    """The configuration without a file: all metrics of the server, and two times of each handler."""
+    server = {name: MetricDefinition(name, *default) for name, default in SERVER_METRICS.items()}
+    dimensions = ("ModelName", "Level")
+    models = {name: MetricDefinition(name, "gauge", "ms", dimensions) for name in _HANDLER_METRICS}
+    return MetricsConfig(server, models)
 
 
 def read_config(path: str) -> MetricsConfig:
-    """What a metrics.yaml says. Raises ConfigError that names the file and the line, or the key."""
+    """The configuration in a metrics.yaml. Raises ConfigError, which names the file and the line or key."""
     document = _document(path)
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: found {_kind(document)}, expected the keys dimensions, ts_metrics, model_metrics")
@@ -87,12 +89,12 @@ def read_config(path: str) -> MetricsConfig:
         if key not in keys:
             raise ConfigError(f"{path}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
     server, models = (_section(path, key, document.get(key)) for key in ("ts_metrics", "model_metrics"))
-    for name, told in TOLD.items():
+    for name, default in SERVER_METRICS.items():
         found = server.get(name)
-        if found is not None and len(found.dimensions) != len(told[2]):
+        if found is not None and len(found.dimensions) != len(default[2]):
             raise ConfigError(
                 f"{path}: ts_metrics.{found.kind}: {name}: found the dimensions {list(found.dimensions)}, expected"
-                f" {len(told[2])}, such as {list(told[2])}"
+                f" {len(default[2])}, such as {list(default[2])}"
             )
     return MetricsConfig(server, models)
 
@@ -104,22 +106,22 @@ def _document(path: str) -> Any:
         raise ConfigError(f"metrics_config={path} cannot be read without PyYAML: {install_hint('yaml')}") from None
     try:
         with open(path, "rb") as file:
-            raw = file.read(MOST_BYTES + 1)
+            raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"metrics_config: {path}: cannot be read: {error.strerror}") from None
-    if len(raw) > MOST_BYTES:
-        raise ConfigError(f"{path}: found more than {MOST_BYTES} bytes, expected a file such as metrics.yaml")
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{path}: found more than {MAX_BYTES} bytes, expected a file such as metrics.yaml")
     try:
         return yaml.safe_load(raw)
-    except Exception as error:  # PyYAML raises many kinds: IndexError for !!int "", AttributeError for !!timestamp x
+    except Exception as error:  # PyYAML raises many types: IndexError for !!int "", AttributeError for !!timestamp x
         mark = getattr(error, "problem_mark", None)
         where = path if mark is None else f"{path}:{mark.line + 1}"
         text = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
-        raise ConfigError(f"{where}: no valid YAML: {text}") from None
+        raise ConfigError(f"{where}: not valid YAML: {text}") from None
 
 
-def _section(path: str, section: str, kinds: Any) -> dict[str, Declared]:
-    found: dict[str, Declared] = {}
+def _section(path: str, section: str, kinds: Any) -> dict[str, MetricDefinition]:
+    found: dict[str, MetricDefinition] = {}
     if kinds is None:
         return found
     if not isinstance(kinds, dict):
@@ -127,20 +129,20 @@ def _section(path: str, section: str, kinds: Any) -> dict[str, Declared]:
     for kind, metrics in kinds.items():
         where = f"{path}: {section}.{kind}"
         if kind not in KINDS:
-            raise ConfigError(f"{where}: found a kind of metrics that is none, expected {', '.join(KINDS)}")
+            raise ConfigError(f"{where}: found an unknown kind of metrics, expected {', '.join(KINDS)}")
         if metrics is None:
             continue
         if not isinstance(metrics, list):
             raise ConfigError(f"{where}: found {_kind(metrics)}, expected a list of name, unit and dimensions")
         for i, metric in enumerate(metrics):
-            declared = _metric(f"{where}[{i}]", kind, metric)
-            if declared.name in found:
-                log.warning("%s[%d]: %s was declared before; consequence=this one holds", where, i, declared.name)
-            found[declared.name] = declared
+            definition = _metric(f"{where}[{i}]", kind, metric)
+            if definition.name in found:
+                log.warning("%s[%d]: %s is defined twice; consequence=the last one counts", where, i, definition.name)
+            found[definition.name] = definition
     return found
 
 
-def _metric(where: str, kind: str, metric: Any) -> Declared:
+def _metric(where: str, kind: str, metric: Any) -> MetricDefinition:
     keys = ("name", "unit", "dimensions")
     if not isinstance(metric, dict):
         raise ConfigError(f"{where}: found {_kind(metric)}, expected name, unit and dimensions")
@@ -151,12 +153,12 @@ def _metric(where: str, kind: str, metric: Any) -> Declared:
             raise ConfigError(f"{where}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
     name, unit, dimensions = (metric[key] for key in keys)
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}.name: found {name!r}, expected a text")
+        raise ConfigError(f"{where}.name: found {name!r}, expected a string")
     if not isinstance(unit, str):
-        raise ConfigError(f"{where}.unit: found {unit!r}, expected a text such as Count or ms")
+        raise ConfigError(f"{where}.unit: found {unit!r}, expected a string such as Count or ms")
     if not isinstance(dimensions, list) or not all(isinstance(d, str) for d in dimensions):
-        raise ConfigError(f"{where}.dimensions: found {str(dimensions)[:100]}, expected a list of texts")
-    return Declared(name, kind, unit, tuple(dimensions))
+        raise ConfigError(f"{where}.dimensions: found {str(dimensions)[:100]}, expected a list of strings")
+    return MetricDefinition(name, kind, unit, tuple(dimensions))
 
 
 def _kind(value: Any) -> str:

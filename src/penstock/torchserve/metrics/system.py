@@ -1,4 +1,4 @@
-"""What TorchServe tells of the machine: CPU, memory, disk and GPUs, or what a command of the user's prints instead."""
+"""TorchServe's system metrics: CPU, memory, disk and GPUs, or the output of the user's own command."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from penstock.serving.observe.system import Gpus
 log = logging.getLogger("penstock.observe")
 
 SCRIPT: Final = "ts/metrics/metric_collector.py"
-"""TorchServe's own script, which its documentation names as an example."""
-MOST_BYTES: Final = 2**20  # of what a command prints
+"""TorchServe's own script, which its documentation gives as an example."""
+MAX_BYTES: Final = 2**20  # of a command's output
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 _LINE: Final = re.compile(
@@ -29,29 +29,29 @@ _LINE: Final = re.compile(
 )
 
 
-class Measured(Struct, frozen=True):
-    """One value; `dimensions` are without the host."""
+class SystemMetric(Struct, frozen=True):
+    """One value; `dimensions` exclude the host."""
 
     name: str
     dimensions: tuple[str, ...]
     value: float
 
 
-Measure = Callable[[], Awaitable[list[Measured]]]
+Measure = Callable[[], Awaitable[list[SystemMetric]]]
 
 
-class Machine:
-    """This machine. CPUUtilization is of the time since the last look."""
+class SystemProbe:
+    """Measures this machine. CPUUtilization covers the time since the last measurement."""
 
     def __init__(self) -> None:
         psutil.cpu_percent()
         self._gpus: Gpus | None = None
 
-    async def measure(self) -> list[Measured]:
-        """All of them, read on a thread."""
+    async def measure(self) -> list[SystemMetric]:
+        """All system metrics, read on a thread."""
         return await asyncio.to_thread(self.read)
 
-    def read(self) -> list[Measured]:
+    def read(self) -> list[SystemMetric]:
         memory, disk = psutil.virtual_memory(), psutil.disk_usage("/")
         found = [
             ("CPUUtilization", psutil.cpu_percent()),
@@ -64,24 +64,24 @@ class Machine:
         ]
         if self._gpus is None:
             self._gpus = Gpus()
-        measured = [Measured(name, ("Host",), float(value)) for name, value in found]
+        measured = [SystemMetric(name, ("Host",), float(value)) for name, value in found]
         for (index, _), busy, used, total in self._gpus.read():
             where = ("Host", index)
-            measured.append(Measured("GPUUtilization", where, round(100 * busy, 2)))
-            measured.append(Measured("GPUMemoryUtilization", where, round(100 * used / total, 2) if total else 0.0))
-            measured.append(Measured("GPUMemoryUsed", where, used / _MIB))
+            measured.append(SystemMetric("GPUUtilization", where, round(100 * busy, 2)))
+            measured.append(SystemMetric("GPUMemoryUtilization", where, round(100 * used / total, 2) if total else 0.0))
+            measured.append(SystemMetric("GPUMemoryUsed", where, used / _MIB))
         return measured
 
 
-class Command:
-    """`system_metrics_cmd`: a Python script and its arguments, run anew for each look in `folder`."""
+class MetricsCommand:
+    """`system_metrics_cmd`: a Python script with arguments, which runs in `folder` for each measurement."""
 
     def __init__(self, words: Sequence[str], folder: str | None, limit_s: float) -> None:
         self._words, self._folder, self._limit_s = words, folder, limit_s
         self._warned: set[str] = set()
 
-    async def measure(self) -> list[Measured]:
-        """The values of the lines that it prints, up to the first empty one; none if it does not end in time."""
+    async def measure(self) -> list[SystemMetric]:
+        """The values in the output, up to the first empty line; none if the command does not end in time."""
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -105,41 +105,41 @@ class Command:
             return []
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it started
+                os.killpg(process.pid, signal.SIGKILL)  # including its children
             await process.wait()
         if process.returncode:
             self._warn(f"it ended with status {process.returncode}")
         return self._parsed(printed.decode("utf-8", "replace"))
 
-    def _parsed(self, text: str) -> list[Measured]:
-        found: list[Measured] = []
+    def _parsed(self, text: str) -> list[SystemMetric]:
+        found: list[SystemMetric] = []
         for line in text.splitlines():
             if not line.strip():
                 break
-            measured = parse(line)
+            measured = parse_line(line)
             if measured is None:
                 self._warn(f"it printed {line[:200]!r}, expected Name.Unit:value|#Level:Host|#hostname:h,time")
             else:
                 found.append(measured)
         return found
 
-    def _warn(self, what: str) -> None:
-        """Once for each kind of fault, or the log would have nothing else."""
-        if len(self._warned) < 10 and what not in self._warned:
-            self._warned.add(what)
-            log.warning("system_metrics_cmd=%r %s", " ".join(self._words), what)
+    def _warn(self, problem: str) -> None:
+        """Logs each problem once, because it would recur with every measurement."""
+        if len(self._warned) < 10 and problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("system_metrics_cmd=%r %s", " ".join(self._words), problem)
 
 
 async def _read(stream: asyncio.StreamReader) -> bytes:
-    """What there is until its end, at most MOST_BYTES; the rest is read and dropped."""
+    """The whole output, truncated to MAX_BYTES."""
     kept = bytearray()
     while piece := await stream.read(65536):
-        kept += piece[: MOST_BYTES - len(kept)]
+        kept += piece[: MAX_BYTES - len(kept)]
     return bytes(kept)
 
 
-def parse(line: str) -> Measured | None:
-    """A line such as `CPUUtilization.Percent:1.5|#Level:Host|#hostname:h,1795251549`."""
+def parse_line(line: str) -> SystemMetric | None:
+    """The value in a line such as `CPUUtilization.Percent:1.5|#Level:Host|#hostname:h,1795251549`."""
     match = _LINE.fullmatch(line.rstrip())
     if match is None:
         return None
@@ -148,22 +148,22 @@ def parse(line: str) -> Measured | None:
     except ValueError:
         return None
     pairs = [pair.partition(":") for pair in match["dimensions"].split(",") if pair]
-    return Measured(match["name"], tuple(found for _, _, found in pairs), value)
+    return SystemMetric(match["name"], tuple(found for _, _, found in pairs), value)
 
 
 def measure_of(command: str | None, folder: str | None, interval_s: float) -> Measure:
-    """What is done for each look."""
+    """The function that measures: the user's command if there is one, else a SystemProbe."""
     words = (command or "").split()
     if not words or (words[0] == SCRIPT and not os.path.exists(os.path.join(folder or ".", SCRIPT))):
-        return Machine().measure
-    return Command(words, folder, min(30.0, interval_s)).measure
+        return SystemProbe().measure
+    return MetricsCommand(words, folder, min(30.0, interval_s)).measure
 
 
-async def watch(measure: Measure, tell: Callable[[list[Measured]], None], interval_s: float) -> None:
-    """Looks at once and then every `interval_s`, until it is cancelled."""
+async def watch(measure: Measure, report: Callable[[list[SystemMetric]], None], interval_s: float) -> None:
+    """Measures at once and then every `interval_s`, until cancelled."""
     while True:
         try:
-            tell(await measure())
+            report(await measure())
         except Exception:
             log.exception("machine_not_measured")
         await asyncio.sleep(interval_s)

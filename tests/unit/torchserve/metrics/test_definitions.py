@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.torchserve.metrics.declared import Declared, default_config, read_config
+from penstock.torchserve.metrics.definitions import MetricDefinition, default_config, read_config
 
 FILE = """
 dimensions:
@@ -37,8 +37,13 @@ def written(folder: Path, text: str) -> str:
 
 def test_a_file_says_which_metrics_there_are_and_what_kind_each_is(tmp_path: Path) -> None:
     config = read_config(written(tmp_path, FILE))
-    latency = Declared("ts_inference_latency_microseconds", "histogram", "Microseconds", ("model", "version", "host"))
-    assert list(config.server.values()) == [Declared("Requests2XX", "counter", "Count", ("Level", "Hostname")), latency]
+    latency = MetricDefinition(
+        "ts_inference_latency_microseconds", "histogram", "Microseconds", ("model", "version", "host")
+    )
+    assert list(config.server.values()) == [
+        MetricDefinition("Requests2XX", "counter", "Count", ("Level", "Hostname")),
+        latency,
+    ]
     assert list(config.models) == ["HandlerTime", "Faces"]
     assert config.section() == {
         "counter": [{"name": "Faces", "unit": "faces", "dimensions": []}],
@@ -55,20 +60,20 @@ def test_without_a_file_there_are_torchserve_s_own_metrics_and_no_yaml_is_needed
     assert len(config.server) == 19
     assert config.server["GPUUtilization"].dimensions == ("Level", "DeviceId", "Hostname")
     assert sorted(config.models) == ["HandlerTime", "PredictionTime"]
-    with pytest.raises(ConfigError, match=r"metrics_config=m\.yaml .*penstock\[yaml\]"):
+    with pytest.raises(ConfigError, match=r"metrics_config=m\.yaml .*\.\[yaml\]"):
         read_config("m.yaml")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("ts_metrics: {counter: [", r"metrics\.yaml:1: no valid YAML: .+"),
-        ("a: b\n\tc: d", r"metrics\.yaml:2: no valid YAML"),
+        ("ts_metrics: {counter: [", r"metrics\.yaml:1: not valid YAML: .+"),
+        ("a: b\n\tc: d", r"metrics\.yaml:2: not valid YAML"),
         ("- a", "found list .*expected the keys dimensions, ts_metrics, model_metrics"),
         ("", "found nothing, expected the keys"),
         ("ts_metric: {}", r"found the key 'ts_metric', expected .*did you mean 'ts_metrics'"),
         ("ts_metrics: [1]", "ts_metrics: found list"),
-        ("ts_metrics: {timer: []}", r"ts_metrics\.timer: found a kind"),
+        ("ts_metrics: {timer: []}", r"ts_metrics\.timer: found an unknown kind"),
         ("ts_metrics: {gauge: {name: a}}", r"ts_metrics\.gauge: found dict"),
         ("model_metrics: {gauge: [a]}", r"model_metrics\.gauge\[0\]: found str 'a'"),
         ("model_metrics: {gauge: [{name: a, unit: ms}]}", r"gauge\[0\]: found no dimensions"),
@@ -81,9 +86,9 @@ def test_without_a_file_there_are_torchserve_s_own_metrics_and_no_yaml_is_needed
             r"ts_metrics\.gauge: QueueTime: found the dimensions \['a'\], expected 2",
         ),
         ("#" * (2**20 + 1), "found more than 1048576 bytes"),
-        ("\x00", "no valid YAML"),
-        ('a: !!int ""', "no valid YAML"),
-        ("&a [*a, !!python/object/apply:os.getpid []]", "no valid YAML"),
+        ("\x00", "not valid YAML"),
+        ('a: !!int ""', "not valid YAML"),
+        ("&a [*a, !!python/object/apply:os.getpid []]", "not valid YAML"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_line_or_key(tmp_path: Path, text: str, said: str) -> None:
@@ -101,4 +106,4 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_of_two_declarations_the_last_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = "model_metrics: {gauge: [{name: a, unit: ms, dimensions: []}, {name: a, unit: s, dimensions: []}]}"
     assert read_config(written(tmp_path, text)).models["a"].unit == "s"
-    assert "a was declared before" in caplog.text
+    assert "a is defined twice" in caplog.text
