@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
-from penstock.errors import ArchiveError
+from penstock.errors import ArchiveError, install_hint
 from penstock.torchserve.admin.model_spec import ArchiveSource, ModelSpec, VersionRequest, make_spec
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
@@ -136,9 +136,8 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
     try:
         import yaml
     except ImportError:
-        raise ApiError(
-            "InvalidModelException", f"{name} cannot be read without PyYAML; install it with: pip install '.[yaml]'"
-        ) from None
+        message = f"{name} cannot be read without PyYAML: {install_hint('yaml')}"
+        raise ApiError("InvalidModelException", message) from None
     try:
         with (folder / name).open("rb") as file:
             raw = file.read(MAX_YAML_BYTES + 1)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, install_hint
 from penstock.serving.http.server import HttpServer
 from penstock.torchserve.admin.startup import ServerComponents
 from penstock.torchserve.cli.tls import TlsFiles
-from penstock.torchserve.config.addresses import ListenerAddress
+from penstock.torchserve.config.addresses import GrpcAddress, ListenerAddress
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.http.routes import Scrape
@@ -26,26 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.cli")
 
 GROUPS: Final[tuple[Group, ...]] = ("inference", "management", "metrics")
-GRPC_GROUPS: Final[tuple[Group, ...]] = ("inference", "management")
+GRPC_GROUPS: Final[tuple[Literal["inference", "management"], ...]] = ("inference", "management")
 _SLOWEST: Final = 2**20  # bytes/s of a client that sends the largest body
-
-
-class GrpcAddress(Struct, frozen=True):
-    """The address of a group's gRPC listener: host and port, or the host `unix:PATH`."""
-
-    group: Group
-    host: str
-    port: int
-
-    @property
-    def path(self) -> str:
-        """The path of the socket; "" for a port."""
-        return self.host.removeprefix("unix:") if self.host.startswith("unix:") else ""
-
-    def __str__(self) -> str:
-        if self.path:
-            return self.host
-        return f"grpc://[{self.host}]:{self.port}" if ":" in self.host else f"grpc://{self.host}:{self.port}"
 
 
 def http_addresses(properties: Properties) -> list[tuple[ListenerAddress, set[Group]]]:
@@ -164,7 +146,7 @@ def grpc_listeners(
     try:
         from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
     except ModuleNotFoundError as error:
-        log.warning("event=no_grpc missing=%s consequence=http_only hint=pip install '.[grpc]'", error.name)
+        log.warning("event=no_grpc missing=%s consequence=http_only hint=%s", error.name, install_hint("grpc"))
         return
     properties = components.properties
     tls = _read(tls_files()) if properties.enable_grpc_ssl else None

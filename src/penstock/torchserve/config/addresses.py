@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -31,6 +31,24 @@ class ListenerAddress(Struct, frozen=True):
             return f"unix:{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+
+class GrpcAddress(Struct, frozen=True):
+    """The address of a group's gRPC listener: host and port, or the host `unix:PATH`."""
+
+    group: Literal["inference", "management"]
+    host: str
+    port: int
+
+    @property
+    def path(self) -> str:
+        """The path of the socket; "" for a port."""
+        return self.host.removeprefix("unix:") if self.host.startswith("unix:") else ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return self.host
+        return f"grpc://[{self.host}]:{self.port}" if ":" in self.host else f"grpc://{self.host}:{self.port}"
 
 
 def parse_address(group: str, text: str) -> ListenerAddress:
