@@ -315,7 +315,7 @@ def test_the_torchserve_server_loads_no_runtime_and_no_admin_server() -> None:
 
 def test_the_base_of_the_handler_library_loads_no_runtime() -> None:
     modules = "penstock.core.transports.child, penstock.torchserve.handlers.handler, penstock.torchserve.protocol.codec"
-    loaded = loaded_by(f"import {modules}, penstock.torchserve.ts.torch_handler.base_handler")
+    loaded = loaded_by(f"import {modules}, penstock.torchserve.ts.base_handler")
     assert not loaded & {*SERVER_SIDE, *RUNTIMES}
 
 

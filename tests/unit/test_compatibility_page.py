@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from penstock.torchserve.cli.flags import parser
 from penstock.torchserve.config.properties import IGNORED, Properties
 from penstock.torchserve.http.listener import listener_templates
 from penstock.torchserve.protocol.api import ListenerConfig
+from penstock.torchserve.ts import MODULES
 from penstock.torchserve.ts.context import Context
+from penstock.torchserve.ts.metric_cache import MetricsCache
 from support.torchserve import FakeAdministration
 
 TESTS = Path(__file__).parents[1]
@@ -126,24 +127,16 @@ def test_every_member_of_the_context_is_there() -> None:
     members = {name for name in dir(context) if not name.startswith("_")}
     metrics = {name for name in rows("Members of the context") if name.startswith(("add_", "get_metric"))}
     assert set(rows("Members of the context")) - metrics == members | {"cache"}
-    cache = import_module("penstock.torchserve.ts.metrics.metric_cache").MetricsCache
-    assert {name for name in dir(cache) if name.startswith(("add_", "get_metric"))} == metrics
+    assert {name for name in dir(MetricsCache) if name.startswith(("add_", "get_metric"))} == metrics
 
 
 def test_every_built_in_handler_and_envelope_is_there() -> None:
-    folder = Path(str(find_spec("penstock.torchserve.ts.torch_handler.request_envelope.base").origin)).parent  # type: ignore[union-attr]
-    envelopes = {file.stem for file in folder.glob("[a-z]*.py")} - {"base"}
+    envelopes = {path.rpartition(".")[2] for path in MODULES if "request_envelope" in path} - {"base"}
     assert set(rows("Built-in handlers and envelopes")) == {*BUILT_IN, *envelopes}
 
 
 def test_every_module_that_handlers_import_is_there() -> None:
-    source = (TESTS / "unit" / "torchserve" / "ts" / "test_surface.py").read_text()
-    (surface,) = (
-        ast.literal_eval(node.value)
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SURFACE"
-    )
-    assert set(rows("What handlers import")) == {f"ts.{name}".rstrip(".") for name in surface}
+    assert set(rows("What handlers import")) == {"ts", *(f"ts.{path}" for path in MODULES)}
 
 
 def test_every_switch_that_the_guide_names_is_one() -> None:

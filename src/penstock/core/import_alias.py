@@ -1,21 +1,57 @@
-"""Makes packages of ours importable under the names of others: `ts`, which TorchServe's handlers import."""
+"""Makes a package importable under another name, such as `ts`, which TorchServe's handlers import."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-NAME = "ts"
-OURS = "penstock.torchserve.ts"
+
+def make_importable(name: str, package: str, modules: Mapping[str, str] | None = None) -> None:
+    """Lets `import name` find `package`, unless a package of that name is installed.
+
+    Both names give the same module object. `modules` lists the importable submodules, {"metrics.unit": "metrics"}, with
+    "" for the package itself; None makes every submodule importable by its own name.
+    """
+    if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        # First, because other finders would find the package's files and load each a second time.
+        sys.meta_path.insert(0, _Finder(name, package, modules))
+
+
+def installed(name: str) -> bool:
+    """Whether a package of this name is on the path of this process; a plain folder does not count."""
+    found = PathFinder.find_spec(name)
+    return found is not None and found.loader is not None
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, name: str, package: str, modules: Mapping[str, str] | None) -> None:
+        self.name, self._package, self._modules = name, package, modules
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == self.name:
+            return None if installed(self.name) else ModuleSpec(fullname, _Alias(self._package))
+        if not fullname.startswith(self.name + ".") or sys.modules.get(self.name) is not sys.modules.get(self._package):
+            return None
+        module = fullname.removeprefix(self.name + ".")
+        if self._modules is not None:
+            if any(known.startswith(f"{module}.") for known in self._modules):
+                return ModuleSpec(fullname, None, is_package=True)  # a namespace package
+            if module not in self._modules:  # other finders would load our files under this name
+                raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+            module = self._modules[module]
+        real = f"{self._package}.{module}" if module else self._package
+        return None if importlib.util.find_spec(real) is None else ModuleSpec(fullname, _Alias(real))
 
 
 class _Alias(Loader):
-    """Gives the module of another name, as it is."""
+    """Returns the existing module of another name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -26,40 +62,4 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put that of the alias in its place
-
-
-class _Finder(MetaPathFinder):
-    """Finds `name` and what is in it among the modules of `ours`: one object under both names.
-
-    It stands first, since others would find the files of the package's modules and load each a second time. `name`
-    itself is ours only when no other is installed.
-    """
-
-    def __init__(self, name: str, ours: str) -> None:
-        self.name, self._ours = name, ours
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname == self.name:
-            if installed(self.name):
-                return None
-        elif not fullname.startswith(self.name + ".") or sys.modules.get(self.name) is not sys.modules.get(self._ours):
-            return None
-        name = self._ours + fullname.removeprefix(self.name)
-        if importlib.util.find_spec(name) is None:
-            return None
-        return ModuleSpec(fullname, _Alias(name))
-
-
-def installed(name: str) -> bool:
-    """Whether a package of this name is on the path of this process; without a loader it is but a folder."""
-    found = PathFinder.find_spec(name)
-    return found is not None and found.loader is not None
-
-
-def make_importable(name: str = NAME, ours: str = OURS) -> None:
-    """Lets `import ts` find our library, unless one is installed; or another name another package of ours."""
-    if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(name, ours))
+        module.__spec__ = self._spec  # the import system has replaced it with the alias's

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 import pytest
 
@@ -9,48 +8,58 @@ from penstock.core.import_alias import make_importable
 
 
 @pytest.fixture
-def no_ts(own_process):
-    for name in [n for n in sys.modules if n == "ts" or n.startswith("ts.")]:
-        del sys.modules[name]
+def package(own_process, tmp_path, monkeypatch):
+    """The package `real`, which tests make importable as `other`."""
+    folder = tmp_path / "lib" / "real"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("__init__", "part", "sub/__init__", "sub/inner"):
+        (folder / f"{name}.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(str(folder.parent))
 
 
-def test_ts_is_importable_only_after_it_was_asked_for(no_ts):
+def test_the_alias_is_importable_only_after_it_is_requested(package):
     with pytest.raises(ImportError):
-        importlib.import_module("ts.context")
-    make_importable()
-    importlib.import_module("ts.context")
+        importlib.import_module("other.part")
+    make_importable("other", "real")
+    importlib.import_module("other.part")
 
 
-def test_both_names_mean_one_module(no_ts):
-    make_importable()
-    make_importable()
-    import penstock.torchserve.ts.context as ours
-
-    theirs = importlib.import_module("ts.context")
-    assert theirs is ours
-    assert importlib.import_module("ts").context is ours
-    assert ours.__spec__.name == ours.__name__ == "penstock.torchserve.ts.context"
-
-
-def test_what_is_not_in_it_is_missed_under_its_own_name(no_ts):
-    make_importable()
-    with pytest.raises(ModuleNotFoundError, match=r"'ts\.nothing'"):
-        importlib.import_module("ts.nothing")
-    with pytest.raises(ModuleNotFoundError, match=r"'ts\.nothing'"):
-        importlib.import_module("ts.nothing.deeper")
+def test_both_names_give_one_module(package):
+    make_importable("other", "real")
+    make_importable("other", "real")
+    for path in ("part", "sub", "sub.inner"):
+        module = importlib.import_module(f"other.{path}")
+        assert module is importlib.import_module(f"real.{path}")
+        assert module.__spec__.name == module.__name__ == f"real.{path}"
+    assert importlib.import_module("other").part is importlib.import_module("real.part")
 
 
-def test_an_installed_ts_wins(no_ts, tmp_path, monkeypatch):
-    (tmp_path / "ts").mkdir()
-    (tmp_path / "ts" / "__init__.py").write_text("mine = True")
-    (tmp_path / "ts" / "context.py").write_text("mine = True")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    make_importable()
-    assert importlib.import_module("ts.context").mine
+def test_only_listed_submodules_are_importable_if_there_is_a_list(package):
+    modules = {"old.place": "part", "old.deeper.place": "sub.inner", "version": ""}
+    make_importable("other", "real", modules)
+    for path, real in {"old.place": "real.part", "old.deeper.place": "real.sub.inner", "version": "real"}.items():
+        assert importlib.import_module(f"other.{path}") is importlib.import_module(real)
+    for path in ("part", "sub.inner", "old.part"):
+        with pytest.raises(ModuleNotFoundError, match=rf"'other\.{path.partition('.')[0]}"):
+            importlib.import_module(f"other.{path}")
 
 
-def test_a_folder_of_that_name_does_not(no_ts, tmp_path, monkeypatch):
-    (tmp_path / "ts").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    make_importable()
-    assert importlib.import_module("ts").__name__ == "penstock.torchserve.ts"
+def test_a_missing_module_is_reported_by_its_alias(package):
+    make_importable("other", "real")
+    for path in ("nothing", "nothing.deeper"):
+        with pytest.raises(ModuleNotFoundError, match=r"'other\.nothing'"):
+            importlib.import_module(f"other.{path}")
+
+
+def test_an_installed_package_takes_precedence(package, tmp_path):
+    (tmp_path / "lib" / "other").mkdir()
+    (tmp_path / "lib" / "other" / "__init__.py").touch()
+    (tmp_path / "lib" / "other" / "part.py").write_text("value = 2")
+    make_importable("other", "real")
+    assert importlib.import_module("other.part").value == 2
+
+
+def test_a_plain_folder_of_that_name_does_not(package, tmp_path):
+    (tmp_path / "lib" / "other").mkdir()
+    make_importable("other", "real")
+    assert importlib.import_module("other").__name__ == "real"

@@ -1,4 +1,4 @@
-"""From the handler that a manifest names to what is called, found as TorchServe 0.12 finds it."""
+"""Finds the handler that a manifest names, in the order of TorchServe 0.12, and prepares the process for it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
+
+from penstock.core.import_alias import make_importable
+from penstock.plugins import load_object
 
 Handle = Callable[[Any, Any], Any]
 Initialize = Callable[[Any], Any]
 
+LIBRARY: Final = "penstock.torchserve.ts"
+
 
 def prepare_process(model_dir: str, hidden_env: Sequence[str]) -> None:
-    """Makes this process what a handler expects: cwd and first on the path the model's folder, no hidden variables.
+    """Sets the working directory and first import path to the model's folder, and hides environment variables.
 
-    `hidden_env` are regular expressions of whole names.
+    `hidden_env` are regular expressions for whole names.
     """
     hidden = [re.compile(pattern) for pattern in hidden_env]
     for name in [n for n in os.environ if any(pattern.fullmatch(n) for pattern in hidden)]:
@@ -29,18 +34,24 @@ def prepare_process(model_dir: str, hidden_env: Sequence[str]) -> None:
     importlib.invalidate_caches()
 
 
-def find_entry(handler: str) -> tuple[Initialize, Handle]:
-    """What to call once with the context, and for each batch with data and context.
+def make_ts_importable() -> None:
+    """Lets handlers import our library as `ts`, unless TorchServe is installed."""
+    modules: Any = load_object(f"{LIBRARY}:MODULES")
+    make_importable("ts", LIBRARY, modules)
 
-    `handler` is `file[.py][:function]`, or the name of a built-in. A module with the function is called itself, once
-    with None as data; else its only class is made, and its `handle` is taken before `initialize` runs. Raises
-    ImportError, ValueError, and what the user's code raises.
+
+def find_entry(handler: str) -> tuple[Initialize, Handle]:
+    """The function to call once with the context, and the one to call per batch with data and context.
+
+    `handler` is `file[.py][:function]` or the name of a built-in handler. A module-level function also initializes: it
+    is first called with None as data. Otherwise the module's only class is instantiated, and its `handle` is looked up
+    before `initialize` runs. Raises ImportError, ValueError, and the errors of the user's code.
     """
     module, name = _module(handler)
     if hasattr(module, name):
         function = getattr(module, name)
         return lambda context: function(None, context), function
-    classes = own_classes(module)
+    classes = own_classes(module, handler)
     if len(classes) != 1:
         found = ", ".join(cls.__name__ for cls in classes) or "none"
         raise ValueError(
@@ -53,17 +64,24 @@ def find_entry(handler: str) -> tuple[Initialize, Handle]:
 
 
 def in_envelope(name: str, handle: Handle) -> Handle:
-    """`handle` inside of the request envelope of that name. Raises ImportError."""
+    """`handle` inside the request envelope of that name. Raises ImportError."""
     module = importlib.import_module(f"ts.torch_handler.request_envelope.{name}")
-    wrapped: Handle = own_classes(module)[0](handle).handle
+    wrapped: Handle = own_classes(module, f"{name}_envelope")[0](handle).handle
     return wrapped
 
 
-def own_classes(module: ModuleType) -> list[type]:
-    """The classes that a module defines itself, by name."""
-    names = sorted(vars(module))
-    found = [vars(module)[name] for name in names if isinstance(vars(module)[name], type)]
-    return [cls for cls in found if cls.__module__ == module.__name__]
+def own_classes(module: ModuleType, built_in: str) -> list[type]:
+    """The classes that a module itself defines, by name.
+
+    TorchServe defines each built-in in a module of its own. Our library keeps related ones together, so there the
+    name `built_in` selects the class: image_classifier means ImageClassifier.
+    """
+    found = [value for _, value in sorted(vars(module).items()) if isinstance(value, type)]
+    found = [cls for cls in found if cls.__module__ == module.__name__]
+    if module.__name__.startswith(f"{LIBRARY}."):
+        wanted = built_in.rpartition(".")[2].replace("_", "")
+        return [cls for cls in found if cls.__name__.lower() == wanted]
+    return found
 
 
 def _module(handler: str) -> tuple[ModuleType, str]:
@@ -76,5 +94,5 @@ def _module(handler: str) -> tuple[ModuleType, str]:
             return importlib.import_module(f"ts.torch_handler.{handler}"), "handle"
         except ModuleNotFoundError as e:
             if (e.name or "").startswith("ts."):
-                raise error from None  # what the user's own file could not import, not that it is no built-in
+                raise error from None  # the failed import of the user's own file explains more
             raise

@@ -1,9 +1,10 @@
-"""A model behind a TorchServe handler: its data, its Context, its errors, as TorchServe 0.12 has them."""
+"""Runs a TorchServe handler in a worker: its data, its Context and its errors are TorchServe 0.12's."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import os
 import sys
 import time
 import traceback
@@ -12,42 +13,52 @@ from typing import Any, Final
 
 from msgspec import Struct, convert, field
 
-from penstock.core.import_alias import make_importable
 from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory, PenstockError
 from penstock.plugins import load_object
-from penstock.torchserve.handlers.answers import batch_answers, refusal, status_of
-from penstock.torchserve.handlers.entry import Handle, find_entry, in_envelope, prepare_process
-from penstock.torchserve.handlers.overlap import Prepared, Steps, steps_of
-from penstock.torchserve.handlers.parts import Parts, SendParts
+from penstock.torchserve.handlers.answers import (
+    PartialAnswers,
+    SendParts,
+    batch_answers,
+    error_answer,
+    valid_status,
+)
+from penstock.torchserve.handlers.entry import (
+    LIBRARY,
+    Handle,
+    find_entry,
+    in_envelope,
+    make_ts_importable,
+    prepare_process,
+)
 from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
 
 log = logging.getLogger("penstock.models")
 
 SERVER_VERSION: Final = "0.12.0"  # of TorchServe, as handlers see it
-APART: Final = ("explain", "describe")  # a request with one of these headers "True" is no prediction
+SEPARATE_CALLS: Final = ("explain", "describe")  # a request whose header of this name is "True" is not a prediction
 
 
 class HandlerSetup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a worker must know of an unpacked archive and of the configuration, to run its handler."""
+    """The parts of an unpacked archive and of the configuration that a worker needs."""
 
     model_name: str
     model_dir: str
-    handler: str  # of the manifest: "file.py:function", or the name of a built-in
+    handler: str  # from the manifest: "file.py:function", or the name of a built-in
     model_version: str = "1.0"
     manifest: dict[str, Any] | None = None
     model_yaml_config: dict[str, Any] = field(default_factory=dict)
-    model_metrics: dict[str, Any] | None = None  # of metrics.yaml; None: TorchServe's own
+    model_metrics: dict[str, Any] | None = None  # from metrics.yaml; None: TorchServe's default
     envelope: str | None = None
     batch_size: int = 1
     limit_max_image_pixels: bool = True
-    hidden_env: list[str] = field(default_factory=list)  # regular expressions of whole names
-    max_response_size: int = 6_553_500  # bytes; 0: any
+    hidden_env: list[str] = field(default_factory=list)  # regular expressions for whole names
+    max_response_size: int = 6_553_500  # bytes; 0: no limit
     overlap: bool = False
     retry_split: bool = False
 
 
 class HandlerModel:
-    """The target of a worker. Calls `handle` once a batch; requests for explanations or descriptions apart."""
+    """A worker's target that calls `handle` once per batch, and separately for explanations and descriptions."""
 
     def __init__(self, _target: None = None, *, setup: dict[str, Any]) -> None:
         self.setup = convert(setup, HandlerSetup)
@@ -55,16 +66,16 @@ class HandlerModel:
         self._handle: Handle
         self._processor: Callable[[dict[str, Any]], Any]
         self._send: SendParts | None = None
-        self._steps: Steps | None = None
+        self._steps: HandlerSteps | None = None
         self.__penstock_prepare__: Callable[[list[HandlerRequest]], list[HandlerRequest]] | None = None
 
     def load(self, device: str) -> None:
-        """Finds the handler and initialises it. Raises LoadOutOfMemory, and what the handler raises."""
+        """Finds and initializes the handler. Raises LoadOutOfMemory, and the handler's errors."""
         setup = self.setup
         prepare_process(setup.model_dir, setup.hidden_env)
-        if not logging.getLogger().handlers:  # what handlers log is seen as what they print
+        if not logging.getLogger().handlers:  # show the handler's log lines like its printed lines
             logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
-        make_importable()
+        make_ts_importable()
         try:
             initialize, self._handle = find_entry(setup.handler)
             if setup.envelope:
@@ -81,24 +92,24 @@ class HandlerModel:
             raise
 
     def _overlap(self) -> None:
-        self._steps = None if self.setup.envelope else steps_of(self._handle, self._context)
+        self._steps = None if self.setup.envelope else find_steps(self._handle, self._context)
         if self._steps is None:
-            text = "handler_not_overlapped model=%s: only a class whose `handle` is BaseHandler's own can be"
+            text = "handler_not_overlapped model=%s: overlap needs a class that inherits BaseHandler's own `handle`"
             log.warning(text, self.setup.model_name)
             return
-        self._handle = self._steps.whole
+        self._handle = self._steps.handle
         self.__penstock_prepare__ = self._prepare
 
     def _make_context(self, device: str) -> Any:
         setup = self.setup
-        make: Any = load_object("penstock.torchserve.ts.context:Context")
-        self._processor = load_object("penstock.torchserve.ts.context:RequestProcessor")  # type: ignore[assignment]
-        make_metrics: Any = load_object("penstock.torchserve.ts.metrics.metric_cache:MetricsCache")
+        make_context: Any = load_object(f"{LIBRARY}.context:Context")
+        self._processor = load_object(f"{LIBRARY}.context:RequestProcessor")  # type: ignore[assignment]
+        make_metrics: Any = load_object(f"{LIBRARY}.metric_cache:MetricsCache")
         declared = {} if setup.model_metrics is None else {"declared": setup.model_metrics}
         metrics = make_metrics(setup.model_name, **declared)
         metrics.initialize_cache()
         kind, _, index = device.partition(":")
-        context = make(
+        context = make_context(
             setup.model_name,
             setup.model_dir,
             setup.manifest,
@@ -109,15 +120,15 @@ class HandlerModel:
             metrics,
             setup.model_yaml_config,
         )
-        context.cl_socket = Parts(setup.max_response_size)
+        context.cl_socket = PartialAnswers(setup.max_response_size)
         return context
 
     def __penstock_send_parts_to__(self, send: SendParts) -> None:
-        """Hears before each call where the parts go that the handler sends meanwhile."""
+        """Sets the receiver of the next call's partial answers."""
         self._send = send
 
     def predict(self, requests: list[HandlerRequest]) -> list[HandlerAnswer | PenstockError]:
-        """The answers, aligned. Raises what befalls the whole batch: ItemFailed, BadOutput, OutOfMemory."""
+        """The answers, aligned. Raises an error of the whole batch: ItemFailed, BadOutput, OutOfMemory."""
         groups = _groups(requests)
         if len(groups) == 1:
             return self._run(requests, groups[0], len(requests))
@@ -133,23 +144,23 @@ class HandlerModel:
         return answers
 
     def _prepare(self, requests: list[HandlerRequest]) -> list[HandlerRequest]:
-        """In the thread that receives: the batch after its `preprocess`, or as it is where that is not to be."""
+        """Preprocesses the batch in the receiving thread, unless it has explanations or descriptions."""
         assert self._steps is not None
-        if any(request.headers.get(name) == "True" for request in requests for name in APART):
+        if any(request.headers.get(name) == "True" for request in requests for name in SEPARATE_CALLS):
             return requests
         context = copy.copy(self._context)
         context.metrics = copy.copy(context.metrics)
-        context.cl_socket = Parts(self.setup.max_response_size)
-        self._enter(context, requests)
-        return self._steps.prepare(requests, context)
+        context.cl_socket = PartialAnswers(self.setup.max_response_size)
+        self._assign(context, requests)
+        return self._steps.preprocess(requests, context)
 
     def _run(self, requests: list[HandlerRequest], places: list[int], count: int) -> list[Any]:
-        """One call of the handler, for those at `places` of a batch of `count`."""
-        prepared = requests if isinstance(requests, Prepared) else None
+        """One call of the handler, for the requests at `places` of a batch of `count`."""
+        prepared = requests if isinstance(requests, PreprocessedBatch) else None
         context = self._context if prepared is None else prepared.context
         if prepared is None:
-            self._enter(context, requests)
-        parts: Parts = context.cl_socket
+            self._assign(context, requests)
+        parts: PartialAnswers = context.cl_socket
         parts.begin(self._send, [request.id for request in requests], places, count)
         started = time.perf_counter()
         try:
@@ -167,13 +178,13 @@ class HandlerModel:
             parts.end()
         return answers
 
-    def _enter(self, context: Any, requests: list[HandlerRequest]) -> None:
-        """Makes a context that of this batch."""
+    def _assign(self, context: Any, requests: list[HandlerRequest]) -> None:
+        """Makes this batch the context's batch."""
         context.request_ids = context.metrics.request_ids = {i: request.id for i, request in enumerate(requests)}
         context.request_processor = [self._processor(request.headers) for request in requests]
 
     def _failed(self, error: Exception, count: int) -> list[Any]:
-        """The answers where a handler says itself what they are; else raises what its callers are told."""
+        """The answers that a PredictionException asks for. Raises the error that callers get for any other."""
         name = self.setup.model_name
         if isinstance(error, BadOutput):
             log.warning("handler_output_refused model=%s: %s (%s)", name, error.message, error.detail)
@@ -181,22 +192,93 @@ class HandlerModel:
         log.warning("handler_failed model=%s: its callers get an error", name, exc_info=error)
         text = "".join(traceback.format_exception(error))
         if any(cls.__name__ == "PredictionException" for cls in type(error).__mro__):
-            if self.setup.retry_split and count > 1:  # its halves say whose it is
+            if self.setup.retry_split and count > 1:  # re-running in halves finds the guilty request
                 raise ItemFailed("Prediction failed", detail=text) from None
-            said = refusal(status_of(getattr(error, "error_code", None), 500), str(getattr(error, "message", error)))
-            return [copy.copy(said) for _ in range(count)]
+            status = valid_status(getattr(error, "error_code", None), 500)
+            answer = error_answer(status, str(getattr(error, "message", error)))
+            return [copy.copy(answer) for _ in range(count)]
         if isinstance(error, MemoryError) or "CUDA" in str(error):
             raise OutOfMemory("Out of resources", detail=text) from None
         raise ItemFailed("Prediction failed", detail=text) from None
 
 
 def _groups(requests: list[HandlerRequest]) -> list[list[int]]:
-    """The places of the requests that share a call: those whose headers of APART are "True" alike.
+    """The places of the requests that share a call: those with equal SEPARATE_CALLS headers.
 
-    A description is asked for alone: a handler answers that call with one, however many requests it has.
+    Each description is a call of its own, because a handler returns one description whatever the batch size.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, request in enumerate(requests):
-        explain, describe = (request.headers.get(name) == "True" for name in APART)
+        explain, describe = (request.headers.get(name) == "True" for name in SEPARATE_CALLS)
         groups.setdefault((explain, i if describe else None), []).append(i)
     return list(groups.values())
+
+
+class PreprocessedBatch(list[HandlerRequest]):
+    """A batch after `preprocess`, which returned `data` or raised `error`."""
+
+    context: Any
+    data: Any = None
+    error: Exception | None = None
+    seconds: float = 0.0
+
+
+class HandlerSteps:
+    """A handler's three steps with `overlap = true`: the next batch is preprocessed during this one's inference.
+
+    `preprocess` runs in the thread that receives batches. Each batch has its own copy of the Context.
+    """
+
+    def __init__(self, service: Any, context: Any) -> None:
+        self._service = service
+        proxy: Any = load_object(f"{LIBRARY}.context:ThreadsContext")
+        self._proxy = service.context = proxy(context)
+
+    def preprocess(self, requests: list[HandlerRequest], context: Any) -> PreprocessedBatch:
+        """Runs the first step and keeps its result or its exception."""
+        prepared = PreprocessedBatch(requests)
+        prepared.context = context
+        started = time.perf_counter()
+        self._proxy.become(context)
+        try:
+            prepared.data = self._service.preprocess([request.inputs for request in requests])
+        except Exception as e:
+            prepared.error = e
+        prepared.seconds = time.perf_counter() - started
+        return prepared
+
+    def finish(self, prepared: PreprocessedBatch) -> Any:
+        """Runs the other two steps. Raises the errors of all three."""
+        if prepared.error is not None:
+            raise prepared.error
+        started = time.perf_counter()
+        context = prepared.context
+        self._proxy.become(context)
+        data, prepared.data = prepared.data, None
+        returned = self._service.postprocess(self._service.inference(data))
+        took_s = prepared.seconds + time.perf_counter() - started
+        context.metrics.add_time("HandlerTime", round(took_s * 1000, 2), None, "ms")
+        return returned
+
+    def handle(self, data: Any, context: Any) -> Any:
+        """Runs all steps of a batch that was not preprocessed."""
+        self._proxy.become(context)
+        return self._service.handle(data, self._proxy)
+
+
+def find_steps(handle: Any, context: Any) -> HandlerSteps | None:
+    """The steps of the handler with this method `handle`; None unless it is BaseHandler's own."""
+    service = getattr(handle, "__self__", None)
+    if service is None or os.environ.get("ENABLE_TORCH_PROFILER"):
+        return None
+    base = next((cls for cls in type(service).__mro__ if _is_base(cls)), None)
+    if base is None or handle.__func__ is not vars(base)["handle"]:
+        return None
+    return HandlerSteps(service, context)
+
+
+def _is_base(cls: type) -> bool:
+    return cls.__name__ == "BaseHandler" and cls.__module__ in (
+        "ts.torch_handler.base_handler",
+        f"{LIBRARY}.base_handler",
+    )

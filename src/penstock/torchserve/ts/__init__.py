@@ -1,7 +1,52 @@
-"""What TorchServe's handlers import as `ts`: the names, arguments and results of its release 0.12.0.
+"""The library that TorchServe's handlers import as `ts`: the names, arguments and results of release 0.12.0.
 
-Workers find these modules as `ts...`, unless TorchServe itself is installed. Importing one loads no torch unless the
-module is of no use without it.
+`MODULES` maps TorchServe's import paths to the modules here. In workers they are importable as `ts...`, unless
+TorchServe itself is installed. Only the modules that are useless without torch load it.
 """
 
 __version__ = "0.12.0"
+
+MODULES = {
+    "context": "context",
+    "handler_utils.distributed.deepspeed": "distributed",
+    "handler_utils.distributed.pt_pippy": "distributed",
+    "handler_utils.hf_batch_streamer": "hf_batch_streamer",
+    "handler_utils.micro_batching": "micro_batching",
+    "handler_utils.text_utils": "text_utils",
+    "handler_utils.timer": "util",
+    "handler_utils.utils": "util",
+    "metrics.caching_metric": "metrics",
+    "metrics.dimension": "metrics",
+    "metrics.metric": "metrics",
+    "metrics.metric_abstract": "metrics",
+    "metrics.metric_cache_abstract": "metric_cache",
+    "metrics.metric_cache_errors": "metric_cache",
+    "metrics.metric_cache_yaml_impl": "metric_cache",
+    "metrics.metric_encoder": "metrics",
+    "metrics.metric_type_enum": "metrics",
+    "metrics.metrics_store": "metric_cache",
+    "metrics.unit": "metrics",
+    "model_loader": "model_loader",
+    "protocol.otf_message_handler": "util",
+    "service": "model_loader",
+    "torch_handler.base_handler": "base_handler",
+    "torch_handler.contractions": "text_utils",
+    "torch_handler.distributed.base_deepspeed_handler": "distributed",
+    "torch_handler.distributed.base_pippy_handler": "distributed",
+    "torch_handler.image_classifier": "vision",
+    "torch_handler.image_segmenter": "vision",
+    "torch_handler.object_detector": "vision",
+    "torch_handler.request_envelope.base": "envelopes",
+    "torch_handler.request_envelope.body": "envelopes",
+    "torch_handler.request_envelope.json": "envelopes",
+    "torch_handler.request_envelope.kserve": "envelopes",
+    "torch_handler.request_envelope.kservev2": "envelopes",
+    "torch_handler.text_classifier": "text",
+    "torch_handler.text_handler": "text",
+    "torch_handler.unit_tests.test_utils.mock_context": "mock_context",
+    "torch_handler.unit_tests.test_utils.model_dir": "mock_context",
+    "torch_handler.vision_handler": "vision",
+    "utils.timeit_decorator": "util",
+    "utils.util": "util",
+    "version": "",
+}

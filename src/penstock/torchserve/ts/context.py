@@ -1,7 +1,7 @@
-"""What a handler knows of its worker and of the requests of a batch.
+"""The Context that gives a handler access to its worker and to the requests of a batch.
 
-There is one Context a worker, used again for every batch; handlers may attach what they like to it. Headers are found
-in any case, and keep the client's spelling.
+A worker reuses one Context for every batch; handlers may attach attributes to it. Header lookup ignores case, and
+headers keep the client's spelling.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 
 
 class Context:
-    """`request_ids` (place in the batch: id) and `request_processor` (one a request) are None while the model loads."""
+    """A worker's context. The parameters are TorchServe's.
+
+    `request_ids` {place in the batch: id} and `request_processor`, one per request, are None while the model loads.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Context:
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Any = None  # a list of RequestProcessor
         self.stopping_criteria: Any = None
-        self.cl_socket: Any = None  # takes the parts of an answer while the batch runs
+        self.cl_socket: Any = None  # sends partial answers
         self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
         self.header_key_sequence_start = os.environ.get("TS_REQUEST_SEQUENCE_START", "ts_request_sequence_start")
         self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
@@ -53,14 +56,14 @@ class Context:
 
     @property
     def _request_processor(self) -> Any:
-        """`request_processor`, by the name that some handlers know it by."""
+        """An old name of `request_processor`."""
         return self.request_processor
 
     @_request_processor.setter
     def _request_processor(self, processors: Any) -> None:
         self.request_processor = processors
 
-    # ---- of a request; `idx` is its place in the batch
+    # ---- requests; `idx` is the place in the batch
 
     def get_request_id(self, idx: int = 0) -> str | None:
         return None if self.request_ids is None else self.request_ids.get(idx)
@@ -75,7 +78,7 @@ class Context:
     def get_sequence_id(self, idx: int) -> Any:
         return self.get_request_header(idx, self.header_key_sequence_id)
 
-    # ---- of its answer
+    # ---- answers
 
     def set_response_content_type(self, idx: int, value: str) -> None:
         self.set_response_header(idx, "content-type", value)
@@ -104,9 +107,9 @@ class Context:
 
 
 class ThreadsContext(Context):
-    """Stands for one Context in each thread: steps of two batches that run at once have each their own.
+    """A proxy for one Context per thread, so that concurrent steps of two batches each have their own.
 
-    A thread that has none, such as one of the handler's, has the one that was last told.
+    A thread without a Context of its own, such as a handler's, gets the last one set.
     """
 
     def __init__(self, context: Context) -> None:
@@ -114,7 +117,7 @@ class ThreadsContext(Context):
         object.__setattr__(self, "_last", context)
 
     def become(self, context: Context) -> None:
-        """From now on stands for `context` in this thread."""
+        """Makes this the proxy of `context` in this thread."""
         object.__setattr__(self, "_last", context)
         object.__getattribute__(self, "_own").context = context
 
@@ -134,7 +137,7 @@ def _context_of(proxy: ThreadsContext) -> Context:
 
 
 class RequestProcessor:
-    """The headers of one request, and what the handler sets for its answer."""
+    """The headers of one request, and the headers and status that the handler sets for its answer."""
 
     def __init__(self, request_header: dict[str, Any]) -> None:
         self._request_header = request_header
@@ -171,7 +174,7 @@ class RequestProcessor:
 
 
 class HeaderMap(dict[str, Any]):
-    """Headers by name, in any case: the very spelling comes first."""
+    """Headers by name, in any case; the exact spelling wins."""
 
     def __missing__(self, key: str) -> Any:
         lower = key.lower() if isinstance(key, str) else key

@@ -1,17 +1,34 @@
-"""A handler in this process, without a server: for its tests."""
+"""Loads a handler into this process without a server, for tests."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.torchserve.handlers.entry import find_entry, in_envelope
 from penstock.torchserve.ts import __version__
 from penstock.torchserve.ts.context import Context
-from penstock.torchserve.ts.metrics.metric_cache import MetricsCache
-from penstock.torchserve.ts.service import Service
-from penstock.torchserve.ts.utils.util import get_yaml_config
+from penstock.torchserve.ts.metric_cache import MetricsCache
+from penstock.torchserve.ts.metrics import Metric
+from penstock.torchserve.ts.util import get_yaml_config
+
+PREDICTION_METRIC = "PredictionTime"
+
+
+class Service:
+    """A loaded handler with its context; `handle(data, context)` is the handler's."""
+
+    def __init__(self, context: Any, entry_point: Callable[[Any, Any], Any]) -> None:
+        self.context = context
+        self.handle = entry_point
+
+
+def emit_metrics(metrics: Iterable[Metric]) -> None:
+    """Records the value of each metric."""
+    for metric in metrics or ():
+        metric.update(metric.value)
 
 
 class TsModelLoader:
@@ -26,9 +43,9 @@ class TsModelLoader:
         limit_max_image_pixels: bool = True,
         metrics_cache: Any = None,
     ) -> Service:
-        """The handler of an unpacked archive, initialised. `model_dir` must be on the path for imports.
+        """The initialized handler of an unpacked archive. `model_dir` must be on the import path.
 
-        Raises ImportError, ValueError, and what the handler raises.
+        The parameters are TorchServe's. Raises ImportError, ValueError, and the handler's errors.
         """
         manifest = _manifest(model_dir)
         initialize, handle = find_entry(handler)

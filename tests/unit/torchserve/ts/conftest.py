@@ -10,7 +10,7 @@ import pytest
 
 from penstock import metrics
 from penstock.torchserve.ts.context import Context, RequestProcessor
-from penstock.torchserve.ts.metrics.metric_cache import MetricsCache
+from penstock.torchserve.ts.metric_cache import MetricsCache
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from penstock.torchserve.ts import MODULES
+
 SURFACE = {
     "": ["__version__"],
     "context": ["Context", "RequestProcessor"],
@@ -80,11 +82,12 @@ SURFACE = {
 
 IMPORTS = """
 import importlib, json, sys
-from penstock.core.import_alias import make_importable
-make_importable()
+from penstock.torchserve.handlers.entry import make_ts_importable
+from penstock.torchserve.ts import MODULES
+make_ts_importable()
 for name, members in json.loads(sys.argv[1]).items():
-    module = importlib.import_module("ts" + ("." + name if name else ""))
-    ours = importlib.import_module("penstock.torchserve.ts" + ("." + name if name else ""))
+    module = importlib.import_module(f"ts.{name}".rstrip("."))
+    ours = importlib.import_module(f"penstock.torchserve.ts.{MODULES.get(name, name)}".rstrip("."))
     assert module is ours, name
     for member in members:
         getattr(module, member)
@@ -104,6 +107,10 @@ def test_every_name_that_handlers_import_is_there_and_is_one_object_under_both_n
     loaded = loaded_by(SURFACE)
     assert {"torch", "transformers"} <= loaded
     assert not loaded & {"captum", "onnxruntime"}
+
+
+def test_the_table_of_import_paths_is_complete():
+    assert set(SURFACE) == {"", *MODULES}
 
 
 def test_only_modules_that_are_of_no_use_without_torch_load_it():

@@ -1,0 +1,210 @@
+"""The built-in handlers of images, and their steps from an image to a tensor.
+
+The steps are torchvision's transforms, or the same arithmetic if torchvision is not installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+import io
+import logging
+import sys
+from abc import ABC
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from penstock.errors import describe
+from penstock.torchserve.ts.base_handler import BaseHandler, captum, target_class
+from penstock.torchserve.ts.util import map_class_to_label, require, timed
+
+log = logging.getLogger("penstock.model")
+
+MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet's training images, red, green, blue
+STD: Final = (0.229, 0.224, 0.225)
+
+
+def rgb(image: Any) -> Any:
+    """The image with three channels, red, green and blue."""
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+class Compose:
+    """Applies one transform after the other."""
+
+    def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, image: Any) -> Any:
+        for transform in self.transforms:
+            image = transform(image)
+        return image
+
+
+class Resize:
+    """Scales a PIL image's shorter side to `size` pixels and rounds the other down. Bilinear with antialiasing."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, image: Any) -> Any:
+        from PIL.Image import Resampling
+
+        width, height = image.size
+        if width <= height:
+            size = (self.size, int(self.size * height / width))
+        else:
+            size = (int(self.size * width / height), self.size)
+        return image if size == image.size else image.resize(size, Resampling.BILINEAR)
+
+
+class CenterCrop:
+    """Cuts the middle `size` x `size` pixels out of a PIL image of at least this size. Halves round to even."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, image: Any) -> Any:
+        width, height = image.size
+        left, top = round((width - self.size) / 2), round((height - self.size) / 2)
+        return image.crop((left, top, left + self.size, top + self.size))
+
+
+class ToTensor:
+    """Converts an RGB image to float32 `[3, height, width]` from 0 to 1."""
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        pixels = np.array(image, dtype=np.uint8)
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous().to(torch.float32).div(255)
+
+
+class Normalize:
+    """Computes `(x - mean) / std` for each channel of a float32 `[channels, height, width]`."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean = torch.tensor(mean).reshape(-1, 1, 1)
+        self.std = torch.tensor(std).reshape(-1, 1, 1)
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        return (image - self.mean) / self.std
+
+
+def _transforms() -> Any:
+    """torchvision's transforms, or this module."""
+    try:
+        return importlib.import_module("torchvision.transforms")
+    except ImportError:
+        pass
+    except RuntimeError as e:  # built for another torch
+        log.warning("torchvision_unusable error=%s: images are prepared without it", describe(e))
+    return sys.modules[__name__]
+
+
+def image_pipeline() -> Callable[[Any], torch.Tensor]:
+    """The transform that networks trained on ImageNet expect, to float32 `[3, 224, 224]`."""
+    steps = _transforms()
+    scaled = [rgb, steps.Resize(256), steps.CenterCrop(224), steps.ToTensor(), steps.Normalize(mean=MEAN, std=STD)]
+    pipeline: Callable[[Any], torch.Tensor] = steps.Compose(scaled)
+    return pipeline
+
+
+def to_tensor_only() -> Callable[[Any], torch.Tensor]:
+    """The transform of the whole image to float32 `[3, height, width]` from 0 to 1."""
+    steps = _transforms()
+    pipeline: Callable[[Any], torch.Tensor] = steps.Compose([rgb, steps.ToTensor()])
+    return pipeline
+
+
+class VisionHandler(BaseHandler, ABC):
+    """Base of image handlers. A subclass sets `image_processing`, which turns a PIL image into a tensor."""
+
+    image_processing: Any
+
+    def initialize(self, context: Any) -> None:
+        """Loads the model. PIL refuses images of too many pixels, unless limit_max_image_pixels is false."""
+        super().initialize(context)
+        if not context.system_properties.get("limit_max_image_pixels"):
+            _pil().MAX_IMAGE_PIXELS = None
+
+    @functools.cached_property
+    def ig(self) -> Any:
+        """Captum's IntegratedGradients of the model, created by the first request for an explanation."""
+        return captum().IntegratedGradients(self.model)
+
+    @timed
+    def preprocess(self, data: Any) -> Any:
+        """The images of the batch as one tensor on the device.
+
+        A request's field "data" or body is an image file, as bytes or in base64, or nested numbers.
+        """
+        images = []
+        for row in data:
+            image = row.get("data") or row.get("body")
+            if isinstance(image, str):
+                image = base64.b64decode(image)
+            if isinstance(image, (bytes, bytearray)):
+                images.append(self.image_processing(_pil().open(io.BytesIO(image))))
+            else:
+                images.append(torch.FloatTensor(image))
+        return torch.stack(images).to(self.device)
+
+    def get_insights(self, tensor_data: Any, _: Any, target: Any = 0) -> Any:
+        """The contribution of each input number to the score of class `target`, in the shape of the input."""
+        return self.ig.attribute(tensor_data, target=target_class(target), n_steps=15).tolist()
+
+
+class ImageClassifier(VisionHandler):
+    """{label: probability} of each image's `topk` most probable classes."""
+
+    topk = 5
+    image_processing = image_pipeline()
+
+    def set_max_result_classes(self, topk: int) -> None:
+        self.topk = topk
+
+    def get_max_result_classes(self) -> int:
+        return self.topk
+
+    @timed
+    def postprocess(self, data: Any) -> Any:
+        """`data` are the model's scores, `[rows, classes]`."""
+        probabilities, classes = torch.topk(torch.softmax(data, dim=1), self.topk, dim=1)
+        return map_class_to_label(probabilities.tolist(), self.mapping, classes.tolist())
+
+
+class ImageSegmenter(VisionHandler):
+    """The class of each pixel and its probability, `[height][width][class, probability]`."""
+
+    image_processing = image_pipeline()
+
+    def postprocess(self, data: Any) -> Any:
+        """`data["out"]` are the model's scores, `[rows, classes, height, width]`."""
+        best = torch.max(torch.softmax(data["out"], dim=1), dim=1)
+        return torch.stack([best.indices.to(best.values.dtype), best.values], dim=3).tolist()
+
+
+class ObjectDetector(VisionHandler):
+    """{label: [x1, y1, x2, y2], "score": s} for each object in an image that scores at least `threshold`."""
+
+    image_processing = to_tensor_only()
+    threshold = 0.5
+
+    def postprocess(self, data: Any) -> Any:
+        """`data` holds one dict per image: `boxes` `[n, 4]`, `labels` `[n]` and `scores` `[n]`."""
+        return [self._objects(found) for found in data]
+
+    def _objects(self, found: Any) -> list[dict[str, Any]]:
+        kept = found["scores"] >= self.threshold
+        boxes, labels, scores = (found[key][kept].tolist() for key in ("boxes", "labels", "scores"))
+        return [
+            map_class_to_label([[box]], self.mapping, [[label]])[0] | {"score": score}
+            for box, label, score in zip(boxes, labels, scores, strict=True)
+        ]
+
+
+def _pil() -> Any:
+    return require("PIL.Image", "images need Pillow: pip install pillow")
