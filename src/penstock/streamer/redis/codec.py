@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
+from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest, describe
 from penstock.types import Item, ItemResult
 
@@ -51,7 +52,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         raise MalformedMessage(f"the message cannot be read: {describe(e)}") from None
 
 
-class BrokerCodec:
+class BrokerCodec(Codec):
     """The codec of requests from a broker. It runs in the model's worker."""
 
     def __init__(self, model: str, version: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest, PayloadTooLarge
 from penstock.types import Item, ItemResult
 
@@ -206,7 +207,7 @@ def pack_result(label: str, score: float) -> bytes:
     return _result.pack(_STRING, 1, len(text)) + text + _score.pack(4, 2, score, _STOP)
 
 
-class ThriftCodec:
+class ThriftCodec(Codec):
     """Codec of `infer_batch`: the data as it is, and the label and score of what the model returned."""
 
     def __init__(self, model: str, version: str) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from msgspec import Struct, field
 
+from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import MAX_FIELDS
 from penstock.types import Item, ItemResult
@@ -50,7 +51,7 @@ class HandlerAnswer(Struct):
     headers: list[tuple[str, str]] = field(default_factory=list)
 
 
-class TorchServeCodec:
+class TorchServeCodec(Codec):
     """The codec of TorchServe's HTTP routes."""
 
     decodes = True  # JSON and text; if False, every input is a bytearray
