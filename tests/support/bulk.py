@@ -14,7 +14,7 @@ from penstock.bulk.decode import BlockPool
 from penstock.bulk.endpoints import NotSent
 from penstock.bulk.options import JobOptions
 from penstock.bulk.outputs import OutputPaths
-from penstock.bulk.progress import PlainReporter, Progress
+from penstock.bulk.progress import Progress, ProgressReporter
 from penstock.bulk.run import JobParts
 from penstock.bulk.servers import ServerInfo
 from penstock.bulk.spool import SpoolEnd
@@ -179,7 +179,7 @@ class RecordingListener:
         self.errors.append(error)
 
 
-class RecordingReporter(PlainReporter):
+class RecordingReporter(ProgressReporter):
     """A make_reporter that keeps what it is told."""
 
     every_s = 0.05

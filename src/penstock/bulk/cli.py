@@ -18,7 +18,7 @@ from penstock.bulk.options import JobOptions
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.progress import INCOMPLETE, INTERRUPTED, USAGE, ProgressReporter, WarningHandler, make_reporter
 from penstock.bulk.types import Sampling
-from penstock.client.tokens import read_token
+from penstock.client.endpoint import read_token
 from penstock.config.targets import number_or_auto
 from penstock.errors import ConfigError, PenstockError
 

@@ -11,8 +11,8 @@ from typing import Final
 
 from penstock.bulk.protocol import RevisionChanged, ServerFault, WrongAnswer, revision_changed
 from penstock.bulk.servers import ServerInfo, authorization, fetch
-from penstock.bulk.types import SendMode, SendOptions, ServerStats
-from penstock.bulk.window import AimdWindow, FixedWindow, RoundWindow, Window
+from penstock.bulk.types import EndpointStats, SendMode, SendOptions
+from penstock.bulk.window import AimdWindow, RoundWindow, Window
 from penstock.client.errors import (
     ConnectionLost,
     MalformedResponse,
@@ -65,7 +65,7 @@ def window_for(mode: SendMode, info: ServerInfo, rows: int | None) -> Window:
     Two batches and one chunk for each instance keep it busy: one batch runs, one waits, one chunk is on its way.
     """
     if mode == "stream-single":
-        return FixedWindow(STREAM_SINGLE)
+        return Window(STREAM_SINGLE)
     if mode == "single":
         return RoundWindow(SINGLE_ROUND)
     chunks_per_batch = max(1, (info.max_batch_size or 1) // rows) if rows else 1
@@ -95,11 +95,11 @@ class ServerEndpoint:
         """Requests in flight relative to the window."""
         return self.window.in_flight / self.window.size
 
-    def stats(self, now: float | None) -> ServerStats:
+    def stats(self, now: float | None) -> EndpointStats:
         """`now` is None when the loop does not run."""
         rests = now is not None and now < self.resting_until_s
         state = "away" if self.away else "rests" if rests else "up"
-        return ServerStats(self.info.url, state, self.window.in_flight, self.window.size, self.answered)
+        return EndpointStats(self.info.url, state, self.window.in_flight, self.window.size, self.answered)
 
     def take_connection(self) -> ClientConnection:
         """A connection for one request."""

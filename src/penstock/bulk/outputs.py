@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import msgspec
 from msgspec import Struct
@@ -166,33 +166,31 @@ def _open_subtitles(subtitles: SubtitleWriter) -> Iterator[OutputWriter]:
         raise
 
 
-class OutputWriter(Protocol):
+class OutputWriter:
     """Receives one video after another: `begin`, each `row` in frame order, `end`."""
-
-    def begin(self, video: Video) -> None: ...
-
-    def row(self, row: CaptionRow) -> None: ...
-
-    def end(self, seen: int) -> None: ...
-
-
-class JsonLinesWriter:
-    """`{"video": ..., "frame": 12, "time": 0.4, "caption": ...}` for each row."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
 
     def begin(self, video: Video) -> None:
         self._video = video.name
 
     def row(self, row: CaptionRow) -> None:
+        raise NotImplementedError
+
+    def end(self, seen: int) -> None:
+        """The video had `seen` frames."""
+
+
+class JsonLinesWriter(OutputWriter):
+    """`{"video": ..., "frame": 12, "time": 0.4, "caption": ...}` for each row."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def row(self, row: CaptionRow) -> None:
         fields = {"video": self._video, "frame": row.frame, "time": row.time_s, "caption": row.caption}
         self._file.write(msgspec.json.encode(fields) + b"\n")
 
-    def end(self, seen: int) -> None: ...
 
-
-class CsvWriter:
+class CsvWriter(OutputWriter):
     """A line of column names, then one line for each row, in the dialect of spreadsheets."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -204,13 +202,8 @@ class CsvWriter:
         """Called by csv.writer."""
         self._file.write(line.encode())
 
-    def begin(self, video: Video) -> None:
-        self._video = video.name
-
     def row(self, row: CaptionRow) -> None:
         self._csv.writerow((self._video, row.frame, row.time_s, row.caption))
-
-    def end(self, seen: int) -> None: ...
 
 
 def _pyarrow() -> Any:
@@ -221,7 +214,7 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetWriter:
+class ParquetWriter(OutputWriter):
     """Columns video, frame, time, caption; one group of rows at a time."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -232,15 +225,10 @@ class ParquetWriter:
         self._writer = arrow.parquet.ParquetWriter(file, self._schema)
         self._rows: list[tuple[str, int, float, str]] = []
 
-    def begin(self, video: Video) -> None:
-        self._video = video.name
-
     def row(self, row: CaptionRow) -> None:
         self._rows.append((self._video, row.frame, row.time_s, row.caption))
         if len(self._rows) == GROUP_ROWS:
             self._write_group()
-
-    def end(self, seen: int) -> None: ...
 
     def close(self) -> None:
         """Writes the remaining rows and the footer."""
@@ -254,7 +242,7 @@ class ParquetWriter:
             self._rows = []
 
 
-class SubtitleWriter:
+class SubtitleWriter(OutputWriter):
     """One WebVTT or SRT file for each video. A cue lasts until the next sample; equal neighbours share a cue."""
 
     def __init__(self, folder: Path, names: dict[str, str], *, vtt: bool) -> None:

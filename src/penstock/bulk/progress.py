@@ -7,12 +7,12 @@ import contextlib
 import logging
 import os
 import sys
-from typing import IO, Any, Final, Literal, Protocol, cast
+from typing import IO, Any, Final, Literal, cast
 
 import msgspec
 from msgspec import Struct
 
-from penstock.bulk.types import ServerStats
+from penstock.bulk.types import EndpointStats
 from penstock.errors import ConfigError, PenstockError
 
 Style = Literal["auto", "bar", "plain", "json", "none"]
@@ -43,7 +43,7 @@ class Progress(Struct, frozen=True):
     eta_s: float | None
     in_flight: int
     retries: int
-    servers: tuple[ServerStats, ...] = ()
+    servers: tuple[EndpointStats, ...] = ()
 
     def line(self) -> str:
         total = f"/{self.frames_total:,}" if self.frames_total is not None else ""
@@ -151,39 +151,11 @@ def printable(line: str) -> str:
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
-class ProgressReporter(Protocol):
-    """`show` is due every `every_s` seconds, `note` prints a line in between, `end` prints the summary after `close`.
+class ProgressReporter:
+    """Prints a line every `every_s` seconds, notes in between, and the summary after `close`.
 
     `close` restores the terminal; `abandon` does so from a signal handler.
     """
-
-    every_s: float
-
-    def show(self, progress: Progress) -> None: ...
-
-    def note(self, line: str) -> None: ...
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def end(self, summary: JobSummary) -> None: ...
-
-
-def make_reporter(style: Style, stream: IO[str] | None = None) -> ProgressReporter:
-    """The reporter for a style; "auto" is a bar on a terminal and plain lines elsewhere."""
-    stream = stream if stream is not None else sys.stderr
-    if style == "auto":
-        style = "bar" if stream.isatty() else "plain"
-    kinds: dict[str, Any] = {"bar": BarReporter, "plain": PlainReporter, "json": JsonReporter, "none": SilentReporter}
-    if style not in kinds:
-        raise ConfigError(f"progress must be one of auto, {', '.join(kinds)}, found '{style}'")
-    reporter: ProgressReporter = kinds[style](stream)
-    return reporter
-
-
-class PlainReporter:
-    """A line every few seconds."""
 
     every_s = 5.0
 
@@ -209,7 +181,7 @@ class PlainReporter:
             self._print(line)
 
 
-class JsonReporter(PlainReporter):
+class JsonReporter(ProgressReporter):
     """One object a line: `Progress`, {"note": ...}, and at the end {"summary": ...}."""
 
     every_s = 1.0
@@ -227,7 +199,7 @@ class JsonReporter(PlainReporter):
         self._print(msgspec.json.encode(value).decode())
 
 
-class SilentReporter(PlainReporter):
+class SilentReporter(ProgressReporter):
     """No output."""
 
     every_s = 3600.0
@@ -254,7 +226,7 @@ class _ForgivingStream:
             self._stream.flush()
 
 
-class BarReporter(PlainReporter):
+class BarReporter(ProgressReporter):
     """A bar with the progress line below it."""
 
     every_s = 0.25
@@ -287,6 +259,22 @@ class BarReporter(PlainReporter):
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._stream.fileno(), SHOW_CURSOR)
+
+
+def make_reporter(style: Style, stream: IO[str] | None = None) -> ProgressReporter:
+    """The reporter for a style; "auto" is a bar on a terminal and plain lines elsewhere."""
+    stream = stream if stream is not None else sys.stderr
+    if style == "auto":
+        style = "bar" if stream.isatty() else "plain"
+    kinds: dict[str, Any] = {
+        "bar": BarReporter,
+        "plain": ProgressReporter,
+        "json": JsonReporter,
+        "none": SilentReporter,
+    }
+    if style not in kinds:
+        raise ConfigError(f"progress must be one of auto, {', '.join(kinds)}, found '{style}'")
+    return kinds[style](stream)
 
 
 class WarningHandler(logging.Handler):

@@ -8,31 +8,19 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol
 
 from penstock.bulk import spool
 from penstock.bulk.decode import BlockPool
 from penstock.bulk.options import ROUND, JobPlan
-from penstock.bulk.types import Chunk, ChunkSink, Pixels, Position, ReadResult, Sampling, Stopped, Video
+from penstock.bulk.types import Chunk, Position, ReadResult, Sender, Stopped, Video
 from penstock.bulk.writer import CaptionWriter, JobListener, VideoTask
 from penstock.errors import PenstockError, describe
 
 _logger = logging.getLogger("penstock.bulk")
 
 
-class ReadChunks(Protocol):
-    """The interface of `decode.read_chunks`; see there."""
-
-    def __call__(
-        self,
-        video: Video,
-        sampling: Sampling,
-        pixels: Pixels,
-        chunk_size: int,
-        pool: BlockPool,
-        resume: Position | None = None,
-        threads: int = 1,
-    ) -> Generator[Chunk, None, ReadResult]: ...
+ReadChunks = Callable[..., Generator[Chunk, None, ReadResult]]
+"""The type of `decode.read_chunks`."""
 
 
 class ReadingFailed(PenstockError):
@@ -59,29 +47,28 @@ class DecoderThreads:
         self._videos = deque(videos)
         self._spool_path, self._plan, self._read_chunks = spool_path, plan, read_chunks
         self._writer, self._listener = writer, listener
-        self._round = SendRound() if plan.rounds else None
+        self._results = threading.Semaphore(0)  # of the current round
         self.pool = BlockPool(plan.pool_bytes, plan.block_bytes)
         self.stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, name=f"penstock-decoder-{n}", daemon=True) for n in range(plan.decoders)
         ]
 
-    def start(self, sender: ChunkSink) -> None:
+    def start(self, sender: Sender) -> None:
         self._sender = sender
         for thread in self._threads:
             thread.start()
 
     def chunk_done(self) -> None:
         """A chunk has its result."""
-        if self._round is not None:
-            self._round.chunk_done()
+        if self._plan.rounds:
+            self._results.release()
 
     def close(self) -> None:
         """Ends the threads, at the latest after the current frame."""
         self.stop.set()
         self.pool.stop()
-        if self._round is not None:
-            self._round.stop()
+        self._results.release(ROUND)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -127,12 +114,10 @@ class DecoderThreads:
                 ready, result = self._next(task.video, chunks, sent)
                 sent += len(ready)
                 self._writer.wait_for_room(self.stop)
-                if self._round is not None:
-                    self._round.begin(len(ready))
                 for chunk in ready:
                     self._sender.send(chunk)
-                if self._round is not None:
-                    self._round.wait()
+                for _ in ready if plan.rounds else ():
+                    self._results.acquire()
                 if result is not None:
                     return result
         return None
@@ -144,7 +129,7 @@ class DecoderThreads:
         ready: list[Chunk] = []
         try:
             ready.append(next(chunks))
-            while self._round is not None and len(ready) < ROUND and self._has_room_after(ready[-1]):
+            while self._plan.rounds and len(ready) < ROUND and self._has_room_after(ready[-1]):
                 ready.append(next(chunks))
         except StopIteration as end:
             result: ReadResult = end.value
@@ -160,31 +145,3 @@ class DecoderThreads:
         """Whether memory for another such chunk is free: during a round nothing returns to the pool."""
         pixels = chunk.pixels
         return isinstance(pixels, list) or self.pool.free_blocks * self.pool.block_bytes >= 2 * pixels.nbytes
-
-
-class SendRound:
-    """Counts the chunks that must have results before decoding continues."""
-
-    def __init__(self) -> None:
-        self._left = 0
-        self._stopped = False
-        self._changed = threading.Condition()
-
-    def begin(self, chunks: int) -> None:
-        with self._changed:
-            self._left = chunks
-
-    def chunk_done(self) -> None:
-        with self._changed:
-            self._left -= 1
-            self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Returns when all chunks have results or the job ends."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._left <= 0 or self._stopped)
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()

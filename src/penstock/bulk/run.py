@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -24,7 +23,7 @@ from penstock.bulk.reading import DecoderThreads, ReadChunks
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.servers import ServerInfo, ask
 from penstock.bulk.spool import SpoolEnd
-from penstock.bulk.types import Chunk, ChunkResult, ChunkSink, OnResult, SendOptions, SendStats, Video
+from penstock.bulk.types import Chunk, ChunkResult, OnResult, Sender, SendOptions, Video
 from penstock.bulk.video import VideoProbe, probe
 from penstock.bulk.writer import CaptionWriter
 from penstock.errors import PenstockError
@@ -45,23 +44,13 @@ class AllRefused(PenstockError):
     code = "all_refused"
 
 
-class SenderLike(ChunkSink, Protocol):
-    """The interface of `ChunkSender`."""
-
-    def start(self) -> None: ...
-
-    def close(self, drain_s: float) -> None: ...
-
-    def stats(self) -> SendStats: ...
-
-
 class JobParts(Struct, frozen=True):
     """The parts of a job that tests replace."""
 
     ask: Callable[..., ServerInfo] = ask
     read_chunks: ReadChunks = read_chunks
     probe: Callable[[str], VideoProbe] = probe
-    sender: Callable[[list[ServerInfo], SendOptions, OnResult], SenderLike] = ChunkSender
+    sender: Callable[[list[ServerInfo], SendOptions, OnResult], Sender] = ChunkSender
     clock: Callable[[], float] = time.monotonic
 
 

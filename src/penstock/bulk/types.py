@@ -106,14 +106,6 @@ OnResult = Callable[[Chunk, ChunkResult], None]
 """Receives the result of a chunk, once, in the sender's thread. The receiver releases the chunk's block."""
 
 
-class ChunkSink(Protocol):
-    """Where decoders send chunks."""
-
-    def send(self, chunk: Chunk) -> None:
-        """Accepts a chunk without blocking: the pool of blocks is the bound. Called from any thread."""
-        ...
-
-
 class SendOptions(Struct, frozen=True, kw_only=True):
     """`rows` is the size of a full chunk, if known; `attempts` limits the failed attempts of one chunk."""
 
@@ -129,7 +121,7 @@ class SendOptions(Struct, frozen=True, kw_only=True):
     longest_backoff_s: float = 30.0
 
 
-class ServerStats(Struct, frozen=True):
+class EndpointStats(Struct, frozen=True):
     """One server as the sender sees it. `state` is "up", "rests" or "away"; `answered` counts chunks."""
 
     url: str
@@ -148,7 +140,19 @@ class SendStats(Struct, frozen=True):
     answered: int
     retries: int
     sent_bytes: int
-    servers: tuple[ServerStats, ...]
+    servers: tuple[EndpointStats, ...]
+
+
+class Sender(Protocol):
+    """The interface of `sender.ChunkSender`; see there."""
+
+    def start(self) -> None: ...
+
+    def send(self, chunk: Chunk) -> None: ...
+
+    def close(self, drain_s: float) -> None: ...
+
+    def stats(self) -> SendStats: ...
 
 
 class Stopped(Exception):

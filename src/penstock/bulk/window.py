@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, Protocol
+from typing import Final
 
 MAX_WINDOW: Final = 64  # requests: 4 GPUs x 2 x 8 chunks, and no more than the blocks of memory that a job has
 # Below this multiple of the shortest round trip, a request waits for less than one other at the server.
@@ -12,55 +12,34 @@ LONG: Final = 8.0  # above it a wider window only lengthens the queue, even wher
 HOLD: Final = 8  # epochs without another step up after one that gained nothing
 
 
-class Window(Protocol):
-    """One server's window. Each `sent` is followed by exactly one of `answered`, `refused` and `lost`."""
-
-    size: int
-    in_flight: int
-
-    def room(self) -> int:
-        """How many requests may be sent now."""
-        ...
-
-    def sent(self, now: float) -> None: ...
-
-    def answered(self, sent_s: float, now: float, rows: int) -> None:
-        """A request returned captions. `rows` is 0 when its round trip is not representative, such as a retry's."""
-        ...
-
-    def refused(self, sent_s: float, now: float) -> None:
-        """The server had no capacity for the request, or was too late."""
-        ...
-
-    def lost(self) -> None:
-        """A request ended in another way."""
-        ...
-
-
-class FixedWindow:
-    """Always `size` requests."""
+class Window:
+    """A fixed window. Each `sent` is followed by exactly one of `answered`, `refused` and `lost`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.in_flight = 0
 
     def room(self) -> int:
-        return self.size - self.in_flight
+        """How many requests may be sent now."""
+        return max(0, self.size - self.in_flight)
 
     def sent(self, now: float) -> None:
         self.in_flight += 1
 
     def answered(self, sent_s: float, now: float, rows: int) -> None:
+        """A request returned captions. `rows` is 0 when its round trip is not representative, such as a retry's."""
         self.lost()
 
     def refused(self, sent_s: float, now: float) -> None:
+        """The server had no capacity for the request, or was too late."""
         self.lost()
 
     def lost(self) -> None:
+        """A request ended in another way."""
         self.in_flight -= 1
 
 
-class RoundWindow(FixedWindow):
+class RoundWindow(Window):
     """Up to `size` requests at a time; the next round starts when all of them have ended."""
 
     def __init__(self, size: int) -> None:
@@ -80,7 +59,7 @@ class RoundWindow(FixedWindow):
             self._started = 0
 
 
-class AimdWindow:
+class AimdWindow(Window):
     """Grows by one while that raises throughput or the server's queue is short; halves on a refusal.
 
     An epoch lasts as many responses as two windows, and counts only if the window was full in it: a window that the
@@ -90,8 +69,7 @@ class AimdWindow:
 
     def __init__(self, start: int, limit: int = MAX_WINDOW) -> None:
         self.limit = max(1, limit)
-        self.size = max(1, min(start, self.limit))
-        self.in_flight = 0
+        super().__init__(max(1, min(start, self.limit)))
         self._best_s = math.inf  # the shortest round trip of a request with the most rows so far
         self._most_rows = 0
         self._halved_s = -math.inf
@@ -106,11 +84,8 @@ class AimdWindow:
         self._total_s = 0.0
         self._full = False
 
-    def room(self) -> int:
-        return max(0, self.size - self.in_flight)
-
     def sent(self, now: float) -> None:
-        self.in_flight += 1
+        super().sent(now)
         if self._since_s == -math.inf:
             self._since_s = now
         self._full = self._full or self.in_flight >= self.size
@@ -137,9 +112,6 @@ class AimdWindow:
         self._halved_s = now
         self._previous_rate = None
         self._start_epoch(now)
-
-    def lost(self) -> None:
-        self.in_flight -= 1
 
     def _end_epoch(self, now: float) -> None:
         rate = self._rows / max(now - self._since_s, 1e-9)

@@ -1,8 +1,10 @@
-"""The address of a server: host, port, TLS, and the path prefix of its routes."""
+"""How to reach a server: host, port, TLS, path prefix, and the token."""
 
 from __future__ import annotations
 
+import os
 import ssl
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -77,3 +79,19 @@ def tls_context(ca: str | None = None, cert: str | None = None, key: str | None 
         files = ", ".join(path for path in (ca, cert, key) if path)
         raise ConfigError(f"cannot read the TLS files {files}: {exc.strerror or exc}") from None
     return context
+
+
+def read_token(path: str | None) -> str | None:
+    """The first line of the file, or else the variable PENSTOCK_TOKEN. Raises ConfigError.
+
+    Command lines take a file because every user of the machine can read the arguments of a process.
+    """
+    if path is None:
+        return os.environ.get("PENSTOCK_TOKEN") or None
+    try:
+        token = Path(path).read_text().strip().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"the token file {path} cannot be read: {e}") from None
+    if not token:
+        raise ConfigError(f"the token file {path} is empty; its first line must be the token")
+    return token

@@ -19,13 +19,13 @@ from penstock.bulk.progress import (
     duration,
     make_reporter,
 )
-from penstock.bulk.types import ServerStats
+from penstock.bulk.types import EndpointStats
 from penstock.errors import ConfigError, PenstockError
 
 NOW = Progress(
     elapsed_s=10.0, frames=1234, frames_total=5000, videos=3, videos_total=10, failed=1, frames_per_s=123.4,
     bytes_per_s=18_500_000, eta_s=30.5, in_flight=5, retries=2,
-    servers=(ServerStats("http://a", "up", 5, 9, 40), ServerStats("http://b", "away", 0, 3, 0)),
+    servers=(EndpointStats("http://a", "up", 5, 9, 40), EndpointStats("http://b", "away", 0, 3, 0)),
 )  # fmt: skip
 
 

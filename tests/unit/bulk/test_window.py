@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bulk.window import MAX_WINDOW, AimdWindow, FixedWindow, RoundWindow, Window
+from penstock.bulk.window import MAX_WINDOW, AimdWindow, RoundWindow, Window
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["send", "answered", "refused", "lost"]), st.integers(0, 50), st.floats(0.001, 1.0)),
@@ -89,7 +89,7 @@ def test_a_size_that_was_refused_is_not_tried_again_at_once():
 
 
 def test_a_fixed_window_keeps_its_size_whatever_comes():
-    window = FixedWindow(500)
+    window = Window(500)
     window.sent(0.0)
     window.sent(0.0)
     window.refused(0.0, 1.0)
@@ -132,7 +132,7 @@ def test_a_window_finds_what_keeps_a_batching_server_busy(rows: int, start: int,
     server = {"batch": 64, "fixed_s": 0.01, "row_s": 0.001, "way_s": way_s, "rows": rows}
     window = AimdWindow(start)
     found = run(window, 120.0, **server)
-    best = run(FixedWindow(MAX_WINDOW), 120.0, **server)
+    best = run(Window(MAX_WINDOW), 120.0, **server)
     assert found >= 0.9 * best, (found, best, window.size)
     assert window.size < MAX_WINDOW or way_s == 0.2
 

@@ -461,8 +461,7 @@ def make_plan(flags: dict[str, Any]) -> LoadPlan:
 
 def _bench(text: str, flags: dict[str, Any]) -> int:
     """The exit status. Raises PenstockError."""
-    from penstock.client.endpoint import tls_context
-    from penstock.client.tokens import read_token
+    from penstock.client.endpoint import read_token, tls_context
     from penstock.perf.bench.slo import Slo, parse_slo
     from penstock.perf.bench.target import open_target
 

@@ -75,7 +75,7 @@ def default_space() -> str:
 
 def _tuned_model(target: str, flags: dict[str, Any]) -> tuple[TunedModel, str | None]:
     """(the model to tune, the TOML that defines it if there is one). Raises ConfigError."""
-    from penstock.client.tokens import read_token
+    from penstock.client.endpoint import read_token
     from penstock.config.load import load_config
     from penstock.config.targets import read_options, split_targets
     from penstock.perf.tune.server import TunedModel
