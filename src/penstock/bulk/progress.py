@@ -266,12 +266,9 @@ def make_reporter(style: Style, stream: IO[str] | None = None) -> ProgressReport
     stream = stream if stream is not None else sys.stderr
     if style == "auto":
         style = "bar" if stream.isatty() else "plain"
-    kinds: dict[str, Any] = {
-        "bar": BarReporter,
-        "plain": ProgressReporter,
-        "json": JsonReporter,
-        "none": SilentReporter,
-    }
+    kinds: dict[str, type[ProgressReporter]] = {
+        "bar": BarReporter, "plain": ProgressReporter, "json": JsonReporter, "none": SilentReporter,
+    }  # fmt: skip
     if style not in kinds:
         raise ConfigError(f"progress must be one of auto, {', '.join(kinds)}, found '{style}'")
     return kinds[style](stream)
