@@ -1,7 +1,7 @@
-"""Models that are files: `model.onnx`, `model.ts`, `model.pt`, `model.pt2`; and PyTorch's modules with their weights.
+"""Opens model files (`model.onnx`, `model.ts`, `model.pt`, `model.pt2`) and PyTorch modules as TensorModels.
 
-This is what a target that ends in one of these suffixes, or that is an `nn.Module` or a class of them, becomes in the
-worker. A runtime is imported when a file needs it.
+A worker uses it for targets with one of these suffixes, and for an `nn.Module` or a subclass of it. It imports only the
+runtime that the file needs.
 """
 
 from __future__ import annotations
@@ -13,38 +13,39 @@ from penstock.config.checks import input_specs
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.python_model import is_torch_module
 from penstock.errors import ConfigError
-from penstock.runtimes.tensors import Program, Settings, TensorModel
+from penstock.runtimes.tensors import Program, ProgramSettings, TensorModel
 
 
 def file_model(path: str, config: ModelConfig, threads: int) -> TensorModel:
-    """The model in a file, by its suffix; what a file of PyTorch holds is told by its content. Raises ConfigError."""
+    """The model in a file. The suffix decides the runtime, the content the kind of PyTorch file. Raises ConfigError."""
     if config.weights is not None:
         raise ConfigError(
-            f"weights: found beside the target {path}, which is no class; expected for instance net.py:Net"
+            f"weights: found with the target {path}, which is not a class; expected for example net.py:Net"
         )
-    opened = _open_onnx if path.lower().endswith(".onnx") else _open_torch
-    return TensorModel(partial(opened, path), settings_of(config, threads))
+    open_program = _open_onnx if path.lower().endswith(".onnx") else _open_torch
+    return TensorModel(partial(open_program, path), settings_of(config, threads))
 
 
 def module_model(target: Any, config: ModelConfig, threads: int) -> TensorModel:
-    """The model of an `nn.Module`, or of a class of them, with the weights in a file if one is named; that of a file is
-    one already. Raises ConfigError for a target that does not take the weights, or the inputs.
+    """The model of an `nn.Module` or a subclass of it, with the configured weights; a TensorModel itself.
+
+    Raises ConfigError for any other target, which cannot take weights or inputs.
     """
     if isinstance(target, TensorModel):
         return target
     if not is_torch_module(target) or hasattr(target, "predict"):
         key = "weights" if config.weights is not None else "inputs"
         raise ConfigError(
-            f"{key}: the target takes none; expected a torch.nn.Module without `predict`, such as net.py:Net,"
-            " or a file such as model.pt"
+            f"{key}: the target does not take this key; expected a torch.nn.Module without `predict`, such as"
+            " net.py:Net, or a file such as model.pt"
         )
     return TensorModel(partial(_open_module, target, config.weights), settings_of(config, threads))
 
 
-def settings_of(config: ModelConfig, threads: int) -> Settings:
-    """What the keys of a model say of its program. Raises ConfigError."""
+def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
+    """The keys of a model that its program needs. Raises ConfigError."""
     size = config.batching.max_batch_size
-    return Settings(
+    return ProgramSettings(
         precision=config.precision or "fp32",
         optimize=config.optimize or "none",
         trust=config.trust,
@@ -54,7 +55,7 @@ def settings_of(config: ModelConfig, threads: int) -> Settings:
     )
 
 
-def _open_onnx(path: str, settings: Settings) -> Program:
+def _open_onnx(path: str, settings: ProgramSettings) -> Program:
     from penstock.runtimes import onnx
 
     _refuse_inputs(settings, "an ONNX graph")
@@ -71,7 +72,7 @@ def _open_onnx(path: str, settings: Settings) -> Program:
     return onnx.OnnxProgram(onnx.open_session(path, settings.device, threads=settings.threads))
 
 
-def _open_torch(path: str, settings: Settings) -> Program:
+def _open_torch(path: str, settings: ProgramSettings) -> Program:
     from penstock.runtimes import torch, torch_program
 
     _set_threads(settings)
@@ -84,7 +85,7 @@ def _open_torch(path: str, settings: Settings) -> Program:
     return _of_module(torch.load_module(path, settings.device, trust=settings.trust), settings)
 
 
-def _open_module(target: Any, weights: str | None, settings: Settings) -> Program:
+def _open_module(target: Any, weights: str | None, settings: ProgramSettings) -> Program:
     from penstock.runtimes import torch
 
     _set_threads(settings)
@@ -93,7 +94,7 @@ def _open_module(target: Any, weights: str | None, settings: Settings) -> Progra
     return _of_module(torch.load_weights(target, weights, settings.device, trust=settings.trust), settings)
 
 
-def _of_module(module: Any, settings: Settings) -> Program:
+def _of_module(module: Any, settings: ProgramSettings) -> Program:
     from penstock.runtimes import torch_program
 
     return torch_program.of_module(
@@ -105,12 +106,12 @@ def _of_module(module: Any, settings: Settings) -> Program:
     )
 
 
-def _set_threads(settings: Settings) -> None:
+def _set_threads(settings: ProgramSettings) -> None:
     from penstock.runtimes import torch
 
     torch.import_torch().set_num_threads(settings.threads)
 
 
-def _refuse_inputs(settings: Settings, what: str) -> None:
+def _refuse_inputs(settings: ProgramSettings, what: str) -> None:
     if settings.inputs:
-        raise ConfigError(f"inputs: {what} tells its own; leave the key out")
+        raise ConfigError(f"inputs: {what} declares its own inputs; leave the key out")

@@ -1,6 +1,6 @@
-"""ONNX models by ONNX Runtime: on the CPU, by CUDA, or compiled by TensorRT. One session an instance.
+"""Runs ONNX models with ONNX Runtime, on the CPU, with CUDA or compiled by TensorRT. Each instance has one session.
 
-Nothing here imports onnxruntime until it is called.
+Functions import onnxruntime when they are called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.types import DATATYPES, TensorSpec
 CPU: Final = "CPUExecutionProvider"
 CUDA: Final = "CUDAExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
-PROFILE_ROWS: Final = 64  # most rows of a TensorRT engine, where no batch size is configured
+PROFILE_ROWS: Final = 64  # most rows of a TensorRT engine without a configured batch size
 
 _DATATYPES: Final = {
     "tensor(float)": "FP32",
@@ -36,8 +36,8 @@ Provider = str | tuple[str, dict[str, Any]]
 
 
 def import_onnxruntime() -> Any:
-    """The module `onnxruntime`, silent towards its makers. Raises LoadFailed naming the extra that brings it."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # looked at when it is imported
+    """The module `onnxruntime`, with its telemetry off. Raises LoadFailed, which names the extra to install."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at import
     try:
         import onnxruntime
     except ImportError as e:
@@ -53,39 +53,39 @@ def open_session(
     providers: Sequence[Provider] | None = None,
     graph: bytes | None = None,
 ) -> Any:
-    """An InferenceSession on `device` ("cpu", "cuda:0") with `threads` threads inside an operator, which do not spin.
+    """An InferenceSession on `device` ("cpu", "cuda:0") with `threads` intra-operator threads, which do not spin.
 
-    `providers` take the place of those that the device says, `graph` that of what is in the file. Raises LoadFailed.
+    `providers` replace the device's default providers, and `graph` replaces the content of the file. Raises LoadFailed.
     """
     ort = import_onnxruntime()
     if not os.path.isfile(path):
         raise LoadFailed(f"there is no file {path}")
-    wanted = list(providers) if providers is not None else providers_of(device)
-    first = wanted[0] if isinstance(wanted[0], str) else wanted[0][0]
+    chosen = list(providers) if providers is not None else providers_of(device)
+    first = chosen[0] if isinstance(chosen[0], str) else chosen[0][0]
     available = ort.get_available_providers()
     if first not in available:
         raise LoadFailed(
-            f"device {device} needs the {first} of ONNX Runtime, and this one has {', '.join(available)}:"
-            " pip install onnxruntime-gpu in place of onnxruntime"
+            f"device {device} needs the {first} of ONNX Runtime, but this build has {', '.join(available)}:"
+            " install onnxruntime-gpu instead of onnxruntime"
         )
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # threads that wait must not take the cores of other workers
+    # waiting threads must not occupy the cores of other workers
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     try:
-        session = ort.InferenceSession(graph or path, options, providers=wanted)
-    except Exception as e:  # its errors have no class of their own
+        session = ort.InferenceSession(graph or path, options, providers=chosen)
+    except Exception as e:  # its errors have no common class
         raise LoadFailed(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {describe(e)[:500]}") from e
-    if session.get_providers()[0] != first:  # it would run on the CPU, and only a line of a log would tell
-        raise LoadFailed(f"the {first} of ONNX Runtime could not be started: its own log tells why")
+    if session.get_providers()[0] != first:  # the session would run on the CPU, reported only in a log line
+        raise LoadFailed(f"the {first} of ONNX Runtime could not be started; its log states the reason")
     return session
 
 
 def providers_of(device: str) -> list[Provider]:
-    """Those of a device; what CUDA lacks runs on the CPU. Raises ConfigError for a device that ONNX Runtime has not."""
+    """The providers of a device. Operators without a CUDA kernel run on the CPU. Raises ConfigError."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return [CPU]
@@ -105,15 +105,15 @@ def open_tensorrt(
     graph: bytes | None = None,
     cache: str | None = None,
 ) -> Any:
-    """A session that TensorRT compiles for the device; its engine is kept, and taken again by the next one.
+    """A session that TensorRT compiles for the device. Later sessions reuse the cached engine.
 
-    It is kept beside the file `cache`, or where the user's caches are. `graph` takes the place of what is in the file.
-    Raises LoadFailed, ConfigError.
+    The engine is cached next to the file `cache`, or in the user's cache directory. `graph` replaces the content of the
+    file. Raises LoadFailed, ConfigError.
     """
     ort = import_onnxruntime()
     if TENSORRT not in ort.get_available_providers():
         raise LoadFailed(
-            "optimize = 'compile' needs the TensorRT provider of ONNX Runtime on a CUDA device, and this one has"
+            "optimize = 'compile' needs the TensorRT provider of ONNX Runtime on a CUDA device, but this build has"
             f" {', '.join(ort.get_available_providers())}"
         )
     index = int(device.partition(":")[2] or 0)
@@ -122,9 +122,9 @@ def open_tensorrt(
     options |= {"trt_int8_enable": True} if precision == "int8" else {}
     inputs = open_session(path, "cpu", threads=threads, graph=graph).get_inputs()
     profile = _profile(inputs, least_rows, most_rows)
-    if profile is None:  # engines are made for the shapes that come, while it serves: there is none to be kept
-        wanted = [(TENSORRT, options), *providers_of(device)]
-        return open_session(path, device, threads=threads, providers=wanted, graph=graph)
+    if profile is None:  # engines are built for request shapes while serving, so there is no engine to cache
+        providers = [(TENSORRT, options), *providers_of(device)]
+        return open_session(path, device, threads=threads, providers=providers, graph=graph)
     key = {
         "model": file_digest(path) if graph is None else hashlib.sha256(graph).hexdigest(),
         "shapes": profile,
@@ -135,12 +135,12 @@ def open_tensorrt(
     }
     with (EngineCache.beside(cache, key) if cache else EngineCache.of_user(key)).open() as folder:
         options |= {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(folder), **profile}
-        wanted = [(TENSORRT, options), *providers_of(device)]
-        return open_session(path, device, threads=threads, providers=wanted, graph=graph)
+        providers = [(TENSORRT, options), *providers_of(device)]
+        return open_session(path, device, threads=threads, providers=providers, graph=graph)
 
 
 def _profile(inputs: Sequence[Any], least_rows: int, most_rows: int) -> dict[str, str] | None:
-    """The shapes that an engine is made for: {} when all stand in the graph, None when one besides the rows is open."""
+    """The shapes of an engine: {} if the graph fixes them all, None if another size than the rows is dynamic."""
     shapes = {i.name: list(i.shape) for i in inputs}
     if any(not isinstance(n, int) for shape in shapes.values() for n in shape[1:]):
         return None
@@ -158,7 +158,7 @@ def _profile(inputs: Sequence[Any], least_rows: int, most_rows: int) -> dict[str
 
 
 def gpu_name(device: str) -> str:
-    """What an engine is bound to besides versions: the model of the GPU, and its driver. Raises LoadFailed."""
+    """The GPU model and driver version that an engine depends on. Raises LoadFailed."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as e:
@@ -166,13 +166,13 @@ def gpu_name(device: str) -> str:
     handle, version, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(128)
     index = int(device.partition(":")[2] or 0)
     if any((cuda.cuInit(0), cuda.cuDeviceGet(ctypes.byref(handle), index), cuda.cuDeviceGetName(name, 128, handle))):
-        raise LoadFailed(f"there is no GPU {device} that this process may use")
+        raise LoadFailed(f"this process cannot use a GPU {device}")
     cuda.cuDriverGetVersion(ctypes.byref(version))
     return f"{name.value.decode(errors='replace')} driver {version.value}"
 
 
 def tensorrt_version() -> str:
-    """Of the package, "" where TensorRT came another way; its engines then say themselves if they do not fit."""
+    """The version of the TensorRT package; "" without a package, where TensorRT itself refuses incompatible engines."""
     from importlib.metadata import PackageNotFoundError, version
 
     for package in ("tensorrt", "tensorrt-cu12", "tensorrt-cu13"):
@@ -184,7 +184,7 @@ def tensorrt_version() -> str:
 
 
 class OnnxProgram:
-    """A session as a program over arrays: names, datatypes and shapes are those of its graph."""
+    """A session as a program over arrays, with the names, datatypes and shapes of its graph."""
 
     platform = "onnxruntime_onnx"
 
@@ -200,7 +200,7 @@ class OnnxProgram:
         self._names = [o.name for o in self.outputs]
 
     def run(self, arrays: Arrays) -> Arrays:
-        """Raises what ONNX Runtime raises; MemoryError when that is for want of memory."""
+        """Raises what ONNX Runtime raises; MemoryError if it ran out of memory."""
         feeds = {i.name: _text(arrays[i.name]) if i.datatype == "BYTES" else arrays[i.name] for i in self.inputs}
         try:
             found = self._session.run(self._names, feeds)
@@ -212,7 +212,7 @@ class OnnxProgram:
 
 
 def _spec(value: Any, side: str) -> TensorSpec:
-    """An input or output of a graph. Raises LoadFailed for one that is no tensor with rows."""
+    """An input or output of a graph. Raises LoadFailed unless it is a tensor, and an input has rows."""
     datatype = _DATATYPES.get(value.type)
     shape = tuple(n if isinstance(n, int) and n >= 0 else -1 for n in value.shape)
     if datatype is None or (side == "input" and not shape):
@@ -224,7 +224,7 @@ def _spec(value: Any, side: str) -> TensorSpec:
 
 
 def _text(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """BYTES as the strings that ONNX Runtime takes."""
+    """BYTES as the strings that ONNX Runtime requires."""
     cells = [cell.decode("utf-8", "surrogateescape") if isinstance(cell, bytes) else cell for cell in array.ravel()]
     found = np.empty(array.shape, object)
     found.ravel()[:] = cells
@@ -232,7 +232,7 @@ def _text(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def compiled(device: str, precision: str, optimize: str) -> bool:
-    """Whether TensorRT shall compile the graph. Raises ConfigError for what ONNX Runtime cannot do on the device."""
+    """Whether TensorRT compiles the graph. Raises ConfigError for settings that the device does not support."""
     cuda = device.startswith("cuda")
     if precision not in PRECISIONS or optimize not in OPTIMIZATIONS:
         raise ConfigError(
@@ -241,13 +241,13 @@ def compiled(device: str, precision: str, optimize: str) -> bool:
         )
     if optimize == "compile" and not cuda:
         raise ConfigError(
-            "optimize: found compile, which is TensorRT's for an ONNX model and needs a CUDA device; leave it out:"
+            "optimize: found compile, which uses TensorRT for an ONNX model and needs a CUDA device; leave it out:"
             " ONNX Runtime fuses operators by itself"
         )
     if precision != "fp32" and optimize != "compile":
         where = "optimize = 'compile' (TensorRT)" if cuda else "a CUDA device and optimize = 'compile' (TensorRT)"
         raise ConfigError(
-            f"precision: found {precision}, but an ONNX graph runs in the datatypes that stand in it; {precision} needs"
-            f" {where}, or a graph that was exported in {precision}"
+            f"precision: found {precision}, but an ONNX graph runs in its own datatypes; {precision} needs"
+            f" {where}, or a graph exported in {precision}"
         )
     return optimize == "compile"

@@ -1,6 +1,6 @@
-"""An ONNX graph that takes pixels as they are: the cast from uint8, the mean and the standard deviation go into it.
+"""Moves pixel normalization (cast from uint8, mean, standard deviation) into an ONNX graph.
 
-A quarter of the bytes goes to the device so, and no pass over the pixels is made in Python. Needs the package `onnx`.
+The device then receives a quarter of the bytes, and Python does not touch the pixels. Needs the package `onnx`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from penstock.errors import LoadFailed, describe
 from penstock.runtimes.tensors import Input
 
 Array = np.ndarray[Any, Any]
-RAW = "__uint8"  # what is added to the name of an input
+RAW = "__uint8"  # suffix of a changed input
 
 Steps = Mapping[str, tuple[Array, Array]]
 
 
 def normalised(path: str, steps_of: Callable[[list[Input]], Steps]) -> bytes | None:
-    """The graph of a file some of whose inputs are uint8 instead, and become `(x - mean) * scale` in float32.
+    """The graph of a file, with uint8 inputs that it converts to `(x - mean) * scale` in float32.
 
-    `steps_of` says of the inputs, by name, what is subtracted and what is multiplied with, both of a shape that
-    broadcasts to the input's. The new input is named `NAME__uint8`. None where that cannot be done: without the package
-    `onnx`, and where weights lie in files of their own, which a graph that comes as bytes would not find. Raises
-    LoadFailed.
+    `steps_of` receives the inputs and returns the mean and scale by input name, in shapes that broadcast to the input.
+    A changed input is named `NAME__uint8`. Returns None without the package `onnx`, and for weights in external files,
+    which a graph loaded from bytes cannot find. Raises LoadFailed.
     """
     try:
         import onnx
@@ -33,7 +32,7 @@ def normalised(path: str, steps_of: Callable[[list[Input]], Steps]) -> bytes | N
         return None
     try:
         model = onnx.load(path, load_external_data=False)
-    except Exception as e:  # of protobuf, without a class of its own
+    except Exception as e:  # protobuf errors have no common class
         raise LoadFailed(f"{path} cannot be read as an ONNX model: {describe(e)[:500]}") from e
     if any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer):
         return None
@@ -54,7 +53,7 @@ def normalised(path: str, steps_of: Callable[[list[Input]], Steps]) -> bytes | N
 
 
 def plain_input(spec: Input) -> Input:
-    """An input of a program as it is in the file, whether the graph was changed or not."""
+    """An input as the file declares it, whether or not the graph was changed."""
     return Input(spec.name.removesuffix(RAW), "FP32", spec.shape) if spec.name.endswith(RAW) else spec
 
 
@@ -66,7 +65,7 @@ def _input(onnx: Any, value: Any) -> Input:
 
 
 def _steps(onnx: Any, graph: Any, value: Any, mean: Array, scale: Array) -> list[Any]:
-    """The nodes from a new uint8 input to the one that was there, which is renamed; constants go into the graph."""
+    """The nodes from the new uint8 input to the original one; their constants are added to the graph."""
     name, kind = value.name, value.type.tensor_type
     kinds, node = onnx.TensorProto, onnx.helper.make_node
     kind.elem_type, was = kinds.UINT8, kind.elem_type

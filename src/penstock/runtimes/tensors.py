@@ -1,8 +1,8 @@
-"""A model over tensors: requests of arrays are checked one by one, and become one call of a program a batch.
+"""TensorModel: checks requests of arrays one by one, and runs each batch as one call of a program.
 
-What a request may be: a dict of input name to array `[rows, ...]` (Open Inference), the same in nested lists (a JSON
-object), or nested lists alone where the program has a single input. In lists, one axis less than the input has means a
-single row, whose answer has no axis of rows either; so it is also where the number of axes is not known.
+A request is a dict of input name to array `[rows, ...]` (Open Inference), the same in nested lists (a JSON object), or
+only nested lists if the program has a single input. Lists with one axis less than the input are a single row, whose
+result has no row axis either; so are lists for an input of unknown rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 
 ANY_ROWS: Final = (1, 2**31 - 1)
-_PLAIN: Final = {"b": "BOOL", "i": "INT64", "u": "INT64", "f": "FP32"}  # of lists, where the program does not tell
+_PLAIN: Final = {"b": "BOOL", "i": "INT64", "u": "INT64", "f": "FP32"}  # datatypes of lists for undeclared inputs
 
 
 class Input(Struct, frozen=True):
-    """An input of a program; datatype and shape are None where it does not tell. Axis 0 is rows, -1 any size."""
+    """An input of a program; datatype and shape are None if it declares none. Axis 0 is rows, -1 any size."""
 
     name: str
     datatype: str | None = None
@@ -35,7 +35,7 @@ class Input(Struct, frozen=True):
 
 
 class Program(Protocol):
-    """What a runtime loads. `rows` is the fewest and the most rows that one call takes."""
+    """A model that a runtime has loaded. `rows`: the fewest and most rows of one call."""
 
     platform: str
     inputs: tuple[Input, ...]
@@ -43,12 +43,12 @@ class Program(Protocol):
     rows: tuple[int, int]
 
     def run(self, arrays: Arrays) -> Arrays:
-        """Output name -> array `[rows, ...]`, of all rows at once. `arrays` are in C order."""
+        """Output name -> array `[rows, ...]` for all rows. `arrays` are in C order."""
         ...
 
 
-class Settings(Struct, frozen=True):
-    """How a program is opened: the keys of `[models.NAME]`. `most_rows` is the batch size, None if it is found out."""
+class ProgramSettings(Struct, frozen=True):
+    """The keys of `[models.NAME]` that a program needs. `most_rows`: the batch size, None for "auto"."""
 
     device: str = "cpu"
     precision: str = "fp32"
@@ -59,8 +59,8 @@ class Settings(Struct, frozen=True):
     most_rows: int | None = None
 
 
-class Request(Struct):
-    """A request whose arrays fit the program. `single`: one row without its axis; `named`: the answer is a dict."""
+class TensorRequest(Struct):
+    """A checked request. `single`: one row without a row axis; `named`: the result is a dict."""
 
     arrays: Arrays
     rows: int
@@ -69,14 +69,14 @@ class Request(Struct):
 
 
 class TensorModel:
-    """The model around a program, which `open_program` makes as the settings say."""
+    """The model around the program that `open_program` returns for the settings."""
 
-    __penstock_takes__ = ("precision", "optimize", "threads")  # by its settings, not by its `load`
+    __penstock_takes__ = ("precision", "optimize", "threads")  # through its settings, not through `load`
 
-    def __init__(self, open_program: Callable[[Settings], Program], settings: Settings) -> None:
+    def __init__(self, open_program: Callable[[ProgramSettings], Program], settings: ProgramSettings) -> None:
         self._open, self._settings = open_program, settings
         self._program: Program | None = None
-        self.inputs: tuple[TensorSpec, ...] = ()  # all of them, or none where one is not known
+        self.inputs: tuple[TensorSpec, ...] = ()  # empty unless all are known
         self.outputs: tuple[TensorSpec, ...] = ()
         self.platform = "python"
 
@@ -92,7 +92,7 @@ class TensorModel:
             self._compile()
 
     def _options(self) -> dict[str, Any]:
-        """What follows from the program for batching: see `@penstock.model`."""
+        """The batching options that the program requires; see `@penstock.model`."""
         found: dict[str, Any] = {}
         if any(i.shape is None or -1 in i.shape[1:] for i in self._loaded.inputs):
             found["bucket"] = "shape"  # requests of different shapes cannot run in one call
@@ -107,27 +107,26 @@ class TensorModel:
         return self._program
 
     def unload(self) -> None:
-        """Lets the program go, and the memory of the device with it."""
+        """Releases the program and its device memory."""
         self._program = None
 
     def warmup(self) -> list[Arrays]:
-        """One row of zeros; nothing where a size is not known."""
+        """One row of zeros; nothing if a size is unknown."""
         inputs = self._loaded.inputs
         if not self.inputs or any(i.datatype == "BYTES" or -1 in i.shape[1:] for i in self.inputs):
             return []
         return [{i.name: np.zeros((1, *cast(Any, i.shape)[1:]), DTYPES[cast(str, i.datatype)]) for i in inputs}]
 
     def _compile(self) -> None:
-        """Runs what is compiled at its first call: one row and several are so apart, and take longer than a warm-up
-        waits."""
+        """Compiles for one row and for several, which takes longer than a warm-up may."""
         for rows in (1, 2):
             for sample in self.warmup():
                 self._run({name: np.repeat(array, rows, axis=0) for name, array in sample.items()}, rows)
 
-    # ---- a request
+    # ---- requests
 
-    def preprocess(self, item: Any) -> Request:
-        """The request as the program takes it. Raises BadRequest: this request fails, and no other."""
+    def preprocess(self, item: Any) -> TensorRequest:
+        """The checked request. Raises BadRequest, which fails only this request."""
         inputs = self._loaded.inputs
         if isinstance(item, dict):
             given = self._renamed(item)
@@ -152,9 +151,9 @@ class TensorModel:
             _check_shape(specs[name], arrays[name])
         rows = {name: len(array) for name, array in arrays.items()}
         if len(set(rows.values())) != 1 or len(singles) != 1:
-            told = ", ".join(f"'{name}' {n}" for name, n in rows.items())
-            raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {told}")
-        return Request(arrays, next(iter(rows.values())), singles == {True}, named)
+            found = ", ".join(f"'{name}' {n}" for name, n in rows.items())
+            raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {found}")
+        return TensorRequest(arrays, next(iter(rows.values())), singles == {True}, named)
 
     def _renamed(self, item: dict[Any, Any]) -> dict[str, Any]:
         inputs = self._loaded.inputs
@@ -172,22 +171,22 @@ class TensorModel:
             raise BadRequest(f"input '{(missing or [known])[0]}' is missing; the model needs {known}")
         return given
 
-    # ---- a batch
+    # ---- batches
 
-    def predict(self, requests: list[Request]) -> list[Any]:
-        """The answers: each a dict of output name to array, or the array of the one output. One call a shape."""
+    def predict(self, requests: list[TensorRequest]) -> list[Any]:
+        """The results: each a dict of output name to array, or the array of the only output. One call per shape."""
         groups: dict[object, list[int]] = {}
         for i, request in enumerate(requests):
             key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(request.arrays.items()))
             groups.setdefault(key, []).append(i)
         answers: list[Any] = [None] * len(requests)
         for places in groups.values():
-            found = self._together([requests[i] for i in places])
+            found = self._run_together([requests[i] for i in places])
             for i, answer in zip(places, found, strict=True):
                 answers[i] = answer
         return answers
 
-    def _together(self, requests: Sequence[Request]) -> list[Any]:
+    def _run_together(self, requests: Sequence[TensorRequest]) -> list[Any]:
         first = requests[0].arrays
         rows = sum(r.rows for r in requests)
         arrays = {
@@ -211,7 +210,7 @@ class TensorModel:
         return answers
 
     def _run(self, arrays: Arrays, rows: int) -> Arrays:
-        """The outputs of all rows, in as many calls as the program needs; what it lacks of rows is filled up."""
+        """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum."""
         least, most = self._loaded.rows
         parts = []
         for start in range(0, rows, most):
@@ -226,7 +225,7 @@ class TensorModel:
         return {name: np.concatenate([np.atleast_1d(part[name]) for part in parts]) for name in parts[0]}
 
 
-def _answer(request: Request, outputs: Arrays) -> Any:
+def _answer(request: TensorRequest, outputs: Arrays) -> Any:
     found = {name: array[0] for name, array in outputs.items()} if request.single else outputs
     return found if request.named or len(found) != 1 else next(iter(found.values()))
 
@@ -242,26 +241,26 @@ def _array(spec: Input, value: Any) -> Array:
         found = DATATYPES.get(array.dtype.name, array.dtype.name)
         raise BadRequest(f"input '{spec.name}': datatype must be {spec.datatype}, found {found}")
     if spec.datatype is None and array.dtype.kind not in _PLAIN:
-        raise BadRequest(f"input '{spec.name}': datatype must be one of numbers, found {array.dtype}")
+        raise BadRequest(f"input '{spec.name}': datatype must be numeric, found {array.dtype}")
     return array
 
 
 def _plain(name: str, value: Any) -> Array:
-    """Lists of whole numbers as INT64, those with a fraction among them as FP32: what PyTorch's own literals are."""
+    """Lists of whole numbers as INT64, lists with a fraction as FP32, as PyTorch treats literals."""
     try:
         kind = "f" if has_text(value) else np.asarray(value).dtype.kind
     except (ValueError, OverflowError):
-        kind = "f"  # `array_of` tells what is wrong
+        kind = "f"  # `array_of` reports the error
     return array_of(name, value, _PLAIN.get(kind, "FP32"))
 
 
 def _check_shape(spec: Input, array: Array) -> None:
-    found, wanted = array.shape, spec.shape
+    found, expected = array.shape, spec.shape
     if array.ndim == 0 or found[0] < 1:
         raise BadRequest(f"input '{spec.name}': shape {list(found)} has no rows, expected at least 1 on axis 0")
-    if wanted is None:
+    if expected is None:
         return
-    fits = len(found) == len(wanted) and all(w in (-1, f) for w, f in zip(wanted[1:], found[1:], strict=True))
+    fits = len(found) == len(expected) and all(w in (-1, f) for w, f in zip(expected[1:], found[1:], strict=True))
     if not fits:
-        shown = [-1, *wanted[1:]]
+        shown = [-1, *expected[1:]]
         raise BadRequest(f"input '{spec.name}': shape must be {shown} (-1 is any size), found {list(found)}")

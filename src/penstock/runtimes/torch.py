@@ -1,7 +1,7 @@
-"""PyTorch models: TorchScript, exported programs, modules with a state dict; their precision and optimisation.
+"""Loads PyTorch models (TorchScript, exported programs, modules with a state dict), casts and optimizes them.
 
-Nothing here imports torch until it is called. A pickle in a file is read by `torch.load(weights_only=True)`, which runs
-no code, unless the model's configuration says `trust = "pickle"`.
+Functions import torch when they are called. `torch.load(weights_only=True)`, which runs no code, reads pickles in files
+unless the model's configuration has `trust = "pickle"`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS: Final = {"script": "a TorchScript program", "exported": "an exported prog
 
 
 def import_torch() -> Any:
-    """The module `torch`. Raises LoadFailed naming the extra that brings it."""
+    """The module `torch`. Raises LoadFailed, which names the extra to install."""
     try:
         import torch
     except ImportError as e:
@@ -28,18 +28,18 @@ def import_torch() -> Any:
     return torch
 
 
-# ---- what files hold
+# ---- files
 
 
 def kind_of(path: str) -> str:
-    """What a PyTorch file holds, by what is in it: "script", "exported" or "pickled" (a state dict, a whole module).
+    """The kind of a PyTorch file, by its content: "script", "exported" or "pickled" (a state dict, a whole module).
 
-    Raises LoadFailed when there is no such file.
+    Raises LoadFailed for a missing or unreadable file.
     """
     try:
         with open(path, "rb") as file:
             if not zipfile.is_zipfile(file):
-                return "pickled"  # as torch.save wrote until 1.6
+                return "pickled"  # the format of torch.save before 1.6
             with zipfile.ZipFile(file) as archive:
                 names = {name.partition("/")[2] or name for name in archive.namelist()}
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def kind_of(path: str) -> str:
         raise LoadFailed(f"{path} cannot be read: {describe(e)}") from e
     if "constants.pkl" in names:
         return "script"
-    # `torch.export.save` of 2.6 and later, and before
+    # `torch.export.save` since 2.6, and before
     exported = "archive_format" in names or any("serialized_exported_program" in name for name in names)
     return "exported" if exported else "pickled"
 
@@ -56,7 +56,7 @@ def kind_of(path: str) -> str:
 def load_module(path: str, device: str = "cpu", *, trust: str = "none") -> Any:
     """The module in a TorchScript file or an exported program, in evaluation mode on `device`.
 
-    A whole pickled module only with `trust` "pickle". Raises LoadFailed.
+    A whole pickled module needs `trust` "pickle". Raises LoadFailed.
     """
     torch = import_torch()
     kind = kind_of(path)
@@ -69,7 +69,7 @@ def load_module(path: str, device: str = "cpu", *, trust: str = "none") -> Any:
         return found.to(device).train(False)
     holds = "a state dict" if isinstance(found, Mapping) else f"a {type(found).__name__}"
     raise LoadFailed(
-        f"{path} holds {holds}, and no program: name its class too, target = 'net.py:Net' with weights = '{path}'"
+        f"{path} holds {holds}, not a program: name its class too, target = 'net.py:Net' with weights = '{path}'"
     )
 
 
@@ -93,13 +93,13 @@ def load_exported(path: str, device: str = "cpu") -> Any:
                 from torch.export.passes import move_to_device_pass
 
                 program = move_to_device_pass(program, device)
-        except Exception as e:  # of the archive, of its JSON, of an operator that this PyTorch has not
+        except Exception as e:  # from the archive, its JSON, or an unknown operator
             raise _unreadable(path, KINDS["exported"], torch, e) from e
     return program
 
 
 def load_pickled(path: str, device: str = "cpu", *, trust: str = "none") -> Any:
-    """What `torch.save`, or safetensors, wrote: most often a state dict. Raises LoadFailed."""
+    """The object in a file of `torch.save` or safetensors, usually a state dict. Raises LoadFailed."""
     torch = import_torch()
     try:
         if path.endswith(".safetensors"):
@@ -113,11 +113,11 @@ def load_pickled(path: str, device: str = "cpu", *, trust: str = "none") -> Any:
         if trust != "pickle" and "GLOBAL" in str(e):
             raise LoadFailed(
                 f"{path} holds more than tensors, and loading it may run any code: save the state dict"
-                ' (torch.save(model.state_dict(), ...)), or say trust = "pickle" if you trust whoever wrote the file',
+                ' (torch.save(model.state_dict(), ...)), or set trust = "pickle" if you trust the author of the file',
                 detail=str(e),
             ) from e
         raise LoadFailed(
-            f"{path} is damaged, or no file of torch.save that PyTorch {torch.__version__} can read", detail=str(e)
+            f"{path} is damaged, or not a torch.save file that PyTorch {torch.__version__} can read", detail=str(e)
         ) from e
 
 
@@ -130,9 +130,9 @@ def _safetensors(path: str, device: str) -> Any:
 
 
 def load_weights(module: Any, path: str, device: str = "cpu", *, trust: str = "none") -> Any:
-    """The module with the weights of a state dict file, every one of them, on `device`, in evaluation mode.
+    """The module with all weights of a state dict file, on `device`, in evaluation mode.
 
-    `module` is an `nn.Module`, or its class, which is called without arguments. Raises LoadFailed.
+    `module` is an `nn.Module` or its class, which is called without arguments. Raises LoadFailed.
     """
     module = instance_of(module)
     state = load_pickled(path, device, trust=trust)
@@ -142,18 +142,20 @@ def load_weights(module: Any, path: str, device: str = "cpu", *, trust: str = "n
         module.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as e:
         text = " ".join(str(e).split())[:500]
-        raise LoadFailed(f"the weights in {path} are not those of {type(module).__name__}: {text}") from e
+        raise LoadFailed(f"the weights in {path} do not fit {type(module).__name__}: {text}") from e
     return module.to(device).train(False)
 
 
 def instance_of(module: Any) -> Any:
-    """The module; one made of it without arguments when it is a class. Raises LoadFailed."""
+    """The module; of a class, an instance made without arguments. Raises LoadFailed."""
     if not inspect.isclass(module):
         return module
     try:
         return module()
     except TypeError as e:
-        raise LoadFailed(f"{module.__name__} cannot be made without arguments: {e}; name an instance of it") from e
+        raise LoadFailed(
+            f"{module.__name__} cannot be instantiated without arguments: {e}; name an instance of it"
+        ) from e
 
 
 def _unreadable(path: str, what: str, torch: Any, error: Exception) -> LoadFailed:
@@ -162,32 +164,32 @@ def _unreadable(path: str, what: str, torch: Any, error: Exception) -> LoadFaile
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning that TorchScript is deprecated: who has such a file cannot change that."""
+    """Hides the warning that TorchScript is deprecated, which the user of such a file cannot act on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\..*` is (deprecated|not supported)", DeprecationWarning)
         yield
 
 
-# ---- precision and optimisation
+# ---- precision and optimization
 
 
 def prepare(module: Any, device: str = "cpu", *, precision: str = "fp32", optimize: str = "none") -> Any:
-    """The module as it shall run: moved, cast, and optimised. Raises ConfigError, LoadFailed.
+    """The module moved, cast, and optimized. Raises ConfigError, LoadFailed.
 
-    `optimize_for_inference` freezes TorchScript and fuses its operators; a module in Python is scripted first.
-    `compile` is `torch.compile` with sizes that may change, for what is in Python or exported.
+    `optimize_for_inference` freezes TorchScript and fuses its operators, after scripting a Python module. `compile` is
+    `torch.compile` with dynamic sizes, for Python modules and exported programs.
     """
     torch = import_torch()
     dtype = dtype_of(precision)
     try:
         module = module.train(False).to(device)
         exported = False
-    except NotImplementedError:  # an exported program is what it was exported as, on the device that it was loaded on
+    except NotImplementedError:  # an exported program keeps its mode and device
         exported = True
     if exported and dtype is not torch.float32:
         raise ConfigError(
-            f"precision: found {precision}, but the dtypes of an exported program stand in its graph;"
-            " export the model as it shall run"
+            f"precision: found {precision}, but the graph of an exported program fixes its dtypes;"
+            " export the model in this precision"
         )
     if dtype is not torch.float32:
         module = module.to(dtype)
@@ -195,12 +197,12 @@ def prepare(module: Any, device: str = "cpu", *, precision: str = "fp32", optimi
         return module
     if optimize == "compile":
         if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError("optimize: found compile, which TorchScript does not take; use optimize_for_inference")
+            raise ConfigError("optimize: found compile, which TorchScript does not support; use optimize_for_inference")
         return torch.compile(module, dynamic=True)
     if optimize != "optimize_for_inference":
         raise ConfigError(f"optimize: found {optimize!r}, expected one of {', '.join(OPTIMIZATIONS)}")
     if exported:
-        raise ConfigError("optimize: found optimize_for_inference, which exported programs do not take; use compile")
+        raise ConfigError("optimize: found optimize_for_inference, which exported programs do not support; use compile")
     return _frozen(torch, module)
 
 
@@ -211,7 +213,7 @@ def _frozen(torch: Any, module: Any) -> Any:
                 module = torch.jit.script(module)
             except Exception as e:
                 raise LoadFailed(
-                    f"optimize_for_inference needs TorchScript, and {type(module).__name__} cannot be scripted:"
+                    f"optimize_for_inference needs TorchScript, but {type(module).__name__} cannot be scripted:"
                     f" {describe(e)}; use optimize = 'compile'",
                     detail=str(e),
                 ) from e

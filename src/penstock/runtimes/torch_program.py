@@ -1,4 +1,4 @@
-"""A PyTorch module as a program over arrays: what its inputs are called, and how it is called."""
+"""TorchProgram: a PyTorch module as a program over arrays, with the names and shapes of its inputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.types import DATATYPES, TensorSpec
 class TorchProgram:
     """Runs a prepared module on one device under `inference_mode`.
 
-    Floating inputs are cast to `precision`, floating outputs back to FP32. `inputs` go to `forward` in their order, or
-    by their names when these are `keywords` of it.
+    Floating-point inputs are cast to `precision`, floating-point outputs back to FP32. `forward` receives the inputs in
+    `keywords` by name, and the others in order.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TorchProgram:
         self.inputs, self.outputs, self.platform, self.rows = inputs, outputs, platform, rows
 
     def run(self, arrays: Arrays) -> Arrays:
-        """Raises what the module raises, BadOutput for an output that is no tensor."""
+        """Raises what the module raises; BadOutput for an output that is not a tensor."""
         positional, named = [], {}
         for spec in self.inputs:
             if spec.name not in arrays:
@@ -59,7 +59,7 @@ class TorchProgram:
         return tensor.to(self._device, dtype)
 
     def _named(self, found: Any) -> dict[str, Any]:
-        """The outputs by name: their own in a dict, those declared, else OUTPUT__0, OUTPUT__1 ..."""
+        """The outputs by name: the keys of a dict, the declared names, or OUTPUT__0, OUTPUT__1 ..."""
         if isinstance(found, Mapping):
             return {str(name): value for name, value in found.items() if value is not None}
         several = list(found) if isinstance(found, (list, tuple)) else [found]
@@ -76,7 +76,7 @@ class TorchProgram:
         return array
 
 
-# ---- programs of the kinds of files
+# ---- programs by kind of file
 
 
 def of_module(
@@ -87,9 +87,9 @@ def of_module(
     optimize: str = "none",
     inputs: tuple[TensorSpec, ...] = (),
 ) -> TorchProgram:
-    """The program of an `nn.Module`, or of TorchScript. Raises LoadFailed, ConfigError.
+    """The program of an `nn.Module` or TorchScript module. Raises LoadFailed, ConfigError.
 
-    Its inputs are the tensors that `forward` takes; `inputs` tells what that cannot: datatypes and shapes.
+    Its inputs are the tensors that `forward` takes; `inputs` adds their datatypes and shapes.
     """
     torch = loaders.import_torch()
     scripted = isinstance(module, torch.jit.ScriptModule)
@@ -99,7 +99,7 @@ def of_module(
     known = frozenset(i.name for i in found if not i.name.startswith("INPUT__"))
     for spec in inputs:
         if spec.datatype == "BYTES":
-            raise ConfigError(f"inputs.{spec.name}: found BYTES, and PyTorch has no tensors of texts")
+            raise ConfigError(f"inputs.{spec.name}: found BYTES, but PyTorch has no string tensors")
     if inputs:
         found = tuple(Input(spec.name, spec.datatype, spec.shape) for spec in inputs)
     keywords = known if all(i.name in known for i in found) else frozenset()
@@ -107,7 +107,7 @@ def of_module(
 
 
 def of_exported(program: Any, device: str, *, precision: str = "fp32", optimize: str = "none") -> TorchProgram:
-    """The program of an exported one, which tells datatypes and shapes itself. Raises LoadFailed, ConfigError."""
+    """The program of an ExportedProgram, which declares datatypes and shapes itself. Raises LoadFailed, ConfigError."""
     ready = loaders.prepare(program.module(), device, precision=precision, optimize=optimize)
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
     values = [nodes.get(name) for name in program.graph_signature.user_inputs]
@@ -115,10 +115,10 @@ def of_exported(program: Any, device: str, *, precision: str = "fp32", optimize:
     names = [*program.graph_signature.user_inputs[: len(arguments)], *named]
     inputs = [_spec(str(name), value) for name, value in zip(names, values, strict=False)]
     if len(names) != len(values) or not all(inputs):
-        raise LoadFailed("the exported program takes something else than tensors with rows; export one that does not")
+        raise LoadFailed("the exported program takes inputs other than tensors with rows; export one without them")
     outputs = [_spec(str(name), nodes.get(name)) for name in program.graph_signature.user_outputs]
     if program.call_spec.out_spec.type not in (None, tuple, list):
-        outputs = [None]  # it names them itself
+        outputs = [None]  # a dict names its outputs
     return TorchProgram(
         ready,
         device,
@@ -131,7 +131,7 @@ def of_exported(program: Any, device: str, *, precision: str = "fp32", optimize:
 
 
 def _spec(name: str, value: Any) -> TensorSpec | None:
-    """Name, datatype and shape of a tensor with rows in an exported graph; None for anything else."""
+    """Name, datatype and shape of a tensor with rows in an exported graph; None for any other value."""
     shape = tuple(getattr(value, "shape", ()))
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
     datatype = "FP32" if dtype == "bfloat16" else DATATYPES.get(dtype)
@@ -141,11 +141,11 @@ def _spec(name: str, value: Any) -> TensorSpec | None:
 
 
 def _rows_of(program: Any, values: list[Any]) -> tuple[int, int]:
-    """The fewest and the most rows that the graph takes. Raises LoadFailed when its inputs have different ones."""
+    """The fewest and most rows that the graph takes. Raises LoadFailed if its inputs differ."""
     sizes = {str(value.shape[0]): value.shape[0] for value in values}
     if len(sizes) != 1:
-        told = ", ".join(sizes)
-        raise LoadFailed(f"the inputs of the exported program have {told} rows on axis 0, expected the same in all")
+        found = ", ".join(sizes)
+        raise LoadFailed(f"the inputs of the exported program have {found} rows on axis 0, expected the same in all")
     size = next(iter(sizes.values()))
     if type(size) is int:
         return (size, size)
@@ -156,7 +156,7 @@ def _rows_of(program: Any, values: list[Any]) -> tuple[int, int]:
 
 
 def _of_signature(module: Any) -> tuple[Input, ...]:
-    """The parameters of `forward`; one input INPUT__0 where it says nothing, as with *args."""
+    """The parameters of `forward`; INPUT__0 if it names none, as with *args."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
     return _inputs([(p.name, p.default is inspect.Parameter.empty) for p in parameters])

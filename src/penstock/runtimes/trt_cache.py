@@ -1,5 +1,4 @@
-"""Engines that TensorRT compiled, kept in a folder of the user's own: taken again only when all that they hang on is
-the same, and their files are those that were written."""
+"""EngineCache: compiled TensorRT engines on disk, reused only if their whole key and all their files match."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ SIDECAR = "engine.json"
 
 
 class EngineCache:
-    """The folder of the engines for one key: the digest of a model, its shapes, precision, device and versions.
+    """The folder of engines for one key: the digest of a model, its shapes, precision, device and versions.
 
-    Beside the engines lies `engine.json` with the whole key and the digest of every file. An engine is code that runs
-    on the device, so one that does not fit its sidecar is thrown away, and not loaded.
+    A sidecar, `engine.json`, holds the whole key and the digest of every file. An engine is code that runs on the
+    device, so an engine that does not match the sidecar is deleted, not loaded.
     """
 
     def __init__(self, root: Path, key: dict[str, Any]) -> None:
@@ -36,15 +35,15 @@ class EngineCache:
 
     @classmethod
     def of_user(cls, key: dict[str, Any]) -> EngineCache:
-        """In `$XDG_CACHE_HOME/penstock/engines`, by default `~/.cache/penstock/engines`."""
+        """The cache in `$XDG_CACHE_HOME/penstock/engines`, by default `~/.cache/penstock/engines`."""
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return cls(Path(home) / "penstock" / "engines", key)
 
     @classmethod
     def beside(cls, path: str, key: dict[str, Any]) -> EngineCache:
-        """In the folder `PATH.penstock`; what others wrote to `PATH` itself is left alone.
+        """The cache in the folder `PATH.penstock`; a file at `PATH` itself is not touched.
 
-        Where that folder cannot be made it is that of the user, and a warning tells so.
+        If the folder is not usable, logs a warning and falls back to the user's cache.
         """
         cache = cls.of_user(key)
         folder = Path(path + ".penstock")
@@ -62,13 +61,13 @@ class EngineCache:
 
     @contextmanager
     def open(self) -> Iterator[Path]:
-        """The folder, with engines that fit or with none; a warning says that some were thrown away.
+        """The folder, locked for this process, with matching engines or empty; a warning reports deleted engines.
 
-        It is this process's alone inside of `with`, after which what it holds is written down.
+        Writes the sidecar when the context ends.
         """
         self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(self.folder.with_suffix(".lock"), "a") as lock:  # what is there already is not ours to empty
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another instance builds the same engine: wait for that
+        with open(self.folder.with_suffix(".lock"), "a") as lock:  # may be another program's file: never truncate
+            fcntl.flock(lock, fcntl.LOCK_EX)  # waits while another instance builds the same engine
             if self.folder.exists() and (wrong := self._wrong()):
                 log.warning("engine_cache folder=%s ignored=%r consequence=engines_are_built_anew", self.folder, wrong)
                 shutil.rmtree(self.folder)
@@ -78,7 +77,7 @@ class EngineCache:
             (self.folder / SIDECAR).write_text(text)
 
     def _wrong(self) -> str:
-        """Why the engines in the folder are not taken, "" if they are."""
+        """Why the engines in the folder cannot be used; "" if they can."""
         if self.folder.stat().st_uid != os.getuid():
             return "the folder is another user's"
         if not any(self.folder.iterdir()):
@@ -86,14 +85,14 @@ class EngineCache:
         try:
             sidecar = json.loads((self.folder / SIDECAR).read_text())
         except (OSError, ValueError):
-            return f"there is no {SIDECAR} that can be read"
-        told = sidecar if isinstance(sidecar, dict) else {}
-        key: dict[str, Any] = told["key"] if isinstance(told.get("key"), dict) else {}
+            return f"there is no readable {SIDECAR}"
+        stored = sidecar if isinstance(sidecar, dict) else {}
+        key: dict[str, Any] = stored["key"] if isinstance(stored.get("key"), dict) else {}
         if key != self._key:
             names = sorted(name for name in self._key | key if key.get(name) != self._key.get(name))
             found = [f"{n} {str(key.get(n))[:60]!r}, expected {str(self._key.get(n))[:60]!r}" for n in names]
-            return f"{SIDECAR} is that of other engines: found {'; '.join(found)}"
-        return "" if told.get("files") == self._files() else "files are not those that were written"
+            return f"{SIDECAR} describes other engines: found {'; '.join(found)}"
+        return "" if stored.get("files") == self._files() else "files differ from those that were written"
 
     def _files(self) -> dict[str, str]:
         files = sorted(path for path in self.folder.rglob("*") if path.is_file())

@@ -76,16 +76,16 @@ def test_a_worker_of_a_broker_wraps_a_file(in_folder):
     assert np.allclose(answer.body, scores(X[0]), atol=1e-6)
 
 
-def test_a_module_with_a_predict_of_its_own_is_called_by_that(tmp_path):
+def test_a_module_with_its_own_predict_is_called_through_it(tmp_path):
     torch = pytest.importorskip("torch")
     own = type("Own", (torch.nn.Module,), {"predict": lambda self, items: [i + 1 for i in items]})
     runner, _ = opened(own)
     assert [r.body for r in run(runner, Item(1), Item(2))] == [2, 3]
-    with pytest.raises(ConfigError, match="weights: the target takes none"):
+    with pytest.raises(ConfigError, match="weights: the target does not take this key"):
         opened(own, weights="weights.pt")
 
 
-def test_a_request_over_http_gets_its_shape_checked(in_folder):
+def test_the_shape_of_an_http_request_is_checked(in_folder):
     runner, _ = opened("net.onnx")
 
     def item(datatype, shape, name="x"):
@@ -112,7 +112,7 @@ def test_a_request_over_http_gets_its_shape_checked(in_folder):
 
 
 @pytest.mark.parametrize("batching", [BatchingConfig(), BatchingConfig(max_batch_size=2)], ids=["auto", "given"])
-def test_a_graph_of_one_row_says_its_batch_size(tmp_path, batching):
+def test_a_graph_of_one_row_limits_the_batch_size(tmp_path, batching):
     pytest.importorskip("onnx")
     write_onnx(tmp_path / "one.onnx", [1, 4], np.ones((3, 4), np.float32), np.zeros(3, np.float32))
     _, ready = opened(str(tmp_path / "one.onnx"), batching=batching)
@@ -135,7 +135,7 @@ def test_precision_and_optimisation_reach_the_module(in_folder, precision):
 
 
 @pytest.mark.parametrize(
-    ("target", "keys", "error", "told"),
+    ("target", "keys", "error", "message"),
     [
         ("nowhere.onnx", {}, LoadFailed, "there is no file nowhere.onnx"),
         ("nowhere.pt", {}, LoadFailed, "there is no file nowhere.pt"),
@@ -143,19 +143,19 @@ def test_precision_and_optimisation_reach_the_module(in_folder, precision):
         ("net.py:Net", {"weights": "nowhere.pt"}, LoadFailed, "there is no file nowhere.pt"),
         ("weights.pt", {}, LoadFailed, "holds a state dict"),
         ("whole.pt", {}, LoadFailed, 'trust = "pickle"'),
-        ("net.onnx", {"weights": "weights.pt"}, ConfigError, "found beside the target net.onnx"),
-        ("net.onnx", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an ONNX graph tells its own"),
-        ("net.pt2", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an exported program tells its own"),
+        ("net.onnx", {"weights": "weights.pt"}, ConfigError, "found with the target net.onnx"),
+        ("net.onnx", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an ONNX graph declares its own inputs"),
+        ("net.pt2", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an exported program declares its own inputs"),
         ("net.py:NET", {}, TargetNotFound, "has no 'NET'"),
-        ("net.ts", {"inputs": {"x": "BYTES[-1]"}}, ConfigError, "found BYTES, and PyTorch has no tensors of texts"),
-        ("math:sin", {"weights": "weights.pt"}, ConfigError, "weights: the target takes none"),
-        ("math:sin", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: the target takes none"),
+        ("net.ts", {"inputs": {"x": "BYTES[-1]"}}, ConfigError, "found BYTES, but PyTorch has no string tensors"),
+        ("math:sin", {"weights": "weights.pt"}, ConfigError, "weights: the target does not take this key"),
+        ("math:sin", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: the target does not take this key"),
         ("net.onnx", {"precision": "bf16"}, ConfigError, "fp32|bf16 needs"),
         ("net.ts", {"inputs": {"x": "FP32[-1,5]"}}, LoadFailed, "fails on its own warm-up items"),
     ],
 )
-def test_what_cannot_be_loaded_is_told(in_folder, target, keys, error, told):
-    with pytest.raises(error, match=told):
+def test_a_target_that_cannot_be_loaded_is_reported(in_folder, target, keys, error, message):
+    with pytest.raises(error, match=message):
         opened(target, **keys)
 
 

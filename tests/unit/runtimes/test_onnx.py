@@ -41,7 +41,7 @@ def graph(folder, inputs, outputs, nodes, **keys):
     return str(path)
 
 
-def test_a_graph_tells_all_of_itself(model_files):
+def test_a_graph_declares_its_inputs_and_outputs(model_files):
     program = loaders.OnnxProgram(loaders.open_session(str(model_files / "net.onnx")))
     assert program.inputs == (Input("x", "FP32", (-1, 4)),)
     assert program.outputs == (TensorSpec("scores", "FP32", (-1, 3)),)
@@ -49,21 +49,21 @@ def test_a_graph_tells_all_of_itself(model_files):
     assert np.allclose(program.run({"x": X})["scores"], scores(X), atol=1e-6)
 
 
-def test_a_graph_of_one_number_of_rows_tells_it(tmp_path):
+def test_a_graph_with_fixed_rows_declares_them(tmp_path):
     write_onnx(tmp_path / "one.onnx", [1, 4], np.ones((3, 4), np.float32), np.zeros(3, np.float32))
     program = loaders.OnnxProgram(loaders.open_session(str(tmp_path / "one.onnx")))
     assert program.rows == (1, 1)
     assert program.inputs[0].shape == (-1, 4)
 
 
-def test_strings_go_in_as_bytes(tmp_path):
+def test_string_inputs_are_bytes(tmp_path):
     path = graph(tmp_path, [("t", KINDS.STRING, ["n"])], [("u", KINDS.STRING, ["n"])], [("Identity", ["t"], ["u"])])
     program = loaders.OnnxProgram(loaders.open_session(path))
     assert program.inputs[0].datatype == "BYTES"
     assert program.run({"t": np.array(["hé".encode(), b"x"], object)})["u"].tolist() == ["hé", "x"]
 
 
-def test_the_threads_of_a_session_are_as_many_as_said_and_do_not_spin(model_files):
+def test_a_session_has_the_configured_threads_which_do_not_spin(model_files):
     options = loaders.open_session(str(model_files / "net.onnx"), threads=2).get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 1)
     for kind in ("intra", "inter"):
@@ -71,7 +71,7 @@ def test_the_threads_of_a_session_are_as_many_as_said_and_do_not_spin(model_file
 
 
 @pytest.mark.parametrize(
-    ("inputs", "told"),
+    ("inputs", "error"),
     [
         ([("x", KINDS.FLOAT, [])], "input 'x' of the graph is a tensor.float. of shape .*axis 0 is rows"),
         ([("x", KINDS.COMPLEX64, ["n"])], "cannot be loaded|is a tensor.complex64."),
@@ -79,10 +79,10 @@ def test_the_threads_of_a_session_are_as_many_as_said_and_do_not_spin(model_file
         ([("x", KINDS.FLOAT, [2]), ("k", KINDS.FLOAT, [3])], r"have \[2, 3\] rows on axis 0"),
     ],
 )
-def test_inputs_that_cannot_be_rows_are_refused(tmp_path, inputs, told):
+def test_inputs_that_cannot_be_rows_are_refused(tmp_path, inputs, error):
     nodes = [("Identity", [name], [f"y{name}"]) for name, *_ in inputs]
     path = graph(tmp_path, inputs, [(f"y{n}", k, s) for n, k, s in inputs], nodes)
-    with pytest.raises(LoadFailed, match=told):
+    with pytest.raises(LoadFailed, match=error):
         loaders.OnnxProgram(loaders.open_session(path))
 
 
@@ -90,20 +90,20 @@ PLAIN = ([("x", KINDS.FLOAT, ["n"])], [("y", KINDS.FLOAT, ["n"])])
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "error"),
     [
         ({"opset": 999}, "[Oo]pset"),
         ({"ir": 99}, "Unsupported model IR version: 99"),
         ({"domain": "my.own"}, "my.own:Identity"),
     ],
 )
-def test_what_this_onnx_runtime_cannot_run_is_told_with_its_version(tmp_path, keys, told):
+def test_an_unsupported_graph_is_reported_with_the_version_of_onnx_runtime(tmp_path, keys, error):
     path = graph(tmp_path, *PLAIN, [("Identity", ["x"], ["y"])], **keys)
-    with pytest.raises(LoadFailed, match=f"cannot be loaded by ONNX Runtime {ort.__version__}: .*{told}"):
+    with pytest.raises(LoadFailed, match=f"cannot be loaded by ONNX Runtime {ort.__version__}: .*{error}"):
         loaders.open_session(path)
 
 
-def test_files_that_are_no_model_are_told(tmp_path):
+def test_files_that_are_not_models_are_refused(tmp_path):
     with pytest.raises(LoadFailed, match=r"there is no file .*nowhere\.onnx"):
         loaders.open_session(str(tmp_path / "nowhere.onnx"))
     for content in (b"this is no model", b"", bytes(100)):
@@ -112,7 +112,7 @@ def test_files_that_are_no_model_are_told(tmp_path):
             loaders.OnnxProgram(loaders.open_session(str(tmp_path / "bad.onnx")))
 
 
-def test_want_of_memory_is_told_as_such(model_files):
+def test_out_of_memory_raises_memory_error(model_files):
     program = loaders.OnnxProgram(loaders.open_session(str(model_files / "net.onnx")))
 
     def run(*_):
@@ -126,7 +126,7 @@ def test_want_of_memory_is_told_as_such(model_files):
 # ---- providers
 
 
-def test_a_device_says_its_providers():
+def test_a_device_has_its_providers():
     assert loaders.providers_of("cpu") == ["CPUExecutionProvider"]
     assert loaders.providers_of("cuda:2") == [("CUDAExecutionProvider", {"device_id": 2}), "CPUExecutionProvider"]
     assert loaders.providers_of("cuda")[0] == ("CUDAExecutionProvider", {"device_id": 0})
@@ -135,34 +135,34 @@ def test_a_device_says_its_providers():
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "optimize", "told"),
+    ("device", "precision", "optimize", "error"),
     [
         ("cpu", "fp16", "none", "fp16 needs a CUDA device and optimize = 'compile'"),
         ("cuda:0", "bf16", "none", "bf16 needs optimize = 'compile'"),
-        ("cpu", "fp32", "compile", "TensorRT's for an ONNX model and needs a CUDA device"),
+        ("cpu", "fp32", "compile", "uses TensorRT for an ONNX model and needs a CUDA device"),
         ("cpu", "fp8", "none", "found precision 'fp8'"),
         ("cpu", "fp32", "fast", "optimize 'fast'"),
     ],
 )
-def test_what_onnx_runtime_cannot_do_on_a_device_is_refused(device, precision, optimize, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_a_device_does_not_support_are_refused(device, precision, optimize, error):
+    with pytest.raises(ConfigError, match=error):
         loaders.compiled(device, precision, optimize)
 
 
-def test_what_it_can_do_is_not():
+def test_supported_settings_are_accepted():
     assert not loaders.compiled("cpu", "fp32", "optimize_for_inference")
     assert loaders.compiled("cuda:0", "fp16", "compile")
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="needs ONNX Runtime without CUDA")
-def test_a_device_that_this_onnx_runtime_has_not_is_told(model_files):
-    with pytest.raises(LoadFailed, match=r"needs the CUDAExecutionProvider .* pip install onnxruntime-gpu"):
+def test_a_device_without_its_provider_is_reported(model_files):
+    with pytest.raises(LoadFailed, match=r"needs the CUDAExecutionProvider .* install onnxruntime-gpu"):
         loaders.open_session(str(model_files / "net.onnx"), "cuda:0")
     with pytest.raises(LoadFailed, match="needs the TensorRT provider"):
         loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0")
 
 
-def test_a_provider_that_falls_back_to_the_cpu_is_told(monkeypatch, model_files):
+def test_a_provider_that_falls_back_to_the_cpu_is_an_error(monkeypatch, model_files):
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
     monkeypatch.setattr(
         ort, "InferenceSession", lambda *_, **__: types.SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
@@ -180,7 +180,7 @@ def test_without_onnx_runtime_the_extra_is_named(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(LoadFailed, match=r"pip install 'penstock\[onnx\]'"):
+    with pytest.raises(LoadFailed, match=r"pip install '\.\[onnx\]'"):
         loaders.import_onnxruntime()
 
 
@@ -189,7 +189,7 @@ def test_without_onnx_runtime_the_extra_is_named(monkeypatch):
 
 @pytest.fixture
 def tensorrt(monkeypatch, tmp_path):
-    """Sessions of TensorRT write an engine where they are told to, if there is none; gives the options they got."""
+    """Sessions of TensorRT write an engine where they are error to, if there is none; gives the options they got."""
     real, got = ort.InferenceSession, []
 
     def session(path, options, providers):
@@ -212,7 +212,7 @@ def tensorrt(monkeypatch, tmp_path):
     return got
 
 
-def test_an_engine_is_built_once_for_all_that_it_hangs_on(tensorrt, model_files, tmp_path, monkeypatch):
+def test_an_engine_is_built_once_for_each_key(tensorrt, model_files, tmp_path, monkeypatch):
     net = str(model_files / "net.onnx")
 
     def built(**keys):
@@ -237,7 +237,7 @@ def test_tensorrt_gets_precision_and_shapes(tensorrt, model_files):
     assert options["trt_profile_max_shapes"] == options["trt_profile_opt_shapes"] == "x:8x4"
 
 
-def test_an_engine_is_kept_where_the_user_says(tensorrt, model_files, tmp_path, caplog):
+def test_an_engine_is_cached_where_the_user_says(tensorrt, model_files, tmp_path, caplog):
     cache = str(tmp_path / "mine" / "net.trt")
     for _ in range(2):
         loaders.open_tensorrt(str(model_files / "net.onnx"), "cuda:0", cache=cache)
@@ -249,7 +249,7 @@ def test_an_engine_is_kept_where_the_user_says(tensorrt, model_files, tmp_path, 
     assert "found precision 'fp32', expected 'fp16'" in record.getMessage()
 
 
-def test_a_changed_graph_has_an_engine_of_its_own(tensorrt, model_files):
+def test_a_changed_graph_has_its_own_engine(tensorrt, model_files):
     net = str(model_files / "net.onnx")
     model = onnx.load(net)
     model.doc_string = "changed"
@@ -267,14 +267,14 @@ def test_tensorrt_gets_the_smallest_batch_and_int8(tensorrt, model_files):
     assert (options["trt_profile_min_shapes"], options["trt_profile_max_shapes"]) == ("x:4x4", "x:8x4")
 
 
-def test_an_engine_of_open_shapes_is_not_kept(tensorrt, tmp_path):
+def test_an_engine_with_dynamic_shapes_is_not_cached(tensorrt, tmp_path):
     shape = ["n", "m"]
     path = graph(tmp_path, [("x", KINDS.FLOAT, shape)], [("y", KINDS.FLOAT, shape)], [("Identity", ["x"], ["y"])])
     loaders.open_tensorrt(path, "cuda:0")
     assert "trt_engine_cache_path" not in tensorrt[0]
 
 
-def test_the_runtime_reports_nothing_to_its_makers(tmp_path):
+def test_the_telemetry_of_onnx_runtime_is_off(tmp_path):
     """Else it leaves a session's number in the temporary folder and what it will send in the user's cache."""
     said = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
     own = {name: str(tmp_path) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}

@@ -45,7 +45,7 @@ def constants(inputs):
     return {i.name: (MEAN, SCALE) for i in inputs}
 
 
-def test_pixels_are_normalised_inside(tmp_path):
+def test_the_graph_normalizes_pixels(tmp_path):
     path = write(tmp_path / "a.onnx", [node("Identity", ["x"], ["y"])])
     graph = normalised(path, constants)
     (spec,) = loaders.OnnxProgram(loaders.open_session(path, graph=graph)).inputs
@@ -57,7 +57,7 @@ def test_pixels_are_normalised_inside(tmp_path):
     assert np.array_equal(found, plain)
 
 
-def test_only_what_is_named_is_changed(tmp_path):
+def test_only_named_inputs_are_changed(tmp_path):
     path = write(tmp_path / "a.onnx", [node("Sub", ["x", "z"], ["y"])], inputs=("x", "z"))
     graph = normalised(path, lambda inputs: {inputs[0].name: (MEAN, SCALE)})
     zeros = np.zeros((2, 3, 4, 5), np.float32)
@@ -72,7 +72,7 @@ def test_a_graph_of_fp16_gets_fp16(tmp_path):
     assert np.allclose(found, (PIXELS - MEAN) * SCALE, atol=2e-3)
 
 
-def test_what_an_inner_graph_reads_is_normalised_too(tmp_path):
+def test_inputs_of_an_inner_graph_are_normalized_too(tmp_path):
     h = onnx.helper
     one = h.make_graph([node("Identity", ["x"], ["i"])], "one", [], [h.make_tensor_value_info("i", KINDS.FLOAT, None)])
     two = h.make_graph([node("Neg", ["x"], ["i"])], "two", [], [h.make_tensor_value_info("i", KINDS.FLOAT, None)])
@@ -81,7 +81,7 @@ def test_what_an_inner_graph_reads_is_normalised_too(tmp_path):
     assert np.allclose(run(path, normalised(path, constants), x__uint8=PIXELS), (PIXELS - MEAN) * SCALE, atol=1e-6)
 
 
-def test_inputs_that_are_weights_are_none(tmp_path):
+def test_weights_are_not_inputs(tmp_path):
     weight = onnx.numpy_helper.from_array(np.ones((1, 3, 4, 5), np.float32), "w")
     path = write(tmp_path / "a.onnx", [node("Mul", ["x", "w"], ["y"])], inputs=("x", "w"), weights=[weight])
     seen = []
@@ -89,7 +89,7 @@ def test_inputs_that_are_weights_are_none(tmp_path):
     assert [i.name for i in seen] == ["x"]
 
 
-def test_weights_in_files_of_their_own_stay_where_they_are(tmp_path):
+def test_a_graph_with_external_weights_is_not_changed(tmp_path):
     weight = onnx.numpy_helper.from_array(np.ones((1, 3, 4, 5), np.float32), "w")
     path = write(
         tmp_path / "a.onnx", [node("Mul", ["x", "w"], ["y"])], weights=[weight],
@@ -112,7 +112,7 @@ def test_without_the_package_onnx_nothing_is_changed(tmp_path, monkeypatch):
     assert normalised(path, constants) is None
 
 
-def test_what_is_no_model_is_told(tmp_path):
+def test_a_file_that_is_not_a_model_is_refused(tmp_path):
     (tmp_path / "bad.onnx").write_bytes(b"this is no model")
     with pytest.raises(LoadFailed, match=r"bad\.onnx cannot be read as an ONNX model"):
         normalised(str(tmp_path / "bad.onnx"), constants)

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, BadRequest, LoadFailed
-from penstock.runtimes.tensors import ANY_ROWS, Input, Settings, TensorModel
+from penstock.runtimes.tensors import ANY_ROWS, Input, ProgramSettings, TensorModel
 from penstock.types import TensorSpec
 
 
@@ -36,7 +36,7 @@ ANY = Input("x", None, None, alias="INPUT__0")
 
 def model(*inputs: Input, **more: Any) -> tuple[TensorModel, Summing]:
     program = Summing(*inputs, **more)
-    made = TensorModel(lambda settings: program, Settings())
+    made = TensorModel(lambda settings: program, ProgramSettings())
     made.load("cpu")
     return made, program
 
@@ -56,12 +56,12 @@ def test_the_program_is_opened_on_the_device_with_the_settings():
         seen.append((settings.device, settings.precision))
         return Summing(X)
 
-    found = PythonModel(TensorModel(open_program, Settings(precision="fp16")), precision="fp16")
+    found = PythonModel(TensorModel(open_program, ProgramSettings(precision="fp16")), precision="fp16")
     found.load("cuda:1")
     assert seen == [("cuda:1", "fp16")]
     assert found.takes == {"precision", "optimize", "threads"}
     with pytest.raises(LoadFailed, match="not loaded"):
-        TensorModel(open_program, Settings()).preprocess([1, 2])
+        TensorModel(open_program, ProgramSettings()).preprocess([1, 2])
 
 
 def test_requests_of_one_shape_run_together_and_get_their_own_rows():
@@ -72,32 +72,32 @@ def test_requests_of_one_shape_run_together_and_get_their_own_rows():
     assert program.calls == [{"x": (5, 2)}]
 
 
-def test_lists_with_an_axis_of_rows_are_answered_with_one():
+def test_lists_with_a_row_axis_get_results_with_one():
     made, _ = model(X)
     found = answers(made, [[1, 2], [3, 4]], [[5, 6]], {"x": [5, 6]}, {"x": [[5, 6]]})
     assert [f.tolist() for f in found[:2]] == [[3, 7], [11]]
     assert (found[2]["y0"], found[3]["y0"].tolist()) == (11, [11])
 
 
-def test_where_the_shape_is_not_known_lists_are_one_row():
+def test_lists_for_an_input_of_unknown_shape_are_one_row():
     made, program = model(ANY)
     assert [f.tolist() for f in answers(made, [1, 2], [[1, 2], [3, 4]])] == [3, 10]
     assert program.calls == [{"x": (1, 2)}, {"x": (1, 2, 2)}]
 
 
-def test_requests_of_different_shapes_do_not_meet():
+def test_requests_of_different_shapes_run_apart():
     made, program = model(Input("x", "FP32", (-1, -1)))
     found = answers(made, {"x": f32([1])}, {"x": f32([1, 2])}, {"x": f32([3])})
     assert [f["y0"].tolist() for f in found] == [[1], [3], [3]]
     assert program.calls == [{"x": (2, 1)}, {"x": (1, 2)}]
 
 
-def test_several_outputs_of_a_list_come_as_a_dict():
+def test_several_outputs_are_a_dict():
     made, _ = model(X, outputs=2)
     assert answers(made, [1, 2]) == [{"y0": 3, "y1": 4}]
 
 
-def test_inputs_may_be_named_by_position_and_left_out_when_they_need_not_be():
+def test_inputs_may_be_named_by_position_and_optional_inputs_left_out():
     made, program = model(ANY, Input("mask", alias="INPUT__1", required=False))
     assert answers(made, {"INPUT__0": f32([1, 2])}, [3, 4.5])[1] == 7.5
     assert answers(made, {"x": f32([1]), "INPUT__1": f32([2])})[0]["y0"].tolist() == [3]
@@ -108,7 +108,7 @@ TWO = (X, Input("k", "INT64", (-1,)))
 
 
 @pytest.mark.parametrize(
-    ("inputs", "item", "told"),
+    ("inputs", "item", "error"),
     [
         ((X,), [1, 2, 3], r"input 'x': shape must be \[-1, 2\] \(-1 is any size\), found \[1, 3\]|found \[3\]"),
         ((X,), {"x": f32([1, 2, 3])}, r"shape must be \[-1, 2\].*found \[1, 3\]"),
@@ -128,7 +128,7 @@ TWO = (X, Input("k", "INT64", (-1,)))
         ((ANY,), [[1], [2, 3]], "ragged"),
         ((ANY,), ["a"], "holds strings"),
         ((ANY,), None, "null or mixed"),
-        ((ANY,), {"x": np.array([b"a"], object)}, "datatype must be one of numbers, found object"),
+        ((ANY,), {"x": np.array([b"a"], object)}, "datatype must be numeric, found object"),
         ((X,), b"\x89PNG", "found bytes; expected JSON"),
         ((X,), memoryview(b"x"), "found bytes"),
         ((X,), "text", "holds strings"),
@@ -140,14 +140,14 @@ TWO = (X, Input("k", "INT64", (-1,)))
         (TWO, {"x": [1, 2], "k": 1.5}, "INT64 data holds fractions"),
     ],
 )
-def test_a_request_that_does_not_fit_is_told_what_was_found_and_expected(inputs, item, told):
+def test_the_error_for_an_invalid_request_states_what_was_found_and_expected(inputs, item, error):
     made, program = model(*inputs)
-    with pytest.raises(BadRequest, match=told):
+    with pytest.raises(BadRequest, match=error):
         made.preprocess(item)
     assert program.calls == []
 
 
-def test_an_output_without_rows_is_told():
+def test_an_output_without_rows_is_an_error():
     made, program = model(X)
     program.run = lambda arrays: {"y0": np.zeros(3)}
     (wrong,) = answers(made, [1, 2])
@@ -177,12 +177,12 @@ def test_a_program_gets_the_rows_that_it_takes(rows, given, calls):
         ((X, Input("t", "INT64", (-1, -1))), (2, 2), {"bucket": "shape", "max_batch_size": 2}),
     ],
 )
-def test_what_follows_for_batching_is_told(inputs, rows, options):
+def test_a_program_sets_its_batching_options(inputs, rows, options):
     made, _ = model(*inputs, rows=rows)
     assert made.__penstock_options__ == options
 
 
-def test_what_is_known_of_inputs_is_declared_and_warmed_up_with():
+def test_known_inputs_are_declared_and_used_for_the_warm_up():
     made, _ = model(X, Input("k", "INT64", (-1,)))
     assert made.inputs == (TensorSpec("x", "FP32", (-1, 2)), TensorSpec("k", "INT64", (-1,)))
     assert (made.platform, [o.name for o in made.outputs]) == ("sums", ["y0"])
@@ -197,10 +197,10 @@ def test_what_is_known_of_inputs_is_declared_and_warmed_up_with():
     assert model(X, ANY)[0].inputs == ()
 
 
-def test_what_is_compiled_at_its_first_call_is_called_when_it_is_loaded():
+def test_a_compiled_program_runs_once_while_it_is_loaded():
     for inputs, calls in ((X,), [1, 2]), ((ANY,), []):
         program = Summing(*inputs)
-        TensorModel(lambda settings, program=program: program, Settings(optimize="compile")).load("cpu")
+        TensorModel(lambda settings, program=program: program, ProgramSettings(optimize="compile")).load("cpu")
         assert [call["x"][0] for call in program.calls] == calls
 
 

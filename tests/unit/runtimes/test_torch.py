@@ -34,7 +34,7 @@ def net(model_files):
     ("name", "kind"),
     [("net.ts", "script"), ("net.pt", "script"), ("net.pt2", "exported"), ("weights.pt", "pickled")],
 )
-def test_the_content_says_what_a_file_holds(model_files, tmp_path, name, kind):
+def test_the_content_of_a_file_decides_its_kind(model_files, tmp_path, name, kind):
     shutil.copy(model_files / name, tmp_path / "renamed.bin")
     assert loaders.kind_of(str(tmp_path / "renamed.bin")) == kind
 
@@ -84,29 +84,29 @@ class Evil:
         return (Path.touch, (Path(self.path),))
 
 
-def test_a_state_dict_alone_is_no_program(model_files):
-    with pytest.raises(LoadFailed, match=r"holds a state dict, and no program: .* target = 'net.py:Net' with weights"):
+def test_a_state_dict_alone_is_refused(model_files):
+    with pytest.raises(LoadFailed, match=r"holds a state dict, not a program: .* target = 'net.py:Net' with weights"):
         loaders.load_module(str(model_files / "weights.pt"))
 
 
 def test_weights_of_another_module_are_named(model_files):
-    with pytest.raises(LoadFailed, match=r"are not those of Linear: .*Missing key\(s\) in state_dict: \"weight\""):
+    with pytest.raises(LoadFailed, match=r"do not fit Linear: .*Missing key\(s\) in state_dict: \"weight\""):
         loaders.load_weights(torch.nn.Linear(4, 3), str(model_files / "weights.pt"))
-    with pytest.raises(LoadFailed, match="Linear cannot be made without arguments"):
+    with pytest.raises(LoadFailed, match="Linear cannot be instantiated without arguments"):
         loaders.load_weights(torch.nn.Linear, str(model_files / "weights.pt"))
 
 
-def test_what_is_no_state_dict_is_named(tmp_path):
+def test_a_file_without_a_state_dict_is_refused(tmp_path):
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     with pytest.raises(LoadFailed, match="holds a Tensor, expected a state dict"):
         loaders.load_weights(torch.nn.Linear(4, 3), str(tmp_path / "tensor.pt"))
-    with pytest.raises(LoadFailed, match="holds a Tensor, and no program"):
+    with pytest.raises(LoadFailed, match="holds a Tensor, not a program"):
         loaders.load_module(str(tmp_path / "tensor.pt"))
 
 
 @pytest.mark.parametrize("name", ["net.ts", "net.pt2", "weights.pt"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "garbage", "empty"])
-def test_a_damaged_file_is_told(model_files, tmp_path, name, damage):
+def test_a_damaged_file_is_reported(model_files, tmp_path, name, damage):
     data = (model_files / name).read_bytes()
     middle = len(data) // 2
     bad = {
@@ -127,7 +127,7 @@ def test_a_missing_file_is_named():
             load("nowhere.pt")
 
 
-def test_an_archive_of_something_else_is_no_program(tmp_path):
+def test_any_other_archive_is_refused(tmp_path):
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
@@ -145,7 +145,7 @@ def test_without_pytorch_the_extra_is_named(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(LoadFailed, match=r"pip install 'penstock\[torch\]'"):
+    with pytest.raises(LoadFailed, match=r"pip install '\.\[torch\]'"):
         loaders.import_torch()
 
 
@@ -170,7 +170,7 @@ def test_modules_run_in_each_precision(model_files, name, optimize, precision, t
     assert near(found, scores(X), tolerance)
 
 
-def test_what_cannot_be_scripted_is_told():
+def test_a_module_that_cannot_be_scripted_is_reported():
     class Free(torch.nn.Module):
         def forward(self, x, **kwargs):
             return x
@@ -188,17 +188,17 @@ def test_compile_takes_any_batch_size(monkeypatch, model_files):
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "told"),
+    ("name", "keys", "error"),
     [
-        ("net.ts", {"optimize": "compile"}, "found compile, which TorchScript does not take"),
-        ("net.pt2", {"optimize": "optimize_for_inference"}, "which exported programs do not take"),
-        ("net.pt2", {"precision": "fp16"}, "precision: found fp16, but the dtypes of an exported program"),
+        ("net.ts", {"optimize": "compile"}, "found compile, which TorchScript does not support"),
+        ("net.pt2", {"optimize": "optimize_for_inference"}, "which exported programs do not support"),
+        ("net.pt2", {"precision": "fp16"}, "precision: found fp16, but the graph of an exported program"),
         ("net.ts", {"precision": "fp8"}, "precision: found 'fp8', expected one of fp32, fp16, bf16"),
         ("net.ts", {"optimize": "fast"}, "optimize: found 'fast', expected one of none, optimize_for_inference"),
     ],
 )
-def test_settings_that_a_kind_does_not_take_are_refused(model_files, name, keys, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_a_kind_does_not_support_are_refused(model_files, name, keys, error):
+    with pytest.raises(ConfigError, match=error):
         loaders.prepare(loaders.load_module(str(model_files / name)), **keys)
 
 

@@ -45,7 +45,7 @@ def test_a_module_has_the_parameters_of_forward():
     assert program.run({"mask": X, "x": X})["OUTPUT__0"].tolist() == (X * X).tolist()
 
 
-def test_configured_inputs_go_by_name_or_in_their_order():
+def test_configured_inputs_are_passed_by_name_or_in_order():
     specs = (TensorSpec("b", "FP32", (-1, 4)), TensorSpec("a", "FP32", (-1, 4)))
     named = of_module(module(lambda self, a, b: a - b), "cpu", inputs=specs)
     assert named.inputs == (Input("b", "FP32", (-1, 4)), Input("a", "FP32", (-1, 4)))
@@ -54,7 +54,7 @@ def test_configured_inputs_go_by_name_or_in_their_order():
     assert ordered.run({"a": X, "b": 0 * X})["OUTPUT__0"].tolist() == (-X).tolist()
 
 
-def test_a_forward_that_tells_nothing_has_one_input():
+def test_a_forward_without_named_parameters_has_one_input():
     program = of_module(module(lambda self, *tensors: tensors), "cpu")
     assert program.inputs == (Input("INPUT__0"),)
     assert program.run({"INPUT__0": X})["OUTPUT__0"].tolist() == X.tolist()
@@ -79,7 +79,7 @@ def test_floats_are_cast_to_the_precision_and_back_and_whole_numbers_are_not():
     assert [str(a.dtype) for a in found.values()] == ["float32", "int64"]
 
 
-def test_an_array_that_may_not_be_written_to_is_copied():
+def test_a_read_only_array_is_copied():
     fixed = X.copy()
     fixed.flags.writeable = False
     with warnings.catch_warnings():
@@ -91,7 +91,7 @@ def test_an_array_that_may_not_be_written_to_is_copied():
 # ---- exported programs
 
 
-def test_an_exported_program_tells_all_of_itself(model_files):
+def test_an_exported_program_declares_its_inputs_and_outputs(model_files):
     program = of_exported(loaders.load_exported(str(model_files / "net.pt2")), "cpu")
     assert program.inputs == (Input("x", "FP32", (-1, 4)),)
     assert [(o.datatype, o.shape) for o in program.outputs] == [("FP32", (-1, 3))]
@@ -100,7 +100,7 @@ def test_an_exported_program_tells_all_of_itself(model_files):
 
 
 @pytest.mark.parametrize("least", [1, 4])
-def test_the_rows_of_an_exported_program_are_those_of_its_graph(least):
+def test_an_exported_program_has_the_rows_of_its_graph(least):
     rows = torch.export.Dim("rows", min=least)
     found = of_exported(exported(lambda self, x: x + 1, torch.zeros(4, 2), shapes=[{0: rows}]), "cpu")
     assert found.rows == (least, ANY_ROWS[1])
@@ -120,15 +120,15 @@ def test_keywords_and_dicts_of_an_exported_program_keep_their_names():
 
 
 @pytest.mark.parametrize(
-    ("forward", "arguments", "told"),
+    ("forward", "arguments", "error"),
     [
-        (lambda self, pair: pair[0] + pair[1], ((torch.zeros(2), torch.zeros(2)),), "something else than tensors"),
-        (lambda self, x, k: x + k, (torch.zeros(2), 3), "something else than tensors"),
-        (lambda self, x, k: x + k, (torch.zeros(2), torch.tensor(3)), "something else than tensors"),
-        (lambda self, x: x + 1, (torch.zeros(2, dtype=torch.complex64),), "something else than tensors"),
+        (lambda self, pair: pair[0] + pair[1], ((torch.zeros(2), torch.zeros(2)),), "inputs other than tensors"),
+        (lambda self, x, k: x + k, (torch.zeros(2), 3), "inputs other than tensors"),
+        (lambda self, x, k: x + k, (torch.zeros(2), torch.tensor(3)), "inputs other than tensors"),
+        (lambda self, x: x + 1, (torch.zeros(2, dtype=torch.complex64),), "inputs other than tensors"),
         (lambda self, x, k: (x, k), (torch.zeros(2), torch.zeros(3)), "have 2, 3 rows on axis 0"),
     ],
 )
-def test_an_exported_program_without_rows_of_tensors_is_refused(forward, arguments, told):
-    with pytest.raises(LoadFailed, match=told):
+def test_an_exported_program_without_rows_of_tensors_is_refused(forward, arguments, error):
+    with pytest.raises(LoadFailed, match=error):
         of_exported(exported(forward, *arguments), "cpu")

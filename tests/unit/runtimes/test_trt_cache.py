@@ -25,7 +25,7 @@ def left(tmp_path, key=KEY):
         return sorted(path.name for path in folder.iterdir())
 
 
-def test_engines_are_found_again(tmp_path, sealed, caplog):
+def test_engines_are_reused(tmp_path, sealed, caplog):
     assert left(tmp_path) == ["a.engine", SIDECAR]
     assert left(tmp_path, {**KEY, "model": "other"}) == []
     assert caplog.records == []
@@ -57,17 +57,17 @@ def foreign(folder):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (swapped, "not those that were written"),
-        (added, "not those that were written"),
-        (buried, "not those that were written"),
-        (missing, "not those that were written"),
-        (foreign, "that of other engines"),
-        (lambda folder: (folder / SIDECAR).write_text("{"), "no engine.json that can be read"),
-        (lambda folder: (folder / SIDECAR).write_text("[]"), "that of other engines"),
-        (lambda folder: (folder / SIDECAR).unlink(), "no engine.json that can be read"),
+        (swapped, "differ from those that were written"),
+        (added, "differ from those that were written"),
+        (buried, "differ from those that were written"),
+        (missing, "differ from those that were written"),
+        (foreign, "describes other engines"),
+        (lambda folder: (folder / SIDECAR).write_text("{"), "no readable engine.json"),
+        (lambda folder: (folder / SIDECAR).write_text("[]"), "describes other engines"),
+        (lambda folder: (folder / SIDECAR).unlink(), "no readable engine.json"),
     ],
 )
-def test_what_does_not_fit_is_thrown_away_with_one_warning(tmp_path, sealed, caplog, change, why):
+def test_engines_that_do_not_match_are_deleted_with_one_warning(tmp_path, sealed, caplog, change, why):
     change(sealed)
     with caplog.at_level(logging.WARNING):
         assert left(tmp_path) == []
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_thrown_away_with_one_warning(tmp_path, sealed, cap
     assert why in record.getMessage()
 
 
-def test_engines_that_were_not_finished_are_built_anew(tmp_path):
+def test_unfinished_engines_are_rebuilt(tmp_path):
     def fail():
         with EngineCache(tmp_path, KEY).open() as folder:
             (folder / "a.engine").write_bytes(b"half")
@@ -87,7 +87,7 @@ def test_engines_that_were_not_finished_are_built_anew(tmp_path):
     assert left(tmp_path) == []
 
 
-def test_of_two_that_build_the_same_the_second_waits(tmp_path):
+def test_a_second_process_waits_for_the_same_engine(tmp_path):
     inside, go, done = threading.Event(), threading.Event(), []
 
     def build(name):
@@ -108,7 +108,7 @@ def test_of_two_that_build_the_same_the_second_waits(tmp_path):
     assert done == [("first", False), ("second", True)]
 
 
-def test_a_digest_is_that_of_the_content(tmp_path):
+def test_a_digest_depends_on_the_content_alone(tmp_path):
     (tmp_path / "a").write_bytes(b"")
     assert file_digest(str(tmp_path / "a")).startswith("e3b0c44298fc1c14")
 
@@ -130,19 +130,19 @@ def named(tmp_path, monkeypatch):
     return str(tmp_path / "engines" / "net.trt")
 
 
-def test_engines_lie_beside_the_path_and_are_found_again(named, caplog):
+def test_engines_next_to_a_path_are_reused(named, caplog):
     assert [kept(named), kept(named)] == [[], ["a.engine"]]
     assert caplog.records == []
 
 
-def test_a_file_at_the_path_is_left_alone(named, tmp_path):
+def test_a_file_at_the_path_is_not_touched(named, tmp_path):
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines" / "net.trt").write_bytes(b"of others")
     assert kept(named) == []
     assert (tmp_path / "engines" / "net.trt").read_bytes() == b"of others"
 
 
-def test_a_file_that_has_the_name_of_the_lock_is_left_as_it_is(named, tmp_path):
+def test_an_existing_file_with_the_name_of_the_lock_is_not_changed(named, tmp_path):
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines" / "net.trt.lock").write_text("of others")
     assert [kept(named), kept(named)] == [[], ["a.engine"]]
@@ -150,7 +150,7 @@ def test_a_file_that_has_the_name_of_the_lock_is_left_as_it_is(named, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "error"),
     [
         ({"model": "other"}, "found model 'abc', expected 'other'"),
         ({"precision": "fp32"}, "found precision 'fp16', expected 'fp32'"),
@@ -158,15 +158,15 @@ def test_a_file_that_has_the_name_of_the_lock_is_left_as_it_is(named, tmp_path):
         ({"model": "other", "precision": "int8"}, "model 'abc', expected 'other'; precision 'fp16', expected 'int8'"),
     ],
 )
-def test_engines_of_something_else_are_not_taken_and_the_difference_is_told(named, caplog, changed, told):
+def test_engines_with_another_key_are_not_reused_and_the_difference_is_logged(named, caplog, changed, error):
     kept(named)
     assert kept(named, KEY | changed) == []
     (record,) = caplog.records
-    assert told in record.getMessage()
+    assert error in record.getMessage()
     assert kept(named, KEY | changed) == ["a.engine"]
 
 
-def test_a_folder_that_cannot_be_made_is_told_and_engines_kept_elsewhere(tmp_path, monkeypatch, caplog):
+def test_without_a_usable_folder_the_users_cache_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     (tmp_path / "file").touch()
     path = str(tmp_path / "file" / "net.trt")

@@ -97,9 +97,7 @@ def test_an_op_whose_library_is_missing_is_told_with_what_to_install(monkeypatch
         ):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(
-        ConfigError, match=r"ResizeMat needs cv2, which is not installed: pip install penstock\[image\]"
-    ):
+    with pytest.raises(ConfigError, match=r"ResizeMat needs cv2, which is not installed: pip install '\.\[image\]'"):
         catalog.find("ResizeMat")
 
 

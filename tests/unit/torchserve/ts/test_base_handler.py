@@ -147,7 +147,7 @@ def test_a_pickle_of_code_is_refused_unless_the_configuration_trusts_it(eager, m
     torch.save({"layer.weight": torch.tensor(WEIGHTS), "note": Harmless()}, tmp_path / "net.pth")
     with pytest.raises(LoadFailed, match='trust = "pickle"'):
         loaded(make_context(eager))
-    with pytest.raises(LoadFailed, match="not those of Net"):  # it is read, and then found to have one key too many
+    with pytest.raises(LoadFailed, match="do not fit Net"):  # it is read, and then found to have one key too many
         loaded(make_context(eager, config={"trust": "pickle"}))
 
 
