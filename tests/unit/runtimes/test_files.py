@@ -145,7 +145,12 @@ def test_precision_and_optimisation_reach_the_module(in_folder, precision):
         ("whole.pt", {}, LoadFailed, 'trust = "pickle"'),
         ("net.onnx", {"weights": "weights.pt"}, ConfigError, "found with the target net.onnx"),
         ("net.onnx", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an ONNX graph declares its own inputs"),
-        ("net.pt2", {"inputs": {"x": "FP32[-1,4]"}}, ConfigError, "inputs: an exported program declares its own inputs"),
+        (
+            "net.pt2",
+            {"inputs": {"x": "FP32[-1,4]"}},
+            ConfigError,
+            "inputs: an exported program declares its own inputs",
+        ),
         ("net.py:NET", {}, TargetNotFound, "has no 'NET'"),
         ("net.ts", {"inputs": {"x": "BYTES[-1]"}}, ConfigError, "found BYTES, but PyTorch has no string tensors"),
         ("math:sin", {"weights": "weights.pt"}, ConfigError, "weights: the target does not take this key"),

@@ -129,5 +129,5 @@ def test_of_many_settings_the_best_are_shown_and_the_rest_is_told(make_measureme
 
 def test_without_matplotlib_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"install penstock\[plots\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[plots\]'"):
         draw([])

@@ -45,7 +45,7 @@ def test_both_reports_are_written_beside_the_results(folder: Path) -> None:
 def test_without_matplotlib_the_page_has_no_plots_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     _, page = publish(folder)
-    assert "No plots: plots are drawn by matplotlib; install penstock[plots]" in page.read_text()
+    assert "No plots: plots are drawn by matplotlib: pip install " in page.read_text()
     assert "<svg" not in page.read_text()
 
 
