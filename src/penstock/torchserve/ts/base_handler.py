@@ -1,30 +1,37 @@
 """The base class of handlers: it loads an archive's model and runs a batch in three steps.
 
-Only the steps that use torch import it, so a handler that overrides them works without torch.
+The functions that use torch or a runtime import it, so a handler that overrides the steps works without them.
 """
 
 from __future__ import annotations
 
 import abc
+import importlib
 import logging
 import os
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
-from penstock.torchserve.ts import loading
-from penstock.torchserve.ts.loading import IPEX_AVAILABLE as IPEX_AVAILABLE
-from penstock.torchserve.ts.loading import ONNX_AVAILABLE as ONNX_AVAILABLE
-from penstock.torchserve.ts.loading import PROFILER_AVAILABLE as PROFILER_AVAILABLE
-from penstock.torchserve.ts.loading import PT2_AVAILABLE as PT2_AVAILABLE
-from penstock.torchserve.ts.loading import PT230_AVAILABLE as PT230_AVAILABLE
-from penstock.torchserve.ts.loading import XLA_AVAILABLE as XLA_AVAILABLE
-from penstock.torchserve.ts.loading import setup_ort_session as setup_ort_session
-from penstock.torchserve.ts.util import load_label_mapping, require, timed
+from penstock.errors import describe
+from penstock.torchserve.ts.util import (
+    check_valid_pt2_backend,
+    list_classes_from_module,
+    load_label_mapping,
+    require,
+    timed,
+)
 
 log = logging.getLogger("penstock.model")
+
+XLA_AVAILABLE = find_spec("torch_xla") is not None
+ONNX_AVAILABLE = find_spec("onnxruntime") is not None
+PROFILER_AVAILABLE = PT2_AVAILABLE = PT230_AVAILABLE = find_spec("torch") is not None
+IPEX_AVAILABLE = False  # Intel ended its extension, whose features moved into PyTorch
 
 
 class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
@@ -47,7 +54,7 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
         self.target = 0
         self.profiler_args: dict[str, Any] = {}
         if "torch" in sys.modules:
-            loading.allow_tensor_cores()
+            allow_tensor_cores()
 
     # ---- loading
 
@@ -61,15 +68,15 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
         """
         self.model_yaml_config: dict[str, Any] = getattr(context, "model_yaml_config", None) or {}
         properties = context.system_properties
-        self.map_location, self.device = loading.choose_device(properties.get("gpu_id"))
-        loading.allow_tensor_cores()
+        self.map_location, self.device = choose_device(properties.get("gpu_id"))
+        allow_tensor_cores()
         self.manifest = context.manifest
         described = (self.manifest or {}).get("model", {})
         model_dir = properties.get("model_dir")
         serialized = described.get("serializedFile")
         self.model_pt_path = None if serialized is None else os.path.join(model_dir, serialized)
         self.model = self._load(model_dir, described.get("modelFile"))
-        self.model = loading.optimize_model(self.model, self.device, self.model_yaml_config)
+        self.model = optimize_model(self.model, self.device, self.model_yaml_config)
         self.mapping = load_label_mapping(os.path.join(model_dir, "index_to_name.json"))
         self.initialized = True
 
@@ -87,20 +94,52 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
         raise RuntimeError("No model weights could be loaded")
 
     def _load_torchscript_model(self, model_pt_path: Any) -> Any:
-        """The TorchScript module in a file."""
-        return loading.load_torchscript(model_pt_path, self.device)
+        """The TorchScript module in a file. Raises LoadFailed."""
+        from penstock.runtimes import torch as torch_files
+
+        return torch_files.load_script(model_pt_path, str(self.device))
 
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
-        """An instance of the only class in `model_file`, with the weights of the state dict.
+        """An instance of the only class in `model_file`, with the weights of the state dict if there is one.
 
-        Raises RuntimeError if the file is missing, ValueError for another number of classes.
+        Raises RuntimeError if the file is missing, ValueError for another number of classes, LoadFailed.
         """
+        from penstock.runtimes import torch as torch_files
+
+        if not os.path.isfile(os.path.join(model_dir, model_file)):
+            raise RuntimeError("Missing the model.py file")
+        if model_dir not in sys.path:
+            sys.path.insert(0, model_dir)
+        classes = list_classes_from_module(importlib.import_module(model_file.split(".")[0]))
+        if len(classes) != 1:
+            raise ValueError(f"Expected only one class as model definition. {classes}")
+        if not model_pt_path:
+            return classes[0]()
+        device = str(self.device)
         trust = getattr(self, "model_yaml_config", {}).get("trust", "none")
-        return loading.load_eager(model_dir, model_file, model_pt_path, self.device, trust)
+        # files cannot be loaded directly onto XLA devices
+        return torch_files.load_weights(
+            classes[0], model_pt_path, "cpu" if device.startswith("xla") else device, trust=trust
+        )
 
     def _load_torch_export_aot_compile(self, model_so_path: Any) -> Any:
-        """The callable in a file written by torch.export or its compiler."""
-        return loading.load_exported(model_so_path, self.device)
+        """The callable in a library (.so) or package (.pt2) compiled ahead of time by torch, or in an exported program.
+
+        Raises LoadFailed, RuntimeError.
+        """
+        import torch
+
+        from penstock.runtimes import torch as torch_files
+
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # the loaders take no device
+        if model_so_path.endswith(".so"):
+            return torch._export.aot_load(model_so_path, self.device.type)
+        with zipfile.ZipFile(model_so_path) as package:
+            compiled = any("/aotinductor/" in name for name in package.namelist())
+        if compiled:
+            return torch._inductor.aoti_load_package(model_so_path)
+        return torch_files.load_module(model_so_path, str(self.device))
 
     def _use_torch_export_aot_compile(self) -> bool:
         pt2 = getattr(self, "model_yaml_config", {}).get("pt2")
@@ -122,8 +161,8 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
         import torch
 
         with torch.inference_mode():
-            data = loading.to_device(data, self.device, getattr(self, "model_yaml_config", {}))
-            return loading.call(self.model, data, *args, **kwargs)
+            data = to_device(data, self.device, getattr(self, "model_yaml_config", {}))
+            return call_model(self.model, data, *args, **kwargs)
 
     @timed
     def postprocess(self, data: Any) -> Any:
@@ -203,6 +242,107 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
 
     def get_device(self) -> Any:
         return self.device
+
+
+def choose_device(gpu_id: int | str | None) -> tuple[str | None, Any]:
+    """(map location, torch.device): the worker's GPU, otherwise XLA's device, otherwise the CPU."""
+    import torch
+
+    if gpu_id is not None and torch.cuda.is_available():
+        return "cuda", torch.device(f"cuda:{gpu_id}")
+    if gpu_id is not None and torch.xpu.is_available():
+        return "xpu", torch.device(f"xpu:{gpu_id}")
+    if gpu_id is not None and torch.backends.mps.is_available():
+        return "mps", torch.device("mps")
+    if XLA_AVAILABLE:
+        return None, importlib.import_module("torch_xla.core.xla_model").xla_device()
+    return "cpu", torch.device("cpu")
+
+
+def allow_tensor_cores() -> None:
+    """Lets a CUDA device multiply float32 matrices in TF32, as TorchServe's workers do."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+
+
+def setup_ort_session(model_pt_path: Any, map_location: str | None, device: Any = None) -> Any:
+    """ONNX Runtime's session of a model, on the handler's GPU if ONNX Runtime supports it. Raises LoadFailed."""
+    import torch
+
+    from penstock.runtimes import onnx as onnx_files
+
+    place = "cpu"
+    if map_location == "cuda":
+        if onnx_files.CUDA in onnx_files.import_onnxruntime().get_available_providers():
+            place = str(device or "cuda:0")
+        else:
+            log.warning("onnx_on_cpu model=%s: this ONNX Runtime has no CUDA", os.path.basename(model_pt_path))
+    return onnx_files.open_session(model_pt_path, place, threads=torch.get_num_threads())
+
+
+def optimize_model(model: Any, device: Any, config: dict[str, Any]) -> Any:
+    """The model with `precision`, `optimize` and `pt2` of model-config.yaml applied; uncompiled if compiling fails."""
+    precision, optimize = config.get("precision", "fp32"), config.get("optimize", "none")
+    if (precision, optimize) != ("fp32", "none"):
+        from penstock.runtimes import torch as torch_files
+
+        model = torch_files.prepare(model, str(device), precision=precision, optimize=optimize)
+    options = compile_options(config.get("pt2"))
+    if options is None:
+        return model
+    import torch
+
+    try:
+        return torch.compile(model, **options)
+    except Exception as e:
+        log.warning("compile_failed options=%s error=%s: the model runs uncompiled", options, describe(e))
+        return model
+
+
+def compile_options(pt2: Any) -> dict[str, Any] | None:
+    """The arguments of torch.compile from `pt2` in model-config.yaml; None: do not compile.
+
+    `pt2` is `{compile: {enable: true, backend, mode ...}}`, or in the old form a backend or the arguments alone. Raises
+    ValueError.
+    """
+    if pt2 is None:
+        return None
+    if isinstance(pt2, str):
+        options: dict[str, Any] = {"backend": pt2}
+    elif not isinstance(pt2, dict):
+        raise ValueError("pt2 should be str or dict")
+    elif "compile" in pt2:
+        options = dict(pt2["compile"])
+        if options.pop("enable", False) is not True:
+            return None
+    elif "export" in pt2:
+        return None
+    else:
+        options = dict(pt2)
+    return options if "backend" not in options or check_valid_pt2_backend(options["backend"]) else None
+
+
+def to_device(data: Any, device: Any, config: dict[str, Any]) -> Any:
+    """The tensor on the model's device; a float tensor also in the `precision` of model-config.yaml."""
+    data = data.to(device)
+    precision = config.get("precision", "fp32")
+    if precision == "fp32" or not data.is_floating_point():
+        return data
+    from penstock.runtimes import torch as torch_files
+
+    return data.to(torch_files.dtype_of(precision))
+
+
+def call_model(model: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's output for a tensor; for an ONNX session its first output, as a tensor."""
+    if not hasattr(model, "get_inputs"):
+        return model(data, *args, **kwargs)
+    import torch
+
+    name = model.get_inputs()[0].name
+    return torch.from_numpy(model.run(None, {name: data.cpu().numpy()}, *args, **kwargs)[0])
 
 
 def captum() -> Any:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-from penstock.torchserve.ts.metrics import CachingMetric, Dimension, Metric, MetricAbstract, MetricTypes
+from penstock.torchserve.ts.metrics import CachingMetric, Dimension, Metric, MetricTypes
 
 log = logging.getLogger("penstock.model")
 
@@ -123,18 +123,22 @@ class _AddMethods(abc.ABC):
     ) -> None: ...
 
 
-class MetricCacheAbstract(_AddMethods):
-    """Base of metric caches. `cache` holds the metrics by type and name.
+class MetricsCache(_AddMethods):
+    """A worker's metric cache. `declared` is metrics.yaml's `model_metrics`: {type: [{name, unit, dimensions}]}.
 
-    Every `add_*` method adds the dimensions ModelName and Level, and creates an unknown metric.
+    `cache` holds the metrics by type and name. Every `add_*` method adds the dimensions ModelName and Level, and
+    creates an unknown metric.
     """
 
-    def __init__(self, config_file_path: str | None = None) -> None:
-        self.cache: dict[MetricTypes, dict[str, Any]] = {}
+    def __init__(
+        self, model_name: str | None = None, declared: Any = DEFAULT, config_file_path: str | None = None
+    ) -> None:
+        self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
         self.store: list[Any] = []
         self.request_ids: Any = None
-        self.model_name: str | None = None
+        self.model_name = model_name
         self.config_file_path = config_file_path
+        self._declared = declared
 
     def set_request_ids(self, request_ids: Any) -> None:
         self.request_ids = request_ids
@@ -157,35 +161,6 @@ class MetricCacheAbstract(_AddMethods):
         except MetricsCacheKeyError:
             metric = self.add_metric_to_cache(name, unit, list(labels), metric_type)
         metric.add_or_update(value, list(labels.values()), "" if request_id is None else str(request_id))
-
-    @abc.abstractmethod
-    def initialize_cache(self) -> None:
-        """Creates the metrics that the configuration declares."""
-
-    @abc.abstractmethod
-    def get_metric(self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER) -> MetricAbstract:
-        """The metric of that name and type. Raises MetricsCacheKeyError."""
-
-    @abc.abstractmethod
-    def add_metric_to_cache(
-        self,
-        metric_name: str,
-        unit: str,
-        dimension_names: list[str] | None = None,
-        metric_type: MetricTypes = MetricTypes.COUNTER,
-    ) -> MetricAbstract:
-        """A new metric, which replaces one of the same name and type."""
-
-
-class MetricsCache(MetricCacheAbstract):
-    """A worker's metric cache. `declared` is metrics.yaml's `model_metrics`: {type: [{name, unit, dimensions}]}."""
-
-    def __init__(
-        self, model_name: str | None = None, declared: Any = DEFAULT, config_file_path: str | None = None
-    ) -> None:
-        super().__init__(config_file_path)
-        self.model_name = model_name
-        self._declared = declared
 
     def initialize_cache(self) -> None:
         """Creates the declared metrics. Raises MetricsCacheValueError, MetricsCacheKeyError."""
@@ -227,16 +202,18 @@ class MetricsCache(MetricCacheAbstract):
         _check(metric_name, str, "`metric_name` must be a str")
         _check(metric_type, MetricTypes, "`metric_type` must be a MetricTypes enum")
         try:
-            metric: CachingMetric = self.cache[metric_type][metric_name]
+            return self.cache[metric_type][metric_name]
         except KeyError:
             raise MetricsCacheKeyError(
                 f"Metric of type '{metric_type}' and name '{metric_name}' doesn't exist"
             ) from None
-        return metric
 
     def cache_keys(self) -> list[str]:
         """`type:name` of every metric."""
         return [f"{kind.value}:{name}" for kind, metrics in self.cache.items() for name in metrics]
+
+
+MetricCacheAbstract = MetricsCache  # the only kind; handlers use this name in annotations
 
 
 def _check(value: object, expected: type, message: str) -> None:

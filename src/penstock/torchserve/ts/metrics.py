@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import enum
 import logging
 import socket
@@ -58,8 +57,11 @@ class Dimension:
         return {"Name": self.name, "Value": self.value}
 
 
-class MetricAbstract(abc.ABC):
-    """Base of metrics. `unit` becomes its long name; every value needs all of `dimension_names`."""
+class CachingMetric:
+    """A metric that sends its values to the server. An invalid value is logged and does not raise.
+
+    `unit` becomes its long name; every value needs all of `dimension_names`.
+    """
 
     def __init__(
         self,
@@ -72,14 +74,6 @@ class MetricAbstract(abc.ABC):
         self.unit = UNIT_NAMES.get(unit, unit or "")
         self.dimension_names = list(dimension_names or ())
         self.metric_type = metric_type
-
-    @abc.abstractmethod
-    def add_or_update(self, value: float, dimension_values: Sequence[Any], request_id: str = "") -> None:
-        """Records one value."""
-
-
-class CachingMetric(MetricAbstract):
-    """A metric that sends its values to the server. An invalid value is logged and does not raise."""
 
     def add_or_update(self, value: float, dimension_values: Sequence[Any] = (), request_id: str = "") -> None:
         """Records one value: an increment of a counter, a level of a gauge, an observation of a histogram.
@@ -102,6 +96,9 @@ class CachingMetric(MetricAbstract):
         """Records one value and replaces the dimensions. The old API."""
         self.dimension_names = [d.name for d in dimensions]
         self.add_or_update(value, [d.value for d in dimensions], request_id)
+
+
+MetricAbstract = CachingMetric  # the only kind; handlers use this name in annotations
 
 
 class Metric:

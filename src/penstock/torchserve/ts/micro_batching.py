@@ -5,22 +5,12 @@ A handler sets `self.handle = MicroBatching(self)` in `__init__`.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 HANDLER_METHODS: Final = ("preprocess", "inference", "postprocess")
-
-
-class _MicroBatch:
-    """Some items of a batch: the last step's result or exception."""
-
-    def __init__(self, place: int, value: Any, done: queue.SimpleQueue[_MicroBatch]) -> None:
-        self.place = place
-        self.value = value
-        self.error: BaseException | None = None
-        self.done = done
 
 
 class MicroBatching:
@@ -35,10 +25,7 @@ class MicroBatching:
         self.handler = parent_handler
         self.micro_batch_size = micro_batch_size
         self.thread_local_data = threading.local()
-        self.thread_groups: dict[str, list[threading.Thread]] = {step: [] for step in HANDLER_METHODS}
-        self._queues: dict[str, queue.SimpleQueue[_MicroBatch | None]] = {
-            step: queue.SimpleQueue() for step in HANDLER_METHODS
-        }
+        self._pools: dict[str, tuple[int, ThreadPoolExecutor]] = {}
         self._parallelism = dict.fromkeys(HANDLER_METHODS, 1)
         self.parallelism = parallelism or {}
 
@@ -56,19 +43,27 @@ class MicroBatching:
 
     def handle(self, data: Any) -> list[Any]:
         """The answers of a batch. Raises the first failed micro-batch's error after all have finished."""
-        for step in HANDLER_METHODS:
-            self._set_threads(step, self._parallelism[step])
-        done: queue.SimpleQueue[_MicroBatch] = queue.SimpleQueue()
         size = self.micro_batch_size
-        parts = [_MicroBatch(place, data[i : i + size], done) for place, i in enumerate(range(0, len(data), size))]
-        for part in parts:
-            self._queues[HANDLER_METHODS[0]].put(part)
-        for _ in parts:
-            done.get()
-        for part in parts:
-            if part.error is not None:
-                raise part.error
-        return [answer for part in parts for answer in part.value]
+        parts = [data[i : i + size] for i in range(0, len(data), size)]
+        results: list[Future[Any]] = [Future() for _ in parts]
+        pools = [self._pool(step) for step in HANDLER_METHODS]
+
+        def run(step: int, index: int, value: Any) -> None:
+            self.thread_local_data.micro_batch_idx = index
+            try:
+                value = getattr(self.handler, HANDLER_METHODS[step])(value)
+            except BaseException as e:  # `handle` raises it
+                results[index].set_exception(e)
+            else:
+                if step + 1 < len(pools):
+                    pools[step + 1].submit(run, step + 1, index, value)
+                else:
+                    results[index].set_result(value)
+
+        for index, part in enumerate(parts):
+            pools[0].submit(run, 0, index, part)
+        wait(results)
+        return [answer for result in results for answer in result.result()]
 
     def __call__(self, data: Any, context: Any) -> Any:
         """Does what the handler's `handle` does, in micro-batches."""
@@ -80,34 +75,15 @@ class MicroBatching:
 
     def shutdown(self) -> None:
         """Stops the threads; the next batch starts new ones."""
-        for step in HANDLER_METHODS:
-            self._set_threads(step, 0)
+        while self._pools:
+            self._pools.popitem()[1][1].shutdown()
 
-    def _set_threads(self, step: str, wanted: int) -> None:
-        threads = self.thread_groups[step]
-        if len(threads) > wanted:
-            for _ in threads:
-                self._queues[step].put(None)
-            while threads:
-                threads.pop().join()
-        while len(threads) < wanted:
-            thread = threading.Thread(target=self._run, args=(step,), daemon=True, name=f"penstock-{step}")
-            thread.start()
-            threads.append(thread)
-
-    def _run(self, step: str) -> None:
-        """The loop of one thread of a step."""
-        last = step == HANDLER_METHODS[-1]
-        after = None if last else self._queues[HANDLER_METHODS[HANDLER_METHODS.index(step) + 1]]
-        while (part := self._queues[step].get()) is not None:
-            if part.error is None:
-                self.thread_local_data.micro_batch_idx = part.place
-                try:
-                    part.value = getattr(self.handler, step)(part.value)
-                except BaseException as e:  # `handle` raises it; this thread continues
-                    part.error = e
-            if after is None:
-                part.done.put(part)
-            else:
-                after.put(part)
-            del part
+    def _pool(self, step: str) -> ThreadPoolExecutor:
+        threads, pool = self._pools.get(step, (0, None))
+        if pool is None or threads != self._parallelism[step]:
+            if pool is not None:
+                pool.shutdown()
+            threads = self._parallelism[step]
+            pool = ThreadPoolExecutor(threads, thread_name_prefix=f"penstock-{step}")
+            self._pools[step] = threads, pool
+        return pool

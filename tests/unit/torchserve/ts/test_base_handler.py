@@ -14,7 +14,7 @@ import torch
 
 from penstock import metrics
 from penstock.errors import LoadFailed
-from penstock.torchserve.ts import loading
+from penstock.torchserve.ts import base_handler
 from penstock.torchserve.ts.base_handler import BaseHandler
 from penstock.torchserve.ts.mock_context import MockContext
 
@@ -173,13 +173,13 @@ def test_half_precision_is_asked_for_in_the_configuration(eager, make_context):
 )
 def test_what_the_configuration_says_of_compiling(pt2, options):
     before = repr(pt2)
-    assert loading.compile_options(pt2) == options
+    assert base_handler.compile_options(pt2) == options
     assert repr(pt2) == before
 
 
 def test_compiling_that_is_no_text_and_no_dict_is_refused():
     with pytest.raises(ValueError, match="pt2 should be str or dict"):
-        loading.compile_options(["inductor"])
+        base_handler.compile_options(["inductor"])
 
 
 def test_a_model_is_compiled_and_runs_as_it_is_when_that_fails(eager, make_context, monkeypatch, caplog):
@@ -214,16 +214,16 @@ def test_a_model_is_compiled_and_runs_as_it_is_when_that_fails(eager, make_conte
 def test_the_device_is_the_workers_gpu_if_there_is_one(monkeypatch, present, gpu_id, expected):
     for kind, module in (("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", torch.backends.mps)):
         monkeypatch.setattr(module, "is_available", lambda kind=kind: kind == present)
-    assert loading.choose_device(gpu_id) == expected
+    assert base_handler.choose_device(gpu_id) == expected
 
 
 def test_xla_is_used_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr(loading, "XLA_AVAILABLE", True)
+    monkeypatch.setattr(base_handler, "XLA_AVAILABLE", True)
     model = types.SimpleNamespace(xla_device=lambda: "xla:0")
     monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
     monkeypatch.setitem(sys.modules, "torch_xla.core", types.ModuleType("torch_xla.core"))
     monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", model)
-    assert loading.choose_device(None) == (None, "xla:0")
+    assert base_handler.choose_device(None) == (None, "xla:0")
 
 
 def test_float32_on_a_cuda_device_may_use_tensor_cores(monkeypatch):

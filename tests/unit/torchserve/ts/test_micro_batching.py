@@ -55,7 +55,8 @@ def handler():
     made = Handler()
     yield made
     made.handle.shutdown()
-    assert not [t for t in threading.enumerate() if t.name.startswith("penstock-") and t.name[9:] in HANDLER_METHODS]
+    names = tuple(f"penstock-{step}" for step in HANDLER_METHODS)
+    assert not [t for t in threading.enumerate() if t.name.startswith(names)]
 
 
 def rows(*values: Any) -> list[dict[str, Any]]:
@@ -82,11 +83,14 @@ def test_pieces_of_one_step_run_at_the_same_time(handler, make_context):
 
 
 def test_the_number_of_threads_may_change_between_batches(handler, make_context):
-    for threads in (1, 4, 2):
-        handler.handle.parallelism = {"postprocess": threads}
+    for count in (1, 4, 2):
+        handler.handle.parallelism = {"inference": count}
+        handler.meet = threading.Barrier(count)
         assert handler.handle(rows(*range(8)), make_context()) == list(range(3, 11))
-        assert len(handler.handle.thread_groups["postprocess"]) == threads
-    assert handler.handle.parallelism == {"preprocess": 1, "inference": 1, "postprocess": 2}
+        assert len({thread for step, _, _, thread in handler.seen if step == "inference"}) == count
+        handler.seen.clear()
+    assert handler.handle.parallelism == {"preprocess": 1, "inference": 2, "postprocess": 1}
+    handler.meet = None
     handler.handle.shutdown()
     assert handler.handle(rows(1), make_context()) == [4]
 
