@@ -61,12 +61,12 @@ TUNE = [
 # The latencies of a busy machine are not under test: runs are short, and the SLO is generous.
 LENIENT = """
 import penstock.perf.bench.figures as figures
-import penstock.perf.tune.cli as cli
+import penstock.perf.tune.job as job
 from penstock.cli.main import main
 from penstock.perf.tune.rates import Effort
 
 figures.MATTERS = figures.MOST_CPU = 1e9
-cli._effort = lambda name: Effort(
+job._effort = lambda name: Effort(
     probe_s=0.4, probe_samples=50, sure_s=0.4, sure_samples=100, latencies=0.2, most_s=0.6, precision=0.5, repeats=2,
     finalists=1,
 )

@@ -5,24 +5,34 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+import click
+import msgspec
 from msgspec import Struct, field
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError
+from penstock.perf.bench.arrivals import Trace, parse_arrival, read_trace, times
+from penstock.perf.bench.document import align
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
-from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulate
+from penstock.perf.tune.space import parse_space
 
 TIMEOUT_S: Final = 30.0  # the configuration's default; here no request expires
 DEPTH: Final = 2  # process workers receive one batch ahead
 KEEPS_UP: Final = 0.97  # of the offered rate: with less throughput the queue grows without bound
+SECONDS: Final = 30.0
+HEADER: Final = (
+    "policy", "instances", "batch", "answered/s", "p50 ms", "p99 ms", "p99.9 ms", "mean batch", "busy", "SLO",
+)  # fmt: skip
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
 _UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -184,3 +194,103 @@ def best(results: Sequence[ReplayResult]) -> ReplayResult | None:
 
     eligible = (one for one in results if (one.met if one.slo else one.keeps_up and one.latency.p99_s is not None))
     return min(eligible, key=cost, default=None)
+
+
+# ---- the command
+
+
+def run_simulation(flags: dict[str, Any]) -> int:
+    """Runs `penstock simulate` and returns its exit status. Raises ConfigError."""
+    slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
+    service = ServiceTime(*parse_cost(flags["cost"]), flags["jitter"], 0.0)
+    server = ReplayedServer(service=service, handover_s=parse_duration(flags["handover"]))
+    grid = Grid(
+        parse_policies(flags["policies"]),
+        _numbers("batch", flags["batch"]),
+        _numbers("instances", flags["instances"]),
+    )
+    trace = _arrivals(flags)
+    results: list[ReplayResult] = []
+    if not flags["as_json"]:
+        click.echo(_summary(trace), err=True)
+    for result in replay(trace.times_s, server, grid, slo, rows=trace.rows, seed=flags["seed"]):
+        results.append(result)
+        if flags["as_json"]:
+            click.echo(msgspec.json.encode(result))
+    if not flags["as_json"]:
+        click.echo("\n".join(_table(results)))
+    return 0
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    values = parse_space(f"{name}={text}").parameters[0].values
+    if not all(isinstance(value, int) for value in values):
+        raise click.UsageError(f"--{name}: expected whole numbers such as 1..8 or 1,2,4, found '{text}'")
+    return [value for value in values if isinstance(value, int)]
+
+
+def _arrivals(flags: dict[str, Any]) -> Trace:
+    """The arrivals of the flags. Raises ConfigError."""
+    text = flags["arrivals"]
+    kind, _, rate_text = text.rpartition(":")
+    if text.partition(":")[0] not in ("poisson", "constant", "gamma"):
+        trace = read_trace(text, flags["model"])
+        if len(trace.models) > 1 and not flags["model"]:
+            raise ConfigError(f"{text} has requests for {', '.join(trace.models)}; name one with --model")
+        rate, duration = flags["rate"] or 0.0, flags["duration"] or 0.0
+        arrivals = times(parse_arrival(f"trace:{text}"), rate, duration, 0, trace.times_s)
+        return Trace(arrivals, trace.rows[: len(arrivals)], trace.bytes[: len(arrivals)])
+    if flags["rate"] or flags["model"]:
+        raise ConfigError(f"--rate and --model are for a file of arrivals; found {text}")
+    try:
+        rate = float(rate_text)
+    except ValueError:
+        raise ConfigError(f'arrivals "{text}": expected a rate after the kind, for instance poisson:500') from None
+    duration = flags["duration"] or SECONDS
+    arrivals = times(parse_arrival(kind), rate, duration, flags["seed"])
+    if not arrivals:
+        raise ConfigError(f'arrivals "{text}": no request arrives within {duration:g} s; raise the rate or the time')
+    return Trace(arrivals, array("q"), array("q"))
+
+
+def _summary(trace: Trace) -> str:
+    n, last = len(trace.times_s), trace.times_s[-1]
+    rows = sum(trace.rows) / n if trace.rows else 1.0
+    return f"{n:,} requests in {last:,.4g} s, {rows:.3g} rows each"
+
+
+def _table(results: Sequence[ReplayResult]) -> Iterator[str]:
+    """A line for each combination, then the best."""
+    yield from align([HEADER, *(_cells(one) for one in results)])
+    first = best(results)
+    slo = ",".join(objective.text for objective in results[0].slo)
+    if first is None:
+        if any(one.keeps_up and one.met is None for one in results):
+            yield "too few requests to choose the best; use a longer time or a higher rate to get some hundreds"
+        else:
+            yield f"none of them meets {slo}" if slo else "none of them keeps up"
+        return
+    why = f"meets {slo} with the fewest instances" if slo else "keeps up with the lowest p99"
+    yield f"{first.policy}, {first.instances} x {first.batch}: {why}"
+
+
+def _cells(one: ReplayResult) -> list[str]:
+    def ms(value: float | None) -> str:
+        return "n/a" if value is None else f"{value * 1e3:,.0f}" if value >= 1 else f"{value * 1e3:.3g}"
+
+    latency = one.latency
+    verdict = {True: "met", False: "MISSED", None: "n/a" if one.slo else ""}[one.met]
+    if not one.keeps_up:
+        verdict = "does not keep up"
+    return [
+        one.policy,
+        str(one.instances),
+        str(one.batch),
+        f"{one.throughput:,.5g}",
+        ms(latency.p50_s),
+        ms(latency.p99_s),
+        ms(latency.p999_s),
+        f"{one.mean_batch:.1f}",
+        f"{one.busy:.0%}",
+        verdict,
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ from penstock.perf.bench.measurement import Load, Measurement
 from penstock.perf.bench.payload import Payload, check_of, payloads, request_of
 from penstock.perf.bench.run import TargetFailing, measure
 from penstock.perf.bench.slo import Slo
+from penstock.perf.cli import run_async
 from penstock.perf.tune.accuracy import TOLERANCE, Sample, agreement, expected_answers
 from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, profile_instance
 from penstock.perf.tune.runner import single_instance
@@ -67,7 +67,6 @@ class AppUnderTest:
         self._warm = False  # whether the loaded model has run under load before
         self._spent_s = 0.0  # of settings changes, not yet counted by a run
         self._invalid = 0  # consecutive INVALID runs
-        self._runner = asyncio.Runner(loop_factory=_loop_factory())
 
     def start(self) -> None:
         """Serves the baseline, finds the requests to send, and profiles one instance with them.
@@ -151,7 +150,6 @@ class AppUnderTest:
     def close(self) -> None:
         """Safe to call twice."""
         self._server.close()
-        self._runner.close()
 
     # ---- load
 
@@ -159,7 +157,7 @@ class AppUnderTest:
         self.prepare(settings)
         started = time.monotonic()
         try:
-            run = self._runner.run(self._measured(settings, load()))
+            run = run_async(self._measured(settings, load()))
         except (TargetFailing, Unreachable, ConfigError) as error:
             # ConfigError: no request arrives within the run. The caller counts the time of a failure.
             self._spent_s = self._profiles.failed_s = 0.0
@@ -279,14 +277,6 @@ def _body(payload: Payload, path: str) -> RequestBody:
     else:
         codec = "oip_npy" if payload.content_type == NPY else "oip_json"
     return RequestBody(payload.body, payload.content_type, codec, payload.headers)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def _paths() -> list[str]:

@@ -1,25 +1,49 @@
-"""The job of `penstock tune`: its flags, read and checked as far as possible before anything starts."""
+"""Runs `penstock tune`: reads and checks the flags, tunes, reports, and writes the configuration."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import shlex
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import click
 import msgspec
 from msgspec import Struct
 
+from penstock.client.endpoint import read_token
+from penstock.config.load import load_config
+from penstock.config.targets import read_options, split_targets
+from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from penstock.perf.bench.slo import Slo
-    from penstock.perf.tune.accuracy import Sample
-    from penstock.perf.tune.config_file import TunedFile
-    from penstock.perf.tune.server import TunedModel
-    from penstock.perf.tune.space import SearchSpace
+from penstock.perf.bench.document import Report, align, markdown
+from penstock.perf.bench.measurement import MOST_ERRORS
+from penstock.perf.bench.origin import Origin, command_line, machine, versions
+from penstock.perf.bench.report import PAGE, REPORT, VERDICT, compose, publish
+from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Results, read, write_error, write_whole
+from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.cli import FAILED, INTERRUPTED
+from penstock.perf.tune.accuracy import Sample, read_samples
+from penstock.perf.tune.app import AppOptions, AppUnderTest
+from penstock.perf.tune.config_file import TunedFile
+from penstock.perf.tune.rates import Effort
+from penstock.perf.tune.result import TuningResult, as_csv, settings_table
+from penstock.perf.tune.runner import Journal
+from penstock.perf.tune.search import strategy
+from penstock.perf.tune.server import TunedModel, keys_of, missing_device
+from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_space
+from penstock.perf.tune.system import MeasuredRun
+from penstock.perf.tune.tuner import TuningOptions, tune
+from penstock.plugins import is_pipeline_file
 
 MOST_INSTANCES: Final = 16  # of the default space
+JOURNAL: Final = "journal.jsonl"
+TABLE: Final = "settings.csv"
 
 
 class TuneJob(Struct, frozen=True, kw_only=True):
@@ -36,13 +60,6 @@ class TuneJob(Struct, frozen=True, kw_only=True):
 
 def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
     """The job that the flags describe. Raises ConfigError."""
-    from penstock.perf.bench.measurement import MOST_ERRORS
-    from penstock.perf.bench.slo import parse_slo
-    from penstock.perf.tune.accuracy import read_samples
-    from penstock.perf.tune.config_file import TunedFile
-    from penstock.perf.tune.search import strategy
-    from penstock.perf.tune.space import parse_space
-
     slo = parse_slo(flags["slo"])
     if not any(part.name == "error" for part in slo.objectives):
         # a server that rejects most requests answers the rest quickly
@@ -75,12 +92,6 @@ def default_space() -> str:
 
 def _tuned_model(target: str, flags: dict[str, Any]) -> tuple[TunedModel, str | None]:
     """(the model to tune, the TOML that defines it if there is one). Raises ConfigError."""
-    from penstock.client.endpoint import read_token
-    from penstock.config.load import load_config
-    from penstock.config.targets import read_options, split_targets
-    from penstock.perf.tune.server import TunedModel
-    from penstock.plugins import is_pipeline_file
-
     if "://" in target or target.endswith(".mar"):
         what = "a running server" if "://" in target else "a TorchServe archive"
         raise ConfigError(
@@ -116,9 +127,6 @@ def _section(target: str, known: list[str], wanted: str | None) -> str:
 
 def _check_devices(tuned: TunedModel, space: SearchSpace) -> None:
     """Raises ConfigError for a device that this machine lacks."""
-    from penstock.core.worker.devices import visible_gpus
-    from penstock.perf.tune.server import missing_device
-
     devices = [str(v) for p in space.parameters if p.name == "device" for v in p.values]
     if wrong := missing_device(devices or tuned.model.devices, visible_gpus()):
         raise ConfigError(wrong)
@@ -154,3 +162,173 @@ def _digest(path: Path) -> str:
         except OSError as error:
             raise ConfigError(f"{each}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()[:16] if files else ""
+
+
+# ---- the run
+
+
+class _Progress:
+    """Records and prints each run, new or replayed."""
+
+    def __init__(self, slo: Slo, results: Results) -> None:
+        self._slo, self._results = slo, results
+
+    def __call__(self, settings: CandidateSettings, measured: MeasuredRun, replayed: bool) -> None:
+        run = measured.run
+        if not replayed:
+            self._results.append(run)
+        why = measured.violation(self._slo) if run.load.mode == "open" else None
+        outcome = f"INVALID: {run.invalid[0]}" if run.invalid else why or "kept"
+        again = " (measured before)" if replayed else ""
+        click.echo(f"{settings}: {run.load.label}: {run.throughput:,.4g}/s, {outcome}{again}", err=True)
+
+
+def run_job(target: str, flags: dict[str, Any]) -> int:
+    """Runs `penstock tune` and returns its exit status. Raises PenstockError."""
+    job = read_job(target, flags)
+    if not flags["resume"]:
+        _delete_results(job.folder)
+    origin, measured = _origin(job), True
+    try:
+        with (
+            Results.open(job.folder, origin, resume=True) as results,
+            Journal.open(job.folder / JOURNAL, identity(job)) as journal,
+        ):
+            if n := len(journal):
+                click.echo(f"resumes in {job.folder}: {n} answers exist (--no-resume starts over)", err=True)
+            click.echo(f"{job.tuned.name}: {len(job.space)} settings, search {job.flags['search']}", err=True)
+            _warn_of_short_budget(job)
+            try:
+                result, payload_bytes = _search(job, results, journal, origin.line)
+            finally:
+                measured = bool(len(journal) or results.measurements)
+    except BaseException:
+        if not measured:  # the next attempt may have other flags
+            _delete_results(job.folder)
+        raise
+    return _report(job, result, payload_bytes)
+
+
+def _search(job: TuneJob, results: Results, journal: Journal, command: str) -> tuple[TuningResult, int]:
+    """(the result, the mean size of the requests)."""
+    flags = job.flags
+    options = AppOptions(
+        samples=job.samples,
+        tolerance=flags["tolerance"],
+        data=flags["data"],
+        seed=flags["seed"],
+        warm_s=flags["warmup"],
+    )
+    app = AppUnderTest(job.tuned, job.space, job.slo, options)
+    try:
+        app.start()
+        tuning = TuningOptions(
+            search=flags["search"],
+            budget_s=flags["budget"] or math.inf,
+            seed=flags["seed"],
+            effort=_effort(flags["effort"]),
+            price=flags["price"],
+            command=command,
+        )
+        observer = _Progress(job.slo, results)
+        return tune(app, job.space, job.slo, tuning, journal=journal, observer=observer), app.payload_bytes
+    finally:
+        app.close()
+
+
+def _warn_of_short_budget(job: TuneJob) -> None:
+    """Warns of a budget that is too short for the proof, however fast the model is."""
+    least_s, budget_s = _effort(job.flags["effort"]).proof_s(math.inf, job.slo), job.flags["budget"]
+    if budget_s and budget_s < least_s:
+        click.echo(
+            f"--budget {budget_s:g}s ends before anything is proven: the runs of the proof alone take {least_s:g}s "
+            f"or more with --effort {job.flags['effort']}",
+            err=True,
+        )
+
+
+def _effort(name: str) -> Effort:
+    """The value of --effort."""
+    if name == "quick":
+        return Effort(
+            probe_s=0.4, probe_samples=100, sure_s=1.0, sure_samples=300, latencies=3.0, most_s=6.0, precision=0.1,
+            proof=1.0, repeats=2, finalists=2,
+        )  # fmt: skip
+    return Effort(probe_s=3.0, sure_s=10.0, sure_samples=10_000, repeats=5) if name == "thorough" else Effort()
+
+
+# ---- the result
+
+
+def _report(job: TuneJob, result: TuningResult, payload_bytes: int) -> int:
+    """Writes the reports and the configuration, prints the verdict, and returns the exit status."""
+    origin, measurements = read(job.folder)
+    table = settings_table(measurements, job.slo, job.tuned.model, payload_bytes)
+    verdict = msgspec.structs.replace(result.verdict, table=table)
+    report = compose(origin, measurements, verdict)
+    text, page = publish(job.folder, verdict)
+    try:
+        write_whole(job.folder / TABLE, as_csv(table).encode())
+    except OSError as e:
+        raise write_error(job.folder, e) from e
+    if job.flags["json"]:
+        click.echo(msgspec.json.format(msgspec.json.encode(verdict)))
+    else:
+        click.echo(markdown(Report(report.title, report.verdict, [])))
+        click.echo("\n".join(align(table)))
+    click.echo(f"full report: {text} and {page}", err=True)
+    _write(job, result, page)
+    if result.ended == "interrupted":
+        return INTERRUPTED
+    return FAILED if _unproven(job, result) else 0
+
+
+def _unproven(job: TuneJob, result: TuningResult) -> str:
+    """Why the result cannot be relied on; "" if it can."""
+    if result.ended == "interrupted":
+        return "the search was interrupted"
+    if result.chosen is None:
+        return f"nothing keeps {job.slo.text}"
+    if result.confirmed:
+        return ""
+    if result.ended == "failed":
+        return "the search failed before the choice was proven; run the same command to resume"
+    return "there was no time left to prove the choice; give a longer --budget"
+
+
+def _write(job: TuneJob, result: TuningResult, page: Path) -> None:
+
+    if job.file is None:
+        return
+    if why := _unproven(job, result):
+        click.echo(f"nothing is written to {job.file.path}: {why}", err=True)
+        return
+    assert result.chosen is not None, "proven"
+    note = (
+        f"{job.slo.text} was kept at {result.rate:g} requests/s on {datetime.now(UTC):%Y-%m-%d}\n"
+        f"{result.chosen}; {page} has the other settings"
+    )
+    job.file.write(keys_of(result.chosen), note)
+    click.echo(f"written: {job.file.path}; serve it: penstock serve {shlex.quote(job.flags['write'])}", err=True)
+
+
+def _delete_results(folder: Path) -> None:
+    """Deletes the files of a run, and the folder if that leaves it empty."""
+    for name in (RUN, RECORDS, SUMMARY, JOURNAL, REPORT, PAGE, VERDICT, TABLE):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _origin(job: TuneJob) -> Origin:
+
+    return Origin(
+        command="tune",
+        line=command_line(sys.argv[1:]),
+        target=job.tuned.target,
+        slo=job.slo.text,
+        seed=job.flags["seed"],
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine(),
+        versions=versions(("torch", "onnxruntime", "numpy", "optuna")),
+    )

@@ -62,21 +62,16 @@ class _Head(Struct):
 class Journal:
     """Answers by question. Without a file they are in memory only."""
 
-    def __init__(
-        self,
-        path: Path | None = None,
-        file: io.FileIO | None = None,
-        entries: Mapping[str, JournalEntry] | None = None,
-    ) -> None:
-        self._path, self._file = path or Path(), file
-        self._entries = dict(entries or {})
+    def __init__(self, path: Path = Path(), file: io.FileIO | None = None) -> None:
+        self._path, self._file = path, file
+        self._entries: dict[str, JournalEntry] = {}
 
     @classmethod
-    def open(cls, path: Path, run: Mapping[str, str], *, resume: bool = True) -> Self:
+    def open(cls, path: Path, run: Mapping[str, str]) -> Self:
         """The journal at `path` of the search that `run` describes (target, space, slo, seed ...).
 
-        Without `resume` it starts empty. Raises ConfigError if the file belongs to another search or version, is not a
-        journal, or is in use; PenstockError if it cannot be written.
+        Raises ConfigError if the file belongs to another search or version, is not a journal, or is in use;
+        PenstockError if it cannot be written.
         """
         head = dict(_HEAD) | dict(run)
         try:
@@ -86,11 +81,11 @@ class Journal:
             raise write_error(path, e) from e
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            content = path.read_bytes() if resume else b""
-            entries, whole = _read(path, content, head)
+            entries, whole = _read(path, path.read_bytes(), head)
             file.truncate(whole)
             file.seek(whole)
-            journal = cls(path, file, entries)
+            journal = cls(path, file)
+            journal._entries = entries
             if not whole:
                 journal._append(msgspec.json.encode(_Head(head)))
         except BlockingIOError:

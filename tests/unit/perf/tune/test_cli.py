@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli.main import main
 from penstock.errors import ConfigError
-from penstock.perf.tune import cli, job
+from penstock.perf.tune import job
 from penstock.perf.tune.job import read_job
 from penstock.perf.tune.runner import Journal, JournalEntry
 
@@ -79,7 +79,7 @@ def run(*words: str) -> Result:
 def test_wrong_usage_is_reported_in_one_line_before_anything_starts(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.core.worker.devices.visible_gpus", lambda: 0)
+    monkeypatch.setattr("penstock.perf.tune.job.visible_gpus", lambda: 0)
     slo = [] if "--slo" in words else ["--slo", "p99<=100ms"]
     found = run(*words, *slo)
     assert (found.exit_code, found.stderr.count("\n")) == (2, 1)
@@ -107,7 +107,7 @@ def test_the_default_space_has_batches_and_instances(monkeypatch: pytest.MonkeyP
 
 
 def test_gpu_adds_devices_unless_the_space_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.core.worker.devices.visible_gpus", lambda: 1)
+    monkeypatch.setattr("penstock.perf.tune.job.visible_gpus", lambda: 1)
     assert read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"
     assert read_job("app.py:Net", flags(gpu=True, space="device=cuda")).space.text == "device=cuda"
 
@@ -160,7 +160,7 @@ def test_starting_over_deletes_only_files_of_a_run(folder: Path) -> None:
     results.mkdir()
     for name in ("run.json", "records.jsonl", "journal.jsonl", "summary.csv", "report.md", "settings.csv", "mine.txt"):
         (results / name).write_text("")
-    cli._delete_results(results)
+    job._delete_results(results)
     assert [p.name for p in results.iterdir()] == ["mine.txt"]
 
 
@@ -174,7 +174,7 @@ def test_a_search_that_fails_before_its_first_answer_leaves_nothing_behind(
             journal.add(answer)
         raise ConfigError("the app cannot answer the requests")
 
-    monkeypatch.setattr(cli, "_search", search)
+    monkeypatch.setattr(job, "_search", search)
     words = ("app.py:Net", "--slo", "p99<=100ms")
     assert run(*words).exit_code == 2
     assert not (folder / "tune-net").exists()

@@ -122,14 +122,6 @@ def test_a_file_that_is_not_a_journal_is_refused_with_its_line(tmp_path: Path, l
         Journal.open(path, RUN)
 
 
-def test_without_resume_the_journal_starts_over(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    with Journal.open(path, RUN) as journal:
-        journal.add(entry("1"))
-    with Journal.open(path, RUN | {"seed": "5"}, resume=False) as journal:
-        assert len(journal) == 0
-
-
 def test_two_runs_do_not_share_one(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with Journal.open(path, RUN), pytest.raises(ConfigError, match="in use by another run"):
