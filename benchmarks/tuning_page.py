@@ -1,7 +1,7 @@
-"""What do the commands of docs/tuning.md find on this machine?
+"""Which figures do the commands of docs/tuning.md give on this machine?
 
-Runs curve.py and each `penstock bench` of the page that starts its own server, and prints their figures as the tables
-that stand there. With --write they take the place of those between the page's markers. Takes three minutes.
+Runs curve.py and each `penstock bench` of the page that starts its own server, and prints the page's tables. With
+--write they replace the tables between the page's markers. Takes three minutes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ENV = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']
 
 
 def ms(seconds: float | None) -> str:
-    """With three digits."""
+    """Milliseconds with three digits."""
     if seconds is None:
         return "n/a"
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def rows(command: str, folder: Path, seconds: float) -> list[str]:
-    """A row of the table for each load of a command, which lasts so long."""
+    """A row of the table for each load of a command."""
     print(command, file=sys.stderr)
     words = [*shlex.split(command), "--duration", f"{seconds:g}", "--json"]
     done = subprocess.run(words, cwd=folder, env=ENV, stdout=subprocess.PIPE, text=True)
@@ -51,13 +51,13 @@ def rows(command: str, folder: Path, seconds: float) -> list[str]:
 
 
 def short(command: str) -> str:
-    """What differs between the commands."""
+    """The part of a command that distinguishes it."""
     kept = re.sub(r"penstock bench |--data \S+ |--duration \S+ ?|--concurrency \S+ |--slo \S+|--rate \S+ ", "", command)
     return re.sub(r"--set ('models\S+inputs=.*?'|models\.\w+\.)", "", kept).strip().replace("  ", " ")
 
 
 def tables(folder: Path, seconds: float) -> str:
-    """The machine, the curve, and the loads."""
+    """The machine, the curve and the loads."""
     found: dict[str, Any] = machine()
     load = found["load_before"]
     busy = ", so it was busy with other work: compare, but do not quote" if load > found["cores"] / 2 else ""
@@ -86,10 +86,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        told = tables(Path(folder), args.seconds)
-    print(told)
+        figures = tables(Path(folder), args.seconds)
+    print(figures)
     if args.write:
-        PAGE.write_text(MARKED.sub(lambda found: f"{found[1]}{told}\n{found[2]}", PAGE.read_text()))
+        PAGE.write_text(MARKED.sub(lambda found: f"{found[1]}{figures}\n{found[2]}", PAGE.read_text()))
 
 
 if __name__ == "__main__":

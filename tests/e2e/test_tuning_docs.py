@@ -1,4 +1,4 @@
-"""The page on tuning is run from its top to its end, shortly: its files are written, its commands do what they say."""
+"""Runs the page on tuning from top to bottom with short durations: it writes its files and runs its commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil
 
 PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
-# What makes a command long, or depends on how fast this machine is today.
+# Replaces whatever makes a command long or depends on the machine's speed.
 SHORT = (
     (r"--duration \S+", "--duration 0.3 --warmup 0"),
     (r"--budget \S+", "--budget 15s --effort quick --warmup 0.2 --space batch=8,instances=1"),
@@ -30,7 +30,7 @@ START_S = 120.0
 
 
 class Shell:
-    """Runs commands in a folder, with the servers that those before have started on one port."""
+    """Runs commands in a folder; all servers use one port."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Shell:
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
     def run(self, line: str) -> str:
-        """What it prints on stdout."""
+        """The stdout of a command."""
         for long, short in SHORT:
             line = re.sub(long, short, line)
         line = line.replace("http://127.0.0.1:8080", self.url)
@@ -55,17 +55,17 @@ class Shell:
             timeout=300,
             check=False,
         )
-        # A machine too busy to send on time, or to prove a choice within the budget, is told, and that is right.
+        # A machine may be too busy to send on time or to prove a choice within the budget; the output then says so.
         unproven = "--write" in line and "nothing is written to" in done.stderr
-        told = f"{line}\n{done.stdout}\n{done.stderr}"
-        assert done.returncode == 0 or unproven or "INVALID" in done.stdout, told
+        output = f"{line}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0 or unproven or "INVALID" in done.stdout, output
         if unproven:
             (self.folder / "penstock.toml").write_text('[models.ranker]\ntarget = "app.py:Ranker"\n')
         return done.stdout
 
     @contextmanager
     def serving(self, line: str) -> Iterator[None]:
-        """While a server runs that the line starts."""
+        """Runs the server of this line meanwhile."""
         ports = f" --port {self.url.rpartition(':')[2]} --set server.management_port=0 --set server.metrics_port=0"
         log = self.folder / "server.log"
         with log.open("wb") as out:
@@ -89,7 +89,7 @@ class Shell:
         raise RuntimeError(f"{process.args} is not ready\n{log.read_text(errors='replace')}")
 
 
-def test_every_file_and_command_of_the_page_on_tuning_does_what_it_says(tmp_path: Path) -> None:
+def test_every_file_and_command_of_the_tuning_page_works(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     found = BLOCK.findall(PAGE.read_text())
     assert {language for language, _ in found} == {"", "python", "yaml", "gpu"}
@@ -103,7 +103,7 @@ def test_every_file_and_command_of_the_page_on_tuning_does_what_it_says(tmp_path
             (tmp_path / "models.yaml").write_text(text)
         elif language == "":
             said |= block(shell, text.splitlines())
-        else:  # what changes the machine is not run, even where it could be
+        else:  # commands that change the machine are not run
             assert all(line.startswith("nvidia-smi ") for line in text.splitlines())
     curve = next(text for line, text in said.items() if line == "python curve.py")
     assert [line.split()[:2] for line in curve.splitlines()] == [
@@ -118,12 +118,12 @@ def test_every_file_and_command_of_the_page_on_tuning_does_what_it_says(tmp_path
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a server; a launcher before it ends with it, and does not when it is told so itself."""
+    """Stops a server. A launcher ends with its server, but ignores signals itself."""
     if process.poll() is None:
         root = psutil.Process(process.pid)
         family = [root, *root.children(recursive=True)]
-        told = [(each, " ".join(each.cmdline())) for each in family]
-        server = next(each for each, line in told if "run_cpu" not in line and "serve" in line)
+        commands = [(each, " ".join(each.cmdline())) for each in family]
+        server = next(each for each, line in commands if "run_cpu" not in line and "serve" in line)
         server.terminate()
         for each in psutil.wait_procs(family, 30)[1]:
             each.kill()
@@ -131,15 +131,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def launchable() -> bool:
-    """Whether Intel's launcher finds what it asks this machine for."""
+    """Whether Intel's launcher can query this machine."""
     if shutil.which("lscpu") is None or shutil.which("taskset") is None:
         return False
-    told = subprocess.run(["lscpu", "--parse=CPU,Core,Socket,Node"], capture_output=True, text=True).stdout
-    return re.search(r"^\d+,\d+,\d+,\d+", told, re.M) is not None
+    output = subprocess.run(["lscpu", "--parse=CPU,Core,Socket,Node"], capture_output=True, text=True).stdout
+    return re.search(r"^\d+,\d+,\d+,\d+", output, re.M) is not None
 
 
 def block(shell: Shell, lines: list[str]) -> dict[str, str]:
-    """What each command prints; a server runs until the block ends."""
+    """The output of each command of a block; a server runs until the block ends."""
     for number, line in enumerate(lines):
         if "run_cpu" in line and not launchable():
             return {}
