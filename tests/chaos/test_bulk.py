@@ -169,7 +169,7 @@ def as_told(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
     return [(row["video"], row["frame"], row["caption"]) for row in rows]
 
 
-def test_a_job_that_is_killed_at_random_five_times_writes_what_an_undisturbed_one_writes(
+def test_a_job_killed_at_random_writes_the_same_output(
     captioner: Callable[..., Any], jobs: Jobs, chaos: SimpleNamespace
 ) -> None:
     server = captioner()
@@ -190,7 +190,7 @@ def test_a_job_that_is_killed_at_random_five_times_writes_what_an_undisturbed_on
         assert (jobs.folder / output).read_bytes() == whole
 
 
-def test_a_server_that_is_killed_and_comes_back_costs_no_caption(captioner: Callable[..., Any], jobs: Jobs) -> None:
+def test_a_server_that_is_killed_and_restarted_costs_no_caption(captioner: Callable[..., Any], jobs: Jobs) -> None:
     server = captioner()
     job = jobs.start(server.url, "captions.jsonl")
     for _ in range(2):
@@ -204,9 +204,7 @@ def test_a_server_that_is_killed_and_comes_back_costs_no_caption(captioner: Call
     assert as_told(jobs.rows("captions.jsonl")) == expected(jobs.clips)
 
 
-def test_another_model_behind_the_same_address_stops_the_job_and_mixes_nothing(
-    captioner: Callable[..., Any], jobs: Jobs
-) -> None:
+def test_another_model_at_the_same_address_stops_the_job(captioner: Callable[..., Any], jobs: Jobs) -> None:
     server = captioner()
     job = jobs.start(server.url, "captions.jsonl")
     wait_for(lambda: jobs.spooled("captions.jsonl") > 20, job)
@@ -228,7 +226,7 @@ def test_another_model_behind_the_same_address_stops_the_job_and_mixes_nothing(
     assert as_told(jobs.rows("captions.jsonl")) == expected(jobs.clips, "r2")
 
 
-def test_ctrl_c_once_keeps_what_is_in_flight_and_the_same_command_goes_on(jobs: Jobs) -> None:
+def test_ctrl_c_keeps_requests_in_flight_and_the_same_command_continues(jobs: Jobs) -> None:
     gate = threading.Event()
     with FakeCaptioner() as server:
         server.go_wrong(*[with_wait(gate)] * WINDOW)
@@ -264,7 +262,7 @@ def test_a_second_signal_ends_the_job_at_once(jobs: Jobs, first: signal.Signals)
     assert len(jobs.rows("captions.jsonl")) == CLIPS * FRAMES
 
 
-def test_a_server_that_is_not_there_at_the_beginning_is_waited_for_and_then_said(jobs: Jobs) -> None:
+def test_a_server_that_is_not_up_at_the_beginning_is_awaited_and_then_reported(jobs: Jobs) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -284,7 +282,7 @@ def test_a_server_that_is_not_there_at_the_beginning_is_waited_for_and_then_said
         assert "waiting for it" in said
 
 
-def test_one_of_two_servers_may_come_later(jobs: Jobs) -> None:
+def test_one_of_two_servers_may_start_later(jobs: Jobs) -> None:
     came = threading.Event()
 
     def first(request: Any, server: FakeCaptioner) -> None:
@@ -306,7 +304,7 @@ def test_one_of_two_servers_may_come_later(jobs: Jobs) -> None:
     assert len(jobs.rows("captions.jsonl")) == CLIPS * FRAMES
 
 
-def test_a_server_that_leaves_for_good_is_given_up_and_the_videos_stay_unfinished(jobs: Jobs) -> None:
+def test_a_server_that_never_returns_ends_the_job_with_unfinished_videos(jobs: Jobs) -> None:
     with FakeCaptioner() as server:
         job = jobs.start(server.url, "captions.jsonl", "--give-up", "1")
         wait_for(lambda: jobs.spooled("captions.jsonl") > 5, job)
@@ -320,7 +318,7 @@ def test_a_server_that_leaves_for_good_is_given_up_and_the_videos_stay_unfinishe
     assert len(jobs.rows("captions.jsonl")) == CLIPS * FRAMES
 
 
-def test_a_full_disk_ends_the_job_with_the_reason_and_what_is_committed_stays(jobs: Jobs) -> None:
+def test_a_full_disk_ends_the_job_and_keeps_committed_captions(jobs: Jobs) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
 
@@ -338,7 +336,7 @@ def test_a_full_disk_ends_the_job_with_the_reason_and_what_is_committed_stays(jo
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a file system")
-def test_a_file_system_without_room_is_survived(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_full_file_system_loses_no_caption(jobs: Jobs, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)], capture_output=True)
@@ -356,7 +354,7 @@ def test_a_file_system_without_room_is_survived(jobs: Jobs, tmp_path: Path) -> N
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
-def test_ctrl_c_while_a_server_is_waited_for_ends_the_job_at_once(jobs: Jobs) -> None:
+def test_ctrl_c_while_waiting_for_a_server_ends_the_job_at_once(jobs: Jobs) -> None:
     with FakeCaptioner() as server:
         server.metadata.extend([with_status(503)] * 1000)
         job = jobs.start(server.url, "captions.jsonl", "--wait", "60")
@@ -365,7 +363,7 @@ def test_ctrl_c_while_a_server_is_waited_for_ends_the_job_at_once(jobs: Jobs) ->
         assert job.wait(5) == 130
 
 
-def test_memory_is_flat_and_small_however_long_a_video_is(tmp_path: Path, chaos: SimpleNamespace) -> None:
+def test_memory_does_not_grow_with_the_length_of_a_video(tmp_path: Path, chaos: SimpleNamespace) -> None:
     frames = chaos.count(480, 54_000)  # half a minute, half an hour
     folder = tmp_path / "videos"
     folder.mkdir()

@@ -100,14 +100,14 @@ def url(serve_all: Callable[..., Any]) -> str:
 
 @pytest.mark.parametrize("jpeg", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(1, 32), (4, 32), (8, 200), (24, 96)])
-def test_every_frame_arrives_as_it_is_and_its_caption_is_its_own(url: str, rows: int, size: int, jpeg: bool):
+def test_every_frame_arrives_unchanged_and_gets_its_own_caption(url: str, rows: int, size: int, jpeg: bool):
     chunks = [chunk(number, rows, size, jpeg) for number in range(12)]
     answers, stats = captions(url, chunks)
     assert answers == [expected(one) for one in chunks]
     assert stats.retries == 0
 
 
-def test_the_server_tells_of_its_workers_and_bounds(url: str):
+def test_the_server_reports_its_instances_and_limits(url: str):
     info = ask(url, "captioner")
     assert info.instances == 2
     assert info.max_batch_size == 8
@@ -116,14 +116,14 @@ def test_the_server_tells_of_its_workers_and_bounds(url: str):
     assert (info.revision, info.height, info.width) == ("r1", 32, 32)
 
 
-def test_a_model_that_is_no_captioner_is_told_from_one(url: str):
+def test_a_model_that_is_not_a_captioner_is_rejected(url: str):
     with pytest.raises(NotACaptioner):
         ask(url, "other")
     with pytest.raises(ModelNotFound):
         ask(url, "nobody")
 
 
-def test_a_queue_that_overflows_loses_no_chunk_and_narrows_the_window(serve: Callable[..., Any]):
+def test_an_overflowing_queue_loses_no_chunk_and_narrows_the_window(serve: Callable[..., Any]):
     server = serve(SOURCE, "captioner=app.py:Captioner", "--set", "models.captioner.batching.max_queue=8")
     chunks = [chunk(number, 4) for number in range(20)]
     answers, stats = captions(server.url, chunks, rows=1)  # a window for chunks of one row: 17 of four are too many
@@ -132,7 +132,7 @@ def test_a_queue_that_overflows_loses_no_chunk_and_narrows_the_window(serve: Cal
     assert stats.window < 17
 
 
-def test_a_chunk_over_the_servers_bound_fails_alone(serve: Callable[..., Any]):
+def test_a_chunk_over_the_servers_limit_fails_alone(serve: Callable[..., Any]):
     server = serve(SOURCE, "captioner=app.py:Captioner", "--set", "limits.max_body_bytes=2000000")
     chunks = [chunk(0, 4), chunk(1, 8, 1000), chunk(2, 4)]
     answers, _ = captions(server.url, chunks)

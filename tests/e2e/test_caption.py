@@ -97,7 +97,7 @@ def test_every_way_of_sending_captions_every_frame_once_in_order(tmp_path: Path,
     assert [row["time"] for row in found[:40]] == [pytest.approx(n / 25, abs=1e-6) for n in range(40)]
 
 
-def test_names_of_any_kind_come_through_to_every_output(tmp_path: Path, url: str) -> None:
+def test_names_of_any_kind_reach_every_output(tmp_path: Path, url: str) -> None:
     names = ["-o.mp4", "zwei\nZeilen.mp4", "ünïcödé 狗.mp4", 'a "quoted", name.mp4', "'; rm -rf.mp4"]
     for name in names:
         make_clip(tmp_path / name, 6)
@@ -144,7 +144,7 @@ def test_a_broken_video_is_reported_and_the_rest_finish(tmp_path: Path, url: str
     assert len(rows(tmp_path / "captions.jsonl")) == 65 + kept
 
 
-def test_sampling_takes_the_frames_that_were_asked_for(tmp_path: Path, url: str) -> None:
+def test_sampling_takes_the_requested_frames(tmp_path: Path, url: str) -> None:
     make_clip(tmp_path / "a.mp4", 100)
     for output, flags, frames in (
         ("every", ["--every", "10"], [*range(0, 100, 10)]),
@@ -159,7 +159,7 @@ def test_sampling_takes_the_frames_that_were_asked_for(tmp_path: Path, url: str)
         ]
 
 
-def test_a_dry_run_tells_what_there_is_to_do_and_does_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_lists_the_work_and_does_nothing(tmp_path: Path) -> None:
     make_clip(tmp_path / "a.mp4", 50)
     (tmp_path / "b.mp4").write_bytes(b"no video")
     with FakeCaptioner() as server:
@@ -178,7 +178,7 @@ def test_a_dry_run_tells_what_there_is_to_do_and_does_nothing(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.mp4", "b.mp4"]
 
 
-def test_progress_for_programs_is_json_and_quiet_is_quiet(tmp_path: Path, url: str) -> None:
+def test_json_progress_is_json_and_quiet_prints_nothing(tmp_path: Path, url: str) -> None:
     make_clip(tmp_path / "a.mp4", 20)
     done = penstock(tmp_path, "a.mp4", "--server", url, "--progress", "json")
     told = [json.loads(line) for line in done.stderr.splitlines()]
@@ -199,7 +199,7 @@ def test_two_servers_share_the_work(tmp_path: Path) -> None:
     assert [row["caption"] for row in rows(tmp_path / "captions.jsonl")] == [f"frame {n}" for n in range(200)]
 
 
-def test_two_jobs_into_one_output_are_refused(tmp_path: Path) -> None:
+def test_two_jobs_into_one_output_are_rejected(tmp_path: Path) -> None:
     from penstock.bulk.folder import WorkFolder
 
     make_clip(tmp_path / "a.mp4", 5)
@@ -210,7 +210,7 @@ def test_two_jobs_into_one_output_are_refused(tmp_path: Path) -> None:
     assert b"another job uses" in done.stderr
 
 
-def test_the_commands_of_the_page_run_and_it_names_every_flag(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_run_and_every_flag_is_documented(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "bulk.md").read_text()
     blocks = re.findall(r"^```\n(.*?)^```$", page, re.S | re.M)
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("penstock caption ")]

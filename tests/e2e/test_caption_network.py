@@ -115,7 +115,7 @@ def test_the_commands_of_the_readme_caption_clips_on_one_machine(example: Callab
     assert verified.stdout.startswith(f"{2 * FRAMES} frames in order, ")
 
 
-def test_the_clients_command_behind_a_tunnel_is_that_of_one_machine() -> None:
+def test_the_clients_command_is_the_same_behind_a_tunnel() -> None:
     serve, tunnel, caption = section("Through a tunnel")
     assert [serve, caption] == section("One machine")[:2]
     (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)", caption)

@@ -110,7 +110,7 @@ def test_jpegs_and_frames_of_their_own_size_are_resized_by_the_server(
     assert right(texts(ask(server.url, [("jpeg", "BYTES", (8,), jpegs)])), expected) >= 7
 
 
-def test_the_revision_stands_in_the_metadata_and_in_every_answer(
+def test_the_revision_is_in_the_metadata_and_in_every_response(
     server: Any, shown: tuple[np.ndarray, list[str]]
 ) -> None:
     status, metadata = server.get("/v2/models/captioner")
@@ -153,7 +153,7 @@ def test_single_images_and_chunks_share_batches(server: Any, shown: tuple[np.nda
         ([("frames", "UINT8", (1, 0, 2, 3), b"")], "holds no pixels"),
     ],
 )
-def test_what_cannot_be_captioned_is_a_400_that_says_why(server: Any, inputs: list[Any], told: str) -> None:
+def test_an_invalid_request_is_a_400_with_the_reason(server: Any, inputs: list[Any], told: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask(server.url, inputs)
     with caught.value as answer:
@@ -161,7 +161,7 @@ def test_what_cannot_be_captioned_is_a_400_that_says_why(server: Any, inputs: li
         assert told in json.load(answer)["error"]
 
 
-def test_a_body_that_is_no_image_is_refused(server: Any) -> None:
+def test_a_body_that_is_not_an_image_is_rejected(server: Any) -> None:
     status, answer = server.post("/predictions/captioner", b"\x80\x04\x95 a pickle", "application/octet-stream")
     assert status == 400
     assert answer["error"]["message"] == "the image is not an image file that can be decoded"

@@ -30,7 +30,7 @@ def load_client() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_a_captioning_server_moves_over_with_its_files_unchanged(torchserve: Any) -> None:
+def test_a_torchserve_captioning_server_runs_with_its_files_unchanged(torchserve: Any) -> None:
     folder = torchserve.folder
     shutil.copy(EXAMPLE / "ts_handler.py", folder)
     config = (EXAMPLE / "config.properties").read_text()

@@ -41,7 +41,7 @@ def captions_of(modules: Any, frames: int) -> list[str]:
     return [modules.scenes.caption(scene) for scene in modules.make_videos.clip_scenes(frames)]
 
 
-def test_a_caption_tells_the_number_with_which_it_begins(modules: Any) -> None:
+def test_the_number_of_a_caption_can_be_read(modules: Any) -> None:
     scene = modules.scenes.Scene(1042, "large", "red", "cross", "gray", *modules.scenes.place(0.1, 0.1, "large"))
     assert modules.scenes.caption(scene) == "number 0 4 2 : a large red cross at the top left on gray"
     assert modules.scenes.number_of(modules.scenes.caption(scene)) == 42
@@ -73,7 +73,7 @@ def test_all_thousand_numbers_look_different(modules: Any) -> None:
     assert len({modules.scenes.draw(replace(look, number=n), 64, 64).tobytes() for n in range(1000)}) == 1000
 
 
-def test_a_clip_holds_the_frames_that_were_asked_for_and_is_the_same_each_time(modules: Any, tmp_path: Path) -> None:
+def test_a_clip_has_the_requested_frames_and_is_reproducible(modules: Any, tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     paths = [tmp_path / "a.mp4", tmp_path / "b.mp4", tmp_path / "c.mp4"]
     captions = [
@@ -91,7 +91,7 @@ def test_a_clip_holds_the_frames_that_were_asked_for_and_is_the_same_each_time(m
     assert len({text.partition(":")[2] for text in captions[0]}) > 1
 
 
-def test_the_number_counts_round_after_999(modules: Any) -> None:
+def test_the_number_wraps_around_after_999(modules: Any) -> None:
     scenes = list(modules.make_videos.clip_scenes(1002))
     assert [scene.number for scene in scenes[-3:]] == [999, 0, 1]
 
@@ -103,7 +103,7 @@ def test_the_command_makes_the_requested_number_of_clips(modules: Any, tmp_path:
     assert sorted(path.name for path in (tmp_path / "clips").iterdir()) == ["clip-000.mp4", "clip-001.mp4"]
 
 
-def test_a_lesson_of_the_training_depends_on_the_seed_and_the_step_alone(modules: Any) -> None:
+def test_a_training_batch_depends_on_seed_and_step_only(modules: Any) -> None:
     lessons = modules.train.Lessons(3, 10)
     (first, said), (again, _), (other, _) = lessons[7], lessons[7], lessons[8]
     assert tuple(first.shape) == (64, 64, 64, 3)
@@ -112,7 +112,7 @@ def test_a_lesson_of_the_training_depends_on_the_seed_and_the_step_alone(modules
     assert said.shape == (64, 12 + 1 + 15 + 1)
 
 
-def test_an_untrained_network_is_saved_as_the_library_loads_it(modules: Any, tmp_path: Path) -> None:
+def test_an_untrained_network_is_saved_in_the_librarys_format(modules: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     network = modules.network.new_network(1)
     assert 0.7e6 < sum(values.numel() for values in network.parameters()) < 0.8e6
@@ -128,7 +128,7 @@ def test_an_untrained_network_is_saved_as_the_library_loads_it(modules: Any, tmp
 
 
 @pytest.mark.parametrize("spoil", ["swap", "loss", "repeat", "slip", "mixed", "end", "foreign"])
-def test_rows_that_are_lost_repeated_or_moved_are_found(modules: Any, spoil: str) -> None:
+def test_lost_repeated_or_moved_rows_are_found(modules: Any, spoil: str) -> None:
     captions = captions_of(modules, 120)
     rows = rows_of(captions)
     truth = {"a.mp4": captions}
@@ -154,7 +154,7 @@ def test_rows_that_are_lost_repeated_or_moved_are_found(modules: Any, spoil: str
     assert modules.verify.verify(rows, truth).faults
 
 
-def test_a_misread_number_now_and_then_is_no_fault_but_counted(modules: Any) -> None:
+def test_an_occasional_misread_number_is_counted_but_not_a_fault(modules: Any) -> None:
     captions = captions_of(modules, 1200)
     rows = rows_of(captions)
     for index in (100, 101, 700):
@@ -191,7 +191,7 @@ def test_the_processor_and_the_model_of_the_library_caption_a_picture(modules: A
 
 
 @pytest.mark.slow
-def test_the_demonstration_captions_every_frame_and_resumes_a_job_that_was_killed(tmp_path: Path) -> None:
+def test_the_demo_captions_every_frame_and_resumes_a_killed_job(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     command = [sys.executable, "demo.py", "--clips", "2", "--frames", "240", "--keep", str(kept)]
     done = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=240)

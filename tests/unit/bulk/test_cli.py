@@ -49,7 +49,7 @@ def test_the_flags_become_the_options_of_a_job(options: list[JobOptions]) -> Non
     assert found.restart
 
 
-def test_without_flags_there_are_defaults(options: list[JobOptions]) -> None:
+def test_missing_flags_have_defaults(options: list[JobOptions]) -> None:
     assert told("a.mp4", "--server", "http://a").exit_code == 0
     (found,) = options
     assert found.outputs.files == (Path("captions.jsonl"),)
@@ -62,7 +62,7 @@ def test_without_flags_there_are_defaults(options: list[JobOptions]) -> None:
     assert (found.memory_bytes, found.token, found.sampling.every) == (None, None, 1)
 
 
-def test_a_name_that_begins_with_a_dash_stands_behind_two(options: list[JobOptions]) -> None:
+def test_a_name_with_a_leading_dash_follows_a_double_dash(options: list[JobOptions]) -> None:
     assert told("--server", "http://a", "--", "-o.mp4").exit_code == 0
     assert options[0].inputs == ("-o.mp4",)
 
@@ -118,7 +118,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Res
         ([], "no videos are named"),
     ],
 )
-def test_what_is_not_there_is_status_2_with_the_reason(
+def test_a_missing_file_or_server_option_is_status_2_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -127,14 +127,14 @@ def test_what_is_not_there_is_status_2_with_the_reason(
     assert (result.exit_code, words in result.output) == (2, True), result.output
 
 
-def test_a_server_that_is_not_there_is_status_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_status_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.mp4").write_bytes(b"not looked at")
     result = job(tmp_path, monkeypatch, "a.mp4", "--server", "http://127.0.0.1:1", "--wait", "0")
     assert result.exit_code == 3
     assert "127.0.0.1:1" in result.output
 
 
-def test_the_help_is_complete() -> None:
+def test_the_help_lists_every_flag() -> None:
     words = told("--help").output
     for flag in caption.params:
         assert any(name in words for name in flag.opts) or flag.name == "inputs"

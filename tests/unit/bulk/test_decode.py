@@ -65,7 +65,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_clip(tmp_path_factory.mktemp("clip") / "a.mp4", COUNT, options={"g": "12", "bf": "3"})
 
 
-def test_a_video_becomes_full_chunks_and_a_last_one(clip: Path) -> None:
+def test_a_video_becomes_full_chunks_and_a_shorter_last_one(clip: Path) -> None:
     chunks, ended = chunks_of(clip)
     assert [len(chunk.frames) for chunk in chunks] == [8] * 6 + [2]
     assert [chunk.number for chunk in chunks] == list(range(7))
@@ -102,7 +102,7 @@ samplings = st.builds(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(sampling=samplings, size=st.integers(1, 9), again=st.integers(1, 9), data=st.data())
-def test_what_follows_a_resume_is_what_an_undisturbed_run_has_there(
+def test_a_resumed_run_yields_the_same_frames_as_an_uninterrupted_one(
     clip: Path, sampling: Sampling, size: int, again: int, data: st.DataObject
 ) -> None:
     whole, ended = chunks_of(clip, size, sampling=sampling)
@@ -115,13 +115,13 @@ def test_what_follows_a_resume_is_what_an_undisturbed_run_has_there(
     assert [chunk.number for chunk in rest] == list(range(resumed.chunks))
 
 
-def test_sampling_decides_what_is_painted(clip: Path) -> None:
+def test_only_sampled_frames_are_converted(clip: Path) -> None:
     chunks, ended = chunks_of(clip, sampling=Sampling(every=7, start_s=0.2, max_frames=4))
     assert [frame for chunk in chunks for frame in chunk.frames] == [7, 14, 21, 28]
     assert ended.seen == 29  # no frame behind the last sample is decoded
 
 
-def test_a_sample_of_nothing_is_no_error(clip: Path) -> None:
+def test_an_empty_sample_is_not_an_error(clip: Path) -> None:
     assert chunks_of(clip, sampling=Sampling(start_s=100.0)) == ([], ReadResult(0, COUNT))
 
 
@@ -131,7 +131,7 @@ def test_a_resume_after_the_last_frame_finds_the_end(clip: Path) -> None:
     assert resumed == ([], ReadResult(0, COUNT))
 
 
-def test_jpeg_chunks_are_files(clip: Path) -> None:
+def test_jpeg_chunks_hold_jpeg_files(clip: Path) -> None:
     chunks, ended = chunks_of(clip, pixels=Pixels("jpeg", height=48, width=80))
     assert ended.error is None
     numbers = []
@@ -144,7 +144,7 @@ def test_jpeg_chunks_are_files(clip: Path) -> None:
     assert numbers == list(range(COUNT))
 
 
-def test_source_chunks_hold_as_many_frames_as_fit_and_one_larger_than_a_block(clip: Path) -> None:
+def test_source_chunks_hold_the_frames_that_fit_or_one_larger_frame(clip: Path) -> None:
     source = 160 * 96 * 3
     chunks, _ = chunks_of(clip, 8, BlockPool(9 * source, 3 * source), pixels=Pixels("source"))
     assert [len(chunk.frames) for chunk in chunks] == [3] * 16 + [2]
@@ -153,14 +153,14 @@ def test_source_chunks_hold_as_many_frames_as_fit_and_one_larger_than_a_block(cl
     assert ended.error is None
 
 
-def test_a_frame_that_is_larger_than_all_memory_is_an_error_of_its_video(clip: Path) -> None:
+def test_a_frame_larger_than_the_pool_fails_its_video(clip: Path) -> None:
     chunks, ended = chunks_of(clip, pool=BlockPool(1000, 1000), pixels=Pixels("source"))
     assert chunks == []
     assert isinstance(ended.error, VideoError)
     assert "a frame of 160x96 takes 46080 bytes" in ended.error.message
 
 
-def test_a_size_that_changes_begins_another_chunk(tmp_path: Path) -> None:
+def test_a_change_of_frame_size_begins_another_chunk(tmp_path: Path) -> None:
     parts = [make_clip(tmp_path / f"{w}.h264", 5, size=(w, 96)).read_bytes() for w in (160, 128)]
     path = tmp_path / "both.h264"
     path.write_bytes(b"".join(parts))
@@ -177,7 +177,7 @@ def test_a_size_that_changes_begins_another_chunk(tmp_path: Path) -> None:
     (lambda path: make_clip(path, 0), "open", "no video stream"),
     (lambda path: make_clip(path.with_suffix(".avi"), 0, codec="mpeg4").rename(path), "decode", "contains no frames"),
 ])  # fmt: skip
-def test_what_cannot_be_read_at_all_ends_before_the_first_chunk(
+def test_an_unreadable_file_ends_before_the_first_chunk(
     tmp_path: Path, make: Callable[[Path], object], stage: str, text: str
 ) -> None:
     path = tmp_path / "a.mp4"
@@ -189,7 +189,7 @@ def test_what_cannot_be_read_at_all_ends_before_the_first_chunk(
     assert text in ended.error.message
 
 
-def test_the_frames_before_damage_are_chunks_the_last_one_short(tmp_path: Path) -> None:
+def test_the_frames_before_damage_are_yielded(tmp_path: Path) -> None:
     path = make_clip(tmp_path / "a.mp4", COUNT, options={"g": "10"}, container_options={"movflags": "faststart"})
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3])
@@ -201,7 +201,7 @@ def test_the_frames_before_damage_are_chunks_the_last_one_short(tmp_path: Path) 
     assert ended.chunks == len(chunks) > 1
 
 
-def test_a_decoder_that_waits_for_memory_is_stopped(clip: Path) -> None:
+def test_stopping_the_pool_ends_a_decoder_that_waits_for_memory(clip: Path) -> None:
     pool = BlockPool(2 * 8 * FRAME_BYTES, 8 * FRAME_BYTES)
     held: list[Chunk] = []
     met: list[type] = []
@@ -222,7 +222,7 @@ def test_a_decoder_that_waits_for_memory_is_stopped(clip: Path) -> None:
     assert met == [Stopped]
 
 
-def test_a_reading_that_is_closed_leaves_a_chunk_to_its_taker(clip: Path) -> None:
+def test_closing_the_generator_leaves_yielded_chunks_to_their_receiver(clip: Path) -> None:
     pool = BlockPool(2 * 8 * FRAME_BYTES, 8 * FRAME_BYTES)
     reading = read_chunks(video(clip), Sampling(), PIXELS, 8, pool)
     first = next(reading)
@@ -233,7 +233,7 @@ def test_a_reading_that_is_closed_leaves_a_chunk_to_its_taker(clip: Path) -> Non
 
 
 @pytest.mark.parametrize(("bad", "kept"), [(0, 0), (3, 3), (8, 8), (11, 11)])
-def test_a_frame_that_cannot_be_converted_is_damage(
+def test_a_frame_that_cannot_be_converted_counts_as_damage(
     clip: Path, monkeypatch: pytest.MonkeyPatch, bad: int, kept: int
 ) -> None:
     convert = FrameConverter.convert
@@ -250,7 +250,7 @@ def test_a_frame_that_cannot_be_converted_is_damage(
     assert ended.error.frame == bad
 
 
-def test_no_picture_outlives_its_video_until_the_garbage_collector_comes_by(tmp_path: Path) -> None:
+def test_no_decoded_frame_waits_for_the_garbage_collector(tmp_path: Path) -> None:
     clip = make_clip(tmp_path / "turned.mp4", 5, rotate=90)
     gc.collect()
     gc.disable()
@@ -301,7 +301,7 @@ samplings = st.builds(
 
 
 @given(videos, samplings)
-def test_frames_lie_in_the_window_in_order_and_not_too_many(times: list[float], sampling: Sampling) -> None:
+def test_samples_are_ordered_inside_the_window_and_bounded(times: list[float], sampling: Sampling) -> None:
     chosen = taken(sampling, times, TICK_S)
     assert chosen == sorted(set(chosen))
     assert sampling.max_frames is None or len(chosen) <= sampling.max_frames
@@ -311,12 +311,12 @@ def test_frames_lie_in_the_window_in_order_and_not_too_many(times: list[float], 
 
 
 @given(videos, st.integers(1, 7))
-def test_every_nth_frame_counts_from_the_videos_first(times: list[float], every: int) -> None:
+def test_every_nth_frame_counts_from_the_first_frame_of_the_video(times: list[float], every: int) -> None:
     assert taken(Sampling(every=every), times) == list(range(0, len(times), every))
 
 
 @given(videos, st.sampled_from([0.5, 1.0, 2.5, 10.0, 24.0, 1000.0]))
-def test_fps_takes_the_first_frame_at_or_after_each_point_of_the_grid(times: list[float], fps: float) -> None:
+def test_fps_takes_the_first_frame_at_or_after_each_grid_point(times: list[float], fps: float) -> None:
     slack_s = TICK_S / 2 * 1.01
     expected, point = [], 0
     for frame, time_s in enumerate(times):
@@ -328,7 +328,7 @@ def test_fps_takes_the_first_frame_at_or_after_each_point_of_the_grid(times: lis
 
 
 @given(videos, samplings, st.data())
-def test_a_resumed_sampler_goes_on_as_if_it_had_never_stopped(
+def test_a_resumed_sampler_continues_as_if_uninterrupted(
     times: list[float], sampling: Sampling, data: st.DataObject
 ) -> None:
     whole = taken(sampling, times, TICK_S)
@@ -349,16 +349,16 @@ def test_a_resumed_sampler_goes_on_as_if_it_had_never_stopped(
 
 
 @pytest.mark.parametrize("fps", [24, 25, 30, 50, 60])
-def test_a_videos_own_rate_takes_every_frame_though_times_are_rounded_to_milliseconds(fps: int) -> None:
+def test_the_videos_own_rate_takes_every_frame_despite_rounded_times(fps: int) -> None:
     times = [round(frame / fps, 3) for frame in range(1000)]
     assert taken(Sampling(fps=float(fps)), times, TICK_S) == list(range(1000))
 
 
-def test_exact_times_on_the_grid_are_not_missed_for_floats() -> None:
+def test_exact_times_on_the_grid_survive_float_rounding() -> None:
     assert taken(Sampling(fps=10.0), [frame / 30 for frame in range(3000)]) == list(range(0, 3000, 3))
 
 
-def test_a_sampler_that_is_full_says_so_before_another_frame_is_decoded() -> None:
+def test_a_full_sampler_reports_it_before_another_frame_is_decoded() -> None:
     sampler = Sampler(Sampling(max_frames=1))
     assert not sampler.full
     assert sampler.decide(0, 0.0) == "take"
@@ -378,7 +378,7 @@ def test_a_sampler_that_is_full_says_so_before_another_frame_is_decoded() -> Non
         (Sampling(max_frames=7), 7),
     ],
 )
-def test_the_estimate_of_a_regular_video_is_what_is_taken(sampling: Sampling, count: int) -> None:
+def test_the_estimate_for_a_regular_video_is_exact(sampling: Sampling, count: int) -> None:
     assert estimate(sampling, 100, 4.0) == count
     assert len(taken(sampling, [frame / 25 for frame in range(100)])) == count
 
@@ -390,7 +390,7 @@ def started(job: threading.Thread, pool: BlockPool, waiting: int = 1) -> None:
         time.sleep(0.001)
 
 
-def test_blocks_are_apart_and_no_more_than_the_pool_has() -> None:
+def test_blocks_do_not_overlap_and_are_bounded() -> None:
     pool = BlockPool(1000, 300)
     assert (pool.blocks, pool.total_bytes, pool.free_blocks) == (3, 900, 3)
     held = [pool.take() for _ in range(3)]
@@ -401,7 +401,7 @@ def test_blocks_are_apart_and_no_more_than_the_pool_has() -> None:
     assert pool.free_blocks == 0
 
 
-def test_one_who_finds_none_waits_until_one_is_given_back() -> None:
+def test_taking_from_an_empty_pool_waits_for_a_returned_block() -> None:
     pool = BlockPool(100, 100)
     first = pool.take()
     got: list[PoolBlock] = []
@@ -413,7 +413,7 @@ def test_one_who_finds_none_waits_until_one_is_given_back() -> None:
     assert len(got) == 1
 
 
-def test_a_large_one_gets_adjacent_blocks_and_later_small_ones_do_not_overtake_it() -> None:
+def test_a_large_request_gets_adjacent_blocks_before_later_small_ones() -> None:
     pool = BlockPool(400, 100)
     held = [pool.take() for _ in range(4)]
     order: list[str] = []
@@ -437,7 +437,7 @@ def test_a_large_one_gets_adjacent_blocks_and_later_small_ones_do_not_overtake_i
     assert order == ["large 300", "small 100"]
 
 
-def test_stop_wakes_who_waits_and_refuses_who_comes_later() -> None:
+def test_stop_wakes_waiting_threads_and_rejects_later_ones() -> None:
     pool = BlockPool(100, 100)
     block = pool.take()
     met: list[type] = []
@@ -458,7 +458,7 @@ def test_stop_wakes_who_waits_and_refuses_who_comes_later() -> None:
         pool.take()
 
 
-def test_a_block_that_is_given_back_twice_is_not_lent_to_two() -> None:
+def test_a_block_released_twice_is_not_given_to_two_chunks() -> None:
     pool = BlockPool(200, 100)
     first, second = pool.take(), pool.take()
     first.release()
@@ -468,7 +468,7 @@ def test_a_block_that_is_given_back_twice_is_not_lent_to_two() -> None:
     assert not np.shares_memory(second.memory, third.memory)
 
 
-def test_more_than_the_whole_pool_is_refused_at_once() -> None:
+def test_a_request_larger_than_the_pool_is_rejected_at_once() -> None:
     with pytest.raises(ValueError, match="301 bytes were requested; the pool has 300"):
         BlockPool(300, 100).take(301)
     with pytest.raises(ValueError, match="block_bytes is 0"):

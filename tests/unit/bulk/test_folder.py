@@ -26,7 +26,7 @@ def test_two_jobs_never_share_a_folder(tmp_path: Path) -> None:
     WorkFolder(tmp_path / "work").close()
 
 
-def test_a_disk_without_locks_is_not_taken_for_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_locks_is_not_mistaken_for_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -35,7 +35,7 @@ def test_a_disk_without_locks_is_not_taken_for_another_job(tmp_path: Path, monke
         WorkFolder(tmp_path / "work")
 
 
-def test_another_configuration_is_refused_with_the_difference_unless_the_captions_are_discarded(tmp_path: Path) -> None:
+def test_another_configuration_is_rejected_with_the_difference_unless_restarted(tmp_path: Path) -> None:
     folder = WorkFolder(tmp_path / "work")
     folder.require({"kernel": "fast", "fps": None}, restart=False)
     (folder.path / "spool" / "x.jsonl").write_text("captions")
@@ -50,7 +50,7 @@ def test_another_configuration_is_refused_with_the_difference_unless_the_caption
     folder.close()
 
 
-def test_captions_without_a_fingerprint_are_never_taken_for_ones_own(tmp_path: Path) -> None:
+def test_captions_without_a_fingerprint_are_discarded(tmp_path: Path) -> None:
     folder = WorkFolder(tmp_path / "work")
     (folder.path / "spool" / "x.jsonl").write_text("of a job that was killed while it began anew")
     folder.require({"kernel": "fast"}, restart=False)
@@ -58,7 +58,7 @@ def test_captions_without_a_fingerprint_are_never_taken_for_ones_own(tmp_path: P
     folder.close()
 
 
-def test_a_damaged_fingerprint_is_never_taken_for_none(tmp_path: Path) -> None:
+def test_a_damaged_fingerprint_does_not_count_as_missing(tmp_path: Path) -> None:
     folder = WorkFolder(tmp_path / "work")
     (folder.path / "job.json").write_text('{"finger')
     with pytest.raises(FolderError, match="--restart"):
@@ -67,7 +67,7 @@ def test_a_damaged_fingerprint_is_never_taken_for_none(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_the_list_of_videos_is_kept_also_of_paths_that_are_no_text(tmp_path: Path) -> None:
+def test_the_list_of_videos_keeps_paths_that_are_not_valid_text(tmp_path: Path) -> None:
     folder = WorkFolder(tmp_path / "work")
     with pytest.raises(FolderError, match="no videos are named"):
         folder.videos()
@@ -78,13 +78,13 @@ def test_the_list_of_videos_is_kept_also_of_paths_that_are_no_text(tmp_path: Pat
     folder.close()
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FolderError, match="cannot make the work folder"):
         WorkFolder(tmp_path / "file" / "work")
 
 
-def test_a_disk_that_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -101,7 +101,7 @@ def test_a_disk_that_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 MODEL = {"model": "blip", "revision": "r1", "prompt": "", "max_new_tokens": 30, "precision": "bf16"}
 
 
-def test_what_changes_captions_changes_the_fingerprint_and_the_diff_names_it() -> None:
+def test_a_setting_that_changes_captions_changes_the_fingerprint_and_is_named() -> None:
     was = fingerprint(MODEL, Sampling(), Pixels(height=4, width=4))
     changes = {
         "revision": fingerprint(MODEL | {"revision": "r2"}, Sampling(), Pixels(height=4, width=4)),
@@ -119,12 +119,12 @@ def test_what_changes_captions_changes_the_fingerprint_and_the_diff_names_it() -
     assert differences(was, changes["fps"]) == ["fps: was not set, is 1.5"]
 
 
-def test_what_changes_no_caption_changes_nothing() -> None:
+def test_a_setting_that_changes_no_caption_keeps_the_fingerprint() -> None:
     one = fingerprint(MODEL, Sampling(), Pixels(height=4, width=4))
     assert fingerprint(MODEL | {"instances": 8, "max_batch_size": 64}, Sampling(), Pixels(height=4, width=4)) == one
     fast, exact = (fingerprint(MODEL, Sampling(), Pixels("source", kernel)) for kernel in ("fast", "exact"))
     assert fast == exact  # nothing is scaled on this side
 
 
-def test_a_field_that_is_not_there_any_more_is_a_difference() -> None:
+def test_a_removed_field_is_a_difference() -> None:
     assert differences({"a": 1, "old": 2}, {"a": 1}) == ["old: was 2, is not set"]

@@ -81,7 +81,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_frames_come_in_order_of_presentation_timed_from_the_first(clips: Any, name: str) -> None:
+def test_frames_are_in_presentation_order_and_timed_from_the_first(clips: Any, name: str) -> None:
     _, shown = clips(name)
     assert [one.frame for one in shown] == list(range(COUNT))
     assert [one.number for one in shown] == list(range(COUNT))
@@ -89,7 +89,7 @@ def test_frames_come_in_order_of_presentation_timed_from_the_first(clips: Any, n
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_many_threads_see_what_one_sees(clips: Any, name: str) -> None:
+def test_several_threads_read_what_one_reads(clips: Any, name: str) -> None:
     path, shown = clips(name)
     assert read(path, threads=4) == (shown, None)
 
@@ -99,13 +99,13 @@ def test_many_threads_see_what_one_sees(clips: Any, name: str) -> None:
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(place=st.integers(0, COUNT - 1))
-def test_a_resumed_reading_sees_what_an_undisturbed_one_sees(clips: Any, name: str, place: int) -> None:
+def test_resuming_reads_what_an_uninterrupted_pass_reads(clips: Any, name: str, place: int) -> None:
     path, shown = clips(name)
     assert read(path, at(shown[place])) == (shown[place:], None)
 
 
 @pytest.mark.parametrize("name", SEEKABLE)
-def test_a_resumed_reading_does_not_begin_at_the_start(clips: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_does_not_read_from_the_beginning(clips: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, shown = clips(name)
     monkeypatch.setattr(frames_module._SinglePass, "all_frames", None)
     for place in (0, 11, 12, 13, 40, COUNT - 1):
@@ -113,12 +113,12 @@ def test_a_resumed_reading_does_not_begin_at_the_start(clips: Any, name: str, mo
 
 
 @pytest.mark.parametrize("pts", [1, 10**9, -5, None])
-def test_a_position_that_no_seek_finds_is_reached_from_the_start(clips: Any, pts: int | None) -> None:
+def test_a_position_that_no_seek_finds_is_reached_from_the_beginning(clips: Any, pts: int | None) -> None:
     path, shown = clips("b-frames.mp4")
     assert read(path, Position(30, pts, 0)) == (shown[30:], None)
 
 
-def test_a_container_whose_seeks_lead_to_wrong_frames_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_container_with_wrong_seeks_is_read_from_the_beginning(tmp_path: Path) -> None:
     shown, error = read(make_clip(tmp_path / "a.mxf", 30, codec="ffv1"))
     assert (error, len(shown)) == (None, 30)
     for place in (9, 18):
@@ -131,14 +131,14 @@ def test_one_frame_is_a_video(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "ts"])
-def test_a_variable_rate_is_told_by_the_times(tmp_path: Path, suffix: str) -> None:
+def test_a_variable_frame_rate_shows_in_the_times(tmp_path: Path, suffix: str) -> None:
     shown, error = read(make_clip(tmp_path / f"vfr.{suffix}", [0, 1, 5, 6, 20], options={"bf": "2"}))
     assert error is None
     assert [one.number for one in shown] == [0, 1, 2, 3, 4]
     assert [one.time_s for one in shown] == pytest.approx([0, 0.04, 0.2, 0.24, 0.8], abs=0.001)
 
 
-def test_frames_before_zero_are_shown_where_the_container_says_so(tmp_path: Path) -> None:
+def test_frames_before_time_zero_are_shown_if_the_container_says_so(tmp_path: Path) -> None:
     options = {"bf": "2"}
     shown, error = read(make_clip(tmp_path / "a.mkv", 8, first_pts=-5, options=options))
     assert error is None
@@ -174,7 +174,7 @@ def test_unusual_files_are_read(tmp_path: Path, name: str, options: dict[str, An
     assert [one.number for one in shown] == [0, 1, 2, 3, 4]
 
 
-def test_a_relative_name_with_a_leading_dash_is_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_name_with_a_leading_dash_is_not_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_clip(tmp_path / "-i.mp4", 3)
     monkeypatch.chdir(tmp_path)
     assert len(read(Path("-i.mp4"))[0]) == 3
@@ -209,7 +209,7 @@ class Stream(NamedTuple):
     average_rate: Fraction = Fraction(25)
 
 
-def test_times_that_are_missing_or_run_backwards_go_on_by_the_frame_rate() -> None:
+def test_missing_or_backward_times_continue_at_the_frame_rate() -> None:
     clock = frames_module._Clock(Stream(), seekable=True)
     clock.start(7200)
     told = [clock.next(pts) for pts in (7200, 10800, None, 18000, 3600, 7200, 7200)]
@@ -221,7 +221,7 @@ def test_times_that_are_missing_or_run_backwards_go_on_by_the_frame_rate() -> No
 
 
 @pytest.mark.parametrize("suffix", ["mkv", "nut"])
-def test_a_packet_whose_time_never_comes_and_that_shows_nothing_keeps_no_pictures_in_memory(
+def test_a_packet_that_never_produces_a_frame_does_not_fill_memory(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
@@ -284,7 +284,7 @@ def test_a_corrupt_group_in_the_middle_ends_the_video_after_the_frames_before_it
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(which=st.integers(5, COUNT - 1), seed=st.integers(0, 99), data=st.data())
-def test_where_damage_lies_depends_on_neither_threads_nor_a_resume(
+def test_the_place_of_damage_depends_on_neither_threads_nor_a_resume(
     clips: Any, name: str, which: int, seed: int, data: st.DataObject
 ) -> None:
     path, _ = clips(name)
@@ -299,7 +299,7 @@ def test_where_damage_lies_depends_on_neither_threads_nor_a_resume(
         assert (rest, str(same)) == (before[start:], str(error))
 
 
-def test_a_first_frame_that_is_damaged_is_reported(clips: Any) -> None:
+def test_a_damaged_first_frame_is_reported(clips: Any) -> None:
     path, _ = clips("b-frames.mp4")
     place, size, _ = packets(path)[0]
     shown, error = read(damaged(path, place, size))
@@ -309,7 +309,7 @@ def test_a_first_frame_that_is_damaged_is_reported(clips: Any) -> None:
     assert "is damaged at its first frame" in error.message
 
 
-def test_an_mp4_without_its_end_keeps_the_frames_that_are_there(tmp_path: Path) -> None:
+def test_an_mp4_without_its_end_keeps_its_complete_frames(tmp_path: Path) -> None:
     path = make_clip(tmp_path / "a.mp4", 30, options={"g": "10"}, container_options={"movflags": "faststart"})
     whole, _ = read(path)
     os.truncate(path, path.stat().st_size * 2 // 3)
@@ -332,7 +332,7 @@ def test_an_mp4_without_its_index_cannot_be_opened(tmp_path: Path) -> None:
     assert str(tmp_path) not in error.message
 
 
-def test_a_matroska_file_that_is_cut_off_is_damaged(tmp_path: Path) -> None:
+def test_a_truncated_matroska_file_is_damaged(tmp_path: Path) -> None:
     path = make_clip(tmp_path / "a.mkv", 100, options={"g": "10"})
     whole, error = read(path)
     assert error is None
@@ -345,9 +345,7 @@ def test_a_matroska_file_that_is_cut_off_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("until", [0.6, 1.0])
-def test_matroska_whose_clusters_cannot_be_read_does_not_go_on_as_if_nothing_were_missing(
-    tmp_path: Path, until: float
-) -> None:
+def test_unreadable_matroska_clusters_are_damage(tmp_path: Path, until: float) -> None:
     path = make_clip(tmp_path / "a.mkv", 300, size=(320, 192), options={"g": "10"})
     whole, _ = read(path)
     listed = packets(path)
@@ -372,7 +370,7 @@ def test_transport_streams_with_lost_packets_are_damaged(clips: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", ["libx264", "mpeg2video"])
-def test_transport_streams_that_were_joined_are_not_damaged(tmp_path: Path, codec: str) -> None:
+def test_joined_transport_streams_are_not_damaged(tmp_path: Path, codec: str) -> None:
     lengths = (40, 31, 25)
     parts = [
         make_clip(tmp_path / f"{n}.ts", length, codec=codec, options={"g": "12", "bf": "2"}, first_pts=sum(lengths[:n]))
@@ -387,7 +385,7 @@ def test_transport_streams_that_were_joined_are_not_damaged(tmp_path: Path, code
     assert read(joined, threads=3) == (shown, None)
 
 
-def test_a_hole_in_a_transport_stream_that_ends_before_a_keyframe_is_damage(tmp_path: Path) -> None:
+def test_a_gap_before_a_keyframe_of_a_transport_stream_is_damage(tmp_path: Path) -> None:
     data = bytearray(make_clip(tmp_path / "a.ts", 80, options={"g": "10", "bf": "0"}).read_bytes())
     middle = len(data) // 2
     data[middle : middle + 4000] = bytes(4000)
@@ -398,7 +396,7 @@ def test_a_hole_in_a_transport_stream_that_ends_before_a_keyframe_is_damage(tmp_
     assert 20 < len(shown) < 50
 
 
-def test_a_file_without_a_picture_cannot_be_opened(tmp_path: Path) -> None:
+def test_a_file_without_a_video_stream_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(VideoError, match="has no video stream; its streams: audio") as caught:
         probe(str(make_sound(tmp_path / "a.m4a")))
     assert caught.value.stage == "open"
@@ -416,7 +414,7 @@ def refused(path: Path, text: str) -> None:
     assert caught.value.stage == "open"
 
 
-def test_what_is_no_video_cannot_be_opened(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_video_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "empty.mp4").write_bytes(b"")
     refused(tmp_path / "empty.mp4", "cannot be opened as a video")
     (tmp_path / "noise.mp4").write_bytes(random.Random(1).randbytes(4096))
@@ -432,7 +430,7 @@ def test_what_is_no_video_cannot_be_opened(tmp_path: Path) -> None:
         probe("a\0b.mp4")
 
 
-def test_a_playlist_that_calls_itself_a_video_is_not_followed(tmp_path: Path) -> None:
+def test_a_playlist_disguised_as_a_video_is_not_followed(tmp_path: Path) -> None:
     make_clip(tmp_path / "other.ts", 5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
@@ -445,7 +443,7 @@ def test_a_playlist_that_calls_itself_a_video_is_not_followed(tmp_path: Path) ->
             server.accept()
 
 
-def test_a_file_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_clip(tmp_path / "a.mp4", 2)
 
     def forbidden(*_: object, **__: object) -> None:
@@ -455,7 +453,7 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest
     refused(path, "cannot be opened as a video: Permission denied")
 
 
-def test_a_probe_tells_what_the_header_says(tmp_path: Path) -> None:
+def test_a_probe_returns_what_the_header_states(tmp_path: Path) -> None:
     told = probe(str(make_clip(tmp_path / "a.mp4", 50)))
     assert (told.frames, told.duration_s, told.width, told.height, told.codec) == (50, 2.0, 160, 96, "h264")
     assert probe(str(make_clip(tmp_path / "a.mkv", 50))).frames == 50

@@ -34,14 +34,14 @@ def test_inputs_keep_their_order_and_a_folders_files_are_sorted(here: Path) -> N
     assert paths("z.mp4", "clips") == ["z.mp4", "clips/a/10.mkv", "clips/a/2.mkv", "clips/b.mp4", "clips/c.webm"]
 
 
-def test_a_video_tells_its_size_and_time(here: Path) -> None:
+def test_a_video_has_its_size_and_time(here: Path) -> None:
     touch("a.mp4")
     os.utime("a.mp4", ns=(5, 7))
     ((video,), _) = expand(["a.mp4"])
     assert (video.bytes, video.mtime_ns, video.name) == (1, 7, "a.mp4")
 
 
-def test_files_of_a_folder_that_are_no_videos_are_skipped_and_counted(here: Path) -> None:
+def test_other_files_of_a_folder_are_skipped_and_counted(here: Path) -> None:
     touch("clips/a.mp4", "clips/notes.txt", "clips/a.jpg", "clips/README", "clips/data.unknown", "clips/.hidden.mp4")
     make_clip(here / "clip.mp4", 2).rename("clips/recording")
     found, notes = expand(["clips"])
@@ -49,7 +49,7 @@ def test_files_of_a_folder_that_are_no_videos_are_skipped_and_counted(here: Path
     assert notes.skipped == 4
 
 
-def test_a_file_that_is_named_itself_is_taken_whatever_its_suffix(here: Path) -> None:
+def test_an_explicitly_named_file_is_taken_whatever_its_suffix(here: Path) -> None:
     touch("notes.txt")
     assert paths("notes.txt") == ["notes.txt"]
 
@@ -62,9 +62,7 @@ def test_the_same_file_is_taken_once_with_a_note(here: Path) -> None:
     assert notes.duplicates == ["a.mp4", "b.mp4", "./a.mp4", "./b.mp4"]
 
 
-def test_files_that_a_network_disk_gives_one_inode_are_not_taken_for_one(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_with_one_inode_on_a_network_disk_stay_separate(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch("clips/a.mp4", "clips/b.mp4")
     Path("clips/b.mp4").write_bytes(b"another")
     real = os.stat
@@ -79,9 +77,7 @@ def test_files_that_a_network_disk_gives_one_inode_are_not_taken_for_one(
     assert paths("clips") == ["clips/a.mp4", "clips/b.mp4"]
 
 
-def test_a_file_that_grows_while_it_is_named_twice_is_captioned_once(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_growing_file_that_is_named_twice_is_taken_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch("a.mp4")
     real = os.stat
 
@@ -103,7 +99,7 @@ def test_a_loop_of_links_ends(here: Path) -> None:
     assert paths("**") == ["clips/a/1.mp4"]
 
 
-def test_patterns(here: Path) -> None:
+def test_patterns_match_files_and_folders(here: Path) -> None:
     touch("a1.mp4", "a2.mp4", "b.mp4", "x/a3.mp4", "x/y/a4.mp4", "x/y/a5.txt", "x/y/b.mp4", ".trash/a6.mp4")
     assert paths("a*.mp4") == ["a1.mp4", "a2.mp4"]
     assert paths("*/a?.mp4") == ["x/a3.mp4"]
@@ -114,23 +110,23 @@ def test_patterns(here: Path) -> None:
     assert paths(str(here / "**" / "y")) == [str(here / "x/y/a4.mp4"), str(here / "x/y/b.mp4")]
 
 
-def test_a_name_that_only_looks_like_a_pattern_is_a_file(here: Path) -> None:
+def test_an_existing_file_that_looks_like_a_pattern_is_a_file(here: Path) -> None:
     touch("[1] a*.mp4", "1.mp4")
     assert paths("[1] a*.mp4") == ["[1] a*.mp4"]
 
 
-def test_a_list_on_standard_input_by_lines_or_by_nuls(here: Path) -> None:
+def test_a_list_on_standard_input_is_split_at_lines_or_nuls(here: Path) -> None:
     touch("a.mp4", "new\nline.mp4", "clips/b.mp4", "*.mp4")
     assert paths("-", stdin=b"a.mp4\r\n\nclips\n*.mp4\n") == ["a.mp4", "clips/b.mp4", "*.mp4"]
     assert paths("-", stdin=b"new\nline.mp4\0a.mp4", from0=True) == ["new\nline.mp4", "a.mp4"]
 
 
-def test_a_listed_file_that_has_vanished_is_a_video_that_cannot_be_opened(here: Path) -> None:
+def test_a_listed_file_that_vanished_becomes_a_video_that_fails(here: Path) -> None:
     ((video,), _) = expand(["-"], stdin=io.BytesIO(b"gone.mp4\n"))
     assert (video.path, video.bytes, video.mtime_ns) == ("gone.mp4", 0, 0)
 
 
-def test_a_broken_link_in_a_folder_is_a_video_that_fails_if_it_is_named_like_one(here: Path) -> None:
+def test_a_broken_link_named_like_a_video_becomes_a_video_that_fails(here: Path) -> None:
     os.makedirs("clips")
     os.symlink("gone", "clips/a.mp4")
     os.symlink("gone", "clips/latest")
@@ -140,19 +136,19 @@ def test_a_broken_link_in_a_folder_is_a_video_that_fails_if_it_is_named_like_one
 
 
 @pytest.mark.parametrize("missing", ["gone.mp4", "gone*.mp4", "**/gone.mp4", "-leading.mp4", "-"])
-def test_an_input_that_leads_to_nothing_is_refused(here: Path, missing: str) -> None:
+def test_an_input_without_files_is_rejected(here: Path, missing: str) -> None:
     with pytest.raises(InputError, match=r"no file|there is none"):
         expand([missing])
 
 
-def test_names_may_hold_anything(here: Path) -> None:
+def test_names_may_contain_any_character(here: Path) -> None:
     names = ["-dash.mp4", "ümlaut ☃ 映像.mp4", "new\nline.mp4", 'quo"te.mp4']
     touch(*names)
     found, _ = expand(names)
     assert [video.name for video in found] == names
 
 
-def test_bytes_that_are_no_text_have_a_name_that_is_and_is_their_own(here: Path) -> None:
+def test_names_that_are_not_valid_text_become_unique_text(here: Path) -> None:
     try:
         for raw in (b"a\xff.mp4", b"a\xfe.mp4"):
             Path(os.fsdecode(raw)).write_bytes(b"")
@@ -168,9 +164,7 @@ def test_bytes_that_are_no_text_have_a_name_that_is_and_is_their_own(here: Path)
     assert valid_text(os.fsdecode(b"a\xff")).startswith(r"a\xff#")
 
 
-def test_a_folder_that_cannot_be_read_stands_among_the_videos_as_one_that_fails(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_folder_becomes_a_video_that_fails(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch("clips/a.mp4", "clips/closed/b.mp4")
     listdir = os.listdir
 

@@ -50,7 +50,7 @@ def expected(source: Path, every: int = 1) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_frame_is_captioned_once_in_order_whatever_the_order_of_the_answers(tmp_path: Path) -> None:
+def test_every_frame_is_captioned_once_and_in_order(tmp_path: Path) -> None:
     source = videos(tmp_path, 37, 0, 1, 200, 16)
     summary = run(tmp_path, FakeParts(), source, decoders=3)
     assert captions(tmp_path) == expected(source)
@@ -70,7 +70,7 @@ def test_a_second_run_sends_nothing_and_writes_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "captions.jsonl").read_bytes() == before
 
 
-def test_outputs_are_written_again_without_server_and_inputs(tmp_path: Path) -> None:
+def test_outputs_can_be_written_again_without_server_and_inputs(tmp_path: Path) -> None:
     source = videos(tmp_path, 9, 4)
     run(tmp_path, FakeParts(), source)
     wanted = OutputPaths((tmp_path / "captions.jsonl", tmp_path / "more" / "captions.csv"))
@@ -80,7 +80,7 @@ def test_outputs_are_written_again_without_server_and_inputs(tmp_path: Path) -> 
         run(tmp_path, FakeParts(), source, servers=(), work=tmp_path / "other.work")
 
 
-def test_a_video_whose_chunk_has_no_answer_fails_with_what_came_before_and_the_rest_finishes(tmp_path: Path) -> None:
+def test_a_failed_chunk_fails_its_video_after_earlier_captions_and_no_other(tmp_path: Path) -> None:
     source = videos(tmp_path, 30, 30)
 
     def answer(chunk: Chunk) -> PenstockError | None:
@@ -120,7 +120,7 @@ def test_captions_before_the_damage_are_kept_and_attempts_are_counted(tmp_path: 
 
 
 @pytest.mark.parametrize("error", [NoServer("nobody answers"), Unauthorized("no")])
-def test_an_error_of_all_servers_stops_the_job_and_blames_no_video(tmp_path: Path, error: PenstockError) -> None:
+def test_an_error_of_all_servers_stops_the_job_and_fails_no_video(tmp_path: Path, error: PenstockError) -> None:
     source = videos(tmp_path, 40, 40)
     summary = run(tmp_path, FakeParts(lambda chunk: error if 21 in chunk.frames else None), source)
     assert (summary.stopped, summary.exit_code, summary.failed, summary.unfinished) == (error, 3, 0, 2)
@@ -162,7 +162,7 @@ def test_some_videos_that_fail_at_the_server_do_not_stop_the_others(tmp_path: Pa
     assert (summary.failed, summary.complete, summary.stopped) == (40, 20, None)
 
 
-def test_an_interrupted_job_keeps_what_was_answered_and_the_next_goes_on_behind_it(tmp_path: Path) -> None:
+def test_an_interrupted_job_keeps_its_captions_and_the_next_run_continues(tmp_path: Path) -> None:
     source = videos(tmp_path, 400)
     jobs: list[BulkJob] = []
     told = threading.Event()
@@ -188,7 +188,7 @@ def test_an_interrupted_job_keeps_what_was_answered_and_the_next_goes_on_behind_
     assert captions(tmp_path) == expected(source)
 
 
-def test_another_configuration_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+def test_another_configuration_is_rejected_before_anything_is_sent(tmp_path: Path) -> None:
     source = videos(tmp_path, 5)
     run(tmp_path, FakeParts(), source)
     before = (tmp_path / "captions.jsonl").read_bytes()
@@ -204,7 +204,7 @@ def test_another_configuration_is_refused_before_anything_is_sent(tmp_path: Path
     assert captions(tmp_path) == expected(source, every=2)
 
 
-def test_neither_the_size_of_chunks_nor_the_number_of_decoders_is_part_of_the_configuration(tmp_path: Path) -> None:
+def test_chunk_size_and_decoders_may_change_between_runs(tmp_path: Path) -> None:
     source = videos(tmp_path, 50, 3)
     fake = FakeParts(lambda chunk: NoServer("gone") if 30 in chunk.frames else None)
     run(tmp_path, fake, source, prebatch_size=3, decoders=1)
@@ -216,7 +216,7 @@ def test_neither_the_size_of_chunks_nor_the_number_of_decoders_is_part_of_the_co
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=30, deadline=None
 )
-def test_spools_that_were_cut_at_any_byte_end_in_the_same_output(
+def test_spools_truncated_at_any_byte_lead_to_the_same_output(
     tmp_path: Path, cuts: list[float], garbage: bytes
 ) -> None:
     source = videos(tmp_path, 13, 0, 22)
@@ -230,7 +230,7 @@ def test_spools_that_were_cut_at_any_byte_end_in_the_same_output(
     assert (tmp_path / "captions.jsonl").read_bytes() == before
 
 
-def test_a_file_that_changed_begins_anew_and_is_named(tmp_path: Path) -> None:
+def test_a_changed_file_begins_anew_and_is_named(tmp_path: Path) -> None:
     source = videos(tmp_path, 6, 6)
     run(tmp_path, FakeParts(), source)
     FakeVideos.make(source / "a.mp4", 11)
@@ -241,9 +241,7 @@ def test_a_file_that_changed_begins_anew_and_is_named(tmp_path: Path) -> None:
     assert any("changed" in line and "a.mp4" in line for line in listener.notes)
 
 
-def test_a_file_that_changed_while_it_was_half_captioned_begins_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_changed_between_runs_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = videos(tmp_path, 40)
     run(tmp_path, FakeParts(lambda chunk: NoServer("gone") if 20 in chunk.frames else None), source)
     FakeVideos.make(source / "a.mp4", 41, damaged=True)
@@ -254,7 +252,7 @@ def test_a_file_that_changed_while_it_was_half_captioned_begins_anew(
     assert "changed" in caplog.text
 
 
-def test_more_inputs_may_be_named_later_and_the_order_is_that_of_the_inputs(tmp_path: Path) -> None:
+def test_inputs_added_later_are_written_in_the_order_of_the_inputs(tmp_path: Path) -> None:
     source = videos(tmp_path, 3, 4)
     run(tmp_path, FakeParts(), source / "b.mp4")
     fake = FakeParts()
@@ -263,9 +261,7 @@ def test_more_inputs_may_be_named_later_and_the_order_is_that_of_the_inputs(tmp_
     assert [Path(row["video"]).name for row in captions(tmp_path)] == ["b.mp4"] * 4 + ["a.mp4"] * 3
 
 
-def test_a_disk_that_is_full_stops_the_job_with_the_reason_and_a_later_run_finishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_stops_the_job_and_a_later_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = videos(tmp_path, 60, 60)
     real, written = os.write, [0]
 
@@ -302,7 +298,7 @@ def test_a_full_disk_at_the_end_keeps_the_captions(tmp_path: Path) -> None:
     assert captions(tmp_path) == expected(source)
 
 
-def test_in_single_mode_a_round_is_answered_before_the_next_is_decoded(tmp_path: Path) -> None:
+def test_single_mode_waits_for_a_round_before_decoding_the_next(tmp_path: Path) -> None:
     source = videos(tmp_path, 130)
     fake = FakeParts(lambda chunk: waiting.append(len(fake.sender.sent)) if fake.sender else None)  # type: ignore[func-returns-value]
     waiting: list[int] = []
@@ -314,7 +310,7 @@ def test_in_single_mode_a_round_is_answered_before_the_next_is_decoded(tmp_path:
     assert all(len(frames) == 1 for _, frames in fake.sender.sent)
 
 
-def test_ten_thousand_small_videos_open_few_files_and_little_memory(tmp_path: Path) -> None:
+def test_ten_thousand_small_videos_need_few_open_files(tmp_path: Path) -> None:
     source = tmp_path / "videos"
     source.mkdir()
     for n in range(10_000):
@@ -342,7 +338,7 @@ def test_ten_thousand_small_videos_open_few_files_and_little_memory(tmp_path: Pa
     assert not {thread.name for thread in set(threading.enumerate()) - others if thread.name.startswith("penstock-")}
 
 
-def test_a_decoder_that_meets_what_nobody_expected_fails_that_video_only(
+def test_an_unexpected_error_in_a_decoder_fails_only_its_video(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = videos(tmp_path, 6, 6)
@@ -353,7 +349,7 @@ def test_a_decoder_that_meets_what_nobody_expected_fails_that_video_only(
     assert "ValueError" in (tmp_path / "failures.jsonl").read_text()
 
 
-def test_servers_that_differ_are_refused(tmp_path: Path) -> None:
+def test_servers_that_differ_are_rejected(tmp_path: Path) -> None:
     source = videos(tmp_path, 2)
     found = iter([server_info(), server_info(revision="r2")])
     parts = FakeParts().parts()
@@ -369,7 +365,7 @@ def test_servers_that_differ_are_refused(tmp_path: Path) -> None:
         ).run()
 
 
-def test_progress_tells_the_frames_the_total_and_the_end(tmp_path: Path) -> None:
+def test_progress_ends_with_the_exact_totals(tmp_path: Path) -> None:
     source = videos(tmp_path, 40, 2)
     listener = RecordingReporter()
     BulkJob(job_options(tmp_path, source), listener, FakeParts().parts()).run()
@@ -377,7 +373,7 @@ def test_progress_tells_the_frames_the_total_and_the_end(tmp_path: Path) -> None
     assert (last.frames, last.frames_total, last.videos, last.videos_total, last.failed) == (42, 42, 2, 2, 0)
 
 
-def test_totals_take_those_that_nobody_looked_at_for_the_mean_of_the_others() -> None:
+def test_totals_count_unknown_videos_as_the_mean_of_the_others() -> None:
     videos = [Video(name, name, 0, 0) for name in "abcd"]
     totals = FrameTotals(4)
     assert totals.frames() is None

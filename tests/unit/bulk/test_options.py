@@ -18,7 +18,7 @@ def planned(
     return make_plan(options, [server_info(**{"height": 224, "width": 224, **server})] * servers, videos, cores)
 
 
-def test_a_chunk_is_a_batch_of_the_server_if_enough_of_them_fit_into_memory() -> None:
+def test_a_chunk_is_a_server_batch_if_enough_chunks_fit_into_memory() -> None:
     small = planned(height=64, width=64, max_batch_size=64)
     assert (small.chunk_size, small.frame_bytes, small.block_bytes) == (64, 64 * 64 * 3, 64 * 64 * 64 * 3)
     assert planned(max_batch_size=16).chunk_size == 16
@@ -41,7 +41,7 @@ def test_a_chunk_fits_into_a_request_of_every_server() -> None:
     assert planned(flags={"prebatch_size": 60, "pixels": "jpeg"}, max_request_bytes=limit).chunk_size == 60
 
 
-def test_pixels_are_what_the_server_asks_for_and_only_what_it_takes() -> None:
+def test_pixels_follow_the_server() -> None:
     assert planned().pixels == Pixels("server-size", "fast", 224, 224)
     source = planned(flags={"pixels": "source"})
     assert source.pixels == Pixels("source", "fast", None, None)
@@ -51,7 +51,7 @@ def test_pixels_are_what_the_server_asks_for_and_only_what_it_takes() -> None:
         planned(flags={"pixels": "jpeg"}, inputs=frozenset({"frames"}))
 
 
-def test_the_other_modes_send_frames_one_by_one_and_single_decodes_alone() -> None:
+def test_the_other_modes_send_single_frames() -> None:
     assert planned(flags={"mode": "stream-single"}).chunk_size == 1
     own = planned(flags={"mode": "stream-single", "pixels": "source"})
     assert own.block_bytes < 480 * 270 * 3  # small frames of their own size take no more memory than they have
@@ -69,7 +69,7 @@ def test_decoders_share_the_cores(cores: int, decoders: int, threads: int) -> No
     assert (one.decoders, one.threads) == (1, cores)
 
 
-def test_memory_grows_with_what_the_servers_have_under_way() -> None:
+def test_memory_grows_with_the_capacity_of_the_servers() -> None:
     unsaid = {"memory_bytes": None}
     assert planned(flags=unsaid, cores=2, max_batch_size=64, instances=2).pool_bytes == 64 << 20
     frame = 224 * 224 * 3
@@ -80,7 +80,7 @@ def test_memory_grows_with_what_the_servers_have_under_way() -> None:
     assert planned(flags={"pixels": "source", **unsaid}).pool_bytes >= 64 << 20
 
 
-def test_memory_that_is_too_small_still_moves() -> None:
+def test_too_little_memory_still_makes_progress() -> None:
     tiny = planned(flags={"memory_bytes": 1})
     assert tiny.chunk_size == 1
     assert tiny.pool_bytes >= 2 * tiny.block_bytes

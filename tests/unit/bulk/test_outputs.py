@@ -49,7 +49,7 @@ def expected() -> list[dict[str, Any]]:
     ]
 
 
-def test_every_format_is_read_back_as_it_was_written(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
+def test_every_format_can_be_read_back(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     files = tuple(tmp_path / "out" / f"c{suffix}" for suffix in (".jsonl", ".csv", ".parquet"))
     outputs.write_outputs(OutputPaths(files), spools)
@@ -74,7 +74,7 @@ def test_parquet_of_many_rows_is_written_in_groups(tmp_path: Path, monkeypatch: 
     assert [row["caption"] for row in file.read().to_pylist()] == [str(n) for n in range(10)] * 2
 
 
-def test_no_rows_make_files_without_rows(tmp_path: Path) -> None:
+def test_no_captions_make_files_without_rows(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     outputs.write_outputs(OutputPaths((tmp_path / "c.jsonl", tmp_path / "c.parquet")), [spooled(tmp_path, "a", [])])
     assert (tmp_path / "c.jsonl").read_bytes() == b""
@@ -105,7 +105,7 @@ def cues_of(folder: Path, rows: list[CaptionRow], seen: int) -> list[str]:
     return re.findall(r".* --> .*", (folder / "a.vtt").read_text())
 
 
-def test_the_last_cue_ends_with_the_video_or_after_as_long_as_the_one_before(tmp_path: Path) -> None:
+def test_the_last_cue_ends_with_the_video_or_lasts_as_long_as_the_previous_one(tmp_path: Path) -> None:
     two = [CaptionRow(0, 0.0, None, "x"), CaptionRow(100, 10.0, None, "y")]
     assert cues_of(tmp_path, two, seen=130)[-1] == "00:00:10.000 --> 00:00:13.000"
     assert cues_of(tmp_path, two, seen=500)[-1] == "00:00:10.000 --> 00:00:20.000"
@@ -127,7 +127,7 @@ def test_no_caption_breaks_its_cue(caption: str) -> None:
     assert line.replace("&amp;", "").replace("&lt;", "").replace("&gt;", "").count("&") == 0
 
 
-def test_videos_of_one_name_have_subtitles_of_their_own() -> None:
+def test_videos_with_the_same_name_get_separate_subtitles() -> None:
     videos = [Video(name, name, 0, 0) for name in ("x/a.mp4", "y/a.mkv", "y/A.mov", "y/b.mp4", "z/" + "ü" * 300)]
     names = subtitle_names(videos)
     assert len({name.casefold() for name in names.values()}) == 5
@@ -137,7 +137,7 @@ def test_videos_of_one_name_have_subtitles_of_their_own() -> None:
     assert all(len(name.encode()) < 240 for name in names.values())
 
 
-def test_a_file_appears_when_it_is_whole_and_an_older_one_stays_until_then(tmp_path: Path) -> None:
+def test_an_output_replaces_an_older_one_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text("old")
     broken = spooled(tmp_path, "a", [CaptionRow(0, 0.0, None, "x")])
@@ -161,7 +161,7 @@ def test_a_file_appears_when_it_is_whole_and_an_older_one_stays_until_then(tmp_p
         (["closed/below/c.csv"], "'closed' allows no new files"),
     ],
 )
-def test_outputs_that_cannot_be_are_refused_before_anything_is_captioned(
+def test_impossible_outputs_are_rejected_before_anything_is_captioned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -174,14 +174,14 @@ def test_outputs_that_cannot_be_are_refused_before_anything_is_captioned(
         outputs.check_outputs(OutputPaths(tuple(map(Path, files))), Path("failures.jsonl"))
 
 
-def test_outputs_may_go_into_folders_that_are_not_there_yet(tmp_path: Path) -> None:
+def test_outputs_may_go_into_folders_that_do_not_exist_yet(tmp_path: Path) -> None:
     outputs.check_outputs(
         OutputPaths((tmp_path / "a" / "b" / "c.csv",), vtt=tmp_path / "vtt"), tmp_path / "a" / "failures.jsonl"
     )
     assert not list(tmp_path.iterdir())
 
 
-def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -194,7 +194,7 @@ def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.Monkey
         outputs.check_outputs(OutputPaths((Path("c.parquet"),)), Path("failures.jsonl"))
 
 
-def test_videos_that_have_not_ended_are_in_no_output(tmp_path: Path) -> None:
+def test_unfinished_videos_are_in_no_output(tmp_path: Path) -> None:
     row = [CaptionRow(0, 0.0, None, "x")]
     outputs.write_outputs(
         OutputPaths((tmp_path / "c.jsonl",)), [spooled(tmp_path, "a", row, end=False), spooled(tmp_path, "b", row)]
@@ -202,7 +202,7 @@ def test_videos_that_have_not_ended_are_in_no_output(tmp_path: Path) -> None:
     assert [json.loads(line)["video"] for line in (tmp_path / "c.jsonl").read_text().splitlines()] == ["b"]
 
 
-def test_failures_are_listed_in_the_order_of_the_videos_and_an_old_list_goes(tmp_path: Path) -> None:
+def test_failures_are_listed_in_order_and_an_old_list_is_removed(tmp_path: Path) -> None:
     videos = [Video(name, name, 1, 2) for name in ("b", "a\n", "changed", "new")]
     spools = [(video, tmp_path / f"{n}.spool") for n, video in enumerate(videos)]
     end = SpoolEnd("failed", 1, 5, 2, "decode", 5, "broken")
@@ -219,6 +219,6 @@ def test_failures_are_listed_in_the_order_of_the_videos_and_an_old_list_goes(tmp
     assert not path.exists()
 
 
-def test_a_list_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_failures_list_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot write"):
         write_failures(tmp_path, [])  # a folder

@@ -49,7 +49,7 @@ def frame_of(rgb: np.ndarray[Any, Any], pix_fmt: str = "yuv420p") -> Any:
 
 @pytest.mark.parametrize("kernel", ["fast", "exact"])
 @pytest.mark.parametrize("size", [(224, 224), (97, 33), (64, 300)])
-def test_a_frame_is_painted_at_the_size_that_is_asked_for(kernel: Any, size: tuple[int, int]) -> None:
+def test_a_frame_is_converted_to_the_requested_size(kernel: Any, size: tuple[int, int]) -> None:
     height, width = size
     into = painted(frame_of(smooth(640, 360)), Pixels(kernel=kernel, height=height, width=width))
     assert into.shape == (height, width, 3)
@@ -75,7 +75,7 @@ def test_source_pixels_are_the_frame_itself() -> None:
 
 @pytest.mark.parametrize("kernel", ["fast", "exact"])
 @pytest.mark.parametrize("pix_fmt", ["yuv420p", "yuvj420p", "yuv422p", "yuv444p10le", "nv12", "bgr24", "gbrp", "rgba"])
-def test_black_white_and_red_are_so_in_every_format(kernel: Any, pix_fmt: str) -> None:
+def test_black_white_and_red_survive_in_every_pixel_format(kernel: Any, pix_fmt: str) -> None:
     rgb = np.zeros((96, 96, 3), np.uint8)
     rgb[:, 32:64] = 255
     rgb[:, 64:, 0] = 255
@@ -86,7 +86,7 @@ def test_black_white_and_red_are_so_in_every_format(kernel: Any, pix_fmt: str) -
 
 @pytest.mark.parametrize("kernel", ["fast", "exact"])
 @pytest.mark.parametrize(("degrees", "quarters"), [(0, 0), (90, 1), (180, 2), (270, 3)])
-def test_a_turned_recording_is_set_upright(tmp_path: Path, kernel: Any, degrees: int, quarters: int) -> None:
+def test_a_rotated_recording_is_turned_upright(tmp_path: Path, kernel: Any, degrees: int, quarters: int) -> None:
     shown = first(make_clip(tmp_path / "a.mp4", 2, size=SIZE, rotate=degrees), 1)
     lying = shown.to_ndarray(format="rgb24", threads=1)
     assert np.array_equal(painted(shown, Pixels(mode="source")), np.rot90(lying, quarters))
@@ -96,7 +96,7 @@ def test_a_turned_recording_is_set_upright(tmp_path: Path, kernel: Any, degrees:
     assert number_of(upright) == 1
 
 
-def test_a_mirrored_recording_is_set_upright(tmp_path: Path) -> None:
+def test_a_mirrored_recording_is_mirrored_back(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as out:
         stream = out.add_stream("libx264", rate=25)
@@ -110,7 +110,7 @@ def test_a_mirrored_recording_is_set_upright(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("without", [None, "simplejpeg"])
-def test_jpeg_is_of_quality_90_with_halved_colours(monkeypatch: pytest.MonkeyPatch, without: str | None) -> None:
+def test_jpegs_have_quality_90_and_subsampled_colours(monkeypatch: pytest.MonkeyPatch, without: str | None) -> None:
     hide(monkeypatch, without)
     rgb = smooth(224, 160)
     file = jpeg_encoder()(rgb)
@@ -135,7 +135,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, *names: str | None) -> None:
     monkeypatch.setattr(importlib, "import_module", guarded)
 
 
-def test_what_is_not_installed_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "torch", "simplejpeg", "PIL")
     with pytest.raises(ConfigError, match=r"exact kernel needs torch.*--kernel fast"):
         FrameConverter(Pixels(kernel="exact", height=4, width=4))

@@ -29,7 +29,7 @@ NOW = Progress(
 )  # fmt: skip
 
 
-def test_rates_are_of_the_last_seconds() -> None:
+def test_rates_cover_the_last_seconds() -> None:
     rates = RateWindow()
     assert rates.add(0.0, 0, 0) == (0.0, 0.0)
     assert rates.add(1.0, 100, 1000) == (100.0, 1000.0)
@@ -39,7 +39,7 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert len(rates._points) <= WINDOW_S + 2
 
 
-def test_a_line_has_everything() -> None:
+def test_the_progress_line_has_every_number() -> None:
     line = NOW.line()
     for part in (
         "1,234/5,000 frames", "25%", "3/10 videos", "123.4 frames/s", "18.5 MB/s", "5 in flight", "0:30 left",
@@ -52,11 +52,11 @@ def test_a_line_has_everything() -> None:
     ("seconds", "told"),
     [(None, "?"), (0.2, "0:00"), (187, "3:07"), (7387, "2:03:07"), (5 * 86400 + 7380, "5d 02:03"), (3599.6, "1:00:00")],
 )
-def test_durations_are_told_for_people(seconds: float | None, told: str) -> None:
+def test_durations_are_readable(seconds: float | None, told: str) -> None:
     assert duration(seconds) == told
 
 
-def test_plain_progress_is_a_line_each_and_the_sums() -> None:
+def test_plain_progress_prints_lines_and_the_summary() -> None:
     stream = io.StringIO()
     show = make_reporter("auto", stream)  # no terminal
     show.show(NOW)
@@ -69,7 +69,7 @@ def test_plain_progress_is_a_line_each_and_the_sums() -> None:
     assert lines[2].startswith("0 of 2 videos complete")
 
 
-def test_json_progress_is_an_object_a_line() -> None:
+def test_json_progress_prints_one_object_per_line() -> None:
     stream = io.StringIO()
     show = make_reporter("json", stream)
     show.show(NOW)
@@ -83,7 +83,7 @@ def test_json_progress_is_an_object_a_line() -> None:
 
 
 @pytest.mark.parametrize("style", ["plain", "json", "bar"])
-def test_progress_that_nobody_reads_any_more_ends_nothing(style: Style) -> None:
+def test_a_lost_reader_does_not_end_the_job(style: Style) -> None:
     read, write = os.pipe()
     os.close(read)
     stream = os.fdopen(write, "w", buffering=1)
@@ -92,14 +92,14 @@ def test_progress_that_nobody_reads_any_more_ends_nothing(style: Style) -> None:
         stream.close()
 
 
-def test_no_progress_is_nothing() -> None:
+def test_style_none_prints_nothing() -> None:
     stream = io.StringIO()
     show = make_reporter("none", stream)
     use(show)
     assert stream.getvalue() == ""
 
 
-def test_the_bar_shows_and_leaves_the_terminal_with_its_cursor() -> None:
+def test_the_bar_restores_the_cursor() -> None:
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
     show = make_reporter("auto", stream)
@@ -110,7 +110,7 @@ def test_the_bar_shows_and_leaves_the_terminal_with_its_cursor() -> None:
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
 
 
-def test_warnings_of_the_parts_are_said_between() -> None:
+def test_warnings_appear_between_progress_lines() -> None:
     stream = io.StringIO()
     logger = logging.Logger("penstock.bulk")
     logger.addHandler(WarningHandler(make_reporter("plain", stream)))
@@ -127,7 +127,7 @@ def use(show: ProgressReporter) -> None:
 
 
 @pytest.mark.parametrize("style", ["plain", "bar"])
-def test_names_of_files_command_no_terminal(style: Style) -> None:
+def test_file_names_cannot_control_the_terminal(style: Style) -> None:
     stream = io.StringIO()
     show = make_reporter(style, stream)
     show.note("named twice: \x1b[31mred\n.mp4 \x9b2J ü 漢")
@@ -135,12 +135,12 @@ def test_names_of_files_command_no_terminal(style: Style) -> None:
     assert "named twice: \\x1b[31mred\\n.mp4 \\x9b2J ü 漢\n" in stream.getvalue()
 
 
-def test_an_unknown_style_is_refused() -> None:
+def test_an_unknown_style_is_rejected() -> None:
     with pytest.raises(ConfigError, match="plain"):
         make_reporter("fancy")  # type: ignore[arg-type]
 
 
-def test_exit_codes_tell_what_became_of_the_job() -> None:
+def test_exit_codes_reflect_the_result_of_the_job() -> None:
     assert JobSummary(videos=2, complete=2).exit_code == 0
     assert JobSummary(videos=2, complete=1, failed=1).exit_code == 3
     assert JobSummary(videos=2, complete=1).exit_code == 3
@@ -148,7 +148,7 @@ def test_exit_codes_tell_what_became_of_the_job() -> None:
     assert JobSummary(videos=2, complete=1, failed=1, interrupted=True).exit_code == 130
 
 
-def test_the_sums_say_what_to_do_next() -> None:
+def test_the_summary_names_the_next_step() -> None:
     done = JobSummary(videos=3, complete=1, failed=1, partial=1, frames=1234, new_frames=100, seconds=4.0)
     done.failures, done.outputs = "failures.jsonl", ("captions.jsonl",)
     said = "\n".join(done.lines())

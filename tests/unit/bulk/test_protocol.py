@@ -52,7 +52,7 @@ def chunk(pixels: Any, frames: list[int], video: Video = VIDEO) -> Chunk:
     return Chunk(video, 0, pixels, frames, [0.0] * len(frames), [None] * len(frames), NoBlock())
 
 
-def test_pixels_are_sent_from_where_they_lie():
+def test_pixels_are_sent_without_a_copy():
     block = np.zeros((2, 4, 6, 3), np.uint8)
     parcel = UploadChunk(chunk(block, [5, 9]), 1, "f" * 16)
     head, pixels, index = parcel.body
@@ -68,7 +68,7 @@ def test_pixels_are_sent_from_where_they_lie():
     assert dict(parcel.headers)["Inference-Header-Content-Length"] == str(len(head))
 
 
-def test_files_are_sent_as_bytes_with_their_lengths():
+def test_jpeg_files_are_sent_as_bytes_with_their_lengths():
     head, files = UploadChunk(chunk([b"one", b"three"], [0, 1]), 1, "f").body
     assert files == b"\3\0\0\0one\5\0\0\0three" + bytes(8) + b"\1" + bytes(7)
     assert json.loads(bytes(head))["inputs"][0] | {"parameters": 0} == {
@@ -76,7 +76,7 @@ def test_files_are_sent_as_bytes_with_their_lengths():
     }  # fmt: skip
 
 
-def test_a_key_is_the_same_for_the_same_frames_of_the_same_file_in_the_same_job_and_no_other():
+def test_an_idempotency_key_identifies_job_file_and_frames():
     frames = [3, 4]
     key = idempotency_key(chunk([b"", b""], frames), "0123456789abcdef")
     assert key == idempotency_key(chunk([b"x", b"y"], frames), "0123456789abcdef")
@@ -92,7 +92,7 @@ def test_a_key_is_the_same_for_the_same_frames_of_the_same_file_in_the_same_job_
     assert len({key, *others}) == 1 + len(others)
 
 
-def test_a_key_of_any_name_can_stand_in_a_header():
+def test_an_idempotency_key_is_a_valid_header_for_any_file_name():
     key = idempotency_key(
         chunk([], [3], msgspec.structs.replace(VIDEO, name="\udce4\r\nX: y 日本")), "0123456789abcdef"
     )
@@ -100,7 +100,7 @@ def test_a_key_of_any_name_can_stand_in_a_header():
     assert key.isprintable()
 
 
-def test_an_undelivered_chunk_tells_why_also_as_a_copy():
+def test_an_undelivered_error_keeps_its_cause_when_copied():
     error = undelivered(BadRequest("no such thing", detail="more"), 3)
     assert (error.message, error.attempts, error.detail) == ("no such thing (3 attempts)", 3, "more")
     for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
@@ -129,7 +129,7 @@ def outputs(captions: Any, frames: Any, shape: list[int] | None = None) -> bytes
     )
 
 
-def test_captions_come_in_the_order_of_the_frames():
+def test_captions_are_in_the_order_of_the_frames():
     assert read(answer_of(FRAMES, "r1")) == ["frame 3", "frame 6", "frame 9"]
     assert read(outputs(["\u00e9", "", "<\n"], FRAMES)) == ["é", "", "<\n"]
 
@@ -158,24 +158,24 @@ def test_captions_come_in_the_order_of_the_frames():
         (b'["a caption", "for each", "frame"]', "no Open Inference answer"),
     ],
 )
-def test_an_answer_that_does_not_fit_the_request_is_wrong(body: bytes, told: str):
+def test_a_response_that_does_not_match_the_request_is_rejected(body: bytes, told: str):
     with pytest.raises(WrongAnswer, match=told):
         read(body)
 
 
 @pytest.mark.parametrize("kind", ["text/html", "application/octet-stream", ""])
-def test_an_answer_of_another_content_type_is_wrong(kind: str):
+def test_a_response_of_another_content_type_is_rejected(kind: str):
     with pytest.raises(WrongAnswer, match="expected application/json"):
         read(answer_of(FRAMES, "r1"), headers={"content-type": kind})
 
 
 @pytest.mark.parametrize("revision", ["r2", None])
-def test_an_answer_of_another_revision_is_no_caption(revision: str | None):
+def test_a_response_of_another_revision_is_rejected(revision: str | None):
     with pytest.raises(RevisionChanged, match="'r1'"):
         read(answer_of(FRAMES, revision))
 
 
-def test_another_revision_is_told_before_a_row_too_few():
+def test_another_revision_is_reported_before_a_missing_row():
     with pytest.raises(RevisionChanged):
         read(answer_of([3], "r2"))
 
@@ -187,14 +187,14 @@ def test_another_revision_is_told_before_a_row_too_few():
      (500, ServerFault), (502, ConnectionLost), (501, ServerFault), (409, ServerFault),
      (302, WrongAnswer), (204, WrongAnswer)],
 )  # fmt: skip
-def test_a_status_becomes_the_error_that_it_means(status: int, error: type[PenstockError]):
+def test_each_status_raises_its_error(status: int, error: type[PenstockError]):
     with pytest.raises(error, match=str(status)) as caught:
         read(b'{"error": "what is\\nwrong"}', status)
     assert type(caught.value) is error
     assert "\n" not in caught.value.message
 
 
-def test_long_and_strange_words_of_a_server_are_cut():
+def test_a_servers_error_text_is_shortened_and_cleaned():
     with pytest.raises(BadRequest) as caught:
         read(b"\x1b[31m\xff" * 10_000, 400)
     assert len(caught.value.message) < 600
@@ -215,7 +215,7 @@ def test_retry_after_is_read_in_both_forms_and_bounded():
 
 
 @given(st.text())
-def test_whatever_stands_in_retry_after_is_seconds_or_nothing(value: str):
+def test_any_retry_after_is_seconds_or_none(value: str):
     found = retry_after_s(value)
     assert found is None or 0.0 <= found <= MAX_PAUSE_S
 
@@ -223,6 +223,6 @@ def test_whatever_stands_in_retry_after_is_seconds_or_nothing(value: str):
 @given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(
     st.sampled_from(["model_name", "outputs", "name", "data", "shape", "parameters", "revision"]), x
 )).map(msgspec.json.encode))  # fmt: skip
-def test_whatever_a_server_answers_is_captions_or_an_error_of_ours(body: bytes):
+def test_any_response_body_gives_captions_or_a_known_error(body: bytes):
     with pytest.raises((WrongAnswer, RevisionChanged)):
         read(body)

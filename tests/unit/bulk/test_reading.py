@@ -68,7 +68,7 @@ class Fixture(RecordingListener):
         self.writer.close()
 
 
-def test_decoders_wait_for_memory_and_leave_at_once_when_the_job_ends(tmp_path: Path) -> None:
+def test_decoders_wait_for_memory_and_end_with_the_job(tmp_path: Path) -> None:
     made = Fixture(tmp_path, 400, blocks=3)
     made.sender.until(3)
     time.sleep(0.02)
@@ -81,7 +81,7 @@ def test_decoders_wait_for_memory_and_leave_at_once_when_the_job_ends(tmp_path: 
     assert not made.ends
 
 
-def test_a_round_that_nobody_answers_holds_nobody_when_the_job_ends(tmp_path: Path) -> None:
+def test_an_unanswered_round_does_not_block_the_end_of_the_job(tmp_path: Path) -> None:
     made = Fixture(tmp_path, 120, chunk=1, rounds=True)
     made.sender.until(50)
     time.sleep(0.02)
@@ -114,7 +114,7 @@ def test_a_round_that_does_not_fit_into_memory_is_sent_before_it_is_full(tmp_pat
     assert made.ends["0.mp4"].rows == 120
 
 
-def test_a_video_that_failed_is_read_no_further(tmp_path: Path) -> None:
+def test_a_failed_video_is_read_no_further(tmp_path: Path) -> None:
     made = Fixture(tmp_path, 4000, 8, blocks=2)
     made.sender.until(1)
     made.answer(made.sender.chunks[0], PenstockError("no"))
@@ -133,7 +133,7 @@ def test_a_video_that_failed_is_read_no_further(tmp_path: Path) -> None:
     assert made.decoders.pool.free_blocks == made.decoders.pool.blocks
 
 
-def test_several_decoders_read_as_many_videos_and_no_more(tmp_path: Path) -> None:
+def test_each_decoder_reads_one_video_at_a_time(tmp_path: Path) -> None:
     made = Fixture(tmp_path, *[80] * 6, decoders=3, blocks=3)
     made.sender.until(3)
     end = time.monotonic() + 10
@@ -145,7 +145,7 @@ def test_several_decoders_read_as_many_videos_and_no_more(tmp_path: Path) -> Non
     made.close()
 
 
-def test_what_nobody_expected_in_a_decoder_ends_the_job(
+def test_an_unexpected_error_of_a_decoder_thread_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(path: Path) -> None:

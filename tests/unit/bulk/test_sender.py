@@ -130,7 +130,7 @@ def test_every_chunk_gets_the_captions_of_its_own_frames(server: FakeCaptioner):
     job.close(1.0)
 
 
-def test_a_system_without_uvloop_sends_as_well(server: FakeCaptioner, monkeypatch: pytest.MonkeyPatch):
+def test_sending_works_without_uvloop(server: FakeCaptioner, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "uvloop", None)
     job = Job(server)
     big = chunk(0)
@@ -143,7 +143,7 @@ def test_a_system_without_uvloop_sends_as_well(server: FakeCaptioner, monkeypatc
     job.close()
 
 
-def test_pixels_and_files_arrive_as_they_are(server: FakeCaptioner):
+def test_pixels_and_jpegs_arrive_unchanged(server: FakeCaptioner):
     job = Job(server)
     job.send(1)
     job.wait()
@@ -158,7 +158,7 @@ def test_pixels_and_files_arrive_as_they_are(server: FakeCaptioner):
     job.close()
 
 
-def test_a_request_says_what_it_is_and_who_sends_it():
+def test_a_request_has_its_headers():
     with FakeCaptioner(token="t0ken") as server:
         job = Job(server, token="t0ken")
         job.send(1)
@@ -173,7 +173,7 @@ def test_a_request_says_what_it_is_and_who_sends_it():
         job.close()
 
 
-def test_connections_are_kept_for_the_next_chunks(server: FakeCaptioner):
+def test_connections_are_reused_for_later_chunks(server: FakeCaptioner):
     job = Job(server)
     job.send(40)
     job.wait()
@@ -181,7 +181,7 @@ def test_connections_are_kept_for_the_next_chunks(server: FakeCaptioner):
     job.close()
 
 
-def test_a_server_behind_tls_with_a_private_authority_captions():
+def test_a_server_with_a_private_certificate_authority_captions():
     with FakeCaptioner(tls=make_ssl_context(CERT, KEY)) as server:
         job = Job(server, ca=CERT)
         job.send(10)
@@ -223,7 +223,7 @@ ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
     ids=["500", "502", "504", "503", "503 later", "429", "429 early", "404", "409", "reset", "half", "too few",
          "shuffled", "a list", "no JSON", "html", "other model", "no HTTP", "1 GB", "endless", "hang up"],
 )  # fmt: skip
-def test_a_fault_that_passes_costs_no_caption(server: FakeCaptioner, wrong: Answerer):
+def test_a_temporary_fault_costs_no_caption(server: FakeCaptioner, wrong: Answerer):
     job = Job(server, max_response_bytes=100_000)
     server.go_wrong(caption, wrong, wrong)
     job.send(12)
@@ -232,7 +232,7 @@ def test_a_fault_that_passes_costs_no_caption(server: FakeCaptioner, wrong: Answ
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_servers_that_go_wrong_at_random_lose_repeat_and_mix_nothing(seed: int):
+def test_random_faults_lose_repeat_and_mix_no_captions(seed: int):
     faults = [
         with_status(500), with_status(503, "Retry-After: 0.01"), with_status(429), with_status(404), with_reset(),
         with_status(502), too_few, shuffled, hang_up, with_raw(b"no HTTP\r\n\r\n"),
@@ -249,7 +249,7 @@ def test_servers_that_go_wrong_at_random_lose_repeat_and_mix_nothing(seed: int):
         job.close()
 
 
-def test_a_chunk_is_sent_again_under_the_same_key_and_with_the_same_body(server: FakeCaptioner):
+def test_a_retry_has_the_same_key_and_body(server: FakeCaptioner):
     job = Job(server)
     server.go_wrong(with_status(500), with_reset(), too_few)
     job.send(1)
@@ -264,7 +264,7 @@ def test_a_chunk_is_sent_again_under_the_same_key_and_with_the_same_body(server:
     job.close()
 
 
-def test_the_same_chunk_of_another_run_has_another_key(server: FakeCaptioner):
+def test_another_run_uses_another_key_for_the_same_chunk(server: FakeCaptioner):
     for _ in range(2):
         job = Job(server)
         job.send(1)
@@ -274,7 +274,7 @@ def test_the_same_chunk_of_another_run_has_another_key(server: FakeCaptioner):
     assert first != second
 
 
-def test_retry_after_keeps_every_chunk_from_the_server_for_that_long(server: FakeCaptioner):
+def test_retry_after_pauses_all_chunks_to_the_server(server: FakeCaptioner):
     times: list[float] = []
 
     def note(request: Incoming, server: FakeCaptioner) -> None:
@@ -306,7 +306,7 @@ def test_the_window_halves_when_the_server_is_busy(server: FakeCaptioner):
     job.close()
 
 
-def test_a_server_that_takes_too_long_is_asked_again(server: FakeCaptioner):
+def test_a_late_response_is_retried(server: FakeCaptioner):
     release = threading.Event()
     job = Job(server, request_timeout_s=0.1)
     server.go_wrong(with_wait(release))
@@ -316,7 +316,7 @@ def test_a_server_that_takes_too_long_is_asked_again(server: FakeCaptioner):
     job.close()
 
 
-def test_a_refusal_while_the_body_is_still_sent_is_heard(server: FakeCaptioner):
+def test_an_early_rejection_is_received_while_the_body_is_being_sent(server: FakeCaptioner):
     job = Job(server)
     server.go_wrong(with_status(413, early=True))
     big = chunk(0)
@@ -339,9 +339,7 @@ def test_a_refusal_while_the_body_is_still_sent_is_heard(server: FakeCaptioner):
      (with_status(504), DeadlineExceeded),
      (with_raw(ENDLESS + b"Content-Length: 1000000000\r\n\r\n"), ResponseTooLarge)],
 )  # fmt: skip
-def test_a_chunk_that_the_server_fails_on_each_time_fails_alone(
-    server: FakeCaptioner, wrong: Answerer, cause: type[PenstockError]
-):
+def test_a_chunk_that_always_fails_fails_alone(server: FakeCaptioner, wrong: Answerer, cause: type[PenstockError]):
     def only_the_third(request: Incoming, server: FakeCaptioner) -> None:
         (wrong if request.frames[0] == 2 * ROWS else caption)(request, server)
 
@@ -360,9 +358,7 @@ def test_a_chunk_that_the_server_fails_on_each_time_fails_alone(
 
 
 @pytest.mark.parametrize(("status", "cause"), [(400, BadRequest), (422, BadRequest), (413, PayloadTooLarge)])
-def test_a_chunk_that_the_server_refuses_is_not_sent_again(
-    server: FakeCaptioner, status: int, cause: type[PenstockError]
-):
+def test_a_rejected_chunk_is_not_retried(server: FakeCaptioner, status: int, cause: type[PenstockError]):
     job = Job(server)
     server.go_wrong(with_status(status))
     job.send(1)
@@ -374,7 +370,7 @@ def test_a_chunk_that_the_server_refuses_is_not_sent_again(
     job.close()
 
 
-def test_pixels_that_do_not_fit_their_frames_fail_without_a_request(server: FakeCaptioner):
+def test_pixels_that_do_not_match_their_frames_fail_without_a_request(server: FakeCaptioner):
     job = Job(server)
     odd = chunk(0)
     odd.pixels = np.zeros((4, 8, 8, 6), np.uint8)[:, :, :, ::2]
@@ -384,7 +380,7 @@ def test_pixels_that_do_not_fit_their_frames_fail_without_a_request(server: Fake
     job.close()
 
 
-def test_a_token_that_is_refused_ends_the_job(server: FakeCaptioner):
+def test_a_rejected_token_ends_the_job(server: FakeCaptioner):
     job = Job(server)
     server.token = "another"
     job.send(5)
@@ -396,7 +392,7 @@ def test_a_token_that_is_refused_ends_the_job(server: FakeCaptioner):
 # ---- servers that go and come
 
 
-def test_a_server_that_is_killed_and_comes_back_answers_all(server: FakeCaptioner):
+def test_a_server_that_restarts_captions_every_chunk(server: FakeCaptioner):
     def die(request: Incoming, server: FakeCaptioner) -> None:
         _ = request.body
         threading.Thread(target=restart).start()
@@ -431,7 +427,7 @@ def test_an_absent_server_costs_a_chunk_no_attempts(server: FakeCaptioner):
     job.close()
 
 
-def test_a_tunnel_that_closes_every_connection_costs_a_chunk_one_attempt(server: FakeCaptioner):
+def test_a_tunnel_that_closes_every_connection_costs_one_attempt(server: FakeCaptioner):
     def closed(request: Incoming, server: FakeCaptioner) -> None:
         reset(request.connection)
         raise Gone
@@ -445,7 +441,7 @@ def test_a_tunnel_that_closes_every_connection_costs_a_chunk_one_attempt(server:
     job.close()
 
 
-def test_a_server_that_stays_away_ends_the_job_after_the_time_to_give_up(server: FakeCaptioner):
+def test_a_server_that_stays_away_ends_the_job_after_give_up_s(server: FakeCaptioner):
     job = Job(server, give_up_s=0.2)
     server.stop()
     began = time.monotonic()
@@ -458,7 +454,7 @@ def test_a_server_that_stays_away_ends_the_job_after_the_time_to_give_up(server:
     job.close()
 
 
-def test_a_server_that_hangs_fails_no_chunk_but_ends_the_job_after_the_time_to_give_up(server: FakeCaptioner):
+def test_a_hanging_server_fails_no_chunk_but_ends_the_job_after_give_up_s(server: FakeCaptioner):
     release = threading.Event()
     job = Job(server, request_timeout_s=0.05, connect_timeout_s=0.05, give_up_s=0.5)
     server.go_wrong(*[with_wait(release)] * 1000)
@@ -470,7 +466,7 @@ def test_a_server_that_hangs_fails_no_chunk_but_ends_the_job_after_the_time_to_g
     job.close()
 
 
-def test_a_server_that_hung_for_a_while_is_sent_the_chunks_again(server: FakeCaptioner):
+def test_a_server_that_recovers_from_a_hang_gets_its_chunks_again(server: FakeCaptioner):
     release = threading.Event()
     job = Job(server, request_timeout_s=0.05, connect_timeout_s=0.05, attempts=2)
     server.go_wrong(*[with_wait(release)] * 2)
@@ -482,7 +478,7 @@ def test_a_server_that_hung_for_a_while_is_sent_the_chunks_again(server: FakeCap
     job.close()
 
 
-def test_a_server_that_refuses_for_ever_ends_the_job_too(server: FakeCaptioner):
+def test_a_server_that_never_accepts_ends_the_job(server: FakeCaptioner):
     server.go_wrong(*[with_status(503)] * 1000)
     job = Job(server, give_up_s=0.2)
     job.send(2)
@@ -491,7 +487,7 @@ def test_a_server_that_refuses_for_ever_ends_the_job_too(server: FakeCaptioner):
 
 
 @pytest.mark.parametrize("told_by", ["answer", "metadata"])
-def test_another_model_after_a_restart_ends_the_job_and_mixes_nothing(server: FakeCaptioner, told_by: str):
+def test_another_model_after_a_restart_ends_the_job_and_mixes_no_captions(server: FakeCaptioner, told_by: str):
     job = Job(server)
     job.send(5)
     assert job.all_captioned()
@@ -529,7 +525,7 @@ def test_the_least_loaded_server_gets_the_next_chunk():
         job.close()
 
 
-def test_an_absent_server_is_done_without_and_used_again_when_it_is_back():
+def test_an_absent_server_is_skipped_and_used_again_after_its_return():
     with FakeCaptioner() as one, FakeCaptioner() as other:
         job = Job(one, other)
         one.stop()
@@ -554,7 +550,7 @@ def test_a_chunk_that_failed_on_one_server_goes_to_another():
         job.close()
 
 
-def test_a_server_that_fails_on_everything_is_rested():
+def test_a_server_that_always_fails_rests():
     with FakeCaptioner() as one, FakeCaptioner() as other:
         one.go_wrong(*[with_status(500)] * 1000)
         job = Job(one, other, backoff_s=20.0, longest_backoff_s=20.0)
@@ -566,7 +562,7 @@ def test_a_server_that_fails_on_everything_is_rested():
 # ---- ways of sending
 
 
-def test_rounds_wait_for_all_before_the_next(server: FakeCaptioner):
+def test_a_round_waits_for_all_of_the_previous_one(server: FakeCaptioner):
     release = threading.Event()
     server.go_wrong(with_wait(release), *[caption] * 49)
     job = Job(server, mode="single")
@@ -578,7 +574,7 @@ def test_rounds_wait_for_all_before_the_next(server: FakeCaptioner):
     job.close()
 
 
-def test_the_window_of_a_mode_is_that_of_the_published_client(server: FakeCaptioner):
+def test_each_mode_has_the_window_of_the_published_client(server: FakeCaptioner):
     info = ask(server.url, "captioner")
     assert window_for("single", info, 1).room() == 50
     assert window_for("stream-single", info, 1).room() == 500
@@ -590,7 +586,7 @@ def test_the_window_of_a_mode_is_that_of_the_published_client(server: FakeCaptio
 # ---- the end
 
 
-def test_a_drain_answers_what_is_in_flight_and_gives_back_what_is_not(server: FakeCaptioner):
+def test_a_drain_finishes_chunks_in_flight_and_returns_the_rest(server: FakeCaptioner):
     release = threading.Event()
     server.go_wrong(*[with_wait(release)] * 3)
     job = Job(server)
@@ -602,7 +598,7 @@ def test_a_drain_answers_what_is_in_flight_and_gives_back_what_is_not(server: Fa
     assert all(isinstance(job.answers[n], NotSent) for n in range(3, 10))
 
 
-def test_a_close_without_time_gives_back_all_at_once(server: FakeCaptioner):
+def test_a_close_without_drain_returns_every_chunk_at_once(server: FakeCaptioner):
     release = threading.Event()
     server.go_wrong(*[with_wait(release)] * 3)
     job = Job(server)
@@ -628,7 +624,7 @@ def test_a_second_close_shortens_the_first(server: FakeCaptioner):
     release.set()
 
 
-def test_a_chunk_that_fails_while_draining_is_not_tried_again(server: FakeCaptioner):
+def test_a_chunk_that_fails_while_draining_is_not_retried(server: FakeCaptioner):
     release = threading.Event()
     server.go_wrong(with_wait(release, with_status(500)))
     job = Job(server)
@@ -640,14 +636,14 @@ def test_a_chunk_that_fails_while_draining_is_not_tried_again(server: FakeCaptio
     assert len(server.seen) == 1
 
 
-def test_a_chunk_after_the_end_is_given_back(server: FakeCaptioner):
+def test_a_chunk_after_the_end_is_returned(server: FakeCaptioner):
     job = Job(server)
     job.close()
     job.sender.send(chunk(0))
     assert isinstance(job.answers[0], NotSent)
 
 
-def test_a_close_while_the_server_is_away_waits_for_nobody(server: FakeCaptioner):
+def test_a_close_does_not_wait_for_an_absent_server(server: FakeCaptioner):
     job = Job(server)
     server.stop()
     job.send(3)
@@ -658,7 +654,7 @@ def test_a_close_while_the_server_is_away_waits_for_nobody(server: FakeCaptioner
     assert all(isinstance(outcome, NotSent) for outcome in job.answers.values())
 
 
-def test_chunks_may_be_sent_from_many_threads_while_it_closes(server: FakeCaptioner):
+def test_many_threads_may_send_while_the_sender_closes(server: FakeCaptioner):
     job = Job(server)
     numbers = iter(range(400))
     lock = threading.Lock()
@@ -684,7 +680,7 @@ def test_chunks_may_be_sent_from_many_threads_while_it_closes(server: FakeCaptio
         assert isinstance(outcome, NotSent) or outcome[0] == f"frame {number * ROWS}"
 
 
-def test_a_taker_that_raises_harms_no_other_chunk(server: FakeCaptioner, caplog: pytest.LogCaptureFixture):
+def test_a_failing_callback_harms_no_other_chunk(server: FakeCaptioner, caplog: pytest.LogCaptureFixture):
     got: list[int] = []
     whole = threading.Event()
 

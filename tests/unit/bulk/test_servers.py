@@ -54,7 +54,7 @@ def told(change: dict[str, Any], parameters: dict[str, Any] | None = None) -> An
     return answer
 
 
-def test_a_captioner_tells_what_a_job_must_know(server: FakeCaptioner):
+def test_a_captioner_describes_itself(server: FakeCaptioner):
     server.parameters.update(instances=4, max_batch_size=64, max_request_bytes=10**8, height=10, width=20, more=[1])
     info = ask(server.url, "captioner")
     assert (info.revision, info.height, info.width) == ("r1", 10, 20)
@@ -65,7 +65,7 @@ def test_a_captioner_tells_what_a_job_must_know(server: FakeCaptioner):
     assert info.url == server.url
 
 
-def test_a_model_without_jpeg_is_known_as_such(server: FakeCaptioner):
+def test_a_model_without_jpeg_accepts_only_frames(server: FakeCaptioner):
     server.metadata.append(told({}))
     assert ask(server.url, "captioner").inputs == {"frames"}
 
@@ -92,7 +92,7 @@ def test_a_model_without_jpeg_is_known_as_such(server: FakeCaptioner):
         with_raw(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n" + b"[" * 99999),
     ],
 )  # fmt: skip
-def test_what_is_no_captioner_is_told_from_one(server: FakeCaptioner, wrong: Answerer):
+def test_a_server_that_is_not_a_captioner_is_rejected(server: FakeCaptioner, wrong: Answerer):
     server.metadata.append(wrong)
     with pytest.raises(NotACaptioner):
         ask(server.url, "captioner")
@@ -102,13 +102,13 @@ def test_what_is_no_captioner_is_told_from_one(server: FakeCaptioner, wrong: Ans
     ("status", "error"),
     [(401, Unauthorized), (403, Forbidden), (404, ModelNotFound), (503, ModelNotReady), (429, ModelNotReady)],
 )
-def test_a_status_becomes_the_error_that_it_means(server: FakeCaptioner, status: int, error: type[PenstockError]):
+def test_each_status_raises_its_error(server: FakeCaptioner, status: int, error: type[PenstockError]):
     server.metadata.append(with_status(status))
     with pytest.raises(error):
         ask(server.url, "captioner")
 
 
-def test_a_model_that_is_known_but_loads_is_not_ready(server: FakeCaptioner):
+def test_a_model_that_is_loading_is_not_ready(server: FakeCaptioner):
     server.metadata.extend([tell, with_status(503)])
     with pytest.raises(ModelNotReady):
         ask(server.url, "captioner")
@@ -120,7 +120,7 @@ def test_an_absent_server_is_unreachable_at_once(server: FakeCaptioner):
         ask(server.url, "captioner")
 
 
-def test_an_absent_server_is_waited_for_when_asked_to(server: FakeCaptioner, monkeypatch: pytest.MonkeyPatch):
+def test_an_absent_server_is_awaited_if_requested(server: FakeCaptioner, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("penstock.bulk.servers.RETRY_S", 0.02)
     server.stop()
     timer = threading.Timer(0.1, server.start)
@@ -129,7 +129,7 @@ def test_an_absent_server_is_waited_for_when_asked_to(server: FakeCaptioner, mon
     timer.join()
 
 
-def test_a_server_that_says_nothing_is_left(server: FakeCaptioner):
+def test_a_silent_server_times_out(server: FakeCaptioner):
     release = threading.Event()
     server.metadata.append(with_wait(release, tell))
     with pytest.raises(DeadlineExceeded):
@@ -137,7 +137,7 @@ def test_a_server_that_says_nothing_is_left(server: FakeCaptioner):
     release.set()
 
 
-def test_an_address_that_is_none_is_a_matter_of_configuration():
+def test_an_invalid_address_is_a_configuration_error():
     with pytest.raises(ConfigError):
         ask("gpu1:8080", "captioner")
 
@@ -152,13 +152,13 @@ def test_the_token_is_sent_and_not_shown():
             ask(server.url, "captioner")
 
 
-def test_a_token_that_would_travel_readable_is_warned_of(caplog: pytest.LogCaptureFixture):
+def test_a_token_without_encryption_causes_a_warning(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING), pytest.raises(PenstockError):
         ask("http://nobody.invalid", "captioner", token="t", timeout_s=5.0)
     assert "unencrypted" in caplog.text
 
 
-def test_a_private_authority_is_trusted_when_it_is_named():
+def test_a_private_certificate_authority_is_trusted_if_configured():
     with FakeCaptioner(tls=make_ssl_context(CERT, KEY)) as server:
         assert ask(server.url, "captioner", tls=tls_context(CERT)).revision == "r1"
         with pytest.raises(UntrustedCertificate):
@@ -167,7 +167,7 @@ def test_a_private_authority_is_trusted_when_it_is_named():
             ask(server.url, "captioner", tls=ssl.create_default_context())
 
 
-def test_servers_of_one_job_must_caption_alike(server: FakeCaptioner):
+def test_servers_of_one_job_must_agree(server: FakeCaptioner):
     first = ask(server.url, "captioner")
     require_same([first, first])
     server.revision = "r2"
@@ -178,7 +178,7 @@ def test_servers_of_one_job_must_caption_alike(server: FakeCaptioner):
         require_same([first, ask(server.url, "captioner")])
 
 
-def test_a_name_with_a_slash_is_one_name_on_the_way(server: FakeCaptioner):
+def test_a_model_name_with_a_slash_is_escaped(server: FakeCaptioner):
     seen: list[str] = []
 
     def look(request: Incoming, server: FakeCaptioner) -> None:

@@ -30,7 +30,7 @@ def written(folder: Path, data: bytes) -> Path:
     return path
 
 
-def test_rows_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+def test_rows_can_be_read_back(tmp_path: Path) -> None:
     path = written(tmp_path, lines(7, SpoolEnd("complete", 7, 20)))
     assert list(spool.rows(path)) == [row(n) for n in range(7)]
     found = spool.scan(path)
@@ -42,9 +42,7 @@ def test_rows_are_read_back_as_they_were_written(tmp_path: Path) -> None:
 
 @given(size=st.integers(0, len(lines(6, SpoolEnd("complete", 6, 18)))), garbage=st.binary(max_size=40))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
-def test_a_spool_that_was_cut_anywhere_is_continued_to_the_same_bytes(
-    tmp_path: Path, size: int, garbage: bytes
-) -> None:
+def test_a_spool_truncated_anywhere_continues_to_the_same_bytes(tmp_path: Path, size: int, garbage: bytes) -> None:
     whole = lines(6, SpoolEnd("complete", 6, 18))
     path = written(tmp_path, whole[:size] + garbage)
     found = spool.scan(path)
@@ -78,7 +76,7 @@ def test_a_spool_that_was_cut_anywhere_is_continued_to_the_same_bytes(
         spool.row_line(3, row(3))[:-1],
     ],
 )
-def test_a_line_that_does_not_follow_counts_as_never_written_with_all_behind_it(tmp_path: Path, line: bytes) -> None:
+def test_an_invalid_line_and_all_after_it_count_as_never_written(tmp_path: Path, line: bytes) -> None:
     good = lines(3)
     path = written(tmp_path, good + line + spool.row_line(3, row(3)))
     found = spool.scan(path)
@@ -87,18 +85,18 @@ def test_a_line_that_does_not_follow_counts_as_never_written_with_all_behind_it(
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b'{"video":"x"}\n', lines(0)[:-1], b"\0\0\0\0\n", b"no json\n"])
-def test_a_spool_without_a_whole_head_holds_nothing(tmp_path: Path, data: bytes) -> None:
+def test_a_spool_without_a_complete_head_is_empty(tmp_path: Path, data: bytes) -> None:
     path = written(tmp_path, data)
     assert spool.scan(path) is None
     assert spool.read_end(path) is None
 
 
-def test_a_spool_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+def test_a_missing_spool_is_empty(tmp_path: Path) -> None:
     assert spool.scan(tmp_path / "none") is None
     assert spool.read_end(tmp_path / "none") is None
 
 
-def test_a_glance_sees_the_end_and_no_more(tmp_path: Path) -> None:
+def test_read_end_returns_the_end_of_a_finished_video(tmp_path: Path) -> None:
     end = SpoolEnd("failed", 5000, 9, 2, "decode", 7, "broken")
     path = written(tmp_path, lines(5000, end))
     found = spool.read_end(path)
@@ -108,7 +106,7 @@ def test_a_glance_sees_the_end_and_no_more(tmp_path: Path) -> None:
     assert spool.read_end(written(tmp_path, lines(3, end)[:-1])) is None
 
 
-def test_rows_after_a_failed_end_are_of_another_try_and_attempts_are_kept(tmp_path: Path) -> None:
+def test_rows_after_a_failed_end_belong_to_another_attempt(tmp_path: Path) -> None:
     data = lines(2, SpoolEnd("failed", 2, 6, 3, "send", 6, "away")) + spool.row_line(2, row(2))
     found = spool.scan(written(tmp_path, data))
     assert found is not None
@@ -117,13 +115,13 @@ def test_rows_after_a_failed_end_are_of_another_try_and_attempts_are_kept(tmp_pa
     assert len(list(spool.rows(written(tmp_path, again)))) == 3
 
 
-def test_what_cannot_be_written_is_an_error_with_the_path_and_the_reason(tmp_path: Path) -> None:
+def test_a_write_error_has_path_and_reason(tmp_path: Path) -> None:
     with pytest.raises(SpoolError, match="No such file"):
         spool.append(tmp_path / "no" / "folder", b"x")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_lines_are_on_the_disk_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_synced_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "spool"
     synced: list[bytes] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_bytes()))
@@ -132,12 +130,12 @@ def test_lines_are_on_the_disk_before_they_count(tmp_path: Path, monkeypatch: py
     assert synced == [b"head\n", b"head\nrow\n"]
 
 
-def test_a_full_disk_is_said() -> None:
+def test_a_full_disk_is_reported() -> None:
     with pytest.raises(SpoolError, match="No space left"):
         spool.append(Path("/dev/full"), b"x" * 10)
 
 
-def test_a_damaged_spool_makes_no_output(tmp_path: Path) -> None:
+def test_a_damaged_spool_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path, lines(1) + b'{"row":1,"fr\n')
     with pytest.raises(SpoolError, match="--restart"):
         list(spool.rows(path))

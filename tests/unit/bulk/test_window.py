@@ -15,9 +15,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(1, 100))
-def test_a_window_is_never_below_one_nor_over_its_bound_and_never_overfilled(
-    steps: list[tuple[str, int, float]], start: int
-):
+def test_a_window_stays_within_its_bounds(steps: list[tuple[str, int, float]], start: int):
     window, now, sent = AimdWindow(start), 0.0, []
     for what, which, pause in steps:
         now += pause
@@ -43,7 +41,7 @@ def test_a_window_is_never_below_one_nor_over_its_bound_and_never_overfilled(
 
 
 @given(STEPS, st.integers(1, 20))
-def test_a_round_starts_only_when_the_last_one_ended(steps: list[tuple[str, int, float]], size: int):
+def test_a_round_starts_only_after_the_previous_one_ended(steps: list[tuple[str, int, float]], size: int):
     window, started = RoundWindow(size), 0
     for what, _, _ in steps:
         if what == "send":
@@ -60,7 +58,7 @@ def test_a_round_starts_only_when_the_last_one_ended(steps: list[tuple[str, int,
         assert window.room() == size - started
 
 
-def test_what_was_refused_in_one_round_trip_halves_once():
+def test_refusals_of_one_round_trip_halve_once():
     window = AimdWindow(16)
     for _ in range(10):
         window.sent(0.0)
@@ -72,7 +70,7 @@ def test_what_was_refused_in_one_round_trip_halves_once():
     assert window.size == 4
 
 
-def test_a_size_that_was_refused_is_not_tried_again_at_once():
+def test_a_refused_size_is_not_retried_at_once():
     window, now, refusals = AimdWindow(16), 0.0, 0
     for _ in range(300):  # a server that bears twelve, and answers each in a second
         while window.room() > 0:
@@ -88,7 +86,7 @@ def test_a_size_that_was_refused_is_not_tried_again_at_once():
     assert refusals <= 15
 
 
-def test_a_fixed_window_keeps_its_size_whatever_comes():
+def test_a_fixed_window_keeps_its_size():
     window = Window(500)
     window.sent(0.0)
     window.sent(0.0)
@@ -128,7 +126,7 @@ def run(window: Window, seconds: float, *, batch: int, fixed_s: float, row_s: fl
 
 @pytest.mark.parametrize(("rows", "start"), [(8, 17), (16, 9), (16, 3), (32, 3), (64, 3), (64, 1)])
 @pytest.mark.parametrize("way_s", [0.0005, 0.02, 0.2])
-def test_a_window_finds_what_keeps_a_batching_server_busy(rows: int, start: int, way_s: float):
+def test_a_window_grows_until_a_batching_server_is_busy(rows: int, start: int, way_s: float):
     server = {"batch": 64, "fixed_s": 0.01, "row_s": 0.001, "way_s": way_s, "rows": rows}
     window = AimdWindow(start)
     found = run(window, 120.0, **server)
@@ -137,13 +135,13 @@ def test_a_window_finds_what_keeps_a_batching_server_busy(rows: int, start: int,
     assert window.size < MAX_WINDOW or way_s == 0.2
 
 
-def test_a_window_does_not_widen_a_queue_that_is_long_already():
+def test_a_window_does_not_lengthen_a_long_queue():
     window = AimdWindow(3)
     run(window, 600.0, batch=32, fixed_s=0.01, row_s=0.001, way_s=0.0005, rows=32)
     assert window.size <= 6
 
 
-def test_a_window_that_is_not_filled_does_not_grow():
+def test_a_window_that_is_not_full_does_not_grow():
     window = AimdWindow(4)
     for second in range(200):
         window.sent(second)

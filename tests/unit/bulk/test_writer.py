@@ -68,7 +68,7 @@ def captions(frames: list[int]) -> list[str]:
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60, deadline=None
 )
-def test_rows_are_on_disk_in_order_up_to_the_first_failure_whatever_came_when(
+def test_rows_are_on_disk_in_order_up_to_the_first_failure(
     tmp_path: Path, sizes: list[int], seed: int, failing: int | None, ends_early: bool
 ) -> None:
     path = tmp_path / "spool.jsonl"
@@ -101,7 +101,7 @@ def test_rows_are_on_disk_in_order_up_to_the_first_failure_whatever_came_when(
     assert recorder.writer._waiting_rows == 0
 
 
-def test_what_came_together_is_synced_together(
+def test_concurrent_results_are_synced_together(
     tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     appended: list[tuple[str, int]] = []
@@ -125,7 +125,7 @@ def test_what_came_together_is_synced_together(
     assert set(recorder.ends) == {"a", "b"}
 
 
-def test_damage_of_the_video_is_told_when_all_before_it_is_there(tmp_path: Path, recorder: Recorder) -> None:
+def test_damage_is_reported_after_all_earlier_captions(tmp_path: Path, recorder: Recorder) -> None:
     task = VideoTask(video(), tmp_path / "a", None)
     recorder.writer.start()
     recorder.writer.begin(task)
@@ -151,7 +151,7 @@ def test_an_error_of_the_job_leaves_the_video_unfinished(tmp_path: Path, recorde
     assert [str(error) for error in recorder.errors] == ["away"]
 
 
-def test_after_a_disk_that_refused_nothing_is_written_any_more(tmp_path: Path, recorder: Recorder) -> None:
+def test_nothing_is_written_after_a_disk_failure(tmp_path: Path, recorder: Recorder) -> None:
     task = VideoTask(video(), tmp_path / "no" / "folder", None)
     other = VideoTask(video("b"), tmp_path / "b", None)
     recorder.writer.start()
@@ -164,7 +164,7 @@ def test_after_a_disk_that_refused_nothing_is_written_any_more(tmp_path: Path, r
     assert recorder.rows == 0
 
 
-def test_what_nobody_expected_in_the_writer_ends_the_job(
+def test_an_unexpected_error_in_the_writer_ends_the_job(
     tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder.writer.start()
@@ -174,7 +174,7 @@ def test_what_nobody_expected_in_the_writer_ends_the_job(
     assert "the writer failed: ValueError" in recorder.errors[0].message
 
 
-def test_decoders_wait_while_too_many_rows_are_not_on_disk(
+def test_decoders_wait_while_too_many_rows_are_uncommitted(
     tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "WAITING_ROWS", 4)

@@ -36,7 +36,7 @@ def levels(pixels: torch.Tensor, looks: ImageSpec = LOOKS) -> np.ndarray:
     return np.rint((pixels.permute(0, 2, 3, 1).double().numpy() * std + mean) * 255).astype(int)
 
 
-def test_frames_are_normalised_as_the_published_processor_does() -> None:
+def test_frames_are_normalised_like_the_published_processor() -> None:
     pixels = frames(5)
     processor = BlipImageProcessorPil(size={"height": 24, "width": 36}, image_mean=MEAN, image_std=STD)
     expected = processor(list(pixels), return_tensors="pt")["pixel_values"]
@@ -47,7 +47,7 @@ def test_frames_are_normalised_as_the_published_processor_does() -> None:
 
 @pytest.mark.parametrize(("kernel", "resample"), [("bicubic", Image.BICUBIC), ("bilinear", Image.BILINEAR)])
 @pytest.mark.parametrize("size", [(48, 72), (270, 480), (1, 1), (17, 301), (10, 12), (24, 35)])
-def test_frames_of_another_size_are_resized_as_pillow_does(kernel: str, resample: int, size: tuple[int, int]) -> None:
+def test_frames_of_another_size_are_resized_like_pillow(kernel: str, resample: int, size: tuple[int, int]) -> None:
     looks = ImageSpec(24, 36, MEAN, STD, kernel)
     pixels = frames(3, *size)
     found = levels(feed(looks)([request(pixels)]).take(), looks)
@@ -55,14 +55,14 @@ def test_frames_of_another_size_are_resized_as_pillow_does(kernel: str, resample
     assert np.abs(found - expected).max() <= 1
 
 
-def test_many_large_frames_are_resized_in_parts_and_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_frames_are_resized_in_parts_and_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.bulk.captioner.feed._RESIZE_BYTES", 2 * 48 * 72 * 3)
     pixels = frames(7, 48, 72)
     together = feed()([request(pixels)]).take()
     assert torch.equal(together, torch.cat([feed()([request(p[np.newaxis])]).take() for p in pixels]))
 
 
-def test_requests_stand_in_their_order_and_what_failed_takes_no_place() -> None:
+def test_requests_keep_their_order_and_failed_ones_take_no_rows() -> None:
     class Damaged(CaptionRequest):
         def pieces(self):
             yield frames(1, 48, 72)
@@ -77,7 +77,7 @@ def test_requests_stand_in_their_order_and_what_failed_takes_no_place() -> None:
     assert torch.equal(fed.take(), torch.cat([feed()([request(p)]).take() for p in (first, last)]))
 
 
-def test_nothing_to_feed_is_an_empty_batch() -> None:
+def test_no_valid_request_gives_an_empty_batch() -> None:
     fed = feed()([BadRequest("refused before")])
     assert (fed.rows, len(fed.take())) == (0, 0)
 
@@ -96,7 +96,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(feed(dtype=dtype)([pixels]).take(), feed()([pixels]).take().to(dtype))
 
 
-def test_threads_may_feed_at_once() -> None:
+def test_threads_may_feed_concurrently() -> None:
     used = feed()
     expected = [feed()([request(frames(3, seed=i))]).take() for i in range(8)]
     wrong: list[int] = []
@@ -116,7 +116,7 @@ def test_threads_may_feed_at_once() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_gets_the_same_pixels_also_when_batches_follow_each_other() -> None:
+def test_a_gpu_gets_the_same_pixels_in_consecutive_batches() -> None:
     used = DeviceFeed(LOOKS, "cuda:0", torch.float32)
     batches = [[request(frames(40, seed=i)), request(frames(3, 60, 44, seed=i))] for i in range(12)]
     fed = [used(batch) for batch in batches]

@@ -23,14 +23,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "net"
 
 
-def test_a_folder_is_called_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_gives_the_model_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(str(folder)) == ModelSource("net", folder)
     monkeypatch.chdir(folder)
     assert find(".").name == "net"
 
 
 @pytest.mark.parametrize("missing", ["/nowhere/net", "./net", "~/no such net", "a/b/c"])
-def test_a_folder_that_is_not_there_is_not_looked_for_at_the_hub(
+def test_a_missing_folder_is_not_requested_from_the_hub(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -39,7 +39,7 @@ def test_a_folder_that_is_not_there_is_not_looked_for_at_the_hub(
         find(missing)
 
 
-def test_a_name_of_the_hub_is_fetched_without_pickles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_is_downloaded_without_pickles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def download(name: str, allow_patterns: list[str]) -> str:
@@ -51,7 +51,7 @@ def test_a_name_of_the_hub_is_fetched_without_pickles(folder: Path, monkeypatch:
     assert asked == [("org/net", ["*.json", "*.txt", "*.model", "*.safetensors"])]
 
 
-def test_what_the_hub_does_not_give_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(name: str, allow_patterns: list[str]) -> str:
         raise OSError("no network")
 
@@ -63,7 +63,7 @@ def test_what_the_hub_does_not_give_is_reported(monkeypatch: pytest.MonkeyPatch)
         find("org/net")
 
 
-def test_pickled_weights_need_trust(folder: Path) -> None:
+def test_pickled_weights_require_trust(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(LoadFailed, match="no weights in safetensors, only pickled ones, which require trust"):
         find(str(folder))
@@ -74,13 +74,13 @@ def test_pickled_weights_need_trust(folder: Path) -> None:
     assert find(str(folder), weights=False).folder == folder
 
 
-def test_a_folder_without_a_configuration_is_refused(folder: Path) -> None:
+def test_a_folder_without_a_configuration_is_rejected(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(LoadFailed, match=r"has no config\.json"):
         find(str(folder))
 
 
-def test_a_revision_is_that_of_the_contents(folder: Path, tmp_path: Path) -> None:
+def test_a_revision_depends_on_the_contents_only(folder: Path, tmp_path: Path) -> None:
     before = revision(ModelSource("net", folder), {"prompt": ""})
     assert len(before) == 16
     copied = tmp_path / "elsewhere"
@@ -115,7 +115,7 @@ def test_a_revision_changes_with_the_settings(folder: Path) -> None:
     assert revision(ModelSource("a"), {}) != revision(ModelSource("b"), {})
 
 
-def test_large_weights_are_looked_at_in_many_sampled_places_and_not_whole(folder: Path) -> None:
+def test_large_weights_are_sampled(folder: Path) -> None:
     size = 2 * 2**30
     weights = folder / "model.safetensors"
     with weights.open("wb") as file:

@@ -57,9 +57,7 @@ def captions(captioner: TransformersCaptioner, pixels: np.ndarray) -> list[str]:
     return list(answer["caption"])
 
 
-def test_captions_are_those_of_the_library_on_the_same_frames(
-    captioner: TransformersCaptioner, captioner_folder: Folder
-) -> None:
+def test_captions_equal_the_librarys(captioner: TransformersCaptioner, captioner_folder: Folder) -> None:
     folder = captioner_folder("blip-2")
     pixels = np.concatenate([frames(6), frames(2, seed=1) // 8])
     network = Blip2ForConditionalGeneration.from_pretrained(folder)
@@ -79,7 +77,7 @@ def test_a_caption_does_not_depend_on_its_neighbours(kind: str, captioner_folder
     assert len(set(together)) > 1
 
 
-def test_requests_of_many_kinds_share_one_batch(
+def test_requests_of_every_kind_share_one_batch(
     captioner: TransformersCaptioner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, large = frames(3), frames(2, 60, 44, seed=1)
@@ -119,7 +117,7 @@ def plain(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in answer.items()}
 
 
-def test_what_is_wrong_fails_alone(captioner: TransformersCaptioner) -> None:
+def test_an_invalid_request_fails_alone(captioner: TransformersCaptioner) -> None:
     damaged = np.empty(2, object)
     damaged[:] = [simplejpeg.encode_jpeg(frames(1)[0]), simplejpeg.encode_jpeg(frames(1, 40, 40)[0])[:-100]]
     good = {"frames": frames(2)}
@@ -134,7 +132,7 @@ def test_what_is_wrong_fails_alone(captioner: TransformersCaptioner) -> None:
     assert [type(f) for f in answers(captioner, [damaged_request])] == [BadRequest], "also where nothing is left"
 
 
-def test_halves_of_a_batch_are_captioned_from_their_requests(captioner: TransformersCaptioner) -> None:
+def test_part_of_a_prepared_batch_is_captioned_from_its_requests(captioner: TransformersCaptioner) -> None:
     values = [{"frames": frames(2, seed=i)} for i in range(3)]
     prepared = captioner.__penstock_prepare__(values)
     assert isinstance(prepared, PreparedBatch)
@@ -143,7 +141,7 @@ def test_halves_of_a_batch_are_captioned_from_their_requests(captioner: Transfor
     assert half == whole[1:]
 
 
-def test_more_rows_than_their_batch_was_made_for_run_in_parts(
+def test_more_rows_than_expected_run_in_parts(
     captioner: TransformersCaptioner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of a large JSON body are not known before it is decoded."""
@@ -158,7 +156,7 @@ def test_more_rows_than_their_batch_was_made_for_run_in_parts(
     assert type(found[4]) is BadRequest
 
 
-def test_what_befalls_the_device_is_met_in_the_main_thread(
+def test_a_device_error_is_raised_in_the_main_thread(
     captioner: TransformersCaptioner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker whose reading thread raises ends; its main thread runs the batch again in halves."""
@@ -201,7 +199,7 @@ def test_a_prompt_is_continued_and_not_repeated(kind: str, captioner_folder: Fol
     assert prompted.parameters["revision"] != plain_captioner.parameters["revision"]
 
 
-def test_a_prompt_is_that_of_the_library(captioner_folder: Folder) -> None:
+def test_a_prompt_is_encoded_like_the_librarys(captioner_folder: Folder) -> None:
     folder = captioner_folder("blip-2")
     pixels = frames(4)
     network = Blip2ForConditionalGeneration.from_pretrained(folder)
@@ -216,7 +214,7 @@ def test_a_prompt_is_that_of_the_library(captioner_folder: Folder) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_captions_too(kind: str, precision: str, captioner_folder: Folder) -> None:
+def test_half_precision_captions(kind: str, precision: str, captioner_folder: Folder) -> None:
     captioner = loaded(captioner_folder(kind), precision)
     assert captioner.parameters["precision"] == precision
     assert captioner._network.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -244,7 +242,7 @@ def test_random_weights_need_only_a_configuration(precision: str, captioner_fold
         loaded(tmp_path)
 
 
-def test_metadata_tells_clients_what_to_send(captioner: TransformersCaptioner) -> None:
+def test_metadata_describes_the_inputs(captioner: TransformersCaptioner) -> None:
     model = PythonModel(captioner)
     model._model = captioner
     metadata = model.metadata("captioner", "1")
@@ -269,7 +267,7 @@ def test_metadata_tells_clients_what_to_send(captioner: TransformersCaptioner) -
     }
 
 
-def test_a_revision_is_that_of_what_changes_captions(captioner_folder: Folder, tmp_path: Path) -> None:
+def test_the_revision_changes_with_whatever_changes_captions(captioner_folder: Folder, tmp_path: Path) -> None:
     folder = captioner_folder("blip-2")
     found = [
         loaded(folder, **settings).parameters["revision"]
@@ -281,7 +279,7 @@ def test_a_revision_is_that_of_what_changes_captions(captioner_folder: Folder, t
     assert loaded(tmp_path / "other name").parameters["revision"] == found[0], "servers may keep it where they like"
 
 
-def test_a_frame_that_could_not_be_sent_stays_what_it_is(captioner: TransformersCaptioner) -> None:
+def test_an_unsent_item_passes_through_unchanged(captioner: TransformersCaptioner) -> None:
     unsent = Unsent(BadRequest("it holds a lock"))
     prepared = captioner.__penstock_prepare__([unsent, frames(1)[0]])
     assert prepared[0] is unsent
@@ -302,7 +300,7 @@ def test_a_frame_that_could_not_be_sent_stays_what_it_is(captioner: Transformers
         ({"prompt": 1}, "option prompt: found 1"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         TransformersCaptioner(**{"model": "x", **options})
 
@@ -311,7 +309,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) 
     ("keys", "told"),
     [({"precision": "int8"}, "precision: found 'int8'"), ({"optimize": "optimize_for_inference"}, "optimize: found")],
 )
-def test_keys_that_cannot_be_are_refused(keys: dict[str, str], told: str) -> None:
+def test_invalid_configuration_keys_are_rejected(keys: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         TransformersCaptioner("x").load("cpu", **keys)
 

@@ -40,7 +40,7 @@ def edited(captioner_folder: Folder, tmp_path: Path) -> Callable[..., Path]:
     return edit
 
 
-def test_a_network_that_does_not_caption_is_refused_with_those_that_do(edited: Callable[..., Path]) -> None:
+def test_an_unsupported_network_is_rejected_with_the_supported_kinds(edited: Callable[..., Path]) -> None:
     with pytest.raises(LoadFailed, match="net is of the type 'bert'; expected one of blip-2, blip, vision-encoder-dec"):
         opened(edited("config.json", model_type="bert"))
 
@@ -53,9 +53,7 @@ def test_a_network_that_does_not_caption_is_refused_with_those_that_do(edited: C
         ({"resample": 0}, "net resamples by 0; expected 2 or 3"),
     ],
 )
-def test_a_preprocessor_that_does_otherwise_is_refused(
-    keys: dict[str, Any], told: str, edited: Callable[..., Path]
-) -> None:
+def test_an_unsupported_preprocessor_is_rejected(keys: dict[str, Any], told: str, edited: Callable[..., Path]) -> None:
     with pytest.raises(LoadFailed, match=told):
         opened(edited("preprocessor_config.json", **keys))
 
@@ -64,7 +62,7 @@ def test_a_preprocessor_that_does_otherwise_is_refused(
     ("missing", "told"),
     [("preprocessor_config.json", "net cannot be loaded: OSError"), ("tokenizer*", "net has no tokenizer")],
 )
-def test_a_folder_that_lacks_a_part_is_refused(missing: str, told: str, edited: Callable[..., Path]) -> None:
+def test_an_incomplete_folder_is_rejected(missing: str, told: str, edited: Callable[..., Path]) -> None:
     folder = edited("config.json")
     for path in folder.glob(missing):
         path.unlink()
@@ -72,7 +70,7 @@ def test_a_folder_that_lacks_a_part_is_refused(missing: str, told: str, edited: 
         opened(folder)
 
 
-def test_damaged_weights_do_not_load(edited: Callable[..., Path]) -> None:
+def test_damaged_weights_are_rejected(edited: Callable[..., Path]) -> None:
     folder = edited("config.json")
     (folder / "model.safetensors").write_bytes(b"\x80\x04\x95 a pickle")
     with pytest.raises(LoadFailed, match="net cannot be loaded"):
@@ -90,7 +88,7 @@ def test_pickled_weights_load_without_running_anything(edited: Callable[..., Pat
         opened(folder)
 
 
-def test_sampling_of_a_checkpoint_is_turned_off_and_its_beams_are_kept(edited: Callable[..., Path]) -> None:
+def test_a_checkpoints_sampling_is_disabled_and_its_beams_are_kept(edited: Callable[..., Path]) -> None:
     keys = {"do_sample": True, "temperature": 2.0, "top_k": 5, "num_beams": 3, "max_length": 9}
     network = opened(edited("generation_config.json", "vision-encoder-decoder", **keys))
     assert network._settings.num_beams == 3
@@ -120,12 +118,12 @@ def test_buckets_of_a_compiled_network_change_no_caption(
         assert seen == [1, 8, 32, 64]
 
 
-def test_a_network_that_cannot_be_compiled_is_refused(captioner_folder: Folder) -> None:
+def test_a_network_that_cannot_be_compiled_is_rejected(captioner_folder: Folder) -> None:
     with pytest.raises(LoadFailed, match="net is of the type 'blip', which cannot be compiled"):
         opened(captioner_folder("blip"), compiled=True)
 
 
-def test_a_network_that_names_no_padding_pads_with_its_end(edited: Callable[..., Path]) -> None:
+def test_a_network_without_a_padding_token_pads_with_its_end_token(edited: Callable[..., Path]) -> None:
     folder = edited("generation_config.json", "vision-encoder-decoder", pad_token_id=None)
     config = json.loads((folder / "config.json").read_text())
     config["pad_token_id"] = config["decoder"]["pad_token_id"] = None

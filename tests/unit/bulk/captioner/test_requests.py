@@ -39,7 +39,7 @@ def test_frames_are_one_piece_and_not_copied() -> None:
     assert not request.single
 
 
-def test_jpegs_are_decoded_each_in_its_own_size() -> None:
+def test_each_jpeg_is_decoded_at_its_own_size() -> None:
     files = [simplejpeg.encode_jpeg(noise(*size), quality=95) for size in ((16, 24), (8, 8))]
     request = read_request({"jpeg": jpegs(*files)})
     pieces = list(request.pieces())
@@ -63,7 +63,7 @@ def test_an_image_file_is_one_row(kind: str, mode: str) -> None:
         assert np.array_equal(piece[0], np.asarray(Image.fromarray(noise(9, 5)).convert(mode).convert("RGB")))
 
 
-def test_arrays_of_callers_in_the_process_are_frames() -> None:
+def test_arrays_from_the_same_process_are_frames() -> None:
     assert read_request(FRAMES[0]).single
     assert read_request(FRAMES).rows == 2
     assert not read_request(FRAMES).single
@@ -96,7 +96,7 @@ def test_arrays_of_callers_in_the_process_are_frames() -> None:
         (["x"], "found a list; expected the bytes of one image, or tensors"),
     ],
 )
-def test_what_is_no_request_is_told_why(value: Any, told: str) -> None:
+def test_an_invalid_request_is_rejected_with_the_reason(value: Any, told: str) -> None:
     with pytest.raises(BadRequest, match=told):
         read_request(value)
 
@@ -120,7 +120,7 @@ def huge_png(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("bomb", [huge_jpeg, huge_png])
 @pytest.mark.parametrize("fast", [True, False])
-def test_an_image_that_claims_to_be_huge_is_refused_by_its_head(
+def test_an_image_with_a_huge_size_in_its_header_is_rejected(
     bomb: Callable[[int, int], bytes], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fast:
@@ -142,12 +142,12 @@ def test_an_image_that_claims_to_be_huge_is_refused_by_its_head(
     ],
     ids=["jpeg", "cut jpeg", "png", "pickle", "svg"],
 )
-def test_a_damaged_file_is_refused_with_its_row(file: bytes) -> None:
+def test_a_damaged_file_is_rejected_with_its_row(file: bytes) -> None:
     with pytest.raises(BadRequest, match="row 3 is not an image file that can be decoded"):
         decode_image(memoryview(file), "row 3")
 
 
-def test_without_the_fast_decoder_jpegs_are_decoded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jpegs_are_decoded_without_the_fast_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     file = simplejpeg.encode_jpeg(noise(16, 24), quality=95)
     fast = decode_image(file, "")
     monkeypatch.setitem(sys.modules, "simplejpeg", None)

@@ -51,7 +51,7 @@ def network_of(captioner_folder: Callable[[str], Path]) -> Callable[[str, tuple[
 @pytest.mark.parametrize("prompt", ["", "the red dog"])
 @pytest.mark.parametrize("tokens", [(0, 1), (0, 12), (5, 12), (12, 12)])
 @pytest.mark.parametrize("end", range(2, 10))
-def test_the_same_tokens_are_written(
+def test_greedy_generation_equals_the_librarys(
     end: int, tokens: tuple[int, int], prompt: str, network_of: Callable[[str, tuple[int, int]], Network]
 ) -> None:
     network = ending(network_of(prompt, tokens), end)
@@ -69,7 +69,7 @@ def test_captions_end_at_different_steps_and_are_padded(captioner_folder: Callab
     assert len(lengths) >= 5
 
 
-def test_looking_seldom_only_adds_padding(
+def test_checking_seldom_only_adds_padding(
     captioner_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = opened(captioner_folder("blip-2"), tokens=(0, 11))
@@ -85,7 +85,7 @@ def test_looking_seldom_only_adds_padding(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_writes_the_same_too(precision: str, captioner_folder: Callable[[str], Path]) -> None:
+def test_half_precision_generation_equals_the_librarys(precision: str, captioner_folder: Callable[[str], Path]) -> None:
     network = opened(captioner_folder("blip-2"), precision=precision)
     ours, expected = both(network, pixels().to(network.dtype))
     same = sum(a == b for a, b in zip(ours, expected, strict=True))
@@ -103,7 +103,7 @@ def test_half_precision_writes_the_same_too(precision: str, captioner_folder: Ca
         {"forced_bos_token_id": 3},
     ],
 )
-def test_other_ways_of_writing_are_left_to_the_library(
+def test_other_generation_settings_are_left_to_the_library(
     keys: dict[str, Any], captioner_folder: Callable[[str], Path]
 ) -> None:
     settings = opened(captioner_folder("blip-2"))._settings
