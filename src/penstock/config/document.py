@@ -1,4 +1,4 @@
-"""`docs/configuration.md`, made from the schema: `python -m penstock.config.document > docs/configuration.md`."""
+"""Generates `docs/configuration.md` from the schema: `python -m penstock.config.document > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.config.toml import expected
 _HEAD = """\
 # Configuration
 
-This page is made from the schema by `python -m penstock.config.document`; edit `src/penstock/config/schema.py`.
+`python -m penstock.config.document` generates this page; to change it, edit `src/penstock/config/schema.py`.
 
-One `penstock.toml` holds everything, and every key has a default except the `target` of a model:
+All settings are in one `penstock.toml`. Every key has a default except the `target` of a model:
 
 ```toml
 [server]
@@ -31,38 +31,37 @@ max_batch_size = 64
 slo_s = 0.05
 ```
 
-`penstock serve penstock.toml` reads it, `penstock config check penstock.toml` only tells whether it is right. A key
-that does not exist is refused, with the file, the key and the nearest right name. Times are seconds (`_s`), sizes bytes
-(`_bytes`). Relative paths in the file, also that of `app.py:Digits`, start at the file's folder.
+`penstock serve penstock.toml` reads it; `penstock config check penstock.toml` only checks it. An unknown key is an
+error that names the file, the key and the closest valid name. Times are in seconds (`_s`), sizes in bytes (`_bytes`).
+Relative paths in the file, including `app.py:Digits`, start at the file's folder.
 
-## Where a value comes from
+## Precedence
 
-Each of these is stronger than the one before it:
+Later sources override earlier ones:
 
 1. the default in the tables below;
 2. the TOML file;
 3. the environment: `PENSTOCK_<SECTION>__<KEY>`, with two underscores between the parts. Sections and keys may be in
-   either case, the name of a model is taken as it stands:
+   either case; model names are case sensitive:
    `PENSTOCK_SERVER__PORT=9000`, `PENSTOCK_MODELS__digits__BATCHING__MAX_BATCH_SIZE=8`;
-4. the flags of `penstock serve`, such as `--port 9000`;
-5. `--set`, with the key in dots: `--set models.digits.batching.max_batch_size=8`.
+4. the options of `penstock serve`, such as `--port 9000`;
+5. `--set`, with a dotted key: `--set models.digits.batching.max_batch_size=8`.
 
-In 3 and 5 a value is written as in TOML, and a text needs no quotes: `--set models.digits.devices='["cuda:0"]'`,
-`--set server.host=::1`. A model's name with dots is quoted: `--set 'models."my.net".version=2'`.
+Values in 3 and 5 are TOML, except that a text needs no quotes: `--set models.digits.devices='["cuda:0"]'`,
+`--set server.host=::1`. Quote a model name that contains dots: `--set 'models."my.net".version=2'`.
 
-These variables are no keys:
+These variables do not set a key:
 
 """
 
 _BOUND = """
-A request body larger than `limits.pool_bytes` could not be received, so `max_body_bytes` must not exceed it.
-A listener on an address that other machines can reach needs a token or `server.tls_client_ca`, or
-the word `--insecure`.
+`max_body_bytes` must not exceed `limits.pool_bytes`, because a larger body could not be received. A listener on an
+address that other machines can reach requires a token, `server.tls_client_ca`, or the option `--insecure`.
 """
 
 
 def document() -> str:
-    """The page as Markdown."""
+    """The page in Markdown."""
     reserved = "".join(f"- `{name}`: {meaning}\n" for name, meaning in RESERVED.items())
     return _HEAD + reserved + "".join(_section(name, table) for name, table in SECTIONS.items())
 
@@ -86,7 +85,7 @@ def _default(field: Any) -> str:
         return "required"
     if field.default is None:
         return "none"
-    if field.default is msgspec.NODEFAULT:  # made by a factory: an empty table
+    if field.default is msgspec.NODEFAULT:  # a default factory: an empty table
         return "`{}`"
     if field.name.endswith("_bytes") and field.default % 1024 == 0:
         amount, unit = (field.default // 2**20, "MiB") if field.default % 2**20 == 0 else (field.default // 1024, "KiB")

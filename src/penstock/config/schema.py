@@ -1,6 +1,6 @@
-"""Every configuration key, once: name, type, default and meaning. Frozen; unknown keys are refused by `load.py`.
+"""All configuration keys with type, default and meaning. Frozen; `load.py` refuses unknown keys.
 
-The comment behind a key is its line in `docs/configuration.md`, which a test keeps equal to this file.
+`docs/configuration.md` is generated from the meanings; a test keeps it up to date.
 """
 
 from __future__ import annotations
@@ -21,37 +21,35 @@ OPTIMIZATIONS = ("none", "optimize_for_inference", "compile")
 
 
 def doc(text: str) -> Meta:
-    """The meaning of a key, kept beside its type."""
+    """The meaning of a key, stored in its type."""
     return Meta(description=text)
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[server]`: where the listeners are bound."""
+    """`[server]`: addresses of the listeners."""
 
     host: Annotated[str, doc("address of the inference listener")] = "127.0.0.1"
-    port: Annotated[Port, doc("port of the inference listener; 0 takes a free one")] = 8080
+    port: Annotated[Port, doc("port of the inference listener; 0 selects a free one")] = 8080
     management: Annotated[bool, doc("allow routes that change models on the management listener")] = False
     management_host: Annotated[str, doc("address of the management listener")] = "127.0.0.1"
-    management_port: Annotated[Port, doc("port of the management listener; 0 takes a free one")] = 8081
+    management_port: Annotated[Port, doc("port of the management listener; 0 selects a free one")] = 8081
     metrics_host: Annotated[str, doc("address of the metrics listener")] = "127.0.0.1"
-    metrics_port: Annotated[Port, doc("port of the metrics listener; 0 takes a free one")] = 8082
+    metrics_port: Annotated[Port, doc("port of the metrics listener; 0 selects a free one")] = 8082
     thrift_host: Annotated[str, doc("address of the Thrift listener")] = "127.0.0.1"
     thrift_port: Annotated[
-        Port | None, doc("port of the Thrift listener; without it there is none; 0 takes a free one")
+        Port | None, doc("port of the Thrift listener, which is off without it; 0 selects a free one")
     ] = None
-    thrift_model: Annotated[
-        str | None, doc("model that Thrift's callers ask; without it the only one that there is")
-    ] = None
+    thrift_model: Annotated[str | None, doc("model that answers Thrift calls; by default the only model")] = None
     tls_cert: Annotated[str | None, doc("PEM file of the certificate chain, for every listener")] = None
     tls_key: Annotated[str | None, doc("PEM file of the private key")] = None
-    tls_client_ca: Annotated[str | None, doc("PEM file of the authority that client certificates must come from")] = (
+    tls_client_ca: Annotated[str | None, doc("PEM file of the authority that must have issued client certificates")] = (
         None
     )
     model_store: Annotated[
         str | None,
         doc(
-            "folder; the management listener may load the Python, model and pipeline files in it, no others but those"
-            " named"
+            "folder of the Python, model and pipeline files that the management listener may load; it may load only"
+            " these and configured files"
         ),
     ] = None
     insecure: Annotated[bool, doc("allow a non-loopback address without a token or client certificates")] = False
@@ -59,31 +57,34 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[limits]`: the bounds of everything."""
+    """`[limits]`: bounds of sizes, times and counts."""
 
-    max_body_bytes: Annotated[Positive, doc("largest request body; more is answered with 413")] = 64 * 2**20
-    max_header_bytes: Annotated[Positive, doc("largest request head; more is answered with 431")] = 64 * 2**10
+    max_body_bytes: Annotated[Positive, doc("largest request body; a larger one is answered with 413")] = 64 * 2**20
+    max_header_bytes: Annotated[Positive, doc("largest request head; a larger one is answered with 431")] = 64 * 2**10
     max_connections: Annotated[
-        Positive, doc("connections of the inference listener, more are refused with 503; of that of Thrift as many")
+        Positive,
+        doc("connections of the inference listener, beyond which it answers 503; also of the Thrift listener"),
     ] = 20_000
-    max_pipelined: Annotated[Positive, doc("requests in flight on one connection; more are not read yet")] = 64
+    max_pipelined: Annotated[Positive, doc("requests in flight on one connection; further ones are read later")] = 64
     header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0
     body_timeout_s: Annotated[Seconds, doc("longest time for a request's body to arrive")] = 30.0
     idle_timeout_s: Annotated[Seconds, doc("longest silence of a kept-alive connection")] = 75.0
     thrift_idle_timeout_s: Annotated[
-        Seconds, doc("longest silence of a Thrift connection, whose clients do not connect again by themselves")
+        Seconds, doc("longest silence of a Thrift connection; Thrift clients do not reconnect by themselves")
     ] = 3600.0
-    write_timeout_s: Annotated[Seconds, doc("longest time that a client may take no byte of its answer")] = 60.0
-    write_buffer_bytes: Annotated[Positive, doc("unsent bytes of one connection above which it is not read")] = 2**20
+    write_timeout_s: Annotated[Seconds, doc("longest time in which a client accepts no byte of its answer")] = 60.0
+    write_buffer_bytes: Annotated[
+        Positive, doc("unsent bytes of one connection above which no request is read from it")
+    ] = 2**20
     pool_bytes: Annotated[Positive, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20
     reply_bytes: Annotated[Positive, doc("shared memory of each worker for answers over 64 KiB")] = 64 * 2**20
     max_instances: Annotated[Positive, doc("most instances of one version of a model")] = 64
-    max_versions: Annotated[Positive, doc("most versions, those of all models together")] = 256
-    max_queue_bytes: Annotated[Positive, doc("bytes of payload that may wait in the queue of one model")] = 512 * 2**20
+    max_versions: Annotated[Positive, doc("most versions of all models together")] = 256
+    max_queue_bytes: Annotated[Positive, doc("bytes of payload that may wait in the queue of a model")] = 512 * 2**20
 
 
 class AuthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[auth]`: bearer tokens, one a line in each file. Health routes need none."""
+    """`[auth]`: files with bearer tokens, one per line. Health routes need no token."""
 
     token_file: Annotated[str | None, doc("tokens that open every listener")] = None
     inference_token_file: Annotated[str | None, doc("tokens that open the inference listener")] = None
@@ -92,7 +93,7 @@ class AuthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[models.NAME.batching]`: how requests become batches."""
+    """`[models.NAME.batching]`: how requests are combined into batches."""
 
     policy: Annotated[str, doc('"adaptive", "fixed", "none", or "pkg.mod:Class"')] = "adaptive"
     options: Annotated[
@@ -101,31 +102,33 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = field(default_factory=dict)
     max_batch_size: Annotated[
         Positive | Literal["auto"],
-        doc('most rows in a batch; "auto": the best of the warm-up, without a warm-up 64, lowered by out-of-memory'),
+        doc('most rows in a batch; "auto": the best of the warm-up, or 64 without one; out-of-memory lowers it'),
     ] = "auto"
     max_hold_s: Annotated[
         Hold | Literal["auto"],
-        doc('longest time a request is held beside an idle instance; "auto": learned; 0: never. "fixed": its delay'),
+        doc('longest hold of a request while an instance is idle; "auto": learned; 0: never; "fixed": its delay'),
     ] = "auto"
     slo_s: Annotated[Seconds | None, doc("target latency of every request: its deadline is arrival + this")] = None
     timeout_s: Annotated[Seconds, doc("longest wait in the queue")] = 30.0
-    max_queue: Annotated[Positive | None, doc("most rows in the queue; without it 16 x instances x max_batch_size")] = (
+    max_queue: Annotated[Positive | None, doc("most rows in the queue; by default 16 x instances x max_batch_size")] = (
         None
     )
     rows: Annotated[
-        str, doc('rows of a request: "auto" (Open Inference: axis 0 of its first input; else 1) or "header:NAME"')
+        str, doc('rows of a request: "auto" (Open Inference: axis 0 of the first input; otherwise 1) or "header:NAME"')
     ] = "auto"
-    bucket: Annotated[str, doc('what may share a batch: "none" (all), "shape", "content-type" or "header:NAME"')] = (
-        "none"
-    )
+    bucket: Annotated[
+        str, doc('property that requests of a batch must share: "none", "shape", "content-type" or "header:NAME"')
+    ] = "none"
     priority: Annotated[
         tuple[Hold, ...],
         Meta(min_length=1),
-        doc("seconds that requests of `x-priority` 0, 1, 2 ... may wait longer than others"),
+        doc("extra seconds that requests of `x-priority` 0, 1, 2 ... may wait"),
     ] = (0.0, 10.0, 20.0)
-    retry_split: Annotated[bool, doc("re-run a batch that raised in halves, until the guilty item is alone")] = True
-    idempotent: Annotated[bool, doc("items may be run again after an error or a worker's death")] = True
-    run_timeout_s: Annotated[Seconds, doc("longest run of a batch; then the worker is dumped and killed")] = 60.0
+    retry_split: Annotated[bool, doc("re-run a batch that raised in halves, until the failing item is alone")] = True
+    idempotent: Annotated[bool, doc("items may run again after an error or a worker's death")] = True
+    run_timeout_s: Annotated[Seconds, doc("longest run of a batch; then the worker logs its stacks and is killed")] = (
+        60.0
+    )
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -134,47 +137,45 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     target: Annotated[
         str,
         doc(
-            "what to load: app.py:Model, pkg.mod:Model, a file .onnx, .pt, .pth, .pt2, .ts (see models.md), or the"
+            "model to load: app.py:Model, pkg.mod:Model, a file .onnx, .pt, .pth, .pt2, .ts (see models.md), or the"
             " .toml of a pipeline (see pipelines.md)"
         ),
     ]
     options: Annotated[
-        dict[str, Any], doc("arguments of the class that `target` names, for instance max_new_tokens = 12")
+        dict[str, Any], doc("arguments of the class that `target` names, such as max_new_tokens = 12")
     ] = field(default_factory=dict)
     weights: Annotated[
-        str | None, doc("state dict, also as .safetensors, of a target that is a class of torch.nn.Module")
+        str | None, doc("state dict file, also .safetensors, for a target that is a subclass of torch.nn.Module")
     ] = None
     inputs: Annotated[
         dict[str, str],
-        doc('inputs of a PyTorch model that does not tell them, in their order: x = "FP32[-1,3,224,224]"'),
+        doc('inputs of a PyTorch model that does not declare them, in order: x = "FP32[-1,3,224,224]"'),
     ] = field(default_factory=dict)
-    name: Annotated[
-        str | None, doc("name of the model; without it that of the section. Versions of one model share it")
-    ] = None
+    name: Annotated[str | None, doc("name of the model, by default NAME; versions of one model share it")] = None
     version: Annotated[str, doc("version of the model")] = "1"
     traffic: Annotated[
         dict[str, float],
-        doc("parts of the requests that name no version, by version; empty: all go to the first one"),
+        doc("share of each version in the requests that name no version; by default all go to the first one"),
     ] = field(default_factory=dict)
     instances: Annotated[
         Positive | Literal["auto"],
-        doc('loaded copies; "auto": one a GPU, on cpu physical cores / 2 with one thread each'),
+        doc('loaded copies; "auto": one per GPU, or physical cores / 2 on the CPU, with one thread each'),
     ] = 1
-    devices: Annotated[tuple[str, ...], doc("devices that the instances are placed on in turn; cuda: all GPUs")] = (
-        "cpu",
-    )
+    devices: Annotated[tuple[str, ...], doc("devices for the instances in turn; cuda: all GPUs")] = ("cpu",)
     transport: Annotated[str, doc('"process", "thread" or "inline"')] = "process"
     load_timeout_s: Annotated[
-        Seconds, doc("longest load of an instance; then the worker is dumped and killed, and the next one is tried")
+        Seconds,
+        doc("longest load of an instance; then the worker logs its stacks and is killed, and another one starts"),
     ] = 600.0
     precision: Annotated[
-        str | None, doc("fp32, fp16 or bf16, of PyTorch and ONNX models; else handed to the model's `load`")
+        str | None, doc("of PyTorch and ONNX models: fp32, fp16 or bf16; other models receive it in `load`")
     ] = None
     optimize: Annotated[
-        str | None, doc("none, optimize_for_inference or compile, of the same; else handed to the model's `load`")
+        str | None,
+        doc("of PyTorch and ONNX models: none, optimize_for_inference or compile; other models receive it in `load`"),
     ] = None
     threads: Annotated[
-        Positive | None, doc("threads of numeric libraries in each worker; without it physical cores / instances")
+        Positive | None, doc("threads of numeric libraries in each worker; by default physical cores / instances")
     ] = None
     trust: Annotated[Literal["none", "pickle"], doc('"pickle" allows a model file to run code when it is loaded')] = (
         "none"
@@ -184,7 +185,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A whole `penstock.toml`."""
+    """The content of a `penstock.toml`."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -202,9 +203,9 @@ SECTIONS: dict[str, Any] = {
 
 
 def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingConfig:
-    """`config` with the options of `@penstock.model` for every key that was left at its default.
+    """`config` with the options of `@penstock.model` for the keys that have their default value.
 
-    Raises ConfigError for an option that is no key of `[models.NAME.batching]`, or has a wrong value.
+    Raises ConfigError for an unknown option or an invalid value.
     """
     default = BatchingConfig()
     for key in options:
@@ -218,6 +219,6 @@ def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingCon
         raise ConfigError(f"@penstock.model: {e}") from None
 
 
-# msgspec learns a type at its first use, and a thread that uses it meanwhile reads what is not there yet, and crashes
-# (seen with 0.22). Instances of a model load at the same time; so it is learned here, by the thread that imports this.
+# msgspec 0.22 crashes when two threads convert to a type for the first time at once, as loading instances may do:
+# the importing thread converts first
 convert({}, BatchingConfig)
