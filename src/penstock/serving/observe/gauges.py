@@ -23,28 +23,28 @@ def _counter(name: str, help: str, *labels: str) -> Family:
 
 
 _STANDING: tuple[tuple[Family, Callable[[ModelSnapshot], float]], ...] = (
-    (_gauge("penstock_requests_in_flight", "Requests that wait or run now."), lambda m: m.in_flight),
-    (_gauge("penstock_queue_requests", "Requests that wait now."), lambda m: m.status.queue),
-    (_gauge("penstock_queue_rows", "Rows of the requests that wait now."), lambda m: m.queue_rows),
-    (_gauge("penstock_queue_bytes", "Bytes of the requests that wait now."), lambda m: m.queue_bytes),
-    (_gauge("penstock_queue_limit_rows", "Rows that may wait."), lambda m: m.max_queue_rows),
+    (_gauge("penstock_requests_in_flight", "Requests queued or running."), lambda m: m.in_flight),
+    (_gauge("penstock_queue_requests", "Requests queued."), lambda m: m.status.queue),
+    (_gauge("penstock_queue_rows", "Rows of the queued requests."), lambda m: m.queue_rows),
+    (_gauge("penstock_queue_bytes", "Bytes of the queued requests."), lambda m: m.queue_bytes),
+    (_gauge("penstock_queue_limit_rows", "Maximum rows in the queue."), lambda m: m.max_queue_rows),
     (_gauge("penstock_batch_limit_rows", "max_batch_size."), lambda m: m.status.max_batch_size),
-    (_gauge("penstock_workers", "Workers that there should be."), lambda m: m.status.instances),
-    (_gauge("penstock_workers_up", "Workers that can take a batch."), lambda m: m.status.ready_instances),
+    (_gauge("penstock_workers", "Desired number of workers."), lambda m: m.status.instances),
+    (_gauge("penstock_workers_up", "Workers that are up."), lambda m: m.status.ready_instances),
 )
-_STATE = _gauge("penstock_model_state", "1 for the state of a model version, 0 for the others.", "state")
+_STATE = _gauge("penstock_model_state", "1 for the current state of a model version, 0 for the others.", "state")
 _COST_A = _gauge("penstock_cost_fixed_seconds", "Learned: a of a + b*n seconds for a batch of n rows.")
 _COST_B = _gauge("penstock_cost_row_seconds", "Learned: b of a + b*n seconds for a batch of n rows.")
-_HOLDS = _counter("penstock_holds_total", "Times that an idle worker was held for more requests.", "kind")
-_HELD = _counter("penstock_held_seconds_total", "Time that idle workers were held for more requests.")
-_POOL_USED = Family("penstock_pool_used_bytes", "gauge", (), "Shared memory that large payloads take now.")
-_POOL = Family("penstock_pool_capacity_bytes", "gauge", (), "Shared memory for large payloads.")
+_HOLDS = _counter("penstock_holds_total", "Holds of an idle worker that waited for more requests.", "kind")
+_HELD = _counter("penstock_held_seconds_total", "Time for which idle workers were held for more requests.")
+_POOL_USED = Family("penstock_pool_used_bytes", "gauge", (), "Shared memory in use for large payloads.")
+_POOL = Family("penstock_pool_capacity_bytes", "gauge", (), "Shared memory reserved for large payloads.")
 _CONNECTIONS = Family("penstock_http_connections", "gauge", (), "Open connections of the inference listener.")
 _REFUSED = Family(
-    "penstock_http_connections_refused_total", "counter", (), "Connections beyond limits.max_connections."
+    "penstock_http_connections_refused_total", "counter", (), "Connections refused because of limits.max_connections."
 )
 _ANSWERS = Family(
-    "penstock_http_requests_total", "counter", ("status",), "Answers of the inference listener by class of status."
+    "penstock_http_requests_total", "counter", ("status",), "Responses of the inference listener by status class."
 )
 _BUILD = Family("penstock_build_info", "gauge", ("version", "python"), "1, with the versions as labels.")
 

@@ -55,26 +55,26 @@ def _histogram(name: str, help: str) -> Family:
 
 
 _COUNTERS = (
-    ("arrived", _counter("penstock_requests_total", "Requests that came.")),
-    ("ahead", _counter("penstock_batches_ahead_total", "Batches that were sent to an instance that was still busy.")),
-    ("restarts", _counter("penstock_worker_restarts_total", "Workers that came up again after a death.")),
+    ("arrived", _counter("penstock_requests_total", "Requests received.")),
+    ("ahead", _counter("penstock_batches_ahead_total", "Batches sent to an instance that was still busy.")),
+    ("restarts", _counter("penstock_worker_restarts_total", "Workers restarted after a death.")),
 )
 _BY_LABEL = (
     ("answered", _counter("penstock_answers_total", "Requests that the model answered.", "outcome")),
     ("rejected", _counter("penstock_rejections_total", "Requests that ended without an answer.", "reason")),
-    ("batches", _counter("penstock_batches_total", "Batches that were sent to an instance.", "outcome")),
+    ("batches", _counter("penstock_batches_total", "Batches sent to an instance.", "outcome")),
     ("failed", _counter("penstock_item_failures_total", "Items that failed.", "code")),
-    ("workers", _counter("penstock_worker_events_total", "Workers that came and went.", "state")),
+    ("workers", _counter("penstock_worker_events_total", "Worker lifecycle events.", "state")),
 )
 _HISTOGRAMS = (
-    ("latency", _histogram("penstock_request_seconds", "Arrival to answer of each request that the model answered.")),
-    ("wait", _histogram("penstock_queue_seconds", "Arrival to dispatch of each request, each time that it was run.")),
-    ("run", _histogram("penstock_run_seconds", "The worker's own time on each batch.")),
-    ("preprocess", _histogram("penstock_preprocess_seconds", "Decoding and preprocessing of each batch.")),
-    ("predict", _histogram("penstock_predict_seconds", "The model itself on each batch.")),
-    ("postprocess", _histogram("penstock_postprocess_seconds", "Postprocessing and encoding of each batch.")),
+    ("latency", _histogram("penstock_request_seconds", "Time from arrival to answer of each answered request.")),
+    ("wait", _histogram("penstock_queue_seconds", "Time from arrival to dispatch, for each run of a request.")),
+    ("run", _histogram("penstock_run_seconds", "Time in the worker for each batch.")),
+    ("preprocess", _histogram("penstock_preprocess_seconds", "Time for decoding and preprocessing of each batch.")),
+    ("predict", _histogram("penstock_predict_seconds", "Time in the model for each batch.")),
+    ("postprocess", _histogram("penstock_postprocess_seconds", "Time for postprocessing and encoding of each batch.")),
     ("rows", _histogram("penstock_batch_rows", "Rows of each batch.")),
-    ("fill", _histogram("penstock_batch_fill_ratio", "Rows of each batch by max_batch_size.")),
+    ("fill", _histogram("penstock_batch_fill_ratio", "Rows of each batch divided by max_batch_size.")),
 )
 
 
