@@ -390,5 +390,5 @@ def test_the_commands_of_the_readme_that_measure_are_understood() -> None:
             parsed.append((verb, context.params))
     assert [verb for verb, _ in parsed] == ["tune", "bench", "benchmark-suite"]
     assert parse_slo(parsed[0][1]["slo"]) == parse_slo(parsed[1][1]["slo"])
-    space = {knob.name: knob.values for knob in parse_space(parsed[0][1]["space"]).knobs}
+    space = {p.name: p.values for p in parse_space(parsed[0][1]["space"]).parameters}
     assert space["optimize"] == ("none", "optimize_for_inference")

@@ -93,7 +93,7 @@ def test_every_file_and_command_of_the_tuning_page_works(tmp_path: Path) -> None
     shell = Shell(tmp_path)
     found = BLOCK.findall(PAGE.read_text())
     assert {language for language, _ in found} == {"", "python", "yaml", "gpu"}
-    said = {}
+    outputs = {}
     for language, text in found:
         if language == "python":
             name = re.match(r"# (\w+\.py)\n", text)
@@ -102,14 +102,14 @@ def test_every_file_and_command_of_the_tuning_page_works(tmp_path: Path) -> None
         elif language == "yaml":
             (tmp_path / "models.yaml").write_text(text)
         elif language == "":
-            said |= block(shell, text.splitlines())
+            outputs |= block(shell, text.splitlines())
         else:  # commands that change the machine are not run
             assert all(line.startswith("nvidia-smi ") for line in text.splitlines())
-    curve = next(text for line, text in said.items() if line == "python curve.py")
+    curve = next(text for line, text in outputs.items() if line == "python curve.py")
     assert [line.split()[:2] for line in curve.splitlines()] == [
         [model, rows] for model in ("Ranker", "Edges") for rows in ("1", "4", "16", "32")
     ]
-    loads = [text for line, text in said.items() if line.startswith("penstock bench ")]
+    loads = [text for line, text in outputs.items() if line.startswith("penstock bench ")]
     assert all("good/s" in text or "INVALID" in text for text in loads)
     assert len([text for text in loads if "32 clients" in text]) >= 3
     assert (tmp_path / "tune-ranker" / "report.html").is_file()

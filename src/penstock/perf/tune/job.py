@@ -100,7 +100,7 @@ def _tuned_model(target: str, flags: dict[str, Any]) -> tuple[TunedModel, str | 
     toml, models = split_targets((target,))
     options = read_options(flags["options"])
     if options and not models:
-        raise ConfigError(f"--option is for a model named on the command line; for those of {toml} use --set")
+        raise ConfigError(f"--option is for a model named on the command line; for the models of {toml} use --set")
     base = {"models": {name: {**keys, **({"options": options} if options else {})} for name, keys in models.items()}}
     pipelines = [keys["target"] for keys in models.values() if is_pipeline_file(keys["target"])]
     config = load_config(toml, env={}, sets=flags["sets"], base=base, pipelines=pipelines)

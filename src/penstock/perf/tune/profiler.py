@@ -97,7 +97,7 @@ class _Failure(Struct):
 def profile_instance(request: ProfileRequest, *, instances: int = 1) -> InstanceProfile:
     """The profile of one instance. Blocks; the process ends with this call and with this process.
 
-    Its environment is that of a worker among `instances`. Raises LoadFailed, with the process's output in its detail,
+    It has the environment of a worker among `instances`. Raises LoadFailed, with the process's output in its detail,
     if the model does not load, ends its process, or exceeds its own limits.
     """
     spec = WorkerSpec(request.name, request.config.version, request.config, request.config.target, instances)

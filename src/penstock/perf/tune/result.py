@@ -111,7 +111,7 @@ class ResultBuilder:
         )
 
     def _best(self) -> Finalist | None:
-        """The proven finalist with the most goodput. Among about equal ones, those of the space win over a default
+        """The proven finalist with the most goodput. Among about equal ones, settings of the space win over a default
         outside it, then the cheaper ones. Before any is proven, the best of the search, at its lowered rate if repeats
         have lowered it."""
         space = self.state.space

@@ -95,7 +95,7 @@ class SearchState:
         return near.estimate * promise / other if promise and other else near.estimate
 
     def _distance(self, one: CandidateSettings, other: CandidateSettings) -> float:
-        """The steps between two settings; those of instances weigh three times as much."""
+        """The steps between two settings; steps of instances weigh three times as much."""
 
         def steps(parameter: TunedParameter) -> int:
             a, b = one.get(parameter.name), other.get(parameter.name)

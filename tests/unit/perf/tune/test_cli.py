@@ -95,8 +95,8 @@ def test_an_slo_is_required() -> None:
 
 def test_the_slo_limits_errors_even_if_it_does_not_say_so() -> None:
     assert read_job("app.py:Net", flags()).slo.text == "p99<=100ms,error<=1%"
-    said = "p99<=100ms,error<=5%"
-    assert read_job("app.py:Net", flags(slo=said)).slo.text == said
+    slo = "p99<=100ms,error<=5%"
+    assert read_job("app.py:Net", flags(slo=slo)).slo.text == slo
 
 
 def test_the_default_space_has_batches_and_instances(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,5 +200,5 @@ def test_a_missing_token_file_is_an_error() -> None:
 
 @pytest.mark.parametrize(("effort", "warned"), [("normal", True), ("quick", False)])
 def test_a_budget_too_short_for_any_proof_is_reported_at_once(effort: str, warned: bool) -> None:
-    said = run("app.py:Net", "--slo", "p99<=2s", "--budget", "20s", "--effort", effort).stderr
-    assert ("--budget 20s ends before anything is proven: the runs of the proof alone take 90s" in said) == warned
+    stderr = run("app.py:Net", "--slo", "p99<=2s", "--budget", "20s", "--effort", effort).stderr
+    assert ("--budget 20s ends before anything is proven: the runs of the proof alone take 90s" in stderr) == warned

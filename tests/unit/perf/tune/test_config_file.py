@@ -52,14 +52,14 @@ def test_only_the_tuned_keys_change_and_every_comment_stays(tmp_path: Path) -> N
 
 def test_a_comment_stays_in_place_and_line_endings_are_kept() -> None:
     text = (
-        '[models.a] # ours\ntarget = "x:y"\n\n# of what is loaded\n[models.a.options]\nwidth = 3\n\n'
-        '# of the other one\n[models.b]\ntarget = "x:y"\n'
+        '[models.a] # ours\ntarget = "x:y"\n\n# about the options\n[models.a.options]\nwidth = 3\n\n'
+        '# about the other model\n[models.b]\ntarget = "x:y"\n'
     )
     values = {"threads": 1, "batching.max_batch_size": 2, "options.width": 4, "options.height": 5}
     found = patched(text, "a", values, "why")
     assert found == (
         f'[models.a] # ours\n{MARK}: why\nthreads = 1\nbatching.max_batch_size = 2\ntarget = "x:y"\n\n'
-        "# of what is loaded\n[models.a.options]\nheight = 5\nwidth = 4\n\n# of the other one\n[models.b]\n"
+        "# about the options\n[models.a.options]\nheight = 5\nwidth = 4\n\n# about the other model\n[models.b]\n"
         'target = "x:y"\n'
     )
     assert patched(text.replace("\n", "\r\n"), "a", values, "why") == found.replace("\n", "\r\n")

@@ -189,17 +189,17 @@ def test_a_budget_too_short_for_the_search_reserves_time_for_the_proof(hill: Any
 
 
 @pytest.mark.parametrize(
-    ("share", "told"),
+    ("share", "note"),
     [
         (0.2, "the default (batch=1,instances=1) was not measured: the time budget was used up"),
         (0.45, "the default (batch=1,instances=1) was not fully measured: the time budget was used up"),
         (0.7, "the default may sustain more than was measured, so the gain may be smaller"),
     ],
 )
-def test_gaps_in_the_knowledge_of_the_default_are_reported(hill: Any, share: float, told: str) -> None:
+def test_gaps_in_the_knowledge_of_the_default_are_reported(hill: Any, share: float, note: str) -> None:
     full = tuned(slow(hill), SPACE, SLO, default=DEFAULT)
     notes = tuned(slow(hill), SPACE, SLO, default=DEFAULT, budget_s=share * full.spent_s).verdict.notes
-    assert [note for note in notes if note.startswith(told)]
+    assert [text for text in notes if text.startswith(note)]
     assert not [note for note in full.verdict.notes if "default" in note]
 
 
@@ -225,8 +225,8 @@ def test_a_system_that_fails_later_leaves_the_best_so_far(hill: Any) -> None:
     result = tuned(Failing(able), SPACE, SLO, default=DEFAULT)
     assert (result.ended, result.confirmed, result.verdict.proven) == ("failed", False, False)
     assert result.chosen is not None
-    told = "the search ended early: the machine is too busy; this is the best of the measurements so far"
-    assert told in result.verdict.notes
+    note = "the search ended early: the machine is too busy; this is the best of the measurements so far"
+    assert note in result.verdict.notes
 
 
 @pytest.mark.parametrize("at", [1, 2, 10, 25])
@@ -325,8 +325,8 @@ def test_a_finished_search_is_replayed_from_its_journal_alone(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "best_rate", "exhaustive_s"), [(0, 345.6, 15_678), (2, 587.2, 18_140)])
 def test_the_optimum_is_found_in_a_fifth_of_the_time(seed: int, best_rate: float, exhaustive_s: float) -> None:
-    """Beside what an exhaustive search found, and took: figures of benchmarks/tuner_truth.py, which has more seeds and
-    all strategies."""
+    """The figures of the exhaustive search come from benchmarks/tuner_truth.py, which has more seeds and all
+    strategies."""
     machine, slo = drawn(seed)
     space = parse_space("batch=1..32,instances=1..16,precision=fp32,fp16,bf16")
     default = parse_settings("batch=32,instances=1,precision=fp32")
