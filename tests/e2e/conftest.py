@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,19 @@ def example_all() -> Iterator[Callable[..., RunningExample]]:
     yield from _running()
 
 
+TORCHSERVE_CONFIG = {
+    "inference_address": "http://127.0.0.1:0",
+    "management_address": "http://127.0.0.1:0",
+    "metrics_address": "http://127.0.0.1:0",
+    "grpc_inference_port": "0",
+    "grpc_management_port": "0",
+    "model_store": "store",
+    "default_workers_per_model": "1",
+}
+
+
 class TorchServeFolder:
-    """A folder in which `torchserve` and `torch-model-archiver` are used, with a temporary folder of its own."""
+    """A folder for the commands `torchserve` and `torch-model-archiver`, with its own temporary folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -150,10 +162,34 @@ class TorchServeFolder:
         unset = [name for name in os.environ if name.startswith("TS_") or name in ("LOG_LOCATION", "METRICS_LOCATION")]
         self.env = {name: value for name, value in os.environ.items() if name not in unset}
         self.env |= {"TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "tmp")}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - what the server says goes on when the command has ended
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - the server writes on after the command has ended
+
+    def add_model(self, handler: str, version: str = "1.0", file: str = "m.mar") -> None:
+        """Writes an archive of the model "m" with this handler code to the store."""
+        (self.folder / "store").mkdir(exist_ok=True)
+        model = {"modelName": "m", "modelVersion": version, "handler": "service.py"}
+        with zipfile.ZipFile(self.folder / "store" / file, "w") as mar:
+            mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+            mar.writestr("service.py", handler)
+
+    def configure(self, file: str = "config.properties", **keys: str) -> None:
+        """Writes a config.properties with free ports, the store and these keys."""
+        lines = [f"{key}={value}" for key, value in {**TORCHSERVE_CONFIG, **keys}.items()]
+        (self.folder / file).write_text("\n".join(lines) + "\n")
+
+    def configure_like(self, text: str) -> None:
+        """Writes this config.properties with free ports."""
+        text = re.sub(r"(?m)(_address=http://[\d.]+:|_port=)\d+$", r"\g<1>0", text)
+        assert text.count(":0\n") == 3
+        (self.folder / "config.properties").write_text(text)
+
+    def keys(self) -> dict[str, str]:
+        """The keys in key_file.json."""
+        found = json.loads((self.folder / "key_file.json").read_text())
+        return {name: each["key"] for name, each in found.items()}
 
     def run(self, command: str, *arguments: str) -> tuple[int, str]:
-        """The exit status of a command of this environment, and what it and the servers wrote until it ended."""
+        """The exit status of a command, and the output of the command and the servers until its end."""
         before = len(self.said())
         program = Path(sys.executable).with_name(command)
         done = subprocess.run(
@@ -162,7 +198,7 @@ class TorchServeFolder:
         return done.returncode, self.said()[before:]
 
     def start(self, *arguments: str, wait: bool = True) -> None:
-        """`torchserve --start ARGUMENTS`; returns when the server has said that it is started."""
+        """Runs `torchserve --start ARGUMENTS`; returns when the server reports that it has started."""
         before = len(self.said())
         status, said = self.run("torchserve", "--start", *arguments)
         assert status == 0, said
@@ -170,7 +206,7 @@ class TorchServeFolder:
             self.wait_for("Model server started", before)
 
     def wait_for(self, text: str, since: int = 0) -> str:
-        """What was said from `since` on, when the text is in it."""
+        """The output from `since` on, once it contains the text."""
         end = time.monotonic() + START_S
         while text not in (said := self.said()[since:]):
             if time.monotonic() > end or not self.pids():
@@ -184,7 +220,7 @@ class TorchServeFolder:
         return [] if found is None else [found]
 
     def url(self, api: str = "Inference") -> str:
-        """Where the last server listens for "Inference", "Management" or "Metrics", on this machine."""
+        """The URL of the last server's "Inference", "Management" or "Metrics" API."""
         found = re.findall(rf"{api} API bind to: (\S+)", self.said())[-1]
         return found.replace("0.0.0.0", "127.0.0.1")
 
@@ -201,7 +237,7 @@ class TorchServeFolder:
                 return e.code, e.read()
 
     def said(self) -> str:
-        """What servers and commands wrote so far."""
+        """The output of servers and commands so far."""
         return os.pread(self._log.fileno(), 2**24, 0).decode(errors="replace")
 
     def close(self) -> None:
@@ -212,7 +248,7 @@ class TorchServeFolder:
 
 @pytest.fixture
 def torchserve(tmp_path: Path) -> Iterator[TorchServeFolder]:
-    """Runs the commands of TorchServe's users in tmp_path."""
+    """Runs TorchServe's commands in tmp_path."""
     found = TorchServeFolder(tmp_path)
     yield found
     found.close()

@@ -338,8 +338,7 @@ def test_mask_rcnn_says_what_it_needs_when_torchvision_is_not_there(
 
 def test_the_archive_of_the_readme_serves_the_same_figures(torchserve: Any) -> None:
     shutil.copytree(EXAMPLE, torchserve.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    config = torchserve.folder / "config.properties"
-    config.write_text(re.sub(r"(?m)(_address=http://127\.0\.0\.1:|_port=)\d+$", r"\g<1>0", config.read_text()))
+    torchserve.configure_like((EXAMPLE / "config.properties").read_text())
     torchserve.env |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{torchserve.env['PATH']}"}
     section = README.partition("## As TorchServe's users serve it")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if re.match(r"(python|torch|curl)\S* ", line)]

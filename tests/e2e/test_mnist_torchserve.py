@@ -19,8 +19,7 @@ COMMANDS = ("python", "torch-model-archiver", "torchserve", "curl")
 @pytest.mark.slow
 def test_the_commands_of_the_readme_train_archive_serve_predict_and_explain(torchserve: Any) -> None:
     shutil.copytree(EXAMPLE, torchserve.folder, dirs_exist_ok=True)
-    config = torchserve.folder / "config.properties"
-    config.write_text(re.sub(r"(?m)(_address=http://127\.0\.0\.1:|_port=)\d+$", r"\g<1>0", config.read_text()))
+    torchserve.configure_like((EXAMPLE / "config.properties").read_text())
     env = {**torchserve.env, "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     torchserve.env = env

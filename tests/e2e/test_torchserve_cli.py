@@ -1,4 +1,4 @@
-"""`torchserve` from outside: its start and stop, its files, its listeners."""
+"""The command `torchserve`: start and stop, files and listeners."""
 
 from __future__ import annotations
 
@@ -35,24 +35,18 @@ def handle(data, context):
             time.sleep(0.01)
     return ["answer"] * len(data)
 """
-CONFIG = """
-inference_address=http://127.0.0.1:0
-management_address=http://127.0.0.1:0
-metrics_address=http://127.0.0.1:0
-grpc_inference_port=0
-grpc_management_port=0
-model_store=.
-load_models=echo.mar
-default_workers_per_model=1
-disable_token_authorization=true
-disable_system_metrics=true
-"""
+CONFIG = {
+    "model_store": ".",
+    "load_models": "echo.mar",
+    "disable_token_authorization": "true",
+    "disable_system_metrics": "true",
+}
 START_S = 60.0
 
 
 @pytest.fixture
 def store(torchserve: Any) -> Callable[..., Path]:
-    """Writes an archive and a config.properties, with what is said in place of its keys, into the folder."""
+    """Writes an archive, and a config.properties with these keys, to the folder."""
 
     def write(handler: str = HANDLER, **keys: str) -> Path:
         folder: Path = torchserve.folder
@@ -60,9 +54,7 @@ def store(torchserve: Any) -> Callable[..., Path]:
         arguments = ("--model-name", "echo", "--version", "1.0", "--handler", "echo.py", "--force")
         status, said = torchserve.run("torch-model-archiver", *arguments)
         assert status == 0, said
-        lines = [line for line in CONFIG.splitlines() if line.partition("=")[0] not in keys]
-        lines += [f"{key}={value}" for key, value in keys.items()]
-        (folder / "config.properties").write_text("\n".join(lines))
+        torchserve.configure(**{**CONFIG, **keys})
         return folder
 
     return write
@@ -92,7 +84,7 @@ def foreground(torchserve: Any) -> Iterator[Callable[..., subprocess.Popen[bytes
 
 
 def listening(text: str) -> str:
-    """The address of the inference listener in what was said."""
+    """The address of the inference listener in the output."""
     return text.rpartition("Inference API bind to: ")[2].split()[0]
 
 
@@ -110,7 +102,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 
 def begin(url: str, folder: Path) -> tuple[threading.Thread, list[tuple[int, bytes]]]:
-    """A request that is running, until a file "go" is in the folder; what it was answered."""
+    """Starts a request that runs until the file "go" exists; returns its thread and its answers."""
     answers: list[tuple[int, bytes]] = []
     thread = threading.Thread(target=lambda: answers.append(post(url, str(folder).encode())))
     thread.start()

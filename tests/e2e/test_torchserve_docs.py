@@ -1,4 +1,4 @@
-"""The guide for TorchServe's users is run command by command, in its order; only the ports are others."""
+"""Runs every command of the TorchServe migration guide in order, on free ports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PORTS = {"8080": "Inference", "8081": "Management", "8082": "Metrics"}
 
 
 class Shell:
-    """Runs the commands of a page in a folder, each with the variables that those before it have set."""
+    """Runs the commands of a page in a folder; shell variables carry over to later commands."""
 
     def __init__(self, torchserve: Any) -> None:
         self._server = torchserve
@@ -50,10 +50,10 @@ class Shell:
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         if asked:
             try:
-                told = json.loads(done.stdout)
+                answer = json.loads(done.stdout)
             except ValueError:
-                told = done.stdout
-            self.answers.append((asked[2], told))
+                answer = done.stdout
+            self.answers.append((asked[2], answer))
 
 
 def test_every_command_of_the_guide_does_what_it_says(torchserve: Any) -> None:
@@ -66,13 +66,11 @@ def test_every_command_of_the_guide_does_what_it_says(torchserve: Any) -> None:
             assert name is not None
             (torchserve.folder / name[1]).write_text(text)
         elif language == "properties":
-            free = re.sub(r"(?m)(_address=http://127\.0\.0\.1:|_port=)\d+$", r"\g<1>0", text)
-            assert free.count(":0\n") == 3
-            (torchserve.folder / "config.properties").write_text(free)
+            torchserve.configure_like(text)
         else:
             for line in text.splitlines():
                 shell.run(line)
-    (metrics,) = [told for path, told in shell.answers if path.startswith("/metrics")]
+    (metrics,) = [answer for path, answer in shell.answers if path.startswith("/metrics")]
     rest = [answer for answer in shell.answers if not answer[0].startswith("/metrics")]
     described = rest.pop(2)
     assert described[0] == "/models/echo"

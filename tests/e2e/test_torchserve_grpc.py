@@ -1,9 +1,8 @@
-"""TorchServe's gRPC APIs on the real program, asked as clients are that were made from its protos."""
+"""TorchServe's gRPC APIs, called on a running server like clients generated from its protos."""
 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +14,6 @@ import pytest
 from penstock.torchserve.grpc import services
 
 CERTIFICATE, KEY = (str(Path(__file__).parents[1] / "tls" / name) for name in ("cert.pem", "key.pem"))
-CONFIG = """
-inference_address=http://127.0.0.1:0
-management_address=http://127.0.0.1:0
-metrics_address=http://127.0.0.1:0
-grpc_inference_port=0
-grpc_management_port=0
-model_store=store
-default_workers_per_model=1
-max_request_size=1000000
-ts_open_inference_protocol=true
-"""
 HANDLER = """
 import json, os
 from ts.handler_utils.utils import send_intermediate_predict_response
@@ -94,17 +82,13 @@ OPEN = "openinference.GRPCInferenceService"
 
 @pytest.fixture
 def serve(torchserve: Any) -> Any:
-    """`with serve(flags, config) as connect`; `connect(group, key)` is a client."""
-    (torchserve.folder / "store").mkdir()
+    """`with serve(*flags, **keys) as connect`; `connect(group, key)` is a client."""
     for version in ("1.0", "2.0"):
-        with zipfile.ZipFile(torchserve.folder / "store" / f"m-{version}.mar", "w") as mar:
-            model = {"modelName": "m", "modelVersion": version, "handler": "service.py"}
-            mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-            mar.writestr("service.py", HANDLER)
+        torchserve.add_model(HANDLER, version, f"m-{version}.mar")
 
     @contextmanager
-    def run(*flags: str, config: str = "", credentials: Any = None) -> Iterator[Any]:
-        (torchserve.folder / "config.properties").write_text(CONFIG + config)
+    def run(*flags: str, credentials: Any = None, **keys: str) -> Iterator[Any]:
+        torchserve.configure(max_request_size="1000000", ts_open_inference_protocol="true", **keys)
         torchserve.start("--models", "m-1.0.mar", *flags)
         channels = []
 
@@ -197,11 +181,9 @@ def administration(client: Client, inference: Client) -> None:
 
 def test_keys_and_tls_guard_both_ports(serve: Any, torchserve: Any) -> None:
     credentials = grpc.ssl_channel_credentials(Path(CERTIFICATE).read_bytes())
-    config = f"enable_grpc_ssl=true\ncertificate_file={CERTIFICATE}\nprivate_key_file={KEY}\n"
-    with serve(config=config, credentials=credentials) as connect:
-        keys = {
-            name: each["key"] for name, each in json.loads((torchserve.folder / "key_file.json").read_text()).items()
-        }
+    tls = {"enable_grpc_ssl": "true", "certificate_file": CERTIFICATE, "private_key_file": KEY}
+    with serve(credentials=credentials, **tls) as connect:
+        keys = torchserve.keys()
         assert connect("Inference", keys["inference"]).predict()
         assert connect("Inference", keys["management"]).predict_refused()[0] == "PERMISSION_DENIED"
         assert connect("Inference").refusal(INFERENCE, "Ping")[0] == "PERMISSION_DENIED"
@@ -216,12 +198,11 @@ def test_a_port_that_is_taken_keeps_the_server_from_starting(serve: Any, torchse
     with serve("--disable-token-auth") as connect:
         taken = torchserve.url("Inference gRPC").rpartition(":")[2]
         before = len(torchserve.said())
-        other = torchserve.folder / "other.properties"
-        other.write_text(CONFIG.replace("grpc_inference_port=0", f"grpc_inference_port={taken}"))
+        torchserve.configure("other.properties", grpc_inference_port=taken)
         (torchserve.folder / "tmp2").mkdir()
         environment, torchserve.env = torchserve.env, torchserve.env | {"TMPDIR": str(torchserve.folder / "tmp2")}
         status, _ = torchserve.run(
-            "torchserve", "--start", "--foreground", "--ncs", "--disable-token-auth", "--ts-config", str(other)
+            "torchserve", "--start", "--foreground", "--ncs", "--disable-token-auth", "--ts-config", "other.properties"
         )
         torchserve.env = environment
         assert status == 1

@@ -1,11 +1,10 @@
-"""What clients see of handlers over TorchServe's HTTP API: each return and each exception, parts, and a death."""
+"""Handlers over TorchServe's HTTP API: return values, exceptions, partial results and crashes."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
-import zipfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -13,16 +12,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-CONFIG = """
-inference_address=http://127.0.0.1:0
-management_address=http://127.0.0.1:0
-metrics_address=http://127.0.0.1:0
-grpc_inference_port=0
-grpc_management_port=0
-model_store=store
-default_workers_per_model=1
-default_response_timeout=2
-"""
 HANDLER = """
 import os, time
 from ts.handler_utils.utils import send_intermediate_predict_response
@@ -45,7 +34,7 @@ class Handler(BaseHandler):
         found = data[0].get("do") or data[0].get("body")
         return eval(found.decode() if isinstance(found, bytearray) else found)
 
-    def tell(self, context):
+    def stream(self, context):
         for step in range(3):
             send_intermediate_predict_response([f"{step} "], context.request_ids, "Intermediate", 200, context)
             end = time.monotonic() + 10
@@ -57,13 +46,9 @@ class Handler(BaseHandler):
 
 @pytest.fixture
 def server(torchserve: Any) -> Any:
-    """A server whose model "m" answers what the request's Python says."""
-    (torchserve.folder / "store").mkdir()
-    manifest = {"runtime": "python", "model": {"modelName": "m", "modelVersion": "1.0", "handler": "my_handler.py"}}
-    with zipfile.ZipFile(torchserve.folder / "store" / "m.mar", "w") as mar:
-        mar.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
-        mar.writestr("my_handler.py", HANDLER)
-    (torchserve.folder / "config.properties").write_text(CONFIG)
+    """A server whose model "m" evaluates the Python code in the request."""
+    torchserve.add_model(HANDLER)
+    torchserve.configure(default_response_timeout="2")
     torchserve.env["GO"] = str(torchserve.folder / "go")
     torchserve.start("--models", "m.mar", "--disable-token-auth")
     return torchserve
@@ -133,7 +118,7 @@ def test_clients_see_what_handlers_do(server: Any) -> None:
 
 @pytest.mark.slow
 def test_a_client_reads_a_part_while_the_handler_still_runs(server: Any) -> None:
-    with ask(server, b"self.tell(context)") as response:
+    with ask(server, b"self.stream(context)") as response:
         assert (response.status, response.getheader("transfer-encoding")) == (200, "chunked")
         assert (response.getheader("ts_stream_next"), response.getheader("content-type")) == ("true", None)
         assert (response.read(2), response.read(2)) == (b"0 ", b"1 ")

@@ -1,4 +1,4 @@
-"""TorchServe's management API on the real program: what its users' scripts do, and what they do wrong."""
+"""TorchServe's management API on a running server, called correctly and incorrectly."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ import json
 import os
 import signal
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-CONFIG = """
-inference_address=http://127.0.0.1:0
-management_address=http://127.0.0.1:0
-metrics_address=http://127.0.0.1:0
-grpc_inference_port=0
-grpc_management_port=0
-model_store=store
-default_workers_per_model=1
-allowed_urls=https://models\\\\.example\\\\.com/.*
-"""
+ALLOWED_URLS = r"https://models\\.example\\.com/.*"
 HANDLER = """
 import time
 def handle(data, context):
@@ -33,7 +22,7 @@ def handle(data, context):
 
 
 class Api:
-    """The management and inference APIs of a server, asked as scripts do."""
+    """A client of a server's management and inference APIs."""
 
     def __init__(self, torchserve: Any, key: str = "") -> None:
         self._torchserve = torchserve
@@ -53,25 +42,17 @@ class Api:
         return self.ask("POST", f"/predictions/{path}", body, api="Inference")
 
     def status(self, method: str, path: str) -> tuple[int, str]:
-        """The status, and the text that tells what was done, or why not."""
-        code, told = self.ask(method, path)
-        return code, told.get("status") or told.get("message")
-
-
-def archive(folder: Path, name: str, version: str) -> None:
-    (folder / "store").mkdir(exist_ok=True)
-    model = {"modelName": name, "modelVersion": version, "handler": "service.py"}
-    with zipfile.ZipFile(folder / "store" / f"{name}-{version}.mar", "w") as mar:
-        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-        mar.writestr("service.py", HANDLER)
+        """The status code, and the status or error text."""
+        code, answer = self.ask(method, path)
+        return code, answer.get("status") or answer.get("message")
 
 
 @pytest.fixture
 def api(torchserve: Any) -> Api:
     """A server without tokens, whose store has m 1.0, which it serves, and m 2.0."""
     for version in ("1.0", "2.0"):
-        archive(torchserve.folder, "m", version)
-    (torchserve.folder / "config.properties").write_text(CONFIG)
+        torchserve.add_model(HANDLER, version, f"m-{version}.mar")
+    torchserve.configure(allowed_urls=ALLOWED_URLS)
     torchserve.start("--models", "m-1.0.mar", "--disable-token-auth", "--enable-model-api")
     return Api(torchserve)
 
@@ -128,8 +109,8 @@ REFUSED = [
 def test_what_cannot_be_done_is_told_and_changes_nothing(api: Api) -> None:
     before = api.ask("GET", "/models/m")[1][0]["workers"][0]["pid"]
     for method, path, code in REFUSED:
-        found, told = api.ask(method, path)
-        assert (found, told["code"]) == (code, code), (method, path, told)
+        found, answer = api.ask(method, path)
+        assert (found, answer["code"]) == (code, code), (method, path, answer)
     assert [w["pid"] for w in api.ask("GET", "/models/m")[1][0]["workers"]] == [before]
     assert api.ask("GET", "/models")[1]["models"] == [{"modelName": "m", "modelUrl": "m-1.0.mar"}]
     assert api.predict("m") == (200, 1.0)
@@ -137,9 +118,9 @@ def test_what_cannot_be_done_is_told_and_changes_nothing(api: Api) -> None:
 
 def test_scaled_to_none_it_says_so_until_it_has_workers_again(api: Api) -> None:
     assert api.status("PUT", "/models/m?min_worker=0&synchronous=true") == (200, "Workers scaled to 0 for model: m")
-    code, told = api.predict("m")
-    assert (code, told["type"]) == (503, "ServiceUnavailableException")
-    assert told["message"].startswith('Model "m" has no worker to serve inference request.')
+    code, answer = api.predict("m")
+    assert (code, answer["type"]) == (503, "ServiceUnavailableException")
+    assert answer["message"].startswith('Model "m" has no worker to serve inference request.')
     assert api.status("PUT", "/models/m?min_worker=1") == (202, "Processing worker updates...")
     end = time.monotonic() + 20
     while api.predict("m")[0] != 200:
@@ -190,22 +171,17 @@ def test_a_server_starts_again_with_the_models_that_it_had(torchserve: Any, api:
 
 
 def test_with_tokens_each_key_opens_its_own_api_and_new_ones_are_made(torchserve: Any) -> None:
-    archive(torchserve.folder, "m", "1.0")
-    (torchserve.folder / "config.properties").write_text(CONFIG)
-    torchserve.start("--models", "m-1.0.mar")
-    file = torchserve.folder / "key_file.json"
-
-    def keys() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
-
-    management, inference = Api(torchserve, keys()["management"]["key"]), Api(torchserve, keys()["inference"]["key"])
+    torchserve.add_model(HANDLER)
+    torchserve.configure(allowed_urls=ALLOWED_URLS)
+    torchserve.start("--models", "m.mar")
+    keys = torchserve.keys
+    management, inference = Api(torchserve, keys()["management"]), Api(torchserve, keys()["inference"])
     assert management.ask("GET", "/models")[0] == 200
     assert inference.predict("m") == (200, 1.0)
-    code, told = inference.ask("GET", "/models")
-    assert (code, told["type"]) == (400, "InvalidKeyException")
+    code, answer = inference.ask("GET", "/models")
+    assert (code, answer["type"]) == (400, "InvalidKeyException")
     assert management.predict("m")[0] == 400
-    assert management.ask("POST", "/models?url=m-1.0.mar")[0] == 405  # the API that changes models is off
-    assert Api(torchserve, keys()["API"]["key"]).ask("GET", "/token?type=inference") == (200, "\n")
+    assert management.ask("POST", "/models?url=m.mar")[0] == 405  # the API that changes models is off
+    assert Api(torchserve, keys()["API"]).ask("GET", "/token?type=inference") == (200, "\n")
     assert inference.predict("m")[0] == 400
-    assert Api(torchserve, keys()["inference"]["key"]).predict("m") == (200, 1.0)
+    assert Api(torchserve, keys()["inference"]).predict("m") == (200, 1.0)

@@ -1,11 +1,9 @@
-"""The metrics of `torchserve`: the page, the log files, and what config.properties and metrics.yaml say of them."""
+"""The metrics of `torchserve`: the page, the log files, and their configuration."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.torchserve.grpc import services
 
-CONFIG = """
-inference_address=http://127.0.0.1:0
-management_address=http://127.0.0.1:0
-metrics_address=http://127.0.0.1:0
-grpc_inference_port=0
-grpc_management_port=0
-model_store=store
-default_workers_per_model=1
-disable_token_authorization=true
-"""
 HANDLER = """
 from ts.metrics.dimension import Dimension
 from ts.metrics.metric_type_enum import MetricTypes
@@ -55,13 +43,9 @@ model_metrics:
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} - (\w+)\.(\w+):([0-9.e-]+)\|#([^|]*)\|#hostname:([^,]+),(.*)")
 
 
-def begin(torchserve: Any, settings: str = "") -> None:
-    (torchserve.folder / "store").mkdir(exist_ok=True)
-    with zipfile.ZipFile(torchserve.folder / "store" / "m.mar", "w") as mar:
-        model = {"modelName": "m", "modelVersion": "1.0", "handler": "service.py"}
-        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-        mar.writestr("service.py", HANDLER)
-    (torchserve.folder / "config.properties").write_text(CONFIG + settings)
+def begin(torchserve: Any, **keys: str) -> None:
+    torchserve.add_model(HANDLER)
+    torchserve.configure(disable_token_authorization="true", **keys)
     torchserve.start("--models", "m.mar")
 
 
@@ -72,7 +56,7 @@ def ask(torchserve: Any, path: str = "m", body: bytes = b"x") -> int:
 
 
 def values(torchserve: Any, query: str = "") -> dict[str, float]:
-    """What the page shows, by names and labels without the host."""
+    """The values on the page, by name and labels without the host."""
     status, body = torchserve.fetch(f"{torchserve.url('Metrics')}/metrics{query}")
     assert status == 200
     assert list(text_string_to_metric_families(body.decode())) or not body
@@ -80,8 +64,8 @@ def values(torchserve: Any, query: str = "") -> dict[str, float]:
     return {re.sub(r',?[Hh]ostname="[^"]*"', "", name): float(value) for name, _, value in samples}
 
 
-def told(torchserve: Any, file: str, *wanted: str) -> list[tuple[str, ...]]:
-    """(name, unit, value, dimensions, host, the rest) of the lines of a log file, once it tells of all these."""
+def logged(torchserve: Any, file: str, *wanted: str) -> list[tuple[str, ...]]:
+    """(name, unit, value, dimensions, host, rest) of the lines of a log file, once it has these metrics."""
     path: Path = torchserve.folder / "logs" / f"{file}.log"
     end = time.monotonic() + 20
     while True:
@@ -94,7 +78,7 @@ def told(torchserve: Any, file: str, *wanted: str) -> list[tuple[str, ...]]:
 
 
 def test_a_known_load_is_on_the_page_and_in_both_files(torchserve: Any) -> None:
-    begin(torchserve, "model_metrics_auto_detect=true\nmetric_time_interval=3600\n")
+    begin(torchserve, model_metrics_auto_detect="true", metric_time_interval="3600")
     statuses = [ask(torchserve), ask(torchserve), ask(torchserve, "m/1.0"), ask(torchserve, body=b"bad")]
     assert [*statuses, ask(torchserve, "nobody")] == [200, 200, 200, 503, 404]
     page = values(torchserve)
@@ -113,7 +97,7 @@ def test_a_known_load_is_on_the_page_and_in_both_files(torchserve: Any) -> None:
     assert page['penstock_request_seconds_count{model="m",version="1.0"}'] == 4
     assert page['penstock_http_requests_total{status="5xx"}'] == 1
 
-    models = told(torchserve, "model_metrics", "Faces", "Oops", "PredictionTime")
+    models = logged(torchserve, "model_metrics", "Faces", "Oops", "PredictionTime")
     faces = [line for line in models if line[0] == "Faces"]
     assert [line[:4] for line in faces] == [("Faces", "Count", "3.0", "camera:door,ModelName:m,Level:Model")] * 4
     ids = [re.fullmatch(r"requestID:([0-9a-f-]{36}),timestamp:\d{10}", line[5]) for line in faces]
@@ -123,7 +107,7 @@ def test_a_known_load_is_on_the_page_and_in_both_files(torchserve: Any) -> None:
     assert oops[5].startswith("requestID:null,timestamp:")
     assert len([line for line in models if line[:2] == ("PredictionTime", "ms")]) == 3
 
-    server = told(torchserve, "ts_metrics", "Requests5XX", "QueueTime", "WorkerThreadTime", "CPUUtilization")
+    server = logged(torchserve, "ts_metrics", "Requests5XX", "QueueTime", "WorkerThreadTime", "CPUUtilization")
     assert all(re.fullmatch(r"timestamp:\d{10}", line[5]) for line in server)
     total = sum(float(line[2]) for line in server if line[0] == "ts_inference_requests_total")
     assert total == 4
@@ -158,7 +142,7 @@ def test_what_dashboard_and_alerts_ask_for_is_shown(torchserve: Any) -> None:
 
 def test_a_file_of_metrics_decides_what_there_is(torchserve: Any) -> None:
     (torchserve.folder / "metrics.yaml").write_text(FILE)
-    begin(torchserve, "metrics_config=metrics.yaml\nmetrics_mode=prometheus\n")
+    begin(torchserve, metrics_config="metrics.yaml", metrics_mode="prometheus")
     assert ask(torchserve) == 200
     page = values(torchserve)
     assert page['Faces{camera="door",ModelName="m",Level="Model"}'] == 3
@@ -168,27 +152,27 @@ def test_a_file_of_metrics_decides_what_there_is(torchserve: Any) -> None:
     assert list(filtered) == ['QueueTime_sum{Level="Host"}', 'Faces{camera="door",ModelName="m",Level="Model"}']
     assert values(torchserve, "?name[]=Nobody") == {}
     torchserve.run("torchserve", "--stop")
-    assert (told(torchserve, "ts_metrics"), told(torchserve, "model_metrics")) == ([], [])
+    assert (logged(torchserve, "ts_metrics"), logged(torchserve, "model_metrics")) == ([], [])
 
 
 def test_without_system_metrics_there_are_none_and_what_waits_is_written_at_the_end(torchserve: Any) -> None:
-    begin(torchserve, "disable_system_metrics=true\n")
+    begin(torchserve, disable_system_metrics="true")
     assert ask(torchserve) == 200
     torchserve.run("torchserve", "--stop")
     torchserve.wait_for("Torchserve stopped.")
-    server = {line[0] for line in told(torchserve, "ts_metrics", "ts_inference_requests_total")}
+    server = {line[0] for line in logged(torchserve, "ts_metrics", "ts_inference_requests_total")}
     assert server == {
         "Requests2XX", "QueueTime", "WorkerLoadTime", "WorkerThreadTime", "ts_inference_requests_total",
         "ts_inference_latency_microseconds", "ts_queue_latency_microseconds",
     }  # fmt: skip
-    assert [line[0] for line in told(torchserve, "model_metrics")] == ["PredictionTime"]
+    assert [line[0] for line in logged(torchserve, "model_metrics")] == ["PredictionTime"]
 
 
 def test_a_command_can_measure_the_machine(torchserve: Any) -> None:
     line = "CPUUtilization.Percent:77|#Level:Host|#hostname:h,1"
     (torchserve.folder / "collect.py").write_text(f"import sys\nprint({line!r} * (sys.argv[1] == '--all'))")
-    begin(torchserve, "system_metrics_cmd=collect.py --all\n")
-    (found,) = [line for line in told(torchserve, "ts_metrics", "CPUUtilization") if line[0] == "CPUUtilization"]
+    begin(torchserve, system_metrics_cmd="collect.py --all")
+    (found,) = [line for line in logged(torchserve, "ts_metrics", "CPUUtilization") if line[0] == "CPUUtilization"]
     assert found[1:4] == ("Percent", "77.0", "Level:Host")
     page = values(torchserve)
     assert page['CPUUtilization{Level="Host"}'] == 77
@@ -205,7 +189,7 @@ def test_a_command_can_measure_the_machine(torchserve: Any) -> None:
 def test_a_file_of_metrics_that_is_wrong_keeps_the_server_from_starting(torchserve: Any, text: str, said: str) -> None:
     (torchserve.folder / "metrics.yaml").write_text(text)
     (torchserve.folder / "store").mkdir()
-    (torchserve.folder / "config.properties").write_text(CONFIG + "metrics_config=metrics.yaml\n")
+    torchserve.configure(metrics_config="metrics.yaml")
     status, printed = torchserve.run("torchserve", "--start", "--foreground")
     assert status == 1
     assert said in printed

@@ -54,6 +54,7 @@ class HandlerAnswer(Struct):
 class TorchServeCodec(Codec):
     """The codec of TorchServe's HTTP routes."""
 
+    reads_headers = True
     decodes = True  # JSON and text; if False, every input is a bytearray
 
     def __init__(self, model: str, version: str) -> None:
