@@ -1,4 +1,4 @@
-"""The ops by name. What an op needs (OpenCV, a model runtime) is loaded when its name is looked up, and not before."""
+"""The ops by name. The requirements of an op, such as OpenCV or a model runtime, are loaded when it is looked up."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ BUILTIN = (
     | {"C10Exception": "penstock.pipeline.ops.data:Raise", "RuntimeError": "penstock.pipeline.ops.data:Raise"}
     | dict.fromkeys(_MODELS.split(), "penstock.pipeline.model_op:ModelOp")
 )
-"""Where an op is: "module:Class". Those of models are above this floor, and found at run time."""
+"""The location of each op, "module:Class"."""
 
 ALIASES = {"cp": "Copy", "Del": "Remove", "Empty": "Identity", "mv": "Move", "rm": "Remove"}
-"""Other names that TorchPipe has for an op."""
+"""TorchPipe's other names of ops."""
 
-_GPU = "it runs on a GPU by a library that is not used here; use"
-_LATER = "branches are not built yet"
-_LLM = "language models are served as a model of their own, not as nodes"
-_NONE = "nothing needs it here"
+_GPU = "needs a GPU library that Penstock does not use; use"
+_LATER = "branches are not supported yet"
+_LLM = "serve language models as separate models, not as nodes"
+_NONE = "not needed"
 
 NOT_HERE = {
-    "CalTorchBatchSize": "rows are counted by the tensor's first axis",
+    "CalTorchBatchSize": "rows are counted on the tensor's first axis",
     "CompareLongKey": f"{_LATER}; write a Python op that compares",
-    "CopySplit": "it is a test of TorchPipe's own; write a Python op that splits",
-    "CreateTensor": "it is a test of TorchPipe's own; write a Python op",
+    "CopySplit": "it is one of TorchPipe's own tests; write a Python op that splits",
+    "CreateTensor": "it is one of TorchPipe's own tests; write a Python op",
     "CvtColorNvTensor": f"{_GPU} CvtColorTensor",
-    "EnsureInputHasEvent": f"{_NONE}: every item is waited for or has a callback",
-    "EventLoop": f"{_NONE}: nodes always run at once",
-    "FakeInstance": "sizes of a batch are told by `sizes` and `min`",
+    "EnsureInputHasEvent": f"{_NONE}: a caller waits for each item or has a callback",
+    "EventLoop": f"{_NONE}: nodes always run concurrently",
+    "FakeInstance": "`sizes` and `min` set the sizes of a batch",
     "HasKey": f"{_LATER}; write a Python op that looks for the field",
     "Jump": f"{_LATER}; name the node in `next`",
     "LastBatchTensor": _LLM,
-    "LoadTensor": "write a Python op that reads the file when it is loaded",
-    "LoadTensors": "write a Python op that reads the files when it is loaded",
+    "LoadTensor": "write a Python op that reads the file during load",
+    "LoadTensors": "write a Python op that reads the files during load",
     "MapReduce": f"{_LATER}; write a Python op that takes the list",
-    "Max": "a node's largest batch is its key `max`",
+    "Max": "the key `max` sets a node's largest batch",
     "Parallel": "give the node more instances",
     "PipelineReviser": _NONE,
     "PPLCopyMakeBorderTensor": f"{_GPU} ResizePadTensor",
@@ -64,24 +64,24 @@ NOT_HERE = {
     "PPLResizeTensor": f"{_GPU} ResizeTensor",
     "PPLRotateTensor": f"{_GPU} a Python op",
     "PPLWarpAffineTensor": f"{_GPU} PerspectiveTransformMat or a Python op",
-    "Range": "sizes of a batch are told by `sizes` and `min`",
+    "Range": "`sizes` and `min` set the sizes of a batch",
     "Remote": "it is not finished in TorchPipe either; serve the other model, and call it from a Python op",
     "RemoveV0": "write Remove[a,b]",
     "ResizeNvTensor": f"{_GPU} ResizeTensor",
     "ResizeTensorV1": f"{_GPU} ResizeTensor",
-    "Ring": f"{_NONE}: nodes always run at once",
+    "Ring": f"{_NONE}: nodes always run concurrently",
     "SaveTensor": "write a Python op that saves with numpy.save",
     "SubProcess": "a worker process holds the whole pipeline: use --workers",
-    "SyncRing": f"{_NONE}: nodes always run at once",
+    "SyncRing": f"{_NONE}: nodes always run concurrently",
     "Tensor2NvTensor": f"{_NONE}: tensors are arrays",
 }
-"""Ops that TorchPipe has and this catalog has not, and what to do instead. Wrappers of streams vanish before."""
+"""TorchPipe's ops that are not available, with a replacement. Stream scopes are removed earlier."""
 
 _registered: dict[str, type[Op]] = {}
 
 
 def _known() -> dict[str, str]:
-    """The names of all ops, by their lower case; those that are registered come before others."""
+    """The names of all ops by their lower case. Registered ones override others."""
     return {name.lower(): name for name in (*BUILTIN, *ALIASES, *_registered)}
 
 
@@ -91,24 +91,24 @@ def names() -> list[str]:
 
 
 def canonical(name: str) -> str:
-    """The name as it is listed; upper and lower case are one. Raises ConfigError: what to write instead."""
+    """The listed spelling of a name, which is not case-sensitive. Raises ConfigError: what to write instead."""
     known = _known()
     if (found := known.get(name.lower())) is not None:
         return found
     if (why := {n.lower(): text for n, text in NOT_HERE.items()}.get(name.lower())) is not None:
-        raise ConfigError(f"the op '{name}' is TorchPipe's, and not here: {why}")
+        raise ConfigError(f"TorchPipe's op '{name}' is not available: {why}")
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    told = f"; did you mean '{known[close[0]]}'? There" if close else "; there"
-    raise ConfigError(f"unknown op '{name}'{told} are {len(known)}: see docs/pipelines.md")
+    hint = f"; did you mean '{known[close[0]]}'? There" if close else "; there"
+    raise ConfigError(f"unknown op '{name}'{hint} are {len(known)}: see docs/pipelines.md")
 
 
 def is_model(name: str) -> bool:
-    """Whether an op of this name runs a model's file."""
+    """Whether an op of this name runs a model file."""
     return BUILTIN.get(name, "").endswith(":ModelOp")
 
 
 def find(name: str) -> type[Op]:
-    """The class of an op. Raises ConfigError: no such op, or what it needs is not installed."""
+    """The class of an op. Raises ConfigError: no such op, or a missing requirement."""
     name = canonical(name)
     if name in _registered:
         return _registered[name]
@@ -123,7 +123,7 @@ def find(name: str) -> type[Op]:
 
 
 def class_of(name: str, target: str | None = None) -> type[Op]:
-    """The class that an op is in the end: what `Python`'s target names, else as `find`, raising what that does."""
+    """The class that runs an op: the `target` of `Python`, otherwise `find(name)`, with its errors."""
     cls = find(name)
     if target is None or cls.brackets != "target":
         return cls
@@ -132,19 +132,19 @@ def class_of(name: str, target: str | None = None) -> type[Op]:
 
 
 def register(name: str, cls: type[Op]) -> None:
-    """Makes `cls` known under a name, in this process; it may take the place of another. Raises ConfigError.
+    """Registers an ItemOp or BatchOp under a name in this process, replacing any other. Raises ConfigError.
 
-    For what is no ItemOp or BatchOp, see `penstock.pipeline.ops.python.adapt`.
+    `penstock.pipeline.ops.python.adapt` converts other classes.
     """
     if not (inspect.isclass(cls) and issubclass(cls, ItemOp | BatchOp)):
         raise ConfigError(
-            f"op '{name}' is {cls!r}, expected a class made from penstock.pipeline.ops.base.ItemOp or BatchOp"
+            f"op '{name}' is {cls!r}, expected a subclass of ItemOp or BatchOp (penstock.pipeline.ops.base)"
         )
     unregister(name)
     _registered[name] = cls
 
 
 def unregister(name: str) -> None:
-    """Forgets what was registered under a name."""
+    """Removes a registration."""
     for known in [n for n in _registered if n.lower() == name.lower()]:
         del _registered[known]

@@ -1,4 +1,4 @@
-"""Ops that look at no pixels: they pass the data on, and write, move and drop other fields.
+"""Ops that pass the data on unchanged, and write, move or remove other fields.
 
 Their names and parameters are TorchPipe's. `Copy`, `Move`, `Add`, `AddInt` and `Remove` have theirs in brackets:
 `Copy[box:first_box]`.
@@ -12,25 +12,23 @@ from typing import Any
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.base import CONTEXT, DATA, EVENT, NODE_NAME, RESULT, Fields, ItemOp
 
-_KEPT = {DATA, RESULT, NODE_NAME, CONTEXT, EVENT}
-
 
 def field(fields: Fields, name: str, op: str) -> Any:
-    """The value of a field. Raises BadRequest where the item has none of this name."""
+    """The value of a field. Raises BadRequest if the item does not have it."""
     if name not in fields:
         raise BadRequest(f"{op} found no field '{name}', only: {', '.join(sorted(map(str, fields)))}")
     return fields[name]
 
 
 class Identity(ItemOp):
-    """The data as it is."""
+    """The unchanged data."""
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         return data
 
 
 class Result2Key(ItemOp):
-    """The data as it is, and in the field `key`, too. `Result2Key[X]` keeps what X gave.
+    """The unchanged data, also stored in the field `key`. `Result2Key[X]` stores the result of X.
 
     - `key`: the field to write.
     """
@@ -47,7 +45,7 @@ class Result2Key(ItemOp):
 
 
 class Result2Other(Result2Key):
-    """Result2Key, with its field under another name.
+    """Result2Key with another parameter name.
 
     - `other`: the field to write.
     """
@@ -57,7 +55,7 @@ class Result2Other(Result2Key):
 
 
 class KeyA2KeyB(ItemOp):
-    """The data as it is; the value of the field `key_a` is in the field `key_b`, too.
+    """The unchanged data. Copies the field `key_a` to the field `key_b`.
 
     - `key_a`: the field to read.
     - `key_b`: the field to write.
@@ -78,16 +76,8 @@ class KeyA2KeyB(ItemOp):
         return data
 
 
-def pairs_of(text: str, op: str) -> list[tuple[str, str]]:
-    """The pairs in `a:b,c:d`. Raises ConfigError."""
-    pairs = [tuple(part.strip().split(":")) for part in text.split(",")]
-    if any(len(pair) != 2 or not all(pair) for pair in pairs):
-        raise ConfigError(f"{op} found '{text}' in its brackets, expected pairs: {op}[a:b,c:d]")
-    return [(first, second) for first, second in pairs]
-
-
 class _Pairs(ItemOp):
-    """What has pairs in its brackets. The data stays as it is.
+    """An op with pairs in its brackets.
 
     - `pairs`: `a:b,c:d`.
     """
@@ -96,13 +86,17 @@ class _Pairs(ItemOp):
     writes = None
 
     def __init__(self, pairs: str) -> None:
-        self.pairs = pairs_of(pairs, type(self).__name__)
-        if any(DATA in pair for pair in self.pairs):
-            raise ConfigError(f"{type(self).__name__}[{pairs}]: the field data is passed on as it is")
+        op = type(self).__name__
+        split = [part.strip().split(":") for part in pairs.split(",")]
+        if any(len(pair) != 2 or not all(pair) for pair in split):
+            raise ConfigError(f"{op} found '{pairs}' in its brackets, expected pairs: {op}[a:b,c:d]")
+        if any(DATA in pair for pair in split):
+            raise ConfigError(f"{op}[{pairs}]: the field data cannot be changed")
+        self.pairs = [(first, second) for first, second in split]
 
 
 class Copy(_Pairs):
-    """The data as it is; the values of the first fields are in the second, too: `Copy[box:first_box]`."""
+    """The unchanged data. Copies the first field of each pair to the second: `Copy[box:first_box]`."""
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         for source, name in self.pairs:
@@ -111,7 +105,7 @@ class Copy(_Pairs):
 
 
 class Move(_Pairs):
-    """The data as it is; the values of the first fields are in the second instead: `Move[box:first_box]`."""
+    """The unchanged data. Renames the first field of each pair to the second: `Move[box:first_box]`."""
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         for source, name in self.pairs:
@@ -122,7 +116,7 @@ class Move(_Pairs):
 
 
 class Add(_Pairs):
-    """The data as it is; the first fields are the second texts: `Add[stage:first]`."""
+    """The unchanged data. Sets the first field of each pair to the second text: `Add[stage:first]`."""
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         fields.update(self.pairs)
@@ -130,7 +124,7 @@ class Add(_Pairs):
 
 
 class AddInt(_Pairs):
-    """The data as it is; the first fields are the second whole numbers: `AddInt[resize_h:224]`."""
+    """The unchanged data. Sets the first field of each pair to the second whole number: `AddInt[resize_h:224]`."""
 
     def __init__(self, pairs: str) -> None:
         super().__init__(pairs)
@@ -145,16 +139,16 @@ class AddInt(_Pairs):
 
 
 class Remove(ItemOp):
-    """The data as it is, without these fields: `Remove[color,box]`. Fields that are not there are no error.
+    """The unchanged data, without these fields: `Remove[color,box]`. Missing fields are not an error.
 
-    - `keys`: fields, with commas between.
+    - `keys`: fields, separated by commas.
     """
 
     brackets = "keys"
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         if DATA in keys:
-            raise ConfigError("Remove[data]: the field data is passed on as it is")
+            raise ConfigError("Remove[data]: the field data cannot be changed")
         self.keys = keys
 
     def __call__(self, data: Any, fields: Fields) -> Any:
@@ -164,13 +158,13 @@ class Remove(ItemOp):
 
 
 class Keep(ItemOp):
-    """The data as it is, and of the other fields only these.
+    """The unchanged data. Removes all other fields except these.
 
-    - `keep`: fields, with commas between.
+    - `keep`: fields, separated by commas.
     """
 
     def __init__(self, keep: tuple[str, ...] = ()) -> None:
-        self.keys = {*keep, *_KEPT}
+        self.keys = {*keep, DATA, RESULT, NODE_NAME, CONTEXT, EVENT}
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         for key in [key for key in fields if key not in self.keys]:
@@ -179,9 +173,9 @@ class Keep(ItemOp):
 
 
 class Sleep(ItemOp):
-    """The data as it is, after a while. Other threads run meanwhile.
+    """The unchanged data, after a delay that does not block other threads.
 
-    - `time`: how long, in milliseconds, as TorchPipe counts it (`Sleep::time`).
+    - `time`: milliseconds, as in TorchPipe (`Sleep::time`).
     """
 
     def __init__(self, time: float = 10.0) -> None:
@@ -195,7 +189,7 @@ class Sleep(ItemOp):
 
 
 class Raise(ItemOp):
-    """Nothing: every item fails, with a RuntimeError. For trying what follows from it."""
+    """No result: every item fails with a RuntimeError. For tests of error handling."""
 
     def __call__(self, data: Any, fields: Fields) -> Any:
-        raise RuntimeError("this op raises, as it is meant to")
+        raise RuntimeError("this op always raises")

@@ -1,7 +1,7 @@
-"""Encoded images to pixels: DecodeMat and DecodeTensor.
+"""Decoding of images: DecodeMat, DecodeTensor, and the accuracy of JPEGs decoded at reduced size.
 
-Both let other threads run while they decode. JPEG is decoded by simplejpeg where it is installed (bit for bit what
-OpenCV gives, in 6 % less CPU, and it notices data that is missing), anything else by OpenCV.
+Both ops release the interpreter lock while they decode. simplejpeg decodes JPEGs if it is installed: it gives the same
+bits as OpenCV in 6 % less CPU time, and detects missing data. OpenCV decodes the other formats.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from penstock.pipeline.ops.resize import sized
 
 log = logging.getLogger("penstock.ops")
 
-MAX_PIXELS = 50_000_000  # 150 MB of pixels; a camera's 8000 x 6000 passes
+MAX_PIXELS = 50_000_000  # 150 MB of pixels; accepts a camera's 8000 x 6000
 
+# Besides JPEG and PNG. EPS is missing because Pillow starts programs for it, and JPEG 2000 because it declares its size
+# twice: an attacker could show a small one to Pillow, which checks it, and a huge one to OpenCV, which decodes it.
 _FORMATS = ("AVIF", "BMP", "GIF", "TIFF", "WEBP")
-"""Beside JPEG and PNG. Not what starts programs in Pillow (EPS), nor what tells its size twice (JPEG 2000): a small one
-to Pillow, who is asked, a huge one to OpenCV, who decodes."""
 
 Decoder = Literal["auto", "opencv", "simplejpeg"]
 
 
 @lru_cache(maxsize=1)
 def _simplejpeg() -> Any:
-    """The module, or None where it is not installed."""
+    """The module, or None if it is not installed."""
     try:
         import simplejpeg
     except ImportError:
@@ -44,17 +44,16 @@ def _simplejpeg() -> Any:
 class DecodeMat(ItemOp):
     """The pixels of an encoded image: bytes -> uint8 `[height, width, 3]`, BGR; `color` = "bgr".
 
-    JPEG, PNG, WebP, AVIF, BMP, GIF or TIFF, as their bytes say, whatever they are named. Always three channels of 8
-    bits: grey is tripled, alpha dropped, 16 bits cut to the upper 8, CMYK converted without a colour profile; of an
-    animation the first picture. Turned as EXIF says (as TorchPipe does). Raises DecodeError: a picture that is cut
-    short is refused, not half grey.
+    The bytes determine the format: JPEG, PNG, WebP, AVIF, BMP, GIF or TIFF. The result always has three channels of 8
+    bits: gray is repeated, alpha is dropped, 16 bits are cut to the upper 8, and CMYK is converted without a color
+    profile. Animations give their first picture. The EXIF orientation is applied, as in TorchPipe. Raises DecodeError,
+    also for a truncated picture.
 
-    - `decoder`: "auto", "opencv" or "simplejpeg" (for JPEG; "auto" takes simplejpeg where it is installed).
-    - `scale_h`: lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, while it stays at least this high and `scale_w`
-      wide: for a resize that follows. Not the same pixels: how different is measured and
-      logged at load.
+    - `decoder`: "auto", "opencv" or "simplejpeg" (for JPEG; "auto" uses simplejpeg if it is installed).
+    - `scale_h`: decodes a JPEG at 1/2, 1/4 or 1/8 of its size if it stays at least this high and `scale_w` wide, for a
+      resize that follows. Pixels differ; the difference is measured and logged at load.
     - `scale_w`: see `scale_h`.
-    - `max_pixels`: a larger image is refused by its header, before anything is decoded.
+    - `max_pixels`: a larger image is rejected by its header, before it is decoded.
     """
 
     takes = "bytes"
@@ -66,7 +65,7 @@ class DecodeMat(ItemOp):
     ) -> None:
         if decoder == "simplejpeg" and _simplejpeg() is None:
             raise ConfigError(
-                f"decoder = 'simplejpeg', but it is not installed: {install_hint('image')}, or decoder = 'auto'"
+                f"decoder = 'simplejpeg', but it is not installed: {install_hint('image')}, or set decoder = 'auto'"
             )
         if (scale_h > 0) != (scale_w > 0):
             raise ConfigError(f"scale_h = {scale_h} and scale_w = {scale_w}: set both above 0, or neither")
@@ -79,19 +78,18 @@ class DecodeMat(ItemOp):
         self.turbo: Any = None if decoder == "opencv" else _simplejpeg()
 
     def load(self, device: str) -> None:
+        """Logs the accuracy of reduced decoding."""
         if note := self.note():
             log.info("scaled_decode %s", note)
 
     def note(self) -> str:
-        """What scaling costs, measured; "" where it is off."""
+        """The measured accuracy of reduced decoding; "" if it is off."""
         if self.scale is None:
             return ""
-        from penstock.pipeline.ops.decode import accuracy
-
-        found = accuracy(*self.scale, self.decoder)
+        measured = accuracy(*self.scale, self.decoder)
         return (
             f"scale_h={self.scale[0]} scale_w={self.scale[1]}: pixels of the resized image differ from those of a full"
-            f" decode by {found.mean:.1f} of 255 in the mean, 99 % of them by at most {found.within:.0f}"
+            f" decode by {measured.mean:.1f} of 255 on average, 99 % of them by at most {measured.within:.0f}"
         )
 
     def __call__(self, data: Any, fields: Fields) -> Array:
@@ -116,15 +114,12 @@ class DecodeMat(ItemOp):
             header = jpeg_header(data)
         except ValueError as e:
             raise DecodeError(f"found a JPEG that is broken: {e} ({len(data)} bytes)") from e
-        self._judge(header.width, header.height)
+        self._check_pixels(header.width, header.height)
         if not header.ended(data):
-            raise DecodeError(f"found a JPEG that is cut short after {len(data)} bytes: it has no end marker")
-        if self.turbo is None:
-            return self._opencv(data, "JPEG", self._reduction(header))
-        return self._simplejpeg(data, header)
-
-    def _simplejpeg(self, data: bytes, header: JpegHeader) -> Array:
+            raise DecodeError(f"found a JPEG that is truncated after {len(data)} bytes: it has no end marker")
         reduction = self._reduction(header)
+        if self.turbo is None:
+            return self._opencv(data, "JPEG", reduction)
         try:
             mat: Array = self.turbo.decode_jpeg(
                 data,
@@ -134,18 +129,18 @@ class DecodeMat(ItemOp):
             )
         except ValueError as e:
             raise DecodeError(f"found a JPEG that cannot be decoded: {e} ({len(data)} bytes)") from e
-        return turned(mat, header.orientation) if header.orientation != 1 else mat
+        return upright(mat, header.orientation)
 
     def _reduction(self, header: JpegHeader) -> int:
-        """1, or the largest of 2, 4 and 8 that leaves the image as large as it is wanted."""
+        """The largest of 1, 2, 4 and 8 that leaves the image large enough."""
         if self.scale is None:
             return 1
-        h, w = self.scale if header.orientation < 5 else self.scale[::-1]  # 5 to 8 lie on their side
+        h, w = self.scale if header.orientation < 5 else self.scale[::-1]  # 5 to 8 are rotated by 90 degrees
         return next((n for n in (8, 4, 2) if -(-header.height // n) >= h and -(-header.width // n) >= w), 1)
 
     def _png(self, data: bytes) -> Array:
         try:
-            self._judge(*png_size(data))
+            self._check_pixels(*png_size(data))
         except ValueError as e:
             raise DecodeError(f"found a PNG that is broken: {e} ({len(data)} bytes)") from e
         return self._opencv(data, "PNG")
@@ -160,46 +155,41 @@ class DecodeMat(ItemOp):
             raise DecodeError(f"found an image that is too large: {e}") from e
         except UnidentifiedImageError as e:
             raise DecodeError(f"found {len(data)} bytes beginning with {data[:8]!r}: no known image format") from e
-        except Exception as e:  # Pillow's parsers raise much: OSError, SyntaxError, struct.error ...
+        except Exception as e:  # Pillow's parsers raise many classes: OSError, SyntaxError, struct.error ...
             raise DecodeError(f"found an image whose header is broken ({len(data)} bytes)") from e
-        self._judge(width, height)
+        self._check_pixels(width, height)
         return self._opencv(data, kind)
 
-    def _judge(self, width: int, height: int) -> None:
+    def _check_pixels(self, width: int, height: int) -> None:
         if width * height > self.max_pixels:
             raise DecodeError(
                 f"found an image of {width} x {height} pixels, expected at most {self.max_pixels:,} (max_pixels)"
             )
 
     def _opencv(self, data: bytes, kind: str, reduction: int = 1) -> Array:
-        flags = {
-            1: cv2.IMREAD_COLOR,
-            2: cv2.IMREAD_REDUCED_COLOR_2,
-            4: cv2.IMREAD_REDUCED_COLOR_4,
-            8: cv2.IMREAD_REDUCED_COLOR_8,
-        }
+        flag = cv2.IMREAD_COLOR if reduction == 1 else getattr(cv2, f"IMREAD_REDUCED_COLOR_{reduction}")
         try:
-            mat = cv2.imdecode(np.frombuffer(data, np.uint8), flags[reduction])
+            mat = cv2.imdecode(np.frombuffer(data, np.uint8), flag)  # applies the EXIF orientation
         except cv2.error as e:
             raise DecodeError(f"found a {kind} that cannot be decoded ({len(data)} bytes)") from e
         if mat is None:
             mat = _pillow(data, kind)
-        return mat if self.color == "bgr" else cv2.cvtColor(mat, cv2.COLOR_BGR2RGB)  # turned by OpenCV
+        return mat if self.color == "bgr" else cv2.cvtColor(mat, cv2.COLOR_BGR2RGB)
 
 
 def _pillow(data: bytes, kind: str) -> Array:
-    """The image in BGR, of a format that OpenCV was not built with. Raises DecodeError."""
+    """The image in BGR, for formats that OpenCV was built without. Raises DecodeError."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))[:, :, ::-1]
-    except Exception as e:  # as above
-        raise DecodeError(f"found a {kind} that cannot be decoded ({len(data)} bytes): broken, or cut short") from e
+    except Exception as e:  # many classes, as above
+        raise DecodeError(f"found a {kind} that cannot be decoded ({len(data)} bytes): broken or truncated") from e
 
 
-def turned(mat: Array, orientation: int) -> Array:
-    """The image `[height, width, channels]` upright, where EXIF's `orientation` tells how it lies (1: upright)."""
+def upright(mat: Array, orientation: int) -> Array:
+    """The image `[height, width, channels]` with the EXIF `orientation` applied (1: unchanged)."""
     match orientation:
         case 2:
             return cv2.flip(mat, 1)
@@ -219,9 +209,9 @@ def turned(mat: Array, orientation: int) -> Array:
 
 
 class DecodeTensor(DecodeMat):
-    """The pixels of an encoded image as a tensor: bytes -> uint8 `[1, 3, height, width]`; `color` says their order.
+    """The pixels of an encoded image as a tensor: bytes -> uint8 `[1, 3, height, width]`; `color` is their order.
 
-    The same decoders, on the CPU: what TorchPipe has the GPU decode. See DecodeMat.
+    It uses the decoders of DecodeMat on the CPU. TorchPipe decodes on the GPU.
 
     - `color`: "rgb" or "bgr".
     - `data_format`: "nchw"; "nhwc" gives `[1, height, width, 3]`, "hwc" (TorchPipe's) the same without rows.
@@ -248,13 +238,15 @@ class DecodeTensor(DecodeMat):
         return tensor_of(mat, self.data_format)
 
 
-_SIZES = ((2.3, 2.7), (4.6, 4.2), (3.1, 8.9))  # of the pictures, in parts of the size that is wanted
-_MOST = 160  # more pixels say the same
+# ---- the accuracy of reduced decoding, on generated pictures between a blurred photograph and a busy one
+
+_SIZES = ((2.3, 2.7), (4.6, 4.2), (3.1, 8.9))  # height and width of the pictures, in multiples of the target size
+_MOST_SIDE = 160  # larger pictures give the same result
 _QUALITY = 90
 
 
 class Accuracy(Struct, frozen=True):
-    """Differences of the resized picture, in levels of 255: their mean, and what 99 % of them are within."""
+    """Differences of the resized picture, in levels of 255: their mean, and the bound of 99 % of them."""
 
     mean: float
     within: float
@@ -262,33 +254,32 @@ class Accuracy(Struct, frozen=True):
 
 @lru_cache(maxsize=64)
 def accuracy(scale_h: int, scale_w: int, decoder: Decoder = "auto") -> Accuracy:
-    """Decodes pictures in full and scaled, resizes both to the size wanted, and compares."""
-    height, width = min(scale_h, _MOST), min(scale_w, _MOST)
-    full, scaled = DecodeMat(decoder), DecodeMat(decoder, height, width)
+    """Compares pictures that are decoded in full and at reduced size, then resized to the target size."""
+    height, width = min(scale_h, _MOST_SIDE), min(scale_w, _MOST_SIDE)
+    decoders = (DecodeMat(decoder), DecodeMat(decoder, height, width))
     differences = []
     for seed, (more_h, more_w) in enumerate(_SIZES):
-        _, jpeg = cv2.imencode(
-            ".jpg", picture(int(height * more_h), int(width * more_w), seed), [cv2.IMWRITE_JPEG_QUALITY, _QUALITY]
-        )
-        pair = [sized(decode.decode(jpeg.tobytes()), height, width).astype(np.int16) for decode in (full, scaled)]
-        differences.append(np.abs(pair[0] - pair[1]).ravel())
+        image = picture(int(height * more_h), int(width * more_w), seed)
+        _, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
+        full, scaled = (sized(d.decode(jpeg.tobytes()), height, width).astype(np.int16) for d in decoders)
+        differences.append(np.abs(full - scaled).ravel())
     levels = np.concatenate(differences)
     return Accuracy(float(levels.mean()), float(np.quantile(levels, 0.99)))
 
 
 def picture(height: int, width: int, seed: int) -> Array:
-    """A picture uint8 `[height, width, 3]`, the same for the same seed."""
+    """A generated picture uint8 `[height, width, 3]`, the same for the same seed."""
     rng = np.random.default_rng(seed)
     levels = np.full((height, width, 3), 128, np.float32)
     size = max(height, width)
-    while size >= 2:  # a photograph's detail shrinks with its size
+    while size >= 2:  # as in a photograph, smaller details have less contrast
         shape = (max(1, height // size), max(1, width // size), 3)
         noise = rng.normal(0, 30 * (size / max(height, width)) ** 0.5, shape).astype(np.float32)
         levels += cv2.resize(noise, (width, height), interpolation=cv2.INTER_CUBIC)
         size //= 2
-    for extent in rng.uniform(0.02, 0.3, 400):  # and its things are of all sizes
+    for extent in rng.uniform(0.02, 0.3, 400):  # objects of all sizes
         corners = (rng.uniform(0, 1, 2) + rng.uniform(-extent, extent, (4, 2))) * (width, height)
-        colour = [float(level) for level in rng.uniform(0, 255, 3)]
-        cv2.fillConvexPoly(levels, cv2.convexHull(corners.astype(np.int32)), colour)
-    levels += rng.normal(0, 5, levels.shape).astype(np.float32)  # a sensor's noise
+        color = [float(level) for level in rng.uniform(0, 255, 3)]
+        cv2.fillConvexPoly(levels, cv2.convexHull(corners.astype(np.int32)), color)
+    levels += rng.normal(0, 5, levels.shape).astype(np.float32)  # sensor noise
     return levels.clip(0, 255).astype(np.uint8)

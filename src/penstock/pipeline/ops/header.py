@@ -1,4 +1,4 @@
-"""What an encoded image says of itself in its first bytes: its size is judged before anything is allocated for it."""
+"""Headers of encoded images. They give the size before anything is allocated for the image."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from msgspec import Struct
 
 JPEG = b"\xff\xd8"
 PNG = b"\x89PNG\r\n\x1a\n"
-MOST_PARTS = 2**16  # segments and fill bytes before the scan of a JPEG, chunks of a PNG: a walk over them costs 20 ms
-_NO_LENGTH = {0x01, *range(0xD0, 0xD9)}  # markers that stand alone
+MOST_PARTS = 2**16  # segments and fill bytes before a JPEG's scan, or chunks of a PNG: walking over them costs 20 ms
+_NO_LENGTH = {0x01, *range(0xD0, 0xD9)}  # markers without a length
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, but not DHT, JPG, DAC
-_CHUNK = struct.Struct(">I")
 _ORIENTATION, _SHORT = 0x0112, 3
 
 
 class JpegHeader(Struct, frozen=True):
-    """The frame header of a JPEG (ITU T.81, B.2.2), and what its application segments say.
+    """The frame header of a JPEG (ITU T.81, B.2.2), and the EXIF `orientation`, 1 to 8.
 
-    `orientation` 1 to 8, of EXIF. `scan` is where the first scan begins: an end marker behind it ends the image.
+    `scan` is where the first scan begins. An end marker after it ends the image.
     """
 
     width: int
@@ -27,12 +26,12 @@ class JpegHeader(Struct, frozen=True):
     scan: int
 
     def ended(self, data: bytes) -> bool:
-        """Whether the image has its end marker; inside a scan, 0xFF 0xD9 is nothing else."""
+        """Whether the image has its end marker. Inside a scan, 0xFF 0xD9 has no other meaning."""
         return data.rfind(b"\xff\xd9", self.scan) >= 0
 
 
 def jpeg_header(data: bytes) -> JpegHeader:
-    """The header of a JPEG. Raises ValueError where it is broken or cut short."""
+    """The header of a JPEG. Raises ValueError if it is broken or truncated."""
     width = height = 0
     orientation, at, size = 1, 2, len(data)
     for _ in range(MOST_PARTS):
@@ -41,11 +40,8 @@ def jpeg_header(data: bytes) -> JpegHeader:
         if data[at] != 0xFF:
             raise ValueError(f"byte {at} is no marker")
         marker = data[at + 1]
-        if marker == 0xFF:  # a fill byte
-            at += 1
-            continue
-        if marker in _NO_LENGTH:
-            at += 2
+        if marker == 0xFF or marker in _NO_LENGTH:
+            at += 1 if marker == 0xFF else 2  # a fill byte, or a whole marker
             continue
         length = data[at + 2] << 8 | data[at + 3]
         if marker == 0xDA:
@@ -59,21 +55,21 @@ def jpeg_header(data: bytes) -> JpegHeader:
         elif marker == 0xE1 and data.startswith(b"Exif\0\0", at + 4):
             orientation = _exif_orientation(data[at + 10 : at + 2 + length])
         at += 2 + length
-    raise ValueError(f"it ends inside its header, or that has more than {MOST_PARTS} parts")
+    raise ValueError(f"it ends inside its header, or its header has more than {MOST_PARTS} parts")
 
 
 def png_size(data: bytes) -> tuple[int, int]:
-    """Width and height of a PNG, all of whose chunks are there. Raises ValueError.
+    """Width and height of a PNG with all its chunks. Raises ValueError.
 
-    A chunk may say that it is 4 GB long, and OpenCV takes that much memory before it looks for the bytes.
+    A chunk may declare 4 GB, which OpenCV allocates before it looks for the bytes.
     """
     if len(data) < 24 or data[8:16] != b"\0\0\0\rIHDR":
         raise ValueError("it ends inside its header, or has none")
     at, size = 8, len(data)
     for _ in range(MOST_PARTS):
         if at + 12 > size:
-            raise ValueError(f"it is cut short: a chunk goes on behind its {size} bytes")
-        length: int = _CHUNK.unpack_from(data, at)[0]
+            raise ValueError(f"it is truncated: a chunk extends beyond its {size} bytes")
+        length = int.from_bytes(data[at : at + 4], "big")
         if data.startswith(b"IEND", at + 4) and length == 0:
             width, height = struct.unpack_from(">II", data, 16)
             if not width or not height:
@@ -84,7 +80,7 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 
 def _exif_orientation(tiff: bytes) -> int:
-    """The orientation tag of the first directory of a TIFF header, 1 where there is none or it makes no sense."""
+    """The orientation tag in the first directory of a TIFF header; 1 if it is missing or invalid."""
     try:
         order = {b"II": "<", b"MM": ">"}[tiff[:2]]
         (start,) = struct.unpack_from(order + "I", tiff, 4)

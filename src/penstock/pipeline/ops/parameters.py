@@ -1,4 +1,4 @@
-"""Keys that a node may set for an op: read off its `__init__`, and converted to what is annotated there.
+"""The keys that a node may set for an op: the parameters of its `__init__`, converted to their annotated types.
 
 Values come from TOML, where TorchPipe's users write numbers and lists as text: `"224"`, `"1"`, `"123.7, 116.3, 103.5"`.
 """
@@ -25,7 +25,7 @@ _DOC = re.compile(r"^\s*- `(\w+)`: (.+?)(?=^\s*- `|^\s*$|\Z)", re.MULTILINE | re
 
 
 class OpParameter(Struct, frozen=True):
-    """One key of an op. `default` is REQUIRED where it must be set."""
+    """One key of an op. `default` is REQUIRED if it must be set."""
 
     name: str
     type: Any
@@ -34,11 +34,12 @@ class OpParameter(Struct, frozen=True):
 
     @property
     def required(self) -> bool:
+        """Whether the key must be set."""
         return self.default is REQUIRED
 
 
 def parameters_of(cls: type[Op]) -> dict[str, OpParameter]:
-    """The keys that may be set for an op, by name. Lines "- `name`: text" of docstrings tell what they are."""
+    """The keys of an op by name, documented by lines "- `name`: text" in its docstring."""
     if cls.__init__ is object.__init__:
         return {}
     hints = _types(cls.__init__)
@@ -55,7 +56,7 @@ def parameters_of(cls: type[Op]) -> dict[str, OpParameter]:
 
 
 def _types(function: Any) -> dict[str, Any]:
-    """The types of the parameters that are annotated, but for what only type checkers import."""
+    """The types of annotated parameters, except names that only type checkers import."""
     names = getattr(inspect.unwrap(function), "__globals__", {})
     found: dict[str, Any] = {}
     for name, annotation in inspect.get_annotations(function).items():
@@ -67,14 +68,14 @@ def _types(function: Any) -> dict[str, Any]:
 
 
 def takes_any(cls: type[Op]) -> bool:
-    """Whether an op has `**params`: keys of any name may be set for it."""
+    """Whether an op has `**params`, and therefore accepts keys of any name."""
     if cls.__init__ is object.__init__:
         return False
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values())
 
 
 def check_params(cls: type[Op], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The values for an op, converted to its types. Raises ConfigError: unknown, missing or of a wrong type."""
+    """The values for an op, converted to its types. Raises ConfigError: unknown, missing, or of a wrong type."""
     known, name = parameters_of(cls), cls.__name__
     for key in params:
         if key not in known and not takes_any(cls):
@@ -90,7 +91,7 @@ def check_params(cls: type[Op], params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_op(cls: type[Op], params: Mapping[str, Any]) -> Op:
-    """An op with these values for its parameters. Raises ConfigError; what the op refuses itself is one too."""
+    """An op with these parameters. Raises ConfigError, also for values that the op itself rejects."""
     values = check_params(cls, params)
     try:
         return cls(**values)
@@ -101,15 +102,15 @@ def make_op(cls: type[Op], params: Mapping[str, Any]) -> Op:
 
 
 def convert(value: Any, type_: Any, where: str) -> Any:
-    """The value as `type_`: a scalar, a tuple, a Literal, or one of a union. Raises ConfigError: found, expected."""
-    done, result = _convert(value, type_)
-    if not done:
+    """The value as `type_`: a scalar, a tuple, a Literal, or a union of those. Raises ConfigError: found, expected."""
+    fits, result = _convert(value, type_)
+    if not fits:
         raise ConfigError(f"{where} is {value!r} ({type(value).__name__}), expected {describe_type(type_)}")
     return result
 
 
 def _convert(value: Any, type_: Any) -> tuple[bool, Any]:
-    """Whether the value fits, and what it then is."""
+    """Whether the value fits, and the converted value."""
     origin = get_origin(type_)
     if type_ is Any:
         return True, value
@@ -159,7 +160,7 @@ def _convert_scalar(value: Any, type_: Any) -> tuple[bool, Any]:
 
 
 def describe_type(type_: Any) -> str:
-    """A type in words of a configuration file: "whole number", "numbers with commas", "one of 'rgb', 'bgr'"."""
+    """A type in the words of a configuration file: "whole number", "numbers with commas", "one of 'rgb', 'bgr'"."""
     origin, args = get_origin(type_), get_args(type_)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(arm) for arm in args if arm is not type(None))

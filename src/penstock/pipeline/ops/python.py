@@ -1,7 +1,7 @@
-"""Ops that are written in Python by users: `Python[pkg.mod:Class]`, and what may stand there.
+"""Users' ops in Python: `Python[pkg.mod:Class]`, and the adapters of classes and functions.
 
-They hold Python's lock while they run their own code, so their instances take turns: threads help where the time is
-spent in NumPy, OpenCV or a network, and hinder where it is spent in loops. Then raise `--workers`, not `instances`.
+Python code holds the interpreter lock, so instances take turns. Threads help an op that spends its time in NumPy,
+OpenCV or a network, and slow down one that spends it in loops. Raise `--workers` for the latter, not `instances`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def op(
     batch: bool = False,
     max_rows: int | None = None,
 ) -> Callable[[_Target], _Target]:
-    """A decorator that declares of a function or a class what `penstock.pipeline.ops.base.Op` has as attributes.
+    """A decorator that sets the declarations of `penstock.pipeline.ops.base.Op` on a function or a class.
 
-    With `batch` it is called with a list of data (and one of fields), and returns a result for each; an exception in
-    the place of one fails that item alone. `max_rows` is the most that it is called with.
+    With `batch` the op receives a list of data (and one of fields), and returns a result for each. An exception as a
+    result fails that item alone. `max_rows` limits the list.
     """
 
     def declare(target: _Target) -> _Target:
-        told: dict[str, Any] = {"takes": takes, "gives": gives, "reads": tuple(reads)}
-        told |= {"writes": None if writes is None else tuple(writes), "batch": batch, "max_rows": max_rows}
-        for name, value in told.items():
+        declared: dict[str, Any] = {"takes": takes, "gives": gives, "reads": tuple(reads)}
+        declared |= {"writes": None if writes is None else tuple(writes), "batch": batch, "max_rows": max_rows}
+        for name, value in declared.items():
             setattr(target, name, value)
         return target
 
@@ -47,11 +47,11 @@ def op(
 
 
 class Python(ItemOp):
-    """What `target` names, as an op: a function, or a class whose instances are called. Other parameters are its own.
+    """A user's function or class as an op. Other parameters are its own.
 
-    See `adapt` for all that may stand there.
+    See `adapt` for the accepted targets.
 
-    - `target`: `pkg.mod:Class`, `file.py:Class`, a function in place of a class, or a name that is registered.
+    - `target`: `pkg.mod:Class`, `file.py:Class`, a function instead of a class, or a registered name.
     """
 
     brackets = "target"
@@ -61,21 +61,25 @@ class Python(ItemOp):
         return make_op(resolve(target), params)
 
     def __init__(self, target: str, **params: Any) -> None:
-        """Never run: `__new__` gives another op. Here for its parameters to be seen."""
+        """Declares the parameters. It never runs, because `__new__` returns another op."""
 
 
 def resolve(target: str) -> type[Op]:
-    """The op that a target names. Raises ConfigError, or LoadFailed when its module raises."""
+    """The op of a target. Raises ConfigError, or LoadFailed if its module raises."""
     return adapt(load_object(target), target) if ":" in target else catalog.find(target)
 
 
 def adapt(target: Any, name: str = "") -> type[Op]:
-    """An op for what a user wrote. Raises ConfigError.
+    """An op for a user's target. Raises ConfigError.
 
-    An ItemOp or BatchOp, as it is; a class as TorchPipe has them (`init(params) -> bool`, `forward(list of dicts)`,
-    `max()`); a class whose instances are called, its `__init__` having the parameters; or a function. What is called
-    gets the data, and the fields too if it takes two arguments, and returns the result. Unless it declares otherwise
-    (`op`, or attributes of a class), it may write any field.
+    The target is one of:
+    - an ItemOp or BatchOp, which is returned unchanged;
+    - a class as in TorchPipe (`init(params) -> bool`, `forward(list of dicts)`, `max()`);
+    - a class whose instances are callable, and whose `__init__` has the parameters;
+    - a function.
+
+    Callables receive the data, and the fields if they take two arguments, and return the result. They may write any
+    field, unless `op` or a class attribute declares otherwise.
     """
     name = name or getattr(target, "__name__", repr(target))
     if inspect.isclass(target):
@@ -83,18 +87,18 @@ def adapt(target: Any, name: str = "") -> type[Op]:
             return target
         call = next((vars(c)["__call__"] for c in target.__mro__ if "__call__" in vars(c)), None)
         if call is not None:
-            return _declared(_called_op(target, call, name, bound=True), target, name)
+            return _declared(_callable_op(target, call, name, bound=True), target, name)
         if callable(getattr(target, "forward", None)):
             return _declared(_forward_op(target), target, name)
     elif callable(target):
-        return _declared(_called_op(lambda: target, target, name), target, name)
+        return _declared(_callable_op(lambda: target, target, name), target, name)
     raise ConfigError(
         f"'{name}' is {target!r}, expected a function, a class whose instances can be called, or a class with forward()"
     )
 
 
 def _declared(made: type[Op], target: Any, name: str) -> type[Op]:
-    """The op with what its target declares of itself, and its name and docstring."""
+    """The op with its target's declarations, name and docstring."""
     made.writes = None
     for attribute in _DECLARED:
         if hasattr(target, attribute):
@@ -104,55 +108,51 @@ def _declared(made: type[Op], target: Any, name: str) -> type[Op]:
     return made
 
 
-def _arity(function: Callable[..., Any], name: str, bound: bool) -> int:
-    """How many of (data, fields) a function takes: 1 or 2. Raises ConfigError."""
+def _takes_fields(function: Callable[..., Any], name: str, bound: bool) -> bool:
+    """Whether a function takes (data, fields), and not only (data). Raises ConfigError for other parameters."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise ConfigError(f"'{name}' is asynchronous or a generator, expected what returns its result")
+        raise ConfigError(f"'{name}' is asynchronous or a generator, expected a function that returns its result")
     try:
         parameters = list(inspect.signature(function).parameters.values())[int(bound) :]
-    except ValueError:  # some builtins do not tell
-        return 1
+    except ValueError:  # some built-in functions have no signature
+        return False
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = sum(p.default is p.empty for p in places)
     if any(p.kind is p.VAR_POSITIONAL for p in parameters) or (
         needed < 2 <= len(places) and places[1].name == "fields"
     ):
-        return 2
+        return True
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if needed > 2 or not places or keywords:
         raise ConfigError(f"'{name}' takes {inspect.signature(function)}, expected (data) or (data, fields)")
-    return max(1, needed)
+    return needed == 2
 
 
-def _called_op(make: Callable[..., Any], function: Callable[..., Any], name: str, bound: bool = False) -> type[Op]:
-    """An op that calls what `make` makes."""
-    both = _arity(function, name, bound) == 2
+def _callable_op(make: Callable[..., Any], function: Callable[..., Any], name: str, bound: bool = False) -> type[Op]:
+    """An op that calls the object that `make` creates."""
+    both = _takes_fields(function, name, bound)
     hook = make if inspect.isclass(make) else function
 
-    class Called(ItemOp):
-        inner: Any
+    def call(self: Any, data: Any, fields: Any) -> Any:
+        return self.inner(data, fields) if both else self.inner(data)
 
-        def __call__(self, data: Any, fields: Fields) -> Any:
-            return self.inner(data, fields) if both else self.inner(data)
+    def load(self: Any, device: str) -> None:
+        self.inner.load(device)
 
-    class CalledInBatches(BatchOp):
-        inner: Any
-        max_rows = getattr(hook, "max_rows", None)
+    def unload(self: Any) -> None:
+        self.inner.unload()
 
-        def __call__(self, data: list[Any], fields: list[Fields]) -> Sequence[Any]:
-            results: Sequence[Any] = self.inner(data, fields) if both else self.inner(data)
-            return results
-
-    made: Any = CalledInBatches if getattr(hook, "batch", False) else Called
-    made.__init__ = _initialiser(make)
-    for call, event in (("load", 2), ("unload", 1)):
-        if inspect.isclass(make) and callable(getattr(make, call, None)):
-            setattr(made, call, _delegate(call, event))
-    return made  # type: ignore[no-any-return]
+    members: dict[str, Any] = {"__call__": call, "__init__": _initializer(make)}
+    for method in (load, unload):
+        if inspect.isclass(make) and callable(getattr(make, method.__name__, None)):
+            members[method.__name__] = method
+    if getattr(hook, "batch", False):
+        return type("Batches", (BatchOp,), members | {"max_rows": getattr(hook, "max_rows", None)})
+    return type("Items", (ItemOp,), members)
 
 
-def _initialiser(make: Callable[..., Any]) -> Callable[..., None]:
-    """An `__init__` with the parameters of a class, which makes it as `inner`."""
+def _initializer(make: Callable[..., Any]) -> Callable[..., None]:
+    """An `__init__` with the parameters of a class, which creates it as `inner`."""
 
     def init(self: Any, **params: Any) -> None:
         self.inner = make(**params)
@@ -160,21 +160,14 @@ def _initialiser(make: Callable[..., Any]) -> Callable[..., None]:
     if inspect.isclass(make) and make.__init__ is not object.__init__:
         return functools.wraps(make.__init__)(init)
 
-    def bare(self: Any) -> None:
+    def without_parameters(self: Any) -> None:
         self.inner = make()
 
-    return bare
-
-
-def _delegate(name: str, arguments: int) -> Callable[..., None]:
-    def call(self: Any, *args: Any) -> None:
-        getattr(self.inner, name)(*args[: arguments - 1])
-
-    return call
+    return without_parameters
 
 
 def _forward_op(target: type[Any]) -> type[Op]:
-    """An op from a class as TorchPipe's users write them."""
+    """An op from a class in TorchPipe's style."""
 
     class Forward(BatchOp):
         def __init__(self, **params: Any) -> None:
@@ -195,7 +188,7 @@ def _forward_op(target: type[Any]) -> type[Op]:
 
 
 def _text(value: Any) -> str:
-    """A value as TorchPipe has them all, as text."""
+    """A value as text, which TorchPipe uses for all values."""
     if isinstance(value, bool):
         return str(int(value))
     return ",".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Images to other sizes, keeping the proportions or not. Bilinear; OpenCV's without smoothing, but for Pillow's own."""
+"""Resizing, padding and aligning of images. Bilinear: OpenCV's without antialiasing, or Pillow's with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.ops.base import Array, BatchOp, Fields, ItemOp, as_mat, found
+from penstock.pipeline.ops.base import Array, BatchOp, Fields, MatOp, as_mat, found
 from penstock.pipeline.ops.data import field
 from penstock.pipeline.ops.mat import cv2
 
@@ -19,7 +19,7 @@ MAX_PIXELS = 100 << 20
 
 
 def check_size(op: str, **sides: int) -> None:
-    """Raises ConfigError where a side is not 1 to 2**20, or an image of all of them has more than 100 Mi pixels."""
+    """Raises ConfigError if a side is not 1 to 2**20, or their product exceeds 100 Mi pixels."""
     for name, side in sides.items():
         if not 1 <= side <= MAX_SIDE:
             raise ConfigError(f"{op}: {name} = {side}, expected 1 to {MAX_SIDE}")
@@ -29,17 +29,17 @@ def check_size(op: str, **sides: int) -> None:
 
 
 def sized(mat: Array, height: int, width: int) -> Array:
-    """The image at another size, with the axes it has; the same array where it has that size."""
+    """The image at another size, with the same axes; the same array if it already has that size."""
     if mat.shape[:2] == (height, width):
         return mat
     resized = cv2.resize(mat, (width, height), interpolation=cv2.INTER_LINEAR)
-    return resized.reshape(height, width, *mat.shape[2:])  # OpenCV drops the axis of one channel
+    return resized.reshape(height, width, *mat.shape[2:])  # OpenCV drops a channel axis of 1
 
 
 class Inverse(Struct, frozen=True):
-    """Where a point of the new image was in the one before: `inverse(x, y)` -> (x, y).
+    """The inverse of a resize: `inverse(x, y)` is the point (x, y) in the original image.
 
-    `width` above 0: clipped to the old image, as ResizeCenterPadMat has it.
+    With a `width` above 0, points are clipped to the original image, as in ResizeCenterPadMat.
     """
 
     scale_x: float
@@ -57,9 +57,9 @@ class Inverse(Struct, frozen=True):
 
 
 def fitted(mat: Array, bounds: tuple[int, int], *, up: bool = False) -> tuple[int, int]:
-    """The largest (height, width) with an image's proportions inside the bounds, each at least 1. `up` rounds up.
+    """The largest (height, width) with the image's proportions inside the bounds, each at least 1. `up` rounds up.
 
-    In 32 bits, as TorchPipe counts: another rounding would be another image.
+    It computes in 32 bits as TorchPipe does, because another rounding gives another image.
     """
     max_h, max_w = bounds
     ratio = np.float32(mat.shape[1]) / np.float32(mat.shape[0])
@@ -72,36 +72,33 @@ def fitted(mat: Array, bounds: tuple[int, int], *, up: bool = False) -> tuple[in
     return max(1, whole(np.float32(max_w) / ratio)), max_w
 
 
-class ResizeMat(ItemOp):
+class ResizeMat(MatOp):
     """The image at another size: `[height, width, channels]` -> `[resize_h, resize_w, channels]`.
 
     - `resize_h`: the new height.
     - `resize_w`: the new width.
     """
 
-    takes = "mat"
-    gives = "mat"
-
     def __init__(self, resize_h: int, resize_w: int) -> None:
         check_size(type(self).__name__, resize_h=resize_h, resize_w=resize_w)
-        self.height, self.width = resize_h, resize_w
+        self.size = (resize_h, resize_w)
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        return sized(as_mat(data, "ResizeMat"), self.height, self.width)
+        return sized(as_mat(data, "ResizeMat"), *self.size)
 
 
 class PillowResizeMat(ResizeMat):
-    """The image at another size, bit for bit as Pillow's bilinear filter makes it: uint8 `[height, width, 3]` or gray.
+    """The image at another size, bit-identical to Pillow's bilinear filter: uint8 `[height, width, 3]` or gray.
 
-    Pillow smooths what it shrinks, as torchvision does; networks trained that way see what they were trained on.
+    Pillow applies antialiasing, as torchvision does, so networks trained that way receive the same pixels.
     """
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        return pillow_sized(as_mat(data, "PillowResizeMat"), self.height, self.width, "PillowResizeMat")
+        return pillow_sized(as_mat(data, "PillowResizeMat"), *self.size, "PillowResizeMat")
 
 
 def pillow_sized(mat: Array, height: int, width: int, op: str) -> Array:
-    """The image at another size by Pillow, with the axes it has. Raises BadRequest unless it is uint8, RGB or gray."""
+    """The image at another size by Pillow, with the same axes. Raises BadRequest unless it is uint8, RGB or gray."""
     from PIL import Image
 
     channels = 1 if mat.ndim == 2 else mat.shape[2]
@@ -112,17 +109,15 @@ def pillow_sized(mat: Array, height: int, width: int, op: str) -> Array:
     return np.asarray(resized).reshape(height, width, *mat.shape[2:])
 
 
-class FixRatioResizeMat(ItemOp):
-    """The image as large as fits, its proportions kept: `[height, width, channels]` -> at most `max_h` x `max_w`.
+class FixRatioResizeMat(MatOp):
+    """The image scaled to fit, with its proportions kept: `[height, width, channels]` -> at most `max_h` x `max_w`.
 
-    `inverse_trans` leads points back.
+    `inverse_trans` maps points back.
 
-    - `max_h`: the most height.
-    - `max_w`: the most width.
+    - `max_h`: largest height.
+    - `max_w`: largest width.
     """
 
-    takes = "mat"
-    gives = "mat"
     writes = ("inverse_trans",)
 
     def __init__(self, max_h: int, max_w: int) -> None:
@@ -137,7 +132,7 @@ class FixRatioResizeMat(ItemOp):
 
 
 def padded(mat: Array, height: int, width: int, value: tuple[float, ...], *, top: int = 0, left: int = 0) -> Array:
-    """The image with a border of one colour around it, `[height, width]` in all, with the axes it has."""
+    """The image in a frame of one color, `[height, width]` in all, with the same axes."""
     h, w = mat.shape[:2]
     if (h, w) == (height, width):
         return mat
@@ -147,24 +142,22 @@ def padded(mat: Array, height: int, width: int, value: tuple[float, ...], *, top
 
 
 def four(pad_value: tuple[float, ...], op: str) -> tuple[float, ...]:
-    """A colour of four channels, the last of the given ones repeated, as OpenCV takes it. Raises ConfigError."""
+    """A color of four channels for OpenCV, with the last given channel repeated. Raises ConfigError."""
     if not 1 <= len(pad_value) <= 4 or not all(map(math.isfinite, pad_value)):
         raise ConfigError(f"{op}: pad_value = {pad_value}, expected 1 to 4 numbers")
     return tuple(map(float, (pad_value + pad_value[-1:] * 4)[:4]))
 
 
-class ResizePadMat(ItemOp):
-    """The image as large as fits, at the upper left of a frame: `[height, width, ...]` -> `[max_h, max_w, ...]`.
+class ResizePadMat(MatOp):
+    """The image scaled to fit, at the upper left of a frame: `[height, width, ...]` -> `[max_h, max_w, ...]`.
 
-    `inverse_trans` leads points back.
+    `inverse_trans` maps points back.
 
     - `max_h`: the height of the frame.
     - `max_w`: the width of the frame.
-    - `pad_value`: the colour of what is left over: a number, or one for each channel.
+    - `pad_value`: the color of the padding: a number, or one for each channel.
     """
 
-    takes = "mat"
-    gives = "mat"
     writes = ("inverse_trans",)
 
     def __init__(self, max_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
@@ -180,9 +173,9 @@ class ResizePadMat(ItemOp):
 
 
 class ResizeCenterPadMat(ResizePadMat):
-    """The image as large as fits, in the middle of a frame: `[height, width, ...]` -> `[max_h, max_w, ...]`.
+    """The image scaled to fit, at the center of a frame: `[height, width, ...]` -> `[max_h, max_w, ...]`.
 
-    float32 where `pad_value` has a fraction. `inverse_trans` leads points back, and into the image.
+    The result is float32 if `pad_value` has a fraction. `inverse_trans` maps points back and clips them to the image.
     """
 
     def __call__(self, data: Any, fields: Fields) -> Array:
@@ -197,92 +190,86 @@ class ResizeCenterPadMat(ResizePadMat):
         return padded(mat, *self.bounds, self.value, top=top, left=left)
 
 
-class FixHResizePadMat(ItemOp):
-    """The image at a height, its proportions kept as long as the width allows, and filled up to the right:
-    `[height, width, channels]` -> `[resize_h, max_w, channels]`. For lines of text.
-
-    - `resize_h`: the new height.
-    - `max_w`: the new width.
-    - `pad_value`: the colour of what is left over: a number, or one for each channel.
-    """
-
-    takes = "mat"
-    gives = "mat"
-
-    def __init__(self, resize_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
-        check_size("FixHResizePadMat", resize_h=resize_h, max_w=max_w)
-        self.height, self.width = resize_h, max_w
-        self.value = four(pad_value, "FixHResizePadMat")
-
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return fixed_height(as_mat(data, "FixHResizePadMat"), self.height, self.width, self.value)
-
-
-def fixed_height(mat: Array, height: int, max_w: int, value: tuple[float, ...]) -> Array:
-    """The image at a height, at most `max_w` wide, filled up to that."""
+def fixed_height(mat: Array, size: tuple[int, int], value: tuple[float, ...]) -> Array:
+    """The image at a height, with the same proportions up to a width, and padded to that width."""
+    height, max_w = size
     ratio = np.float32(mat.shape[1]) / np.float32(mat.shape[0])
     width = min(math.ceil(np.float32(height) * ratio), max_w)
     return padded(sized(mat, height, width), height, max_w, value)
 
 
-def side(fields: Fields, name: str, op: str) -> int:
-    """A side of an image out of a field. Raises BadRequest: none, or not 1 to 2**20."""
-    value = field(fields, name, op)
-    try:
-        whole = int(value)
-    except (TypeError, ValueError, OverflowError):
-        whole = 0
-    if not 1 <= whole <= MAX_SIDE:
-        raise BadRequest(f"{op} found {name} = {value!r}, expected 1 to {MAX_SIDE}")
-    return whole
+class FixHResizePadMat(MatOp):
+    """The image at a fixed height, with the same proportions up to `max_w`, padded on the right, for lines of text:
+    `[height, width, channels]` -> `[resize_h, max_w, channels]`.
+
+    - `resize_h`: the new height.
+    - `max_w`: the new width.
+    - `pad_value`: the color of the padding: a number, or one for each channel.
+    """
+
+    def __init__(self, resize_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
+        check_size("FixHResizePadMat", resize_h=resize_h, max_w=max_w)
+        self.size = (resize_h, max_w)
+        self.value = four(pad_value, "FixHResizePadMat")
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        return fixed_height(as_mat(data, "FixHResizePadMat"), self.size, self.value)
 
 
-def sides(fields: Fields, height: str, width: str, op: str) -> tuple[int, int]:
-    """Height and width out of two fields. Raises BadRequest, also where the image would have over 100 Mi pixels."""
-    h, w = side(fields, height, op), side(fields, width, op)
-    if h * w > MAX_PIXELS:
-        raise BadRequest(f"{op} found {height} = {h} and {width} = {w}, expected at most {MAX_PIXELS} pixels")
-    return h, w
+def size_in(fields: Fields, op: str, *names: str) -> tuple[int, int]:
+    """Height and width from two fields. Raises BadRequest: missing, not 1 to 2**20, or over 100 Mi pixels in all."""
+    sides = []
+    for name in names:
+        value = field(fields, name, op)
+        try:
+            side = int(value)
+        except (TypeError, ValueError, OverflowError):
+            side = 0
+        if not 1 <= side <= MAX_SIDE:
+            raise BadRequest(f"{op} found {name} = {value!r}, expected 1 to {MAX_SIDE}")
+        sides.append(side)
+    height, width = sides
+    if height * width > MAX_PIXELS:
+        raise BadRequest(
+            f"{op} found {names[0]} = {height} and {names[1]} = {width}, expected at most {MAX_PIXELS} pixels"
+        )
+    return height, width
 
 
-class DynamicResizeMat(ItemOp):
-    """The image at the size that the item's fields `resize_h` and `resize_w` say: `[resize_h, resize_w, channels]`."""
+class DynamicResizeMat(MatOp):
+    """The image at the size in the item's fields `resize_h` and `resize_w`: `[resize_h, resize_w, channels]`."""
 
-    takes = "mat"
-    gives = "mat"
     reads = ("resize_h", "resize_w")
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        height, width = sides(fields, "resize_h", "resize_w", "DynamicResizeMat")
-        return sized(as_mat(data, "DynamicResizeMat"), height, width)
+        size = size_in(fields, "DynamicResizeMat", *self.reads)
+        return sized(as_mat(data, "DynamicResizeMat"), *size)
 
 
-class DynamicFixHResizePadMat(ItemOp):
-    """FixHResizePadMat at the size that the item's fields `resize_h` and `max_w` say.
+class DynamicFixHResizePadMat(MatOp):
+    """FixHResizePadMat at the size in the item's fields `resize_h` and `max_w`.
 
-    - `pad_value`: the colour of what is left over: a number, or one for each channel.
+    - `pad_value`: the color of the padding: a number, or one for each channel.
     """
 
-    takes = "mat"
-    gives = "mat"
     reads = ("resize_h", "max_w")
 
     def __init__(self, pad_value: tuple[float, ...] = (0.0,)) -> None:
         self.value = four(pad_value, "DynamicFixHResizePadMat")
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        height, width = sides(fields, "resize_h", "max_w", "DynamicFixHResizePadMat")
-        return fixed_height(as_mat(data, "DynamicFixHResizePadMat"), height, width, self.value)
+        size = size_in(fields, "DynamicFixHResizePadMat", *self.reads)
+        return fixed_height(as_mat(data, "DynamicFixHResizePadMat"), size, self.value)
 
 
 class AlignMat(BatchOp):
-    """The images as they are; `resize_h` and `resize_w` say a size for all of the batch, for DynamicResizeMat.
+    """The unchanged images; `resize_h` and `resize_w` receive a common size of the batch, for DynamicResizeMat.
 
-    As wide as the widest of them is at that height, rounded up, and at most `max_w`.
+    The width is the widest image's at that height, rounded up, and at most `max_w`.
 
     - `resize_h`: the height.
-    - `max_w`: the most width, a multiple of `align`.
-    - `align`: what the width is a multiple of.
+    - `max_w`: largest width, a multiple of `align`.
+    - `align`: the width is a multiple of this.
     """
 
     takes = "mat"
@@ -306,14 +293,13 @@ class AlignMat(BatchOp):
         return mats
 
     def _mat(self, data: Any) -> Array | BadRequest:
-        """The image, or the error of what is none: it fails alone."""
         try:
             return as_mat(data, type(self).__name__)
-        except BadRequest as e:
+        except BadRequest as e:  # this item fails alone
             return e
 
 
 class BatchFixHLimitW(AlignMat):
-    """The images as they are; `resize_h` and `max_w` say a size for all of the batch, for DynamicFixHResizePadMat."""
+    """The unchanged images; `resize_h` and `max_w` receive a common size of the batch, for DynamicFixHResizePadMat."""
 
     writes = ("resize_h", "max_w")

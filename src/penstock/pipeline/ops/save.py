@@ -1,4 +1,4 @@
-"""SaveMat: images written to a directory, to be looked at."""
+"""SaveMat. It is alone here because it writes files, and the other image ops only compute (see `placement`)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.pipeline.ops.base import Array, Fields, ItemOp, as_mat
+from penstock.pipeline.ops.base import Array, Fields, MatOp, as_mat
 from penstock.pipeline.ops.mat import cv2
 
 _numbers = itertools.count()
 
 
-class SaveMat(ItemOp):
-    """The image as it is; it is written to a directory as a PNG, too (float32 cut to 0 to 255). Slow: for debugging.
+class SaveMat(MatOp):
+    """The unchanged image, after writing it to a directory as a PNG (float32 clipped to 0 to 255). Slow: for debugging.
 
-    - `save_dir`: a directory that exists. Nothing is written elsewhere, and nothing that is there is overwritten.
+    - `save_dir`: an existing directory. Existing files are not overwritten.
     """
-
-    takes = "mat"
-    gives = "mat"
 
     def __init__(self, save_dir: str) -> None:
         self.folder = Path(save_dir).expanduser()
         if not self.folder.is_dir():
-            raise ConfigError(f"SaveMat: save_dir = '{save_dir}' is no directory: make it first")
+            raise ConfigError(f"SaveMat: save_dir = '{save_dir}' is not a directory: create it first")
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         mat = as_mat(data, "SaveMat")

@@ -1,4 +1,4 @@
-"""What a classifier's numbers say: softmax, the best class and its score. `[rows, classes]`, along the last axis."""
+"""Scores of classifiers: softmax, the best class and its score, along the last axis of `[rows, classes]`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadRequest
-from penstock.pipeline.ops.base import Array, Fields, ItemOp, as_tensor, found
+from penstock.pipeline.ops.base import Array, Fields, ItemOp, TensorOp, as_tensor, found
 
 
 def softmax(logits: Array) -> Array:
-    """Shares that sum up to 1 along the last axis, float32; float64 stays so."""
+    """Probabilities that sum to 1 along the last axis, float32; float64 for float64."""
     x = logits.astype(np.float64 if logits.dtype == np.float64 else np.float32, copy=False)
     x = np.exp(x - x.max(-1, keepdims=True))
-    shares: Array = x / x.sum(-1, keepdims=True)
-    return shares
+    probabilities: Array = x / x.sum(-1, keepdims=True)
+    return probabilities
+
+
+def one_row(data: Any, op: str) -> Array:
+    """The scores of one item, `[1, classes]` or `[classes]`. Raises BadRequest."""
+    scores = as_tensor(data, op)
+    if scores.size != scores.shape[-1]:
+        raise BadRequest(f"{op} found {found(scores)}, expected the scores of one item, [1, classes]")
+    return scores
 
 
 def best(data: Any, op: str) -> tuple[int, float]:
-    """The class with the highest score in one row of logits, `[1, classes]` or `[classes]`, and its share."""
-    logits = as_tensor(data, op)
-    if logits.size != logits.shape[-1]:
-        raise BadRequest(f"{op} found {found(logits)}, expected the scores of one item, [1, classes]")
-    shares = softmax(logits).ravel()
-    index = int(shares.argmax())
-    return index, float(shares[index])
+    """The class with the highest score in one row of logits, and its probability."""
+    probabilities = softmax(one_row(data, op)).ravel()
+    index = int(probabilities.argmax())
+    return index, float(probabilities[index])
 
 
-class SoftmaxCpu(ItemOp):
-    """Shares that sum up to 1: `[rows, classes]` -> float32 `[rows, classes]`.
+class SoftmaxCpu(TensorOp):
+    """Probabilities that sum to 1: `[rows, classes]` -> float32 `[rows, classes]`.
 
-    Of a list, each; what has not two axes is as it was, as in TorchPipe.
+    Applies to each tensor of a list. A tensor without two axes stays unchanged, as in TorchPipe.
     """
-
-    takes = "tensor"
-    gives = "tensor"
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         if isinstance(data, list | tuple):
@@ -45,7 +47,7 @@ class SoftmaxCpu(ItemOp):
 
 
 class SoftmaxMax(ItemOp):
-    """The best class and its share, as a list of two floats: `[1, classes]` -> [class, score]."""
+    """The best class and its probability, as a list of two floats: `[1, classes]` -> [class, score]."""
 
     takes = "tensor"
 
@@ -55,7 +57,7 @@ class SoftmaxMax(ItemOp):
 
 
 class SoftmaxArgMax(ItemOp):
-    """The best class, as an int: `[1, classes]` -> class. The fields `class` and `score` have it and its share."""
+    """The best class, as an int: `[1, classes]` -> class. Sets the fields `class` and `score` (its probability)."""
 
     takes = "tensor"
     writes = ("class", "score")
@@ -67,27 +69,21 @@ class SoftmaxArgMax(ItemOp):
 
 
 class SoftmaxArgMaxTensor(SoftmaxArgMax):
-    """SoftmaxArgMax, as TorchPipe names it where it is not part of a model."""
+    """SoftmaxArgMax under TorchPipe's name for a separate op."""
 
 
 class ArgMax(ItemOp):
-    """The best class, as an int: `[1, classes]` or `[classes]` -> class. The first of equals."""
+    """The best class, as an int: `[1, classes]` or `[classes]` -> class. The first of equal scores."""
 
     takes = "tensor"
 
     def __call__(self, data: Any, fields: Fields) -> int:
-        tensor = as_tensor(data, "ArgMax")
-        if tensor.size != tensor.shape[-1]:
-            raise BadRequest(f"ArgMax found {found(tensor)}, expected the scores of one item, [1, classes]")
-        return int(tensor.argmax())
+        return int(one_row(data, "ArgMax").argmax())
 
 
-class ArgMaxTensor(ItemOp):
-    """The best class of each row: `[rows, ..., classes]` -> int64 `[rows, ...]`. The first of equals."""
-
-    takes = "tensor"
-    gives = "tensor"
+class ArgMaxTensor(TensorOp):
+    """The best class of each row: `[rows, ..., classes]` -> int64 `[rows, ...]`. The first of equal scores."""
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        best_classes: Array = as_tensor(data, "ArgMaxTensor").argmax(-1)
-        return best_classes
+        classes: Array = as_tensor(data, "ArgMaxTensor").argmax(-1)
+        return classes

@@ -1,6 +1,6 @@
-"""Images as tensors: what TorchPipe does on the GPU, here on the CPU.
+"""Operations on images as tensors. TorchPipe runs them on the GPU, this module on the CPU.
 
-They are `[1, channels, height, width]` unless said otherwise; `[height, width, channels]` is taken, too, as there.
+Tensors are `[1, channels, height, width]` unless stated otherwise. `[height, width, channels]` is also accepted.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.errors import BadRequest
-from penstock.pipeline.ops.base import BOX, Array, Fields, ItemOp, as_tensor, found
+from penstock.pipeline.ops.base import BOX, Array, Fields, TensorOp, as_tensor, found
 from penstock.pipeline.ops.crop import box_of
 from penstock.pipeline.ops.mat import image_of, interleaved, planes
 from penstock.pipeline.ops.resize import Inverse, check_size, fitted, four, pillow_sized, sized
 
 
-class CvtColorTensor(ItemOp):
-    """The image with its colours in another order: `[rows, 3, height, width]` or `[height, width, 3]`, a view.
+class CvtColorTensor(TensorOp):
+    """The image in another color order: `[rows, 3, height, width]` or `[height, width, 3]`, a view.
 
-    From what the field `color` says ("bgr" where there is none); sets it.
+    Converts from the order in the field `color` (default "bgr"), and updates the field.
 
     - `color`: "rgb" or "bgr".
     """
 
-    takes = "tensor"
-    gives = "tensor"
     writes = ("color",)
 
     def __init__(self, color: Literal["rgb", "bgr"]) -> None:
@@ -46,9 +44,9 @@ class CvtColorTensor(ItemOp):
 
 
 def aligned(mat: Array, height: int, width: int) -> Array:
-    """The image `[height, width, channels]` at another size, float32; the outermost pixels stay where they are.
+    """The image `[height, width, channels]` at another size, float32, with its corner pixels unchanged.
 
-    As torch's `interpolate` with `align_corners`, which OpenCV has not.
+    It equals torch's `interpolate` with `align_corners`, which OpenCV does not have.
     """
     mat = interleaved(mat)
     for axis, size in ((0, height), (1, width)):
@@ -65,16 +63,13 @@ def aligned(mat: Array, height: int, width: int) -> Array:
     return mat.astype(np.float32, copy=False)
 
 
-class ResizeTensor(ItemOp):
+class ResizeTensor(TensorOp):
     """The image at another size: -> float32 `[1, channels, resize_h, resize_w]`; `[height, width, channels]` stays so.
 
     - `resize_h`: the new height.
     - `resize_w`: the new width.
-    - `align_corners`: whether the outermost pixels stay where they are, as TorchPipe has it; false is faster.
+    - `align_corners`: whether the corner pixels stay unchanged, as in TorchPipe; false is faster.
     """
-
-    takes = "tensor"
-    gives = "tensor"
 
     def __init__(self, resize_h: int, resize_w: int, align_corners: bool = True) -> None:
         check_size("ResizeTensor", resize_h=resize_h, resize_w=resize_w)
@@ -89,16 +84,13 @@ class ResizeTensor(ItemOp):
         return mat if data.ndim == 3 else planes(mat)
 
 
-class PillowResizeTensor(ItemOp):
-    """The image at another size, bit for bit as Pillow's bilinear filter makes it: uint8, 1 or 3 channels,
+class PillowResizeTensor(TensorOp):
+    """The image at another size, bit-identical to Pillow's bilinear filter: uint8, 1 or 3 channels,
     -> uint8 `[1, channels, resize_h, resize_w]`.
 
     - `resize_h`: the new height.
     - `resize_w`: the new width.
     """
-
-    takes = "tensor"
-    gives = "tensor"
 
     def __init__(self, resize_h: int, resize_w: int) -> None:
         check_size("PillowResizeTensor", resize_h=resize_h, resize_w=resize_w)
@@ -108,18 +100,16 @@ class PillowResizeTensor(ItemOp):
         return planes(pillow_sized(image_of(data, "PillowResizeTensor"), *self.size, "PillowResizeTensor"))
 
 
-class ResizePadTensor(ItemOp):
-    """The image as large as fits, at the upper left of a frame: -> float32 `[1, channels, max_h, max_w]`.
+class ResizePadTensor(TensorOp):
+    """The image scaled to fit, at the upper left of a frame: -> float32 `[1, channels, max_h, max_w]`.
 
-    `inverse_trans` leads points back.
+    `inverse_trans` maps points back.
 
     - `max_h`: the height of the frame.
     - `max_w`: the width of the frame.
-    - `pad_value`: what is left over is filled with; of several, the first.
+    - `pad_value`: the value of the padding; only the first of several counts.
     """
 
-    takes = "tensor"
-    gives = "tensor"
     writes = ("inverse_trans",)
 
     def __init__(self, max_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
@@ -136,14 +126,12 @@ class ResizePadTensor(ItemOp):
         return frame
 
 
-class CropTensor(ItemOp):
+class CropTensor(TensorOp):
     """The part of the image in the box: -> `[1, channels, y2 - y1, x2 - x1]`, a view.
 
-    `_box` is [x1, y1, x2, y2] in pixels, x2 and y2 not in it. A box that is empty or not inside is an error.
+    `_box` is [x1, y1, x2, y2] in pixels, without x2 and y2. An empty box, or one outside the image, is an error.
     """
 
-    takes = "tensor"
-    gives = "tensor"
     reads = (BOX,)
 
     def __call__(self, data: Any, fields: Fields) -> Array:
@@ -152,21 +140,16 @@ class CropTensor(ItemOp):
         return mat[y1:y2, x1:x2].transpose(2, 0, 1)[None]
 
 
-class FloatTensor(ItemOp):
-    """The tensor as float32, its values as they are: any shape."""
-
-    takes = "tensor"
-    gives = "tensor"
+class FloatTensor(TensorOp):
+    """The tensor as float32 with the same values: any shape."""
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         return as_tensor(data, "FloatTensor").astype(np.float32, copy=False)
 
 
-class NCHWTensor(ItemOp):
+class NCHWTensor(TensorOp):
     """The image as `[1, channels, height, width]`, of the same type; a view."""
 
-    takes = "tensor"
-    gives = "tensor"
     writes = ("data_format",)
 
     def __call__(self, data: Any, fields: Fields) -> Array:
@@ -175,17 +158,14 @@ class NCHWTensor(ItemOp):
 
 
 class FloatNCHWTensor(NCHWTensor):
-    """The image as float32 `[1, channels, height, width]`, its numbers in a row."""
+    """The image as float32 `[1, channels, height, width]`, C-contiguous."""
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         return np.ascontiguousarray(super().__call__(data, fields), np.float32)
 
 
-class CpuTensor(ItemOp):
-    """The tensor, or the list of them, as it is: tensors between nodes are on the CPU."""
-
-    takes = "tensor"
-    gives = "tensor"
+class CpuTensor(TensorOp):
+    """The unchanged tensor, or list of tensors. Tensors between nodes are always on the CPU."""
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         name = type(self).__name__
@@ -195,4 +175,4 @@ class CpuTensor(ItemOp):
 
 
 class GpuTensor(CpuTensor):
-    """The tensor, or the list of them, as it is: the model moves a whole batch to its device."""
+    """The unchanged tensor, or list of tensors. The model moves a whole batch to its device."""

@@ -72,7 +72,7 @@ def test_a_box_in_parts_of_the_image_is_cut_to_it_and_resized(rgb):
 
 
 def test_a_box_beside_the_image_is_told(rgb):
-    with pytest.raises(BadRequest, match=r"CropResizeMat found _box = .*, which has nothing of the image in it"):
+    with pytest.raises(BadRequest, match=r"CropResizeMat found _box = .*, which contains nothing of the image"):
         CropResizeMat(4, 4)(rgb, {"_box": [1.5, 0, 2, 1]})
 
 

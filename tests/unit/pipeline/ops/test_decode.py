@@ -14,7 +14,7 @@ from PIL import Image
 
 from penstock.errors import BadRequest, ConfigError, DecodeError
 from penstock.pipeline.ops import decode
-from penstock.pipeline.ops.decode import DecodeMat, DecodeTensor, accuracy, picture, turned
+from penstock.pipeline.ops.decode import DecodeMat, DecodeTensor, accuracy, picture, upright
 from penstock.pipeline.ops.mat import cv2
 
 DECODERS = ["opencv", "simplejpeg"]
@@ -139,7 +139,7 @@ def test_a_picture_is_turned_as_its_exif_says(rgb, decoder, orientation):
 
 
 def test_an_orientation_that_is_none_turns_nothing(rgb):
-    assert turned(rgb, 1) is rgb
+    assert upright(rgb, 1) is rgb
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -194,7 +194,7 @@ def test_bytes_of_no_known_image_are_told_with_their_beginning(data):
 @pytest.mark.parametrize("part", [0.02, 0.3, 0.7, 0.99])
 def test_a_jpeg_that_is_cut_short_fails_and_is_not_half_gray(encode, decoder, options, part):
     data = encode("JPEG", **options)
-    fails(data[: int(len(data) * part)], match="found a JPEG that is (broken|cut short)", decoder=decoder)
+    fails(data[: int(len(data) * part)], match="found a JPEG that is (broken|truncated)", decoder=decoder)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "BMP"])
@@ -209,7 +209,7 @@ def test_a_png_whose_chunk_says_that_it_is_huge_fails_at_once(encode, length):
     """OpenCV 5 takes the memory before it looks: 5 kB of bytes held it for 18 s."""
     data = encode("PNG")
     at = data.find(b"IDAT") - 4
-    fails(data[:at] + struct.pack(">I", length) + data[at + 4 :], match="found a PNG that is broken: it is cut short")
+    fails(data[:at] + struct.pack(">I", length) + data[at + 4 :], match="found a PNG that is broken: it is truncated")
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0)])

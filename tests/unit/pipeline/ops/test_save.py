@@ -45,7 +45,7 @@ def test_no_field_of_an_item_says_where(tmp_path, rgb):
 
 
 def test_a_directory_that_is_none_is_told(tmp_path):
-    with pytest.raises(ConfigError, match=r"save_dir = .* is no directory: make it first"):
+    with pytest.raises(ConfigError, match=r"save_dir = .* is not a directory: create it first"):
         SaveMat(str(tmp_path / "none"))
 
 
