@@ -68,7 +68,7 @@ async def test_kill_9_in_the_middle_of_a_batch_is_told_within_50_ms():
 
 
 async def test_what_a_dead_worker_looked_at_is_given_back():
-    async with TransportHarness(process, "penstock.testing.transports:Keeper") as harness:
+    async with TransportHarness(process, "penstock.testing.transports:KeepingModel") as harness:
         await harness.up()
         slab = harness.pool.allocate(100_000)
         assert values(await harness.final(harness.post([Item(slab, "native")]))) == [b"kept"]

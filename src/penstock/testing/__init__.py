@@ -1,0 +1,1 @@
+"""Conformance checks for extensions: policies, codecs, transports, models and ops. Each raises AssertionError."""

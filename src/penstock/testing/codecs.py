@@ -1,4 +1,4 @@
-"""What every Codec must keep, whatever its protocol. Run it over a new one with some of its requests and values."""
+"""check_codec: the contract of codecs. Run it with some requests and values of a new codec."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.types import Item, ItemResult
 
 
 class _Opaque:
-    """A value that no protocol can know."""
+    """A value that no protocol can encode."""
 
 
 def check_codec(make: Callable[[], Codec], requests: Sequence[Item], values: Sequence[Any]) -> None:
-    """Raises AssertionError, naming the rule, unless the codec keeps all of them.
+    """Raises AssertionError, which names the rule, if the codec breaks one.
 
-    `requests` are good ones; `values` are what a model may return for each of them.
+    `requests` are valid requests; `values` are results that a model may return for each of them.
     """
     for request in requests:
         _check_decode(make(), request)
@@ -38,16 +38,16 @@ def _check_decode(codec: Codec, request: Item) -> None:
     before = copy.copy(request)
     value, _ = codec.decode(request)
     assert request == before, "decode changes the item"
-    assert _same(codec.decode(request)[0], value), "decode gives something else the second time: it keeps state"
+    assert _same(codec.decode(request)[0], value), "a second decode returns another value: the codec keeps state"
     in_slab = msgspec.structs.replace(request, payload=memoryview(bytes(request.payload)).toreadonly())
     found = codec.decode(in_slab)[0]
     if isinstance(found, memoryview):
         found = found.tobytes()
-    assert _same(found, value), "decode gives something else for a read-only memoryview"
+    assert _same(found, value), "decode returns another value for a read-only memoryview"
 
 
 def _check_damage(codec: Codec, request: Item) -> None:
-    """Every prefix, and every body with one byte changed, is decoded or refused; nothing else is ever raised."""
+    """Truncated bodies, and bodies with one changed byte, are decoded or raise BadRequest."""
     body = bytes(request.payload)
     step = max(1, len(body) // 64)
     damaged = [body[:n] for n in range(0, len(body), step)]
@@ -62,10 +62,12 @@ def _check_damage(codec: Codec, request: Item) -> None:
 def _check_encode(codec: Codec, request: Item, value: Any) -> None:
     _, context = codec.decode(request)
     result = codec.encode(value, request, context)
-    assert isinstance(result, ItemResult), f"encode gives {type(result).__name__}, not ItemResult"
-    assert isinstance(result.body, bytes), f"encode leaves the body a {type(result.body).__name__}: it cannot be sent"
-    assert result.final, "encode gives a part that is not final: streaming is not the codec's affair"
-    assert result.error is None, "encode gives an error instead of raising it"
+    assert isinstance(result, ItemResult), f"encode returns {type(result).__name__}, not ItemResult"
+    assert isinstance(result.body, bytes), (
+        f"encode returns a body of type {type(result.body).__name__}, which cannot be sent"
+    )
+    assert result.final, "encode returns a part that is not final; codecs do not stream"
+    assert result.error is None, "encode returns an error instead of raising it"
     assert codec.join([result]) == result, "join changes an answer that has one part"
 
 
@@ -76,4 +78,4 @@ def _check_refusals(codec: Codec, request: Item) -> None:
             codec.encode(value, request, context)
         except BadOutput:
             continue
-        raise AssertionError(f"encode takes {value!r}, which cannot be an answer")
+        raise AssertionError(f"encode accepts {value!r}, which is not a valid result")

@@ -1,4 +1,4 @@
-"""The contract of workers that work on batches side by side, and a model that does: `await check_concurrency(make)`."""
+"""check_concurrency: the contract of workers that run batches concurrently, and models for it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Answer = Callable[[list[tuple[int, Any]]], None]
 
 
 class ConcurrentModel:
-    """Items are `(verb, argument)`; the result is the argument, unless the verb says otherwise. Others are echoed.
+    """Items are `(verb, argument)`; most verbs return the argument. Any other item is echoed.
 
-    All answers are given by one thread, each as a part of its own; `predict` waits for those of its batch.
+    One thread produces all results, each as its own part; `predict` waits for the results of its batch.
     """
 
     __penstock_width__ = WIDTH
@@ -70,15 +70,15 @@ class ConcurrentModel:
         while True:
             place, value, budget, answer = self._work.get()
             verb, argument = value if isinstance(value, tuple) else ("echo", value)
-            if verb == "gate":  # answered when a later item opens it
+            if verb == "gate":  # answered when a later item opens the gate
                 self._gates.setdefault(argument, []).append((place, argument, answer))
                 continue
             found = self._do(verb, argument, budget)
             del value, verb, argument
             answer([(place, found)])
-            if isinstance(found, Opened):
-                for waiting, name, tell in self._gates.pop(found.gate, []):
-                    tell([(waiting, name)])
+            if isinstance(found, OpenedGate):
+                for waiting, name, respond in self._gates.pop(found.gate, []):
+                    respond([(waiting, name)])
             del found, answer
 
     def _do(self, verb: str, argument: Any, budget: float | None) -> Any:
@@ -87,7 +87,7 @@ class ConcurrentModel:
         if verb == "raise":
             return ValueError(argument)
         if verb == "open":
-            return Opened(argument)
+            return OpenedGate(argument)
         if verb == "budget":
             return budget
         if verb == "count":
@@ -97,13 +97,13 @@ class ConcurrentModel:
         if verb == "keep":
             self._kept.append(argument)
             return len(argument)
-        if verb == "let_go":
+        if verb == "release":
             self._kept.clear()
         return argument
 
 
-class OnLoop(ConcurrentModel):
-    """Answers from a thread that has a loop: a queue of calls."""
+class LoopModel(ConcurrentModel):
+    """Answers from a thread with a loop: a queue of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,29 +130,29 @@ class OnLoop(ConcurrentModel):
         self._calls.put(call)
 
 
-class LoopEnded(OnLoop):
-    """Its loop takes no calls of others any more."""
+class ClosedLoopModel(LoopModel):
+    """A LoopModel whose loop accepts no calls any more."""
 
     def __penstock_soon__(self, call: Callable[[], None]) -> None:
         raise RuntimeError("the loop is closed")
 
 
-class Opened(str):
-    """What the opener of a gate gets, before those who wait at it."""
+class OpenedGate(str):
+    """The result of the item that opens a gate; it precedes the results of the items that wait at the gate."""
 
     gate: Any
 
-    def __new__(cls, gate: Any) -> Opened:
-        made = super().__new__(cls, "opened")
-        made.gate = gate
-        return made
+    def __new__(cls, gate: Any) -> OpenedGate:
+        opened = super().__new__(cls, "opened")
+        opened.gate = gate
+        return opened
 
     def __reduce__(self) -> Any:
         return str, (str(self),)
 
 
-class Twice(ConcurrentModel):
-    """Answers every item twice, and differently."""
+class RepeatingModel(ConcurrentModel):
+    """Answers every item twice, with different results."""
 
     def _do(self, verb: str, argument: Any, budget: float | None) -> Any:
         return argument
@@ -179,7 +179,7 @@ async def check_a_later_batch_is_answered_while_an_earlier_one_waits(make: MakeT
         assert values(await harness.final(third)) == ["opened"]
 
 
-async def check_an_answer_leaves_before_the_others_of_its_batch(make: MakeTransport) -> None:
+async def check_a_result_is_sent_before_the_others_of_its_batch(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
         number = harness.post([Item(("gate", "a")), Item(2), Item(("raise", "no"))])
@@ -194,32 +194,32 @@ async def check_an_answer_leaves_before_the_others_of_its_batch(make: MakeTransp
         assert last.run_s > 0
 
 
-async def check_each_place_is_answered_once_also_by_a_model_that_answers_twice(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.concurrent:Twice") as harness:
+async def check_each_item_is_answered_once_by_a_model_that_answers_twice(make: MakeTransport) -> None:
+    async with TransportHarness(make, "penstock.testing.concurrent:RepeatingModel") as harness:
         for n in range(3):
             part = await harness.run(n, n + 1)
             assert (part.at, values(part)) == ([0, 1], [n, n + 1])
 
 
-async def check_answers_of_one_turn_of_the_models_loop_leave_together(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.concurrent:OnLoop") as harness:
+async def check_results_of_one_pass_of_the_models_loop_are_sent_together(make: MakeTransport) -> None:
+    async with TransportHarness(make, "penstock.testing.concurrent:LoopModel") as harness:
         await harness.up()
         number = harness.post([Item(n) for n in range(5)])
         part = await harness.final(number)
         assert (part.at, values(part)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
         assert len(harness.parts[number]) == 1
-    async with TransportHarness(make, "penstock.testing.concurrent:LoopEnded") as harness:
+    async with TransportHarness(make, "penstock.testing.concurrent:ClosedLoopModel") as harness:
         assert await harness.values(7) == [7]
 
 
-async def check_a_submit_that_raises_is_an_answer(make: MakeTransport) -> None:
+async def check_an_error_of_submit_is_the_answer(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         part = await harness.run(("refuse", None), 2)
         assert [type(e) for e in values(part)] == [QueueFull, QueueFull]
         assert (await harness.values(1)) == [1]
 
 
-async def check_items_that_the_model_never_sees(make: MakeTransport) -> None:
+async def check_items_that_do_not_reach_the_model(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
         number = harness.post([Item(b"{", "native", "application/json"), Item(b"2", "native", "application/json")])
@@ -230,7 +230,7 @@ async def check_items_that_the_model_never_sees(make: MakeTransport) -> None:
         assert values(await harness.final(harness.post([Item([], many=True)]))) == [[]]
 
 
-async def check_many_items_in_one_are_answered_together(make: MakeTransport) -> None:
+async def check_the_items_of_one_request_are_answered_together(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
         first = harness.post([Item([1, ("gate", "a"), ("raise", "no")], many=True, rows=3), Item([4], many=True)])
@@ -242,7 +242,7 @@ async def check_many_items_in_one_are_answered_together(make: MakeTransport) -> 
         assert type(found[2]) is ItemFailed
 
 
-async def check_the_model_hears_how_much_time_is_left(make: MakeTransport) -> None:
+async def check_the_model_receives_the_remaining_budget(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
         number = harness.post([Item(("budget", None), budget_s=0.25), Item(("budget", None))])
@@ -257,13 +257,13 @@ async def check_an_abandoned_batch_is_cancelled_and_ends(make: MakeTransport) ->
         harness.transport.abandon(0, number)
         assert [type(e) for e in values(await harness.final(number))] == [Cancelled, Cancelled]
         assert await harness.values(("cancelled", None)) == [1]
-        assert await harness.values(("open", "a")) == ["opened"]  # and what the model answers late is not sent
+        assert await harness.values(("open", "a")) == ["opened"]  # late results of the model are not sent
         assert values(await harness.final(other)) == ["a"]
         harness.transport.abandon(0, number)
         assert await harness.values(1) == [1]
 
 
-async def check_a_slab_is_let_go_with_its_own_batch(make: MakeTransport) -> None:
+async def check_a_slab_is_released_with_its_batch(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
         slab = harness.pool.allocate(LARGE)
@@ -279,7 +279,7 @@ async def check_a_slab_is_let_go_with_its_own_batch(make: MakeTransport) -> None
         await harness.values(("open", "a"))
 
 
-async def check_a_slab_that_the_model_keeps_is_not_reused_before_it_lets_go(make: MakeTransport) -> None:
+async def check_a_slab_is_not_reused_while_the_model_keeps_it(make: MakeTransport) -> None:
     import numpy as np
 
     async with TransportHarness(make, TARGET) as harness:
@@ -287,11 +287,11 @@ async def check_a_slab_that_the_model_keeps_is_not_reused_before_it_lets_go(make
         for n in range(3):
             assert await harness.values(n) == [n]
         assert harness.pool.in_use_bytes > 0
-        await harness.values(("let_go", None))
+        await harness.values(("release", None))
         await harness.until_free()
 
 
-async def check_what_is_counted_is_told_and_at_the_end_too(make: MakeTransport) -> None:
+async def check_metrics_are_reported_until_the_end(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         for _ in range(5):
             part = await harness.run(("count", 2), ("count", 3))
@@ -301,7 +301,7 @@ async def check_what_is_counted_is_told_and_at_the_end_too(make: MakeTransport) 
         assert [(d.kind, d.name, d.value) for d in harness.metrics][-1] == ("counter", "ended", 1)
 
 
-async def check_what_is_in_flight_is_answered_before_the_end(make: MakeTransport) -> None:
+async def check_batches_in_flight_are_answered_before_the_end(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
         numbers = [harness.post([Item(("gate", "a"))]) for _ in range(10)]
@@ -317,11 +317,11 @@ async def check_what_is_in_flight_is_answered_before_the_end(make: MakeTransport
         await harness.up()
         number = harness.post([Item(1), Item(("gate", "a"))])
         await harness.until(lambda: harness.parts[number])
-        await harness.transport.close(0.05)  # too short for who waits at a gate
+        await harness.transport.close(0.05)  # too short for the item at the gate
         assert type(harness.parts[number][-1].error) is WorkerDied
 
 
-async def check_a_death_ends_all_that_was_in_flight(make: MakeTransport) -> None:
+async def check_a_death_fails_all_batches_in_flight(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
         numbers = [harness.post([Item(("gate", "a")), Item(n)]) for n in range(5)]
@@ -340,6 +340,6 @@ CONCURRENCY_CHECKS: list[Callable[[MakeTransport], Awaitable[None]]] = [
 
 
 async def check_concurrency(make: MakeTransport) -> None:
-    """Runs every check over transports that `make` gives. Raises AssertionError."""
+    """Runs every check on transports that `make` returns. Raises AssertionError."""
     for check in CONCURRENCY_CHECKS:
         await check(make)

@@ -1,4 +1,4 @@
-"""The contract of models: `check_model(target, items)` for a function, a class or an instance that `predict`s."""
+"""check_model: the contract of models, for a function, or a class or instance with `predict`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def check_model(
 ) -> None:
     """Loads the model, runs the items alone and in batches, and unloads it. Raises AssertionError.
 
-    An item must get the same answer whatever its batch-mates are; `same` compares two answers. Streams are compared
-    part by part.
+    The result of an item must not depend on the other items of its batch; `same` compares two results. Streams are
+    compared part by part.
     """
     assert items, "check_model needs at least one item"
     model = PythonModel(target)
@@ -39,7 +39,7 @@ def check_model(
 
 
 def _answers(runner: BatchRunner, items: Sequence[Any]) -> list[list[Any]]:
-    """The parts that each item got."""
+    """The parts of the result of each item."""
     parts: list[BatchPart] = []
     runner.run(1, runner.decode([Item(item) for item in items]), parts.append)
     assert [part.final for part in parts] == [False] * (len(parts) - 1) + [True]

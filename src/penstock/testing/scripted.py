@@ -1,4 +1,4 @@
-"""Models that do what their items say: for the checks of transports, and for tests of what lies above them."""
+"""Models controlled by their items, for the checks of transports and the tests of higher layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import BadRequest
 
 
 class ScriptedModel:
-    """Items are `(verb, argument)`; the result is the argument, unless the verb says otherwise. Others are echoed."""
+    """Items are `(verb, argument)`; most verbs return the argument. Any other item is echoed."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -49,7 +49,7 @@ class ScriptedModel:
         if verb == "keep":
             self.kept.append(argument)
             return len(argument)
-        if verb == "let_go":
+        if verb == "release":
             self.kept.clear()
         if verb == "count":
             metrics.counter("counted", argument, kind="test")
@@ -71,7 +71,7 @@ class ScriptedModel:
 
 
 def _hold_the_gil(seconds: float) -> None:
-    """One call into C that does not give the GIL back: no Python thread of this process runs meanwhile."""
+    """Calls C without releasing the GIL, which blocks all Python threads of this process."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
@@ -86,7 +86,7 @@ _ENDS: dict[str, Callable[[Any], Any]] = {
 
 
 def stream(items: list[Any]) -> Iterator[list[Any]]:
-    """Item n gets the parts 0 .. n-1; a negative one raises at once."""
+    """Item n gets the parts 0 .. n-1; a negative item raises at once."""
     if min(items) < 0:
         raise ValueError("negative")
     for step in range(max(items)):
@@ -94,18 +94,18 @@ def stream(items: list[Any]) -> Iterator[list[Any]]:
 
 
 async def stream_async(items: list[Any]) -> Any:
-    """As `stream`, asynchronously."""
+    """`stream` as an async generator."""
     for part in stream(items):
         yield part
 
 
 async def echo_async(items: list[Any]) -> list[Any]:
-    """The items."""
+    """Echoes the items."""
     return items
 
 
 class NeverLoads:
-    """Raises in `load`."""
+    """A model whose `load` raises."""
 
     def load(self, device: str) -> None:
         raise RuntimeError("no weights here")
@@ -115,13 +115,13 @@ class NeverLoads:
 
 
 class DiesWhileLoading(NeverLoads):
-    """Ends its process in `load`; under the thread transport, its thread."""
+    """A model whose `load` ends its process, or its thread under the thread transport."""
 
     def load(self, device: str) -> None:
         sys.exit(7)
 
 
 def apart(target: Any) -> Any:
-    """The target, whose answers are then finished in a thread of their own: the wrapper of a `worker.spec.Wrapped`."""
+    """Wrapper (`worker.spec.Wrapped`) that makes the worker finish the target's results in a separate thread."""
     target.__penstock_finishes_apart__ = True
     return target

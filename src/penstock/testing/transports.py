@@ -1,4 +1,4 @@
-"""The contract of transports, as checks that run over any of them: `await check_transport(make)`."""
+"""check_transport: the contract of transports, as checks of any implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, Penst
 from penstock.types import Batch, BatchPart, Item, MetricDelta, Ready
 
 MakeTransport = Callable[[WorkerSpec, SlabPool], Transport]
-"""A transport of one slot on "cpu" that is not started yet."""
+"""Returns a transport with one slot on "cpu" that has not been started."""
 
 POOL_BYTES = 8 * 2**20
 WAIT_S = 20.0
@@ -23,7 +23,7 @@ LARGE = 300_000
 
 
 class TransportHarness:
-    """A transport with one slot, its listener, and callers that note what they are told."""
+    """A transport with one slot, its listener, and callers that record the parts they receive."""
 
     def __init__(
         self, make: MakeTransport, target: Any = "penstock.testing.scripted:ScriptedModel", **batching: Any
@@ -62,7 +62,7 @@ class TransportHarness:
         self.metrics += deltas
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Waits for what the listener or a caller hears."""
+        """Waits until `condition` is true, which events of the listener or a caller may change."""
         async with asyncio.timeout(WAIT_S):
             while not condition():
                 self._changed.clear()
@@ -72,7 +72,7 @@ class TransportHarness:
         await self.until(lambda: self.ready is not None)
 
     async def until_free(self) -> None:
-        """Waits until no worker looks at the pool any more, and nobody else does."""
+        """Waits until the pool is not in use."""
         self.pool.when_free(self._changed.set)
         while self.pool.in_use_bytes:
             async with asyncio.timeout(WAIT_S):
@@ -81,25 +81,25 @@ class TransportHarness:
             self.pool.when_free(self._changed.set)
 
     def post(self, items: Sequence[Item], more: bool = False) -> int:
-        """Sends a batch, with `more` as one behind which another follows at once; its number."""
+        """Sends a batch and returns its number. `more`: another batch follows at once."""
         self._ids += 1
         number = self._ids
-        heard = self.parts[number] = []
+        received = self.parts[number] = []
 
         def on_part(part: BatchPart) -> None:
             assert part.batch_id == number
-            assert not (heard and heard[-1].final), "a part came after the final one"
-            heard.append(part)
+            assert not (received and received[-1].final), "a part arrived after the final one"
+            received.append(part)
             self._changed.set()
 
         self.transport.send(Batch(number, 0, list(items), more), on_part)
-        assert not heard, "on_part was called inside of send"
+        assert not received, "on_part was called during send"
         return number
 
     async def final(self, number: int) -> BatchPart:
-        heard = self.parts[number]
-        await self.until(lambda: heard and heard[-1].final)
-        return heard[-1]
+        received = self.parts[number]
+        await self.until(lambda: received and received[-1].final)
+        return received[-1]
 
     async def run(self, *payloads: Any, codec: str = "object", many: bool = False) -> BatchPart:
         """Runs one batch of these payloads."""
@@ -109,7 +109,7 @@ class TransportHarness:
         return await self.final(self.post(items))
 
     async def values(self, *payloads: Any) -> list[Any]:
-        """The results of these payloads, errors in their places."""
+        """The results of these payloads; errors replace failed ones."""
         return values(await self.run(*payloads))
 
 
@@ -148,7 +148,7 @@ async def check_an_exception_as_result_fails_its_item(make: MakeTransport) -> No
         assert type(bad) is ItemFailed
 
 
-async def check_wrong_results_are_named(make: MakeTransport) -> None:
+async def check_invalid_results_are_named(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
         for found in await harness.values(("length", 1), 2, 3):
             assert type(found) is BadOutput
@@ -158,19 +158,19 @@ async def check_wrong_results_are_named(make: MakeTransport) -> None:
         assert "dict" in found.message
 
 
-async def check_retry_split_off_fails_the_whole_batch(make: MakeTransport) -> None:
+async def check_without_retry_split_the_whole_batch_fails(make: MakeTransport) -> None:
     async with TransportHarness(make, retry_split=False) as harness:
         assert all(type(found) is ItemFailed for found in await harness.values(1, ("raise", "no"), 3))
 
 
-async def check_out_of_memory_halves_the_batch_and_is_told(make: MakeTransport) -> None:
+async def check_out_of_memory_halves_the_batch_and_is_reported(make: MakeTransport) -> None:
     async with TransportHarness(make, retry_split=False) as harness:
         part = await harness.run(*[("memory", 2)] * 8)
         assert values(part) == [2] * 8
         assert part.oom == (4, 2)
 
 
-async def check_many_items_in_one(make: MakeTransport) -> None:
+async def check_several_items_in_one_request(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
         first, second = values(await harness.run([1, ("raise", "no"), 3], [4], many=True))
         assert (first[0], first[2], second) == (1, 3, [4])
@@ -184,15 +184,15 @@ async def check_parts_of_a_stream(make: MakeTransport, target: str = "penstock.t
         await harness.up()
         number = harness.post([Item(2), Item(3)])
         await harness.final(number)
-        heard = [values(part) for part in harness.parts[number]]
-        assert heard == [[0, 0], [1, 1], [None, 2], [None, None]]
+        received = [values(part) for part in harness.parts[number]]
+        assert received == [[0, 0], [1, 1], [None, 2], [None, None]]
         assert [part.final for part in harness.parts[number]] == [False, False, False, True]
         refused, fine = values(await harness.final(harness.post([Item(-1), Item(1)])))
         assert type(refused) is ItemFailed
         assert fine is None
 
 
-async def check_wire_payloads_and_large_ones(make: MakeTransport) -> None:
+async def check_wire_payloads_and_large_payloads(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
         for codec in ("native", "object"):
             small, large = b"small", bytes(range(256)) * (LARGE // 256)
@@ -231,7 +231,7 @@ async def check_a_full_pool_does_not_stop_large_payloads(make: MakeTransport) ->
         slab.release()
 
 
-async def check_answers_larger_than_any_shared_memory(make: MakeTransport) -> None:
+async def check_results_larger_than_the_shared_memory(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
         for size in (LARGE, 3 * POOL_BYTES, LARGE):
             for _ in range(20 if size == LARGE else 1):
@@ -240,7 +240,7 @@ async def check_answers_larger_than_any_shared_memory(make: MakeTransport) -> No
 
 
 async def check_a_slab_that_the_model_keeps_is_not_reused(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.transports:Keeper") as harness:
+    async with TransportHarness(make, "penstock.testing.transports:KeepingModel") as harness:
         await harness.up()
         slab = harness.pool.allocate(LARGE)
         assert slab is not None
@@ -253,8 +253,8 @@ async def check_a_slab_that_the_model_keeps_is_not_reused(make: MakeTransport) -
         assert harness.pool.in_use_bytes == 0
 
 
-class Keeper:
-    """Keeps a large item beyond its answer; an empty one asks for its first byte, and lets it go."""
+class KeepingModel:
+    """A model that keeps a large item after answering; an empty item returns its first byte and releases it."""
 
     kept: Any = None
 
@@ -267,9 +267,9 @@ class Keeper:
         return [b"" if kept is None else bytes(kept[:1])]
 
 
-async def check_metrics_come_with_the_answer(make: MakeTransport) -> None:
+async def check_metrics_arrive_with_the_results(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
-        await harness.run(1)  # takes along what others have counted in this process
+        await harness.run(1)  # includes counts of other checks in this process
         (delta,) = (await harness.run(("count", 2), ("count", 3))).metrics or []
         assert (delta.kind, delta.name, delta.value, delta.labels) == ("counter", "counted", 5, {"kind": "test"})
         assert (await harness.run(1)).metrics is None
@@ -284,7 +284,7 @@ async def check_batches_are_answered_in_order(make: MakeTransport) -> None:
                 assert values(await harness.final(number)) == [n]
 
 
-async def check_close_answers_what_runs(make: MakeTransport) -> None:
+async def check_close_answers_running_batches(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
         await harness.up()
         number = harness.post([Item(("sleep", 0.1))])
@@ -292,7 +292,7 @@ async def check_close_answers_what_runs(make: MakeTransport) -> None:
         assert values(harness.parts[number][-1]) == [0.1]
 
 
-async def check_what_is_sent_while_closing_is_answered(make: MakeTransport) -> None:
+async def check_a_batch_sent_while_closing_is_answered(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
         await harness.up()
         closing = asyncio.ensure_future(harness.transport.close(WAIT_S))
@@ -304,7 +304,7 @@ async def check_what_is_sent_while_closing_is_answered(make: MakeTransport) -> N
         assert not part.started
 
 
-async def check_a_worker_that_ends_is_told_and_replaced(make: MakeTransport) -> None:
+async def check_a_worker_that_ends_is_reported_and_replaced(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
         await harness.up()
         numbers = [harness.post([Item(("exit", 3))]), harness.post([Item(1)])][: harness.transport.depth]
@@ -316,7 +316,7 @@ async def check_a_worker_that_ends_is_told_and_replaced(make: MakeTransport) -> 
         assert await harness.values(5) == [5]
 
 
-async def check_a_model_that_does_not_load_says_why(make: MakeTransport) -> None:
+async def check_a_model_that_does_not_load_is_reported_with_the_reason(make: MakeTransport) -> None:
     async with TransportHarness(make, "penstock.testing.scripted:NeverLoads") as harness:
         await harness.until(lambda: len(harness.downs) >= 2)
         (error, first), (_, second) = harness.downs[:2]
@@ -326,14 +326,14 @@ async def check_a_model_that_does_not_load_says_why(make: MakeTransport) -> None
         assert (first, second) == (0.1, 0.2)
 
 
-async def check_a_model_that_ends_its_worker_while_loading(make: MakeTransport) -> None:
+async def check_a_model_that_ends_its_worker_while_loading_is_reported(make: MakeTransport) -> None:
     async with TransportHarness(make, "penstock.testing.scripted:DiesWhileLoading") as harness:
         await harness.until(lambda: harness.downs)
         assert type(harness.downs[0][0]) is LoadFailed
         assert "7" in harness.downs[0][0].message
 
 
-async def check_a_missing_target_lists_candidates(make: MakeTransport) -> None:
+async def check_a_missing_target_is_reported_with_candidates(make: MakeTransport) -> None:
     async with TransportHarness(make, "penstock.testing.scripted:ScriptedModl") as harness:
         await harness.until(lambda: harness.downs)
         error = harness.downs[0][0]
@@ -341,7 +341,7 @@ async def check_a_missing_target_lists_candidates(make: MakeTransport) -> None:
         assert "did you mean 'ScriptedModel'?" in error.message
 
 
-async def check_a_class_itself_is_a_target(make: MakeTransport) -> None:
+async def check_a_class_object_is_a_target(make: MakeTransport) -> None:
     from penstock.testing.scripted import ScriptedModel
 
     async with TransportHarness(make, ScriptedModel) as harness:
@@ -354,6 +354,6 @@ TRANSPORT_CHECKS: list[Callable[[MakeTransport], Awaitable[None]]] = [
 
 
 async def check_transport(make: MakeTransport) -> None:
-    """Runs every check over transports that `make` gives. Raises AssertionError."""
+    """Runs every check on transports that `make` returns. Raises AssertionError."""
     for check in TRANSPORT_CHECKS:
         await check(make)
