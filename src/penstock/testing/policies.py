@@ -1,7 +1,7 @@
-"""check_policy: plays random scripts on the real Scheduler with a policy, and holds the invariants after every event.
+"""check_policy: plays random scripts on the real Scheduler with a policy, and checks invariants after every event.
 
-The checker keeps its own, slow and simple account of every request: a bit mask of its rows for each place where rows
-can be. It is told only what a caller is told.
+The checker keeps its own simple record of every request: a bit mask of its rows for each state. It sees only what a
+caller sees.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from penstock.core.batching.queues import MAX_BYPASSES
 from penstock.testing.scripts import TICK, ScriptPlayer, ScriptSetup, random_setup
 
 INVARIANTS = {
-    "I1": "rows of a batch <= the maximum, one bucket; every request ends exactly once; the queue's counts are right",
-    "I2": "only slots that are up are used, and none holds more than one batch (with depth 2: one more, sent ahead)",
-    "I3": "same bucket and class, no deadline: first in, first out; what does not fit is passed at most 8 times",
-    "I4": "max_hold_s = 0: never an idle slot beside a waiting request",
-    "I5": "a request beside an idle slot waits at most 2a/m (fixed: its delay), a full batch not at all",
+    "I1": "rows of a batch <= the maximum, one bucket; every request ends exactly once; the queue's counts are correct",
+    "I2": "only slots that are up get batches, one each (with depth 2: one more, sent ahead)",
+    "I3": "same bucket and class, no deadline: first in, first out; a misfit is passed over at most 8 times",
+    "I4": "max_hold_s = 0: no request waits while a slot is idle",
+    "I5": "while a slot is idle, a request waits at most 2a/m (fixed: its delay), a full batch not at all",
     "I6": "n* <= 1 or one slot, and no completion in the last a/m: no hold",
     "I7": "a = 0, or the cost model not ready: no hold",
-    "I8": "nothing is sent that is late, or dropped for time that could be in time; without a deadline never",
-    "I9": "the head with the smallest virtual deadline is in the next batch unless its own deadline forbids",
-    "I10": "skipped entries are served later or dropped for I8 only: nothing is left in the end",
-    "I11": "wake_at is later than now, set while something is held; polling again changes nothing",
-    "I12": "a split request ends once, when nothing of it waits or runs",
-    "I13": "only differences of time count, and ids do not: a shifted, renumbered script gives the same decisions",
-    "I14": "a script with all times doubled gives the same decisions, doubled",
-    "I15": "the cost model: a >= 0, b > 0, t increasing, whatever the samples",
+    "I8": "no late request is sent, and none is dropped that could be in time or has no deadline",
+    "I9": "the request with the earliest virtual deadline is in the next batch unless its own deadline forbids it",
+    "I10": "skipped entries are served later or dropped for I8 only: no request is left at the end",
+    "I11": "wake_at is later than now, and set while a request is held; a second poll changes nothing",
+    "I12": "a split request ends once, when none of its rows waits or runs",
+    "I13": "only time differences matter, and ids do not: a shifted, renumbered script has the same decisions",
+    "I14": "a script with all times doubled has the same decisions, doubled",
+    "I15": "the cost model has a >= 0, b > 0 and increasing t for any samples",
 }
-"""All hold for every policy, but for: I4 (max_hold_s = 0, and none), I5 (adaptive, fixed), I6 and I7 (adaptive), and of
-I8 what concerns the cost model (adaptive; the others drop at the deadline itself)."""
+"""All apply to every policy, except I4 (max_hold_s = 0, and none), I5 (adaptive, fixed), I6 and I7 (adaptive), and the
+part of I8 about the cost model (adaptive; other policies drop at the deadline itself)."""
 
 
 class Violation(AssertionError):
-    """`name` is the invariant that was broken."""
+    """`name` is the broken invariant."""
 
     def __init__(self, name: str, found: str) -> None:
         super().__init__(f"{name} ({INVARIANTS[name]}): {found}")
@@ -51,11 +51,11 @@ class Violation(AssertionError):
 
 
 class PolicyRules(Struct, frozen=True):
-    """Which of the invariants that are not for all hold for a policy."""
+    """Which of the optional invariants apply to a policy."""
 
-    holds: bool  # it may let a request wait beside an idle slot
-    model: bool  # it holds and drops by the cost model, as adaptive does
-    delay_s: float = INF  # it holds a head no longer than this
+    holds: bool  # it may hold a request while a slot is idle
+    model: bool  # it holds and drops by the cost model, like adaptive
+    delay_s: float = INF  # longest hold of the head
 
     @classmethod
     def of(cls, policy: BatchPolicy) -> PolicyRules:
@@ -67,19 +67,19 @@ class PolicyRules(Struct, frozen=True):
 
 
 class CheckedRequest(Struct):
-    """The checker's account of a request; bit k of a mask is row k."""
+    """The checker's record of a request; bit k of a mask is row k."""
 
     entry: Entry
     order: int
     rows: int
     vdeadline_s: float
-    waits: int  # rows that wait in their bucket
-    rerun: int = 0  # rows that wait to be run again as an exact batch
+    waits: int  # rows in their bucket
+    rerun: int = 0  # rows that wait for a re-run as an exact batch
     runs: int = 0
     done: int = 0
-    dead: int = 0  # rows that were in a death
+    dead: int = 0  # rows that ran during a worker death
     requeued: bool = False
-    over: bool = False  # nothing more of it is to run
+    over: bool = False  # no more rows will run
     passed: int = 0
 
     @property
@@ -100,12 +100,12 @@ class PolicyChecker(ScriptPlayer):
     def __init__(self, setup: ScriptSetup, make_policy: Callable[[], BatchPolicy]) -> None:
         policy = make_policy()
         self.rules = PolicyRules.of(policy)
-        self.requests: dict[int, CheckedRequest] = {}  # those that have not ended
+        self.requests: dict[int, CheckedRequest] = {}  # not ended yet
         self.recent: deque[tuple[float, int]] = deque(maxlen=32)
         self.ceiling = 2**30
-        self.exact: set[int] = set()  # batches that are re-runs
-        self.beside_s = INF  # since when something waits beside an idle slot
-        self.quiet_s = -INF  # a/m after the last completion: until then a closed loop may regroup
+        self.exact: set[int] = set()  # ids of re-runs
+        self.hold_start_s = INF  # since when a request waits while a slot is idle
+        self.quiet_s = -INF  # a/m after the last completion, while a closed loop may regroup
         super().__init__(setup, lambda: policy)
 
     def play(self) -> None:
@@ -137,7 +137,7 @@ class PolicyChecker(ScriptPlayer):
         self.need("I12", not self.requests[id].runs, f"request {id} ended while a part of it runs: {how}")
         del self.requests[id]
 
-    # ---- what is told to the scheduler
+    # ---- calls of the scheduler
 
     def on_offer(self, entry: Entry) -> None:
         classes = self.setup.priority
@@ -149,10 +149,14 @@ class PolicyChecker(ScriptPlayer):
     def on_cancel(self, id: int, gone: bool) -> None:
         r = self.requests.get(id)
         if gone:
-            self.need("I1", r is not None and bool(r.waits | r.rerun), f"cancel({id}) of what does not wait gave True")
+            self.need(
+                "I1",
+                r is not None and bool(r.waits | r.rerun),
+                f"cancel({id}) of a request that does not wait returned True",
+            )
             self.end(id, "cancelled")
         elif r is not None:
-            self.need("I1", bool(r.runs) or r.over, f"cancel({id}) of what only waits gave False")
+            self.need("I1", bool(r.runs) or r.over, f"cancel({id}) of a waiting request returned False")
             if r.waits | r.rerun:
                 r.purge()
 
@@ -194,22 +198,20 @@ class PolicyChecker(ScriptPlayer):
         if outcome.kind == "ok":
             self.quiet_s = self.now + self.cost.a / max(1, self.live)
 
-    # ---- what it decides
+    # ---- decisions
 
     def on_poll(self, events: list[Event]) -> None:
         before = [r for r in self.requests.values() if r.waits]
         for r in self.requests.values():
             if r.runs and r.waits | r.rerun and r.end_s <= self.now:
-                r.purge()  # told when the part that runs is back
+                r.purge()  # reported when its running part returns
         for event in events:
             if isinstance(event, Dispatch):
                 self.sent(event)
             else:
                 self.dropped(event, before)
         for id, r in self.requests.items():
-            self.need(
-                "I12", bool(r.runs) or not r.over, f"request {id} is over and nothing of it runs, but it was not ended"
-            )
+            self.need("I12", bool(r.runs) or not r.over, f"request {id} is over and does not run, but has not ended")
             self.need("I8", not r.waits | r.rerun or r.end_s > self.now, f"request {id} waits after its end {r.end_s}")
         for slot, batches in self.on_slot.items():
             right = len(batches) <= self.setup.depth and all(b.ahead for b in batches[1:])
@@ -219,7 +221,7 @@ class PolicyChecker(ScriptPlayer):
         wake = self.scheduler.wake_at
         self.need("I11", wake is None or wake > self.now, f"wake_at {wake}")
         again = self.scheduler.poll(self.now)
-        self.need("I11", not again and self.scheduler.wake_at == wake, f"a second poll gave {again}, {wake}")
+        self.need("I11", not again and self.scheduler.wake_at == wake, f"a second poll returned {again}, {wake}")
 
     def sent(self, batch: Dispatch) -> None:
         rows, names = sum(e.rows for e in batch.entries), {e.bucket for e in batch.entries}
@@ -243,7 +245,7 @@ class PolicyChecker(ScriptPlayer):
             self.check_order(batch)
 
     def check_head(self, batch: Dispatch) -> None:
-        """I9, before the rows of the batch leave."""
+        """I9, before the rows of the batch are removed."""
         waits = [r for r in self.requests.values() if r.waits]
         head = min(waits, key=lambda r: (r.vdeadline_s, r.order), default=None)
         if head is None or self.unsure(head) or any(e.id == head.entry.id for e in batch.entries):
@@ -251,12 +253,14 @@ class PolicyChecker(ScriptPlayer):
         name = batch.entries[0].bucket
         other = head.entry.bucket != name and self.rules.holds
         full = other and sum(r.rows for r in self.requests.values() if r.waits and r.entry.bucket == name) >= self.most
-        slow_s = self.cost.high(self.most) if self.rules.model else 0.0  # what it chose, before misfits were left out
+        slow_s = (
+            self.cost.high(self.most) if self.rules.model else 0.0
+        )  # its choice, before requests that do not fit were left out
         tight = head.entry.deadline_s < self.now + slow_s or (batch.ahead and head.entry.deadline_s < INF)
         self.need("I9", full or tight, f"{batch} without the head {head}")
 
     def check_order(self, batch: Dispatch) -> None:
-        """I3, after the rows of the batch have left."""
+        """I3, after the rows of the batch were removed."""
 
         def plain(r: CheckedRequest) -> bool:
             return r.entry.deadline_s == INF and not r.requeued
@@ -276,19 +280,19 @@ class PolicyChecker(ScriptPlayer):
         return same and later.order > r.order
 
     def unsure(self, r: CheckedRequest) -> bool:
-        """Of a split request that runs in part, the waiting parts may have been dropped by the model: not told yet."""
+        """Whether the waiting rows of a partly running request may have been dropped, which is reported later."""
         return bool(r.runs) and r.entry.deadline_s < INF
 
     def dropped(self, event: Expire | Shed | Fail, before: list[CheckedRequest]) -> None:
         r = self.requests.get(event.id)
-        self.need("I1", r is not None, f"{event} of what has ended")
+        self.need("I1", r is not None, f"{event} of an ended request")
         assert r is not None
         deadline, cost, reason = r.entry.deadline_s, self.cost, event.reason
         if reason == "worker_died":
             self.need("I1", r.over, f"{event} without a death")
         elif reason == "timeout":
             self.need("I8", self.now >= r.entry.expires_s, f"{event} of {r}")
-        elif not (r.over or r.done):  # else dropped when it ran in part, and told only now
+        elif not (r.over or r.done):  # otherwise dropped earlier, while it ran in part
             self.need("I8", deadline < INF, f"{event} without a deadline")
             by_model = self.rules.model and cost.ready
             if reason == "expired":
@@ -300,12 +304,12 @@ class PolicyChecker(ScriptPlayer):
                 work_s = sum(x.rows for x in same) / self.most * full_s
                 work_s += sum(cost.t(b.rows) for batches in self.on_slot.values() for b in batches)
                 last_s = max(x.entry.deadline_s for x in same if x.entry.deadline_s < INF)
-                room_s = (last_s - self.now - full_s) * self.live
-                self.need("I8", by_model and work_s > room_s, f"{event} of {r}, but {work_s} fit into {room_s}")
+                free_s = (last_s - self.now - full_s) * self.live
+                self.need("I8", by_model and work_s > free_s, f"{event} of {r}, but {work_s} fit into {free_s}")
         self.end(event.id, event)
 
     def check_counts(self) -> None:
-        """I1: what the scheduler says of its queue."""
+        """I1: the scheduler's counts of its queue."""
         waits = [r for r in self.requests.values() if r.waits | r.rerun]
         sure = [r for r in waits if not self.unsure(r)]
         s = self.scheduler
@@ -320,45 +324,45 @@ class PolicyChecker(ScriptPlayer):
         self.need("I1", s.running == running, f"running is {s.running}, expected {running}")
 
     def check_holds(self) -> None:
-        """I4 to I7, I11: what waits beside an idle slot."""
+        """I4 to I7, I11: requests that wait while a slot is idle."""
         waits = [r for r in self.requests.values() if r.waits | r.rerun and not self.unsure(r)]
         if not (waits and self.idle()):
-            self.beside_s = INF
+            self.hold_start_s = INF
             return
-        self.beside_s = min(self.beside_s, self.now)
+        self.hold_start_s = min(self.hold_start_s, self.now)
         wake, cost, m = self.scheduler.wake_at, self.cost, self.live
-        self.need("I4", self.rules.holds, f"{len(waits)} requests beside an idle slot")
-        self.need("I11", wake is not None, "something is held, but wake_at is None")
+        self.need("I4", self.rules.holds, f"{len(waits)} requests wait while a slot is idle")
+        self.need("I11", wake is not None, "a request is held, but wake_at is None")
         assert wake is not None
         for name in {r.entry.bucket for r in waits}:
             rows = sum(r.waits.bit_count() for r in waits if r.entry.bucket == name)
-            self.need("I5", rows < self.most, f"a full batch of bucket '{name}' beside an idle slot")
+            self.need("I5", rows < self.most, f"a full batch of bucket '{name}' waits while a slot is idle")
         head = min((r for r in self.requests.values() if r.waits | r.rerun), key=lambda r: (r.vdeadline_s, r.order))
         young = self.now < head.entry.arrival_s + self.rules.delay_s
         self.need("I5", young or self.unsure(head), f"the head is held too long: {head}")
         if self.rules.model:
             self.need("I7", cost.ready and cost.a > 0, f"a hold with a={cost.a}, ready={cost.ready}")
-            end = (self.beside_s + 2 * cost.a / m) * (1 + 1e-9)
+            end = (self.hold_start_s + 2 * cost.a / m) * (1 + 1e-9)
             self.need(
-                "I5", self.now < end and wake <= end, f"held since {self.beside_s} until {wake}, at most to {end}"
+                "I5", self.now < end and wake <= end, f"held since {self.hold_start_s} until {wake}, at most to {end}"
             )
             alone = m == 1 or self.even_batch() <= 1
             self.need("I6", not alone or self.now < self.quiet_s, "a hold at light load")
 
     def even_batch(self) -> float:
-        """n* of adaptive, from the arrivals that the checker saw."""
+        """n* of adaptive, from the recorded arrivals."""
         if len(self.recent) < 8:
             return 1.0
         span = self.now - self.recent[0][0]
         rate = (sum(k for _, k in self.recent) - self.recent[0][1]) / span if span else INF
-        room = self.live - rate * self.cost.b
-        return self.most if room <= 0 else min(self.most, rate * self.cost.a / room)
+        spare = self.live - rate * self.cost.b
+        return self.most if spare <= 0 else min(self.most, rate * self.cost.a / spare)
 
 
 def check_invariance(
     setup: ScriptSetup, make_policy: Callable[[], BatchPolicy], doubled: Callable[[], BatchPolicy] | None = None
 ) -> None:
-    """I13 and I14 on one script. `doubled` makes the policy with its own times doubled, if it has any."""
+    """Checks I13 and I14 on one script. `doubled` returns the policy with its own times doubled, if it has any."""
     plain = ScriptPlayer(setup, make_policy)
     plain.play()
     for name, other in (
@@ -380,9 +384,9 @@ def check_policy(
     steps: int = 60,
     doubled: Callable[[], BatchPolicy] | None = None,
 ) -> int:
-    """Plays so many random scripts, each on a new policy, and returns how many decisions were checked.
+    """Plays `traces` random scripts, each on a new policy, and returns the number of checked decisions.
 
-    Raises Violation, named after the invariant, with the setup that shows it. `doubled`: see `check_invariance`.
+    Raises Violation, which names the invariant and the setup that breaks it. `doubled`: see `check_invariance`.
     """
     decisions = 0
     for k in range(traces):

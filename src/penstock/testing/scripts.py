@@ -1,7 +1,7 @@
-"""Random scripts of what can happen to a Scheduler, and a player that applies one.
+"""Random scripts of events for a Scheduler, and a player that applies a script.
 
-A script names batches and requests by number modulo what there is, so that any list of steps is a valid script, and
-the same script can be played shifted or stretched in time.
+A script names batches and requests by number modulo their count. Therefore any list of steps is a valid script, and a
+script can be played shifted or stretched in time.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from penstock.core.batching.scheduler import Scheduler
 from penstock.errors import QueueFull
 
 TICK = 2.0**-12
-"""All times of a script are multiples of it, so that adding and doubling them is exact."""
+"""Times of a script are multiples of a tick, which makes their sums and doubles exact."""
 
 Kind = Literal["offer", "cancel", "ok", "failed", "oom", "died", "lost", "up", "down", "wake", "late"]
 
 
 Decision = tuple[float, *tuple[object, ...]]
-"""The time in ticks since the start, "send" or the kind of event, and what it says."""
+"""The time in ticks since the start, "send" or the kind of event, and its data."""
 
 
 class ScriptStep(Struct, frozen=True):
-    """After `ticks`, what happens. `pick` names a request, batch or slot; the rest is of an offer."""
+    """An event after `ticks`. `pick` names a request, batch or slot; the other fields belong to an offer."""
 
     kind: Kind
     ticks: int = 0
@@ -42,7 +42,7 @@ class ScriptStep(Struct, frozen=True):
 
 
 class ScriptSetup(Struct, frozen=True):
-    """The scheduler that a script is played on, and the service times (a + b*n ticks) of its slots."""
+    """A script, the scheduler for it, and the service times (a + b*n ticks) of the slots."""
 
     max_batch_size: int = 8
     slots: int = 2
@@ -58,7 +58,7 @@ class ScriptSetup(Struct, frozen=True):
 
 
 def random_setup(rng: Random, steps: int = 60) -> ScriptSetup:
-    """A setup with a script. Each draws its own habits, so that quiet, crowded and broken traces all occur."""
+    """A setup with a script. Each draws its own rates, so that idle, crowded and failing traces all occur."""
     deadlines, sizes, buckets = (
         rng.choice((0, 0, 0.5, 1)),
         rng.choice((1, 1, 4, 20)),
@@ -102,10 +102,10 @@ def random_setup(rng: Random, steps: int = 60) -> ScriptSetup:
 
 
 class ScriptPlayer:
-    """Plays a setup's script on a new Scheduler. `trace` is all that it decided, in times relative to the start.
+    """Plays a setup's script on a new Scheduler. `trace` holds all decisions, with times relative to the start.
 
-    A subclass may play on another `scheduler_class`. It sees every call (`on_offer`, `on_cancel`, `on_complete`) and,
-    after each, the poll (`on_poll`).
+    A subclass may use another `scheduler_class`. Its hooks see every call (`on_offer`, `on_cancel`, `on_complete`) and
+    the poll after it (`on_poll`).
     """
 
     scheduler_class: type[Scheduler] = Scheduler
@@ -142,12 +142,12 @@ class ScriptPlayer:
             self.on_slot[slot] = []
 
     def takes_s(self, rows: int, pick: int = 0) -> float:
-        """Seconds of a batch. The factor keeps predicted ends off the grid of the script: ties would be settled by
-        the rounding of a shifted clock."""
+        """Run time of a batch. The factor keeps predicted ends off the script's grid, where the rounding of a shifted
+        clock would decide ties."""
         return (self.setup.a + self.setup.b * rows) * self.tick_s * (0.9 + 0.0137 * (pick % 17))
 
     def play(self) -> None:
-        """The whole script; then every slot comes up and everything runs to its end."""
+        """Plays the whole script, then starts every slot and completes all batches."""
         for step in self.setup.steps:
             if step.kind != "late":  # a late timer: time passes without a poll
                 self.advance(self.now + step.ticks * self.tick_s)
@@ -172,7 +172,7 @@ class ScriptPlayer:
                 return
 
     def advance(self, until_s: float) -> None:
-        """Lets time pass; the timer rings on the way."""
+        """Advances the time, and polls whenever the timer fires."""
         for _ in range(10_000):
             wake = self.scheduler.wake_at
             if wake is None or wake > until_s:
@@ -180,7 +180,7 @@ class ScriptPlayer:
                 return
             self.now = max(self.now, wake)
             self.poll()
-        raise AssertionError("the timer never stops ringing")
+        raise AssertionError("the timer does not stop firing")
 
     def apply(self, step: ScriptStep) -> None:
         busy = [n for n, batches in self.on_slot.items() if batches]
@@ -214,11 +214,13 @@ class ScriptPlayer:
 
     def offer(self, step: ScriptStep) -> None:
         id = self.number(len(self.ids) + 1)
-        # no two deadlines are equal but for rounding, see `takes_s`
+        # keeps deadlines distinct, see `takes_s`
         deadline_s = self.now + (step.deadline_ticks + 0.000731 * len(self.ids)) * self.tick_s
         entry = Entry(
             id=id,
-            rows=min(step.rows, self.setup.max_queue * 7 // 8),  # the rest is kept for the most urgent class
+            rows=min(
+                step.rows, self.setup.max_queue * 7 // 8
+            ),  # the rest of the queue is reserved for the most urgent class
             nbytes=10 * step.rows,
             arrival_s=self.now,
             deadline_s=deadline_s if step.deadline_ticks else INF,
