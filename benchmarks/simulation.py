@@ -21,7 +21,7 @@ from penstock.perf.bench.figures import latency_of, summarise
 from penstock.perf.bench.load import closed_loop
 from penstock.perf.bench.measurement import Latency, Load
 from penstock.perf.bench.slo import Slo
-from penstock.perf.simulate.replay import DEPTH, Grid, ReplayedServer, parse_policies, replay
+from penstock.perf.simulate.replay import DEPTH, ReplayedServer, ReplayGrid, parse_policies, replay
 from penstock.perf.simulate.simulator import ClosedLoop, ServiceTime, SimulationSettings, simulate
 
 BODY = b'{"id": 12345, "text": "a small request of 50 bytes"}'
@@ -69,7 +69,7 @@ def predicted(server: ReplayedServer, load: Load, seed: int, seconds: float) -> 
     start = time.process_time()
     if load.mode == "open":
         arrivals = harness.poisson(load.rate, seconds, seed)
-        one = next(replay(arrivals, server, Grid(parse_policies("adaptive"), [ROWS]), Slo()))
+        one = next(replay(arrivals, server, ReplayGrid(parse_policies("adaptive"), [ROWS]), Slo()))
         rate, latency, requests = one.throughput, one.latency, len(arrivals)
     else:
         settings = SimulationSettings(depth=DEPTH, handover_s=server.handover_s, seed=seed)

@@ -23,7 +23,7 @@ from penstock.perf.simulate.simulator import (
     ClosedLoop,
     OpenLoop,
     ServiceTime,
-    SimResult,
+    SimulationResult,
     SimulationSettings,
     poisson,
     simulate,
@@ -42,7 +42,9 @@ POLICIES: dict[str, Callable[[], BatchPolicy]] = {
 simulated = [0, 0.0]  # requests, seconds
 
 
-def ours(policy: str, service: ServiceTime, load: OpenLoop | ClosedLoop, seed: int, **settings: Any) -> SimResult:
+def ours(
+    policy: str, service: ServiceTime, load: OpenLoop | ClosedLoop, seed: int, **settings: Any
+) -> SimulationResult:
     start = time.perf_counter()
     result = simulate(service, POLICIES[policy](), load, SimulationSettings(max_batch_size=ROWS, seed=seed, **settings))
     simulated[0] += result.requests

@@ -25,7 +25,7 @@ from penstock.perf.simulate.simulator import (
     ClosedLoop,
     OpenLoop,
     ServiceTime,
-    SimResult,
+    SimulationResult,
     SimulationSettings,
     ThinkTime,
     poisson,
@@ -150,7 +150,7 @@ class SyntheticSystem:
             step = min(3.0, step * step)
         return low
 
-    def _simulate(self, settings: CandidateSettings, arrivals: Iterator[float], seed: int) -> SimResult:
+    def _simulate(self, settings: CandidateSettings, arrivals: Iterator[float], seed: int) -> SimulationResult:
         simulated = SimulationSettings(
             slots=_whole(settings, "instances"),
             max_batch_size=_whole(settings, "batch"),
@@ -160,7 +160,7 @@ class SyntheticSystem:
         )
         return simulate(self.machine.service(settings), _policy(settings), OpenLoop(arrivals), simulated)
 
-    def _measured(self, settings: CandidateSettings, load: Load, found: SimResult) -> MeasuredRun:
+    def _measured(self, settings: CandidateSettings, load: Load, found: SimulationResult) -> MeasuredRun:
         self.spent_s += (cost_s := load.seconds / (1 - WARM))
         latencies_s, limit_s = found.latencies_s, self.slo.latency_s
         run = Measurement(

@@ -47,10 +47,6 @@ def simulate(**flags: Any) -> None:
     expires, so overload shows as latency. A server under load learns the cost of a batch: see
     penstock_cost_fixed_seconds and penstock_cost_row_seconds in its metrics.
     """
+    from penstock.perf.simulate.replay import run_simulation  # `penstock --help` imports this file only
 
-    def run() -> int:
-        from penstock.perf.simulate.replay import run_simulation  # `penstock --help` imports this file only
-
-        return run_simulation(flags)
-
-    sys.exit(exit_code(run))
+    sys.exit(exit_code(lambda: run_simulation(flags)))

@@ -54,7 +54,7 @@ class PolicyChoice(Struct, frozen=True):
         return policy_of(BatchingConfig(policy=self.name, max_hold_s=hold, timeout_s=TIMEOUT_S))
 
 
-class Grid(Struct, frozen=True):
+class ReplayGrid(Struct, frozen=True):
     """The combinations that a replay tries."""
 
     policies: Sequence[PolicyChoice]
@@ -139,7 +139,7 @@ def parse_policies(text: str) -> list[PolicyChoice]:
 def replay(
     arrivals: Sequence[float],
     server: ReplayedServer,
-    grid: Grid,
+    grid: ReplayGrid,
     slo: Slo,
     *,
     rows: Sequence[int] = (),
@@ -204,7 +204,7 @@ def run_simulation(flags: dict[str, Any]) -> int:
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
     service = ServiceTime(*parse_cost(flags["cost"]), flags["jitter"], 0.0)
     server = ReplayedServer(service=service, handover_s=parse_duration(flags["handover"]))
-    grid = Grid(
+    grid = ReplayGrid(
         parse_policies(flags["policies"]),
         _numbers("batch", flags["batch"]),
         _numbers("instances", flags["instances"]),

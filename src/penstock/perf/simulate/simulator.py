@@ -111,7 +111,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     seed: int = 1
 
 
-class SimResult(Struct, frozen=True):
+class SimulationResult(Struct, frozen=True):
     """The steady part of a simulation: seconds and requests per second, bulk requests excluded.
 
     `goodput` counts answers within the SLO, `dropped` is a share of arrivals, `busy` a share of the slots' time.
@@ -141,7 +141,7 @@ def poisson(rate: float, n: int, rng: random.Random) -> Iterator[float]:
 
 def simulate(
     service: ServiceTime, policy: BatchPolicy, load: OpenLoop | ClosedLoop, settings: SimulationSettings | None = None
-) -> SimResult:
+) -> SimulationResult:
     """The result of `policy` under a load. The same arguments give the same result."""
     settings = settings or SimulationSettings()
     scheduler = Scheduler(
@@ -228,7 +228,7 @@ class _Record:
 
     def result(
         self, instances: _Instances, bulk: _BulkJob | None, slo_s: float, slots: int, end: float | None
-    ) -> SimResult:
+    ) -> SimulationResult:
         """The figures of the steady part. `end` is the end of a closed loop; None stands for the last arrival."""
         closed = end is not None
         end = self.last_arrival_s if end is None else end
@@ -239,7 +239,7 @@ class _Record:
         drops = sum(1 for t in self.drops if t0 <= t <= end)
         batches = [(n, d) for t, n, d in instances.batches if t0 <= t <= end]
         n = len(latency)
-        return SimResult(
+        return SimulationResult(
             mean_s=sum(latency) / n if n else INF,
             p50_s=latency[n // 2] if n else INF,
             p99_s=latency[min(n - 1, int(0.99 * n))] if n else INF,
@@ -276,7 +276,7 @@ class _Simulation:
         self.arrived: dict[int, float] = {}  # unanswered request -> arrival
         self.left: dict[int, int] = {}  # request that was cut -> unanswered rows
 
-    def run(self) -> SimResult:
+    def run(self) -> SimulationResult:
         """Runs the load to its end."""
         load, settings = self.load, self.settings
         for _ in range(settings.bulk.in_flight if settings.bulk else 0):

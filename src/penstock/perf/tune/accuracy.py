@@ -27,7 +27,7 @@ _EXPECTED: Final = "expected.jsonl"
 _JSON_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Sample(Struct, frozen=True):
+class AccuracySample(Struct, frozen=True):
     """One input and its expected answer; UNSET stands for the answer of the reference. `name` is for messages."""
 
     name: str
@@ -58,7 +58,7 @@ class Agreement(Struct, frozen=True):
 # ---- samples
 
 
-def read_samples(path: str) -> list[Sample]:
+def read_samples(path: str) -> list[AccuracySample]:
     """The samples of a `.jsonl`, a `.npz`, a folder, or any other file, which is one request. Raises ConfigError.
 
     A line of `.jsonl` is a request's JSON, or `{"input": ..., "output": ...}` with the expected answer. A `.npz` has
@@ -81,11 +81,11 @@ def read_samples(path: str) -> list[Sample]:
     return samples
 
 
-def _of_file(file: Path, expected: Any = UNSET) -> Sample:
-    return Sample(file.name, RequestBody(_bytes(file), content_type_of(file)), expected)
+def _of_file(file: Path, expected: Any = UNSET) -> AccuracySample:
+    return AccuracySample(file.name, RequestBody(_bytes(file), content_type_of(file)), expected)
 
 
-def _of_folder(folder: Path) -> list[Sample]:
+def _of_folder(folder: Path) -> list[AccuracySample]:
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name != _EXPECTED and not f.name.startswith("."))
     answers = folder / _EXPECTED
     if not answers.exists():
@@ -99,12 +99,12 @@ def _of_folder(folder: Path) -> list[Sample]:
     return [_of_file(f, value) for f, value in zip(files, expected, strict=True)]
 
 
-def _of_lines(file: Path) -> list[Sample]:
+def _of_lines(file: Path) -> list[AccuracySample]:
     samples = []
     for number, value in _lines(file):
         has_output = isinstance(value, dict) and set(value) == {"input", "output"}
         given, expected = (value["input"], value["output"]) if has_output else (value, UNSET)
-        samples.append(Sample(f"line {number}", RequestBody(msgspec.json.encode(given), JSON), expected))
+        samples.append(AccuracySample(f"line {number}", RequestBody(msgspec.json.encode(given), JSON), expected))
     without = next((s for s in samples if s.expected is UNSET), None)
     outputs = sum(s.expected is not UNSET for s in samples)
     if without is not None and outputs:
@@ -127,7 +127,7 @@ def _lines(file: Path) -> list[tuple[int, Any]]:
     return found
 
 
-def _of_arrays(file: Path) -> list[Sample]:
+def _of_arrays(file: Path) -> list[AccuracySample]:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
@@ -151,7 +151,7 @@ def _of_arrays(file: Path) -> list[Sample]:
         )
     bodies = [RequestBody(msgspec.json.encode(row.tolist()), JSON) for row in inputs]
     expected = [UNSET] * len(inputs) if outputs is None else outputs.tolist()
-    return [Sample(f"row {i}", body, e) for i, (body, e) in enumerate(zip(bodies, expected, strict=True))]
+    return [AccuracySample(f"row {i}", body, e) for i, (body, e) in enumerate(zip(bodies, expected, strict=True))]
 
 
 def _bytes(file: Path) -> bytes:
@@ -164,7 +164,7 @@ def _bytes(file: Path) -> bytes:
 # ---- comparison
 
 
-def expected_answers(samples: Sequence[Sample], reference: Sequence[SampleAnswer]) -> list[Any]:
+def expected_answers(samples: Sequence[AccuracySample], reference: Sequence[SampleAnswer]) -> list[Any]:
     """The expected answer of each sample: from its file, else the reference's. Raises ConfigError if that failed,
     because then there is nothing to compare with."""
     answers = []
@@ -179,7 +179,7 @@ def expected_answers(samples: Sequence[Sample], reference: Sequence[SampleAnswer
 
 
 def agreement(
-    samples: Sequence[Sample], expected: Sequence[Any], answers: Sequence[SampleAnswer], tolerance: float
+    samples: Sequence[AccuracySample], expected: Sequence[Any], answers: Sequence[SampleAnswer], tolerance: float
 ) -> Agreement:
     """The agreement of the answers with the expected ones."""
     differing, worst, first = 0, 0.0, ""

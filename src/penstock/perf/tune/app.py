@@ -22,7 +22,7 @@ from penstock.perf.bench.payload import Payload, check_of, payloads, request_of
 from penstock.perf.bench.run import TargetFailing, measure
 from penstock.perf.bench.slo import Slo
 from penstock.perf.cli import run_async
-from penstock.perf.tune.accuracy import TOLERANCE, Sample, agreement, expected_answers
+from penstock.perf.tune.accuracy import TOLERANCE, AccuracySample, agreement, expected_answers
 from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, profile_instance
 from penstock.perf.tune.runner import single_instance
 from penstock.perf.tune.server import TunedModel, TunedServer
@@ -48,7 +48,7 @@ class AppOptions(Struct, frozen=True, kw_only=True):
     bench`. `warm_s` is the uncounted load after each load of the model; None: until throughput settles.
     """
 
-    samples: Sequence[Sample] | None = None
+    samples: Sequence[AccuracySample] | None = None
     tolerance: float = TOLERANCE
     data: str | None = None
     seed: int = 0
@@ -81,7 +81,7 @@ class AppUnderTest:
         bodies = [_body(payload, target.path) for payload in self._payloads]
         first = zip(self._payloads[:SAMPLES], bodies[:SAMPLES], strict=True)
         given = self._options.samples
-        samples = [Sample(payload.name, body) for payload, body in first] if given is None else given
+        samples = [AccuracySample(payload.name, body) for payload, body in first] if given is None else given
         self._profiles.send(bodies, samples)
         profile = self._profiles.get(baseline)
         if isinstance(profile, LoadFailed):
@@ -195,12 +195,12 @@ class _Profiles:
     def __init__(self, model: TunedModel, space: SearchSpace, slo: Slo, server: TunedServer) -> None:
         self._model, self._space, self._slo, self._server = model, space, slo, server
         self._bodies: list[RequestBody] = []
-        self.samples: Sequence[Sample] = ()
+        self.samples: Sequence[AccuracySample] = ()
         self.failed_s = 0.0
         self._known: dict[CandidateSettings, tuple[InstanceProfile | LoadFailed, float]] = {}  # with its cost
         self._free_bytes = _free_bytes()
 
-    def send(self, bodies: list[RequestBody], samples: Sequence[Sample]) -> None:
+    def send(self, bodies: list[RequestBody], samples: Sequence[AccuracySample]) -> None:
         """Sets the requests for timing, and the samples to answer."""
         self._bodies, self.samples = bodies, samples
 

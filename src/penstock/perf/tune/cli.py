@@ -63,10 +63,6 @@ def tune(target: str, **flags: Any) -> None:
 
     Exit status: 0 found; 1 nothing proven to keep the SLO, or the app failed; 2 wrong usage; 130 interrupted.
     """
+    from penstock.perf.tune.job import run_job  # `penstock --help` imports this file only
 
-    def run() -> int:
-        from penstock.perf.tune.job import run_job  # `penstock --help` imports this file only
-
-        return run_job(target, flags)
-
-    sys.exit(exit_code(run))
+    sys.exit(exit_code(lambda: run_job(target, flags)))

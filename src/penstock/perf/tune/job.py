@@ -28,7 +28,7 @@ from penstock.perf.bench.report import PAGE, REPORT, VERDICT, compose, publish
 from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Results, read, write_error, write_whole
 from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.cli import FAILED, INTERRUPTED
-from penstock.perf.tune.accuracy import Sample, read_samples
+from penstock.perf.tune.accuracy import AccuracySample, read_samples
 from penstock.perf.tune.app import AppOptions, AppUnderTest
 from penstock.perf.tune.config_file import TunedFile
 from penstock.perf.tune.rates import Effort
@@ -54,7 +54,7 @@ class TuneJob(Struct, frozen=True, kw_only=True):
     slo: Slo
     folder: Path
     file: TunedFile | None
-    samples: list[Sample] | None
+    samples: list[AccuracySample] | None
     flags: dict[str, Any]
 
 

@@ -226,24 +226,18 @@ class TrialRunner:
 
     def measure(self, settings: CandidateSettings, rate: float, seconds: float) -> MeasuredRun:
         """One open loop, repeated once if it was INVALID. Raises BudgetExhausted, Infeasible."""
+        what = f"open {settings} rate={rate:g} seconds={seconds:g}"
 
-        def run() -> MeasuredRun:
-            return self._ask(
-                f"open {settings} rate={rate:g} seconds={seconds:g}",
-                settings,
-                lambda seed: self.system.measure(settings, rate, seconds, seed),
-            )
+        def answer(seed: int) -> MeasuredRun:
+            return self.system.measure(settings, rate, seconds, seed)
 
-        measured = run()
-        return run() if measured.invalid else measured
+        measured = self._ask(what, settings, answer)
+        return self._ask(what, settings, answer) if measured.invalid else measured
 
     def saturate(self, settings: CandidateSettings, seconds: float) -> MeasuredRun:
         """One closed loop. Raises BudgetExhausted, Infeasible."""
-        return self._ask(
-            f"closed {settings} seconds={seconds:g}",
-            settings,
-            lambda seed: self.system.saturate(settings, seconds, seed),
-        )
+        what = f"closed {settings} seconds={seconds:g}"
+        return self._ask(what, settings, lambda seed: self.system.saturate(settings, seconds, seed))
 
     def _ask(self, what: str, settings: CandidateSettings, answer: Callable[[int], MeasuredRun]) -> MeasuredRun:
         self._check_budget()

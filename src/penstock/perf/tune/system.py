@@ -124,27 +124,21 @@ class SystemUnderTest(Protocol):
     def refusal(self, settings: CandidateSettings) -> str | None:
         """Why these settings must not be used, before any load: different outputs, a missing device. None if they may.
         The same answer each time."""
-        ...
 
     def curve(self, settings: CandidateSettings) -> BatchCurve | None:
         """Batch times with these settings, whatever their `batch` and `instances`; None if unknown."""
-        ...
 
     def prepare(self, settings: CandidateSettings) -> None:
         """Applies settings to the server, reloading only what they require.
 
         Raises LoadFailed if the model cannot run with them: the search rules them out and goes on.
         """
-        ...
 
     def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> MeasuredRun:
         """An open loop of `rate` requests per second, after a warm-up. The same seed gives the same arrivals."""
-        ...
 
     def saturate(self, settings: CandidateSettings, seconds: float, seed: int) -> MeasuredRun:
         """A closed loop with enough clients to fill every batch: `throughput` is the maximum."""
-        ...
 
     def close(self) -> None:
         """Stops the server."""
-        ...

@@ -10,8 +10,8 @@ from penstock.errors import ConfigError
 from penstock.perf.bench.arrivals import parse_arrival, times
 from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.simulate.replay import (
-    Grid,
     ReplayedServer,
+    ReplayGrid,
     ReplayResult,
     best,
     parse_cost,
@@ -36,7 +36,7 @@ def results(
         "server": EXACT,
         "slo": Slo(),
     }
-    return list(replay(grid=Grid(parse_policies(policies), batches, instances), **(given | more)))
+    return list(replay(grid=ReplayGrid(parse_policies(policies), batches, instances), **(given | more)))
 
 
 def test_durations_and_costs_are_read() -> None:

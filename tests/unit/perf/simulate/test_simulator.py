@@ -15,7 +15,7 @@ from penstock.perf.simulate.simulator import (
     ClosedLoop,
     OpenLoop,
     ServiceTime,
-    SimResult,
+    SimulationResult,
     SimulationSettings,
     poisson,
     simulate,
@@ -180,7 +180,7 @@ def test_sending_ahead_fills_the_gap_and_does_not_split_a_closed_loop(clients: i
 def test_a_lone_request_during_a_bulk_job_waits_less_than_two_batch_times(
     service: ServiceTime, slots: int, rows: int, least: float
 ) -> None:
-    def run(priority: int) -> SimResult:
+    def run(priority: int) -> SimulationResult:
         settings = SimulationSettings(
             slots=slots,
             depth=8,

@@ -10,7 +10,7 @@ import pytest
 from msgspec import UNSET
 
 from penstock.errors import ConfigError
-from penstock.perf.tune.accuracy import Sample, agreement, difference, expected_answers, read_samples
+from penstock.perf.tune.accuracy import AccuracySample, agreement, difference, expected_answers, read_samples
 from penstock.perf.tune.profiler import RequestBody, SampleAnswer
 from penstock.serving.protocols.oip_npy import NPY
 
@@ -21,8 +21,8 @@ def given(value: Any) -> SampleAnswer:
     return SampleAnswer(json.dumps(value).encode(), JSON)
 
 
-def sample(name: str = "line 1", expected: Any = UNSET) -> Sample:
-    return Sample(name, RequestBody(b"1", JSON), expected)
+def sample(name: str = "line 1", expected: Any = UNSET) -> AccuracySample:
+    return AccuracySample(name, RequestBody(b"1", JSON), expected)
 
 
 @pytest.mark.parametrize(

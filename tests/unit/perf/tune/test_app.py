@@ -17,7 +17,7 @@ from penstock.perf.bench.run import TargetFailing
 from penstock.perf.bench.slo import parse_slo
 from penstock.perf.bench.target import Target
 from penstock.perf.tune import app as module
-from penstock.perf.tune.accuracy import Sample
+from penstock.perf.tune.accuracy import AccuracySample
 from penstock.perf.tune.app import MOST_INVALID, WARM_S, AppOptions, AppUnderTest
 from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, SampleAnswer
 from penstock.perf.tune.server import TunedModel
@@ -130,7 +130,7 @@ def test_a_request_that_runs_out_of_memory_ends_the_tuning(world: World, apps: l
 def test_a_reference_that_differs_from_the_samples_ends_the_tuning(
     world: World, apps: list[AppUnderTest], space: str, how: str
 ) -> None:
-    options = AppOptions(samples=[Sample("line 1", RequestBody(b"[1]", "application/json"), [2.0])])
+    options = AppOptions(samples=[AccuracySample("line 1", RequestBody(b"[1]", "application/json"), [2.0])])
     with pytest.raises(ConfigError, match=f"the app {how} does not pass --accuracy-check: 1 of 1 answers differ"):
         make(apps, space, options=options).start()
 
