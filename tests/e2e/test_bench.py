@@ -99,7 +99,7 @@ def test_a_ramp_finds_where_it_was_told_to_end(server: Any, data: str) -> None:
     flags = ["--mode", "ramp", "--rate", "100,150", "--duration", "0.3", "--warmup", "0", "--slo", "p50<=10s"]
     result = told(server.url, "--data", data, *flags)
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[-1] == "knee: 150/s hold p50<=10s; nothing above was asked for"
+    assert result.stdout.splitlines()[-1] == "knee: 150/s hold p50<=10s; no higher rate was requested"
 
 
 @pytest.mark.usefixtures("any_machine")
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_it_with_what_exists(server: Any, data: str, tmp_path: Path)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "1 client" in out
-    assert "interrupted; this is what there is" in err
+    assert "interrupted; partial results follow" in err
     kept = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
     assert 1 <= len(kept) < 2000
     assert (tmp_path / "out" / "report.md").exists()

@@ -146,7 +146,7 @@ def test_an_application_and_one_that_does_not_load(made: Path) -> None:
     assert float(lengths["TS throughput"]) > 0
     assert lengths["TS latency P90"]
     assert 1 < float(lengths["Batch size mean"]) <= 4
-    assert "Broken e: nothing was measured." in said
+    assert "Broken e: no valid measurement." in said
 
 
 def test_after_ctrl_c_there_is_a_report_and_the_rest_is_measured_on_resume(
@@ -176,13 +176,13 @@ def test_after_ctrl_c_there_is_a_report_and_the_rest_is_measured_on_resume(
         process.wait()
     assert first.startswith("[1/2] m e, cpu, 1 worker, batch 1, 10 clients: ")
     assert process.returncode == 130, said + warned
-    assert "penstock: interrupted; this is what there is" in warned
+    assert "penstock: interrupted; partial results follow" in warned
     assert [row["Repeats"] for row in rows(made / "resumed")] == ["1", "0"]
     assert "not run" in (made / "resumed" / "report.md").read_text()
     monkeypatch.chdir(made)
     again = CliRunner().invoke(benchmark_suite, words[1:])
     assert (again.exit_code, again.stdout) == (2, "")
-    assert "resumed holds a run already" in again.stderr
+    assert "resumed already holds a run" in again.stderr
     other = CliRunner().invoke(benchmark_suite, [*words[1:], "--resume", "--requests", "41"])
     assert other.exit_code == 2
     assert "results of another run" in other.stderr
@@ -196,7 +196,7 @@ def test_after_ctrl_c_there_is_a_report_and_the_rest_is_measured_on_resume(
     ("text", "words", "said"),
     [
         ("m:\n  e:\n    url: echo.mar\n    batchsize: 2\n", (), "wrong.yaml:4: found m.e: unknown key 'batchsize'"),
-        ("m:\n  e: [\n", (), "wrong.yaml:3: no valid YAML"),
+        ("m:\n  e: [\n", (), "wrong.yaml:3: invalid YAML"),
         (GUIDE, (), "wrong.yaml:2: Model_name eager_mode asks for gpus all, and this machine has none"),
         (GUIDE, ("--skip-missing-hardware",), "url: no file 'Path to .mar file'"),
         ("m:\n  e:\n    url: echo.mar\n", ("--slo", "p98<=1ms"), '"p98" is none of'),

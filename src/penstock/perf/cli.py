@@ -1,4 +1,4 @@
-"""What the verbs that measure do alike: their loop, how they are ended, and the exit statuses."""
+"""Shared by the commands that measure: flags, exit statuses, signals and the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
-    """What a flag of a time says: `90`, `90s`, `10m`, `1.5h`."""
+    """Parses a duration: `90`, `90s`, `10m`, `1.5h`."""
     if value is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value.strip(), re.ASCII)
@@ -32,7 +32,7 @@ def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 
 def warmup(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
-    """What a flag of a warm-up says: None for auto, else seconds."""
+    """Parses a warm-up: None for auto, else seconds."""
     if value == "auto":
         return None
     try:
@@ -45,19 +45,16 @@ def warmup(_: click.Context, parameter: click.Parameter, value: str) -> float | 
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """What `work` gives, or the status of its error, which is told in one line. SIGTERM and SIGHUP end it as Ctrl-C."""
+    """The result of `work`, or the status of its error, printed in one line. SIGTERM and SIGHUP act like Ctrl-C."""
     as_interrupt = {number: lambda *_: signal.raise_signal(signal.SIGINT) for number in (signal.SIGTERM, signal.SIGHUP)}
-    # A shell ignores SIGINT in what it starts with "&".
+    # A shell starts background jobs with SIGINT ignored.
     handlers = {signal.SIGINT: signal.default_int_handler, **as_interrupt}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         return work()
-    except ConfigError as error:
-        click.echo(f"penstock: {error.message}", err=True)
-        return USAGE
     except PenstockError as error:
         click.echo(f"penstock: {error.message}", err=True)
-        return FAILED
+        return USAGE if isinstance(error, ConfigError) else FAILED
     except KeyboardInterrupt:
         click.echo("penstock: interrupted", err=True)
         return INTERRUPTED
@@ -67,7 +64,7 @@ def exit_code(work: Callable[[], int]) -> int:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """What the coroutine gives, on uvloop where it is. Ctrl-C cancels it, and is raised when it has ended."""
+    """The result of the coroutine, on uvloop if installed. Ctrl-C cancels it and is raised after it ended."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(work)
 

@@ -1,4 +1,4 @@
-"""When requests come: Poisson, constant, gamma, or as they were recorded. Pure but for `read_trace`."""
+"""Arrival times of requests: Poisson, constant, gamma, or recorded. Pure except for `read_trace`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST: Final = 30_000_000  # arrivals of one run: 1 GB of samples
 
 
 class Arrival(Struct, frozen=True):
-    """`cv` is the coefficient of variation of the times between two arrivals (gamma): 1 is Poisson, more is burstier.
-    `path` is that of a trace."""
+    """An arrival process. `cv` is the coefficient of variation of the times between arrivals (gamma): 1 is Poisson,
+    more is burstier. `path` is the file of a trace."""
 
     kind: Literal["poisson", "constant", "gamma", "trace"]
     cv: float = 1.0
@@ -31,8 +31,8 @@ class Arrival(Struct, frozen=True):
 
 
 class Trace(Struct, frozen=True):
-    """Recorded arrivals, sorted: seconds from the first, rows and bytes of each (1 and 0 where it was not told), and
-    the names of the models in it."""
+    """Recorded arrivals: sorted seconds from the first, rows and bytes of each (1 and 0 if unknown), and the names of
+    the models."""
 
     times_s: array[float]
     rows: array[int]
@@ -48,7 +48,7 @@ class _Line(Struct):
 
 
 def parse_arrival(text: str) -> Arrival:
-    """What "poisson", "constant", "gamma:2.5" or "trace:FILE" says. Raises ConfigError."""
+    """Parses "poisson", "constant", "gamma:2.5" or "trace:FILE". Raises ConfigError."""
     kind, _, rest = text.partition(":")
     if kind in ("poisson", "constant") and not rest:
         return Arrival("poisson" if kind == "poisson" else "constant")
@@ -66,10 +66,10 @@ def parse_arrival(text: str) -> Arrival:
 
 
 def times(arrival: Arrival, rate: float, seconds: float, seed: int, trace: Sequence[float] = ()) -> array[float]:
-    """Seconds of the arrivals at `rate` a second, sorted, each below `seconds`. The same arguments, the same times.
+    """Sorted arrival times in seconds at `rate` per second, all below `seconds`; deterministic.
 
-    A trace comes at its own rate when `rate` is 0, else stretched to it; whole when `seconds` is 0. It does not begin
-    again: past its end nothing comes.
+    A trace keeps its own times if `rate` is 0, otherwise it is stretched to the rate. It is whole if `seconds` is 0,
+    and does not repeat.
     """
     if arrival.kind == "trace":
         return _replayed(trace, rate, seconds)
@@ -84,7 +84,7 @@ def times(arrival: Arrival, rate: float, seconds: float, seed: int, trace: Seque
     shape = 1.0 if arrival.kind == "poisson" else arrival.cv**-2
     scale = 1 / (rate * shape)
     found: array[float] = array("d")
-    now = draw.gammavariate(shape + 1, scale) * draw.random()  # as if it had gone on for long: the rate holds from 0 on
+    now = draw.gammavariate(shape + 1, scale) * draw.random()  # a stationary start: the rate holds from time 0
     while now < seconds:
         found.append(now)
         now += draw.gammavariate(shape, scale)
@@ -99,10 +99,10 @@ def _replayed(trace: Sequence[float], rate: float, seconds: float) -> array[floa
 
 
 def read_trace(path: str, model: str = "") -> Trace:
-    """What `penstock serve --record` wrote, or any JSON lines with `t` in seconds, and `rows` and `bytes` where known.
+    """Reads a file of `penstock serve --record`, or JSON lines with `t` in seconds and optional `rows` and `bytes`.
 
-    With `model` what came for it alone. Other keys are passed over, and so is a last line that was cut short. Raises
-    ConfigError with file and line.
+    `model` selects the requests of one model. Other keys and a truncated last line are ignored. Raises ConfigError with
+    file and line.
     """
     decode = msgspec.json.Decoder(_Line).decode
     lines: list[_Line] = []
@@ -113,16 +113,15 @@ def read_trace(path: str, model: str = "") -> Trace:
                     continue
                 line = decode(text)
                 if not (math.isfinite(line.t) and 1 <= line.rows < 2**31 and 0 <= line.bytes < 2**63):
-                    raise ConfigError(
-                        f"{path}:{number}: found {text.strip()[:80]!r}, expected rows over 0, bytes from 0"
-                    )
+                    found = text.strip()[:80]
+                    raise ConfigError(f"{path}:{number}: found {found!r}, expected rows over 0, bytes from 0")
                 lines.append(line)
     except OSError as exc:
         raise ConfigError(f"trace {path} cannot be read: {exc.strerror or exc}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         if text.endswith(b"\n") or not lines:
             raise ConfigError(f'{path}:{number}: {exc}; expected for instance {{"t": 0.25, "rows": 1}}') from None
-        log.warning("file=%s line=%d dropped=true reason=it was cut short", path, number)  # as by a server's end
+        log.warning("file=%s line=%d dropped=true reason=truncated", path, number)  # by the end of a server
     models = tuple(sorted({line.model for line in lines if line.model}))
     if model:
         lines = [line for line in lines if line.model == model]

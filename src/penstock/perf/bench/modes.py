@@ -1,6 +1,6 @@
-"""Which loads are run, one after the other: named ones, a rate that rises until the SLO breaks, clients that double.
+"""The loads of a plan, one after another: fixed loads, a rate that rises until the SLO breaks, clients that double.
 
-Nothing here sends anything: `measure` is handed in, so that the searches are tested without a server and a clock.
+Nothing here sends requests: `measure` is an argument, so that tests run the searches without a server and a clock.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from penstock.perf.bench.slo import Slo, parse_slo
 
 Mode = Literal["closed", "open", "ramp", "saturate"]
 Measure = Callable[[Load, int], Awaitable[Measurement]]
-"""One run under a load; the number tells which repeat it is."""
+"""Runs a load once; the number is the repeat."""
 
 STEP: Final = 1.5  # from one rate of a ramp to the next
 NEAR: Final = 1.06  # between the last rate that holds and the first that does not: 1.5 halved three times
-DOWN: Final = 64.0  # so far below the first rate one is looked for that holds
-KNEE: Final = 5.0  # without an SLO: so many times the p99 of the lowest rate
-GAIN: Final = 1.03  # less is none
+DOWN: Final = 64.0  # the lowest rate tried, as a divisor of the first
+KNEE: Final = 5.0  # limit of the p99 without an SLO, as a multiple of the lowest rate's
+GAIN: Final = 1.03  # the smallest relevant gain
 MOST_CLIENTS: Final = 4096
 
 
 class LoadPlan(Struct, frozen=True, kw_only=True):
-    """What is to be run. In a ramp `rates` are the first rate and, if there are two, the last; searches of `saturate`
-    begin with the first of `concurrency`. `rates` may be empty for a ramp, and for the trace that `arrival` names."""
+    """The loads to run. `rates` of a ramp are the first rate and optionally the last; `saturate` starts with the first
+    of `concurrency`. `rates` may be empty for a ramp and for a trace in `arrival`."""
 
     mode: Mode
     concurrency: tuple[int, ...] = (1, 8, 64)
@@ -40,12 +40,12 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     repeat: int = 1
 
     def closed(self, clients: int) -> Load:
-        """So many clients in a closed loop."""
+        """A closed loop of that many clients."""
         seconds = 0.0 if self.requests else self.seconds
         return Load(mode="closed", concurrency=clients, seconds=seconds, requests=self.requests, seed=self.seed)
 
     def open(self, rate: float, seconds: float, repeat: int) -> Load:
-        """An open loop; each repeat has arrivals of its own."""
+        """An open loop; each repeat has different arrivals."""
         return Load(
             mode="open",
             rate=rate,
@@ -57,8 +57,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
         )
 
 
-async def carry_out(plan: LoadPlan, slo: Slo, measure: Measure) -> AsyncIterator[str]:
-    """Runs all of it, repeats interleaved; gives what a search found, in words, as soon as it is found."""
+async def run_plan(plan: LoadPlan, slo: Slo, measure: Measure) -> AsyncIterator[str]:
+    """Runs all loads, with interleaved repeats; yields the result of each search in words."""
     for repeat in range(plan.repeat):
         if plan.mode == "closed":
             for clients in plan.concurrency:
@@ -73,7 +73,7 @@ async def carry_out(plan: LoadPlan, slo: Slo, measure: Measure) -> AsyncIterator
 
 
 async def _saturate(plan: LoadPlan, measure: Measure, repeat: int) -> str:
-    """Doubles the clients until that has gained nothing twice: a batch may be no faster before it is twice as full."""
+    """Doubles the clients until two doublings gain nothing: one may only fill the batch of the next."""
     best: Measurement | None = None
     clients, idle = plan.concurrency[0], 0
     while idle < 2 and clients <= MOST_CLIENTS:
@@ -94,7 +94,7 @@ async def _saturate(plan: LoadPlan, measure: Measure, repeat: int) -> str:
 
 
 async def _twice(measure: Measure, load: Load, repeat: int) -> Measurement:
-    """The run, or the one after it when it was invalid: something else may have held up the generator."""
+    """The measurement, repeated once if invalid: something else may have disturbed the generator."""
     found = await measure(load, repeat)
     return await measure(load, repeat) if found.invalid else found
 
@@ -105,7 +105,7 @@ def _unknown(what: str, so_far: str) -> str:
 
 
 class _Ramp:
-    """One search for the knee: the highest rate that holds."""
+    """A search for the knee: the highest rate that holds."""
 
     def __init__(self, plan: LoadPlan, slo: Slo, measure: Measure, repeat: int) -> None:
         self._plan, self._slo, self._measure, self._repeat = plan, slo, measure, repeat
@@ -116,7 +116,7 @@ class _Ramp:
     async def run(self) -> str:
         first = self._plan.rates[0] if self._plan.rates else await self._slow()
         if not first:
-            return "no knee: one client alone gets no answers"
+            return "no knee: a single client gets no good responses"
         last = self._plan.rates[1] if len(self._plan.rates) > 1 else None
         rate: float | None = first
         while rate is not None:
@@ -125,24 +125,25 @@ class _Ramp:
                 return _unknown("breaks", f"{self._good:,.6g}/s hold {self._slo.text}" if self._good else "")
             why = self._broken(found)
             if why is None:
-                return f"no knee: {found.answered:,} good answers at {rate:,.6g}/s are too few to tell {self._slo.text}"
+                few = f"{found.answered:,} good responses at {rate:,.6g}/s"
+                return f"no knee: {few} are too few to judge {self._slo.text}"
             if why:
                 self._bad, self._why = rate, why
             else:
                 self._good = rate
             rate = self._next(first, last)
         if self._good is None:
-            return f"no knee: {self._bad:,.6g}/s is too much already: {self._why}"
-        beyond = f"{self._bad:,.6g}/s do not: {self._why}" if self._bad else "nothing above was asked for"
+            return f"no knee: {self._bad:,.6g}/s is already too much: {self._why}"
+        beyond = f"{self._bad:,.6g}/s do not: {self._why}" if self._bad else "no higher rate was requested"
         return f"knee: {self._good:,.6g}/s hold {self._slo.text}; {beyond}"
 
     async def _slow(self) -> float:
-        """Half of what one client gets: a server is hardly busy then."""
+        """Half of a single client's throughput, which hardly loads a server."""
         alone = await _twice(self._measure, self._plan.closed(1), self._repeat)
         return 0.0 if alone.invalid else float(f"{alone.throughput / 2:.3g}")
 
     def _next(self, first: float, last: float | None) -> float | None:
-        """The rate to try; None when the knee is known."""
+        """The next rate to try; None if the knee is known."""
         if self._bad is None:
             assert self._good is not None
             higher = self._good * STEP
@@ -154,26 +155,27 @@ class _Ramp:
         return float(f"{(self._good * self._bad) ** 0.5:.4g}") if self._bad > self._good * NEAR else None
 
     def _seconds(self, rate: float) -> float:
-        """Long enough for the samples that the SLO's percentiles take, with a fifth to spare."""
-        names = {part.name for part in self._slo.objectives} or {"p99"}
+        """Long enough for the samples of the SLO's percentiles, plus a fifth."""
+        names = {objective.name for objective in self._slo.objectives} or {"p99"}
         samples = 1000 if "p99.9" in names else 100
         return max(self._plan.seconds, 1.2 * samples / rate)
 
     def _broken(self, run: Measurement) -> str | None:
-        """Why the rate does not hold: "" when it does, None when that cannot be told."""
+        """Why the rate does not hold: "" if it does, None if unknown."""
         if not self._slo.objectives and run.latency.p99_s is not None:
             self._slo = parse_slo(f"p99<={run.latency.p99_s * KNEE * 1e3:.4g}ms")
-        if run.error_share > MOST_ERRORS and all(part.name != "error" for part in self._slo.objectives):
+        objectives = self._slo.objectives
+        if run.error_share > MOST_ERRORS and all(objective.name != "error" for objective in objectives):
             return f"{run.error_share:.1%} errors"
-        clauses = self._slo.judge(run)
-        if not clauses or any(clause.value is None for clause in clauses):
+        results = self._slo.judge(run)
+        if not results or any(result.value is None for result in results):
             return None
-        parts = zip(self._slo.objectives, clauses, strict=True)
-        return ", ".join(f"{part.name} is {in_units(part.name, c.value or 0.0)}" for part, c in parts if not c.met)
+        missed = [(o.name, r.value or 0.0) for o, r in zip(objectives, results, strict=True) if not r.met]
+        return ", ".join(f"{name} is {in_units(name, value)}" for name, value in missed)
 
 
 def in_units(name: str, value: float) -> str:
-    """A value of an SLO's part as it is read: milliseconds, per cent, requests a second."""
+    """The value of an objective in the units of an SLO: milliseconds, percent, requests per second."""
     if name == "error":
         return f"{value:.2%}"
     return f"{value:,.4g}/s" if name == "throughput" else f"{value * 1e3:,.4g} ms"

@@ -1,4 +1,4 @@
-"""What was typed, as it may be kept: without what is secret by its name, and without the users of URLs. Pure."""
+"""The origin of results: the command without its secrets, the machine, and the versions of the software."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import psutil
 from msgspec import Struct, field
@@ -20,15 +22,21 @@ from penstock.errors import plain
 from penstock.perf.bench.measurement import SCHEMA
 from penstock.serving.observe.system import Gpus
 
+MACHINE: Final = ("cpu", "cores", "memory_gib", "gpus")  # the facts that figures depend on
 _LIBRARIES: Final = ("penstock", "uvloop", "httptools", "msgspec")
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
-
-MACHINE: Final = ("cpu", "cores", "memory_gib", "gpus")  # what figures depend on
+HIDDEN: Final = "***"
+_NAME: Final = r"[\w.-]*(?:token|key|password|passwd|secret|authorization|credentials?|signature)"
+_SIGN: Final = r"""(?:\s*=\s*|["']\s*[=:]\s*|:\s+)"""  # a colon without a space occurs in file.py:Class
+_VALUE: Final = r""""(?:[^"\\]|\\.)*"|'[^']*'|(?:(?:bearer|basic)\s+)?[^\s"'&;,}\]]+"""
+_SETTING: Final = re.compile(rf"({_NAME}=|--[\w-]+={_NAME}=).+", re.IGNORECASE | re.DOTALL)
+_INSIDE: Final = re.compile(rf"(?<![\w.-])({_NAME}{_SIGN})(?:{_VALUE})", re.IGNORECASE)
+_USER: Final = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """Where results come from, as in run.json. `command` is the verb ("bench"), `line` what was typed, redacted."""
+    """The content of run.json. `command` is the name of the command ("bench"), `line` the redacted command line."""
 
     command: str
     line: str = ""
@@ -41,15 +49,29 @@ class Origin(Struct, frozen=True, kw_only=True):
     penstock: str = __version__
     schema: int = SCHEMA
 
+    @classmethod
+    def of_process(cls, command: str, target: str, slo: str, seed: int, libraries: Sequence[str]) -> Self:
+        """The origin of results that this process starts to measure."""
+        return cls(
+            command=command,
+            line=command_line(sys.argv[1:]),
+            target=target,
+            slo=slo,
+            seed=seed,
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            machine=machine(),
+            versions=versions(libraries),
+        )
+
     @property
     def busy(self) -> str:
-        """That other work was on the machine when the run began, if there was."""
+        """A caveat if the machine was busy before the run; else ""."""
         load, cores = self.machine.get("load_before", 0.0), self.machine.get("cores", 1)
         return f"the machine was busy before the run began: load {load:g} on {cores} cores" if load > cores / 2 else ""
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores that this process may use, memory, system, GPUs by name, and how busy it all was a moment ago."""
+    """CPU, usable cores, memory, system, names of GPUs, and the load average of the last minute."""
     text = _CPUINFO.read_text() if _CPUINFO.exists() else ""
     cpu = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return {
@@ -63,8 +85,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(libraries: Sequence[str] = ()) -> dict[str, str]:
-    """Python's, Penstock's (with its commit when it is run from its own checkout), and those of `libraries` that are
-    installed."""
+    """The versions of Python, Penstock (with its commit in a checkout) and the installed ones of `libraries`."""
     found = {"python": platform.python_version()}
     for name in (*_LIBRARIES, *libraries):
         try:
@@ -77,7 +98,7 @@ def versions(libraries: Sequence[str] = ()) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout that this file is in; "" when it was installed, be it into somebody's checkout."""
+    """The commit of the checkout with this file; "" for an installed package, even inside another checkout."""
     root = Path(__file__).parents[4]
     if not (root / ".git").exists() or not (root / "src" / "penstock").is_dir():
         return ""
@@ -88,25 +109,16 @@ def _commit() -> str:
         return ""
 
 
-HIDDEN: Final = "***"
-_NAME: Final = r"[\w.-]*(?:token|key|password|passwd|secret|authorization|credentials?|signature)"
-_SIGN: Final = r"""(?:\s*=\s*|["']\s*[=:]\s*|:\s+)"""  # a colon alone stands in file.py:Class too
-_VALUE: Final = r""""(?:[^"\\]|\\.)*"|'[^']*'|(?:(?:bearer|basic)\s+)?[^\s"'&;,}\]]+"""
-_SETTING: Final = re.compile(rf"({_NAME}=|--[\w-]+={_NAME}=).+", re.IGNORECASE | re.DOTALL)
-_INSIDE: Final = re.compile(rf"(?<![\w.-])({_NAME}{_SIGN})(?:{_VALUE})", re.IGNORECASE)
-_USER: Final = re.compile(r"(?<=://)[^/?#\s]*@")
-
-
 def redacted(text: str) -> str:
-    """The text with *** for the values of names such as `api_key` or `access_token`, and for who a URL says to be."""
+    """The text with *** for the values of names such as `api_key` or `access_token`, and for users in URLs."""
     return _USER.sub(f"{HIDDEN}@", _INSIDE.sub(rf"\1{HIDDEN}", plain(text)))
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The command line `penstock WORDS`, as it can be pasted into a shell, redacted."""
-    return shlex.join(["penstock", *map(_word, words)])
+    """The redacted command line `penstock WORDS`, quoted for a shell."""
+    return shlex.join(["penstock", *map(_redacted_word, words)])
 
 
-def _word(word: str) -> str:
-    setting = _SETTING.fullmatch(word)  # KEY=VALUE: all that stands behind it is the value
+def _redacted_word(word: str) -> str:
+    setting = _SETTING.fullmatch(word)  # in KEY=VALUE everything after the sign is the value
     return plain(setting[1]) + HIDDEN if setting else redacted(word)

@@ -1,7 +1,7 @@
-"""A folder of results: run.json tells where they come from, records.jsonl has each measurement, summary.csv a table.
+"""A results folder: run.json states the origin, records.jsonl holds the measurements, summary.csv a table.
 
-A measurement is on the disk before `append` is done, so that a run that is killed loses at most the one at work. A
-last line that a power failure or a full disk cut short is dropped when it is read.
+`append` returns after the measurement is synced to disk, so a killed run loses at most the measurement in progress.
+Reading drops a last line truncated by a power failure or a full disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.perf.bench.origin import MACHINE, Origin
 log = logging.getLogger("penstock.bench")
 
 RUN, RECORDS, SUMMARY = "run.json", "records.jsonl", "summary.csv"
-_SAME: Final = ("command", "target", "slo", "seed", "penstock")  # of two starts that may share a folder
+_SAME: Final = ("command", "target", "slo", "seed", "penstock")  # must agree when a run is resumed
 _FULL: Final = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -37,15 +37,15 @@ _FULL: Final = {
 
 
 class NotWritten(PenstockError):
-    """A folder of results takes no more."""
+    """A results folder cannot be written."""
 
     code = "not_written"
 
 
 class Results:
-    """What is measured goes here, at once. To be opened by `Results.open`; a context manager.
+    """An open results folder; a context manager. Use `Results.open`.
 
-    `measurements` has all of the folder, in their order, those of earlier starts first.
+    `measurements` holds all measurements of the folder in order, including those of earlier starts.
     """
 
     def __init__(self, folder: Path, origin: Origin, measurements: Sequence[Measurement], records: io.FileIO) -> None:
@@ -55,9 +55,9 @@ class Results:
 
     @classmethod
     def open(cls, folder: Path | str, origin: Origin, *, resume: bool = False) -> Self:
-        """The folder's results, made when it is not there. One that holds a run is gone on with only on `resume`.
+        """Opens or creates the folder. `resume` allows a folder that already holds this run.
 
-        Raises ConfigError for a folder of another run, machine, version or schema, or of other things; NotWritten.
+        Raises ConfigError for a folder with another run, machine, version, schema or other content; NotWritten.
         """
         folder = Path(folder)
         try:
@@ -66,10 +66,10 @@ class Results:
             raise write_error(folder, e) from e
         if RUN in names:
             if not resume:
-                raise ConfigError(f"{folder} holds a run already; name another folder, or remove this one")
+                raise ConfigError(f"{folder} already holds a run; name another folder, or remove this one")
             origin = _same_run(folder, origin)
         elif others := sorted(names - {RECORDS, _part(RUN)}):
-            raise ConfigError(f"{folder} has no {RUN}, but {others[0]}: expected an empty folder, or one of results")
+            raise ConfigError(f"{folder} has {others[0]}, but no {RUN}: expected an empty folder or a results folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             records = _locked(folder / RECORDS)
@@ -78,7 +78,7 @@ class Results:
         try:
             if RUN not in names:
                 if os.fstat(records.fileno()).st_size:
-                    raise ConfigError(f"{folder} has a {RECORDS} that no {RUN} tells of; name another folder")
+                    raise ConfigError(f"{folder} has {RECORDS} without {RUN}; name another folder")
                 write_whole(folder / RUN, msgspec.json.format(msgspec.json.encode(origin)) + b"\n")
             measurements, length = _measurements(folder / RECORDS)
             records.truncate(length)
@@ -91,7 +91,7 @@ class Results:
         return cls(folder, origin, measurements, records)
 
     def append(self, measurement: Measurement) -> None:
-        """Keeps one more. Raises NotWritten when it cannot be; what was kept before stays, whole."""
+        """Appends a measurement. Raises NotWritten; earlier measurements stay intact."""
         self.measurements.append(measurement)
         line = memoryview(msgspec.json.encode(measurement) + b"\n")
         start = self._records.tell()
@@ -123,13 +123,13 @@ class Results:
 
 
 def read(folder: Path | str) -> tuple[Origin, list[Measurement]]:
-    """Where the folder's results come from, and what was measured. Raises ConfigError for what is no such folder."""
+    """The origin and the measurements of a folder. Raises ConfigError if it holds no results."""
     folder = Path(folder)
     return _origin(folder), _measurements(folder / RECORDS)[0] if (folder / RECORDS).exists() else []
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Puts the content in the file's place, all or nothing. Raises OSError."""
+    """Replaces the file atomically. Raises OSError."""
     part = path.with_name(_part(path.name))
     try:
         with part.open("wb") as f:
@@ -144,11 +144,11 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_error(folder: Path, error: OSError) -> NotWritten:
-    """The error to raise when the folder does not take what it is given."""
+    """The NotWritten error for an OSError."""
     reason = _FULL.get(error.errno or 0)
     if reason is None:
         return NotWritten(f"cannot write to {folder}: {error.strerror or error}")
-    return NotWritten(f"{reason}: {folder} takes no more results; what is there is whole. Make room for the next run")
+    return NotWritten(f"{reason}: {folder} takes no more results. Its content is intact; make room for the next run")
 
 
 _COLUMNS: Final = (
@@ -160,7 +160,7 @@ _COLUMNS: Final = (
 
 
 def summary(measurements: Sequence[Measurement]) -> str:
-    """The table as CSV, one row a measurement; what cannot be told is empty, also the numbers of invalid ones."""
+    """The measurements as CSV. Unknown figures, and all figures of invalid measurements, are empty."""
     out = io.StringIO()
     table = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
     table.writeheader()
@@ -191,13 +191,13 @@ def _part(name: str) -> str:
 
 
 def _locked(path: Path) -> io.FileIO:
-    """The file, open for reading and writing, ours alone until it is closed. Raises OSError, ConfigError."""
+    """The file, open for reading and writing, locked until closed. Raises OSError, ConfigError."""
     file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ConfigError(f"{path.parent} is being written to by another run; name another folder") from None
+        raise ConfigError(f"another run is writing to {path.parent}; name another folder") from None
     return file
 
 
@@ -206,13 +206,13 @@ def _origin(folder: Path) -> Origin:
         content = (folder / RUN).read_bytes()
     except OSError as e:
         reason = "there is no such folder" if not folder.is_dir() else f"{RUN}: {e.strerror}"
-        raise ConfigError(f"{folder} holds no results: {reason}; expected a folder of --output") from None
+        raise ConfigError(f"{folder} holds no results: {reason}; expected a folder written with --output") from None
     try:
         schema = msgspec.json.decode(content, type=_Schema).schema
         if schema == SCHEMA:
             return msgspec.json.decode(content, type=Origin)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{folder / RUN} does not tell of a run: {e}") from None
+        raise ConfigError(f"{folder / RUN} does not describe a run: {e}") from None
     raise ConfigError(
         f"{folder} has results of schema {schema}, this penstock ({__version__}) reads {SCHEMA}; measure again, or use "
         "the version that wrote them"
@@ -224,7 +224,7 @@ class _Schema(Struct):
 
 
 def _same_run(folder: Path, origin: Origin) -> Origin:
-    """What the folder says it comes from, if that is the same run. Raises ConfigError."""
+    """The folder's origin. Raises ConfigError if it belongs to another run."""
     there = _origin(folder)
     for name, found, expected in [
         *((name, getattr(there, name), getattr(origin, name)) for name in _SAME),
@@ -239,7 +239,7 @@ def _same_run(folder: Path, origin: Origin) -> Origin:
 
 
 def _measurements(path: Path) -> tuple[list[Measurement], int]:
-    """All whole measurements, and how many bytes they take. Raises ConfigError for a broken line before the last."""
+    """The complete measurements and their size in bytes. Raises ConfigError for an invalid line before the last."""
     try:
         content = path.read_bytes()
     except OSError as e:
@@ -253,9 +253,9 @@ def _measurements(path: Path) -> tuple[list[Measurement], int]:
             found.append(decoder.decode(content[start:end]))
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             if end + 1 < len(content):
-                raise ConfigError(f"{path}, line {number}: no measurement: {e}") from None
+                raise ConfigError(f"{path}, line {number}: not a measurement: {e}") from None
             break
         start = end + 1
     if start < len(content):
-        log.warning("file=%s bytes=%d dropped=true reason=the last line was cut short", path, len(content) - start)
+        log.warning("file=%s bytes=%d dropped=true reason=the last line is truncated", path, len(content) - start)
     return found, start

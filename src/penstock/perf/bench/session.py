@@ -1,4 +1,4 @@
-"""One call of `penstock bench`: sends the loads of a plan, tells what is measured as it comes, keeps it."""
+"""One call of `penstock bench` or `benchmark-suite`: runs its loads, and prints and stores their measurements."""
 
 from __future__ import annotations
 
@@ -6,166 +6,35 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Final
 
 import click
 import msgspec
 from msgspec import Struct
 
-from penstock.perf.bench.document import align
+from penstock.errors import PenstockError
+from penstock.perf.bench.document import UNKNOWN, Paragraph, align, markdown, page
 from penstock.perf.bench.measurement import Load, Measurement, ObjectiveResult, ServerStats
-from penstock.perf.bench.modes import LoadPlan, carry_out, in_units
+from penstock.perf.bench.modes import LoadPlan, in_units, run_plan
 from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.payload import check_of
-from penstock.perf.bench.report import publish
-from penstock.perf.bench.results import Results
+from penstock.perf.bench.report import PAGE, REPORT, publish
+from penstock.perf.bench.results import NotWritten, Results, write_error, write_whole
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.suite import SuiteJob, load_of, requests_of, serving
+from penstock.perf.bench.suite_report import AB_REPORT, ab_report, rows_of, suite_plots, suite_report
+from penstock.perf.bench.suite_yaml import Registration
 from penstock.perf.bench.target import Target
-from penstock.perf.cli import FAILED
+from penstock.perf.cli import FAILED, run_async
 
 INVALID: Final = "INVALID"
-_NONE: Final = "n/a"
-
-Column = tuple[str, Callable[[Measurement], str]]
-
-
-def _ms(seconds: float | None) -> str:
-    return _NONE if seconds is None else f"{seconds * 1e3:,.4g}"
-
-
-def _latency(name: str) -> Callable[[Measurement], str]:
-    return lambda run: _ms(getattr(run.latency, name))
-
-
-def _errors(run: Measurement) -> str:
-    return " ".join(f"{code}:{count:,}" for code, count in sorted(run.errors.items()))
-
-
-def _met(run: Measurement) -> str:
-    if not run.slo:
-        return ""
-    return {True: "met", False: "MISSED", None: _NONE}[run.met]
-
-
-_COLUMNS: Final[tuple[Column, ...]] = (
-    ("good/s", lambda run: f"{run.throughput:,.5g}"),
-    ("in time/s", lambda run: "" if run.goodput is None else f"{run.goodput:,.5g}"),
-    ("mean ms", _latency("mean_s")),
-    ("p50 ms", _latency("p50_s")),
-    ("p90 ms", _latency("p90_s")),
-    ("p99 ms", _latency("p99_s")),
-    ("p99.9 ms", _latency("p999_s")),
-    ("max ms", _latency("max_s")),
-    ("errors", _errors),
-    (
-        "batch",
-        lambda run: "" if run.server is None or run.server.mean_batch is None else f"{run.server.mean_batch:.1f}",
-    ),
-    ("cores", lambda run: "" if run.server is None or run.server.cpu is None else f"{run.server.cpu:.2f}"),
-    ("SLO", _met),
-)
-
-
-def name_of(run: Measurement, repeats: int) -> str:
-    """The load, with the number of the repeat when there are more."""
-    return f"{run.load.label} #{run.repeat + 1}" if repeats > 1 else run.load.label
-
-
-def rows(runs: Sequence[Measurement]) -> list[list[str]]:
-    """The heading, then a row a run, with the columns that any of them knows. An invalid run has no numbers."""
-    repeats = max((run.repeat for run in runs), default=0) + 1
-    cells = [["" if run.invalid else cell(run) for _, cell in _COLUMNS] for run in runs]
-    shown = [i for i in range(len(_COLUMNS)) if i == 0 or any(row[i] for row in cells)]  # the first has INVALID too
-    table = [["load", *(_COLUMNS[i][0] for i in shown)]]
-    for run, row in zip(runs, cells, strict=True):
-        figures = [row[i] for i in shown]
-        if run.invalid:
-            figures = [INVALID, *figures[1:]]
-        table.append([name_of(run, repeats), *figures])
-    return table
-
-
-def notes(runs: Sequence[Measurement]) -> list[str]:
-    """What must be known of the runs, each text once, with the loads that it is true of."""
-    repeats = max((run.repeat for run in runs), default=0) + 1
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        texts = [*(f"{INVALID}: {text}" for text in run.invalid), *run.caveats]
-        if run.first_error is not None:
-            texts.append(f"first error: {run.first_error}")
-        for text in texts:
-            found.setdefault(text, []).append(name_of(run, repeats))
-    everybody = len(runs)
-    return [text if len(names) == everybody else f"{', '.join(names)}: {text}" for text, names in found.items()]
-
-
-def server_lines(runs: Sequence[Measurement]) -> list[str]:
-    """What the server did in each run that counts, one line each."""
-    repeats = max((run.repeat for run in runs), default=0) + 1
-    told = ((name_of(run, repeats), _server(run.server)) for run in runs if run.server is not None and not run.invalid)
-    return [f"{name}: {text}" for name, text in told if text]
-
-
-def _server(side: ServerStats) -> str:
-    times = (("queue", side.queue_s), ("preprocess", side.preprocess_s), ("run", side.run_s))
-    parts = [
-        f"{name} {_ms(value)} ms" for name, value in (*times, ("postprocess", side.postprocess_s)) if value is not None
-    ]
-    if side.batches:
-        counts = " ".join(f"<={rows}:{count:,}" for rows, count in side.batches.items() if count)
-        parts.append(f"batches by rows {counts}")
-    if side.memory_bytes is not None:
-        parts.append(f"memory {side.memory_bytes / 2**20:,.0f} MiB")
-    parts += [f"{gpu.name} {gpu.utilization:.0%}, {gpu.memory_bytes / 2**20:,.0f} MiB" for gpu in side.gpus]
-    return " · ".join(parts)
-
-
-def line(run: Measurement, repeats: int) -> str:
-    """One run in one line, as soon as it is there."""
-    name = name_of(run, repeats)
-    if run.invalid:
-        return f"{name}: {INVALID}"
-    failed = f", {run.error_share:.1%} errors" if run.errors else ""
-    return f"{name}: {run.throughput:,.5g}/s, p50 {_ms(run.latency.p50_s)} ms, p99 {_ms(run.latency.p99_s)} ms{failed}"
-
-
-def verdict(runs: Sequence[Measurement], slo: Slo) -> str:
-    """Which loads kept the SLO, which did not and why, which cannot tell."""
-    repeats = max((run.repeat for run in runs), default=0) + 1
-    parts = []
-    for word, met in (("kept at", True), ("MISSED at", False), ("cannot be told at", None)):
-        names = [name_of(run, repeats) + _why(run, met) for run in runs if run.met is met]
-        if names:
-            parts.append(f"{word} {', '.join(names)}")
-    return f"SLO {slo.text}: {'; '.join(parts)}"
-
-
-def _why(run: Measurement, met: bool | None) -> str:
-    if met:
-        return ""
-    if run.invalid:
-        return f" ({INVALID})"
-    broken = [clause for clause in run.slo if clause.met is met]
-    if not broken:
-        return f" ({run.error_share:.1%} errors)"
-    texts = [clause.text if clause.value is None else _found(clause) for clause in broken]
-    return f" ({', '.join(texts)}{': too few samples' if met is None else ''})"
-
-
-def _found(clause: ObjectiveResult) -> str:
-    name = re.split(r"\s*[<>]", clause.text)[0]
-    return f"{name} is {in_units(name, clause.value or 0.0)}"
-
-
 _CLEAR: Final = "\r\x1b[K"  # the line of a terminal
-
-Show = Callable[[Load, float, int], None]
-"""Told ten times a second how far a load is: seconds since its start, and answers."""
 
 
 class BenchSession(Struct, kw_only=True):
-    """What is to be done, and what was measured so far. With `as_json` nothing is printed before the end."""
+    """The options of `penstock bench` and the measurements so far. With `as_json` nothing is printed before the end."""
 
     plan: LoadPlan
     slo: Slo
@@ -178,7 +47,7 @@ class BenchSession(Struct, kw_only=True):
     found: list[str] = []
 
     async def send(self, target: Target, requests: list[bytes]) -> None:
-        """Runs the plan. Cancelled, it has kept the part of the run that was under way."""
+        """Runs the plan. If cancelled, it has stored the partial result of the current run."""
         with _progress(quiet=self.as_json) as show:
 
             async def one(load: Load, repeat: int) -> Measurement:
@@ -192,27 +61,27 @@ class BenchSession(Struct, kw_only=True):
                     check=check_of(target),
                     timeout_s=self.timeout_s,
                     on_progress=lambda seconds, answered: show(load, seconds, answered),
-                    on_partial=self.keep,
+                    on_partial=self.store,
                 )
-                self.keep(run)
+                self.store(run)
                 return run
 
-            async for text in carry_out(self.plan, self.slo, one):
+            async for text in run_plan(self.plan, self.slo, one):
                 self.found.append(text)
 
-    def keep(self, run: Measurement) -> None:
-        """One more is measured."""
+    def store(self, run: Measurement) -> None:
+        """Stores and prints a measurement."""
         self.runs.append(run)
         if self.results is not None:
             self.results.append(run)
         if not self.as_json:
             click.echo(_CLEAR * sys.stderr.isatty() + line(run, self.plan.repeat), err=True)
 
-    def tell(self) -> None:
-        """Prints all of it."""
+    def print(self) -> None:
+        """Prints all measurements."""
         if self.as_json:
-            told = {"origin": self.origin, "measurements": self.runs, "found": self.found}
-            click.echo(msgspec.json.format(msgspec.json.encode(told)))
+            found = {"origin": self.origin, "measurements": self.runs, "found": self.found}
+            click.echo(msgspec.json.format(msgspec.json.encode(found)))
         elif self.runs:
             for text in (*align(rows(self.runs)), *server_lines(self.runs), *notes(self.runs), *self.found):
                 click.echo(text)
@@ -220,16 +89,16 @@ class BenchSession(Struct, kw_only=True):
                 click.echo(verdict(self.runs, self.slo))
 
     def close(self) -> None:
-        """Writes the summary and the report, if results are kept."""
+        """Writes the summary and the report, if results are stored."""
         if self.results is None:
             return
         self.results.close()
         if self.runs:
             report, page = publish(self.results.folder)
-            click.echo(f"kept: {report} and {page}", err=True)
+            click.echo(f"written: {report} and {page}", err=True)
 
     def code(self) -> int:
-        """The exit status: whether all runs count and keep the SLO, or a search found what it looked for."""
+        """The exit status: whether all runs are valid and meet the SLO, or a search found its result."""
         if self.plan.mode in ("ramp", "saturate"):
             known = self.found and all(text.startswith(("knee", "saturates")) for text in self.found)
             return 0 if known else FAILED
@@ -239,19 +108,254 @@ class BenchSession(Struct, kw_only=True):
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Show]:
-    """A line that tells how far the load is, on a terminal. Written as it is: what draws in a thread of its own would
-    hold up the generator."""
+def _progress(*, quiet: bool) -> Iterator[Callable[[Load, float, int], None]]:
+    """Shows load, seconds and responses on a terminal; written directly, because a drawing thread would delay the
+    generator."""
     if quiet or not sys.stderr.isatty():
         yield lambda load, seconds, answered: None
         return
 
     def show(load: Load, seconds: float, answered: int) -> None:
         length = f" of {load.seconds:g}" if load.seconds else ""
-        sys.stderr.write(f"{_CLEAR}{load.label}: {seconds:.1f}{length} s, {answered:,} answers")
+        sys.stderr.write(f"{_CLEAR}{load.label}: {seconds:.1f}{length} s, {answered:,} responses")
         sys.stderr.flush()
 
     try:
         yield show
     finally:
         sys.stderr.write(_CLEAR)
+
+
+# ---- benchmark-suite
+
+
+class RunOptions(Struct, frozen=True, kw_only=True):
+    """The options that apply to every run of a suite."""
+
+    slo: Slo
+    warm_s: float | None
+    repeat: int
+    seed: int
+
+
+class SuiteSession:
+    """All runs of a suite, repeat by repeat, so that a disturbance does not hit all repeats of one run."""
+
+    def __init__(self, jobs: Sequence[SuiteJob], options: RunOptions, results: Results) -> None:
+        self._jobs, self._options, self._results = jobs, options, results
+        self._done = {_run_key(m) for m in results.measurements if not m.invalid}
+        self._number = 0
+        self._count = options.repeat * sum(len(job.points) * len(job.case.concurrency) for job in jobs)
+
+    def run(self) -> None:
+        """Runs everything that is not measured yet. Raises NotWritten."""
+        for repeat in range(self._options.repeat):
+            for job in self._jobs:
+                for point in job.points:
+                    self._run_point(job, point, repeat)
+
+    def _run_point(self, job: SuiteJob, point: Registration, repeat: int) -> None:
+        """Runs all concurrencies that are not measured yet on one server."""
+        numbered = enumerate(job.case.concurrency, self._number + 1)
+        left = [(number, n) for number, n in numbered if (point.label, n, repeat) not in self._done]
+        self._number += len(job.case.concurrency)
+        try:
+            if left:
+                with serving(job, point) as target:
+                    while left:
+                        number, clients = left[0]
+                        self._store(number, point, self._measure(job, point, target, clients, repeat))
+                        del left[0]
+        except NotWritten:
+            raise
+        except PenstockError as error:  # including ConfigError for an input that does not fit the model
+            for number, clients in left:
+                started = datetime.now(UTC).isoformat(timespec="seconds")
+                load, why = load_of(job, clients, self._options.seed), [error.message[:2000]]
+                failed = Measurement(load=load, label=point.label, repeat=repeat, started=started, invalid=why)
+                self._store(number, point, failed)
+
+    def _measure(self, job: SuiteJob, point: Registration, target: Target, clients: int, repeat: int) -> Measurement:
+        return run_async(
+            measure(
+                target,
+                requests_of(job, target, self._options.seed),
+                load_of(job, clients, self._options.seed),
+                slo=self._options.slo,
+                warm_s=self._options.warm_s,
+                label=point.label,
+                repeat=repeat,
+                check=check_of(target),
+                on_progress=_show_answered if sys.stderr.isatty() else None,
+            )
+        )
+
+    def _store(self, number: int, point: Registration, run: Measurement) -> None:
+        text = f"{run.throughput:,.5g}/s"
+        if run.latency.p99_s is not None:
+            text += f", p99 {run.latency.p99_s * 1e3:,.4g} ms"
+        if run.errors:
+            text += f", {run.error_share:.1%} errors"
+        if run.invalid:
+            text = f"{INVALID}: {run.invalid[0]}"
+        try:
+            self._results.append(run)
+        finally:  # print only what is stored, because Ctrl-C may follow the line; print it even if the disk is full
+            click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {run.load.label}: {text}")
+
+    def report(self, notes: Sequence[str]) -> bool:
+        """Prints the recommendations, writes ab_report.csv and the reports; returns whether every run is valid."""
+        folder, origin = self._results.folder, self._results.origin
+        measurements = list(
+            {_run_key(m): m for m in self._results.measurements}.values()
+        )  # --resume repeats invalid runs
+        suite_rows = rows_of([point for job in self._jobs for point in job.points], measurements)
+        report = suite_report(suite_rows, origin, notes)
+        plots, without = suite_plots(suite_rows, measurements, origin.slo)
+        for block in report.verdict:
+            if isinstance(block, Paragraph):
+                click.echo(block.text)
+        try:
+            write_whole(folder / AB_REPORT, ab_report(suite_rows, origin.machine).encode())
+            write_whole(folder / REPORT, markdown(report).encode())
+            write_whole(folder / PAGE, page(report, plots, without).encode())
+        except OSError as error:
+            raise write_error(folder, error) from None
+        click.echo(f"{folder}: {AB_REPORT}, {REPORT}, {PAGE}")
+        return not any(m.invalid for m in measurements)
+
+
+def _show_answered(seconds: float, answered: int) -> None:
+    """Shows progress; the line of the result overwrites it."""
+    click.echo(f"{answered:,} answered in {seconds:.0f} s\r", nl=False, err=True)
+
+
+def _run_key(m: Measurement) -> tuple[str, int, int]:
+    """Identifies a run of a suite."""
+    return m.label, m.load.concurrency, m.repeat
+
+
+# ---- text on a terminal
+
+Column = tuple[str, Callable[[Measurement], str]]
+
+
+def _ms(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{seconds * 1e3:,.4g}"
+
+
+def _latency(name: str) -> Callable[[Measurement], str]:
+    return lambda run: _ms(getattr(run.latency, name))
+
+
+def _of_server(name: str, form: str) -> Callable[[Measurement], str]:
+    def text(run: Measurement) -> str:
+        value = getattr(run.server, name, None)
+        return "" if value is None else format(value, form)
+
+    return text
+
+
+_COLUMNS: Final[tuple[Column, ...]] = (
+    ("good/s", lambda run: f"{run.throughput:,.5g}"),
+    ("in time/s", lambda run: "" if run.goodput is None else f"{run.goodput:,.5g}"),
+    ("mean ms", _latency("mean_s")),
+    ("p50 ms", _latency("p50_s")),
+    ("p90 ms", _latency("p90_s")),
+    ("p99 ms", _latency("p99_s")),
+    ("p99.9 ms", _latency("p999_s")),
+    ("max ms", _latency("max_s")),
+    ("errors", lambda run: " ".join(f"{code}:{count:,}" for code, count in sorted(run.errors.items()))),
+    ("batch", _of_server("mean_batch", ".1f")),
+    ("cores", _of_server("cpu", ".2f")),
+    ("SLO", lambda run: {True: "met", False: "MISSED", None: UNKNOWN}[run.met] if run.slo else ""),
+)
+
+
+def name_of(run: Measurement, repeats: int) -> str:
+    """The load, with the number of the repeat if there are several."""
+    return f"{run.load.label} #{run.repeat + 1}" if repeats > 1 else run.load.label
+
+
+def _names(runs: Sequence[Measurement]) -> list[str]:
+    repeats = max((run.repeat for run in runs), default=0) + 1
+    return [name_of(run, repeats) for run in runs]
+
+
+def rows(runs: Sequence[Measurement]) -> list[list[str]]:
+    """The heading and a row per run, with the columns that any run has. An invalid run has no figures."""
+    cells = [["" if run.invalid else cell(run) for _, cell in _COLUMNS] for run in runs]
+    shown = [i for i in range(len(_COLUMNS)) if i == 0 or any(row[i] for row in cells)]
+    table = [["load", *(_COLUMNS[i][0] for i in shown)]]
+    for run, name, row in zip(runs, _names(runs), cells, strict=True):
+        figures = [row[i] for i in shown]
+        table.append([name, *([INVALID, *figures[1:]] if run.invalid else figures)])
+    return table
+
+
+def notes(runs: Sequence[Measurement]) -> list[str]:
+    """The caveats, reasons of INVALID and first errors, each once with its loads."""
+    found: dict[str, list[str]] = {}
+    for run, name in zip(runs, _names(runs), strict=True):
+        texts = [*(f"{INVALID}: {text}" for text in run.invalid), *run.caveats]
+        if run.first_error is not None:
+            texts.append(f"first error: {run.first_error}")
+        for text in texts:
+            found.setdefault(text, []).append(name)
+    return [text if len(names) == len(runs) else f"{', '.join(names)}: {text}" for text, names in found.items()]
+
+
+def server_lines(runs: Sequence[Measurement]) -> list[str]:
+    """A line per valid run about the server."""
+    named = zip(runs, _names(runs), strict=True)
+    lines = ((name, _server(run.server)) for run, name in named if run.server is not None and not run.invalid)
+    return [f"{name}: {text}" for name, text in lines if text]
+
+
+def _server(server: ServerStats) -> str:
+    times = {"queue": server.queue_s, "preprocess": server.preprocess_s, "run": server.run_s}
+    times["postprocess"] = server.postprocess_s
+    parts = [f"{name} {_ms(value)} ms" for name, value in times.items() if value is not None]
+    if server.batches:
+        counts = " ".join(f"<={rows}:{count:,}" for rows, count in server.batches.items() if count)
+        parts.append(f"batches by rows {counts}")
+    if server.memory_bytes is not None:
+        parts.append(f"memory {server.memory_bytes / 2**20:,.0f} MiB")
+    parts += [f"{gpu.name} {gpu.utilization:.0%}, {gpu.memory_bytes / 2**20:,.0f} MiB" for gpu in server.gpus]
+    return " · ".join(parts)
+
+
+def line(run: Measurement, repeats: int) -> str:
+    """A run in one line."""
+    name = name_of(run, repeats)
+    if run.invalid:
+        return f"{name}: {INVALID}"
+    failed = f", {run.error_share:.1%} errors" if run.errors else ""
+    return f"{name}: {run.throughput:,.5g}/s, p50 {_ms(run.latency.p50_s)} ms, p99 {_ms(run.latency.p99_s)} ms{failed}"
+
+
+def verdict(runs: Sequence[Measurement], slo: Slo) -> str:
+    """The loads that met the SLO, missed it, or have too few samples, with reasons."""
+    parts = []
+    for word, met in (("met at", True), ("MISSED at", False), ("unknown at", None)):
+        names = [name + _why(run) for run, name in zip(runs, _names(runs), strict=True) if run.met is met]
+        if names:
+            parts.append(f"{word} {', '.join(names)}")
+    return f"SLO {slo.text}: {'; '.join(parts)}"
+
+
+def _why(run: Measurement) -> str:
+    if run.met:
+        return ""
+    if run.invalid:
+        return f" ({INVALID})"
+    broken = [result for result in run.slo if result.met is run.met]
+    if not broken:
+        return f" ({run.error_share:.1%} errors)"
+    texts = [result.text if result.value is None else _found(result) for result in broken]
+    return f" ({', '.join(texts)}{': too few samples' if run.met is None else ''})"
+
+
+def _found(result: ObjectiveResult) -> str:
+    name = re.split(r"\s*[<>]", result.text)[0]
+    return f"{name} is {in_units(name, result.value or 0.0)}"

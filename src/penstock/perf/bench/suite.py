@@ -1,7 +1,7 @@
-"""The runs of a benchmark suite: what is needed is looked up before the first, and each has a server of its own.
+"""The runs of a benchmark suite: everything they need is checked before the first, and each has its own server.
 
-A model is registered with its batch size, delay and workers, and the server is asked whether it took them, before
-anything is measured: TorchServe's suite sends a delay under a name that its server does not know.
+A model is registered with its batch size, delay and workers, and the server is asked for its settings before anything
+is measured: TorchServe's own suite sends the delay under a name that its server ignores.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import Load
 from penstock.perf.bench.payload import RANDOM, payloads, request_of
 from penstock.perf.bench.server import START_S, Reply, ServerProcess, fetch
-from penstock.perf.bench.suite_yaml import Processor, Registration, SuiteCase, points
+from penstock.perf.bench.suite_yaml import Processor, Registration, SuiteCase, registrations
 from penstock.perf.bench.target import Target, open_target
 from penstock.plugins import is_whole_file
 
-NAME: Final = "benchmark"  # of the model on its server: that of the file may be no name at all
-_ROOM: Final = 2**20  # bytes of a request that are not its payload
-_QUEUE: Final = 100  # requests that may wait, as TorchServe has it; a closed loop of more clients needs more
+NAME: Final = "benchmark"  # of the model on its server; the name of a file may not be valid
+_OVERHEAD: Final = 2**20  # bytes of a request besides its payload
+_QUEUE: Final = 100  # TorchServe's default queue; more clients need a larger one
 
 
 class SuiteOptions(Struct, frozen=True, kw_only=True):
-    """What the command line says to all runs. `data` and `requests` take the place of what the files say."""
+    """The command-line options for all runs. `data` and `requests` override the files. `download` loads an archive from
+    an http(s) URL into a folder."""
 
     store: Path | None = None
     download: Callable[[str, Path], Path] | None = None
@@ -42,7 +43,7 @@ class SuiteOptions(Struct, frozen=True, kw_only=True):
 
 
 class SuiteJob(Struct, frozen=True, kw_only=True):
-    """One mode of a model, looked up: `source` is an archive on this machine, or a target of `penstock serve`."""
+    """One mode of a model; `source` is an archive on this machine, or a target of `penstock serve`."""
 
     case: SuiteCase
     source: str
@@ -50,17 +51,16 @@ class SuiteJob(Struct, frozen=True, kw_only=True):
 
     @property
     def points(self) -> list[Registration]:
-        """All ways in which it is registered."""
-        return points(self.case)
+        return registrations(self.case)
 
 
 def prepare(
-    cases: Sequence[SuiteCase], wishes: SuiteOptions, downloads: Path, gpus: int | None = None
+    cases: Sequence[SuiteCase], options: SuiteOptions, downloads: Path, gpus: int | None = None
 ) -> tuple[list[SuiteJob], list[str]]:
-    """What is run, and what of the files is not, in words; before anything is started.
+    """(the jobs, what is left out), before anything starts.
 
-    Archives behind http(s) are loaded into the folder `downloads`. `gpus` is how many there are. Raises ConfigError,
-    ArchiveError: a file that is not there, a GPU that is not there.
+    Archives with http(s) URLs are downloaded into `downloads`. `gpus` is the number of GPUs. Raises ConfigError or
+    ArchiveError for missing files and GPUs.
     """
     gpus = visible_gpus() if gpus is None else gpus
     kept: list[SuiteCase] = []
@@ -68,33 +68,33 @@ def prepare(
     for case in cases:
         there = tuple(p for p in case.processors if gpus >= _needed(p))
         for processor in (p for p in case.processors if p not in there):
-            found = f"{case.text} asks for {processor.text}, and this machine has {gpus or 'none'}"
-            if not wishes.skip_missing_hardware:
-                raise ConfigError(f"{case.where}: {found}; take it out, or go on without by --skip-missing-hardware")
+            found = f"{case.text} needs {processor.text}, and this machine has {gpus or 'none'}"
+            if not options.skip_missing_hardware:
+                raise ConfigError(f"{case.where}: {found}; remove it, or use --skip-missing-hardware")
             notes.append(f"{found}: left out")
         if there:
-            kept.append(structs.replace(case, processors=there, requests=wishes.requests or case.requests))
+            kept.append(structs.replace(case, processors=there, requests=options.requests or case.requests))
     if not kept:
         raise ConfigError(f"nothing is left to run: {'; '.join(notes) or 'no model is named'}")
-    return [_job(case, wishes, downloads) for case in kept], notes
+    return [_job(case, options, downloads) for case in kept], notes
 
 
 def digest(jobs: Sequence[SuiteJob]) -> str:
-    """Tells whether two suites ask for the same runs."""
-    said = [
+    """A hash that identifies the runs of a suite."""
+    content = [
         (structs.replace(job.case, where="", folder=Path()), "" if _is_remote(job.case.url) else job.source, job.data)
         for job in jobs
     ]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
 
 def load_of(job: SuiteJob, clients: int, seed: int) -> Load:
-    """The closed loop that the suite's files mean."""
+    """The closed loop that the suite's files describe."""
     return Load(mode="closed", concurrency=clients, requests=job.case.requests, seed=seed)
 
 
 def requests_of(job: SuiteJob, target: Target, seed: int) -> list[bytes]:
-    """The messages that are sent in turn. Raises ConfigError."""
+    """The messages to send in turn. Raises ConfigError."""
     found = payloads(job.data, target, seed)
     if job.case.content_type is not None:
         found = [structs.replace(payload, content_type=job.case.content_type) for payload in found]
@@ -103,42 +103,46 @@ def requests_of(job: SuiteJob, target: Target, seed: int) -> list[bytes]:
 
 @contextmanager
 def serving(job: SuiteJob, point: Registration) -> Iterator[Target]:
-    """The model on a server of its own, as the point has it; both end with the context. Blocks.
+    """The model on its own server with the point's settings, until the context ends. Blocks.
 
-    Raises PenstockError if it does not start, or does not have the settings that were asked for.
+    Raises PenstockError if the server does not start, or does not accept the settings.
     """
     with _archive(job, point) if _is_archive(job.source) else _target(job, point) as target:
         yield target
 
 
-# ---- looked up beforehand
+# ---- checks before the runs
 
 
 def _needed(processor: Processor) -> int:
     return 1 if processor.gpus == "all" else processor.gpus
 
 
-def _job(case: SuiteCase, wishes: SuiteOptions, downloads: Path) -> SuiteJob:
-    source = _source(case, wishes, downloads)
-    data = wishes.data or case.input
-    if data not in (None, RANDOM):
-        data = _file(case, str(data), "input") if wishes.data is None else _typed_file(wishes.data)
+def _job(case: SuiteCase, options: SuiteOptions, downloads: Path) -> SuiteJob:
+    source = _source(case, options, downloads)
+    data = options.data or case.input
+    if options.data not in (None, RANDOM):
+        if not Path(str(data)).exists():
+            raise ConfigError(f"--data {data}: no such file or folder")
+        data = str(Path(str(data)).resolve())
+    elif data not in (None, RANDOM):
+        data = _file(case, str(data), "input")
     if data is None and _is_archive(source):
-        raise ConfigError(f"{case.where}: {case.text} has no input, and an archive tells no example; give --data FILE")
+        raise ConfigError(f"{case.where}: {case.text} has no input, and an archive has no example; give --data FILE")
     return SuiteJob(case=case, source=source, data=data)
 
 
-def _source(case: SuiteCase, wishes: SuiteOptions, downloads: Path) -> str:
-    """Where the model is: the archive's path, or a target of `penstock serve` that begins with a whole path."""
+def _source(case: SuiteCase, options: SuiteOptions, downloads: Path) -> str:
+    """The path of an archive, or a target of `penstock serve` with an absolute path."""
     if _is_remote(case.url):
-        return str(_download(case, wishes, downloads))
+        return str(_download(case, options, downloads))
     if case.url.startswith("file://"):
         return _file(case, unquote(urlsplit(case.url).path), "url")
     module, colon, attribute = case.url.rpartition(":")
     if colon and not is_whole_file(case.url):
         return f"{_file(case, module, 'url')}:{attribute}" if module.endswith(".py") else case.url
-    if wishes.store is not None:
-        for stored in (wishes.store / case.url, wishes.store / f"{case.url}.mar"):
+    if options.store is not None:
+        for stored in (options.store / case.url, options.store / f"{case.url}.mar"):
             if stored.exists():
                 return str(stored.resolve())
     return _file(case, case.url, "url")
@@ -148,25 +152,19 @@ def _is_remote(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def _download(case: SuiteCase, wishes: SuiteOptions, downloads: Path) -> Path:
+def _download(case: SuiteCase, options: SuiteOptions, downloads: Path) -> Path:
     """The archive, in its own folder: archives of different URLs may share a name, and cases may share a URL."""
-    if wishes.download is None:
+    if options.download is None:
         raise ConfigError(f"{case.where}: {case.url}: archives cannot be downloaded here; give a file")
     folder = downloads / hashlib.sha256(case.url.encode()).hexdigest()[:12]
     if folder.exists():
         return next(folder.iterdir())
     folder.mkdir()
-    return wishes.download(case.url, folder)
-
-
-def _typed_file(name: str) -> str:
-    if not Path(name).exists():
-        raise ConfigError(f"--data {name}: no such file or folder")
-    return str(Path(name).resolve())
+    return options.download(case.url, folder)
 
 
 def _file(case: SuiteCase, name: str, key: str) -> str:
-    """The path of what a file of the suite names, from its own folder or from here. Raises ConfigError."""
+    """The path of a file named in the suite, relative to its folder or to the working directory. Raises ConfigError."""
     for found in (case.folder / name, Path(name)):
         if found.exists():
             return str(found.resolve())
@@ -178,7 +176,7 @@ def _is_archive(source: str) -> bool:
     return source.endswith((".mar", ".tar.gz", ".tgz")) or Path(source).is_dir()
 
 
-# ---- archives, served as TorchServe does
+# ---- archives, served by `penstock torchserve`
 
 
 @contextmanager
@@ -186,8 +184,8 @@ def _archive(job: SuiteJob, point: Registration) -> Iterator[Target]:
     path = Path(job.source)
     properties = {
         "job_queue_size": str(max(_QUEUE, *job.case.concurrency)),
-        "max_request_size": str(max(6553500, _largest(job.data) + _ROOM)),
-        "metrics_mode": "prometheus",  # a line for each request in a log is not what is measured
+        "max_request_size": str(max(6553500, _largest(job.data) + _OVERHEAD)),
+        "metrics_mode": "prometheus",  # a log line per request would be measured too
     }
     if point.processor.gpus != "all":
         properties["number_of_gpu"] = str(point.processor.gpus)
@@ -209,7 +207,7 @@ def _archive(job: SuiteJob, point: Registration) -> Iterator[Target]:
 
 
 def _register(management: Endpoint, url: str, point: Registration) -> None:
-    """Registers the archive, and asks what came of it. Raises PenstockError."""
+    """Registers the archive and checks its settings. Raises PenstockError."""
     keys = {
         "url": url,
         "model_name": NAME,
@@ -218,19 +216,20 @@ def _register(management: Endpoint, url: str, point: Registration) -> None:
         "initial_workers": point.workers,
         "synchronous": "true",
     }
-    _well(point, fetch(management, "POST", f"/models?{urlencode(keys)}", timeout_s=START_S))
-    (said,) = _well(point, fetch(management, "GET", f"/models/{NAME}"))
-    ready = sum(worker["status"] == "READY" for worker in said["workers"])
-    _took(point, {"batch_size": said["batchSize"], "batch_delay": said["maxBatchDelay"], "workers": ready})
+    _json(point, fetch(management, "POST", f"/models?{urlencode(keys)}", timeout_s=START_S))
+    (found,) = _json(point, fetch(management, "GET", f"/models/{NAME}"))
+    ready = sum(worker["status"] == "READY" for worker in found["workers"])
+    _check_settings(point, {"batch_size": found["batchSize"], "batch_delay": found["maxBatchDelay"], "workers": ready})
 
 
 def _largest(data: str | None) -> int:
+    """The size of the largest file of the input."""
     path = Path(data or "")
     files = [path] if path.is_file() else path.rglob("*") if data and path.is_dir() else []
     return max((file.stat().st_size for file in files if file.is_file()), default=0)
 
 
-# ---- anything else, served natively
+# ---- other models, served by `penstock serve`
 
 
 @contextmanager
@@ -246,25 +245,22 @@ def _target(job: SuiteJob, point: Registration) -> Iterator[Target]:
     }
     sets = [f"models.{NAME}.{key}={msgspec.json.encode(value).decode()}" for key, value in keys.items()]
     with open_target(f"{NAME}={job.source}", sets=sets) as target:
-        assert target.management is not None, "of a server that was started for it"
-        (said,) = _well(point, fetch(target.management, "GET", f"/models/{NAME}"))["versions"]
-        _took(point, {"batch_size": said["max_batch_size"], "workers": said["ready_instances"]})
+        assert target.management is not None, "a server started for the run has one"
+        (found,) = _json(point, fetch(target.management, "GET", f"/models/{NAME}"))["versions"]
+        _check_settings(point, {"batch_size": found["max_batch_size"], "workers": found["ready_instances"]})
         yield target
 
 
-# ---- both
-
-
-def _well(point: Registration, reply: Reply) -> Any:
-    """What the server answers. Raises PenstockError."""
+def _json(point: Registration, reply: Reply) -> Any:
+    """The content of a reply. Raises PenstockError for a refusal."""
     if not reply.ok:
-        raise PenstockError(f"{point.settings}: the server does not take it: status {reply.status}: {reply.text}")
+        raise PenstockError(f"{point.settings}: the server refuses: status {reply.status}: {reply.text}")
     return reply.json()
 
 
-def _took(point: Registration, found: dict[str, int]) -> None:
-    """Raises PenstockError where the server has other settings than the point."""
-    wanted = {"batch_size": point.batch_size, "batch_delay": point.case.batch_delay_ms, "workers": point.workers}
+def _check_settings(point: Registration, found: dict[str, int]) -> None:
+    """Raises PenstockError if the server has other settings than the point."""
+    expected = {"batch_size": point.batch_size, "batch_delay": point.case.batch_delay_ms, "workers": point.workers}
     for key, value in found.items():
-        if value != wanted[key]:
-            raise PenstockError(f"{point.settings}: asked for {key} {wanted[key]}, and the server has {value}")
+        if value != expected[key]:
+            raise PenstockError(f"{point.settings}: expected {key} {expected[key]}, but the server has {value}")

@@ -131,7 +131,7 @@ def test_a_last_line_that_was_cut_short_is_left_out_and_told(
 ) -> None:
     assert list(read_trace(write('{"t": 1}\n{"t": 3}\n{"t": 4, "mod')).times_s) == [0.0, 2.0]
     assert [record.message.partition("trace.jsonl ")[2] for record in caplog.records] == [
-        "line=3 dropped=true reason=it was cut short"
+        "line=3 dropped=true reason=truncated"
     ]
     with pytest.raises(ConfigError, match=":1: Input data was truncated"):
         read_trace(write('{"t": 1'))

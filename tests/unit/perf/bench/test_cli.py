@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from penstock.cli.main import main
 from penstock.client.endpoint import Endpoint
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench import figures, run, suite
+from penstock.perf.bench import figures, session
 from penstock.perf.bench.cli import bench, benchmark_suite, make_plan
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
 from penstock.perf.bench.origin import Origin
@@ -169,8 +169,8 @@ class Servers:
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
     """In a folder with the YAML and its application."""
     found = Servers()
-    monkeypatch.setattr(suite, "serving", found.serving)
-    monkeypatch.setattr(run, "measure", found.measure)
+    monkeypatch.setattr(session, "serving", found.serving)
+    monkeypatch.setattr(session, "measure", found.measure)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models.yaml").write_text(YAML)
     (tmp_path / "app.py").write_text("")
@@ -198,7 +198,7 @@ def test_all_of_a_repeat_comes_before_the_next_and_a_server_that_fails_does_so_a
     ]
     assert lines[-3:] == [
         "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms.",
-        "bad e: nothing was measured.",
+        "bad e: no valid measurement.",
         "out: ab_report.csv, report.md, report.html",
     ]
     assert [(row["Model"], row["Repeats"], row["TS throughput"]) for row in rows()] == [
@@ -216,7 +216,7 @@ def test_on_resume_only_what_says_nothing_yet_is_measured(servers: Servers) -> N
     servers.asked.clear()
     servers.lost.clear()
     servers.broken.clear()
-    assert "out holds a run already; go on with it by --resume" in invoke().stderr
+    assert "out already holds a run; continue it with --resume" in invoke().stderr
     assert servers.asked == []
     done = invoke("--resume")
     assert (done.exit_code, servers.asked) == (
@@ -255,7 +255,7 @@ def test_a_disk_that_is_full_ends_the_suite_and_what_found_no_room_is_told(
     assert (done.exit_code, servers.asked) == (1, ["start good", "1 clients", "2 clients"])
     assert done.stdout.splitlines()[1] == "[2/4] good e, cpu, 1 worker, batch 1, 2 clients: 100/s, p99 3 ms"
     assert done.stderr.endswith(
-        "disk is full: out takes no more results; what is there is whole. Make room for the next run\n"
+        "disk is full: out takes no more results. Its content is intact; make room for the next run\n"
     )
     assert [row["Repeats"] for row in rows()] == ["1", "0", "0", "0"]
 
@@ -271,7 +271,7 @@ def test_a_mistake_that_only_a_server_can_tell_does_not_end_the_suite(
             raise ConfigError("the input does not fit")
         return [b'{"x":1}']
 
-    monkeypatch.setattr(suite, "requests_of", requests_of)
+    monkeypatch.setattr(session, "requests_of", requests_of)
     done = invoke()
     assert done.exit_code == 1
     fits = "the input does not fit"
@@ -283,9 +283,9 @@ def test_a_report_that_finds_no_room_is_told_all_the_same(servers: Servers, monk
         if path.suffix == ".csv":
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.perf.bench.results.write_whole", full)
+    monkeypatch.setattr("penstock.perf.bench.session.write_whole", full)
     done = invoke()
-    assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, "bad e: nothing was measured.")
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, "bad e: no valid measurement.")
     assert "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms." in done.stdout
     assert "the disk is full: out takes no more results" in done.stderr
 
@@ -412,7 +412,7 @@ def test_results_are_kept_and_a_folder_that_has_some_is_refused(
     assert {"summary.csv", "report.md", "report.html"} <= {path.name for path in (tmp_path / "r").iterdir()}
     again = told(elsewhere.url, *flags)
     assert again.exit_code == 2
-    assert "holds a run already" in again.stderr
+    assert "already holds a run" in again.stderr
 
 
 def test_what_was_measured_is_told_when_the_disk_is_full(
@@ -476,7 +476,7 @@ def test_ctrl_c_reports_what_exists(elsewhere: Elsewhere, body: str) -> None:
     flags = ["--data", body, "--concurrency", "1,2", "--requests", f"{first}", "--warmup", "0"]
     result = told(elsewhere.url, *flags)
     assert result.exit_code == 130
-    assert "interrupted; this is what there is" in result.stderr
+    assert "interrupted; partial results follow" in result.stderr
     assert [line.split()[:2] for line in result.stdout.splitlines()[1:3]] == [["1", "client"], ["2", "clients"]]
     assert "the run was interrupted" in result.stdout
 
@@ -510,13 +510,13 @@ def test_handlers_of_signals_are_what_they_were(body: str) -> None:
         (["--mode", "sideways"], "Invalid value for '--mode'"),
         (["--rate", "10", "--concurrency", "2"], "--concurrency is for --mode closed and saturate"),
         (["--mode", "closed", "--rate", "2"], "--rate is for --mode open and ramp"),
-        (["--mode", "open"], "say how many requests come a second"),
+        (["--mode", "open"], "give the requests per second"),
         (["--mode", "ramp", "--rate", "1,2,3"], "--rate is FIRST or FIRST,LAST"),
         (["--mode", "ramp", "--arrival", "trace:x"], "a trace does not rise"),
-        (["--mode", "ramp", "--slo", "p99<=1s,throughput>=5/s"], "throughput is what is looked for"),
-        (["--mode", "saturate", "--requests", "9"], "steps last by --duration"),
+        (["--mode", "ramp", "--slo", "p99<=1s,throughput>=5/s"], "searches for the throughput"),
+        (["--mode", "saturate", "--requests", "9"], "--duration limits each step"),
         (["--requests", "9", "--duration", "1"], "a run ends by one of them"),
-        (["--timeout", "1s", "--slo", "p50<=10ms,max<=1s"], "who is given up so soon cannot break p50<=10ms,max<=1s"),
+        (["--timeout", "1s", "--slo", "p50<=10ms,max<=1s"], "requests dropped so early cannot break p50<=10ms,max<=1s"),
         (["--arrival", "sometimes", "--rate", "1"], "sometimes"),
         (["--slo", "p98<=1ms"], "p98"),
         (["--set", "a=1"], "--set"),

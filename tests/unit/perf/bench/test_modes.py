@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.perf.bench.measurement import Latency, Load, Measurement
-from penstock.perf.bench.modes import LoadPlan, carry_out, in_units
+from penstock.perf.bench.modes import LoadPlan, in_units, run_plan
 from penstock.perf.bench.slo import Slo, parse_slo
 
 
@@ -19,7 +19,7 @@ class Fake:
         return self.answer(load)
 
     async def run(self, plan: LoadPlan, slo: str = "") -> list[str]:
-        return [text async for text in carry_out(plan, parse_slo(slo) if slo else Slo(), self.measure)]
+        return [text async for text in run_plan(plan, parse_slo(slo) if slo else Slo(), self.measure)]
 
 
 def seen(load: Load, throughput: float, p99_s: float | None = 0.01, errors: int = 0, invalid: str = "") -> Measurement:
@@ -106,14 +106,14 @@ async def test_a_ramp_whose_first_rate_is_too_high_goes_down() -> None:
 async def test_a_ramp_ends_where_nothing_holds_and_says_why() -> None:
     fake = Fake(lambda load: seen(load, 1.0, errors=500))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
-    assert text == "no knee: 1/s is too much already: 50.0% errors"
+    assert text == "no knee: 1/s is already too much: 50.0% errors"
 
 
 async def test_a_ramp_goes_no_higher_than_it_was_told() -> None:
     fake = Fake(queue(1000))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100, 200)), "p99<=100ms")
     assert [load.rate for load in fake.loads] == [100, 150, 200]
-    assert text == "knee: 200/s hold p99<=100ms; nothing above was asked for"
+    assert text == "knee: 200/s hold p99<=100ms; no higher rate was requested"
 
 
 async def test_steps_of_a_ramp_last_until_there_are_samples_for_the_percentile() -> None:
@@ -132,7 +132,7 @@ async def test_a_ramp_ends_where_the_generator_does_and_names_no_knee() -> None:
 async def test_a_ramp_without_samples_for_its_percentile_names_no_knee() -> None:
     fake = Fake(lambda load: seen(load, load.rate, None))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
-    assert text == "no knee: 1,000 good answers at 64/s are too few to tell p99<=100ms"
+    assert text == "no knee: 1,000 good responses at 64/s are too few to judge p99<=100ms"
     assert len(fake.loads) == 1
 
 

@@ -63,10 +63,10 @@ def test_data_that_is_absent_empty_or_broken_is_told_with_its_place(tmp_path: Pa
     (tmp_path / "latin.jsonl").write_bytes(b'"\xe9"\n')
     for name, told in [
         ("none.png", "no such file"),
-        ("empty", "holds no file"),
-        ("empty.jsonl", "holds no line"),
+        ("empty", "contains no files"),
+        ("empty.jsonl", "has no lines"),
         ("broken.jsonl", "line 2"),
-        ("latin.jsonl", "line 1: no JSON"),
+        ("latin.jsonl", "line 1: not JSON"),
     ]:
         with pytest.raises(ConfigError, match=told):
             payloads(str(tmp_path / name), target())

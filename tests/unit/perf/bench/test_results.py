@@ -43,7 +43,7 @@ def test_each_measurement_is_on_the_disk_when_append_is_done(tmp_path: Path) -> 
 def test_a_folder_with_a_run_is_gone_on_with_only_on_resume(tmp_path: Path) -> None:
     with Results.open(tmp_path, ORIGIN) as results:
         results.append(measured(50.0))
-    with pytest.raises(ConfigError, match="holds a run already; name another folder"):
+    with pytest.raises(ConfigError, match="already holds a run; name another folder"):
         Results.open(tmp_path, ORIGIN)
     later = structs.replace(ORIGIN, started="2026-01-02T00:00:00Z")
     with Results.open(tmp_path, later, resume=True) as results:
@@ -81,13 +81,13 @@ def test_a_folder_of_another_schema_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"schema": "one"}', '{"schema": 1}', "\0\0"])
 def test_a_run_file_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / RUN).write_text(content)
-    with pytest.raises(ConfigError, match="does not tell of a run"):
+    with pytest.raises(ConfigError, match="does not describe a run"):
         read(tmp_path)
 
 
 def test_a_folder_of_other_things_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"has no run.json, but thesis.txt"):
+    with pytest.raises(ConfigError, match=r"has thesis.txt, but no run.json"):
         Results.open(tmp_path, ORIGIN)
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
@@ -99,7 +99,7 @@ def test_records_of_a_run_that_nothing_tells_of_are_not_overwritten(tmp_path: Pa
     (tmp_path / RUN).unlink()
     (tmp_path / SUMMARY).unlink()
     content = (tmp_path / RECORDS).read_bytes()
-    with pytest.raises(ConfigError, match=r"records\.jsonl that no run\.json tells of"):
+    with pytest.raises(ConfigError, match=r"records\.jsonl without run\.json"):
         Results.open(tmp_path, ORIGIN)
     assert (tmp_path / RECORDS).read_bytes() == content
 
@@ -124,7 +124,7 @@ def test_records_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    with Results.open(tmp_path, ORIGIN), pytest.raises(ConfigError, match="being written to by another run"):
+    with Results.open(tmp_path, ORIGIN), pytest.raises(ConfigError, match="another run is writing to"):
         Results.open(tmp_path, ORIGIN, resume=True)
 
 
@@ -147,7 +147,7 @@ def test_a_broken_line_before_the_last_is_told(tmp_path: Path) -> None:
         results.append(measured(50.0))
     content = (tmp_path / RECORDS).read_bytes()
     (tmp_path / RECORDS).write_bytes(content + b"garbage\n" + content)
-    with pytest.raises(ConfigError, match="line 2: no measurement"):
+    with pytest.raises(ConfigError, match="line 2: not a measurement"):
         read(tmp_path)
     with pytest.raises(ConfigError, match="line 2"):
         Results.open(tmp_path, ORIGIN, resume=True)
@@ -246,7 +246,7 @@ def test_a_full_disk_is_told_and_going_on_works_once_there_is_room(tmp_path: Pat
     results.append(measured(50.0))
     file = results._records
     results._records = Full(file, room=20)
-    with pytest.raises(PenstockError, match=r"the disk is full: .* takes no more results; what is there is whole"):
+    with pytest.raises(PenstockError, match=r"the disk is full: .* takes no more results. Its content is intact"):
         results.append(measured(60.0))
     assert read(tmp_path)[1] == [measured(50.0)]
     results._records = file

@@ -120,7 +120,7 @@ def test_an_slo_that_says_nothing_of_errors_is_not_kept_with_many() -> None:
     borne = structs.replace(many, slo=[kept, ObjectiveResult(text="error<=60%", value=0.5, met=True)])
     assert (few.met, many.met, borne.met) == (True, False, True)
     slo = parse_slo("p99<=10ms")
-    assert verdict([few, many], slo) == "SLO p99<=10ms: kept at 1 client; MISSED at 8 clients (50.0% errors)"
+    assert verdict([few, many], slo) == "SLO p99<=10ms: met at 1 client; MISSED at 8 clients (50.0% errors)"
 
 
 def test_the_verdict_says_where_the_slo_is_kept_and_why_not_elsewhere() -> None:
@@ -132,6 +132,6 @@ def test_the_verdict_says_where_the_slo_is_kept_and_why_not_elsewhere() -> None:
         load=Load(mode="closed", concurrency=2), slo=[ObjectiveResult(text="p99<=10ms", value=None, met=None)]
     )
     assert verdict([kept, RUN, untold, BROKEN], slo) == (
-        "SLO p99<=10ms: kept at 1 client; MISSED at 8 clients (p99 is 12.3 ms); "
-        "cannot be told at 2 clients (p99<=10ms: too few samples), 64 clients (INVALID)"
+        "SLO p99<=10ms: met at 1 client; MISSED at 8 clients (p99 is 12.3 ms); "
+        "unknown at 2 clients (p99<=10ms: too few samples), 64 clients (INVALID)"
     )

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench import suite
 from penstock.perf.bench.server import Reply
 from penstock.perf.bench.suite import SuiteJob, SuiteOptions, digest, load_of, prepare
-from penstock.perf.bench.suite_yaml import Processor, SuiteCase, points
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, registrations
 
 CPU, ALL, TWO = Processor(), Processor("all"), Processor(2)
 
@@ -107,20 +107,20 @@ def test_what_is_sent_is_found_too_and_an_archive_needs_it(folder: Path, monkeyp
     ):  # what is typed is found from here
         data(SuiteOptions(data="cat.jpg"))
     for archive in ("m.mar", "m.tar.gz", "m.tgz", "store/folder"):
-        with pytest.raises(ConfigError, match="m e has no input, and an archive tells no example; give --data"):
+        with pytest.raises(ConfigError, match="m e has no input, and an archive has no example; give --data"):
             data(SuiteOptions(), url=archive, input=None)
 
 
 def test_a_gpu_that_is_not_there_is_told_before_anything_is_started(folder: Path) -> None:
     asks = case(folder, processors=(CPU, ALL))
-    with pytest.raises(ConfigError, match="m e asks for gpus all, and this machine has none; take it out, or go on"):
+    with pytest.raises(ConfigError, match="m e needs gpus all, and this machine has none; remove it, or use"):
         prepare([asks], SuiteOptions(), folder, 0)
     (job,), notes = prepare([asks], SuiteOptions(skip_missing_hardware=True), folder, 0)
     assert job.case.processors == (CPU,)
-    assert notes == ["m e asks for gpus all, and this machine has none: left out"]
-    with pytest.raises(ConfigError, match="nothing is left to run: m e asks for gpus all"):
+    assert notes == ["m e needs gpus all, and this machine has none: left out"]
+    with pytest.raises(ConfigError, match="nothing is left to run: m e needs gpus all"):
         prepare([case(folder, processors=(ALL,))], SuiteOptions(skip_missing_hardware=True), folder, 0)
-    with pytest.raises(ConfigError, match="asks for gpus 2, and this machine has 1;"):
+    with pytest.raises(ConfigError, match="needs gpus 2, and this machine has 1;"):
         prepare([case(folder, processors=(ALL, TWO))], SuiteOptions(), folder, 1)
     (job,), _ = prepare([case(folder, processors=(ALL, TWO))], SuiteOptions(), folder, 2)
     assert job.case.processors == (ALL, TWO)
@@ -166,7 +166,7 @@ HERE = Endpoint("h", 1)
 
 
 def test_an_archive_is_registered_with_the_settings_of_its_point(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (point, *_) = points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
+    (point, *_) = registrations(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
     monkeypatch.setattr(suite, "fetch", asked := Management())
     suite._register(HERE, "m.mar", point)
     expected = {"url": "m.mar", "batch_size": "8", DELAY: "70", "initial_workers": "2", "synchronous": "true"}
@@ -176,16 +176,16 @@ def test_an_archive_is_registered_with_the_settings_of_its_point(folder: Path, m
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"maxBatchDelay": 100}, "cpu, 2 workers, batch 8: asked for batch_delay 70, and the server has 100"),
-        ({"batchSize": 1}, "asked for batch_size 8, and the server has 1"),
-        ({"workers": [{"status": "READY"}, {"status": "UNLOADING"}]}, "asked for workers 2, and the server has 1"),
-        ({"status": 507}, "the server does not take it: status 507: too large"),
+        ({"maxBatchDelay": 100}, "cpu, 2 workers, batch 8: expected batch_delay 70, but the server has 100"),
+        ({"batchSize": 1}, "expected batch_size 8, but the server has 1"),
+        ({"workers": [{"status": "READY"}, {"status": "UNLOADING"}]}, "expected workers 2, but the server has 1"),
+        ({"status": 507}, "the server refuses: status 507: too large"),
     ],
 )
 def test_a_server_that_has_other_settings_than_it_was_asked_for_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], words: str
 ) -> None:
-    (point, *_) = points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
+    (point, *_) = registrations(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
     monkeypatch.setattr(suite, "fetch", Management(**other))
     with pytest.raises(PenstockError, match=words):
         suite._register(HERE, "m.mar", point)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
+from typing import Any
 
 import pytest
 from msgspec import structs
 
 from penstock.perf.bench.document import markdown
 from penstock.perf.bench.measurement import Gpu, Latency, Load, Measurement, ObjectiveResult, ServerStats
+from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.slo import parse_slo
-from penstock.perf.bench.suite_report import COLUMNS, SuiteRow, ab_report, report, rows_of
-from penstock.perf.bench.suite_yaml import Processor, SuiteCase, points
+from penstock.perf.bench.suite_report import COLUMNS, SuiteRow, ab_report, rows_of, suite_report
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, registrations
 
 MACHINE = {"cpu": "Fast CPU", "cores": 4, "memory_gib": 8.0, "gpus": ["Card", "Card"]}
 CASE = SuiteCase(model="resnet", mode="eager_mode", url="r.mar", batch_size=(1, 8), batch_delay_ms=50, input="cat.jpg")
-SINGLE, EIGHT = points(CASE)
+SINGLE, EIGHT = registrations(CASE)
 SERVER = ServerStats(
     queue_s=0.002,
     preprocess_s=0.001,
@@ -32,6 +34,10 @@ SERVER = ServerStats(
         Gpu(name="Card", utilization=0.7, memory_bytes=2**30, total_bytes=2**31),
     ],
 )
+
+
+def origin(**more: Any) -> Origin:
+    return Origin(command="benchmark-suite", machine=MACHINE, **more)
 
 
 def measured(label: str, throughput: float, **more: object) -> Measurement:
@@ -83,8 +89,8 @@ def test_an_invalid_run_has_no_numbers_and_tells_why() -> None:
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["the generator was overloaded"])]))
     assert row["Invalid"] == "the generator was overloaded"
     assert not row["TS throughput"] + row["TS latency P50"] + row["TS failed requests"]
-    page = markdown(report(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["too busy"])]), MACHINE, {}))
-    assert "**resnet eager_mode: nothing was measured.**" in page
+    page = markdown(suite_report(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["too busy"])]), origin()))
+    assert "**resnet eager_mode: no valid measurement.**" in page
     assert "| INVALID: too busy |" in page
 
 
@@ -92,7 +98,7 @@ def test_a_repeat_that_was_invalid_does_not_count_with_the_others() -> None:
     runs = [measured(SINGLE.label, 100.0), measured(SINGLE.label, 5.0, invalid=["overloaded"], repeat=1)]
     (row,) = cells(found := rows_of([SINGLE], runs))
     assert (row["TS throughput"], row["Throughput spread %"], row["Invalid"]) == ("100.0", "", "overloaded")
-    page = markdown(report(found, MACHINE, {}))
+    page = markdown(suite_report(found, origin()))
     assert "\n- INVALID, repeat 2: overloaded\n" in page
     assert "100/s, p99 300 ms." in page
 
@@ -107,9 +113,9 @@ def judged(*clauses: bool | None) -> list[SuiteRow]:
     ("clauses", "cell", "choice"),
     [
         ((True, True), "yes", "100/s within p99<=1s, p99 300 ms."),
-        ((True, False, None), "no", "nothing that was tried keeps p99<=1s."),
-        ((True, None), "", "nothing is known to keep p99<=1s; where the table says n/a, a run was too short."),
-        ((), "", "nothing was measured."),
+        ((True, False, None), "no", "no run meets p99<=1s."),
+        ((True, None), "", "no run is known to meet p99<=1s; runs marked n/a were too short."),
+        ((), "", "no valid measurement."),
     ],
 )
 def test_the_slo_is_kept_by_what_all_valid_repeats_say(
@@ -117,23 +123,23 @@ def test_the_slo_is_kept_by_what_all_valid_repeats_say(
 ) -> None:
     (row,) = cells(found := judged(*clauses))
     assert row["SLO met"] == cell
-    assert choice in markdown(report(found, MACHINE, {}, slo="p99<=1s")).splitlines()[2]
+    assert choice in markdown(suite_report(found, origin(slo="p99<=1s"))).splitlines()[2]
 
 
 def test_a_percentile_that_one_repeat_cannot_tell_is_not_told() -> None:
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0), measured(SINGLE.label, 1.0, latency=Latency())]))
     assert (row["TS throughput"], row["TS latency P99"], row["Model_p50"]) == ("50.5", "", "6.0")
-    page = markdown(report(rows_of([SINGLE], [measured(SINGLE.label, 1.0, latency=Latency())]), MACHINE, {}))
+    page = markdown(suite_report(rows_of([SINGLE], [measured(SINGLE.label, 1.0, latency=Latency())]), origin()))
     assert "10 clients: 1/s, p99 n/a.**" in page
 
 
 def test_the_first_error_of_a_run_is_on_the_page_and_no_secret_of_its_archive() -> None:
     case = structs.replace(CASE, url="https://me:t0p@h/r.mar?sig=1&token=t0p")
-    point = points(case)[0]
+    point = registrations(case)[0]
     runs = [measured(point.label, 9.0, errors={"500": 3}, first_error="500: no <b>", repeat=n) for n in range(2)]
-    page = markdown(report(rows_of([point], runs), MACHINE, {}))
-    assert "\n- the first error: 500: no \\<b>\n" in page
-    assert "https://\\*\\*\\*@h/r.mar?sig=1&token=\\*\\*\\*: 100 requests a run" in page
+    page = markdown(suite_report(rows_of([point], runs), origin()))
+    assert "\n- first error: 500: no \\<b>\n" in page
+    assert "https://\\*\\*\\*@h/r.mar?sig=1&token=\\*\\*\\*: 100 requests per run" in page
 
 
 def test_a_server_that_tells_nothing_leaves_its_columns_empty() -> None:
@@ -155,24 +161,24 @@ def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
         caveats = [*run.caveats, *(["it got slower"] * (rate < 200))]
         runs.append(measured(point.label, rate, caveats=caveats, slo=slo.judge(run)))
     rows = rows_of([SINGLE, EIGHT], runs)
-    page = markdown(report(rows, MACHINE, {"python": "3.11"}, slo=slo.text, line="penstock x"))
+    page = markdown(suite_report(rows, origin(versions={"python": "3.11"}, slo=slo.text, line="penstock x")))
     choice, table = page.splitlines()[2], [line for line in page.splitlines() if line.startswith("| cpu")]
     assert choice == "**resnet eager_mode: cpu, 1 worker, batch 1, 10 clients: 200/s within p99<=250ms, p99 150 ms.**"
     assert [line.split(" | ")[-1] for line in table] == ["met |", "missed |"]
     assert "\n- a closed loop sees no stalls\n" in page
     assert "\n- resnet eager_mode, cpu, 1 worker, batch 8, 10 clients: it got slower\n" in page
     assert "```\npenstock x\n```" in page
-    assert "a batch is held 50 ms at most to be filled" in page
-    none = markdown(report(rows_of([EIGHT], runs), MACHINE, {}, slo=slo.text))
-    assert "**resnet eager_mode: nothing that was tried keeps p99<=250ms.**" in none
+    assert "a batch waits at most 50 ms to fill" in page
+    none = markdown(suite_report(rows_of([EIGHT], runs), origin(slo=slo.text)))
+    assert "**resnet eager_mode: no run meets p99<=250ms.**" in none
 
 
 def test_the_page_has_a_line_for_each_run_as_far_as_it_is_known() -> None:
-    (_, *wide) = points(structs.replace(CASE, batch_size=(1, 8, 16)))
+    (_, *wide) = registrations(structs.replace(CASE, batch_size=(1, 8, 16)))
     runs = [measured(SINGLE.label, 100.0), measured(wide[0].label, 200.0)]
-    page = markdown(report(rows_of([SINGLE, *wide], runs), MACHINE, {})).splitlines()
+    page = markdown(suite_report(rows_of([SINGLE, *wide], runs), origin())).splitlines()
     assert page[2] == "**resnet eager_mode: cpu, 1 worker, batch 8, 10 clients: 200/s, p99 150 ms.**"
-    assert "r.mar: 100 requests a run, of cat.jpg; a batch is held 50 ms at most to be filled." in page
+    assert "r.mar: 100 requests per run with cat.jpg; a batch waits at most 50 ms to fill." in page
     header, _, *lines = [line.strip("| ").split(" | ") for line in page if line.startswith("| ")]
     assert [dict(zip(header, line, strict=False)) for line in lines[:2]] == [
         {
@@ -184,13 +190,13 @@ def test_the_page_has_a_line_for_each_run_as_far_as_it_is_known() -> None:
     ]  # fmt: skip
     assert [cell for cell in lines[2] if cell.strip()] == ["cpu", "1", "16", "10", "not run"]
     own = structs.replace(CASE, input=None)
-    assert "of its own example; a batch" in markdown(report(rows_of(points(own), []), MACHINE, {}))
+    assert "with its own example; a batch" in markdown(suite_report(rows_of(registrations(own), []), origin()))
 
 
 def test_runs_differ_by_registration_and_by_clients() -> None:
     case = SuiteCase(model="m", mode="e", url="m.mar", concurrency=(10, 20), processors=(Processor(), Processor("all")))
-    rows = rows_of(points(case), [measured(points(case)[1].label, 7.0)])
-    assert [(r.point.processor.text, r.load.concurrency, r.repeats) for r in rows] == [
+    rows = rows_of(registrations(case), [measured(registrations(case)[1].label, 7.0)])
+    assert [(r.point.processor.text, r.load.concurrency, len(r.runs)) for r in rows] == [
         ("cpu", 10, 0),
         ("cpu", 20, 0),
         ("gpus all", 10, 1),
