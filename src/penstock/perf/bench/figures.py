@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec import structs
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, install_hint
 from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.perf.bench.measurement import GeneratorHealth, Latency, Load, Measurement, ServerStats
 from penstock.perf.bench.slo import Slo
@@ -31,7 +31,7 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 _WORDS: Final = {LOST: "lost", TIMED_OUT: "timeout", REFUSED: "refused", WRONG: "wrong"}
 CLOSED: Final = "a closed loop sends nothing while the server is stalled, so it cannot see stalls: use --mode open"
-NO_HISTOGRAM: Final = "no histogram was stored: pip install '.[bench]'"
+NO_HISTOGRAM: Final = f"no histogram was stored: {install_hint('bench')}"
 
 _LEAST_US: Final = 1
 _MOST_US: Final = 3_600_000_000  # an hour
@@ -59,7 +59,7 @@ def decode(text: str) -> list[tuple[float, int]]:
     try:
         from hdrh.histogram import HdrHistogram
     except ImportError:
-        raise ConfigError("reading histograms needs hdrhistogram: pip install '.[bench]'") from None
+        raise ConfigError(f"reading histograms needs hdrhistogram: {install_hint('bench')}") from None
     try:
         histogram = HdrHistogram.decode(text)
     except Exception as exc:  # the library's own, zlib's, base64's and ctypes'

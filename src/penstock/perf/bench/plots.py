@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, install_hint
 from penstock.perf.bench.document import Plot, seconds
 from penstock.perf.bench.figures import decode
 from penstock.perf.bench.measurement import (
@@ -90,7 +90,7 @@ def draw(measurements: Sequence[Measurement], slo: str = "", verdict: Verdict | 
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("plots are drawn by matplotlib: pip install '.[plots]'") from None
+        raise ConfigError(f"plots are drawn by matplotlib: {install_hint('plots')}") from None
     data = PlotData([point for point in group_by_load(measurements) if point.runs], slo, verdict)
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # glyphs missing from matplotlib's font; the page has its own
