@@ -14,7 +14,7 @@ URL = "http://127.0.0.1:12345/predictions/blip2"
 
 
 def caption(frames, url=URL, key=""):
-    """The captions of one frame [height, width, 3] or of a prebatch [frames, height, width, 3], uint8."""
+    """The captions of one frame [height, width, 3] or a prebatch [frames, height, width, 3], uint8."""
     headers = {"Content-Type": "application/octet-stream"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
@@ -24,7 +24,7 @@ def caption(frames, url=URL, key=""):
 
 
 def inference_key(path="key_file.json"):
-    """The key that the server has written when it started; empty if it asks for none."""
+    """The key that the server writes when it starts; empty if it requires none."""
     try:
         with open(path) as file:
             return json.load(file)["inference"]["key"]

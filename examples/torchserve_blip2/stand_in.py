@@ -1,10 +1,10 @@
-"""Makes a small model that stands in for Salesforce/blip2-opt-2.7b, where the Hub's library looks for it.
+"""Makes a small stand-in for Salesforce/blip2-opt-2.7b in the cache folder of the Hub's library.
 
     python stand_in.py FOLDER
     HF_HOME=FOLDER HF_HUB_OFFLINE=1 torchserve --start --ts-config config.properties
 
-It is of the same class and has the same processor, but 60,000 random weights in place of 3.7 billion trained ones: its
-captions mean nothing, are made in milliseconds, and depend on the frame.
+It has the same class and processor, but 60,000 random weights instead of 3.7 billion trained ones: its captions are
+meaningless, take milliseconds, and depend on the frame.
 """
 
 import sys
@@ -33,7 +33,7 @@ QUERIES = 4
 
 
 def make_model() -> Blip2ForConditionalGeneration:
-    """The model with random weights, always the same."""
+    """The model with random weights, the same every time."""
     block = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Blip2Config(
         vision_config=Blip2VisionConfig(**block, intermediate_size=2 * WIDTH, image_size=SIDE, patch_size=8).to_dict(),
@@ -56,14 +56,14 @@ def make_model() -> Blip2ForConditionalGeneration:
     torch.manual_seed(0)
     model = Blip2ForConditionalGeneration(config)
     for weights in model.parameters():
-        if weights.dim() > 1:  # the usual 0.02 would leave little of the image
+        if weights.dim() > 1:  # with the usual 0.02 the image would hardly matter
             torch.nn.init.normal_(weights, std=0.3)
     model.generation_config.suppress_tokens = [0, 1, 3]
     return model
 
 
 def make_processor() -> Blip2Processor:
-    """What scales frames, and spells words."""
+    """The processor that scales frames and decodes words."""
     words = {word: number for number, word in enumerate(SPECIAL + WORDS)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -79,7 +79,7 @@ def make_processor() -> Blip2Processor:
 
 
 def main(home: Path) -> None:
-    """Writes the files where `from_pretrained(NAME)` finds them with HF_HOME=home."""
+    """Writes the files to where `from_pretrained(NAME)` finds them with HF_HOME=home."""
     root = home / "hub" / f"models--{NAME.replace('/', '--')}"
     folder = root / "snapshots" / REVISION
     make_model().save_pretrained(folder)

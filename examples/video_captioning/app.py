@@ -1,4 +1,4 @@
-"""A captioner of video frames: `penstock serve app.py`, and with `--model Salesforce/blip2-opt-2.7b` the real one."""
+"""A captioner of video frames: `penstock serve app.py`; `--model Salesforce/blip2-opt-2.7b` serves the real one."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Captions clips over HTTP, and shows that nothing is lost: `python demo.py` (about a minute on two cores).
+"""Captions clips over HTTP and proves that no frame is lost: `python demo.py` (about a minute on two cores).
 
 Makes clips in a temporary folder, starts the captioner with two workers, captions every frame with
 `penstock caption`, and verifies the frame numbers in order. Then kills a second run with SIGKILL in the middle, starts
-it again, and compares its output with that of the first, byte by byte. The exit status is 0 only if all of it holds.
+it again, and compares its output with the first one's byte by byte. The exit status is 0 only if every check passes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def say(text: str) -> None:
 
 @contextmanager
 def server(instances: int) -> Iterator[str]:
-    """The address of a captioner with that many workers, which lives as long as the block."""
+    """The address of a captioner with that many workers, running during the block."""
     command = [PENSTOCK, "serve", str(EXAMPLE / "app.py"), "--instances", str(instances), "--port", "0"]
     command += ["--set", "server.management_port=0", "--set", "server.metrics_port=0"]
-    # One thread a worker: more would take the other's core. Idle OpenMP threads must not spin beside the decoders.
+    # One thread per worker: more would use the other's core. Idle OpenMP threads must not spin next to the decoders.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     with TemporaryFile() as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -52,12 +52,12 @@ def server(instances: int) -> Iterator[str]:
 def _address(process: subprocess.Popen[bytes], log: int) -> str:
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
-        said = os.pread(log, 2**20, 0).decode(errors="replace")
-        if found := re.search(r"inference +(http://127\.0\.0\.1:\d+)", said):
+        output = os.pread(log, 2**20, 0).decode(errors="replace")
+        if found := re.search(r"inference +(http://127\.0\.0\.1:\d+)", output):
             return found[1]
         time.sleep(0.05)
-    said = os.pread(log, 2**20, 0).decode(errors="replace")
-    raise SystemExit(f"the captioner did not start within {START_S:g} s, or ended\n{said}")
+    output = os.pread(log, 2**20, 0).decode(errors="replace")
+    raise SystemExit(f"the captioner did not start within {START_S:g} s, or exited\n{output}")
 
 
 def caption_command(videos: Path, url: str, output: Path) -> list[str]:
@@ -65,29 +65,29 @@ def caption_command(videos: Path, url: str, output: Path) -> list[str]:
 
 
 def killed_in_the_middle(command: list[str], spool: Path, frames: int) -> int:
-    """Runs a job until a third of its frames are spooled, and kills it. The number that was spooled by then."""
+    """Runs a job until a third of its frames are spooled, and kills it. Returns the number of spooled frames."""
     process = subprocess.Popen([*command, "--progress", "none"])
     end = time.monotonic() + KILL_S
     while spooled(spool) < frames // 3:
         if process.poll() is not None or time.monotonic() > end:
             process.kill()
-            raise SystemExit(f"the job was to be killed in the middle, and ended before: status {process.wait()}")
+            raise SystemExit(f"the job ended before it could be killed: status {process.wait()}")
         time.sleep(0.005)
     process.kill()
     process.wait()
     done = spooled(spool)
     if done == frames:
-        raise SystemExit("the job was over before it was killed; give it more --frames")
+        raise SystemExit("the job finished before it was killed; use more --frames")
     return done
 
 
 def spooled(spool: Path) -> int:
-    """How many rows a job has put down so far."""
+    """How many rows a job has spooled so far."""
     return sum(path.read_bytes().count(b'"caption"') for path in spool.glob("*.jsonl"))
 
 
 def demo(folder: Path, clips: int, frames: int) -> list[str]:
-    """Runs everything in `folder`; what did not hold."""
+    """Runs everything in `folder`; returns the failed checks."""
     videos, total = folder / "videos", clips * frames
     videos.mkdir()
     say(f"{clips} clips of {frames} frames, {WIDTH}x{HEIGHT}, H.264")
@@ -96,7 +96,7 @@ def demo(folder: Path, clips: int, frames: int) -> list[str]:
         path = videos / f"clip-{index:03d}.mp4"
         truth[path.name] = make_clip(path, frames, (WIDTH, HEIGHT), seed=index)
         print(f"{path.name}: {truth[path.name][0]} ...", flush=True)
-    say("the captioner starts: two workers behind HTTP")
+    say("starting the captioner: two workers behind HTTP")
     with server(2) as url:
         first, second = folder / "captions.jsonl", folder / "again.jsonl"
         command = caption_command(videos, url, first)
@@ -105,9 +105,9 @@ def demo(folder: Path, clips: int, frames: int) -> list[str]:
         status = subprocess.run(command).returncode
         took_s = time.monotonic() - began
         if status != 0:
-            return [f"penstock caption ended with status {status}"]
+            return [f"penstock caption exited with status {status}"]
         report = verify(read_rows(first), truth)
-        print(f"{report}; {total / took_s:.0f} frames/s with the start of the command", flush=True)
+        print(f"{report}; {total / took_s:.0f} frames/s including the start of the command", flush=True)
         command = caption_command(videos, url, second)
         say("the same again, killed in the middle")
         done = killed_in_the_middle(command, second.with_name(second.name + ".work") / "spool", total)
@@ -116,9 +116,9 @@ def demo(folder: Path, clips: int, frames: int) -> list[str]:
         status = subprocess.run(command).returncode
     faults = list(report.faults)
     if status != 0:
-        faults.append(f"the resumed job ended with status {status}")
+        faults.append(f"the resumed job exited with status {status}")
     elif first.read_bytes() != second.read_bytes():
-        faults.append("the output of the resumed job differs from that of the undisturbed one")
+        faults.append("the output of the resumed job differs from the uninterrupted one")
     else:
         print(f"identical: {first.stat().st_size} bytes")
     return faults
@@ -137,7 +137,7 @@ def main() -> int:
     for fault in faults:
         print(f"FAILED: {fault}", file=sys.stderr)
     if not faults:
-        say("every frame was captioned once, in order; the job that was killed lost nothing")
+        say("every frame was captioned once, in order; the killed job lost nothing")
     return 1 if faults else 0
 
 

@@ -19,7 +19,7 @@ FRAMES_PER_LOOK = 45
 
 
 def clip_scenes(frames: int, seed: int = 0) -> Iterator[Scene]:
-    """What every frame of the clip with that seed shows."""
+    """The scene of each frame of the clip with this seed."""
     random = np.random.default_rng([seed, 0x5CE7E])
     across_s, down_s, *starts = random.uniform(0.004, 0.012, 2).tolist() + random.uniform(0, 2, 2).tolist()
     look = sample(random)
@@ -38,10 +38,10 @@ def make_clip(
     seed: int = 0,
     quality: int = 23,
 ) -> list[str]:
-    """Writes an H.264 clip of that (width, height) and returns the caption of each frame; `quality` is x264's CRF."""
+    """Writes an H.264 clip of `size` (width, height) and returns the caption of each frame; `quality` is x264's CRF."""
     captions = []
     with av.open(str(path), "w") as container:
-        # With its macroblock tree x264 does not write the same bytes each time.
+        # With its macroblock tree, x264 does not write the same bytes every time.
         options = {"crf": str(quality), "preset": "veryfast", "x264-params": "mbtree=0"}
         stream = container.add_stream("libx264", rate=Fraction(fps), options=options)
         stream.width, stream.height = size
@@ -57,7 +57,7 @@ def make_clip(
 
 
 def _to_and_fro(where: float) -> float:
-    """0 to 1 and back for `where` from 0 to 2, and so on; always below 1."""
+    """A triangle wave: 0 to 1 and back while `where` goes from 0 to 2; always below 1."""
     return min(1 - abs(where % 2 - 1), 1 - 1e-9)
 
 

@@ -1,7 +1,7 @@
-"""A BLIP-2 network of 0.77 million parameters: the class, the calls and the files of the big one, 64x64 pixels in.
+"""A BLIP-2 network of 0.77 million parameters: class, calls and files of the large one, for 64x64 pixels.
 
-`new_network(seed)` has learnt nothing and says nothing true, which is enough for tests of everything around it;
-the folder `captioner/` holds the one that `train.py` trained.
+`new_network(seed)` is untrained, which suffices to test everything around it; the folder `captioner/` holds the
+network that `train.py` trained.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-# Set before torch is imported: idle OpenMP threads that spin cost a small network more than its own work.
+# Set before torch is imported: spinning idle OpenMP threads cost a small network more than its own work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch

@@ -1,8 +1,8 @@
-"""Pictures whose caption is known: one coloured shape on a plain ground, and a three-digit number beneath it.
+"""Pictures with a known caption: one coloured shape on a plain background, and a three-digit number below it.
 
-A scene is written down by one sentence, ``number 0 4 2 : a large red cross at the top left on gray``. The number
-tells which frame of a video a caption belongs to, so that order, loss and duplication are seen in the captions
-alone; the rest tells that the pixels arrived as they were. Drawing needs nothing but NumPy.
+One sentence describes a scene: ``number 0 4 2 : a large red cross at the top left on gray``. The number identifies
+the frame of a video, so the captions alone reveal wrong order, loss and duplication; the other words prove that the
+pixels arrived intact. Drawing needs only NumPy.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ COLORS = {
 }
 BACKGROUNDS = {"black": (12, 12, 12), "gray": (120, 120, 120), "white": (240, 240, 240)}
 SHAPES = ("circle", "cross", "triangle")
-#: From a shape's centre to its edge, as a part of the picture's height.
+#: Distance from a shape's centre to its edge, as a fraction of the picture's height.
 SIZES = {"small": 0.115, "large": 0.19}
 ROWS = ("top", "middle", "bottom")
 COLUMNS = ("left", "center", "right")
-#: Numbers are counted round: frame 1000 shows 000 again.
+#: Numbers wrap around: frame 1000 shows 000 again.
 NUMBERS = 1000
 
-#: The number's strip starts here, as a part of the height; shapes stay above it.
+#: Top of the strip with the number, as a fraction of the height; shapes stay above it.
 STRIP_TOP = 0.78
 _STRIP = (30, 30, 60)
 _INK = (255, 255, 255)
 _ROW_EDGES = (0.28, 0.49)
 _COLUMN_EDGES = (1 / 3, 2 / 3)
-# No shape's centre lies nearer than this to an edge between two rows or columns: which side it is on stays visible
-# in 64 pixels.
+# No shape's centre is closer than this to an edge between two rows or columns, so its cell stays visible in 64 pixels.
 _GAP = 0.022
 # Three columns by five rows: each bit is 4 by 2 pixels in a picture of 64 by 64.
 _DIGITS = (
@@ -57,7 +56,7 @@ _NUMBER = re.compile(r"\s*number (\d) (\d) (\d)(?: |$)")
 
 @dataclass(frozen=True)
 class Scene:
-    """What one picture shows; `x` and `y` are the shape's centre, as parts of the width and of the height."""
+    """The content of a picture; `x` and `y` are the shape's centre as fractions of the width and height."""
 
     number: int
     size: str
@@ -69,7 +68,7 @@ class Scene:
 
 
 def caption(scene: Scene) -> str:
-    """The one right caption of `scene`."""
+    """The only correct caption of `scene`."""
     digits = " ".join(f"{scene.number % NUMBERS:03d}")
     row, column = ROWS[_cell(scene.y, _ROW_EDGES)], COLUMNS[_cell(scene.x, _COLUMN_EDGES)]
     look = f"{scene.size} {scene.color} {scene.shape}"
@@ -77,13 +76,13 @@ def caption(scene: Scene) -> str:
 
 
 def number_of(text: str) -> int | None:
-    """The number that a caption begins with, 0 to 999; None where there is none."""
+    """The number at the beginning of a caption, 0 to 999, or None."""
     found = _NUMBER.match(text)
     return int("".join(found.groups())) if found else None
 
 
 def words() -> list[str]:
-    """Every word of a caption once, in an order that stays the same."""
+    """Every word of the captions once, in a fixed order."""
     fixed = ["number", ":", "a", "at", "the", "on"]
     return [*fixed, *"0123456789", *COLORS, *BACKGROUNDS, *SHAPES, *SIZES, *ROWS, *COLUMNS]
 
@@ -97,7 +96,7 @@ def place(across: float, down: float, size: str) -> tuple[float, float]:
 
 
 def sample(random: np.random.Generator) -> Scene:
-    """A scene drawn at random; every word is as likely as the others of its kind."""
+    """A random scene; all words of a kind are equally likely."""
     size = str(random.choice(list(SIZES)))
     x, y = place(random.random(), random.random(), size)
     return Scene(
@@ -114,7 +113,7 @@ def sample(random: np.random.Generator) -> Scene:
 def draw(scene: Scene, width: int, height: int) -> np.ndarray:
     """The picture of `scene`: uint8 [height, width, 3], RGB."""
     picture = np.empty((height, width, 3), np.uint8)
-    # A row at a time: pixel by pixel would take longer than all the rest.
+    # One row at a time: pixel by pixel would take longer than everything else.
     picture[:] = np.full((width, 3), BACKGROUNDS[scene.background], np.uint8)
     _draw_shape(picture, scene)
     strip = picture[round(STRIP_TOP * height) :]
@@ -132,7 +131,7 @@ def _draw_shape(picture: np.ndarray, scene: Scene) -> None:
     top, bottom = max(0, int(center_y - radius) - 1), min(height, int(center_y + radius) + 2)
     across = np.abs(np.arange(left, right, dtype=np.float32) + 0.5 - center_x)[None, :]
     down = (np.arange(top, bottom, dtype=np.float32) + 0.5 - center_y)[:, None]
-    # How far inside the shape a pixel's middle lies; half a pixel to either side of the edge is mixed.
+    # How far inside the shape a pixel's centre is; pixels within half a pixel of the edge are blended.
     inside = _INSIDE[scene.shape](across, down, radius)
     share = np.clip(inside + 0.5, 0, 1)[..., None]
     under = picture[top:bottom, left:right]

@@ -1,9 +1,9 @@
 """Trains the small captioner and writes `captioner/`: `python train.py` (about 12 minutes on one core).
 
-Every picture of the training is drawn for it and used once; a second process draws. Seed, number of steps and
-libraries decide the weights, however slow the machine. `--evaluate` asks the shipped weights about pictures that
-took no part in the training: stills, and clips that went through H.264, both with the kernel "fast" (reduced by
-area while decoding, the default of `penstock caption`) and with "exact" (bicubic with antialias).
+A second process draws each training picture, and it is used once. Seed, number of steps and library versions
+determine the weights, not the speed of the machine. `--evaluate` tests the shipped weights on pictures outside the
+training set: stills and H.264 clips, with the kernel "fast" (area average while decoding, the default of
+`penstock caption`) and with "exact" (antialiased bicubic).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tells whether captions are those of the videos of `make_videos.py`: `python verify.py captions.jsonl`.
+"""Checks captions of the videos of `make_videos.py`: `python verify.py captions.jsonl`.
 
-Every frame from the first to the last has one row, in order, by the column `frame`; so a frame that was lost,
-repeated or put elsewhere is seen. The caption's own number says that the row holds the caption of that very frame:
-at least 99.5 % of the numbers have to be the frame's, modulo 1000. The captioner may misread a picture now and then,
-but not three neighbours: rows that had slipped by one would be wrong in a run, however short.
+By the column `frame`, every frame from the first to the last must have one row, in order; this reveals lost, repeated
+and moved frames. The number in a caption proves that the row holds the caption of its frame: at least 99.5 % of the
+numbers must be the frame's, modulo 1000. The captioner may misread a picture occasionally, but not three neighbours:
+rows shifted by one would be wrong in a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST_RUN = 2
 
 @dataclass
 class Report:
-    """What was found; `faults` is empty when order and completeness are proved."""
+    """The result of a check; `faults` is empty if the captions are complete and in order."""
 
     frames: int = 0
     numbers: int = 0
@@ -40,22 +40,22 @@ class Report:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of captions, JSON lines."""
+    """The rows of a JSON lines file."""
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def verify(rows: Iterable[Mapping[str, Any]], truth: Mapping[str, Sequence[str]] | None = None) -> Report:
-    """Counts and faults of `rows`; `truth` holds the captions of each video by its file name, where they are known.
+    """Counts and faults of `rows`; `truth` maps the file name of each video to its captions, if known.
 
-    Without it nobody knows how many frames a video has: rows that miss at its end are not noticed.
+    Without it the number of frames is unknown, and missing rows at the end of a video go unnoticed.
     """
     videos: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     report = Report(whole=None if truth is None else 0)
     before = None
     for row in rows:
         if row["video"] != before and row["video"] in videos:
-            report.faults.append(f"{row['video']}: its rows do not stand together")
+            report.faults.append(f"{row['video']}: its rows are not adjacent")
         before = row["video"]
         videos[before].append(row)
     for name, own in videos.items():
@@ -73,7 +73,7 @@ def _verify_video(name: str, rows: list[Mapping[str, Any]], report: Report) -> N
     run = longest = ended = 0
     for index, row in enumerate(rows):
         if row["frame"] != index:
-            report.faults.append(f"{name}: row {index} is of frame {row['frame']}, expected frame {index}")
+            report.faults.append(f"{name}: row {index} has frame {row['frame']}, expected frame {index}")
             break
     for row in rows:
         right = number_of(row["caption"]) == row["frame"] % NUMBERS
@@ -90,7 +90,7 @@ def _compare(
     videos: Mapping[str, Sequence[Mapping[str, Any]]], truth: Mapping[str, Sequence[str]], report: Report
 ) -> None:
     found = {Path(name).name: rows for name, rows in videos.items()}
-    report.faults += [f"{name}: a video that was not made" for name in found.keys() - truth.keys()]
+    report.faults += [f"{name}: unknown video" for name in found.keys() - truth.keys()]
     report.whole = 0
     for name, captions in truth.items():
         rows = found.get(name, [])
