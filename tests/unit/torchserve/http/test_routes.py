@@ -28,7 +28,7 @@ Function = Callable[[HttpRequest], Awaitable[ItemResult]]
 async def serving(function: Function, path: str = "/do/{what}", **limits: Any) -> AsyncIterator[tuple[HttpServer, int]]:
     table = [Template(path, "", serve=function, methods=frozenset({"PUT", "GET", "POST"}))]
     flavor = TorchServeFlavor(FakeAdministration(), ListenerConfig(groups=frozenset({"management"})), table)
-    server = HttpServer(FakeBackend(), LimitsConfig(**limits), dialect=flavor)
+    server = HttpServer(FakeBackend(), LimitsConfig(**limits), flavor=flavor)
     _, port = await server.start("127.0.0.1", 0)
     try:
         yield server, port
