@@ -1,6 +1,6 @@
-"""The values that floors hand to each other. Plain data: no behaviour, no I/O.
+"""The values that layers exchange. Plain data: no behaviour, no I/O.
 
-Structs are `msgspec.Struct`: cheap to make (they are made per request) and typed.
+`msgspec.Struct` is typed and cheap to create, which happens for every request.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SIZES: Final = {
 class Item(Struct, omit_defaults=True):
     """One unit of work as the user sees it. The payload is opaque to the core.
 
-    `payload` is what `codec` says: "object" - any Python value (in-process callers); other codecs - the request body
-    as `bytes`, a read-only `memoryview`, or a `wire.slabs.Slab` when it is large. `rows` is how many rows of the
-    batch it fills. `many` (codec "object" only): the payload is a list of `rows` separate items, which the model sees
-    one by one, and the result is the list of their results. `budget_s`: seconds left of its deadline when it was sent;
-    told only to models that work on batches side by side.
+    `codec` determines the `payload`: any Python value for "object" (in-process callers), else the request body as
+    `bytes`, a read-only `memoryview`, or a `wire.slabs.Slab` if it is large. `rows` is its share of the batch. `many`
+    (codec "object" only): the payload is a list of `rows` separate items, which the model receives one by one, and the
+    result is the list of their results. `budget_s`: seconds left until the deadline when it was sent; set only for
+    models that run batches concurrently.
     """
 
     payload: Any
@@ -56,16 +56,16 @@ class Item(Struct, omit_defaults=True):
     many: bool = False
     request_id: str = ""
     headers: Headers | None = None
-    start: int = 0  # a part of a split item: rows [start, stop) of it; stop < 0 means all
+    start: int = 0  # part of a split item: rows [start, stop); stop < 0 means all
     stop: int = -1
     budget_s: float | None = None
 
 
 class ItemResult(Struct, omit_defaults=True):
-    """The answer to one Item, or one part of it when it streams.
+    """The answer to one Item, or one part of a streamed answer.
 
-    `body` is bytes for wire codecs, any value for codec "object". Errors are data: `error` set means that this item
-    failed. Every item gets any number of results with `final=False` and exactly one with `final=True`.
+    `body` is bytes for wire codecs, any value for codec "object". Errors are data: with `error` the item failed. Every
+    item gets any number of results with `final=False` and exactly one with `final=True`.
     """
 
     body: Any = b""
@@ -74,15 +74,15 @@ class ItemResult(Struct, omit_defaults=True):
     headers: list[tuple[str, str]] | None = None
     error: PenstockError | None = None
     final: bool = True
-    reason: str | None = None  # phrase beside the status; None: that of the front-end
+    reason: str | None = None  # HTTP reason phrase; None: the default of the status
 
 
 Sink = Callable[[ItemResult], None]
-"""Called on the event loop's thread, once a part, exactly once with `final=True`."""
+"""Called on the event loop's thread: once per part, exactly once with `final=True`."""
 
 
 class Response:
-    """What `predict` may return for an item to choose content type, status and headers itself."""
+    """A result of `predict` that sets its own content type, status and headers."""
 
     __slots__ = ("body", "content_type", "headers", "status")
 
@@ -106,7 +106,7 @@ class Response:
 
 
 class Headed(Struct):
-    """What a model of ours may return for an item: a value as it is otherwise, and headers beside the answer."""
+    """A result of our own models: the plain value, and headers for the response."""
 
     value: Any
     headers: list[tuple[str, str]]
@@ -115,7 +115,7 @@ class Headed(Struct):
 class TensorSpec(Struct, frozen=True, omit_defaults=True):
     """Name, Open Inference datatype ("FP32", "INT64", "BYTES" ...) and shape; -1 is any size, axis 0 is rows.
 
-    An `optional` input may be left out of a request; the model says which of them belong together.
+    A request may omit an `optional` input; the model documents which of them belong together.
     """
 
     name: str
@@ -125,10 +125,10 @@ class TensorSpec(Struct, frozen=True, omit_defaults=True):
 
 
 class ModelMetadata(Struct, frozen=True):
-    """What a loaded model says of itself.
+    """What a loaded model declares about itself.
 
-    `parameters` are plain values that clients may read beside the tensors. A `revision` among them tells what weights
-    and settings answer: it stands in every Open Inference answer of the model.
+    `parameters` are plain values for clients. A `revision` among them identifies weights and settings; every Open
+    Inference response of the model carries it.
     """
 
     name: str
@@ -142,7 +142,7 @@ class ModelMetadata(Struct, frozen=True):
 class ModelStatus(Struct, frozen=True):
     """One line of the table of models. `state` is one of LOADING, READY, FAILED, DRAINING.
 
-    `traffic` is the version's part of the requests that name no version.
+    `traffic` is the version's share of the requests that name no version.
     """
 
     name: str
@@ -158,9 +158,9 @@ class ModelStatus(Struct, frozen=True):
 
 
 class Batch(Struct):
-    """What a Transport is given to run on one slot.
+    """A batch for one slot of a Transport.
 
-    `more`: another batch for this slot follows at once, and may be written together with this one.
+    `more`: another batch for this slot follows at once and may be written together with this one.
     """
 
     id: int
@@ -170,11 +170,11 @@ class Batch(Struct):
 
 
 class Ready(Struct):
-    """What a worker tells when its model is loaded.
+    """The message of a worker whose model is loaded.
 
-    `options` are those of `@penstock.model`. `profile` holds (rows, seconds) of the warm-up runs, `max_batch_size`
-    the size that the warm-up found best, None without a warm-up. `width`: with more than 1, the worker takes batches
-    side by side, as long as so many rows are in flight on it.
+    `options` come from `@penstock.model`. `profile` holds (rows, seconds) of the warm-up runs, `max_batch_size` the
+    best size of the warm-up, None without one. With a `concurrency` above 1 the worker runs batches concurrently, up to
+    that many rows in flight.
     """
 
     metadata: ModelMetadata
@@ -183,19 +183,19 @@ class Ready(Struct):
     options: dict[str, Any] = field(default_factory=dict)
     profile: list[tuple[int, float]] = field(default_factory=list)
     max_batch_size: int | None = None
-    width: int = 1
+    concurrency: int = 1
 
 
 class BatchPart(Struct, omit_defaults=True):
     """One message of a Transport about a batch: any number with `final=False`, then exactly one with `final=True`.
 
     `results` is aligned with the batch's items; None where this part has nothing for an item. In the final part None
-    means that the item had its final result in an earlier part. With `at` (of a batch beside others) `results` are
-    final, and of the items at those places, each of which comes once. `run_s` is the worker's own time on the batch,
-    `prepare_s` what decoding it took before, where that is done while another batch runs. `stages_s` are the seconds of
-    preprocessing (with decoding), predicting and postprocessing (with encoding); None where they overlap.
-    `oom` is (fewest rows that ran out of memory, most rows that ran) when the device ran out. With `error` the whole
-    batch failed and `results` is empty; `started` False then says that it still waited behind another batch.
+    means that an earlier part held the item's final result. With `at` (concurrent batches) `results` are final and
+    belong to the items at those places; each place occurs once. `run_s` is the worker's time on the batch, `prepare_s`
+    the time of decoding it while another batch ran. `stages_s` are the seconds of preprocessing (with decoding),
+    prediction and postprocessing (with encoding); None if they overlap. `oom` is (fewest rows that ran out of memory,
+    most rows that ran). With `error` the whole batch failed and `results` is empty; `started` False then means that it
+    still waited behind another batch.
     """
 
     batch_id: int
@@ -214,7 +214,7 @@ class BatchPart(Struct, omit_defaults=True):
 class MetricDelta(Struct, array_like=True):
     """A change of one of a model's own metrics since the last batch.
 
-    `kind` is "counter", "gauge", "timer" or "histogram". `unit` and `request_id` are those of TorchServe's metrics.
+    `kind` is "counter", "gauge", "timer" or "histogram". TorchServe's metrics also have a `unit` and a `request_id`.
     """
 
     kind: str

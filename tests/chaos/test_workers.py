@@ -14,18 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.core.transports.make import make_transport
 from penstock.errors import WorkerDied
+from penstock.plugins import resolve
 from penstock.testing.transports import TransportHarness, values
 from penstock.types import Item
 
 
 def process(spec, pool):
-    return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    return resolve("transport", "process")(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
 
 
 def thread(spec, pool):
-    return make_transport("thread", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    return resolve("transport", "thread")(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
 
 
 def descriptors() -> dict[str, str]:
@@ -185,10 +185,12 @@ def test_a_forked_child_forgets_its_parents_workers(tmp_path: Path):
         """
 import asyncio, os
 from penstock.testing.transports import TransportHarness
-from penstock.core.transports.make import make_transport
+from penstock.plugins import resolve
 
 async def main():
-    make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    def make(spec, pool):
+        return resolve("transport", "process")(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+
     async with TransportHarness(make) as harness:
         await harness.values(1)
         pid = os.fork()

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.core.transports.make import make_transport
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, LoadOutOfMemory, OutOfMemory, WorkerDied
+from penstock.plugins import resolve
 from penstock.testing.transports import TransportHarness
 from penstock.types import BatchPart, Item, ItemResult
 
@@ -55,7 +55,7 @@ def handler_desk(folder: Path, source: str, *, run_timeout_s: float = 60.0, **se
 
     def make(spec: Any, pool: Any) -> Any:
         spec.wants_headers = spec.capture_output = True
-        return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+        return resolve("transport", "process")(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
 
     again = said.get("retry_split", False)
     target = Wrapped(None, "penstock.torchserve.handlers.handler:HandlerModel", {"setup": said})

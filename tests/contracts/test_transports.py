@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from penstock.core.transports.make import make_transport
 from penstock.core.worker.spec import Wrapped
+from penstock.plugins import resolve
 from penstock.testing.concurrent import CONCURRENCY_CHECKS, TARGET
 from penstock.testing.transports import TRANSPORT_CHECKS, TransportHarness, check_transport
 
@@ -15,14 +15,14 @@ from penstock.testing.transports import TRANSPORT_CHECKS, TransportHarness, chec
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 async def test_transport(name, check):
     await check(
-        lambda spec, pool: make_transport(name, spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
+        lambda spec, pool: resolve("transport", name)(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
     )
 
 
 def apart(spec, pool):
     """A worker whose answers are finished in a thread of their own."""
     wrapped = structs.replace(spec, target=Wrapped(spec.target, "penstock.testing.scripted:apart"))
-    return make_transport("process", wrapped, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
+    return resolve("transport", "process")(wrapped, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
@@ -33,25 +33,27 @@ async def test_the_process_transport_whose_answers_are_finished_apart(check):
 @pytest.mark.parametrize("check", CONCURRENCY_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 async def test_the_process_transport_with_batches_side_by_side(check):
     await check(
-        lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
+        lambda spec, pool: resolve("transport", "process")(
+            spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20
+        )
     )
 
 
 @pytest.mark.parametrize("name", ["inline", "thread"])
 async def test_a_model_that_could_work_side_by_side_is_any_model_elsewhere(name):
     async with TransportHarness(
-        lambda spec, pool: make_transport(name, spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=0), TARGET
+        lambda spec, pool: resolve("transport", name)(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=0), TARGET
     ) as harness:
         assert await harness.values(1, ("open", "a"), 3) == [1, "opened", 3]
-        assert harness.ready.width == 1
+        assert harness.ready.concurrency == 1
 
 
 def test_the_process_transport_keeps_the_contract_on_uvloop():
     uvloop = pytest.importorskip("uvloop")
     uvloop.run(
         check_transport(
-            lambda spec, pool: make_transport(
-                "process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20
+            lambda spec, pool: resolve("transport", "process")(
+                spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20
             )
         )
     )

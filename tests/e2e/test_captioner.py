@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.serving.protocols.oip_binary import Answer, decode_answer, encode_request
+from penstock.serving.protocols.oip_binary import InferResponse, decode_answer, encode_request
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "video_captioning"
 COUNT = 40
@@ -60,7 +60,7 @@ def small(pixels: np.ndarray) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).resize((64, 64), Image.BICUBIC))
 
 
-def ask(url: str, inputs: list[Any]) -> Answer:
+def ask(url: str, inputs: list[Any]) -> InferResponse:
     """The answer to an Open Inference request with these binary inputs."""
     head, buffers = encode_request(inputs)
     body = b"".join([head, *map(bytes, buffers)])
@@ -71,7 +71,7 @@ def ask(url: str, inputs: list[Any]) -> Answer:
         return decode_answer(response.read(), None if length is None else int(length))
 
 
-def texts(answer: Answer) -> list[str]:
+def texts(answer: InferResponse) -> list[str]:
     return [cell if isinstance(cell, str) else cell.decode() for cell in answer.outputs["caption"].tolist()]
 
 

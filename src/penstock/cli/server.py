@@ -23,7 +23,7 @@ from penstock.core.engine.management import Management
 from penstock.errors import PenstockError
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
-from penstock.serving.lifetime import Stop, runner, settle, tell_ready
+from penstock.serving.lifetime import StopSignal, freeze_heap, report_ready, runner
 from penstock.serving.observe.arrivals import ArrivalRecorder
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.records import BatchRecords
@@ -57,7 +57,7 @@ class Server:
         self._recorder = recorder
         self._metrics = PrometheusObserver()
         self._records = BatchRecords()
-        self._stop = Stop(self._tell_draining)
+        self._stop = StopSignal(self._tell_draining)
         self._admin: list[Any] = []
         self._thrift: ThriftServer | None = None
         self.urls: dict[str, str] = {}
@@ -82,7 +82,7 @@ class Server:
                     await loads
             if not self._stop.told:
                 management.started = True
-                settle()
+                freeze_heap()
                 self._announce(engine, on_ready)
             await self._stop.wait()
             return 0
@@ -161,7 +161,7 @@ class Server:
         sys.stdout.flush()
         if on_ready is not None:
             on_ready(self.urls)
-        tell_ready(self.urls)
+        report_ready(self.urls)
 
 
 def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:

@@ -79,7 +79,7 @@ class PipelineModel:
         ]
 
     @property
-    def __penstock_width__(self) -> int:
+    def __penstock_concurrency__(self) -> int:
         """Most items inside at once."""
         return self._pipeline.width
 

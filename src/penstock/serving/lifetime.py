@@ -25,7 +25,7 @@ def runner() -> Callable[..., int]:
     return found
 
 
-class Stop:
+class StopSignal:
     """Set by SIGINT, SIGTERM or the end of the process that holds the other end of PENSTOCK_PARENT_FD.
 
     The second signal ends the process at once, and the workers with their sockets.
@@ -73,7 +73,7 @@ class Stop:
             work.result()
 
 
-def tell_ready(urls: Mapping[str, str]) -> None:
+def report_ready(urls: Mapping[str, str]) -> None:
     """Writes the addresses as one JSON line to PENSTOCK_READY_FD, if there is one, and closes it."""
     fd = os.environ.get(READY_FD, "")
     if fd.isdigit():
@@ -81,7 +81,7 @@ def tell_ready(urls: Mapping[str, str]) -> None:
             file.write(json.dumps(urls) + "\n")
 
 
-def settle() -> None:
+def freeze_heap() -> None:
     """What is loaded now stays: the collector need not look at it again, nor run for every few hundred requests."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

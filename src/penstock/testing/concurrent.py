@@ -26,7 +26,7 @@ class ConcurrentModel:
     One thread produces all results, each as its own part; `predict` waits for the results of its batch.
     """
 
-    __penstock_width__ = WIDTH
+    __penstock_concurrency__ = WIDTH
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[int, Any, float | None, Answer]] = SimpleQueue()
@@ -169,7 +169,7 @@ async def check_a_later_batch_is_answered_while_an_earlier_one_waits(make: MakeT
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
         assert harness.ready is not None
-        assert harness.ready.width == WIDTH
+        assert harness.ready.concurrency == WIDTH
         assert harness.ready.options == {"run_timeout_s": 150.0}
         first, second = harness.post([Item(("gate", "a"))]), harness.post([Item(2)])
         assert values(await harness.final(second)) == [2]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.core import os_threads
-from penstock.core.engine.waiters import Waiter
+from penstock.core.engine.waiters import SyncWaiter
 
 log = logging.getLogger("penstock.compat")
 
@@ -42,7 +42,7 @@ class Event:
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] = []
         self._on_error: Callable[[str], object] | None = None
-        self._waiters: list[Waiter] = []
+        self._waiters: list[SyncWaiter] = []
         self._lock = os_threads.new_lock()
         self._born_s = time.monotonic()
 
@@ -152,9 +152,9 @@ def _call(callback: Callable[[], object]) -> None:
         log.exception("callback_failed: who waits for the event is woken all the same")
 
 
-def _waiter() -> Waiter:
+def _waiter() -> SyncWaiter:
     if os_threads.patched():
-        from penstock.core.engine.hubs import HubWaiter
+        from penstock.core.engine.gevent_waiter import GeventWaiter
 
-        return HubWaiter()
-    return Waiter()
+        return GeventWaiter()
+    return SyncWaiter()

@@ -98,7 +98,7 @@ def test_requests_side_by_side_are_answered_as_they_end(doors: Any, load: Callab
     assert not slow.values
     doors.open_all()
     assert slow.wait() == ["a"]
-    assert model.__penstock_width__ > 1
+    assert model.__penstock_concurrency__ > 1
 
 
 def test_answers_of_one_turn_can_leave_together(load: Callable[..., PipelineModel]) -> None:

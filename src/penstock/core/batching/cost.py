@@ -1,21 +1,21 @@
-"""Cost: what a batch of n rows takes, learned from the batches that ran."""
+"""Cost: the run time of a batch of n rows, learned from finished batches."""
 
 from __future__ import annotations
 
-MOST_S = 1e6  # nothing that is measured takes longer; sums of what is claimed to would overflow
-READY_SAMPLES = 6  # after the skipped ones: too few samples predict noise
-_FORGET = 0.995  # weight that a size keeps, per sample of any size
+MOST_S = 1e6  # longer claims are not measurements, and their sums would overflow
+READY_SAMPLES = 6  # after the skipped ones: fewer samples predict noise
+_FORGET = 0.995  # share of its weight that a size keeps per sample of any size
 _MAX_WEIGHT = 30.0
-_STRAGGLER = 3.0  # times the mean of its size: counted in `ratio`, clipped in the mean
+_STRAGGLER = 3.0  # times the mean of its size: counts in `ratio`, is clipped in the mean
 _UPPER = 0.97  # the quantile of measured / predicted that `ratio` follows
 
 
 class Cost:
     """Binned, forgetting least squares for t(n) = a + b*n seconds.
 
-    One bin a power of two keeps what was learned about other sizes while the load sits at one size. While only one
-    size was seen, t is proportional: no set-up cost is claimed, and so nothing is held. a >= 0, b > 0 always.
-    `ratio` is a running upper quantile of measured / predicted, from 1 to 2.
+    One bin per power of two keeps what was learned about other sizes while the load stays at one size. While only one
+    size was seen, t is proportional: without a set-up cost nothing is held. a >= 0 and b > 0 always. `ratio` is a
+    running upper quantile of measured / predicted, from 1 to 2.
     """
 
     __slots__ = ("_bins", "_seen", "_skip", "a", "b", "ratio", "ready")
@@ -23,7 +23,7 @@ class Cost:
     def __init__(self, skip: int = 2) -> None:
         self._bins: dict[int, list[float]] = {}  # bit length of n -> [mean n, mean seconds, weight]
         self._seen = 0
-        self._skip = skip  # the first samples hold lazy initialisation
+        self._skip = skip  # the first samples include lazy initialisation
         self.a = 0.0
         self.b = 1e-9
         self.ratio = 1.15
@@ -34,7 +34,7 @@ class Cost:
         return self.a + self.b * n
 
     def high(self, n: float) -> float:
-        """Predicted seconds that all but ~3 % of the batches of n rows stay under."""
+        """Seconds that about 97 % of the batches of n rows stay under."""
         return (self.a + self.b * n) * self.ratio
 
     @property
@@ -43,7 +43,7 @@ class Cost:
         return self.a / self.b
 
     def add(self, n: int, seconds: float) -> None:
-        """Learns from one batch; what cannot be a measurement is ignored."""
+        """Learns from one batch; ignores impossible values."""
         if n < 1 or not 0 <= seconds < MOST_S:  # false for NaN, too
             return
         self._seen += 1
@@ -58,7 +58,7 @@ class Cost:
         self.ready = self._seen >= self._skip + READY_SAMPLES
 
     def _bin(self, n: int, seconds: float) -> float:
-        """Moves the bin of n towards the sample; what is not refreshed loses its say. The sample, clipped."""
+        """Moves the bin of n towards the sample, ages the others, and returns the clipped sample."""
         bins = self._bins
         for v in bins.values():
             w = v[2] * _FORGET

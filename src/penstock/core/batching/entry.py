@@ -1,4 +1,4 @@
-"""What the scheduler and its policies know of a request, and what the scheduler decides. Values only."""
+"""Values of the scheduler: what it and its policies know of a request, and the events it returns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ INF = float("inf")
 
 
 class Entry(Struct, eq=False):
-    """All that a policy may know of a request; never its payload.
+    """What a policy knows of a request; never its payload.
 
-    `rows` is what it fills of a batch. `deadline_s` is the caller's own or arrival + slo, whichever is earlier, on the
-    scheduler's clock; INF without either. `expires_s` is the hard end of waiting (`timeout_s`). `priority` is a class:
-    0 is the most urgent and the default. `bucket`: only entries of one bucket share a batch. A request larger than
-    the batch is held as parts, a `divisible` one also to fill a batch: `parent` is then the request and `start` the
-    first row of the part.
+    `rows` is its share of a batch. `deadline_s` is the caller's deadline or arrival + slo, whichever is earlier, on the
+    scheduler's clock; INF without either. `expires_s` ends the waiting (`timeout_s`). `priority` is a class; 0 is the
+    most urgent and the default. Only entries of one `bucket` share a batch. A request larger than the batch waits as
+    parts; a `divisible` one may also be cut to fill a batch. `parent` is then the request, `start` the part's first
+    row.
     """
 
     id: int
@@ -32,7 +32,7 @@ class Entry(Struct, eq=False):
     parent: Entry | None = None
     start: int = 0
     divisible: bool = False
-    # the scheduler's own notes
+    # set by the scheduler
     vdeadline_s: float = INF
     seq: int = 0
     deaths: int = 0
@@ -41,9 +41,9 @@ class Entry(Struct, eq=False):
 
 
 class Dispatch(Struct, frozen=True):
-    """Send these entries (or parts of split ones) to this slot, now. `reason` says why this size, for people.
+    """Send these entries (or parts of split ones) to this slot now. `reason` explains the size to people.
 
-    `wide`: the slot works on batches side by side.
+    `concurrent`: the slot runs batches concurrently.
     """
 
     batch_id: int
@@ -52,25 +52,25 @@ class Dispatch(Struct, frozen=True):
     rows: int
     reason: str
     ahead: bool = False
-    wide: bool = False
+    concurrent: bool = False
 
 
 class Expire(Struct, frozen=True):
-    """The request's time is over, or cannot be met any more: it will not be run."""
+    """The request's deadline or timeout passed, or cannot be met: it will not run."""
 
     id: int
     reason: Literal["expired", "timeout"]
 
 
 class Shed(Struct, frozen=True):
-    """Dropped before its own deadline, because the queue cannot all be served in time (trim)."""
+    """Dropped before its own deadline, because not all of the queue can be served in time."""
 
     id: int
     reason: Literal["overload"]
 
 
 class Fail(Struct, frozen=True):
-    """The request was in a worker's death and is not run again (twice dead, or not idempotent)."""
+    """The request was in a worker's death and will not run again (a second death, or not idempotent)."""
 
     id: int
     reason: Literal["worker_died"]
@@ -82,10 +82,10 @@ Event = Dispatch | Expire | Shed | Fail
 class Outcome(Struct, frozen=True):
     """How a batch ended.
 
-    ok - every entry has its own result or error; `failed` are the ids of entries with an error.
-    died - the worker ended while it ran this batch. lost - the worker ended while this batch waited behind another.
-    `run_s` is the worker's own time; before it, `prepare_s` were needed that may pass beside another batch. `oom` is
-    (fewest rows that ran out of memory, most rows that ran).
+    ok: every entry has its own result or error; `failed` holds the ids of entries with an error. died: the worker ended
+    while running this batch. lost: the worker ended while this batch waited behind another. `run_s` is the worker's
+    time; `prepare_s` came before it and may overlap another batch. `oom` is (fewest rows that ran out of memory, most
+    rows that ran).
     """
 
     kind: Literal["ok", "died", "lost"] = "ok"

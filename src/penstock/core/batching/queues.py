@@ -18,7 +18,7 @@ COMPACT_AT = 1024
 
 
 class Bucket:
-    """The waiting entries that may share a batch, by (virtual deadline, arrival).
+    """The waiting entries that may share a batch, ordered by (virtual deadline, arrival).
 
     `finite` counts entries with a real deadline, `loose` entries whose virtual deadline is earlier than the real one
     (no deadline, or a distant one); if none is loose, `keys` are the deadlines. `low` counts priority classes > 0.
@@ -33,7 +33,7 @@ class Bucket:
         self.rows = self.finite = self.loose = self.low = 0
 
     def push(self, entry: Entry) -> bool:
-        """Adds an entry behind its equals; True if it is the new head."""
+        """Adds an entry after its equals; True if it is the new head."""
         v = entry.vdeadline_s
         keys = self.keys
         if not keys or v >= keys[-1]:
@@ -49,7 +49,7 @@ class Bucket:
         return head
 
     def push_back(self, entry: Entry) -> bool:
-        """Returns an entry that was taken to its old place; True if it is the new head."""
+        """Puts a taken entry back into its old place; True if it is the new head."""
         keys, v = self.keys, entry.vdeadline_s
         i = bisect_left(keys, v)
         while i < len(keys) and keys[i] == v and self.entries[i].seq < entry.seq:
@@ -74,19 +74,19 @@ class Bucket:
             self.low += sign
 
     def tight(self, before_s: float) -> list[Entry]:
-        """Entries whose deadline is earlier than `before_s`, in order. Only the prefix due by then can hold any."""
+        """Entries whose deadline is before `before_s`, in order. Only the prefix due by then can contain any."""
         prefix = self.entries[: bisect_left(self.keys, before_s)]
         return prefix if not self.loose else [e for e in prefix if e.deadline_s < before_s]
 
     def rows_bearing(self, until_s: float) -> int:
-        """Rows of the entries whose deadline is not earlier than `until_s`."""
+        """Rows of the entries whose deadline is not before `until_s`."""
         if not self.loose and self.rows == len(self.keys):
             return self.rows - bisect_left(self.keys, until_s)
         return self.rows - sum(e.rows for e in self.tight(until_s))
 
     def take(self, rows: int, until_s: float) -> list[Entry]:
         """Removes and returns the earliest entries whose deadline is not before `until_s`: up to `rows` rows, but at
-        least one entry if any bears it. What does not fit is passed over, see `MAX_BYPASSES`."""
+        least one entry if any qualifies. Entries that do not fit are passed over, see `MAX_BYPASSES`."""
         entries = self.entries
         if self.rows == len(entries) and (until_s == -INF or not self.loose):
             i = 0 if until_s == -INF else bisect_left(self.keys, until_s)
@@ -104,7 +104,7 @@ class Bucket:
             if e.rows <= room or not taken:
                 taken.append(e)
                 places.append(i)
-                counted = len(passed)  # those before it have now been passed over
+                counted = len(passed)  # the entries before it have now been passed over
                 room -= e.rows
                 if room <= 0:
                     break
@@ -124,7 +124,7 @@ class Bucket:
         return next((e for e in self.entries if e.deadline_s >= until_s), None)
 
     def _uncount(self, taken: list[Entry]) -> None:
-        if not self.finite and not self.low:  # nobody has a deadline: nothing to look at in each entry
+        if not self.finite and not self.low:  # without deadlines no entry needs a look
             self.loose -= len(taken)
             self.rows -= len(taken) if self.rows == len(self.entries) + len(taken) else sum(e.rows for e in taken)
             return

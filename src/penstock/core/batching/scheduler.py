@@ -1,4 +1,4 @@
-"""Scheduler: which entries become which batch, when, on which slot. A state machine that is told the time.
+"""Scheduler: which entries become which batch, when, on which slot. A pure state machine; time is an argument.
 
 `waiting.py` holds the waiting requests, `slots.py` the running batches, and the policy decides sizes, times and drops.
 The scheduler adds the bounds, the turn (`poll`), sending ahead, re-runs after a worker's death, and the ceiling learned
@@ -9,25 +9,28 @@ from __future__ import annotations
 
 from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Expire, Outcome, Shed
-from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Running, Take, View, WaitUntil
+from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, SlotBatch, Take, View, WaitUntil
 from penstock.core.batching.queues import Bucket
 from penstock.core.batching.slots import BRIEF_S, Slots
 from penstock.core.batching.waiting import WaitingQueue
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 CEILING_S = 600.0
-"""How long an out-of-memory is remembered: other users of the device come and go."""
+"""How long an out-of-memory error lowers the batch size; other processes on the device come and go."""
 RERUNS = 8
-"""What was on a wide slot that died is run again in about so many pieces: each has a slot for itself, one after the
-other, and fails as a whole if that dies again."""
+"""After the death of a concurrent slot, its requests run again in about this many pieces, one after the other, each
+alone on a slot. A piece fails as a whole if that slot dies too."""
 KEPT = 8
-"""One part in so many of the queue is for the most urgent class: a bulk job that fills the rest refuses nobody else."""
+"""One part in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
 
 
 class Scheduler:
-    """See the module. `max_queue` counts rows, `depth` batches may be on a slot. In the order of service a request has
-    the budget `horizon_s` + `priority[class]` (the last one holds for higher classes too), or its deadline if earlier.
-    Parts of a request larger than the batch are Entries with its id, `parent` and `start`."""
+    """Schedules the requests of one model version.
+
+    `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
+    arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
+    The 17 attributes are one state machine: splitting them would hide which event changes what.
+    """
 
     def __init__(
         self,
@@ -61,11 +64,11 @@ class Scheduler:
         self._wake_s = INF
         self.wake_at: float | None = None  # set by `poll`: when to poll again without an event; None: not before one
 
-    # ---- what others may know
+    # ---- queries
 
     @property
     def queued(self) -> int:
-        """Requests that wait, at least in part."""
+        """Number of requests that wait, at least in part."""
         return len(self._queue.waiting)
 
     @property
@@ -78,25 +81,25 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Batches on slots."""
+        """Number of batches on slots."""
         return len(self._slots.running)
 
     @property
     def running_rows(self) -> int:
-        """Rows of the batches on slots."""
+        """Number of rows in the batches on slots."""
         return self._running_rows
 
     def next_end(self) -> tuple[float, int]:
-        """(when the first of the batches on slots is predicted to end, its rows); (INF, 0) while nothing runs."""
+        """(predicted end of the batch that ends first, its rows); (INF, 0) while nothing runs."""
         return min(((batch.end_s, batch.rows) for batch in self._slots.running.values()), default=(INF, 0))
 
     def seconds(self, rows: int) -> float:
-        """Predicted seconds of a batch; 0 while nothing was learned."""
+        """Predicted seconds of a batch; 0 before anything was learned."""
         return self._cost.t(rows) if self._cost.ready else 0.0
 
     @property
     def max_batch_size(self) -> int:
-        """Most rows of a batch; while an out-of-memory is remembered, batches are smaller (`explain`)."""
+        """Most rows of a batch. After an out-of-memory error batches are smaller for a while (`explain`)."""
         return self._max_batch_size
 
     @property
@@ -116,14 +119,14 @@ class Scheduler:
             self._cost.add(rows, seconds)
 
     def drain_s(self) -> float | None:
-        """Predicted seconds until all that waits now would have run; None while it cannot be told."""
+        """Predicted seconds until every waiting request has run; None while there is no prediction."""
         slots, full = self._slots.up, self._view.max_rows
         if not self._cost.ready or not slots:
             return None
         return self._queue.rows / full * self._cost.t(full) / slots
 
     def explain(self) -> dict[str, object]:
-        """Why batches are as they are: the learned model, holds, the ceiling; and the policy's own."""
+        """Why batches have their sizes: the learned cost, holds, the ceiling, and the policy's own keys."""
         cost = self._cost
         return {
             "a_s": cost.a,
@@ -167,26 +170,26 @@ class Scheduler:
         raise QueueFull(f"the queue is full ({full} wait): try again later", retry_after_s=self.drain_s())
 
     def cancel(self, id: int, now: float) -> bool:
-        """True: the request waited and is gone, no event follows. False: it runs (at least a part of it; what waited is
-        gone) and ends later, or it is unknown."""
+        """True: the request waited and is removed; no event follows. False: at least a part of it runs and ends later
+        (waiting parts are removed), or the request is unknown."""
         return self._queue.cancel(id)
 
-    def slot_up(self, slot: int, now: float, width: int = 1) -> None:
-        """The slot can take batches: one after the other, or, with a `width` > 1, so many rows side by side."""
-        self._slots.raise_up(slot, width)
+    def slot_up(self, slot: int, now: float, concurrency: int = 1) -> None:
+        """The slot takes batches: one after the other, or up to `concurrency` rows concurrently if that is above 1."""
+        self._slots.raise_up(slot, concurrency)
 
     def slot_down(self, slot: int, now: float) -> None:
-        """The slot is gone. What was on it has been completed before, as died or lost."""
+        """The slot died. Its batches were completed before, as died or lost."""
         self._slots.take_down(slot)
 
     def slot_retired(self, slot: int, now: float) -> None:
-        """The slot is taken away: it answers what it has, and gets nothing more. Once it is empty it is forgotten, and
-        its number may come up again."""
+        """The slot is being removed: it finishes its batches and gets no more. Once it is empty its number may be
+        reused."""
         self._slots.retire(slot)
 
     def answered(self, batch_id: int, entries: list[Entry], failed: frozenset[int]) -> list[int]:
-        """Some entries of a batch on a wide slot are answered, and not yet all. Returns the ids of the split requests
-        that ended with them."""
+        """Some entries of a batch on a concurrent slot are answered. Returns the ids of the split requests that ended
+        with them."""
         rows = sum([e.rows for e in entries])
         self._slots.answered(batch_id, rows)
         self._running_rows -= rows
@@ -194,15 +197,16 @@ class Scheduler:
 
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
         """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
-        the caller gone; a request is told only when nothing of it runs any more. What a death ends is told by poll."""
+        the caller left. A split request ends only when no part of it runs. `poll` reports requests that a death
+        ends."""
         answered = outcome.kind == "ok"
         batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, outcome.prepare_s, now)
-        entries = [e for e in batch.entries if e.state == EntryState.RUNNING] if batch.wide else batch.entries
+        entries = [e for e in batch.entries if e.state == EntryState.RUNNING] if batch.concurrent else batch.entries
         if outcome.oom is not None:
             self._shrink(outcome.oom, now)
         if answered:
-            if not batch.wide:
-                if outcome.oom is None:  # else it was run in pieces: not what a batch of this size takes
+            if not batch.concurrent:
+                if outcome.oom is None:  # after out-of-memory it ran in pieces: no sample for this size
                     self._cost.add(batch.rows, seconds)
                 self._see()
                 self._policy.on_complete(batch, seconds, self._view, now)
@@ -218,7 +222,7 @@ class Scheduler:
     # ---- the turn
 
     def poll(self, now: float) -> list[Event]:
-        """All that is to be done now. Asked again at the same time, it gives nothing."""
+        """The events due now; a second call at the same time returns none. Sets `wake_at`."""
         queue = self._queue
         quiet = not (queue.waiting or queue.events or queue.dirty)
         if quiet and self._held_since_s == INF == self._ceiling_end_s:
@@ -244,13 +248,13 @@ class Scheduler:
         return events
 
     def _see(self) -> None:
-        """Brings the view up to date."""
+        """Updates the view."""
         view = self._view
         view.slots = self._slots.up
         view.inside_rows = self._queue.rows + self._running_rows
 
     def _ask(self, bucket: Bucket, idle: int, now: float) -> Choice:
-        """The policy's choice for a bucket. A Drop is carried out: the queue has changed, look at it anew."""
+        """The policy's choice for a bucket. Carries out a Drop, after which the queue has changed."""
         view = self._view
         self._see()
         view.bucket, view.idle = bucket, idle
@@ -260,13 +264,13 @@ class Scheduler:
         choice = self._policy.select(view, now)
         if type(choice) is Drop:
             for entry in choice.entries:
-                if entry.state == EntryState.WAITING:  # else purged a moment ago, with another part of its request
+                if entry.state == EntryState.WAITING:  # else purged a moment ago with another part of its request
                     expired = choice.reason == "expired"
                     self._queue.drop(entry, Expire(entry.id, "expired") if expired else Shed(entry.id, "overload"))
         return choice
 
     def _prune(self, now: float) -> None:
-        """Lets the policy give up what cannot be in time, in buckets that got a deadline; also while all slots work."""
+        """Lets the policy drop late requests from buckets that got a deadline, also while all slots are busy."""
         dirty, self._queue.dirty = self._queue.dirty, {}
         for name in dirty:
             while (bucket := self._queue.buckets.get(name)) is not None:
@@ -274,16 +278,16 @@ class Scheduler:
                     break
 
     def _place(self, now: float) -> bool:
-        """Sends one batch, or drops something; True: look again."""
+        """Sends one batch or drops entries; True: call again."""
         queue, idle = self._queue, self._slots.idle
         self._wake_s = INF
         if not idle:
             return self._depth > 1 and not queue.reruns and self._send_ahead(now)
-        beside = 0
+        skip = 0  # idle slots to leave alone
         if queue.reruns:
             if self._rerun(now):
                 return True
-            beside = int(not any(running.exact for running in self._slots.running.values()))
+            skip = int(not any(running.exact for running in self._slots.running.values()))
         buckets = queue.buckets
         bucket = next(iter(buckets.values())) if len(buckets) == 1 else queue.head()
         if bucket is None:
@@ -294,31 +298,34 @@ class Scheduler:
             bucket = self._view.bucket
         if type(choice) is not Take:
             return type(choice) is Drop
-        slot = self._slots.roomiest(beside)
+        slot = self._slots.roomiest(skip)
         rows = choice.rows
-        if slot is not None and slot.width > 1:
+        if slot is not None and slot.concurrency > 1:
             first = bucket.first(choice.until_s)
             rows = min(rows, slot.room)
             if slot.batches and first is not None and first.rows > rows:
-                slot = None  # it gets the next room: nobody may overtake it for ever
+                slot = None  # wait for room: it must not be overtaken for ever
         if slot is None:
             return False
         self._dispatch(slot.number, queue.take(bucket, rows, choice.until_s, choice.fill), choice.reason, now)
         return True
 
     def _rerun(self, now: float) -> bool:
-        """Sends some of what was in a death to a slot with nothing else on it: so it is known what ends that. False:
-        there is none; where no other one runs some, that with the most room is given nothing until it is empty."""
+        """Runs requests that were in a death alone on an empty slot, to find out which one kills it. False: no slot is
+        empty; then the roomiest slot gets nothing until it is, unless another already runs such a piece."""
         queue = self._queue
         slot = self._slots.empty(queue.reruns[0].avoid)
         if slot is None:
             return False
-        entries = queue.take_rerun(queue.reruns[0]) if slot.width == 1 else queue.take_reruns(slot.width, RERUNS)
+        if slot.concurrency == 1:
+            entries = queue.take_rerun(queue.reruns[0])
+        else:
+            entries = queue.take_reruns(slot.concurrency, RERUNS)
         self._dispatch(slot.number, entries, "rerun", now, exact=True)
         return True
 
     def _hold(self, until_s: float, held: Bucket, now: float) -> Choice:
-        """Notes a hold. A full batch of another bucket does not wait for it: the choice for that bucket."""
+        """Records a hold. Returns the choice for another bucket that has a full batch and need not wait."""
         assert until_s > now, f"a policy must wait for a later time than now, found {until_s} at {now}"
         self._wake_s = until_s
         if self._held_since_s == INF:
@@ -331,9 +338,9 @@ class Scheduler:
         return None
 
     def _send_ahead(self, now: float) -> bool:
-        """Sends a batch behind a running one: a full one, behind brief ones more of them; or any, when the running one
-        ends so soon that it would else not be ready. So does a full one with rows of a lower class: until then a more
-        urgent request may take their place."""
+        """Sends a batch behind a running one: a full batch, several behind short ones, or any batch if the running one
+        ends so soon that the slot would otherwise wait. A full batch with rows of a lower class waits for that moment
+        too, because a more urgent request may still take their place."""
         bucket = self._queue.head()
         if bucket is None:
             return False
@@ -354,8 +361,8 @@ class Scheduler:
             self._wake_s = soon_s
         return type(choice) is Drop
 
-    def _keeps_place(self, bucket: Bucket, near: Running, now: float) -> bool:
-        """Whether nothing that may still come should go before rows of a full batch, or the slot ends too soon."""
+    def _keeps_place(self, bucket: Bucket, near: SlotBatch, now: float) -> bool:
+        """Whether a full batch can go now: no later arrival should replace its rows, or the slot ends too soon."""
         brief = self._depth > 2 and near.end_s <= now + BRIEF_S
         urgent = len(bucket.entries) - bucket.low
         return brief or not self._cost.ready or not bucket.low or urgent >= self._view.max_rows
@@ -365,12 +372,12 @@ class Scheduler:
         rows = sum([e.rows for e in entries])
         batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
         self._running_rows += rows
-        self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.wide))
+        self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.concurrent))
 
     # ---- the ceiling
 
     def _shrink(self, oom: tuple[int, int], now: float) -> None:
-        """Lowers the ceiling: `oom` is (fewest rows that ran out of memory, most rows that ran)."""
+        """Lowers the ceiling. `oom` is (fewest rows that ran out of memory, most rows that ran)."""
         bad, good = oom
         ceiling = max(1, good if good >= 0.8 * bad else (good + bad) // 2)
         self._ceiling = ceiling if self._ceiling is None else min(ceiling, self._ceiling)

@@ -17,15 +17,15 @@ from msgspec.structs import replace
 from penstock.core.batching.entry import INF, SOURCES, Entry, EntryState, Event, Expire, Fail, move
 from penstock.core.batching.queues import Bucket, Expiries
 
-FILL = 8  # a request is cut where more than this part of a batch would stay empty: each part costs a decoding
+FILL = 8  # cut a request if more than 1/FILL of a batch would stay empty; each part costs a decoding
 
 _WAITING, _RUNNING, _DONE = int(EntryState.WAITING), int(EntryState.RUNNING), int(EntryState.DONE)
 _RUNNABLE = SOURCES[EntryState.RUNNING]
 
 
 class SplitRequest(Struct, eq=False):
-    """A split request: its waiting parts, how many run, rows not answered yet. `over`: nothing more is to run;
-    `verdict` is then the event that ends it, None if the batch that ends it reports it."""
+    """A split request: its waiting parts, the number of running parts, and the rows without an answer. `over`: no more
+    parts will run; `verdict` is then the event that ends it, None if the batch that ends it reports it."""
 
     root: Entry
     waiting: list[Entry]
@@ -57,8 +57,7 @@ def _part(entry: Entry, start: int, rows: int) -> Entry:
 
 
 class Rerun(Struct, eq=False):
-    """Entries to be sent as they are: a half of a batch that killed a worker, to another slot than `avoid` if one is
-    idle."""
+    """Entries that run again unmerged: half of a batch that killed a worker, if possible not on the slot `avoid`."""
 
     entries: list[Entry]
     avoid: int
@@ -67,8 +66,8 @@ class Rerun(Struct, eq=False):
 class WaitingQueue:
     """The waiting entries of one Scheduler. No entry has more than `max_rows` rows: larger ones wait as parts.
 
-    `events` collects what the next poll has to tell. `waiting` are the requests that wait, at least in part. `dirty`
-    are the buckets that got an entry with a deadline since they were last looked at.
+    `events` collects the events of the next poll. `waiting` holds the requests that wait, at least in part. `dirty`
+    names the buckets that got an entry with a deadline since the last look.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -77,11 +76,11 @@ class WaitingQueue:
         self.rows = 0
         self.nbytes = 0
         self.reruns: deque[Rerun] = deque()
-        self._rerun_rows = self._most_rows = 0  # of all re-runs: now, and at most since there were none
+        self._rerun_rows = self._most_rows = 0  # rows of all re-runs: now, and at most since there were none
         self.expiries = Expiries(_WAITING)
         self.events: list[Event] = []
         self.dirty: dict[str, None] = {}
-        self.buckets: dict[str, Bucket] = {}  # none is empty
+        self.buckets: dict[str, Bucket] = {}  # never empty
         self._heads: list[tuple[float, int, str]] = []  # heap of bucket heads; stale ones are skipped
         self._splits: dict[int, SplitRequest] = {}
         self._rerun_of: dict[int, Rerun] = {}  # id() of an entry -> the half that holds it
@@ -90,7 +89,7 @@ class WaitingQueue:
     # ---- in
 
     def add(self, entry: Entry) -> None:
-        """Lets a new request wait. Its virtual deadline is set."""
+        """Queues a new request, whose virtual deadline is set."""
         self._seq += 1
         entry.seq = self._seq
         self.waiting[entry.id] = entry
@@ -116,7 +115,7 @@ class WaitingQueue:
             self.dirty[name] = None
 
     def _cut(self, entry: Entry, parts: list[Entry]) -> list[Entry]:
-        """`parts`, that wait instead of `entry`; not yet in any queue."""
+        """Returns `parts`, which replace `entry`; they are in no bucket yet."""
         root = entry.parent or entry
         split = self._splits.get(root.id)
         if split is None:
@@ -129,7 +128,7 @@ class WaitingQueue:
         return parts
 
     def resize(self, max_rows: int) -> None:
-        """Sets the most rows of an entry; what has become too large is cut, in its place."""
+        """Sets the most rows of an entry; cuts entries that became too large, in place."""
         smaller, self.max_rows = max_rows < self.max_rows, max_rows
         if not smaller:
             return
@@ -154,7 +153,7 @@ class WaitingQueue:
             rerun.entries = fitting
 
     def put_back(self, entries: list[Entry], halves: int, avoid: int) -> None:
-        """Lets entries wait again that were running: as `halves` exact groups, or, with 0, in their old places."""
+        """Requeues running entries: as `halves` exact groups, or, with 0, in their old places."""
         move(entries, EntryState.WAITING)
         fitting: list[Entry] = []
         for e in entries:
@@ -184,7 +183,7 @@ class WaitingQueue:
                 if bucket.push_back(e):
                     heappush(self._heads, (e.vdeadline_s, e.seq, e.bucket))
 
-    # ---- who is next
+    # ---- next
 
     def head(self) -> Bucket | None:
         """The bucket whose head has the smallest virtual deadline."""
@@ -198,7 +197,7 @@ class WaitingQueue:
         return None
 
     def _touch(self, bucket: Bucket) -> None:
-        """The head of a bucket may have changed; an empty bucket is forgotten."""
+        """Records a possibly changed head; removes an empty bucket."""
         if bucket.keys:
             heappush(self._heads, (bucket.keys[0], bucket.entries[0].seq, bucket.name))
         else:
@@ -207,8 +206,8 @@ class WaitingQueue:
     # ---- out, to a slot
 
     def take(self, bucket: Bucket, rows: int, until_s: float, fill: bool) -> list[Entry]:
-        """Removes and returns entries of a bucket, see `Bucket.take`. They run now. `fill`: if an eighth of the rows
-        is left empty, a divisible entry of those that are too large for it is cut."""
+        """Removes and returns entries of a bucket, see `Bucket.take`; they run now. `fill`: if more than 1/FILL of the
+        rows stay empty, cuts a divisible entry that is too large."""
         entries = bucket.take(min(rows, self.max_rows), until_s)
         left = min(rows, self.max_rows) - sum([e.rows for e in entries]) if fill else 0
         if left * FILL > rows and (large := bucket.first(until_s)) is not None and large.divisible:
@@ -221,7 +220,7 @@ class WaitingQueue:
         return self._run(entries)
 
     def take_rerun(self, rerun: Rerun) -> list[Entry]:
-        """Removes and returns as much of a re-run as fits a batch; the rest, if any, stays first."""
+        """Removes and returns as much of a re-run as fits a batch; the rest stays first."""
         rows = count = 0
         for e in rerun.entries:
             rows += e.rows
@@ -237,7 +236,7 @@ class WaitingQueue:
         return self._run(entries)
 
     def take_reruns(self, rows: int, pieces: int) -> list[Entry]:
-        """As `take_rerun`, and more of the same bucket, up to so many rows and one of `pieces` of all there were."""
+        """Like `take_rerun`, plus more of the same bucket: up to `rows`, and up to 1/`pieces` of all re-runs."""
         most = min(rows, self.max_rows, -(-self._most_rows // pieces))
         taken = self.take_rerun(self.reruns[0])
         left = most - sum([e.rows for e in taken])
@@ -294,7 +293,7 @@ class WaitingQueue:
                 self.drop(e, Expire(e.id, "timeout" if e.expires_s < e.deadline_s else "expired"))
 
     def drop(self, entry: Entry, verdict: Event) -> None:
-        """Ends a request, of which `entry` waits, with an event."""
+        """Ends the request of a waiting `entry` with an event."""
         if entry.parent is not None:
             split = self._splits[entry.id]
             self._purge(split, verdict)
@@ -306,7 +305,7 @@ class WaitingQueue:
             self._emit(verdict)
 
     def cancel(self, id: int) -> bool:
-        """True: the request waited and is gone. False: a part of it runs (it ends later), or it does not wait."""
+        """True: the request waited and is removed. False: a part of it runs and ends later, or it does not wait."""
         entry = self.waiting.get(id)
         if entry is None:
             return False
@@ -322,8 +321,8 @@ class WaitingQueue:
         return True
 
     def lose(self, entries: list[Entry], died: bool, retry: bool) -> list[Entry]:
-        """The entries of a batch without an answer that may run again. If their worker `died` on them, those that were
-        in a death before fail, and all of them without `retry`."""
+        """The entries of an unanswered batch that may run again. If the worker `died` while running them, entries that
+        were in an earlier death fail; without `retry` all of them fail."""
         again: list[tuple[Entry, SplitRequest | None]] = []
         for e in entries:
             split = self._splits[e.id] if e.parent is not None else None
@@ -341,13 +340,13 @@ class WaitingQueue:
             if not split.over:
                 self._purge(split, fail)
             if not split.running:
-                split.verdict = split.verdict or fail  # after a failed part or a cancel: this batch tells no more
+                split.verdict = split.verdict or fail  # after a failed part or a cancel this batch reports nothing
                 self._close(split)
         move([e for e, split in again if split is not None and split.over], EntryState.DROPPED)
         return [e for e, split in again if split is None or not split.over]
 
     def _remove(self, entry: Entry) -> None:
-        """Takes an entry out of the place where it waits."""
+        """Removes a waiting entry from its bucket or re-run."""
         rerun = self._rerun_of.pop(id(entry), None)
         if rerun is not None:
             rerun.entries.remove(entry)
@@ -362,12 +361,12 @@ class WaitingQueue:
         move([entry], EntryState.DROPPED)
 
     def _left(self, request: Entry) -> None:
-        """Nothing of a request waits any more."""
+        """Records that no part of a request waits."""
         if self.waiting.pop(request.id, None) is not None:
             self.nbytes -= request.nbytes
 
     def _purge(self, split: SplitRequest, verdict: Event | None) -> None:
-        """Ends the waiting of all parts. The request is to be closed as soon as nothing of it runs."""
+        """Removes all waiting parts. The request closes as soon as no part of it runs."""
         for part in split.waiting:
             self._remove(part)
         split.waiting = []

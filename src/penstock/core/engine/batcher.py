@@ -176,7 +176,7 @@ class Batcher:
             self.wake()
             return
         running = self._running.get(call.batch_id)
-        if running is not None and running.dispatch.wide:
+        if running is not None and running.dispatch.concurrent:
             running.unwanted = True
             self._abandon_unwanted(running)
 
@@ -232,7 +232,7 @@ class Batcher:
             if entry.parent is not None:
                 stop = entry.start + entry.rows
                 item = msgspec.structs.replace(item, rows=entry.rows, start=entry.start, stop=stop)
-            if dispatch.wide and entry.deadline_s != INF:
+            if dispatch.concurrent and entry.deadline_s != INF:
                 item.budget_s = entry.deadline_s - now
             items.append(item)
         self._running[dispatch.batch_id] = RunningBatch(dispatch, calls, now)

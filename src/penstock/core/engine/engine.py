@@ -11,16 +11,16 @@ from msgspec import structs
 
 from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
-from penstock.core.contracts import Observer, ServerSnapshot
+from penstock.core.contracts import Observer, ServerSnapshot, Transport
 from penstock.core.engine.batcher import Call, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.notifier import notify
 from penstock.core.engine.registry import ModelRegistry
 from penstock.core.engine.rules import devices_of
-from penstock.core.transports.make import make_transport
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady
+from penstock.plugins import resolve
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -119,8 +119,7 @@ class Engine:
             wants_headers=wants_headers,
             capture_output=capture_output,
         )
-        transport = make_transport(
-            config.transport,
+        transport: Transport = resolve("transport", config.transport)(
             spec,
             slots=len(devices),
             devices=devices,

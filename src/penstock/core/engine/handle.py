@@ -12,7 +12,7 @@ from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.batcher import Batcher, Call
-from penstock.core.engine.instances import Instances, WorkerReading
+from penstock.core.engine.instances import Instances, WorkerSnapshot
 from penstock.core.engine.notifier import notify, overriding
 from penstock.core.engine.outcomes import reason_of
 from penstock.core.engine.rules import bucket_rule, check_rules, policy_of, queue_bound, rows_rule
@@ -110,7 +110,7 @@ class ModelHandle:
         self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
         self._custom_rows = b.rows != "auto"
         size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
-        size = size if ready.width == 1 else min(size, ready.width)
+        size = size if ready.concurrency == 1 else min(size, ready.concurrency)
         scheduler = Scheduler(
             policy_of(b) if self._policy is None else self._policy(),
             max_batch_size=size,
@@ -220,7 +220,7 @@ class ModelHandle:
         """What an instance that is not up said last."""
         return self._instances.why_down()
 
-    def workers(self) -> list[WorkerReading]:
+    def workers(self) -> list[WorkerSnapshot]:
         """The places for workers, those that are leaving left out."""
         return self._instances.workers()
 

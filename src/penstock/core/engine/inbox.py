@@ -59,7 +59,7 @@ class Caller(Protocol):
 _Request = tuple[str, Item, Caller, float | None, int]  # model, item, caller, budget_s, priority
 
 
-class Inbox:
+class RequestInbox:
     """Requests of other threads on their way to the loop; rings it once for many."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, backend: PortalBackend) -> None:

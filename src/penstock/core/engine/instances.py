@@ -40,7 +40,7 @@ class Instance(Struct, eq=False):
     since_s: float = field(default_factory=time.time)  # seconds since the epoch when the place was made
 
 
-class WorkerReading(Struct, frozen=True):
+class WorkerSnapshot(Struct, frozen=True):
     """One place for a worker as it stands; `pid` is 0 without a process of its own."""
 
     slot: int
@@ -105,11 +105,11 @@ class Instances:
         """The worker processes that are up, by slot; a thread is no process of its own."""
         return {slot: i.pid for slot, i in self._slots.items() if i.up and i.pid not in (0, os.getpid())}
 
-    def workers(self) -> list[WorkerReading]:
+    def workers(self) -> list[WorkerSnapshot]:
         """What there is to be, by slot."""
         pids = self.pids()
         return [
-            WorkerReading(slot, i.device, i.up, pids.get(slot, 0), i.since_s)
+            WorkerSnapshot(slot, i.device, i.up, pids.get(slot, 0), i.since_s)
             for slot, i in sorted(self._seen().items())
         ]
 
@@ -260,7 +260,7 @@ class Instances:
         seconds = time.time() - instance.since_s if instance.retry_at is None else time.monotonic() - instance.retry_at
         instance.failures, instance.retry_at, instance.error = 0, None, None
         if (scheduler := self._scheduler()) is not None:
-            scheduler.slot_up(slot, time.monotonic(), ready.width)
+            scheduler.slot_up(slot, time.monotonic(), ready.concurrency)
         notify(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
         self._tell(slot, "ready")
         self._report(instance)

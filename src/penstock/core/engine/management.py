@@ -16,7 +16,7 @@ from penstock.config.load import model_config
 from penstock.config.schema import Config, ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.rules import devices_of
-from penstock.core.engine.targets import Targets
+from penstock.core.engine.targets import AllowedTargets
 from penstock.errors import (
     BadRequest,
     ConfigError,
@@ -52,7 +52,7 @@ class Management:
         self._engine = engine
         self._config = config
         self._sys_path = list(sys_path)
-        self._targets = Targets(config)
+        self._targets = AllowedTargets(config)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by model, while anybody has it
         self._unloads: list[_Unload] = []
         self._tasks: set[asyncio.Task[None]] = set()

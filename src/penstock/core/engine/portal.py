@@ -22,8 +22,8 @@ from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.inbox import Caller, PortalBackend
-from penstock.core.engine.life import Life
-from penstock.core.engine.waiters import Convert, Future, Waiter, all_items, every_item, the_item
+from penstock.core.engine.loop_thread import LoopThread
+from penstock.core.engine.waiters import Convert, Future, SyncWaiter, all_items, every_item, the_item
 from penstock.errors import DeadlineExceeded, ModelNotReady
 from penstock.types import Item, ItemResult
 
@@ -54,12 +54,12 @@ class Portal:
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
         self._waiters = threading.local()
         self._lock = os_threads.new_lock()
-        self._life: Life | None = None  # None: to be started by the next call
+        self._loop_thread: LoopThread | None = None  # None: to be started by the next call
         self._pid = os.getpid()
         self._forked = False
         self._closed = False
         if not lazy:
-            self._life = Life(self._make)
+            self._loop_thread = LoopThread(self._make)
         _PORTALS.add(self)
 
     def __enter__(self) -> Portal:
@@ -144,8 +144,8 @@ class Portal:
 
     def post(self, callback: Callable[[], None]) -> None:
         """Has something called on the portal's own thread; not at all if it is closed, or not started."""
-        if self._life is not None and self._pid == os.getpid():
-            self._life.post_if_open(callback)
+        if self._loop_thread is not None and self._pid == os.getpid():
+            self._loop_thread.post_if_open(callback)
 
     def _put(self, model: str, item: Item, convert: Convert, budget_s: float | None, priority: int) -> Future:
         life = self._alive()
@@ -153,17 +153,17 @@ class Portal:
         life.inbox.put(model, item, future, budget_s, priority)
         return future
 
-    def _waiter(self) -> Waiter:
+    def _waiter(self) -> SyncWaiter:
         if os_threads.patched():
-            from penstock.core.engine.hubs import HubWaiter
+            from penstock.core.engine.gevent_waiter import GeventWaiter
 
-            return HubWaiter()
-        waiter: Waiter | None = getattr(self._waiters, "waiter", None)
+            return GeventWaiter()
+        waiter: SyncWaiter | None = getattr(self._waiters, "waiter", None)
         if waiter is None:
-            waiter = self._waiters.waiter = Waiter()
+            waiter = self._waiters.waiter = SyncWaiter()
         return waiter
 
-    def _wait(self, life: Life, waiter: Waiter, timeout_s: float | None) -> Any:
+    def _wait(self, life: LoopThread, waiter: SyncWaiter, timeout_s: float | None) -> Any:
         """What the waiter was woken with. Raises DeadlineExceeded."""
         answered = False
         try:
@@ -177,7 +177,7 @@ class Portal:
         value, waiter.value = waiter.value, None
         return value
 
-    def _run(self, life: Life, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    def _run(self, life: LoopThread, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """What the coroutine returns. Raises ModelNotReady when the portal is closed, before or meanwhile."""
         try:
             life.not_on_loop()
@@ -200,8 +200,8 @@ class Portal:
         """Answers what was accepted, ends the workers and the loop. Idempotent."""
         self._close(drain_s, None)
 
-    def _close(self, drain_s: float, waiter: Waiter | None) -> None:
-        life = self._life
+    def _close(self, drain_s: float, waiter: SyncWaiter | None) -> None:
+        life = self._loop_thread
         if life is not None:
             life.not_on_loop()
         with self._lock:
@@ -212,21 +212,21 @@ class Portal:
             return
         life.close(drain_s, waiter or self._waiter())
 
-    def _alive(self) -> Life:
+    def _alive(self) -> LoopThread:
         """What runs in this process; it is started when nothing does. Raises ModelNotReady."""
         if self._pid != os.getpid():  # forked by what runs no hooks of Python
             self.after_fork()
         if self._closed:
             raise ModelNotReady(f"the {self._word} is closed")
-        life = self._life
+        life = self._loop_thread
         if life is None:
             with self._lock:
-                if self._life is None:
-                    self._life = self._begin()
-                life = self._life
+                if self._loop_thread is None:
+                    self._loop_thread = self._begin()
+                life = self._loop_thread
         return life
 
-    def _begin(self) -> Life:
+    def _begin(self) -> LoopThread:
         """A new loop and new workers, with what was loaded before a fork. Raises what loading raises: none is left."""
         if self._forked:
             warnings.warn(
@@ -234,16 +234,16 @@ class Portal:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        life = Life(self._make)
+        life = LoopThread(self._make)
         try:
             for name, config, target, sys_path in self._loads:
                 assert isinstance(life.backend, Engine)
-                waiter = Waiter()  # not of a hub: the lock that is held would stop its other greenlets
+                waiter = SyncWaiter()  # not of a hub: the lock that is held would stop its other greenlets
                 life.post(life.start, life.backend.load(name, config, target=target, sys_path=sys_path), waiter)
                 waiter.wait(None)
                 waiter.value.result()
         except BaseException:
-            life.close(0.0, Waiter())
+            life.close(0.0, SyncWaiter())
             raise
         return life
 
@@ -254,10 +254,10 @@ class Portal:
                 return
             self._lock = os_threads.new_lock()
             self._waiters = threading.local()
-            if self._life is not None:
-                _PARENTS.append(self._life)  # its destructors must not run here
-                self._life.backend.forget()
-                self._life = None
+            if self._loop_thread is not None:
+                _PARENTS.append(self._loop_thread)  # its destructors must not run here
+                self._loop_thread.backend.forget()
+                self._loop_thread = None
                 self._forked = True
             self._pid = os.getpid()
 
@@ -273,9 +273,9 @@ def _many(items: Sequence[Any]) -> Item:
 
 def _future_class() -> type[Future]:
     if os_threads.patched():
-        from penstock.core.engine.hubs import HubFuture
+        from penstock.core.engine.gevent_waiter import GeventFuture
 
-        return HubFuture
+        return GeventFuture
     return Future
 
 
@@ -286,10 +286,10 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     for portal in list(_PORTALS):
-        life = portal._life
+        life = portal._loop_thread
         # uWSGI may end on any thread: on the portal's own nothing is waited for, and workers end with their sockets
         if portal._pid == os.getpid() and not (life is not None and life.on_loop()):
-            portal._close(1.0, Waiter())
+            portal._close(1.0, SyncWaiter())
 
 
 if hasattr(os, "register_at_fork"):

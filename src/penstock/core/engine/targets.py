@@ -9,7 +9,7 @@ from penstock.errors import BadRequest, Forbidden
 from penstock.plugins import is_whole_file
 
 
-class Targets:
+class AllowedTargets:
     """The targets that the management listener may load. Symbolic links are resolved before anything is compared."""
 
     def __init__(self, config: Config) -> None:

@@ -25,7 +25,7 @@ Post = Callable[..., object]  # `loop.call_soon_threadsafe` of the portal's loop
 Convert = Callable[[ItemResult], Any]  # what a caller gets of an answer; raises what the caller is to get
 
 
-class Waiter:
+class SyncWaiter:
     """What one thread sleeps on: a lock that is held, and released by the answer. Used again for its next call."""
 
     __slots__ = ("_lock", "ticket", "value")

@@ -1,8 +1,8 @@
 """The worker's end of the process transport: `python -m penstock.core.transports.child`, started by `launch.py` alone.
 
 The main thread runs the model and sends the answers; a reader thread receives and decodes the batch that was sent
-ahead. What is different for a model that works on batches side by side is in `wide.py`. The child ends when its socket
-closes, and with its parent.
+ahead. What is different for a model that works on batches side by side is in `concurrent.py`. The child ends when its
+socket closes, and with its parent.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from functools import partial
 from queue import Queue, SimpleQueue
 from typing import NoReturn
 
-from penstock.core.transports.leases import Held, Lease
-from penstock.core.transports.wide import Wide
+from penstock.core.transports.concurrent import ConcurrentBatches
 from penstock.core.wire.messages import (
     PREDICTED,
-    Abandon,
+    AbandonBatch,
     Buffer,
-    Failed,
     Frame,
     FrameDecoder,
-    Free,
-    Inbox,
-    Outbox,
-    Part,
-    Run,
-    Stop,
+    FreeReplies,
+    MessageReader,
+    MessageWriter,
+    PartMessage,
+    RunBatch,
+    StopWorker,
     ToWorker,
-    Up,
+    WorkerFailed,
+    WorkerUp,
     sendable,
     write,
 )
-from penstock.core.wire.slabs import Slab, SlabPool, lease, map_read_only
+from penstock.core.wire.slabs import HeldSlabs, Lease, Slab, SlabPool, lease, map_read_only
 from penstock.core.worker.batch import Decoded
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
@@ -70,12 +69,12 @@ class Worker:
         self._replies = replies
         self._sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
         self._leases: list[Lease] = []  # of the message that is being read
-        self._held = Held()
-        self._batches: SimpleQueue[tuple[Run, Decoded, list[Lease]] | None] = SimpleQueue()
+        self._held = HeldSlabs()
+        self._batches: SimpleQueue[tuple[RunBatch, Decoded, list[Lease]] | None] = SimpleQueue()
         self._frames = self._receive()
-        self._finishing: Queue[tuple[Run, list[Lease], Callable[[], BatchPart]] | None] = Queue()
+        self._finishing: Queue[tuple[RunBatch, list[Lease], Callable[[], BatchPart]] | None] = Queue()
         self._runner: BatchRunner | None = None
-        self._wide: Wide | None = None
+        self._concurrent: ConcurrentBatches | None = None
         self._abandoned = 0  # the last batch that nobody waits for any more
 
     def main(self) -> None:
@@ -86,21 +85,21 @@ class Worker:
             self._runner, ready = _open(hello)
         except PenstockError as e:
             error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
-            self._send(write(Failed(error)))
+            self._send(write(WorkerFailed(error)))
             _end(1)
         gc.collect()
         gc.freeze()  # what is loaded stays: later collections need not look at it
-        if self._runner.model.width > 1:
-            ready.width = self._runner.model.width
-            self._wide = Wide(self._runner, self._replies, self._pack, self._send)
-            self._send(write(Up(ready)))
-            self._wide.attend()
+        if self._runner.model.concurrency > 1:
+            ready.concurrency = self._runner.model.concurrency
+            self._concurrent = ConcurrentBatches(self._runner, self._replies, self._pack, self._send)
+            self._send(write(WorkerUp(ready)))
+            self._concurrent.attend()
         else:
-            self._send(write(Up(ready)))
+            self._send(write(WorkerUp(ready)))
             self._run_all()
         self._runner.close()
-        if self._wide is not None:
-            self._wide.tell_news()  # what the model counted of itself as it ended
+        if self._concurrent is not None:
+            self._concurrent.tell_news()  # what the model counted of itself as it ended
 
     # ---- main thread
 
@@ -138,13 +137,15 @@ class Worker:
         self._answer(run, leases, final[0])
         return True
 
-    def _begun(self, box: list[tuple[Run, Decoded, list[Lease]]]) -> tuple[Run, list[Lease], Callable[[], BatchPart]]:
+    def _begun(
+        self, box: list[tuple[RunBatch, Decoded, list[Lease]]]
+    ) -> tuple[RunBatch, list[Lease], Callable[[], BatchPart]]:
         """What is left to do of the batch that is taken out of the box, once it is predicted."""
         run, decoded, leases = box.pop()
         assert self._runner is not None
         return run, leases, self._runner.begin(run.id, decoded, partial(self._emit, run, None))
 
-    def _emit(self, run: Run, final: list[BatchPart] | None, part: BatchPart) -> None:
+    def _emit(self, run: RunBatch, final: list[BatchPart] | None, part: BatchPart) -> None:
         """Sends a part of a stream; the final one is kept in `final`, which is None where the finisher makes that."""
         if final is None:
             self._finishing.join()  # the parent takes answers in the order of batches, and the socket one at a time
@@ -153,19 +154,19 @@ class Worker:
             return
         if self._abandoned == run.id:
             raise Cancelled("nobody waits for this stream any more")
-        outbox = Outbox(self._replies)
+        outbox = MessageWriter(self._replies)
         outbox.results(run.items, part.results)
-        self._send_packed(Part(part, [], []), outbox)
+        self._send_packed(PartMessage(part, [], []), outbox)
 
-    def _answer(self, run: Run, leases: list[Lease], part: BatchPart) -> None:
-        outbox = Outbox(self._replies)
+    def _answer(self, run: RunBatch, leases: list[Lease], part: BatchPart) -> None:
+        outbox = MessageWriter(self._replies)
         outbox.results(run.items, part.results)
         if leases or self._held:
             for item in run.items:
                 item.payload = None
-            self._send_packed(Part(part, *self._held.after(leases)), outbox)
+            self._send_packed(PartMessage(part, *self._held.after(leases)), outbox)
         else:
-            self._send_packed(Part(part, [], []), outbox)
+            self._send_packed(PartMessage(part, [], []), outbox)
 
     def _finish(self) -> None:
         """The finisher's thread: final parts in the order of their batches, while the next one is predicted."""
@@ -183,10 +184,10 @@ class Worker:
             traceback.print_exc()
             _end(1)
 
-    def _send_packed(self, message: Part, outbox: Outbox) -> None:
+    def _send_packed(self, message: PartMessage, outbox: MessageWriter) -> None:
         self._send(self._pack(message, outbox))
 
-    def _pack(self, message: Part, outbox: Outbox) -> list[Buffer]:
+    def _pack(self, message: PartMessage, outbox: MessageWriter) -> list[Buffer]:
         for slab in outbox.slabs:
             self._sent[slab.offset] = slab
         try:
@@ -218,7 +219,7 @@ class Worker:
 
     def _read(self) -> None:
         try:
-            inbox = Inbox(ToWorker, self._lease)
+            inbox = MessageReader(ToWorker, self._lease)
             for frame in self._frames:
                 self._take(inbox.read(frame))
                 del frame  # it holds the payloads
@@ -231,30 +232,30 @@ class Worker:
         _end(0)
 
     def _take(self, message: ToWorker) -> None:
-        if isinstance(message, (Run, Free)):
+        if isinstance(message, (RunBatch, FreeReplies)):
             for offset in message.free:
                 self._sent.pop(offset).release()
-        if isinstance(message, Run):
+        if isinstance(message, RunBatch):
             assert self._runner is not None
             leases, self._leases = self._leases, []
             decoded = self._runner.decode(message.items)
-            if self._wide is None:
+            if self._concurrent is None:
                 self._batches.put((message, decoded, leases))
             else:
-                self._wide.run(message, decoded, leases)
-        elif isinstance(message, Abandon):
-            if self._wide is None:
+                self._concurrent.run(message, decoded, leases)
+        elif isinstance(message, AbandonBatch):
+            if self._concurrent is None:
                 self._abandoned = message.id
             else:
-                self._wide.abandon(message.id)
-        elif isinstance(message, Stop):
+                self._concurrent.abandon(message.id)
+        elif isinstance(message, StopWorker):
             self._stop()
 
     def _stop(self) -> None:
-        if self._wide is None:
+        if self._concurrent is None:
             self._batches.put(None)
         else:
-            self._wide.stop()
+            self._concurrent.stop()
 
     def _lease(self, offset: int, length: int, writable: bool) -> memoryview:
         """A view of the parent's pool. What an object lies in was made for this message alone: the model may write."""

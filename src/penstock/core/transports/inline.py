@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 
-from penstock.core.transports.slot import Slot, SlotTransport
+from penstock.core.transports.slot import SlotTransport, WorkerSlot
 from penstock.core.transports.thread import Lease, abandon, let_go, readable
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.loop import BatchRunner
@@ -33,7 +33,7 @@ class InlineTransport(SlotTransport):
     ) -> None:
         super().__init__(spec, devices[:1])
 
-    def _make(self, number: int, device: str) -> Slot:
+    def _make(self, number: int, device: str) -> WorkerSlot:
         return _InlineSlot(self._spec, number, device)
 
     def add_slot(self, slot: int, device: str) -> None:
@@ -41,7 +41,7 @@ class InlineTransport(SlotTransport):
         raise BadRequest("the inline transport has one instance: use transport = 'thread' or 'process' for more")
 
 
-class _InlineSlot(Slot):
+class _InlineSlot(WorkerSlot):
     """Runs each batch in a callback of the loop. `run_timeout_s` cannot be kept here."""
 
     _runner: BatchRunner | None = None

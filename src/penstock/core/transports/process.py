@@ -16,22 +16,22 @@ from penstock.core.contracts import TransportListener
 from penstock.core.transports.channel import Channel
 from penstock.core.transports.launch import Child, launch, pack_spec
 from penstock.core.transports.output import Output
-from penstock.core.transports.slot import Sent, Slot, SlotTransport, unpin, within
+from penstock.core.transports.slot import Sent, SlotTransport, WorkerSlot, unpin, within
 from penstock.core.wire.messages import (
     PREDICTED,
-    Abandon,
-    Failed,
+    AbandonBatch,
     Frame,
-    Free,
+    FreeReplies,
     FromWorker,
-    Inbox,
-    News,
-    Outbox,
-    Part,
+    MessageReader,
+    MessageWriter,
+    PartMessage,
     Pickled,
-    Run,
-    Stop,
-    Up,
+    RunBatch,
+    StopWorker,
+    WorkerFailed,
+    WorkerNews,
+    WorkerUp,
     write,
 )
 from penstock.core.wire.slabs import Slab, SlabPool
@@ -60,7 +60,7 @@ class ProcessTransport(SlotTransport):
         self._packed: tuple[bytes, tuple[str, str]] | None = None
         super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
 
-    def _make(self, number: int, device: str) -> Slot:
+    def _make(self, number: int, device: str) -> WorkerSlot:
         return _ProcessSlot(self._spec, number, device, self._pool, self._reply_bytes, self._pack)
 
     def _pack(self) -> tuple[bytes, tuple[str, str]]:
@@ -74,7 +74,7 @@ class ProcessTransport(SlotTransport):
         await super().start(listener)
 
 
-class _ProcessSlot(Slot):
+class _ProcessSlot(WorkerSlot):
     """One place for a worker process."""
 
     def __init__(
@@ -96,7 +96,7 @@ class _ProcessSlot(Slot):
         self._held: dict[int, Slab] = {}  # by offset: pinned because the model still looks at them
         self._free: list[int] = []  # offsets of the reply region to give back
         self._finisher: asyncio.TimerHandle | None = None
-        self._inbox = Inbox(FromWorker, self._read_reply)
+        self._inbox = MessageReader(FromWorker, self._read_reply)
 
     # ---- life
 
@@ -118,7 +118,7 @@ class _ProcessSlot(Slot):
 
     def abandon(self, batch_id: int) -> None:
         if self._child is not None:
-            self._channel.send(write(Abandon(batch_id)))
+            self._channel.send(write(AbandonBatch(batch_id)))
 
     def kill(self, why: PenstockError) -> None:
         """Asks for a dump of all stacks, and for the end a second later."""
@@ -133,7 +133,7 @@ class _ProcessSlot(Slot):
             return
         gone = self._gone
         if idle and self.up:
-            self._channel.send(write(Stop()))
+            self._channel.send(write(StopWorker()))
             if await within(gone, STOP_S):
                 return
         self._error = WorkerDied("the workers were stopped before the batch was answered")
@@ -193,10 +193,10 @@ class _ProcessSlot(Slot):
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
         slabs = [item.payload for item in batch.items if type(item.payload) is Slab]
-        outbox = Outbox(self._pool)
+        outbox = MessageWriter(self._pool)
         try:
             items = outbox.items(batch.items, self.spec.wants_headers)
-            pieces = write(Run(batch.id, items, self._free), outbox.buffers)
+            pieces = write(RunBatch(batch.id, items, self._free), outbox.buffers)
         except Exception as e:
             log.exception("batch_not_sent model=%s: its callers get an error", self.spec.name)
             for slab in outbox.slabs:
@@ -216,23 +216,23 @@ class _ProcessSlot(Slot):
     def _on_frame(self, frame: Frame) -> None:
         try:
             message = self._inbox.read(frame)
-            if isinstance(message, Part):
+            if isinstance(message, PartMessage):
                 self._on_part(message)
-            elif isinstance(message, News):
+            elif isinstance(message, WorkerNews):
                 for offset in message.let_go:
                     self._held.pop(offset).unpin()
                 if message.metrics:
                     self.listener.slot_metrics(self.number, message.metrics)
-            elif isinstance(message, Up):
+            elif isinstance(message, WorkerUp):
                 self.is_up(message.ready)
-            elif isinstance(message, Failed):
+            elif isinstance(message, WorkerFailed):
                 self._error = message.error
         except Exception as e:  # a worker that speaks nonsense is worth no more than a dead one
             log.exception("worker_broken model=%s slot=%d: it is killed", self.spec.name, self.number)
             self._error = self._error or WorkerDied(f"the worker's answer cannot be read: {type(e).__name__}")
             self._finish_in(0)
 
-    def _on_part(self, message: Part) -> None:
+    def _on_part(self, message: PartMessage) -> None:
         part = message.part
         sent = self.answered(part)
         for i, result in enumerate(part.results):
@@ -241,11 +241,11 @@ class _ProcessSlot(Slot):
         if part.final and (sent.slabs or message.let_go):
             self._let_go(sent, message)
         if self._free and (not self.sent or len(self._free) > MAX_FREE):
-            self._channel.send(write(Free(self._free)))
+            self._channel.send(write(FreeReplies(self._free)))
             self._free = []
         self.tell(sent.on_part, part)
 
-    def _let_go(self, sent: Sent, message: Part) -> None:
+    def _let_go(self, sent: Sent, message: PartMessage) -> None:
         """Unpins the slabs of an answered batch, but for those that the model still looks at."""
         for offset in message.let_go:
             self._held.pop(offset).unpin()

@@ -1,4 +1,4 @@
-"""What the transports have in common: a slot that starts a worker, feeds it, buries it, and starts the next."""
+"""The common part of the transports: a slot that starts a worker, feeds it, detects its end, and restarts it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sent(Struct):
     open: set[int] | None = None  # places of the items without an answer, where batches run side by side
 
 
-class Slot:
+class WorkerSlot:
     """One place for a worker. A transport says how to `launch`, `submit`, `kill`, `stop` and `forget` one."""
 
     def __init__(self, spec: WorkerSpec, number: int, device: str) -> None:
@@ -41,8 +41,8 @@ class Slot:
         self.up = False
         self.closing = False
         self.sent: dict[int, Sent] = {}  # by batch, in the order of sending
-        self.wide = False  # the worker takes batches side by side
-        self._heard_s = 0.0  # of a wide one: when it last answered, or was sent a batch while it had none
+        self.concurrent = False  # the worker runs batches concurrently
+        self._heard_s = 0.0  # concurrent slot: its last answer, or the first batch after an idle time
         self.idle = asyncio.Event()  # nothing is sent
         self.idle.set()
         self._retry_s = FIRST_RETRY_S
@@ -100,17 +100,16 @@ class Slot:
         self.kill(LoadFailed(why))
 
     def is_up(self, ready: Ready) -> None:
-        """The worker has loaded its model."""
-        self.up, self.wide = True, ready.width > 1
+        """Records that the worker has loaded its model."""
+        self.up, self.concurrent = True, ready.concurrency > 1
         self._stop_timer()
         self._timeout_s = with_options(self.spec.config.batching, ready.options).run_timeout_s
         self.listener.slot_up(self.number, ready)
 
     def down(self, error: PenstockError, predicted: int = 0) -> None:
-        """The worker is gone: everybody who waited for it is told, then the listener; the next is on its way.
+        """Handles the end of the worker: answers its batches, then informs the listener, and schedules a restart.
 
-        It ended on the batch `predicted`, or, where nobody waits for that, on the first one; of batches side by side
-        on any."""
+        The batch `predicted` is to blame, or the first one if nothing waits for that; any of concurrent batches."""
         self.up = False
         self._stop_timer()
         lost, self.sent = list(self.sent.values()), {}
@@ -118,7 +117,7 @@ class Slot:
         guilty = next((sent for sent in lost if sent.batch.id == predicted), lost[0] if lost else None)
         for sent in lost:
             unpin(sent.slabs)
-            started = self.wide or sent is guilty
+            started = self.concurrent or sent is guilty
             run_s = self.loop.time() - sent.started_s if started else 0.0
             self.tell(sent.on_part, BatchPart(sent.batch.id, error=died, started=started, run_s=run_s))
         self.idle.set()
@@ -150,26 +149,27 @@ class Slot:
             self.loop.call_soon(self.tell, on_part, found)
             return
         now = self.loop.time()
-        if self.wide and not self.sent:
+        if self.concurrent and not self.sent:
             self._heard_s = now
-        self.sent[batch.id] = Sent(batch, on_part, found, now, set(range(len(batch.items))) if self.wide else None)
+        open_places = set(range(len(batch.items))) if self.concurrent else None
+        self.sent[batch.id] = Sent(batch, on_part, found, now, open_places)
         self.idle.clear()
         if self._timer is None:
             self._timer = self.loop.call_at(now + self._timeout_s, self._check_time)
 
     def answered(self, part: BatchPart) -> Sent:
-        """Takes note of a part, before its caller hears of it: the batch it belongs to. Raises ValueError."""
+        """Records a part before its caller receives it, and returns its batch. Raises ValueError if it does not fit."""
         sent = self.sent.get(part.batch_id)
         if sent is None or not (self._fits_first(sent, part) if sent.open is None else _fits(sent.open, part)):
             raise ValueError(f"{len(part.results)} answers to batch {part.batch_id} do not fit what was sent")
-        if self.wide:
+        if self.concurrent:
             self._heard_s = self.loop.time()
         if part.final:
             del self.sent[part.batch_id]
             self._retry_s = FIRST_RETRY_S
             if not self.sent:
                 self.idle.set()
-            elif not self.wide:
+            elif not self.concurrent:
                 self._first().started_s = self.loop.time()
         return sent
 
@@ -191,16 +191,15 @@ class Slot:
             self._timer = None
 
     def _check_time(self) -> None:
-        """The one timer of the slot: often the batch that it was set for has long been answered.
+        """The one timer of the slot; often its batch was answered long before.
 
-        A worker with batches side by side is given up when nothing was heard of it for `run_timeout_s`, or after
-        twice that when a batch is not answered while others are: its model, which has times of its own for what it
-        does, has forgotten one."""
+        A worker with concurrent batches is killed after `run_timeout_s` of silence, or after twice that if one batch
+        stays unanswered while others are answered: its model has lost a batch."""
         self._timer = None
         if not self.sent:
             return
         due = self._first().started_s + self._timeout_s
-        if self.wide:
+        if self.concurrent:
             due = min(due + self._timeout_s, self._heard_s + self._timeout_s)
         if self.loop.time() < due:
             self._timer = self.loop.call_at(due, self._check_time)
@@ -219,9 +218,11 @@ class SlotTransport:
         self._spec = spec
         self._places = {number: self._make(number, device) for number, device in enumerate(devices)}
         self._closing = False
-        self._parked: list[tuple[Batch, OnPart]] = []  # sent while closing: answered at its end, so that none spins
+        self._parked: list[
+            tuple[Batch, OnPart]
+        ] = []  # sent while closing: answered at the end, so that no caller spins
 
-    def _make(self, number: int, device: str) -> Slot:
+    def _make(self, number: int, device: str) -> WorkerSlot:
         """A slot that is not started yet."""
         raise NotImplementedError
 
@@ -232,7 +233,7 @@ class SlotTransport:
             if self._closing:
                 return
             place.start(listener)
-            await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let others in between
+            await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let other tasks run
 
     def add_slot(self, slot: int, device: str) -> None:
         """See `Transport.add_slot`."""
@@ -271,7 +272,7 @@ class SlotTransport:
 
 
 async def within(event: asyncio.Event, seconds: float) -> bool:
-    """True if the event is set, or becomes so in time."""
+    """True if the event is set within `seconds`."""
     if not event.is_set() and seconds > 0:
         try:
             await asyncio.wait_for(event.wait(), seconds)
@@ -281,7 +282,7 @@ async def within(event: asyncio.Event, seconds: float) -> bool:
 
 
 def _fits(open: set[int], part: BatchPart) -> bool:
-    """Takes the places that a part answers out of those that are open; false if that cannot be."""
+    """Marks the places that a part answers as done; False if they do not fit."""
     places = part.at or []
     if len(places) != len(part.results) or not open.issuperset(places) or len(set(places)) != len(places):
         return False

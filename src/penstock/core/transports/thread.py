@@ -15,7 +15,7 @@ import msgspec
 
 from penstock import metrics
 from penstock.core import os_threads
-from penstock.core.transports.slot import Slot, SlotTransport, within
+from penstock.core.transports.slot import SlotTransport, WorkerSlot, within
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec
@@ -40,65 +40,65 @@ class ThreadTransport(SlotTransport):
     ) -> None:
         super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
 
-    def _make(self, number: int, device: str) -> Slot:
+    def _make(self, number: int, device: str) -> WorkerSlot:
         return _ThreadSlot(self._spec, number, device)
 
 
-class _ThreadSlot(Slot):
+class _ThreadSlot(WorkerSlot):
     """One place for a worker thread."""
 
-    _life: _Life | None = None
+    _thread: _WorkerThread | None = None
 
     def launch(self) -> None:
         self._held: list[Lease] = []
         self._gone = asyncio.Event()
-        self._life = _Life(self, self.spec, self.device)
+        self._thread = _WorkerThread(self, self.spec, self.device)
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
-        assert self._life is not None
+        assert self._thread is not None
         items, leases = readable(batch.items)
-        self._life.batches.put((batch.id, items, leases))
+        self._thread.batches.put((batch.id, items, leases))
         return [slab for slab, _ in leases]
 
     def abandon(self, batch_id: int) -> None:
-        if self._life is not None:
-            self._life.unwanted = batch_id
+        if self._thread is not None:
+            self._thread.unwanted = batch_id
 
     def kill(self, why: PenstockError) -> None:
         """The thread goes on until its call returns, and then ends: what it looks at is never reused."""
-        if self._life is None:
+        if self._thread is None:
             return
-        self._life.abandoned = True
-        self._life = None
+        self._thread.abandoned = True
+        self._thread = None
         for sent in list(self.sent.values())[:1]:
             for slab in sent.slabs:
                 slab.retire()
         self._buried(why)
 
     async def stop(self, idle: bool) -> None:
-        if self._life is None:
+        if self._thread is None:
             return
-        self._life.batches.put(None)
+        self._thread.batches.put(None)
         if not idle or not self.up or not await within(self._gone, STOP_S):  # one that still loads is not waited for
             self.kill(WorkerDied("the workers were stopped before the batch was answered"))
 
     # ---- called by the thread, on the loop
 
-    def on_up(self, life: _Life, ready: Ready) -> None:
-        if life is self._life:
+    def on_up(self, thread: _WorkerThread, ready: Ready) -> None:
+        if thread is self._thread:
             self.is_up(ready)
 
-    def on_part(self, life: _Life, part: BatchPart, leases: list[Lease]) -> None:
-        if life is not self._life:
+    def on_part(self, thread: _WorkerThread, part: BatchPart, leases: list[Lease]) -> None:
+        if thread is not self._thread:
             return
         sent = self.answered(part)
         if part.final:
             self._held = let_go([*self._held, *leases])
         self.tell(sent.on_part, part)
 
-    def on_end(self, life: _Life, error: PenstockError) -> None:
-        if life is self._life:
-            self._life = None
+    def on_end(self, thread: _WorkerThread, error: PenstockError) -> None:
+        if thread is self._thread:
+            self._thread = None
             self._buried(error)
 
     def _buried(self, error: PenstockError) -> None:
@@ -108,7 +108,7 @@ class _ThreadSlot(Slot):
         self.down(error)
 
 
-class _Life:
+class _WorkerThread:
     """One thread with its model, until it ends or is abandoned."""
 
     def __init__(self, slot: _ThreadSlot, spec: WorkerSpec, device: str) -> None:

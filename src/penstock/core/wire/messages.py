@@ -141,7 +141,7 @@ _PLACE = struct.Struct("<QQ")
 _INDEX = struct.Struct("<I")
 
 
-class Run(Struct, array_like=True, tag="run"):
+class RunBatch(Struct, array_like=True, tag="run"):
     """To the worker: a batch. `free`: offsets of the reply region that were read."""
 
     id: int
@@ -149,35 +149,35 @@ class Run(Struct, array_like=True, tag="run"):
     free: list[int]
 
 
-class Free(Struct, array_like=True, tag="free"):
+class FreeReplies(Struct, array_like=True, tag="free"):
     """To the worker: offsets of the reply region that were read."""
 
     free: list[int]
 
 
-class Abandon(Struct, array_like=True, tag="abandon"):
+class AbandonBatch(Struct, array_like=True, tag="abandon"):
     """To the worker: nobody waits for this batch any more; if it streams, it may end."""
 
     id: int
 
 
-class Stop(Struct, array_like=True, tag="stop"):
+class StopWorker(Struct, array_like=True, tag="stop"):
     """To the worker: unload and end, after what was sent before."""
 
 
-class Up(Struct, array_like=True, tag="up"):
+class WorkerUp(Struct, array_like=True, tag="up"):
     """From the worker: the model is loaded."""
 
     ready: Ready
 
 
-class Failed(Struct, array_like=True, tag="failed"):
+class WorkerFailed(Struct, array_like=True, tag="failed"):
     """From the worker: the model could not be loaded; it ends."""
 
     error: PenstockError
 
 
-class Part(Struct, array_like=True, tag="part"):
+class PartMessage(Struct, array_like=True, tag="part"):
     """From the worker: one part of a batch.
 
     `held`: offsets of request slabs that the model still looks at; `let_go`: offsets that it held before.
@@ -188,15 +188,15 @@ class Part(Struct, array_like=True, tag="part"):
     let_go: list[int]
 
 
-class News(Struct, array_like=True, tag="news"):
-    """From a worker with batches side by side: what belongs to none of them. `let_go` as in Part."""
+class WorkerNews(Struct, array_like=True, tag="news"):
+    """From a worker with batches side by side: what belongs to none of them. `let_go` as in PartMessage."""
 
     let_go: list[int]
     metrics: list[MetricDelta]
 
 
-ToWorker = Run | Free | Abandon | Stop
-FromWorker = Up | Failed | Part | News
+ToWorker = RunBatch | FreeReplies | AbandonBatch | StopWorker
+FromWorker = WorkerUp | WorkerFailed | PartMessage | WorkerNews
 
 
 class Pickled:
@@ -219,7 +219,7 @@ class Unsent:
         self.error = error
 
 
-class Outbox:
+class MessageWriter:
     """The payloads of one message that is being written, and the slabs and buffers that go with it."""
 
     __slots__ = ("_pool", "buffers", "slabs")
@@ -323,7 +323,7 @@ class Outbox:
         return results
 
 
-class Inbox:
+class MessageReader:
     """Reads messages. `resolve(offset, length, writable)` gives what stands in shared memory at that place.
 
     `writable`: it becomes the memory of a Python object, which should not differ from one that came another way.

@@ -6,6 +6,7 @@ the pool allocates; the other maps it read-only.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import tempfile
@@ -198,3 +199,40 @@ def _give_to_system(memory: mmap.mmap, offset: int, extent: int) -> None:
             memory.madvise(option, offset, extent)
         except OSError:  # the file system of the temporary file cannot: the memory stays resident, nothing else
             pass
+
+
+Lease = tuple[int, "weakref.ref[Any]"]
+"""Offset of a request slab, and a reference that is dead once nothing looks at the slab."""
+
+
+class HeldSlabs:
+    """In a worker: the request slabs that a model still looks at after its answer."""
+
+    def __init__(self) -> None:
+        self._held: list[Lease] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    @property
+    def offsets(self) -> set[int]:
+        """The slabs held at the last look."""
+        return {offset for offset, _ in self._held}
+
+    def after(self, leases: list[Lease], collect: bool = True) -> tuple[list[int], list[int]]:
+        """(offsets of `leases` that are still held after an answer, offsets that were held before and are free now).
+
+        `collect`: runs the garbage collector, so that a slab in a reference cycle does not count as held.
+        """
+        held = _alive(leases)
+        if held and collect:
+            gc.collect(1)
+            held = _alive(held)
+        kept = _alive(self._held)
+        let_go = {offset for offset, _ in self._held} - {offset for offset, _ in kept}
+        self._held = kept + held
+        return [offset for offset, _ in held], list(let_go)
+
+
+def _alive(leases: list[Lease]) -> list[Lease]:
+    return [(offset, ref) for offset, ref in leases if ref() is not None]

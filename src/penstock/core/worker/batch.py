@@ -1,7 +1,7 @@
-"""One batch on its way through a model: which units are alive, what became of them, what was sent.
+"""One batch in a model: which units are alive, their outcomes, and which parts were sent.
 
-One bad item fails alone (law 2): a result may be an exception; a call that raises is repeated in halves until the
-guilty item is alone; out of memory is treated likewise, and told.
+One bad item fails alone. A result may be an exception; a call that raises or runs out of memory is repeated in halves
+until the guilty item is alone. The scheduler halves too, but only after a death: then no worker is left to do it here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 
 from penstock.core.wire.messages import Unsent
-from penstock.core.worker.early import Early
 from penstock.errors import BadOutput, Cancelled, OutOfMemory, PenstockError, describe
 from penstock.types import BatchPart, Headed, Item, ItemResult
 
@@ -22,20 +21,23 @@ if TYPE_CHECKING:
 
 Emit = Callable[[BatchPart], None]
 
-ENDS = (SystemExit, KeyboardInterrupt)  # of a worker; all else is an error of items, also panics of native code
+ENDS = (
+    SystemExit,
+    KeyboardInterrupt,
+)  # end the worker; any other exception is an error of items, including panics of native code
 _NOTHING = object()  # no outcome yet
 _STREAMED = object()  # the parts were sent
 
 
 class Decoded(Struct):
-    """A batch that is ready for the model. A *unit* is what `predict` sees as one item: an Item, or one of a `many`."""
+    """A decoded batch. A *unit* is what `predict` sees as one item: an Item, or one element of a `many`."""
 
     items: list[Item]
     values: list[Any] = field(default_factory=list)  # of each unit
     owners: list[int] = field(default_factory=list)  # the item of each unit
     contexts: list[Any] = field(default_factory=list)  # of each item, for its codec
     errors: dict[int, PenstockError] = field(default_factory=dict)  # items that cannot be decoded
-    seconds: float = 0.0  # that decoding took
+    seconds: float = 0.0  # time that decoding took
 
 
 class BatchRun:
@@ -46,14 +48,14 @@ class BatchRun:
         self.batch_id = batch_id
         self.d = decoded
         self.emit = emit
-        # of each unit: a result, or a PenstockError
+        # per unit: a result, or a PenstockError
         self.outcomes: list[Any] = [v.error if type(v) is Unsent else _NOTHING for v in decoded.values]
         self.live = [u for u, outcome in enumerate(self.outcomes) if outcome is _NOTHING]
         self.failed_rows: int | None = None  # fewest rows that ran out of memory
         self.ran_rows = 0  # most rows that ran
 
     def preprocess(self) -> None:
-        """Replaces values by what `preprocess` makes of them; a unit on which it raises is out."""
+        """Replaces values by the results of `preprocess`; a unit on which it raises fails."""
         hook = self.runner.model.preprocess
         if hook is None:
             return
@@ -70,19 +72,19 @@ class BatchRun:
         self.live = live
 
     def attempt(self, units: list[int]) -> None:
-        """Predicts these units; on an error in halves, when that is allowed."""
+        """Predicts these units; after an error in halves, if the configuration allows it."""
         error: BaseException
-        early = Early(self, units)
+        partial = PartialResults(self, units)
         try:
             if self.runner.model.send_parts_to is not None:
-                self.runner.model.send_parts_to(early)
+                self.runner.model.send_parts_to(partial)
             found = self.runner.predict(self._values(units))
             if hasattr(found, "__next__"):
                 self._stream(units, found)
                 return
         except ENDS:
             raise
-        except BadOutput as e:  # of a wrapper around the model: the halves would return the like
+        except BadOutput as e:  # from a wrapper around the model: halves would return the same
             self._fail(units, e.with_traceback(None))
             return
         except BaseException as e:
@@ -94,10 +96,10 @@ class BatchRun:
                 self._fail(units, results)
                 return
             for u, result in zip(units, results, strict=True):
-                if u in early.alive:
+                if u in partial.alive:
                     self.outcomes[u] = result
             return
-        if early.sent:  # what was sent must not be sent again
+        if partial.sent:  # sent parts must not be sent again
             self._fail(units, self.runner.error_of(error))
         else:
             self._failed(units, error)
@@ -109,7 +111,7 @@ class BatchRun:
             self.failed_rows = rows if self.failed_rows is None else min(rows, self.failed_rows)
         batching = self.runner.batching
         if len(units) > 1 and batching.idempotent and (memory or batching.retry_split):
-            traceback.clear_frames(error.__traceback__)  # they keep the memory of the failed call
+            traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed call
             middle = (len(units) + 1) // 2
             self.attempt(units[:middle])
             self.attempt(units[middle:])
@@ -121,7 +123,7 @@ class BatchRun:
             self._fail(units, self.runner.error_of(error))
 
     def _stream(self, units: list[int], steps: Iterator[Any]) -> None:
-        """Sends every step as a part. Raises the model's error only while no part was sent: then halving is safe."""
+        """Sends every step as a part. Raises the model's error only if no part was sent: then halving is safe."""
         alive = set(units)
         sent = False
         wrong: PenstockError | None = None
@@ -135,7 +137,7 @@ class BatchRun:
         except ENDS:
             raise
         except BaseException as e:
-            if not sent and not isinstance(e, Cancelled):  # what nobody waits for is not tried again
+            if not sent and not isinstance(e, Cancelled):  # an abandoned call is not retried
                 raise
             wrong = self.runner.error_of(e)
         finally:
@@ -147,7 +149,7 @@ class BatchRun:
             self.outcomes[u] = _STREAMED if wrong is None else wrong
 
     def emit_step(self, units: list[int], results: list[Any], alive: set[int]) -> bool:
-        """Sends a part of the results of these units; those that fail leave `alive`. False: there was nothing."""
+        """Sends a part of the results of these units; failed ones leave `alive`. False: there was nothing to send."""
         parts: list[ItemResult | None] = [None] * len(self.d.items)
         position = _positions(self.d.owners)
         sent = False
@@ -204,7 +206,7 @@ class BatchRun:
         return BatchPart(self.batch_id, results, oom=oom)
 
     def finished(self, outcome: Any) -> Any:
-        """The outcome after `postprocess`; exceptions as the errors that callers get."""
+        """The outcome after `postprocess`; exceptions as the errors that callers receive."""
         if outcome is _STREAMED:
             return outcome
         if not isinstance(outcome, Exception):
@@ -251,7 +253,7 @@ class BatchRun:
             self.outcomes[u] = error
 
     def _values(self, units: list[int]) -> list[Any]:
-        """The values of these units: a list of their own, or the whole batch as it was prepared."""
+        """The values of these units: a new list, or the whole batch as `prepare` returned it."""
         values = self.d.values
         prepared = type(values) is not list and len(units) == len(values)
         return values if prepared else [values[u] for u in units]
@@ -261,15 +263,35 @@ class BatchRun:
         return sum(1 if items[owners[u]].many else items[owners[u]].rows for u in units)
 
 
+class PartialResults:
+    """Sends parts of the results of one call. `alive` are the units without a final result, `sent` if any part left."""
+
+    def __init__(self, run: BatchRun, units: list[int]) -> None:
+        self._run = run
+        self._units = units
+        self._abandoned = False
+        self.alive = set(units)
+        self.sent = False
+
+    def __call__(self, results: list[Any]) -> None:
+        """Sends the results; None where a unit has none yet."""
+        if self._abandoned:
+            return
+        try:
+            self.sent = self._run.emit_step(self._units, results, self.alive) or self.sent
+        except Cancelled:
+            self._abandoned = True  # the call goes on: it may not be interruptible
+
+
 def bare(value: Any) -> Any:
-    """The value without headers beside it, for callers that take none."""
+    """The value without its headers, for callers that take none."""
     return value.value if type(value) is Headed else value
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """MemoryError, or one of that kind of a framework that is not imported here.
+    """Whether an error means out of memory, also from frameworks that are not imported here.
 
-    By its name (torch.cuda.OutOfMemoryError), or its text: drivers and libraries of CUDA raise plain RuntimeErrors.
+    Checks the class name (torch.cuda.OutOfMemoryError) and the text: CUDA libraries raise plain RuntimeErrors.
     """
     if isinstance(error, MemoryError) or any("OutOfMemory" in c.__name__ for c in type(error).__mro__):
         return True
@@ -277,7 +299,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _positions(owners: list[int]) -> list[int]:
-    """The place of each unit among those of its item."""
+    """The index of each unit within its item."""
     seen: dict[int, int] = {}
     places = []
     for i in owners:
@@ -287,9 +309,11 @@ def _positions(owners: list[int]) -> list[int]:
 
 
 def _aligned(found: Any, expected: int) -> list[Any] | PenstockError:
-    """The results as a list, one for each item, or the error that says what is wrong with them."""
+    """The results as a list, one per item, or an error that states what is wrong."""
     array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
-    if not isinstance(found, (list, tuple)) and (not array or hasattr(found, "columns")):  # a table gives its columns
+    if not isinstance(found, (list, tuple)) and (
+        not array or hasattr(found, "columns")
+    ):  # a table would give its columns
         return BadOutput(
             f"predict returned a {type(found).__name__}, expected a list, a tuple or an array of {expected} results"
         )

@@ -66,12 +66,12 @@ class PythonModel:
         self.prepare: Callable[[list[Any]], list[Any]] | None = None
         self.send_parts_to: Callable[[Callable[[list[Any]], None]], None] | None = None
         self.finishes_apart = False  # `postprocess` may run in a thread of its own, while the next batch is predicted
-        # Works on batches side by side in threads of its own, `width` rows at most: gets values, the seconds that each
-        # has left, and what takes (place, value or exception) pairs from any thread, each place once; gives back what
-        # ends the work.
+        # Works on batches side by side in threads of its own, `concurrency` rows at most: gets values, the seconds that
+        # each has left, and what takes (place, value or exception) pairs from any thread, each place once; gives back
+        # what ends the work.
         self.submit: Submit | None = None
         self.soon: Callable[[Callable[[], None]], None] | None = None  # calls something at the next turn of its loop
-        self.width = 1
+        self.concurrency = 1
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -103,7 +103,7 @@ class PythonModel:
         self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
         self.submit = getattr(found, "__penstock_submit__", None)
         self.soon = getattr(found, "__penstock_soon__", None)
-        self.width = 1 if self.submit is None else int(getattr(found, "__penstock_width__", 1))
+        self.concurrency = 1 if self.submit is None else int(getattr(found, "__penstock_concurrency__", 1))
 
     def said(self) -> dict[str, Any]:
         """The options of `@penstock.model`; a model of ours may know better once it is loaded."""

@@ -11,7 +11,7 @@ from penstock.errors import BadRequest
 from penstock.serving.protocols.bodies import decode_text, split_type
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     """One part of a form. `content_type` is as sent, "" if none was; `is_file`: it has a file name."""
 
     name: str
@@ -24,7 +24,7 @@ class _Parts:
     """Collects what the parser tells: the parts in `found`, and whether the closing boundary came in `ended`."""
 
     def __init__(self, max_fields: int) -> None:
-        self.found: list[Part] = []
+        self.found: list[FormPart] = []
         self.ended = False
         self._max_fields = max_fields
 
@@ -56,13 +56,13 @@ class _Parts:
             raise BadRequest(f"part {len(self.found) + 1} of the multipart body has no name in its content-disposition")
         name = options[b"name"].decode("utf-8", "replace")
         content_type = self._headers.get("content-type", b"").decode("latin-1")
-        self.found.append(Part(name, self._body, content_type, b"filename" in options))
+        self.found.append(FormPart(name, self._body, content_type, b"filename" in options))
 
     def _end(self) -> None:
         self.ended = True
 
 
-def parse_parts(body: bytes | memoryview, content_type: str, max_fields: int) -> list[Part]:
+def parse_parts(body: bytes | memoryview, content_type: str, max_fields: int) -> list[FormPart]:
     """Every part, in order. Raises BadRequest."""
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")

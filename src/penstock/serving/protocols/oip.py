@@ -57,7 +57,7 @@ class OutputParameters(Struct, omit_defaults=True):
     binary_data: bool | None = None
 
 
-class Wish(Struct, omit_defaults=True):
+class RequestedOutput(Struct, omit_defaults=True):
     """An output that is asked for."""
 
     name: str
@@ -70,16 +70,16 @@ class RequestParameters(Struct, omit_defaults=True):
     binary_data_output: bool | None = None
 
 
-class Request(Struct, omit_defaults=True):
+class OipRequest(Struct, omit_defaults=True):
     """The JSON of a request; what else is in it is ignored."""
 
     inputs: list[Tensor]
     id: str | None = None
-    outputs: list[Wish] | None = None
+    outputs: list[RequestedOutput] | None = None
     parameters: RequestParameters | None = None
 
 
-class Answer(Struct, omit_defaults=True):
+class OipResponse(Struct, omit_defaults=True):
     """The JSON of an answer."""
 
     model_name: str
@@ -143,7 +143,7 @@ def array_of_tensor(
     return from_bytes(what, tensor.datatype, tensor.shape, data, error)
 
 
-def write_head(message: Request | Answer) -> bytes:
+def write_head(message: OipRequest | OipResponse) -> bytes:
     """The JSON before binary tensors, as long as a multiple of `ALIGNMENT`."""
     head = msgspec.json.encode(message)
     return head + b" " * (-len(head) % ALIGNMENT)

@@ -12,17 +12,17 @@ from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import decode_json
 from penstock.serving.protocols.oip import (
     HEADER_LENGTH,
-    Request,
+    OipRequest,
+    RequestedOutput,
     RequestParameters,
     Tensor,
     TensorParameters,
-    Wish,
     array_of_tensor,
     cut,
     header_length,
     write_head,
 )
-from penstock.serving.protocols.oip import Answer as AnswerHead
+from penstock.serving.protocols.oip import OipResponse as AnswerHead
 from penstock.serving.protocols.oip_codec import OipCodec
 from penstock.serving.protocols.oip_json import peek_json
 from penstock.serving.protocols.oip_tensors import length_of, output_array, to_bytes
@@ -64,7 +64,7 @@ class OipBinaryCodec(OipCodec):
 # ---- clients
 
 
-class Answer(Struct):
+class InferResponse(Struct):
     """A whole answer: output name -> array, objects of bytes for BYTES."""
 
     model_name: str
@@ -102,9 +102,9 @@ def encode_request(
         size = sum(len(part) for part in parts)
         tensors.append(Tensor(name, list(shape), datatype, parameters=TensorParameters(size)))
         buffers += parts
-    wishes = None if outputs is None else [Wish(wish) for wish in outputs]
+    wishes = None if outputs is None else [RequestedOutput(wish) for wish in outputs]
     parameters = RequestParameters(True) if binary_outputs else None
-    return write_head(Request(tensors, id, wishes, parameters)), buffers
+    return write_head(OipRequest(tensors, id, wishes, parameters)), buffers
 
 
 def encode_arrays(
@@ -118,7 +118,7 @@ def encode_arrays(
     return encode_request(inputs, binary_outputs=binary_outputs, id=id)
 
 
-def decode_answer(body: bytes | memoryview, header_length: int | None) -> Answer:
+def decode_answer(body: bytes | memoryview, header_length: int | None) -> InferResponse:
     """What a server answered; `header_length` is that of its header, None when all of the body is JSON.
 
     Arrays lie over the body where they are binary. Raises BadOutput for whatever is no Open Inference answer.
@@ -136,4 +136,4 @@ def decode_answer(body: bytes | memoryview, header_length: int | None) -> Answer
         if tensor.name in outputs:
             raise BadOutput(f"output '{tensor.name[:100]}' is there twice")
         outputs[tensor.name] = array_of_tensor(tensor, data, "output", 0, BadOutput)
-    return Answer(head.model_name, head.model_version, outputs, head.id, head.parameters or {})
+    return InferResponse(head.model_name, head.model_version, outputs, head.id, head.parameters or {})

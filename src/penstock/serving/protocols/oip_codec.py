@@ -14,8 +14,8 @@ from penstock.serving.protocols.bodies import JSON, decode_json
 from penstock.serving.protocols.native import BYTES, encode_response
 from penstock.serving.protocols.oip import (
     HEADER_LENGTH,
-    Answer,
-    Request,
+    OipRequest,
+    OipResponse,
     Tensor,
     TensorParameters,
     array_of_tensor,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class Context(Struct):
+class OipContext(Struct):
     """What `encode` must know of the request: its id, the outputs that it wants (None: all), and whether in binary."""
 
     id: str | None = None
@@ -55,10 +55,10 @@ class OipCodec(Codec):
         """The JSON of a body, and the bytes behind it. Raises BadRequest."""
         raise NotImplementedError
 
-    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], Context]:
+    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
         """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
         head, rest = self.head_of(item)
-        request: Request = decode_json(head, Request)
+        request: OipRequest = decode_json(head, OipRequest)
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for tensor, data in zip(request.inputs, cut(request.inputs, rest, "input", BadRequest), strict=True):
             if tensor.name in arrays:
@@ -109,7 +109,7 @@ class OipCodec(Codec):
         if isinstance(value, Response):
             return encode_response(value)
         outputs = named_outputs(value)
-        wanted: Context = context or Context()
+        wanted: OipContext = context or OipContext()
         wishes = wanted.outputs
         if wishes is None:
             wishes = [(name, wanted.binary) for name in outputs]
@@ -127,7 +127,7 @@ class OipCodec(Codec):
             else:
                 tensor.data = to_json(name, datatype, array)
             tensors.append(tensor)
-        return _written(Answer(self.model, self.version, tensors, wanted.id, self.parameters), sections)
+        return _written(OipResponse(self.model, self.version, tensors, wanted.id, self.parameters), sections)
 
     def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
         """A part in JSON. Raises BadRequest for binary outputs: their headers describe one whole body."""
@@ -166,15 +166,15 @@ def named_outputs(value: Any) -> dict[str, Any]:
     return {str(name): one for name, one in value.items()} if isinstance(value, dict) else {"output_0": value}
 
 
-def _context(request: Request) -> Context:
+def _context(request: OipRequest) -> OipContext:
     binary = request.parameters is not None and bool(request.parameters.binary_data_output)
     if not request.outputs:
-        return Context(request.id, None, binary)
+        return OipContext(request.id, None, binary)
     wishes = []
     for wish in request.outputs:
         own = wish.parameters.binary_data if wish.parameters is not None else None
         wishes.append((wish.name, binary if own is None else own))
-    return Context(request.id, wishes, binary)
+    return OipContext(request.id, wishes, binary)
 
 
 def _key(tensor: Tensor) -> tuple[str, str, list[int], bool]:
@@ -182,14 +182,14 @@ def _key(tensor: Tensor) -> tuple[str, str, list[int], bool]:
     return tensor.name, tensor.datatype, tensor.shape[1:], tensor.binary_bytes is None
 
 
-def _parted(part: ItemResult) -> tuple[Answer, list[memoryview | None]]:
+def _parted(part: ItemResult) -> tuple[OipResponse, list[memoryview | None]]:
     body = memoryview(part.body)
     length = next((int(value) for name, value in part.headers or () if name == HEADER_LENGTH), len(body))
-    answer = msgspec.json.decode(body[:length], type=Answer)
+    answer = msgspec.json.decode(body[:length], type=OipResponse)
     return answer, cut(answer.outputs, body[length:], "output", BadOutput)
 
 
-def _written(answer: Answer, sections: Sequence[bytes | memoryview]) -> ItemResult:
+def _written(answer: OipResponse, sections: Sequence[bytes | memoryview]) -> ItemResult:
     if all(tensor.binary_bytes is None for tensor in answer.outputs):
         return ItemResult(body=msgspec.json.encode(answer), content_type=JSON)
     head = write_head(answer)

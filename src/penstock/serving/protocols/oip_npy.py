@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.oip import NPY, Tensor
-from penstock.serving.protocols.oip_codec import Context, OipCodec, named_outputs
+from penstock.serving.protocols.oip_codec import OipCodec, OipContext, named_outputs
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes, output_array, to_bytes
 from penstock.types import Headers, Item, ItemResult, Response
 
@@ -91,7 +91,7 @@ class OipNpyCodec(OipCodec):
         rows = head.shape[0] if head.shape[0] <= len(body) else 1
         return rows, f":{head.datatype}:{'x'.join(map(str, head.shape[1:]))}"
 
-    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], Context]:
+    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
         """The input's name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
         import numpy as np
 
@@ -104,7 +104,7 @@ class OipNpyCodec(OipCodec):
             array = np.ascontiguousarray(from_bytes("the array", head.datatype, head.shape[::-1], data).T)
         else:
             array = from_bytes("the array", head.datatype, head.shape, data)
-        return self._rows({name: array}, item), Context()
+        return self._rows({name: array}, item), OipContext()
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """An array for those who accept one, if there is one output and it is not BYTES; else as for JSON."""

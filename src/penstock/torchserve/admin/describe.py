@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.instances import WorkerReading
+from penstock.core.engine.instances import WorkerSnapshot
 from penstock.errors import ModelNotFound, ModelNotReady, QueueFull
 from penstock.serving.observe.system import Gpus
 from penstock.torchserve.admin.models import ModelVersion
@@ -31,7 +31,7 @@ class ModelDescriber:
         self._ids = itertools.count(first_id)
         self._gpus: Gpus | None = None
 
-    def number(self, version: ModelVersion) -> list[WorkerReading]:
+    def number(self, version: ModelVersion) -> list[WorkerSnapshot]:
         """The version's workers, each with an id in `version.worker_ids`. Call this after every change of workers."""
         workers = [] if version.handle is None else version.handle.workers()
         version.worker_ids = {w.slot: version.worker_ids.get(w.slot) or next(self._ids) for w in workers}
@@ -131,7 +131,7 @@ class ModelDescriber:
         return await asyncio.to_thread(read)
 
 
-def _worker(worker: WorkerReading, number: int, usage: dict[str, str]) -> dict[str, Any]:
+def _worker(worker: WorkerSnapshot, number: int, usage: dict[str, str]) -> dict[str, Any]:
     since = datetime.fromtimestamp(worker.since_s, UTC).isoformat(timespec="milliseconds")
     gpu = worker.device != "cpu"
     return {

@@ -20,7 +20,7 @@ from penstock.core.contracts import HttpSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.server import HttpServer
-from penstock.serving.lifetime import Stop, runner, settle, tell_ready
+from penstock.serving.lifetime import StopSignal, freeze_heap, report_ready, runner
 from penstock.torchserve.admin.startup import ServerComponents, build_components, load_startup
 from penstock.torchserve.cli.flags import ServerOptions, parser, resolve_options
 from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_addresses, limits_of
@@ -79,7 +79,7 @@ class TorchServe:
         """`print_line` prints a line on stdout for scripts that wait for it."""
         self._options = options
         self._print_line = print_line
-        self._stop = Stop(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
+        self._stop = StopSignal(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
         self._metrics = ServerMetrics(options.properties)
 
     async def main(self) -> int:
@@ -112,9 +112,9 @@ class TorchServe:
                 with contextlib.suppress(asyncio.CancelledError):
                     await loads
             if not self._stop.told:
-                settle()
+                freeze_heap()
                 self._print_line(STARTED)
-                tell_ready(listeners.urls)
+                report_ready(listeners.urls)
             await self._stop.wait()
             return 0
         finally:

@@ -246,7 +246,7 @@ async def test_priorities_that_are_none_are_refused_and_nothing_hangs(transport:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"transport": "inline", "instances": 2}, "inline transport has one instance"),
+        ({"transport": "inline", "instances": 2}, "inline transport runs one instance"),
         ({"devices": ("cuda:x",)}, "found 'cuda:x'"),
         ({"version": "scale"}, "version: found 'scale', expected"),
     ],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.core.engine.inbox import A_PASS, Inbox
+from penstock.core.engine.inbox import A_PASS, RequestInbox
 from penstock.types import Item
 
 
@@ -22,7 +22,7 @@ class Silent:
 
 async def test_a_flood_of_requests_leaves_passes_of_the_loop_to_others() -> None:
     backend = Counting()
-    inbox = Inbox(asyncio.get_running_loop(), backend)
+    inbox = RequestInbox(asyncio.get_running_loop(), backend)
     for n in range(3 * A_PASS):
         inbox.put("m", Item(n), Silent(), None, 0)
     passes = []

@@ -397,7 +397,7 @@ async def test_a_worker_s_load_is_timed_from_its_own_start() -> None:
 async def test_a_batch_is_no_larger_than_what_a_worker_takes_side_by_side() -> None:
     stage = Stage(batching={"max_batch_size": "auto"})
     loading = await stage.begin(stage.handle.load())
-    stage.listener.slot_up(0, Ready(ModelMetadata("m", "1"), width=8))
+    stage.listener.slot_up(0, Ready(ModelMetadata("m", "1"), concurrency=8))
     await loading
     assert stage.handle.batcher is not None
     assert stage.handle.batcher.scheduler.max_batch_size == 8

@@ -14,7 +14,7 @@ from msgspec import structs
 from penstock.config.schema import Config, LimitsConfig, ModelConfig, ServerConfig
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
-from penstock.core.engine.targets import Targets
+from penstock.core.engine.targets import AllowedTargets
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady
 from penstock.types import ModelStatus
 
@@ -388,7 +388,7 @@ async def test_closing_the_engine_ends_a_change_under_way(manage: Management, en
         (keys("two.py:Model", instancs=1), BadRequest, "did you mean 'instances'"),
         (keys("two.py:Model", instances=0), BadRequest, "instances: found 0"),
         (keys("two.py:Model", instances=5), BadRequest, "expected 1 to 4"),
-        ({"target": "two.py:Model", "transport": "inline", "instances": 2}, BadRequest, "inline transport has one"),
+        ({"target": "two.py:Model", "transport": "inline", "instances": 2}, BadRequest, "inline transport runs one"),
         (keys("two.py:Model", devices=["cuda:x"]), BadRequest, "devices: found 'cuda:x'"),
         (keys("two.py:Model", devices=["cuda:-1"]), BadRequest, "devices: found 'cuda:-1'"),
         (keys("two.py:Model", batching={"priority": []}), BadRequest, "priority: found a list of 0"),
@@ -450,7 +450,7 @@ async def test_of_two_sections_with_one_target_the_own_one_counts(manage: Manage
         "m": ModelConfig(target=target, env={"A": "m"}, trust="pickle"),
         "m_next": ModelConfig(target=target, name="m", version="2", env={"A": "m 2"}),
     }
-    targets = Targets(Config(models=sections))
+    targets = AllowedTargets(Config(models=sections))
     for model, version, env in (("m", "1", "m"), ("m", "2", "m 2"), ("m", "3", "m"), ("new", "1", "first")):
         assert targets.resolve("app.py:Model", model, version) == (target, sections_of(sections, env))
 
@@ -458,7 +458,7 @@ async def test_of_two_sections_with_one_target_the_own_one_counts(manage: Manage
 def test_files_of_pipelines_are_found_as_model_files_are(config: Config, folder: Path) -> None:
     (folder / "store" / "resnet.toml").write_text("")
     section = ModelConfig(target=str(folder / "net.toml"))
-    targets = Targets(structs.replace(config, models={"n": section}))
+    targets = AllowedTargets(structs.replace(config, models={"n": section}))
     assert targets.resolve("resnet.toml", "m", "1") == (str(folder / "store" / "resnet.toml"), None)
     assert targets.resolve("net.toml", "m", "1") == (section.target, section)
     with pytest.raises(Forbidden):
@@ -468,7 +468,7 @@ def test_files_of_pipelines_are_found_as_model_files_are(config: Config, folder:
 def test_model_files_are_those_that_are_configured_or_in_the_store(config: Config, folder: Path) -> None:
     (folder / "net.pt").write_text("")
     section = ModelConfig(target=f"{folder}/net.pt")
-    targets = Targets(structs.replace(config, models={"n": section}))
+    targets = AllowedTargets(structs.replace(config, models={"n": section}))
     assert targets.resolve("net.onnx", "m", "1") == (str(folder / "store" / "net.onnx"), None)
     for target in ("net.pt", str(folder / "net.pt"), str(folder / "store" / ".." / "net.pt")):
         assert targets.resolve(target, "m", "1") == (section.target, section)

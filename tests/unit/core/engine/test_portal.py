@@ -314,7 +314,7 @@ def test_close_ends_a_load_that_goes_on_in_another_thread() -> None:
 def test_a_request_that_meets_the_close_is_refused_and_not_forgotten() -> None:
     portal = Portal()
     portal.load("m", config(), target=double)
-    inbox = portal._life.inbox
+    inbox = portal._loop_thread.inbox
     portal.close()
     refused: list[Any] = []
     inbox.put("m", Item(1), refused.append, None, 0)  # its thread looked before the close, and comes after it

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.engine.waiters import Future, Waiter, all_items, every_item, failed, the_item
+from penstock.core.engine.waiters import Future, SyncWaiter, all_items, every_item, failed, the_item
 from penstock.errors import ItemFailed, PenstockError, QueueFull
 from penstock.types import ItemResult
 
@@ -42,7 +42,7 @@ def ticket() -> Any:
 
 
 def test_a_waiter_serves_one_call_after_the_other() -> None:
-    waiter, mine = Waiter(), ticket()
+    waiter, mine = SyncWaiter(), ticket()
     assert not waiter.wait(0.001)
     for value in (1, 2):
         waiter.accepted(mine)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.transports.leases import Held
-from penstock.core.wire.slabs import SlabPool, lease
+from penstock.core.wire.slabs import HeldSlabs, SlabPool, lease
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def in_a_circle(view: Any) -> None:
 
 
 def test_what_the_model_keeps_is_held_until_it_lets_go(pool: SlabPool) -> None:
-    held = Held()
+    held = HeldSlabs()
     first, first_alive = lease(pool.memory, 0, 10)
     second, second_alive = lease(pool.memory, 4096, 10)
     assert held.after([(0, first_alive), (4096, second_alive)]) == ([0, 4096], [])
@@ -49,11 +48,11 @@ def test_garbage_is_not_held(pool: SlabPool) -> None:
     view, alive = lease(pool.memory, 0, 10)
     in_a_circle(view)
     del view
-    assert Held().after([(0, alive)]) == ([], [])
+    assert HeldSlabs().after([(0, alive)]) == ([], [])
 
 
 def test_garbage_that_is_not_looked_for_is_held_until_it_is_collected(pool: SlabPool) -> None:
-    held = Held()
+    held = HeldSlabs()
     view, alive = lease(pool.memory, 0, 10)
     in_a_circle(view)
     del view

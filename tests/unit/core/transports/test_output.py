@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.core.transports import output
-from penstock.core.transports.make import make_transport
+from penstock.plugins import resolve
 from penstock.testing.transports import TransportHarness
 from penstock.types import Item
 
@@ -130,7 +130,7 @@ def printing(tmp_path):
 
     def make(spec, pool):
         spec.capture_output = True
-        return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+        return resolve("transport", "process")(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
 
     return lambda: TransportHarness(make, f"{tmp_path}/printing.py:predict")
 

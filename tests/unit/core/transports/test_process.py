@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.transports.make import make_transport
 from penstock.core.transports.process import MAX_FREE
+from penstock.plugins import resolve
 from penstock.testing.concurrent import TARGET as BESIDE
 from penstock.testing.transports import TransportHarness, values
 from penstock.types import Item
 
 
 def process(spec, pool):
-    return make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**22)
+    return resolve("transport", "process")(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**22)
 
 
 async def pid_of(harness: TransportHarness) -> int:
@@ -191,7 +191,7 @@ def test_what_a_script_defines_can_be_a_target_and_a_payload(tmp_path: Path):
 import asyncio
 from dataclasses import dataclass
 from penstock.testing.transports import TransportHarness
-from penstock.core.transports.make import make_transport
+from penstock.plugins import resolve
 
 @dataclass
 class Point:
@@ -201,7 +201,9 @@ def double(points):
     return [Point(2 * p.x) for p in points]
 
 async def main():
-    make = lambda spec, pool: make_transport("process", spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+    def make(spec, pool):
+        return resolve("transport", "process")(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=2**20)
+
     async with TransportHarness(make, double) as harness:
         assert await harness.values(Point(2), Point(3)) == [Point(4), Point(6)]
         print("fine")

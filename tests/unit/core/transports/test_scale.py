@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import ModelConfig
-from penstock.core.transports.make import make_transport
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import WorkerDied
+from penstock.plugins import resolve
 from penstock.types import Batch, BatchPart, Item
 
 TARGET = "penstock.testing.scripted:ScriptedModel"
@@ -21,8 +21,8 @@ class Bench:
 
     def __init__(self, name: str, slots: int) -> None:
         self.spec = WorkerSpec("m", "1", ModelConfig(target=TARGET), TARGET, instances=slots)
-        self.transport: Any = make_transport(
-            name, self.spec, slots=slots, devices=("cpu",), pool=None, reply_bytes=2**20
+        self.transport: Any = resolve("transport", name)(
+            self.spec, slots=slots, devices=("cpu",), pool=None, reply_bytes=2**20
         )
         self.up: set[int] = set()
         self.downs: list[int] = []

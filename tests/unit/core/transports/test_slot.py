@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.schema import ModelConfig
-from penstock.core.transports.slot import Slot
+from penstock.core.transports.slot import WorkerSlot
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import LoadFailed, WorkerDied
 from penstock.types import Batch, BatchPart, Item, ItemResult, ModelMetadata, Ready
@@ -39,7 +39,7 @@ class Loop:
         return self.call_at(self.clock.now + seconds, callback, *arguments)
 
 
-class Place(Slot):
+class Place(WorkerSlot):
     """A slot whose worker does what the test says; also its own listener."""
 
     fails = True
@@ -162,10 +162,10 @@ def test_a_worker_that_cannot_be_started_for_any_reason_is_tried_anew(place):
 
 
 @pytest.fixture
-def wide(place):
+def concurrent(place):
     place.fails, place.hangs = False, True
     place._launch()
-    place.is_up(Ready(ModelMetadata("m", "1"), width=8))
+    place.is_up(Ready(ModelMetadata("m", "1"), concurrency=8))
     return place
 
 
@@ -179,14 +179,14 @@ def part(number, *places, final=True):
     return BatchPart(number, [ItemResult()] * len(places), at=list(places), final=final)
 
 
-def test_batches_side_by_side_are_answered_in_any_order_and_in_parts(wide):
+def test_batches_side_by_side_are_answered_in_any_order_and_in_parts(concurrent):
     for number in (1, 2, 3):
-        send(wide, number, items=2)
-    assert wide.answered(part(2, 1, 0)).batch.id == 2
-    assert wide.answered(part(1, 1, final=False)).batch.id == 1
-    wide.answered(part(3, 0, 1))
-    wide.answered(part(1, 0))
-    assert not wide.sent
+        send(concurrent, number, items=2)
+    assert concurrent.answered(part(2, 1, 0)).batch.id == 2
+    assert concurrent.answered(part(1, 1, final=False)).batch.id == 1
+    concurrent.answered(part(3, 0, 1))
+    concurrent.answered(part(1, 0))
+    assert not concurrent.sent
 
 
 @pytest.mark.parametrize(
@@ -203,23 +203,23 @@ def test_batches_side_by_side_are_answered_in_any_order_and_in_parts(wide):
     ],
     ids=["no such batch", "too few", "no such place", "twice", "not final", "negative", "not aligned", "no places"],
 )
-def test_answers_that_do_not_fit_are_nonsense(wide, nonsense):
-    send(wide, 1, items=2)
+def test_answers_that_do_not_fit_are_nonsense(concurrent, nonsense):
+    send(concurrent, 1, items=2)
     with pytest.raises(ValueError, match="do not fit"):
-        wide.answered(nonsense)
+        concurrent.answered(nonsense)
 
 
-def test_a_place_is_answered_once(wide):
-    send(wide, 1, items=2)
-    wide.answered(part(1, 0, final=False))
+def test_a_place_is_answered_once(concurrent):
+    send(concurrent, 1, items=2)
+    concurrent.answered(part(1, 0, final=False))
     with pytest.raises(ValueError, match="do not fit"):
-        wide.answered(part(1, 0, 1))
+        concurrent.answered(part(1, 0, 1))
 
 
-def test_a_death_is_that_of_all_batches_side_by_side(wide):
-    heard = [send(wide, number) for number in (1, 2, 3)]
-    wide.answered(part(2, 0))
-    wide.down(WorkerDied("signal 9"))
+def test_a_death_is_that_of_all_batches_side_by_side(concurrent):
+    heard = [send(concurrent, number) for number in (1, 2, 3)]
+    concurrent.answered(part(2, 0))
+    concurrent.down(WorkerDied("signal 9"))
     assert [[(p.started, type(p.error)) for p in parts] for parts in heard] == [
         [(True, WorkerDied)],
         [],
@@ -227,53 +227,53 @@ def test_a_death_is_that_of_all_batches_side_by_side(wide):
     ]
 
 
-def test_a_worker_of_which_nothing_is_heard_for_run_timeout_s_is_given_up_with_all_it_has(wide):
-    first = send(wide, 1)
-    wide.loop.clock.advance(50)
-    second = send(wide, 2)
-    wide.loop.clock.advance(9.9)
+def test_a_worker_of_which_nothing_is_heard_for_run_timeout_s_is_given_up_with_all_it_has(concurrent):
+    first = send(concurrent, 1)
+    concurrent.loop.clock.advance(50)
+    second = send(concurrent, 2)
+    concurrent.loop.clock.advance(9.9)
     assert not first
-    wide.loop.clock.advance(0.2)
+    concurrent.loop.clock.advance(0.2)
     assert [type(parts[0].error) for parts in (first, second)] == [WorkerDied, WorkerDied]
 
 
-def test_a_batch_that_hangs_beside_others_costs_its_worker_only_after_twice_run_timeout_s(wide):
-    hung = send(wide, 1)
+def test_a_batch_that_hangs_beside_others_costs_its_worker_only_after_twice_run_timeout_s(concurrent):
+    hung = send(concurrent, 1)
     for number in range(2, 13):
-        send(wide, number)
-        wide.loop.clock.advance(10)
-        wide.answered(part(number, 0))
+        send(concurrent, number)
+        concurrent.loop.clock.advance(10)
+        concurrent.answered(part(number, 0))
     assert not hung
-    wide.loop.clock.advance(10.1)
+    concurrent.loop.clock.advance(10.1)
     assert "run_timeout_s=60" in hung[0].error.message
 
 
-def test_an_idle_time_between_batches_is_no_silence(wide):
+def test_an_idle_time_between_batches_is_no_silence(concurrent):
     for number in (1, 2, 3):
-        send(wide, number)
-        wide.loop.clock.advance(59)
-        wide.answered(part(number, 0))
-        wide.loop.clock.advance(100)
-    assert wide.up
-    assert not wide.errors
+        send(concurrent, number)
+        concurrent.loop.clock.advance(59)
+        concurrent.answered(part(number, 0))
+        concurrent.loop.clock.advance(100)
+    assert concurrent.up
+    assert not concurrent.errors
 
 
-def test_a_batch_after_a_shorter_idle_time_has_all_of_its_own(wide):
-    send(wide, 1)
-    wide.loop.clock.advance(10)
-    wide.answered(part(1, 0))
-    wide.loop.clock.advance(45)
-    send(wide, 2)
-    wide.loop.clock.advance(50)
-    assert not wide.errors
-    assert wide.up
+def test_a_batch_after_a_shorter_idle_time_has_all_of_its_own(concurrent):
+    send(concurrent, 1)
+    concurrent.loop.clock.advance(10)
+    concurrent.answered(part(1, 0))
+    concurrent.loop.clock.advance(45)
+    send(concurrent, 2)
+    concurrent.loop.clock.advance(50)
+    assert not concurrent.errors
+    assert concurrent.up
 
 
-def test_a_worker_that_comes_up_narrow_is_narrow(wide):
-    wide.fails = wide.hangs = False
-    wide.down(WorkerDied("signal 9"))
-    wide.loop.clock.advance(1)
-    send(wide, 1)
-    send(wide, 2)
+def test_a_worker_that_comes_up_narrow_is_narrow(concurrent):
+    concurrent.fails = concurrent.hangs = False
+    concurrent.down(WorkerDied("signal 9"))
+    concurrent.loop.clock.advance(1)
+    send(concurrent, 1)
+    send(concurrent, 2)
     with pytest.raises(ValueError, match="do not fit"):
-        wide.answered(BatchPart(2, [ItemResult()]))
+        concurrent.answered(BatchPart(2, [ItemResult()]))

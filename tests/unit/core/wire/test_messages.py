@@ -5,16 +5,16 @@ import pytest
 
 from penstock.core.wire import messages as frames
 from penstock.core.wire.messages import (
-    Failed,
     FromWorker,
-    Inbox,
-    Outbox,
-    Part,
+    MessageReader,
+    MessageWriter,
+    PartMessage,
     Pickled,
-    Run,
-    Stop,
+    RunBatch,
+    StopWorker,
     ToWorker,
     Unsent,
+    WorkerFailed,
     write,
 )
 from penstock.core.wire.slabs import SlabPool
@@ -39,12 +39,12 @@ def across(message, outbox, kind, pool=None):
         return bytearray(data) if writable else data
 
     (frame,) = frames.FrameDecoder().feed(b"".join(map(bytes, write(message, outbox.buffers))))
-    return Inbox(kind, resolve).read(frame)
+    return MessageReader(kind, resolve).read(frame)
 
 
 def items_across(items, pool=None, with_headers=False):
-    outbox = Outbox(pool)
-    read = across(Run(7, outbox.items(items, with_headers), [1, 2]), outbox, ToWorker, pool)
+    outbox = MessageWriter(pool)
+    read = across(RunBatch(7, outbox.items(items, with_headers), [1, 2]), outbox, ToWorker, pool)
     assert (read.id, read.free) == (7, [1, 2])
     return read.items, outbox
 
@@ -83,7 +83,7 @@ def test_a_slab_crosses_as_its_place(pool):
     (item,), outbox = items_across([Item(slab, "native")], pool)
     assert item.payload == b"s" * LARGE
     assert not outbox.slabs
-    (head,) = write(Run(1, Outbox(pool).items([Item(slab, "native")], False), []))
+    (head,) = write(RunBatch(1, MessageWriter(pool).items([Item(slab, "native")], False), []))
     assert len(head) < 1000
 
 
@@ -121,9 +121,9 @@ def test_a_part_of_many_crosses_without_the_rows_of_other_parts():
 
 
 def test_errors_cross_whatever_their_text_is():
-    outbox = Outbox(None)
+    outbox = MessageWriter(None)
     error = BadRequest("half \ud800", detail="\udfff", retry_after_s=np.float32(1))
-    read = across(Failed(error), outbox, FromWorker)
+    read = across(WorkerFailed(error), outbox, FromWorker)
     assert (read.error.message, read.error.detail, read.error.retry_after_s) == ("half \\ud800", "\\udfff", 1.0)
 
 
@@ -136,9 +136,9 @@ def test_results_cross_with_errors_as_data():
         ItemResult([1, (2,)], final=False),
         ItemResult(lambda: 0),
     ]
-    outbox = Outbox(None)
+    outbox = MessageWriter(None)
     part = BatchPart(3, outbox.results(items, results), run_s=0.5, oom=(4, 2))
-    read = across(Part(part, [5], [6]), outbox, FromWorker)
+    read = across(PartMessage(part, [5], [6]), outbox, FromWorker)
     assert (read.held, read.let_go, read.part.batch_id, read.part.oom) == ([5], [6], 3, (4, 2))
     first, none, error, listed, bad = read.part.results
     assert first == results[0]
@@ -151,6 +151,6 @@ def test_results_cross_with_errors_as_data():
 
 
 def test_error_classes_survive_and_a_stop_is_a_stop():
-    read = across(Failed(TargetNotFound("gone", detail="d")), Outbox(None), FromWorker)
+    read = across(WorkerFailed(TargetNotFound("gone", detail="d")), MessageWriter(None), FromWorker)
     assert type(read.error) is TargetNotFound
-    assert type(across(Stop(), Outbox(None), ToWorker)) is Stop
+    assert type(across(StopWorker(), MessageWriter(None), ToWorker)) is StopWorker

@@ -1,10 +1,10 @@
-"""Adaptive: the default. Work-conserving, with four learned refinements; nothing has to be configured.
+"""Adaptive: the default policy. Work-conserving, with learned refinements; it needs no configuration.
 
-1. An idle slot is held only to *stagger* several slots or to *regroup* a closed loop, at most t(min(n*, a/b))/m.
-2. With deadlines: the largest batch that enough waiting rows can bear; tighter heads stay for another slot.
-3. A batch that an urgent request leads is filled by lower classes only as far as their throughput needs it.
-4. What cannot be in time is dropped; when the queue as a whole cannot, the oldest of the lowest class go first.
-5. t(n) = a + b*n is measured (`cost.py`). m slots, n* the batch of the even schedule: lam*a / (m - lam*b).
+1. It holds an idle slot only to *stagger* several slots or to *regroup* a closed loop, at most t(min(n*, a/b))/m.
+2. With deadlines it takes the largest batch that enough waiting rows can bear; tighter heads wait for another slot.
+3. If an urgent request leads a batch, lower classes fill it only as far as their throughput needs it.
+4. It drops requests that would be late. When the whole queue would be late, it drops the oldest of the lowest class.
+5. It measures t(n) = a + b*n (`cost.py`). With m slots, n* = lam*a / (m - lam*b) is the batch of an even schedule.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from math import ceil
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import INF, Entry
-from penstock.core.batching.policies.base import Choice, Drop, Running, Take, View, WaitUntil
+from penstock.core.batching.policies.base import Choice, Drop, SlotBatch, Take, View, WaitUntil
 
-BINS = 8  # of the time a/m after a completion, in which a closed loop's clients return
-EDGE = 1e-6  # of a bin: a timer set to its end, rounded, is at its end
+BINS = 8  # of the time a/m after a completion, in which clients of a closed loop return
+EDGE = 1e-6  # share of a bin: absorbs the rounding of a timer set to its end
 RATE_WINDOW = 32  # arrivals over which the rate is measured
-CLOSED = 0.4  # share of the served rows that must come straight back
-MOST = 0.8  # a hold must bring so much of all that can still be expected
-SPEED = 0.93  # of a full batch: what lower classes may fill a batch for that an urgent request leads
-GATE = 1.2  # stagger only while n* <= GATE * (1 - 1/m) * a/b: beyond, greedy batches are large anyway
+CLOSED = 0.4  # share of the served rows that must return at once
+MOST = 0.8  # a hold must bring this share of the rows that can still return
+SPEED = 0.93  # share of a full batch's rate up to which lower classes fill a batch that an urgent request leads
+GATE = 1.2  # stagger only while n* <= GATE * (1 - 1/m) * a/b: above that, greedy batches are large anyway
 
 
 class Returns:
-    """When the rows of a completed batch come back: arrivals per completed row, a bin per 1/8 of a/m."""
+    """When the rows of a completed batch return: arrivals per completed row, in bins of 1/8 of a/m."""
 
     __slots__ = (
         "_arrived",
@@ -44,17 +44,17 @@ class Returns:
 
     def __init__(self) -> None:
         self.since_s = -INF  # the last completion
-        self.rows = 0  # rows that it answered
-        self.width = 0.0  # of a bin, seconds; 0 while the set-up cost is not known
+        self.rows = 0  # rows it answered
+        self.width = 0.0  # seconds per bin; 0 while the set-up cost is unknown
         self.counts = [0] * BINS  # rows that arrived since, by bin
         self.rounds = 0
-        self.closed = 0.0  # share of the served rows that come back at once, beyond the mean rate
-        self._rate = 0.0  # mean rate when the last completion came, rows a second
+        self.closed = 0.0  # share of the served rows that return at once, beyond the mean rate
+        self._rate = 0.0  # mean rate at the last completion, rows per second
         self._arrived, self._served, self._excess = [0.0] * BINS, [0.0] * BINS, [0.0] * BINS
         self._seen = 0.0
 
     def learn(self, now: float) -> None:
-        """Closes the round that the last completion opened; only the bins that are over count."""
+        """Closes the round that the last completion opened; only completed bins count."""
         gain, slow = max(0.1, 1 / (self.rounds + 1)), max(0.05, 1 / (self.rounds + 1))
         self._seen += slow * (self.rows - self._seen)
         cum = 0
@@ -70,13 +70,13 @@ class Returns:
         self.closed = max(self._excess) / self._seen
 
     def open(self, rows: int, width: float, rate: float, now: float) -> None:
-        """Begins a round: a batch of `rows` rows was answered now."""
+        """Begins a round: a batch of `rows` rows was just answered."""
         self.since_s, self.rows, self.width, self._rate = now, rows, width, rate
         self.counts = [0] * BINS
 
     def expected(self, served: int, j: int, left_s: float, room: float) -> list[tuple[float, float]]:
-        """(D, rows of the `served` ones that return in the next D seconds, at most `room`), to the end of each bin
-        from `j` on."""
+        """For each bin from `j` on: (seconds D until its end, rows of the `served` ones that return within D, at most
+        `room`)."""
         rows, ahead, out = 0.0, 0.0, []
         for i in range(j, BINS):
             part = left_s if i == j else self.width
@@ -88,7 +88,7 @@ class Returns:
 
 
 class Adaptive:
-    """See the module. `max_hold_s` caps every hold; 0 makes it strictly work-conserving."""
+    """The default policy. `max_hold_s` caps every hold; 0 makes it strictly work-conserving."""
 
     def __init__(self, max_hold_s: float | None = None) -> None:
         self.max_hold_s = INF if max_hold_s is None else max_hold_s
@@ -96,7 +96,7 @@ class Adaptive:
         self._times: deque[float] = deque(maxlen=RATE_WINDOW)
         self._rows: deque[int] = deque(maxlen=RATE_WINDOW)
         self._peak = 0.0  # recent peak of the rows inside: the clients of a closed loop
-        self._batch = 1.0  # n*, for people
+        self._batch = 1.0  # n*, for `explain`
         self._holds = {"stagger": 0, "regroup": 0}
 
     @classmethod
@@ -115,7 +115,7 @@ class Adaptive:
             if j < BINS:
                 r.counts[j] += entry.rows
 
-    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
+    def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
         r, cost = self._returns, view.cost
         if r.width > 0:
             r.learn(now)
@@ -126,12 +126,12 @@ class Adaptive:
         r.open(batch.rows, width, rate if rate < INF else 0.0, now)
 
     def _rate(self, now: float) -> float:
-        """Rows a second over the last arrivals."""
+        """Rows per second over the last arrivals."""
         span = now - self._times[0]
         return (sum(self._rows) - self._rows[0]) / span if span > 0 else INF
 
     def even_batch(self, view: View, now: float) -> float:
-        """n*: every slot takes n* rows every t(n*), starts evenly spaced. 1 while the rate is not known."""
+        """n*: with starts evenly spaced, every slot takes n* rows every t(n*). 1 while the rate is unknown."""
         if len(self._times) < 8:
             return 1.0
         rate = self._rate(now)
@@ -175,7 +175,7 @@ class Adaptive:
         return Take(rows, until_s, reason="all that waits")
 
     def _hopeless(self, view: View, now: float) -> list[Entry]:
-        """Entries that would be late even alone and at once."""
+        """Entries that would be late even if run alone at once."""
         bucket, cost = view.bucket, view.cost
         if not cost.ready:
             return bucket.tight(now)
@@ -185,8 +185,8 @@ class Adaptive:
         return [e for e in bucket.tight(now + cost.high(most)) if e.deadline_s < now + cost.high(min(e.rows, most))]
 
     def _surplus(self, view: View, now: float) -> list[Entry]:
-        """Entries to give up, because even at full speed the last one would be late. The oldest go: what is left is
-        fresher. Judged only where every entry has a deadline, which then is its place in the queue."""
+        """Entries to drop because even at full speed the last one would be late. The oldest go, so that fresher ones
+        remain. Applies only if every entry has a deadline, which then is its place in the queue."""
         bucket, cost, full = view.bucket, view.cost, view.max_rows
         if bucket.loose or not cost.ready or bucket.rows <= full:
             return []
@@ -205,8 +205,8 @@ class Adaptive:
         return out
 
     def _led(self, view: View, most: int, now: float) -> int:
-        """Rows of the batch, `most` or less: lower classes fill one that an urgent request leads only until it runs
-        `SPEED` as many rows a second as a full one, and not at all if that would make the leader late."""
+        """Rows of the batch, at most `most`. Lower classes fill a batch that an urgent request leads only until it
+        reaches `SPEED` of a full batch's rate, and not at all if that would make the leader late."""
         bucket, cost, full = view.bucket, view.cost, view.max_rows
         leader = bucket.entries[0]
         urgent = 0
@@ -221,7 +221,7 @@ class Adaptive:
         return min(most, urgent if late else max(urgent, enough))
 
     def _bearable(self, view: View, most: int, now: float) -> tuple[int, float]:
-        """(rows, earliest deadline): the largest batch, up to `most`, such that so many waiting rows can bear it."""
+        """(rows, earliest deadline) of the largest batch up to `most` that as many waiting rows can bear."""
         bucket, cost = view.bucket, view.cost
         if not bucket.finite or not cost.ready:
             return most, -INF
@@ -241,8 +241,8 @@ class Adaptive:
     # ---- holding
 
     def _hold(self, view: View, rows: int, now: float) -> float:
-        """When to look again, if the `rows` that wait are to be held at `now`; else 0. For a batch that would be sent
-        ahead, `now` is when the running one ends: what is worth a hold then must not be sent before."""
+        """When to look again if the waiting `rows` should be held at `now`; else 0. For a batch that would be sent
+        ahead, `now` is the end of the running one: a batch worth holding then must not be sent earlier."""
         cost, m = view.cost, view.slots
         if not self.max_hold_s or cost.a <= 0:
             return 0.0
@@ -273,7 +273,7 @@ class Adaptive:
     def _regroup(self, view: View, rows: int, now: float) -> float:
         cost, r, deadline = view.cost, self._returns, view.bucket.entries[0].deadline_s
         since, served, inside = now - r.since_s, r.rows, view.inside_rows
-        if view.ahead:  # the running batch has just been answered
+        if view.ahead:  # as if the running batch had just been answered
             since, served, inside = 0.0, view.ahead_rows, inside - view.ahead_rows
         if r.width <= 0 or r.rounds < 5 or r.closed < CLOSED or self._peak < view.slots + 0.5:
             return 0.0
@@ -284,7 +284,9 @@ class Adaptive:
         left = r.width * (j + 1) - since
         expected = r.expected(served, j, left, room)
         for ahead, back in expected:
-            pays = back * cost.a * (1 - EDGE) > rows * view.slots * ahead  # often nearly equal: not by rounding, then
+            pays = (
+                back * cost.a * (1 - EDGE) > rows * view.slots * ahead
+            )  # often nearly equal: rounding must not decide
             if back >= 0.5 and pays and back >= MOST * expected[-1][1]:
                 late = deadline < INF and now + ahead + cost.high(rows + back) > deadline
                 return 0.0 if late else now + left

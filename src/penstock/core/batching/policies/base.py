@@ -1,4 +1,4 @@
-"""BatchPolicy: what a policy is told, what it sees, and the four things that it may answer."""
+"""BatchPolicy: the events a policy receives, the view it sees, and the four choices it may return."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.core.batching.queues import Bucket
 class Take(Struct, frozen=True):
     """Send the earliest entries of `view.bucket` whose deadline is not before `until_s`, up to `rows` rows.
 
-    The scheduler does the packing (entries of several rows, misfits, splits) and picks the slot; naming the ids one by
-    one would only cost time. `full`: waiting longer could not make it larger. `fill`: if what does not fit leaves rows
-    empty, the first divisible one of it is cut. `reason` says why this size, for people.
+    The scheduler packs the batch (entries of several rows, misfits, splits) and picks the slot. `full`: waiting longer
+    could not make the batch larger. `fill`: if entries that do not fit leave rows empty, the first divisible one is
+    cut. `reason` explains the size to people.
     """
 
     rows: int
@@ -27,14 +27,14 @@ class Take(Struct, frozen=True):
 
 
 class Drop(Struct, frozen=True):
-    """End these waiting entries: "expired" - cannot be in time any more; "overload" - the queue as a whole cannot."""
+    """End these waiting entries: "expired" (each would be late) or "overload" (the queue as a whole would be late)."""
 
     entries: list[Entry]
     reason: Literal["expired", "overload"]
 
 
 class WaitUntil(Struct, frozen=True):
-    """Hold; ask again at the time `t` (later than now), or after the next event, whichever is earlier."""
+    """Hold. Ask again at the time `t` (later than now) or after the next event, whichever is earlier."""
 
     t: float
 
@@ -42,9 +42,9 @@ class WaitUntil(Struct, frozen=True):
 Choice = Take | Drop | WaitUntil | None
 
 
-class Running(Struct, eq=False):
-    """A batch on a slot. `end_s` is when it is predicted to end; of one on a `wide` slot nobody can tell, and `rows`
-    are those not answered yet."""
+class SlotBatch(Struct, eq=False):
+    """A batch on a slot. `end_s` is its predicted end. On a `concurrent` slot there is no prediction, and `rows` counts
+    the rows without an answer."""
 
     id: int
     slot: int
@@ -53,18 +53,17 @@ class Running(Struct, eq=False):
     start_s: float
     end_s: float
     ahead: bool
-    exact: bool  # of a batch that killed a worker: it is never merged with others
-    wide: bool = False
+    exact: bool  # from a batch that killed a worker: never merged with others
+    concurrent: bool = False
 
 
 class View(Struct, eq=False):
-    """What `select` may look at. The scheduler keeps it up to date; a policy never changes it.
+    """What `select` sees. The scheduler keeps it up to date; a policy never changes it.
 
-    `slots` are up, `idle` of them have nothing to do (0: only a Drop is asked for). `max_rows` is the largest batch
-    now. `inside_rows` wait or run. `held_s` is when entries first waited beside the idle slot (now, if nothing was
-        held before). `ahead`: the batch would start only in about `ahead_s` seconds, behind a running one of
-    `ahead_rows` rows.
-    `busy_s` is the predicted time that all running batches still need, together.
+    `slots` are up; `idle` of them are idle (0: only a Drop is wanted). `max_rows` is the current largest batch.
+    `inside_rows` wait or run. `held_s` is when entries were first held while a slot was idle (now, if none were).
+    `ahead`: the batch would start in about `ahead_s` seconds, behind a running one of `ahead_rows` rows. `busy_s` is
+    the predicted time that all running batches still need, together.
     """
 
     bucket: Bucket
@@ -81,20 +80,20 @@ class View(Struct, eq=False):
 
 
 class BatchPolicy(Protocol):
-    """Decides how many entries go, when, and which are given up. Pure: the same calls give the same answers."""
+    """Decides how many entries go, when, and which are dropped. Pure: the same calls return the same choices."""
 
     def on_arrival(self, entry: Entry, now: float) -> None:
         """A request was queued."""
         ...
 
-    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
-        """A batch was answered; `view.inside_rows` still counts it, and `view.cost` has learned of it."""
+    def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
+        """A batch was answered. `view.inside_rows` still counts it; `view.cost` includes it."""
         ...
 
     def select(self, view: View, now: float) -> Choice:
-        """What to do with `view.bucket`. Asked again after every Take and Drop, until WaitUntil or None."""
+        """The choice for `view.bucket`. Called again after every Take and Drop, until WaitUntil or None."""
         ...
 
     def explain(self) -> dict[str, object]:
-        """What it has learned, for people."""
+        """What the policy has learned, for people."""
         ...

@@ -1,17 +1,17 @@
-"""Fixed: a size and a delay, as ServiceStreamer, TorchServe and Triton have it."""
+"""Fixed: a size and a delay, as in service_streamer, TorchServe and Triton."""
 
 from __future__ import annotations
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import Entry
-from penstock.core.batching.policies.base import Choice, Running, Take, View, WaitUntil
+from penstock.core.batching.policies.base import Choice, SlotBatch, Take, View, WaitUntil
 
 DEFAULT_DELAY_S = 0.1
 
 
 class Fixed:
-    """Sends a batch when it is full, when its head is `max_hold_s` old, or when the head's time would run out. With 0
-    it is greedy: all that waits, at once."""
+    """Sends a batch when it is full, when its head is `max_hold_s` old, or when the head's deadline requires it. With 0
+    it is greedy: it sends everything that waits at once."""
 
     def __init__(self, max_hold_s: float = DEFAULT_DELAY_S) -> None:
         self.max_hold_s = max_hold_s
@@ -30,7 +30,7 @@ class Fixed:
     def on_arrival(self, entry: Entry, now: float) -> None:
         pass
 
-    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
+    def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
         pass
 
     def select(self, view: View, now: float) -> Choice:

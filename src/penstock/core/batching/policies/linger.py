@@ -1,8 +1,8 @@
-"""Linger: for a node of a pipeline, which knows what is on its way to it and what there is room for behind it.
+"""Linger: the policy of a pipeline node, which knows what is coming and how much the next nodes can accept.
 
-An idle slot takes what waits when it is full, when its head has lingered `wait_s`, when nothing is on its way here, or
-when what is would come too late to be worth it; never more than there is credit for. Deadlines, drops and classes are
-those of the policy that it stands on.
+An idle slot takes the waiting rows when they fill a batch, when the head has waited `wait_s`, when nothing is coming,
+or when the coming rows would arrive too late to be worth waiting for. It never takes more than back-pressure allows.
+The base policy decides deadlines, drops and classes.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable
 from math import ceil
 
 from penstock.core.batching.entry import Entry
-from penstock.core.batching.policies.base import BatchPolicy, Choice, Running, Take, View, WaitUntil
+from penstock.core.batching.policies.base import BatchPolicy, Choice, SlotBatch, Take, View, WaitUntil
 
-UNKNOWN_ROWS = 4  # of a slice, while nothing was learned of a row: it may take long, and a batch ends with its last
+UNKNOWN_ROWS = 4  # rows of a slice before the cost is known: a row may take long, and a batch ends with its last one
 
 
 class Linger:
-    """See the module. All three are asked when a batch could start, and must answer for that moment.
+    """Holds batches for rows that are coming. `coming` and `credit` are called when a batch could start.
 
-    `coming(now)`: (when the next rows are expected, how many), (INF, 0) if nothing is on its way. `credit()`: most rows
-    that may start. Whoever answers these asks for a turn once less is coming, or there is credit again. `slice_s`: a
-    batch is to take no longer than about this, and what waits is shared out to all idle slots: for work that gains
-    nothing by batches.
+    `coming(now)` returns (when the next rows are expected, how many), or (INF, 0). `credit()` returns the most rows
+    that may start. Their owner asks for a turn when fewer rows are coming or credit returns. With `slice_s` a batch
+    takes at most about this long, and the waiting rows are shared between all idle slots: for work that gains nothing
+    from batching.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Linger:
     def on_arrival(self, entry: Entry, now: float) -> None:
         self._base.on_arrival(entry, now)
 
-    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
+    def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
         self._base.on_complete(batch, seconds, view, now)
 
     def select(self, view: View, now: float) -> Choice:
@@ -62,13 +62,13 @@ class Linger:
         if rows < 1:
             return None
         reason = choice.reason if rows == choice.rows else "slice" if rows == most else "credit"
-        # behind a running batch only just before that ends: another slot may be idle sooner, time may run out
+        # ahead only just before the running batch ends: another slot may be idle sooner
         full = choice.full and rows >= min(most, choice.rows) and not view.ahead
         return Take(rows, choice.until_s, full, choice.fill, reason)
 
     def _worth(self, view: View, rows: int, most: int, due: float, now: float) -> bool:
-        """Whether what is expected before `due` saves more than the `rows` lose that would wait for it: the set-up of
-        a batch of their own for each. Without a learned cost the wait is as it was asked for."""
+        """Whether the rows expected before `due` save more set-up time than the waiting `rows` lose. Without a learned
+        cost the configured wait applies."""
         at_s, more = self._coming(now)
         wait_s = max(0.0, at_s - now - view.ahead_s)
         if at_s >= due:
@@ -76,7 +76,7 @@ class Linger:
         return not view.cost.ready or min(more, most - rows) * view.cost.a > rows * wait_s
 
     def _slice(self, view: View) -> int:
-        """Rows of a slice of time, or of a share of what waits where other slots are idle, too."""
+        """Rows of one time slice, or of one idle slot's share of the waiting rows."""
         cost, waiting = view.cost, view.bucket.rows
         rows = min(view.max_rows, UNKNOWN_ROWS)
         parts = view.idle
@@ -87,8 +87,8 @@ class Linger:
         return min(rows, ceil(waiting / parts)) if parts > 1 else rows
 
     def _due(self, view: View, rows: int, now: float) -> float:
-        """When the head has lingered enough, or its time would run out. What was expected may be late: a slot is not
-        held for longer than the set-up that is to be saved."""
+        """When the head has waited enough or must go. Expected rows may be late, so a slot is held no longer than the
+        set-up time it would save."""
         head, cost = view.bucket.entries[0], view.cost
         due = min(head.arrival_s + self._wait_s, head.deadline_s, head.expires_s)
         if not cost.ready:
@@ -97,5 +97,5 @@ class Linger:
         return min(due, last, min(view.held_s, now) + view.ahead_s + cost.a)
 
     def explain(self) -> dict[str, object]:
-        """Keys: those of the policy it stands on, and wait_s, lingered (how often a batch was held for more)."""
+        """Keys: those of the base policy, wait_s, and lingered (how often a batch was held)."""
         return {**self._base.explain(), "policy": "linger", "wait_s": self._wait_s, "lingered": self._lingered}

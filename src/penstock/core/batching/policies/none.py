@@ -1,14 +1,14 @@
-"""Unbatched: every request alone."""
+"""Unbatched: one request per batch."""
 
 from __future__ import annotations
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import Entry
-from penstock.core.batching.policies.base import Choice, Running, Take, View
+from penstock.core.batching.policies.base import Choice, SlotBatch, Take, View
 
 
 class Unbatched:
-    """One request a batch, as soon as a slot is idle."""
+    """Sends one request per batch as soon as a slot is idle."""
 
     @classmethod
     def of(cls, config: BatchingConfig) -> Unbatched:
@@ -18,7 +18,7 @@ class Unbatched:
     def on_arrival(self, entry: Entry, now: float) -> None:
         pass
 
-    def on_complete(self, batch: Running, seconds: float, view: View, now: float) -> None:
+    def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
         pass
 
     def select(self, view: View, now: float) -> Choice:

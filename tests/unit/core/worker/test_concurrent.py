@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.worker.beside import Beside
+from penstock.core.worker.concurrent import ConcurrentBatch
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, Cancelled, ItemFailed, PenstockError
@@ -19,7 +19,7 @@ from penstock.types import BatchPart, Item
 class Late:
     """Keeps what it was given until the test answers."""
 
-    __penstock_width__ = 8
+    __penstock_concurrency__ = 8
 
     def predict(self, items: list[Any]) -> list[Any]:
         return items
@@ -40,10 +40,10 @@ class Stage:
         self.runner = BatchRunner(wrapped, wrapped.metadata("m", "1"), BatchingConfig())
         self.parts: list[BatchPart] = []
         self.lock = threading.Lock()
-        self.batch = Beside(self.runner, 7, self.runner.decode(items), self.note)
+        self.batch = ConcurrentBatch(self.runner, 7, self.runner.decode(items), self.note)
         self.batch.start()
 
-    def note(self, batch: Beside, places: list[int]) -> None:
+    def note(self, batch: ConcurrentBatch, places: list[int]) -> None:
         with self.lock:
             self.parts.append(batch.part(places))
 
@@ -178,11 +178,11 @@ def test_answers_of_many_threads_are_told_once_each() -> None:
 
 def test_a_width_without_a_submit_is_none() -> None:
     class Plain:
-        __penstock_width__ = 8
+        __penstock_concurrency__ = 8
 
         def predict(self, items: list[Any]) -> list[Any]:
             return items
 
     model = PythonModel(Plain())
     model.load("cpu")
-    assert (model.width, model.submit) == (1, None)
+    assert (model.concurrency, model.submit) == (1, None)

@@ -18,7 +18,7 @@ SOURCE = """
 
     @penstock.model(policy="fixed", max_hold_s=0)
     class Slow:
-        __penstock_width__ = 128
+        __penstock_concurrency__ = 128
 
         def load(self, device):
             self.loop = asyncio.new_event_loop()

@@ -13,7 +13,7 @@ from penstock.errors import Cancelled, PenstockError
 from penstock.types import BatchPart, ItemResult
 
 
-class Beside:
+class ConcurrentBatch:
     """Hands a batch to the model and makes parts of what that answers: of each item once, however often it does.
 
     `done` is called with the places of items that are complete, in the thread that answered. Whoever is told makes a
@@ -21,7 +21,7 @@ class Beside:
     """
 
     def __init__(
-        self, runner: BatchRunner, batch_id: int, decoded: Decoded, done: Callable[[Beside, list[int]], None]
+        self, runner: BatchRunner, batch_id: int, decoded: Decoded, done: Callable[[ConcurrentBatch, list[int]], None]
     ) -> None:
         self._runner = runner
         self._run = BatchRun(runner, batch_id, decoded, lambda part: None)

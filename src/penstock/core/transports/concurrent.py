@@ -15,11 +15,10 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from penstock import metrics
-from penstock.core.transports.leases import Held, Lease
-from penstock.core.wire.messages import LARGE_BYTES, Buffer, News, Outbox, Part, Run, write
-from penstock.core.wire.slabs import SlabPool
+from penstock.core.wire.messages import LARGE_BYTES, Buffer, MessageWriter, PartMessage, RunBatch, WorkerNews, write
+from penstock.core.wire.slabs import HeldSlabs, Lease, SlabPool
 from penstock.core.worker.batch import Decoded
-from penstock.core.worker.beside import Beside
+from penstock.core.worker.concurrent import ConcurrentBatch
 from penstock.core.worker.loop import BatchRunner
 
 log = logging.getLogger("penstock.transports")
@@ -28,12 +27,12 @@ NEWS_S = 0.1
 
 
 class _Batch(Struct):
-    run: Run
+    run: RunBatch
     leases: list[Lease]
-    work: Beside
+    work: ConcurrentBatch
 
 
-class Wide:
+class ConcurrentBatches:
     """The batches that are in flight on one model.
 
     `pack` makes the pieces of a message, `send` sends some; neither is called by two threads at once.
@@ -43,7 +42,7 @@ class Wide:
         self,
         runner: BatchRunner,
         replies: SlabPool,
-        pack: Callable[[Part, Outbox], list[Buffer]],
+        pack: Callable[[PartMessage, MessageWriter], list[Buffer]],
         send: Callable[[list[Buffer]], None],
     ) -> None:
         self._runner = runner
@@ -51,18 +50,18 @@ class Wide:
         self._pack, self._send = pack, send
         self._lock = threading.Lock()  # of all that follows, and of the socket
         self._batches: dict[int, _Batch] = {}
-        self._complete: dict[Beside, list[int]] = {}  # places whose answers are to be sent
+        self._complete: dict[ConcurrentBatch, list[int]] = {}  # places whose answers are to be sent
         self._due = False  # they will be, soon
-        self._held = Held()
+        self._held = HeldSlabs()
         self._looked: set[int] = set()  # offsets that were held when the main thread looked last
         self._happened = threading.Event()  # there may be something to tell
         self._stopped = threading.Event()
 
     # ---- reader's thread
 
-    def run(self, run: Run, decoded: Decoded, leases: list[Lease]) -> None:
+    def run(self, run: RunBatch, decoded: Decoded, leases: list[Lease]) -> None:
         """Hands a batch to the model."""
-        work = Beside(self._runner, run.id, decoded, self._note)
+        work = ConcurrentBatch(self._runner, run.id, decoded, self._note)
         self._batches[run.id] = _Batch(run, leases, work)
         work.start()
 
@@ -79,7 +78,7 @@ class Wide:
 
     # ---- any thread of the model
 
-    def _note(self, work: Beside, places: list[int]) -> None:
+    def _note(self, work: ConcurrentBatch, places: list[int]) -> None:
         with self._lock:
             self._complete.setdefault(work, []).extend(places)
             due, self._due = self._due, True
@@ -101,10 +100,10 @@ class Wide:
             self._send([b"".join(pieces)] if sum(map(len, pieces)) <= LARGE_BYTES else pieces)
         self._happened.set()
 
-    def _message(self, work: Beside, places: list[int]) -> list[Buffer]:
+    def _message(self, work: ConcurrentBatch, places: list[int]) -> list[Buffer]:
         part = work.part(places)
         batch = self._batches[part.batch_id]
-        outbox = Outbox(self._replies)
+        outbox = MessageWriter(self._replies)
         outbox.results([batch.run.items[i] for i in places], part.results)
         held: list[int] = []
         let_go: list[int] = []
@@ -114,7 +113,7 @@ class Wide:
                 for item in batch.run.items:
                     item.payload = None
                 held, let_go = self._held.after(batch.leases, collect=False)
-        return self._pack(Part(part, held, let_go), outbox)
+        return self._pack(PartMessage(part, held, let_go), outbox)
 
     # ---- main thread
 
@@ -141,4 +140,4 @@ class Wide:
             self._looked = held
             changes = metrics.drain() or []
             if let_go or changes:
-                self._send(write(News(let_go, changes)))
+                self._send(write(WorkerNews(let_go, changes)))

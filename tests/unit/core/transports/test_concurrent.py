@@ -11,9 +11,9 @@ import pytest
 
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
-from penstock.core.transports.wide import Wide
+from penstock.core.transports.concurrent import ConcurrentBatches
 from penstock.core.wire import messages as frames
-from penstock.core.wire.messages import FromWorker, Inbox, News, Part, Run, write
+from penstock.core.wire.messages import FromWorker, MessageReader, PartMessage, RunBatch, WorkerNews, write
 from penstock.core.wire.slabs import SlabPool, lease
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
@@ -25,7 +25,7 @@ LIMIT_S = 10.0
 class Model:
     """Keeps what it was given until the test answers; `turn` is what its loop is to call next."""
 
-    __penstock_width__ = 8
+    __penstock_concurrency__ = 8
 
     def __init__(self) -> None:
         self.values: list[list[Any]] = []
@@ -58,29 +58,31 @@ class Stage:
         self.pool = SlabPool(2**16)
         self.writes: list[list[Any]] = []
         self.news = threading.Event()
-        self.wide = Wide(self.runner, self.pool, lambda message, box: write(message, box.buffers), self.send)
+        self.concurrent = ConcurrentBatches(
+            self.runner, self.pool, lambda message, box: write(message, box.buffers), self.send
+        )
 
     def send(self, pieces: list[Any]) -> None:
-        inbox = Inbox(FromWorker, lambda *place: b"")
+        inbox = MessageReader(FromWorker, lambda *place: b"")
         self.writes.append([inbox.read(frame) for frame in frames.FrameDecoder().feed(b"".join(pieces))])
-        if any(isinstance(message, News) and message.let_go for message in self.writes[-1]):
+        if any(isinstance(message, WorkerNews) and message.let_go for message in self.writes[-1]):
             self.news.set()
 
     def run(self, id: int, count: int) -> None:
         items = [Item(n) for n in range(count)]
-        self.wide.run(Run(id, items, []), self.runner.decode(items), [])
+        self.concurrent.run(RunBatch(id, items, []), self.runner.decode(items), [])
 
     def run_with_slab(self, id: int, wrap: Callable[[Any], Any] = lambda view: view) -> None:
         """A batch of one item, whose payload lies in a slab, or what `wrap` makes of it."""
         view, alive = lease(self.pool.memory, 0, 100)
         items = [Item(wrap(view))]
-        self.wide.run(Run(id, items, []), self.runner.decode(items), [(0, alive)])
+        self.concurrent.run(RunBatch(id, items, []), self.runner.decode(items), [(0, alive)])
 
     @property
     def told(self) -> list[list[tuple[int, list[int], bool]]]:
         """Of each write: (batch, places, whether it was the last) of each part."""
         return [
-            [(m.part.batch_id, m.part.at or [], m.part.final) for m in written if isinstance(m, Part)]
+            [(m.part.batch_id, m.part.at or [], m.part.final) for m in written if isinstance(m, PartMessage)]
             for written in self.writes
         ]
 
@@ -126,10 +128,10 @@ def test_a_loop_that_takes_no_calls_holds_up_no_answer(stage: Stage) -> None:
 def test_the_end_waits_for_what_is_not_answered(stage: Stage) -> None:
     stage.runner.model.soon = None
     stage.run(1, 2)
-    stage.wide.stop()
+    stage.concurrent.stop()
     late = threading.Timer(0.05, stage.model.answers[0], [[(0, "a"), (1, "b")]])
     late.start()
-    stage.wide.attend()
+    stage.concurrent.attend()
     assert stage.told == [[(1, [0, 1], True)]]
     late.join()
 
@@ -155,9 +157,9 @@ def test_a_slab_in_garbage_is_let_go_without_another_batch(stage: Stage, uncolle
     stage.model.answers.pop()([(0, "a")])
     ((part,),) = stage.writes
     assert part.held == [0]
-    main = threading.Thread(target=stage.wide.attend, daemon=True)
+    main = threading.Thread(target=stage.concurrent.attend, daemon=True)
     main.start()
     assert stage.news.wait(LIMIT_S)
-    stage.wide.stop()
+    stage.concurrent.stop()
     main.join()
-    assert [m.let_go for written in stage.writes for m in written if isinstance(m, News)] == [[0]]
+    assert [m.let_go for written in stage.writes for m in written if isinstance(m, WorkerNews)] == [[0]]

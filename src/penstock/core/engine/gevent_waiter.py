@@ -14,11 +14,11 @@ from typing import Any
 import gevent
 import gevent.event
 
-from penstock.core.engine.waiters import Convert, Future, Post, Waiter
+from penstock.core.engine.waiters import Convert, Future, Post, SyncWaiter
 from penstock.types import ItemResult
 
 
-class Hub:
+class GeventHub:
     """Calls from the portal's thread to one gevent hub. While some are expected, the hub's loop does not end."""
 
     def __init__(self, hub: Any) -> None:
@@ -54,18 +54,18 @@ class Hub:
             call()
 
 
-def this_hub() -> Hub:
+def this_hub() -> GeventHub:
     """The one of this thread; of a hub that was forked, another."""
     hub: Any = gevent.get_hub()
-    mine: Hub | None = getattr(hub, "penstock", None)
+    mine: GeventHub | None = getattr(hub, "penstock", None)
     if mine is None or mine.pid != os.getpid():
         if mine is not None:
             mine.stop()  # what it expects comes to the parent
-        mine = hub.penstock = Hub(hub)
+        mine = hub.penstock = GeventHub(hub)
     return mine
 
 
-class HubWaiter(Waiter):
+class GeventWaiter(SyncWaiter):
     """What one greenlet sleeps on, for one call."""
 
     __slots__ = ("_event", "_hub", "_over")
@@ -92,7 +92,7 @@ class HubWaiter(Waiter):
         self.settle(None)  # nobody looks, but the hub expects a call
 
 
-class HubFuture(Future):
+class GeventFuture(Future):
     """A Future whose callbacks run in a greenlet of the hub that it was made in."""
 
     def __init__(self, post: Post, convert: Convert) -> None:
@@ -101,4 +101,4 @@ class HubFuture(Future):
         self._hub.expect()
 
     def _settle(self, result: ItemResult | None) -> None:
-        self._hub.post(lambda: super(HubFuture, self)._settle(result))
+        self._hub.post(lambda: super(GeventFuture, self)._settle(result))

@@ -14,11 +14,11 @@ from penstock.core.batching.policies.adaptive import Adaptive
 Make = Callable[..., Any]
 
 
-def wide(make: Make, *widths: int, **keys: Any) -> Any:
+def concurrent(make: Make, *widths: int, **keys: Any) -> Any:
     """A bench whose slots have these widths."""
     b = make(slots=0, **keys)
-    for slot, width in enumerate(widths):
-        b.scheduler.slot_up(slot, b.now, width)
+    for slot, concurrency in enumerate(widths):
+        b.scheduler.slot_up(slot, b.now, concurrency)
     return b
 
 
@@ -37,11 +37,11 @@ def poll(b: Any) -> list[tuple[int, list[int]]]:
 
 
 def test_batches_are_sent_side_by_side_as_long_as_there_is_room(bench: Make) -> None:
-    b = wide(bench, 6, depth=8)
+    b = concurrent(bench, 6, depth=8)
     for id in (1, 2):
         b.offer(id)
         assert poll(b) == [(0, [id])]
-        assert b.sent[0].wide
+        assert b.sent[0].concurrent
         assert not b.sent[0].ahead
     b.offer(*range(3, 10))
     assert poll(b) == [(0, [3, 4, 5, 6])]
@@ -53,7 +53,7 @@ def test_batches_are_sent_side_by_side_as_long_as_there_is_room(bench: Make) -> 
 
 
 def test_the_slot_with_the_most_room_is_next(bench: Make) -> None:
-    b = wide(bench, 8, 8, 8)
+    b = concurrent(bench, 8, 8, 8)
     b.offer(*range(4))
     assert poll(b) == [(0, [0, 1, 2, 3])]
     b.offer(4, 5)
@@ -67,7 +67,7 @@ def test_the_slot_with_the_most_room_is_next(bench: Make) -> None:
 
 
 def test_what_is_answered_in_part_makes_room(bench: Make) -> None:
-    b = wide(bench, 4)
+    b = concurrent(bench, 4)
     b.offer(*range(1, 7))
     assert poll(b) == [(0, [1, 2, 3, 4])]
     assert poll(b) == []
@@ -82,7 +82,7 @@ def test_what_is_answered_in_part_makes_room(bench: Make) -> None:
 
 
 def test_a_request_that_needs_more_room_than_there_is_gets_the_next(bench: Make) -> None:
-    b = wide(bench, 4)
+    b = concurrent(bench, 4)
     b.offer(1, 2, 3)
     assert poll(b) == [(0, [1, 2, 3])]
     b.offer(4, rows=3)
@@ -95,7 +95,7 @@ def test_a_request_that_needs_more_room_than_there_is_gets_the_next(bench: Make)
 
 
 def test_a_request_larger_than_a_batch_ends_with_its_last_part(bench: Make) -> None:
-    b = wide(bench, 8, max_batch_size=2)
+    b = concurrent(bench, 8, max_batch_size=2)
     b.offer(1, rows=5)
     assert poll(b) == [(0, [1]), (0, [1]), (0, [1])]
     assert b.complete(2) == []
@@ -104,7 +104,7 @@ def test_a_request_larger_than_a_batch_ends_with_its_last_part(bench: Make) -> N
 
 
 def test_nothing_is_learned_of_batches_beside_others(bench: Make) -> None:
-    b = wide(bench, 8, policy=Adaptive())
+    b = concurrent(bench, 8, policy=Adaptive())
     for batch in range(1, 30):
         b.offer(batch)
         poll(b)
@@ -114,22 +114,22 @@ def test_nothing_is_learned_of_batches_beside_others(bench: Make) -> None:
 
 
 def test_a_full_wide_slot_is_sent_nothing_ahead(bench: Make) -> None:
-    b = wide(bench, 2, depth=8)
+    b = concurrent(bench, 2, depth=8)
     b.prime(0.0, 1e-6)
     b.offer(*range(8))
     assert poll(b) == [(0, [0, 1])]
     assert poll(b) == []
 
 
-def kill(b: Any, *batches: int, slot: int = 0, width: int = 16) -> None:
+def kill(b: Any, *batches: int, slot: int = 0, concurrency: int = 16) -> None:
     for batch in batches:
         b.complete(batch, "died")
     b.scheduler.slot_down(slot, b.now)
-    b.scheduler.slot_up(slot, b.now, width)
+    b.scheduler.slot_up(slot, b.now, concurrency)
 
 
 def test_what_was_in_a_death_has_a_slot_alone_until_it_is_answered(bench: Make) -> None:
-    b = wide(bench, 16)
+    b = concurrent(bench, 16)
     for id in range(6):
         b.offer(id)
         poll(b)
@@ -145,7 +145,7 @@ def test_what_was_in_a_death_has_a_slot_alone_until_it_is_answered(bench: Make) 
 
 
 def test_what_was_answered_in_part_is_not_run_again(bench: Make) -> None:
-    b = wide(bench, 16)
+    b = concurrent(bench, 16)
     b.offer(1, 2, 3, 4)
     poll(b)
     part(b, 1, 2, 3)
@@ -158,11 +158,11 @@ def test_what_was_answered_in_part_is_not_run_again(bench: Make) -> None:
 
 
 def test_many_that_were_in_a_death_are_run_again_in_about_eight_pieces(bench: Make) -> None:
-    b = wide(bench, 64, max_batch_size=64)
+    b = concurrent(bench, 64, max_batch_size=64)
     for id in range(64):
         b.offer(id)
         poll(b)
-    kill(b, *range(1, 65), width=64)
+    kill(b, *range(1, 65), concurrency=64)
     sizes, ids, batch = [], [], 65
     while found := poll(b):
         ((_, group),) = found
@@ -175,10 +175,10 @@ def test_many_that_were_in_a_death_are_run_again_in_about_eight_pieces(bench: Ma
 
 
 def test_pieces_are_of_one_death_and_not_of_one_that_is_over(bench: Make) -> None:
-    b = wide(bench, 64, max_batch_size=64)
+    b = concurrent(bench, 64, max_batch_size=64)
     b.offer(*range(64))
     poll(b)
-    kill(b, 1, width=64)
+    kill(b, 1, concurrency=64)
     batch = 2
     while poll(b):
         b.complete(batch)
@@ -186,23 +186,23 @@ def test_pieces_are_of_one_death_and_not_of_one_that_is_over(bench: Make) -> Non
     for id in range(100, 116):
         b.offer(id)
         poll(b)
-    kill(b, *range(batch, batch + 16), width=64)
+    kill(b, *range(batch, batch + 16), concurrency=64)
     assert poll(b) == [(0, [100, 101])]
 
 
 def test_a_piece_is_of_one_bucket(bench: Make) -> None:
-    b = wide(bench, 64, max_batch_size=64)
+    b = concurrent(bench, 64, max_batch_size=64)
     for id in range(16):
         b.offer(id, bucket="ab"[id % 2])
         poll(b)
-    kill(b, *range(1, 17), width=64)
+    kill(b, *range(1, 17), concurrency=64)
     assert poll(b) == [(0, [0])]
     b.complete(17)
     assert poll(b) == [(0, [1])]
 
 
 def test_what_was_in_a_death_is_run_on_another_slot_if_there_is_one(bench: Make) -> None:
-    b = wide(bench, 8, 8)
+    b = concurrent(bench, 8, 8)
     b.offer(1)
     assert poll(b) == [(0, [1])]
     kill(b, 1)
@@ -210,7 +210,7 @@ def test_what_was_in_a_death_is_run_on_another_slot_if_there_is_one(bench: Make)
 
 
 def test_who_is_in_a_second_death_fails_and_the_others_do_not(bench: Make) -> None:
-    b = wide(bench, 16, 16)
+    b = concurrent(bench, 16, 16)
     b.offer(*range(8))
     assert poll(b) == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])]
     kill(b, 1)
@@ -222,7 +222,7 @@ def test_who_is_in_a_second_death_fails_and_the_others_do_not(bench: Make) -> No
 
 
 def test_while_one_slot_empties_for_what_was_in_a_death_others_go_on(bench: Make) -> None:
-    b = wide(bench, 8, 8, 8)
+    b = concurrent(bench, 8, 8, 8)
     for ids in ((1, 2), (3, 4), (5, 6)):
         b.offer(*ids)
         poll(b)
@@ -242,7 +242,7 @@ def test_while_one_slot_empties_for_what_was_in_a_death_others_go_on(bench: Make
 
 
 def test_a_wide_slot_that_is_taken_away_answers_what_it_has_and_gets_nothing(bench: Make) -> None:
-    b = wide(bench, 8, 8)
+    b = concurrent(bench, 8, 8)
     b.offer(1)
     assert poll(b) == [(0, [1])]
     b.scheduler.slot_retired(0, b.now)
@@ -257,7 +257,7 @@ def test_a_wide_slot_that_is_taken_away_answers_what_it_has_and_gets_nothing(ben
 @pytest.mark.parametrize("seed", range(20))
 def test_every_request_ends_once_whatever_the_slots_do(bench: Make, seed: int) -> None:
     random = Random(seed)
-    b = wide(bench, 7, 12, max_batch_size=5, max_queue=1000)
+    b = concurrent(bench, 7, 12, max_batch_size=5, max_queue=1000)
     running: dict[int, list[Any]] = {}
     ended: dict[int, int] = {}
     widths = [7, 12]
@@ -285,9 +285,9 @@ def take_note(b: Any, running: dict[int, list[Any]], ended: dict[int, int]) -> N
         running[d.batch_id] = [d.slot, list(d.entries)]
     for event in b.told:
         ended[event.id] = ended.get(event.id, 0) + 1
-    for slot, width in enumerate((7, 12)):
+    for slot, concurrency in enumerate((7, 12)):
         on_it = [entries for number, entries in running.values() if number == slot]
-        assert sum(e.rows for entries in on_it for e in entries) <= width
+        assert sum(e.rows for entries in on_it for e in entries) <= concurrency
 
 
 def answer(b: Any, running: dict[int, list[Any]], ended: dict[int, int], batch: int, random: Random) -> None:

@@ -1,4 +1,4 @@
-"""Life: what runs behind a portal in one process, a thread with a loop and a backend."""
+"""LoopThread: what runs behind a portal in one process, a thread with a loop and a backend."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from penstock.core import os_threads
-from penstock.core.engine.inbox import Inbox, PortalBackend
-from penstock.core.engine.waiters import Waiter
+from penstock.core.engine.inbox import PortalBackend, RequestInbox
+from penstock.core.engine.waiters import SyncWaiter
 
 
-class Life:
+class LoopThread:
     """One background thread with its loop, its inbox and its backend, from start to close."""
 
     def __init__(self, make: Callable[[], PortalBackend]) -> None:
@@ -38,7 +38,7 @@ class Life:
 
         try:
             self.backend = loop.run_until_complete(made())
-            self.inbox = Inbox(loop, self.backend)
+            self.inbox = RequestInbox(loop, self.backend)
         except BaseException as e:
             self._error = e
         self._started.release()
@@ -50,7 +50,7 @@ class Life:
         finally:  # whoever closes the portal waits for this
             self._ended.release()
 
-    def start(self, coroutine: Coroutine[Any, Any, Any], waiter: Waiter) -> None:
+    def start(self, coroutine: Coroutine[Any, Any, Any], waiter: SyncWaiter) -> None:
         """On the loop: runs the coroutine as a task, with which the waiter is settled."""
         task = self._loop.create_task(coroutine)
         task.add_done_callback(waiter.settle)
@@ -72,7 +72,7 @@ class Life:
                 "a call that blocks was made on the thread of the answers, where it would wait for itself"
             )
 
-    def close(self, drain_s: float, waiter: Waiter) -> None:
+    def close(self, drain_s: float, waiter: SyncWaiter) -> None:
         """Closes the backend, then the loop. Returns when the thread is at its end."""
         self.post(self.start, self.backend.close(drain_s), waiter)
         waiter.wait(None)
