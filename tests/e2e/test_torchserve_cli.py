@@ -110,7 +110,7 @@ def begin(url: str, folder: Path) -> tuple[threading.Thread, list[tuple[int, byt
     return thread, answers
 
 
-def test_a_server_is_left_behind_serves_and_is_stopped(torchserve: Any, store: Callable[..., Path]) -> None:
+def test_a_server_starts_in_the_background_serves_and_stops(torchserve: Any, store: Callable[..., Path]) -> None:
     folder = store()
     torchserve.start("--ts-config", "config.properties")
     assert torchserve.fetch(torchserve.url() + "/predictions/echo", b"") == (200, b"answer")
@@ -137,7 +137,7 @@ def test_a_server_is_left_behind_serves_and_is_stopped(torchserve: Any, store: C
     assert not (folder / "key_file.json").exists()
 
 
-def test_what_it_was_last_is_restored_without_a_file(torchserve: Any, store: Callable[..., Path]) -> None:
+def test_without_a_file_the_last_state_is_restored(torchserve: Any, store: Callable[..., Path]) -> None:
     folder = store()
     torchserve.start("--ts-config", "config.properties")
     url = torchserve.url("Management") + "/models/echo?min_worker=2&synchronous=true"
@@ -189,7 +189,7 @@ def test_a_second_signal_ends_at_once(
     assert not torchserve.pids(), "what is left of it is in nobody's way"
 
 
-def test_it_ends_though_nobody_reads_what_it_says(torchserve: Any, store: Callable[..., Path]) -> None:
+def test_a_server_stops_even_if_nobody_reads_stdout(torchserve: Any, store: Callable[..., Path]) -> None:
     folder = store(inference_address="unix:s")
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -207,7 +207,7 @@ def test_it_ends_though_nobody_reads_what_it_says(torchserve: Any, store: Callab
     assert not (folder / "tmp" / ".model_server.pid").exists()
 
 
-def test_a_port_that_is_taken_is_told_with_its_key(torchserve: Any, store: Callable[..., Path]) -> None:
+def test_a_port_in_use_is_reported_with_its_key(torchserve: Any, store: Callable[..., Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         folder = store(management_address=f"http://127.0.0.1:{port}")
@@ -220,14 +220,14 @@ def test_a_port_that_is_taken_is_told_with_its_key(torchserve: Any, store: Calla
     assert (folder / "key_file.json").read_text() == "{}", "the keys of the server that has the port"
 
 
-def test_a_model_that_is_not_there_leaves_the_others_serving(torchserve: Any, store: Callable[..., Path]) -> None:
+def test_a_missing_model_does_not_affect_the_others(torchserve: Any, store: Callable[..., Path]) -> None:
     store(load_models="none.mar,other=echo.mar")
     torchserve.start("--ts-config", "config.properties")
     assert "Failed to load model: none.mar" in torchserve.said()
     assert torchserve.fetch(torchserve.url() + "/predictions/other", b"") == (200, b"answer")
 
 
-def test_https_without_a_certificate_has_one_of_its_own(torchserve: Any, store: Callable[..., Path]) -> None:
+def test_https_without_a_certificate_generates_one(torchserve: Any, store: Callable[..., Path]) -> None:
     folder = store(inference_address="https://127.0.0.1:0")
     torchserve.start("--ts-config", "config.properties")
     assert torchserve.said().count("event=self_signed_certificate") == 1
@@ -241,7 +241,7 @@ def test_https_without_a_certificate_has_one_of_its_own(torchserve: Any, store: 
     assert not list((folder / "tmp").glob("penstock-tls-*")), "the key is removed"
 
 
-def test_one_listener_at_a_path_serves_all(torchserve: Any, store: Callable[..., Path]) -> None:
+def test_one_unix_socket_serves_all_apis(torchserve: Any, store: Callable[..., Path]) -> None:
     keys = dict.fromkeys(("inference_address", "management_address", "metrics_address"), "unix:s")
     folder = store(**keys)
     torchserve.start("--ts-config", "config.properties")
@@ -260,7 +260,7 @@ def test_one_listener_at_a_path_serves_all(torchserve: Any, store: Callable[...,
     assert not (folder / "s").exists()
 
 
-def test_an_access_is_logged_on_request_in_a_short_line(torchserve: Any, store: Callable[..., Path]) -> None:
+def test_the_access_log_has_one_short_line_per_request(torchserve: Any, store: Callable[..., Path]) -> None:
     folder = store(access_log="true")
     torchserve.start("--ts-config", "config.properties")
     torchserve.fetch(torchserve.url() + "/predictions/echo", b"")

@@ -111,7 +111,7 @@ def serve(torchserve: Any) -> Any:
     return run
 
 
-def test_models_are_asked_and_managed_over_grpc(serve: Any) -> None:
+def test_models_are_called_and_managed_over_grpc(serve: Any) -> None:
     with serve("--disable-token-auth", "--enable-model-api") as connect:
         inference, management = connect("Inference"), connect("Management")
         assert json.loads(inference(INFERENCE, "Ping").health) == {"status": "Healthy"}
@@ -194,7 +194,7 @@ def test_keys_and_tls_guard_both_ports(serve: Any, torchserve: Any) -> None:
         assert connect("Management", keys["inference"]).refusal(MANAGEMENT, "ListModels")[0] == "PERMISSION_DENIED"
 
 
-def test_a_port_that_is_taken_keeps_the_server_from_starting(serve: Any, torchserve: Any) -> None:
+def test_a_port_in_use_keeps_the_server_from_starting(serve: Any, torchserve: Any) -> None:
     with serve("--disable-token-auth") as connect:
         taken = torchserve.url("Inference gRPC").rpartition(":")[2]
         before = len(torchserve.said())

@@ -86,7 +86,7 @@ DIED = error(500, "InternalServerException", "Worker died.")
 
 
 @pytest.mark.slow
-def test_clients_see_what_handlers_do(server: Any) -> None:
+def test_clients_receive_the_results_and_errors_of_handlers(server: Any) -> None:
     for text, expected in ANSWERS.items():
         with ask(server, text.encode()) as response:
             assert (response.status, response.read()) == expected, text
@@ -117,7 +117,7 @@ def test_clients_see_what_handlers_do(server: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_client_reads_a_part_while_the_handler_still_runs(server: Any) -> None:
+def test_a_client_receives_a_part_while_the_handler_still_runs(server: Any) -> None:
     with ask(server, b"self.stream(context)") as response:
         assert (response.status, response.getheader("transfer-encoding")) == (200, "chunked")
         assert (response.getheader("ts_stream_next"), response.getheader("content-type")) == ("true", None)

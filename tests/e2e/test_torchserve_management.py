@@ -57,7 +57,7 @@ def api(torchserve: Any) -> Api:
     return Api(torchserve)
 
 
-def test_a_model_is_registered_scaled_preferred_and_removed(api: Api) -> None:
+def test_a_model_is_registered_scaled_made_default_and_removed(api: Api) -> None:
     assert api.predict("m") == (200, 1.0)
     path = "/models?url=m-2.0.mar&initial_workers=2"
     assert api.status("POST", path) == (200, 'Model "m" Version: 2.0 registered with 2 initial workers')
@@ -106,7 +106,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_done_is_told_and_changes_nothing(api: Api) -> None:
+def test_an_invalid_request_is_refused_and_changes_nothing(api: Api) -> None:
     before = api.ask("GET", "/models/m")[1][0]["workers"][0]["pid"]
     for method, path, code in REFUSED:
         found, answer = api.ask(method, path)
@@ -116,7 +116,7 @@ def test_what_cannot_be_done_is_told_and_changes_nothing(api: Api) -> None:
     assert api.predict("m") == (200, 1.0)
 
 
-def test_scaled_to_none_it_says_so_until_it_has_workers_again(api: Api) -> None:
+def test_a_model_without_workers_refuses_until_it_has_workers_again(api: Api) -> None:
     assert api.status("PUT", "/models/m?min_worker=0&synchronous=true") == (200, "Workers scaled to 0 for model: m")
     code, answer = api.predict("m")
     assert (code, answer["type"]) == (503, "ServiceUnavailableException")
@@ -128,7 +128,7 @@ def test_scaled_to_none_it_says_so_until_it_has_workers_again(api: Api) -> None:
         time.sleep(0.02)
 
 
-def test_ping_tells_of_a_dead_worker_within_a_second(torchserve: Any, api: Api) -> None:
+def test_ping_reports_a_dead_worker_within_a_second(torchserve: Any, api: Api) -> None:
     def ping_becomes(wanted: int, seconds: float) -> Any:
         end = time.monotonic() + seconds
         while (found := api.ask("GET", "/ping", api="Inference"))[0] != wanted:
@@ -147,7 +147,7 @@ def test_ping_tells_of_a_dead_worker_within_a_second(torchserve: Any, api: Api) 
     assert api.predict("m") == (200, 1.0)
 
 
-def test_what_was_accepted_is_answered_when_a_model_is_removed(api: Api) -> None:
+def test_accepted_requests_are_answered_when_a_model_is_removed(api: Api) -> None:
     with ThreadPoolExecutor(4) as pool:
         requests = [pool.submit(api.predict, "m", b"0.5") for _ in range(4)]
         while api.ask("GET", "/models/m")[1][0]["jobQueueStatus"]["pendingRequests"] < 2:
@@ -157,7 +157,7 @@ def test_what_was_accepted_is_answered_when_a_model_is_removed(api: Api) -> None
         assert [request.result() for request in requests] == [(200, 1.0)] * 4
 
 
-def test_a_server_starts_again_with_the_models_that_it_had(torchserve: Any, api: Api) -> None:
+def test_a_server_restarts_with_its_models(torchserve: Any, api: Api) -> None:
     api.status("POST", "/models?url=m-2.0.mar&initial_workers=2&batch_size=3")
     api.status("PUT", "/models/m/2.0/set-default")
     torchserve.run("torchserve", "--stop")
@@ -170,7 +170,7 @@ def test_a_server_starts_again_with_the_models_that_it_had(torchserve: Any, api:
     torchserve.run("torchserve", "--stop")
 
 
-def test_with_tokens_each_key_opens_its_own_api_and_new_ones_are_made(torchserve: Any) -> None:
+def test_each_key_opens_its_own_api_and_can_be_renewed(torchserve: Any) -> None:
     torchserve.add_model(HANDLER)
     torchserve.configure(allowed_urls=ALLOWED_URLS)
     torchserve.start("--models", "m.mar")

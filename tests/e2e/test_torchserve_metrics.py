@@ -77,7 +77,7 @@ def logged(torchserve: Any, file: str, *wanted: str) -> list[tuple[str, ...]]:
         time.sleep(0.1)
 
 
-def test_a_known_load_is_on_the_page_and_in_both_files(torchserve: Any) -> None:
+def test_a_known_load_appears_on_the_page_and_in_both_files(torchserve: Any) -> None:
     begin(torchserve, model_metrics_auto_detect="true", metric_time_interval="3600")
     statuses = [ask(torchserve), ask(torchserve), ask(torchserve, "m/1.0"), ask(torchserve, body=b"bad")]
     assert [*statuses, ask(torchserve, "nobody")] == [200, 200, 200, 503, 404]
@@ -128,7 +128,7 @@ def test_requests_over_grpc_are_counted_too(torchserve: Any) -> None:
     assert page['penstock_requests_total{model="m",version="1.0"}'] == 1
 
 
-def test_what_dashboard_and_alerts_ask_for_is_shown(torchserve: Any) -> None:
+def test_the_metrics_of_dashboard_and_alerts_exist(torchserve: Any) -> None:
     begin(torchserve)
     assert [ask(torchserve), ask(torchserve, body=b"bad")] == [200, 503]
     shown = set(
@@ -140,7 +140,7 @@ def test_what_dashboard_and_alerts_ask_for_is_shown(torchserve: Any) -> None:
     assert {name for name in asked - shown if not name.startswith("penstock_gpu_")} == set()
 
 
-def test_a_file_of_metrics_decides_what_there_is(torchserve: Any) -> None:
+def test_a_metrics_file_determines_the_metrics(torchserve: Any) -> None:
     (torchserve.folder / "metrics.yaml").write_text(FILE)
     begin(torchserve, metrics_config="metrics.yaml", metrics_mode="prometheus")
     assert ask(torchserve) == 200
@@ -155,7 +155,7 @@ def test_a_file_of_metrics_decides_what_there_is(torchserve: Any) -> None:
     assert (logged(torchserve, "ts_metrics"), logged(torchserve, "model_metrics")) == ([], [])
 
 
-def test_without_system_metrics_there_are_none_and_what_waits_is_written_at_the_end(torchserve: Any) -> None:
+def test_without_system_metrics_none_appear_and_the_rest_is_written_at_the_end(torchserve: Any) -> None:
     begin(torchserve, disable_system_metrics="true")
     assert ask(torchserve) == 200
     torchserve.run("torchserve", "--stop")
@@ -186,7 +186,7 @@ def test_a_command_can_measure_the_machine(torchserve: Any) -> None:
         ("model_metrics: {gauge: [{name: a}]}", "metrics.yaml: model_metrics.gauge[0]: found no unit"),
     ],
 )
-def test_a_file_of_metrics_that_is_wrong_keeps_the_server_from_starting(torchserve: Any, text: str, said: str) -> None:
+def test_an_invalid_metrics_file_keeps_the_server_from_starting(torchserve: Any, text: str, said: str) -> None:
     (torchserve.folder / "metrics.yaml").write_text(text)
     (torchserve.folder / "store").mkdir()
     torchserve.configure(metrics_config="metrics.yaml")

@@ -51,7 +51,7 @@ SECTIONS = re.findall(r"^## (.+)$", PAGE, re.M)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_row_has_a_state_and_every_yes_a_test_that_exists(section: str) -> None:
+def test_every_row_has_a_state_and_every_yes_an_existing_test(section: str) -> None:
     found = rows(section)
     assert found
     for name, (state, test) in found.items():
@@ -67,7 +67,7 @@ def test_every_row_has_a_state_and_every_yes_a_test_that_exists(section: str) ->
             assert function in names, f"{name}: there is no test {test}"
 
 
-def test_every_key_of_the_configuration_is_there_and_is_ignored_where_the_page_says_so() -> None:
+def test_every_key_of_the_configuration_has_a_row_with_its_state() -> None:
     found = rows("config.properties")
     assert set(found) == set(Properties.__struct_fields__)
     assert {name for name, (state, _) in found.items() if state == "ignored"} == IGNORED
@@ -77,7 +77,7 @@ async def _no_metrics(names: list[str]) -> bytes:
     return b""
 
 
-def test_every_route_of_the_listeners_is_there_and_those_for_later_are_not() -> None:
+def test_every_route_of_the_listeners_has_a_row() -> None:
     administration: Any = FakeAdministration()
     config = ListenerConfig(
         groups=frozenset({"inference", "management", "metrics"}), open_inference=True, model_api=True
@@ -100,7 +100,7 @@ def test_every_route_of_the_listeners_is_there_and_those_for_later_are_not() -> 
         assert any(path == of and method in ("", by) for by, of in told), (method, path)
 
 
-def test_every_call_of_the_services_is_there() -> None:
+def test_every_call_of_the_services_has_a_row() -> None:
     services = import_module("penstock.torchserve.grpc.services")
     calls = {
         f"{name.rpartition('.')[2]}.{method.name}"
@@ -110,19 +110,19 @@ def test_every_call_of_the_services_is_there() -> None:
     assert set(rows("gRPC")) == calls
 
 
-def test_every_flag_of_the_commands_is_there() -> None:
+def test_every_flag_of_the_commands_has_a_row() -> None:
     assert set(rows("torchserve")) == set(parser()._option_string_actions) - {"-h", "--help"}
     flags = {flag for parameter in archive.params for flag in parameter.opts}
     assert set(rows("torch-model-archiver")) == flags | {"-h", "--help"}
 
 
-def test_every_key_of_a_models_configuration_is_there() -> None:
+def test_every_key_of_a_models_configuration_has_a_row() -> None:
     known = {*settings.TYPES, "parallelType", "torchrun"}
     handlers_own = {"pt2", "precision", "optimize", "micro_batching"}
     assert set(rows("Keys of model-config.yaml")) == known | handlers_own
 
 
-def test_every_member_of_the_context_is_there() -> None:
+def test_every_member_of_the_context_has_a_row() -> None:
     context = Context("m", "/m", {}, 1, None, "0.12.0")
     members = {name for name in dir(context) if not name.startswith("_")}
     metrics = {name for name in rows("Members of the context") if name.startswith(("add_", "get_metric"))}
@@ -130,16 +130,16 @@ def test_every_member_of_the_context_is_there() -> None:
     assert {name for name in dir(MetricsCache) if name.startswith(("add_", "get_metric"))} == metrics
 
 
-def test_every_built_in_handler_and_envelope_is_there() -> None:
+def test_every_built_in_handler_and_envelope_has_a_row() -> None:
     envelopes = {path.rpartition(".")[2] for path in MODULES if "request_envelope" in path} - {"base"}
     assert set(rows("Built-in handlers and envelopes")) == {*BUILT_IN, *envelopes}
 
 
-def test_every_module_that_handlers_import_is_there() -> None:
+def test_every_module_that_handlers_import_has_a_row() -> None:
     assert set(rows("What handlers import")) == {"ts", *(f"ts.{path}" for path in MODULES)}
 
 
-def test_every_switch_that_the_guide_names_is_one() -> None:
+def test_every_switch_in_the_guide_exists() -> None:
     guide = (TESTS.parent / "docs" / "migrate-from-torchserve.md").read_text()
     different = guide.split("\n## What is different")[1].split("\n## ")[0]
     cells = [line.split("|")[-2] for line in different.splitlines() if line.startswith("| ") and "---" not in line]

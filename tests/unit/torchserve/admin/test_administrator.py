@@ -60,7 +60,9 @@ async def test_a_model_is_registered_with_its_workers_and_answers(house: House, 
     assert last_models(house)["m"]["1.0"]["minWorkers"] == 2
 
 
-async def test_without_workers_it_is_there_and_says_so(house: House, admin: Administrator, refused: Refused) -> None:
+async def test_a_model_without_workers_is_listed_and_refuses_requests(
+    house: House, admin: Administrator, refused: Refused
+) -> None:
     done = await admin.register(Registration(url=house.archive("m")))
     assert done == ChangeResult(
         'Model "m" Version: 1.0 registered with 0 initial workers. Use scale workers API to add workers for the model.'
@@ -80,7 +82,7 @@ async def test_without_workers_it_is_there_and_says_so(house: House, admin: Admi
     )
 
 
-async def test_in_the_background_it_is_described_at_once_and_answers_later(house: House, admin: Administrator) -> None:
+async def test_a_background_registration_is_described_at_once(house: House, admin: Administrator) -> None:
     registration = Registration(url=house.archive("m"), initial_workers=1, synchronous=False)
     assert await admin.register(registration) == ChangeResult("Processing worker updates...", 202)
     (description,) = await admin.describe("m", None)
@@ -95,7 +97,7 @@ async def test_in_the_background_it_is_described_at_once_and_answers_later(house
     ("code", "status", "kind"),
     [(FAILS, 500, "InternalServerException"), (MEMORY, 507, "OutOfMemoryException"), ("(", 500, None), ("", 500, None)],
 )
-async def test_a_model_that_does_not_start_is_not_registered(
+async def test_a_model_that_fails_to_start_is_not_registered(
     house: House, admin: Administrator, refused: Refused, code: str, status: int, kind: str | None
 ) -> None:
     with pytest.raises(ApiError) as found:
@@ -109,7 +111,7 @@ async def test_a_model_that_does_not_start_is_not_registered(
     assert await house.ask("m") == "1.0 hi"
 
 
-async def test_one_that_dies_in_the_background_stays_and_the_others_serve(house: House, admin: Administrator) -> None:
+async def test_a_model_that_dies_in_the_background_stays_registered(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("good"), initial_workers=1))
     code = "import os\ndef handle(data, context):\n    os._exit(3)\n"
     await admin.register(Registration(url=house.archive("bad", code=code), initial_workers=1, synchronous=False))
@@ -122,7 +124,7 @@ async def test_one_that_dies_in_the_background_stays_and_the_others_serve(house:
     assert admin.healthy()
 
 
-async def test_a_version_is_registered_once_also_by_two_at_once(
+async def test_concurrent_registrations_of_a_version_succeed_once(
     house: House, admin: Administrator, refused: Refused
 ) -> None:
     registration = Registration(url=house.archive("m"), initial_workers=1)
@@ -138,7 +140,7 @@ async def test_a_version_is_registered_once_also_by_two_at_once(
     assert await house.ask("m") == "1.0 hi"
 
 
-async def test_a_model_may_have_another_name_than_its_archive(house: House, admin: Administrator) -> None:
+async def test_a_model_can_have_another_name_than_its_archive(house: House, admin: Administrator) -> None:
     house.archive("m")
     for name in ("a", "b"):
         await admin.register(Registration(url="m.mar", model_name=name, initial_workers=1))
@@ -158,7 +160,7 @@ async def test_a_model_may_have_another_name_than_its_archive(house: House, admi
         ("broken.mar", 400, "InvalidModelException"),
     ],
 )
-async def test_what_is_no_archive_that_may_be_loaded_is_refused(
+async def test_an_invalid_or_forbidden_archive_is_refused(
     house: House, refused: Refused, url: str, status: int, kind: str
 ) -> None:
     admin = house.open(allowed_urls=["https://models\\.example\\.com/.*"]).administrator
@@ -181,13 +183,13 @@ async def test_what_is_no_archive_that_may_be_loaded_is_refused(
         ("a: " + "x" * 2**20, "more than"),
     ],
 )
-async def test_a_yaml_that_cannot_be_followed_is_told(house: House, admin: Administrator, yaml: str, told: str) -> None:
+async def test_an_invalid_yaml_is_refused(house: House, admin: Administrator, yaml: str, told: str) -> None:
     with pytest.raises(ApiError, match=told) as found:
         await admin.register(Registration(url=house.archive("m", yaml=yaml)))
     assert (found.value.status, found.value.kind) == (400, "InvalidModelException")
 
 
-async def test_a_yaml_says_how_the_model_is_run(house: House, admin: Administrator) -> None:
+async def test_the_yaml_sets_the_settings_of_the_model(house: House, admin: Administrator) -> None:
     house.archive("m", yaml="minWorkers: 2\nbatchSize: 4\nmaxBatchDelay: 7\nresponseTimeout: 33\nown: {a: 1}")
     await admin.register(Registration(url="m.mar", batch_size=5))
     (description,) = await admin.describe("m", None)
@@ -195,7 +197,7 @@ async def test_a_yaml_says_how_the_model_is_run(house: House, admin: Administrat
     assert len(description["workers"]) == 2
 
 
-async def test_a_million_workers_are_refused_before_one_is_started(house: House, admin: Administrator) -> None:
+async def test_too_many_workers_are_refused_before_any_starts(house: House, admin: Administrator) -> None:
     house.archive("m")
     for workers in (9, 10**6):
         with pytest.raises(ApiError, match=f"initial_workers: found {workers}, expected 0 to 8") as found:
@@ -204,7 +206,7 @@ async def test_a_million_workers_are_refused_before_one_is_started(house: House,
     assert admin.models(100, 0) == ([], None)
 
 
-async def test_more_versions_than_may_be_are_refused(house: House) -> None:
+async def test_too_many_versions_are_refused(house: House) -> None:
     admin = house.open(max_versions=1).administrator
     await admin.register(Registration(url=house.archive("a"), initial_workers=1))
     with pytest.raises(ApiError, match="max_versions"):
@@ -215,7 +217,7 @@ async def test_more_versions_than_may_be_are_refused(house: House) -> None:
 # ---- scale
 
 
-async def test_workers_come_and_go(house: House, admin: Administrator) -> None:
+async def test_scaling_starts_and_stops_workers(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m")))
 
     async def workers() -> list[str]:
@@ -243,7 +245,7 @@ async def test_workers_come_and_go(house: House, admin: Administrator) -> None:
     assert await house.ask("m") == "1.0 hi"
 
 
-async def test_a_scale_without_waiting_is_made_later(house: House, admin: Administrator) -> None:
+async def test_an_asynchronous_scale_completes_later(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m")))
     assert await admin.scale("m", None, min_worker=1) == ChangeResult("Processing worker updates...", 202)
     await house.until(lambda: house.served.backend.model_ready("m", None))
@@ -259,7 +261,7 @@ async def test_a_scale_without_waiting_is_made_later(house: House, admin: Admini
         (None, 0, r"max_worker cannot be less than min_worker\."),
     ],
 )
-async def test_a_number_of_workers_that_cannot_be_changes_nothing(
+async def test_an_invalid_number_of_workers_changes_nothing(
     house: House, admin: Administrator, least: int | None, most: int | None, told: str
 ) -> None:
     await admin.register(Registration(url=house.archive("m"), initial_workers=1))
@@ -270,7 +272,7 @@ async def test_a_number_of_workers_that_cannot_be_changes_nothing(
     assert (description["minWorkers"], len(description["workers"])) == (1, 1)
 
 
-async def test_a_model_that_does_not_start_any_more_is_told_and_keeps_what_it_has(
+async def test_a_failed_scale_is_reported_and_changes_nothing(
     house: House, admin: Administrator, refused: Refused
 ) -> None:
     await admin.register(Registration(url=house.archive("m")))
@@ -303,7 +305,7 @@ async def test_requests_go_to_the_default_version(house: House, admin: Administr
     assert [d["modelVersion"] for d in await admin.describe("m", None)] == ["2.0"]
 
 
-async def test_the_default_is_not_unregistered_while_there_are_others(
+async def test_the_default_is_not_unregistered_while_other_versions_exist(
     house: House, admin: Administrator, refused: Refused
 ) -> None:
     for version in ("1.0", "2.0"):
@@ -317,7 +319,7 @@ async def test_the_default_is_not_unregistered_while_there_are_others(
     assert last_models(house) == {}
 
 
-async def test_traffic_is_shared_out(house: House, admin: Administrator) -> None:
+async def test_traffic_is_split(house: House, admin: Administrator) -> None:
     for version in ("1.0", "2.0"):
         url = house.archive("m", version, file=f"m{version}.mar")
         await admin.register(Registration(url=url, initial_workers=1))
@@ -327,7 +329,9 @@ async def test_traffic_is_shared_out(house: House, admin: Administrator) -> None
 
 
 @pytest.mark.parametrize("change", ["scale", "set_default", "unregister", "describe", "set_traffic"])
-async def test_what_is_unknown_is_not_found(house: House, admin: Administrator, refused: Refused, change: str) -> None:
+async def test_unknown_models_and_versions_are_not_found(
+    house: House, admin: Administrator, refused: Refused, change: str
+) -> None:
     await admin.register(Registration(url=house.archive("m")))
     last = {"9": 1.0} if change == "set_traffic" else "9"
     with pytest.raises(ApiError) as found:
@@ -343,7 +347,7 @@ async def test_what_is_unknown_is_not_found(house: House, admin: Administrator, 
 # ---- unregister
 
 
-async def test_what_was_accepted_is_answered_before_the_model_goes(house: House, admin: Administrator) -> None:
+async def test_accepted_requests_are_answered_before_a_model_is_removed(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m", code=SLOW), initial_workers=1, batch_size=2))
     requests = [asyncio.create_task(house.ask("m")) for _ in range(4)]
     await asyncio.sleep(0)
@@ -356,7 +360,7 @@ async def test_what_was_accepted_is_answered_before_the_model_goes(house: House,
     assert list((house.folder / "cache").iterdir()) == []
 
 
-async def test_a_load_under_way_is_ended(house: House, admin: Administrator, refused: Refused) -> None:
+async def test_unregistering_stops_a_load_in_progress(house: House, admin: Administrator, refused: Refused) -> None:
     url = house.archive("m", code=SLOW_LOAD)
     others = {p.pid for p in psutil.Process().children()}
     register = asyncio.create_task(admin.register(Registration(url=url, initial_workers=1)))
@@ -375,9 +379,7 @@ async def test_a_load_under_way_is_ended(house: House, admin: Administrator, ref
     assert await house.ask("m") == "1.0 hi"
 
 
-async def test_a_scale_that_waits_for_a_model_that_goes_is_told(
-    house: House, admin: Administrator, refused: Refused
-) -> None:
+async def test_unregistering_fails_a_pending_scale(house: House, admin: Administrator, refused: Refused) -> None:
     url = house.archive("m", code=SLOW_LOAD)
     await admin.register(Registration(url=url, initial_workers=1, synchronous=False))
     scale = asyncio.create_task(admin.scale("m", None, min_worker=2, synchronous=True))
@@ -388,7 +390,7 @@ async def test_a_scale_that_waits_for_a_model_that_goes_is_told(
     assert refused(found)[0] == 409
 
 
-async def test_a_number_is_free_again_at_once_also_while_the_old_one_drains(house: House, admin: Administrator) -> None:
+async def test_a_version_number_is_free_while_the_old_version_drains(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m", code=SLOW), initial_workers=1))
     request = asyncio.create_task(house.ask("m"))
     await asyncio.sleep(0.05)
@@ -404,7 +406,7 @@ async def test_a_number_is_free_again_at_once_also_while_the_old_one_drains(hous
 # ---- health
 
 
-async def test_health_falls_when_a_worker_dies_and_comes_back(house: House, admin: Administrator) -> None:
+async def test_health_follows_the_death_and_restart_of_a_worker(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m"), initial_workers=2))
     (description,) = await admin.describe("m", None)
     os.kill(description["workers"][1]["pid"], signal.SIGKILL)
@@ -466,14 +468,14 @@ async def test_a_description_has_all_keys_of_torchserve(house: House, admin: Adm
     assert worker == {"id": "9000", "status": "READY", "gpu": False, "gpuUsage": "N/A"}
 
 
-async def test_metadata_that_are_no_object_are_an_empty_one(house: House, admin: Administrator) -> None:
+async def test_metadata_that_is_not_an_object_becomes_empty(house: House, admin: Administrator) -> None:
     code = "def handle(data, context):\n    return None if data is None else ['word']\n"
     await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1))
     (found,) = await admin.describe("m", None, customized=True)
     assert found["customizedMetadata"] == {}
 
 
-async def test_models_are_listed_by_pages(house: House, admin: Administrator) -> None:
+async def test_the_list_of_models_has_pages(house: House, admin: Administrator) -> None:
     for name in ("c", "a", "b"):
         await admin.register(Registration(url=house.archive(name)))
     assert admin.models(2, 0) == ([("a", "a.mar"), ("b", "b.mar")], 2)
@@ -497,7 +499,7 @@ async def test_a_full_queue_refuses_at_once(house: House, refused: Refused) -> N
         assert (error.status, error.message) == (503, f'Model "m" {NO_WORKER}')
 
 
-async def test_with_job_tickets_no_request_waits(house: House, admin: Administrator) -> None:
+async def test_with_job_tickets_no_request_is_queued(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m", code=SLOW, yaml="useJobTicket: true"), initial_workers=1))
     first = asyncio.create_task(house.ask("m"))
     await asyncio.sleep(0)
@@ -507,7 +509,7 @@ async def test_with_job_tickets_no_request_waits(house: House, admin: Administra
     assert await house.ask("m") == "done"
 
 
-async def test_a_refused_request_gives_its_memory_back(house: House, admin: Administrator) -> None:
+async def test_a_refused_request_releases_its_memory(house: House, admin: Administrator) -> None:
     await admin.register(Registration(url=house.archive("m")))
     for model in ("m", "x"):
         slab = house.engine.allocate(2**20)
@@ -519,7 +521,7 @@ async def test_a_refused_request_gives_its_memory_back(house: House, admin: Admi
 # ---- the end, and the whole
 
 
-async def test_a_server_that_stops_changes_nothing_and_writes_the_last_snapshot(
+async def test_a_stopping_server_refuses_changes_and_writes_the_last_snapshot(
     house: House, admin: Administrator
 ) -> None:
     await admin.register(Registration(url=house.archive("m"), initial_workers=1))
@@ -540,7 +542,7 @@ async def test_a_server_that_stops_changes_nothing_and_writes_the_last_snapshot(
     assert list((house.folder / "cache").iterdir()) == []
 
 
-async def test_a_change_goes_on_when_its_caller_leaves(house: House, admin: Administrator) -> None:
+async def test_a_change_completes_after_its_caller_leaves(house: House, admin: Administrator) -> None:
     task = asyncio.create_task(admin.register(Registration(url=house.archive("m"), initial_workers=1)))
     await house.until(lambda: bool(admin.models(1, 0)[0]))
     task.cancel()
@@ -548,7 +550,7 @@ async def test_a_change_goes_on_when_its_caller_leaves(house: House, admin: Admi
     assert await house.ask("m") == "1.0 hi"
 
 
-async def test_tokens_may_be_off(house: House, refused: Refused) -> None:
+async def test_tokens_can_be_disabled(house: House, refused: Refused) -> None:
     admin = house.open(disable_token_authorization=True).administrator
     admin.check_token("inference", None)
     with pytest.raises(ApiError) as found:
@@ -610,7 +612,7 @@ async def test_requests_wait_for_the_first_worker(house: House, admin: Administr
     assert await asyncio.gather(*requests) == ["late"] * 3
 
 
-async def test_no_more_requests_wait_than_the_queue_may_hold(house: House) -> None:
+async def test_pending_requests_are_bounded_by_the_queue_size(house: House) -> None:
     admin = house.open(job_queue_size=2).administrator
     go = await loading(house, admin)
     requests = [asyncio.create_task(house.ask("m")) for _ in range(2)]
@@ -621,7 +623,7 @@ async def test_no_more_requests_wait_than_the_queue_may_hold(house: House) -> No
     assert await asyncio.gather(*requests) == ["late"] * 2
 
 
-async def test_requests_that_waited_for_a_model_that_goes_are_answered(
+async def test_pending_requests_of_a_removed_model_are_answered(
     house: House, admin: Administrator, refused: Refused
 ) -> None:
     await loading(house, admin)
@@ -633,7 +635,7 @@ async def test_requests_that_waited_for_a_model_that_goes_are_answered(
     assert refused(found) == (503, "ServiceUnavailableException", f'Model "m" Version 1.0 {NO_WORKER}')
 
 
-async def test_a_request_that_waits_may_leave(house: House, admin: Administrator) -> None:
+async def test_a_pending_request_can_be_cancelled(house: House, admin: Administrator) -> None:
     go = await loading(house, admin)
     told: list[object] = []
     slab = house.engine.allocate(2**20)
@@ -647,7 +649,7 @@ async def test_a_request_that_waits_may_leave(house: House, admin: Administrator
     assert told == []
 
 
-async def test_a_request_may_be_late_while_it_waits(house: House, admin: Administrator) -> None:
+async def test_a_pending_request_can_expire(house: House, admin: Administrator) -> None:
     go = await loading(house, admin)
     told: list[Any] = []
     item = Item(b"", codec="torchserve", headers=[])
@@ -674,7 +676,7 @@ async def test_a_lone_request_does_not_wait_for_others(house: House, admin: Admi
         assert await house.ask("m") == "1"
 
 
-async def test_with_a_strict_delay_it_does(house: House, admin: Administrator) -> None:
+async def test_with_a_strict_delay_a_request_waits_for_others(house: House, admin: Administrator) -> None:
     url = house.archive("m", code=COUNT, yaml="batchSize: 2\nmaxBatchDelay: 60000\nstrict_delay: true")
     await admin.register(Registration(url=url, initial_workers=1))
     first = asyncio.create_task(house.ask("m"))
@@ -685,9 +687,7 @@ async def test_with_a_strict_delay_it_does(house: House, admin: Administrator) -
         assert await first == "2"
 
 
-async def test_a_request_that_takes_too_long_costs_its_worker_and_the_next_is_answered(
-    house: House, admin: Administrator
-) -> None:
+async def test_a_hanging_request_ends_its_worker_and_the_next_is_answered(house: House, admin: Administrator) -> None:
     code = SLOW.replace("time.sleep(0.3)", "time.sleep(float(bytes(data[0]['body'])))")
     await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1, response_timeout=1))
     result = await house.result("m", body=b"60")
@@ -696,7 +696,7 @@ async def test_a_request_that_takes_too_long_costs_its_worker_and_the_next_is_an
     assert await house.ask("m", body=b"0") == "done"
 
 
-async def test_a_request_whose_client_waits_no_longer_is_told(house: House, admin: Administrator) -> None:
+async def test_a_request_past_the_client_timeout_expires(house: House, admin: Administrator) -> None:
     url = house.archive("m", code=SLOW, yaml="clientTimeoutInMills: 100")
     await admin.register(Registration(url=url, initial_workers=1))
     results = await asyncio.gather(*(house.result("m") for _ in range(4)))

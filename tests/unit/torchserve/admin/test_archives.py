@@ -51,7 +51,7 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
     return installs
 
 
-async def test_packages_are_installed_if_that_is_switched_on(house: House, installs: Installs) -> None:
+async def test_packages_are_installed_if_enabled(house: House, installs: Installs) -> None:
     admin = house.open(install_py_dep_per_model=True).administrator
     await admin.register(Registration(url=with_requirements(house)))
     assert installs.asked == [("requirements.txt", "m", False)]
@@ -60,7 +60,7 @@ async def test_packages_are_installed_if_that_is_switched_on(house: House, insta
     assert len(installs.asked) == 1
 
 
-async def test_else_they_are_not(house: House, installs: Installs) -> None:
+async def test_packages_are_not_installed_by_default(house: House, installs: Installs) -> None:
     await house.open().administrator.register(Registration(url=with_requirements(house)))
     assert installs.asked == []
 
@@ -85,7 +85,7 @@ async def test_a_model_whose_packages_cannot_be_installed_is_not_registered(
         (ArchiveError("rule"), 400, "InvalidModelException"),
     ],
 )
-async def test_what_the_store_refuses_is_told_in_torchserves_kinds(
+async def test_errors_of_the_store_have_torchserves_types(
     house: House, refused: Refused, monkeypatch: pytest.MonkeyPatch, error: ArchiveError, status: int, kind: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -97,7 +97,7 @@ async def test_what_the_store_refuses_is_told_in_torchserves_kinds(
     assert refused(found) == (status, kind, error.message)
 
 
-async def test_a_full_disk_is_told_without_its_path(
+async def test_a_full_disk_is_reported_without_its_path(
     house: House, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -109,7 +109,7 @@ async def test_a_full_disk_is_told_without_its_path(
     assert refused(found) == (500, "InternalServerException", "Failed to save model: m.mar")
 
 
-async def test_what_was_downloaded_for_a_model_goes_with_it(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_download_is_removed_with_its_model(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[str] = []
     monkeypatch.setattr(ModelStore, "forget", lambda _, url: forgotten.append(url))
     admin = house.open().administrator
@@ -119,7 +119,7 @@ async def test_what_was_downloaded_for_a_model_goes_with_it(house: House, monkey
     await asyncio.sleep(0)
 
 
-async def test_versions_of_builds_are_served(house: House) -> None:
+async def test_versions_with_build_numbers_are_served(house: House) -> None:
     admin = house.open().administrator
     await admin.register(Registration(url=house.archive("m", "1.0+cu118"), initial_workers=1))
     assert await house.ask("m", "1.0+cu118") == "1.0+cu118 hi"
@@ -135,11 +135,11 @@ async def test_versions_of_builds_are_served(house: House) -> None:
         ("/models/m/", "m"),
     ],
 )
-def test_a_snapshot_calls_an_archive_as_the_store_does(url: str, name: str) -> None:
+def test_snapshots_and_store_use_the_same_archive_name(url: str, name: str) -> None:
     assert mar_name(url) == name
 
 
-def test_a_yaml_that_the_archive_does_not_have_is_told(tmp_path: Path) -> None:
+def test_a_missing_yaml_is_reported(tmp_path: Path) -> None:
     assert read_yaml(tmp_path, "") == {}
     (tmp_path / "empty.yaml").write_text("# nothing")
     assert read_yaml(tmp_path, "empty.yaml") == {}
@@ -147,9 +147,7 @@ def test_a_yaml_that_the_archive_does_not_have_is_told(tmp_path: Path) -> None:
         read_yaml(tmp_path, "model-config.yaml")
 
 
-async def test_a_server_that_stops_does_not_wait_for_an_archive_that_is_being_opened(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_shutdown_does_not_wait_for_an_opening_archive(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.torchserve.admin.administrator.CLOSE_S", 0.05)
     begun, end = threading.Event(), threading.Event()
 
@@ -171,7 +169,7 @@ async def test_a_server_that_stops_does_not_wait_for_an_archive_that_is_being_op
 # ---- work on threads
 
 
-async def test_the_loop_goes_on_while_the_work_is_done() -> None:
+async def test_the_loop_keeps_running_during_the_work() -> None:
     seen = threading.Event()
 
     def work() -> str:
@@ -184,7 +182,7 @@ async def test_the_loop_goes_on_while_the_work_is_done() -> None:
     assert await task == "penstock-archives"
 
 
-async def test_what_the_work_raises_is_raised() -> None:
+async def test_an_error_of_the_work_is_raised() -> None:
     def work() -> None:
         raise OSError("full")
 
@@ -192,7 +190,7 @@ async def test_what_the_work_raises_is_raised() -> None:
         await run_in_thread(work)
 
 
-async def test_who_waits_may_leave() -> None:
+async def test_the_caller_can_be_cancelled() -> None:
     begun, end, done = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -211,7 +209,7 @@ async def test_who_waits_may_leave() -> None:
     await asyncio.sleep(0.01)  # what the thread posts finds nobody
 
 
-def test_a_loop_that_is_gone_meanwhile_does_no_harm() -> None:
+def test_a_loop_closed_during_the_work_is_harmless() -> None:
     end, ended = threading.Event(), threading.Event()
 
     async def run() -> None:

@@ -21,7 +21,7 @@ class LabelObserver(Observer):
         self.labels += labels
 
 
-async def test_requests_are_counted_under_the_version_that_they_name_or_default(house: Any) -> None:
+async def test_requests_are_counted_by_the_requested_version(house: Any) -> None:
     served = house.open(disable_token_authorization=True)
     observer = LabelObserver()
     house.engine._observers = (observer,)

@@ -44,7 +44,7 @@ def spec_of(
     )
 
 
-def test_torchserves_settings_become_those_of_the_core() -> None:
+def test_torchserves_settings_become_the_cores() -> None:
     yaml = {
         "maxBatchDelay": 50,
         "batchSize": 4,
@@ -65,7 +65,7 @@ def test_torchserves_settings_become_those_of_the_core() -> None:
     assert (config.version, config.load_timeout_s, config.transport, config.trust) == ("2.0", 9.0, "process", "none")
 
 
-def test_without_a_timeout_of_clients_a_request_waits_as_long_as_it_takes() -> None:
+def test_without_a_client_timeout_a_request_does_not_expire() -> None:
     assert spec_of().config.batching.timeout_s == NO_TIMEOUT_S
 
 
@@ -74,13 +74,13 @@ def test_a_strict_delay_is_the_fixed_policy() -> None:
     assert (found.policy, found.max_hold_s) == ("fixed", 0.1)
 
 
-def test_requests_are_run_again_only_if_the_model_says_so() -> None:
+def test_requests_are_retried_only_with_retry_split() -> None:
     found = spec_of(yaml={"retry_split": True})
     assert (found.config.batching.retry_split, found.config.batching.idempotent) == (True, True)
     assert found.setup["retry_split"] is True
 
 
-def test_workers_know_all_of_their_model() -> None:
+def test_workers_receive_the_settings_of_their_model() -> None:
     properties = Properties(
         service_envelope="body", limit_max_image_pixels=False, max_response_size=5, blacklist_env_vars="SECRET_.*"
     )
@@ -109,18 +109,18 @@ def test_workers_find_the_modules_of_the_model_first() -> None:
     assert spec_of(properties=Properties(decode_input_request=False)).config.env["TS_DECODE_INPUT_REQUEST"] == "false"
 
 
-def test_workers_of_a_model_with_a_venv_find_its_packages() -> None:
+def test_workers_of_a_model_with_a_venv_use_its_packages() -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     path = spec_of(yaml={"useVenv": True}).config.env["PYTHONPATH"]
     assert path == os.pathsep.join(["/models/m", f"/models/m/venv/lib/{version}/site-packages"])
 
 
-def test_the_request_may_name_model_handler_and_runtime() -> None:
+def test_the_request_can_set_model_handler_and_runtime() -> None:
     found = spec_of(registration=Registration(url="m.mar", model_name="other", handler="b:run", runtime="python3"))
     assert (found.name, found.version, found.runtime, found.setup["handler"]) == ("other", "2.0", "python3", "b:run")
 
 
-def test_an_archive_without_manifest_has_the_handler_of_the_request_or_of_the_configuration() -> None:
+def test_without_a_manifest_the_handler_comes_from_request_or_configuration() -> None:
     bare = Manifest(model_name="m")
     properties = Properties(default_service_handler="fallback:handle")
     found = spec_of(bare, properties=properties, has_manifest=False)
@@ -134,7 +134,7 @@ def test_an_archive_without_manifest_has_the_handler_of_the_request_or_of_the_co
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a b", "x" * 129, "a\nb"])
-def test_a_name_that_is_none_is_refused(name: str) -> None:
+def test_an_invalid_name_is_refused(name: str) -> None:
     if not name:  # says nothing
         assert spec_of(registration=Registration(url="m.mar", model_name=name)).name == "m"
         return
@@ -153,13 +153,13 @@ def test_handlers_in_another_language_are_refused() -> None:
         spec_of(registration=Registration(url="m.mar", runtime="LSP"))
 
 
-def test_a_version_that_the_core_cannot_take_is_refused() -> None:
+def test_an_invalid_version_is_refused() -> None:
     with pytest.raises(ApiError, match="version") as found:
         spec_of(Manifest(model_name="m", model_version="a b", handler="x"))
     assert found.value.status == 400
 
 
-def test_the_configuration_speaks_of_exact_names_and_versions() -> None:
+def test_the_configuration_applies_to_exact_names_and_versions() -> None:
     own = {"minWorkers": 2, "maxWorkers": 3, "batchSize": 8, "maxBatchDelay": 5, "responseTimeout": 6}
     properties = Properties(models={"m": {"2.0": own, "1.0": {"batchSize": 99}}})
     s = spec_of(properties=properties, workers=1).settings
@@ -167,7 +167,7 @@ def test_the_configuration_speaks_of_exact_names_and_versions() -> None:
     assert spec_of(properties=Properties(models={"M": {"2.0": own}}), workers=1).settings.min_workers == 1
 
 
-def test_a_negative_number_of_workers_is_none() -> None:
+def test_a_negative_number_of_workers_means_zero() -> None:
     assert requested_settings(Registration(url="m.mar", initial_workers=-1))["minWorkers"] == 0
 
 
@@ -177,14 +177,14 @@ def test_trust_in_the_configuration_reaches_the_handler() -> None:
     assert found.setup["model_yaml_config"] == {"trust": "pickle"}
 
 
-def test_a_switch_lets_the_yaml_beat_the_request_as_torchserves_code_does() -> None:
+def test_ts_yaml_wins_lets_the_yaml_override_the_request() -> None:
     yaml, registration = {"batchSize": 4}, Registration(url="m.mar", batch_size=2, initial_workers=3)
     assert spec_of(yaml=yaml, registration=registration).settings.batch_size == 2
     found = spec_of(yaml=yaml, registration=registration, properties=Properties(ts_yaml_wins=True)).settings
     assert (found.batch_size, found.min_workers) == (4, 3)
 
 
-def test_workers_know_the_metrics_that_the_file_declares() -> None:
+def test_workers_receive_the_metrics_of_the_file() -> None:
     declared = {"gauge": [{"name": "a", "unit": "ms", "dimensions": []}]}
     source = ArchiveSource(Archive(Path("/models/m"), MANIFEST, True), "m.mar", "m.mar", {})
     request = VersionRequest(Registration(url="m.mar"), {}, 0)

@@ -48,7 +48,7 @@ def test_a_version_is_registered_once(models: VersionRegistry, refused: Refused)
     )
 
 
-def test_what_is_unknown_is_told_in_torchserves_words(models: VersionRegistry, refused: Refused) -> None:
+def test_an_unknown_model_or_version_has_torchserves_text(models: VersionRegistry, refused: Refused) -> None:
     with pytest.raises(ApiError) as found:
         models.route("x", None)
     assert refused(found) == (404, "ModelNotFoundException", "Model not found: x")
@@ -61,7 +61,7 @@ def test_what_is_unknown_is_told_in_torchserves_words(models: VersionRegistry, r
     )
 
 
-def test_a_default_stays_while_there_are_others(models: VersionRegistry, refused: Refused) -> None:
+def test_a_default_stays_while_other_versions_exist(models: VersionRegistry, refused: Refused) -> None:
     with pytest.raises(ApiError) as found:
         models.check_removal(models.find("m", None))
     assert refused(found) == (403, "InvalidModelVersionException", "Cannot remove default version for model m")
@@ -76,12 +76,12 @@ def test_a_default_stays_while_there_are_others(models: VersionRegistry, refused
         models.find("m", None)
 
 
-def test_a_default_that_did_not_start_gives_way_to_the_oldest_of_the_others(models: VersionRegistry) -> None:
+def test_the_oldest_other_version_replaces_a_default_that_failed(models: VersionRegistry) -> None:
     models.remove(models.find("m", "1.0"))
     assert models.find("m", None).version == "2.0"
 
 
-def test_a_version_is_removed_once_though_another_has_its_number_now(models: VersionRegistry) -> None:
+def test_removing_a_version_twice_keeps_its_successor(models: VersionRegistry) -> None:
     first = models.find("m", "2.0")
     models.remove(first)
     again = version("m", "2.0")
@@ -90,7 +90,7 @@ def test_a_version_is_removed_once_though_another_has_its_number_now(models: Ver
     assert models.find("m", "2.0") is again
 
 
-def test_another_default_takes_the_requests(models: VersionRegistry) -> None:
+def test_a_new_default_receives_the_requests(models: VersionRegistry) -> None:
     models.set_default("m", "2.0")
     assert models.route("m", None).version == "2.0"
     assert [v.version for v in models.defaults()] == ["2.0"]
@@ -98,7 +98,7 @@ def test_another_default_takes_the_requests(models: VersionRegistry) -> None:
         models.set_default("m", "3.0")
 
 
-def test_traffic_is_shared_out_by_weight_until_a_default_is_set(models: VersionRegistry) -> None:
+def test_traffic_is_split_by_weight_until_a_default_is_set(models: VersionRegistry) -> None:
     models.set_traffic("m", {"1.0": 3, "2.0": 1})
     found = [models.route("m", None).version for _ in range(40)]
     assert (found.count("1.0"), found.count("2.0")) == (30, 10)
@@ -107,7 +107,7 @@ def test_traffic_is_shared_out_by_weight_until_a_default_is_set(models: VersionR
     assert {models.route("m", None).version for _ in range(8)} == {"1.0"}
 
 
-def test_traffic_of_a_version_that_goes_is_the_others(models: VersionRegistry) -> None:
+def test_the_others_take_the_traffic_of_a_removed_version(models: VersionRegistry) -> None:
     models.set_traffic("m", {"1.0": 1, "2.0": 9})
     models.remove(models.find("m", "2.0"))
     assert {models.route("m", None).version for _ in range(8)} == {"1.0"}
@@ -122,7 +122,7 @@ def test_traffic_to_an_unknown_version_changes_nothing(models: VersionRegistry) 
 @pytest.mark.parametrize(
     "weights", [{}, {"1.0": 0}, {"1.0": -1, "2.0": 2}, {"1.0": float("nan")}, {"1.0": float("inf")}]
 )
-def test_weights_that_share_nothing_out_are_refused(models: VersionRegistry, weights: dict[str, float]) -> None:
+def test_invalid_weights_are_refused(models: VersionRegistry, weights: dict[str, float]) -> None:
     with pytest.raises(ApiError, match="weights") as found:
         models.set_traffic("m", weights)
     assert found.value.status == 400

@@ -14,7 +14,7 @@ def resolved(requested: dict[str, Any], yaml: dict[str, Any], config: dict[str, 
     return resolve_settings("m", requested, yaml, config, DEFAULTS, **more)
 
 
-def test_where_nobody_says_anything_the_defaults_hold() -> None:
+def test_defaults_apply_without_other_sources() -> None:
     found = resolved({}, {}, {})
     assert found == ModelSettings(
         min_workers=0, max_workers=0, response_timeout=77, startup_timeout=88, job_queue_size=99
@@ -31,7 +31,7 @@ def test_where_nobody_says_anything_the_defaults_hold() -> None:
         ("startupTimeout", "startup_timeout"),
     ],
 )
-def test_the_request_is_stronger_than_the_yaml_and_that_than_the_configuration(key: str, field: str) -> None:
+def test_request_overrides_yaml_and_yaml_overrides_configuration(key: str, field: str) -> None:
     requested, yaml, config = {key: 1}, {key: 2}, {key: 3}
     assert getattr(resolved(requested, yaml, config), field) == 1
     assert getattr(resolved({key: None}, yaml, config), field) == 2
@@ -41,17 +41,17 @@ def test_the_request_is_stronger_than_the_yaml_and_that_than_the_configuration(k
     assert getattr(resolved(requested, {}, {}, yaml_wins=True), field) == 1
 
 
-def test_the_old_behaviour_has_timeouts_of_its_own_in_every_yaml() -> None:
+def test_with_yaml_wins_every_yaml_implies_timeouts() -> None:
     found = resolved({"responseTimeout": 5}, {"handler": {}}, {}, yaml_wins=True)
     assert (found.response_timeout, found.startup_timeout) == (120, 120)
     assert resolved({"responseTimeout": 5}, {}, {}, yaml_wins=True).response_timeout == 5
 
 
-def test_a_request_for_no_workers_is_stronger_than_a_yaml_with_some() -> None:
+def test_a_request_for_zero_workers_overrides_the_yaml() -> None:
     assert resolved({"minWorkers": 0, "maxWorkers": 0}, {"minWorkers": 2, "maxWorkers": 4}, {}).min_workers == 0
 
 
-def test_there_are_never_less_workers_at_most_than_at_least(caplog: pytest.LogCaptureFixture) -> None:
+def test_max_workers_is_at_least_min_workers(caplog: pytest.LogCaptureFixture) -> None:
     assert resolved({"minWorkers": 3}, {"maxWorkers": 2}, {}).max_workers == 3
     found = resolved({}, {"minWorkers": 3, "maxWorkers": 2}, {})
     assert (found.min_workers, found.max_workers) == (3, 3)
@@ -77,7 +77,7 @@ def test_there_are_never_less_workers_at_most_than_at_least(caplog: pytest.LogCa
         ("strict_delay", 1),
     ],
 )
-def test_a_value_of_a_wrong_type_is_warned_of_and_not_used(
+def test_a_value_of_the_wrong_type_is_ignored_with_a_warning(
     caplog: pytest.LogCaptureFixture, key: str, value: object
 ) -> None:
     assert resolved({}, {key: value}, {}) == resolved({}, {}, {})
@@ -90,7 +90,7 @@ def test_a_value_of_a_wrong_type_is_warned_of_and_not_used(
 
 
 @pytest.mark.parametrize("key", ["minWorkers", "parallelType", "deviceType"])
-def test_a_value_of_many_aliases_is_not_written_out(key: str) -> None:
+def test_the_warning_does_not_expand_yaml_aliases(key: str) -> None:
     written = 0
 
     class Leaf:
@@ -106,7 +106,7 @@ def test_a_value_of_many_aliases_is_not_written_out(key: str) -> None:
     assert written < 1000
 
 
-def test_the_keys_of_the_handler_are_its_own_affair(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_of_the_handler_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     resolved({}, {"handler": {"profile": True}, "pt2": "inductor", "micro_batching": 7}, {"marName": "m.mar"})
     assert not caplog.records
 
@@ -123,24 +123,24 @@ def test_the_keys_of_the_handler_are_its_own_affair(caplog: pytest.LogCaptureFix
         {"torchrun": {"nproc-per-node": 4}},
     ],
 )
-def test_what_would_be_served_wrongly_is_refused_at_once(yaml: dict[str, Any]) -> None:
+def test_unsupported_keys_are_refused(yaml: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match=next(iter(yaml))) as found:
         resolved({}, yaml, {})
     assert found.value.status == 400
 
 
-def test_what_is_switched_off_is_not_refused() -> None:
+def test_unsupported_keys_that_are_off_are_accepted() -> None:
     resolved({}, {"continuousBatching": False, "sequenceBatching": False, "parallelType": "", "parallelLevel": 1}, {})
 
 
-def test_keys_that_mean_nothing_here_are_warned_of_once_together(caplog: pytest.LogCaptureFixture) -> None:
+def test_sequence_keys_cause_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     found = resolved({}, {"maxNumSequence": 4, "sequenceMaxIdleMSec": 9}, {})
     assert (found.max_num_sequence, found.sequence_max_idle) == (4, 9)
     assert len(caplog.records) == 1
     assert "sequenceMaxIdleMSec,maxNumSequence" in caplog.text
 
 
-def test_penstocks_own_keys_stand_in_either_file() -> None:
+def test_penstocks_own_keys_work_in_both_files() -> None:
     own = {"overlap": True, "retry_split": True, "strict_delay": True, "trust": "pickle"}
     for found in (resolved({}, own, {}), resolved({}, {}, own)):
         assert (found.overlap, found.retry_split, found.strict_delay, found.trust) == (True, True, True, "pickle")

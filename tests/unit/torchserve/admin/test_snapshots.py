@@ -14,7 +14,7 @@ from penstock.torchserve.config.properties import read_properties
 MODELS: dict[str, dict[str, dict[str, Any]]] = {"m": {"1.0": {"marName": "m.mar", "minWorkers": 1}}}
 
 
-def test_a_snapshot_is_a_configuration_with_the_models_in_it(tmp_path: Path) -> None:
+def test_a_snapshot_is_a_configuration_with_its_models(tmp_path: Path) -> None:
     writer = Snapshots(tmp_path, {"job_queue_size": "7", "load_models": "all", "model_snapshot": "old"})
     file = writer.write("startup", MODELS)
     assert file is not None
@@ -26,7 +26,7 @@ def test_a_snapshot_is_a_configuration_with_the_models_in_it(tmp_path: Path) -> 
     assert (told["name"], told["modelCount"], told["models"]) == (file.name, 1, MODELS)
 
 
-def test_the_last_one_is_the_newest_by_its_name(tmp_path: Path) -> None:
+def test_the_last_snapshot_is_the_newest_by_name(tmp_path: Path) -> None:
     assert last_snapshot(tmp_path) is None
     writer = Snapshots(tmp_path, {})
     files = [writer.write(kind, MODELS) for kind in ("startup", "snapshot", "snapshot", "shutdown")]
@@ -34,14 +34,14 @@ def test_the_last_one_is_the_newest_by_its_name(tmp_path: Path) -> None:
     assert last_snapshot(tmp_path) == files[-1]
 
 
-def test_what_is_no_snapshot_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_other_files_are_not_snapshots(tmp_path: Path) -> None:
     file = Snapshots(tmp_path, {}).write("snapshot", MODELS)
     for name in ("99999999999999999-snapshot.cfg.bak", "zz-snapshot.cfg", "notes.txt", ".99999999999999999-x.cfg.1"):
         (tmp_path / "config" / name).write_text("")
     assert last_snapshot(tmp_path) == file
 
 
-def test_old_ones_are_removed_and_other_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_snapshots_are_removed_and_other_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "KEEP", 3)
     writer = Snapshots(tmp_path, {})
     (tmp_path / "config").mkdir()
@@ -51,7 +51,7 @@ def test_old_ones_are_removed_and_other_files_stay(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "config" / "notes.txt").exists()
 
 
-def test_a_folder_that_cannot_be_made_costs_the_snapshot_alone(
+def test_a_folder_that_cannot_be_created_only_costs_the_snapshot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "logs").write_text("a file")

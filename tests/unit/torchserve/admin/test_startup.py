@@ -36,7 +36,7 @@ def newest(house: House) -> Any:
     return file
 
 
-async def test_it_is_what_front_ends_are_handed(house: House) -> None:
+async def test_the_components_implement_the_interfaces(house: House) -> None:
     served = house.open()
     administration: Administration = served.administrator
     backend: Backend = served.backend
@@ -65,7 +65,7 @@ async def test_models_are_loaded_by_name_and_file(house: House) -> None:
     assert [name for name, _ in served.administrator.models(100, 0)[0]] == ["b", "x", "y"]
 
 
-async def test_without_models_there_are_none(house: House) -> None:
+async def test_without_load_models_no_model_is_loaded(house: House) -> None:
     house.archive("a")
     served = house.open()
     assert await load_startup(served) == 0
@@ -73,7 +73,7 @@ async def test_without_models_there_are_none(house: House) -> None:
     assert served.administrator.healthy()
 
 
-async def test_the_configuration_says_how_each_is_run(house: House) -> None:
+async def test_the_configuration_sets_the_settings_of_each_model(house: House) -> None:
     house.archive("a")
     own = {"defaultVersion": True, "marName": "a.mar", "minWorkers": 2, "maxWorkers": 3, "batchSize": 4}
     served = house.open(load_models=["a.mar"], models={"a": {"1.0": own}})
@@ -83,7 +83,7 @@ async def test_the_configuration_says_how_each_is_run(house: House) -> None:
     assert len(description["workers"]) == 2
 
 
-async def test_a_model_has_as_many_workers_as_there_are_cores_but_no_more_than_may_be(
+async def test_the_default_is_one_worker_per_core_up_to_the_maximum(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 2, 3, 4}, raising=False)
@@ -94,7 +94,7 @@ async def test_a_model_has_as_many_workers_as_there_are_cores_but_no_more_than_m
     assert description["minWorkers"] == 3
 
 
-async def test_one_that_cannot_be_loaded_is_told_and_the_others_serve(
+async def test_a_model_that_fails_to_load_is_logged_and_the_others_serve(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
     house.archive("good")
@@ -112,7 +112,7 @@ async def test_one_that_cannot_be_loaded_is_told_and_the_others_serve(
     assert sorted(kept(house)) == ["bad", "good"]
 
 
-async def test_what_nobody_expected_of_one_model_keeps_no_other_from_being_served(
+async def test_an_unexpected_error_of_one_model_does_not_affect_the_others(
     house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("a", "b"):
@@ -132,14 +132,14 @@ async def test_what_nobody_expected_of_one_model_keeps_no_other_from_being_serve
     assert "change_failed error=KeyError: 'a bug'" in caplog.text
 
 
-async def test_of_several_versions_the_first_named_is_the_default(house: House) -> None:
+async def test_the_first_listed_version_is_the_default(house: House) -> None:
     urls = [house.archive("a", version, file=f"a{version}.mar") for version in ("2.0", "1.0", "3.0")]
     served = house.open(load_models=urls, default_workers_per_model=1)
     await load_startup(served)
     assert await house.ask("a") == "2.0 hi"
 
 
-async def test_a_server_goes_on_where_it_stopped(house: House) -> None:
+async def test_a_server_continues_from_its_snapshot(house: House) -> None:
     admin = house.open(default_response_timeout=60).administrator
     for version in ("1.0", "2.0"):
         url = house.archive("a", version, file=f"a{version}.mar")
@@ -162,7 +162,7 @@ async def test_a_server_goes_on_where_it_stopped(house: House) -> None:
     assert (description["minWorkers"], description["maxWorkers"]) == (1, 2)
 
 
-async def test_a_snapshot_as_users_write_it_is_followed(house: House) -> None:
+async def test_a_snapshot_written_by_users_is_loaded(house: House) -> None:
     house.archive("m")
     state = {"defaultVersion": True, "marName": "m.mar", "minWorkers": 1, "maxWorkers": 5, "batchSize": 2}
     snapshot = {"name": "startup.cfg", "modelCount": 1, "models": {"m": {"1.0": {**state, "maxBatchDelay": -10000}}}}
@@ -182,7 +182,7 @@ async def test_a_snapshot_as_users_write_it_is_followed(house: House) -> None:
         {"models": {"m": {"1.0": {"marName": 5}}}},
     ],
 )
-async def test_a_snapshot_that_says_nothing_starts_nothing(house: House, snapshot: dict[str, Any]) -> None:
+async def test_an_empty_snapshot_starts_nothing(house: House, snapshot: dict[str, Any]) -> None:
     served = house.open(model_snapshot=snapshot)
     assert await load_startup(served) == 0
     assert served.administrator.models(100, 0) == ([], None)
@@ -194,7 +194,7 @@ async def test_without_snapshots_none_is_written(house: House) -> None:
     assert not (house.folder / "logs").exists()
 
 
-async def test_a_snapshot_holds_what_file_and_command_line_said(house: House) -> None:
+async def test_a_snapshot_has_the_keys_of_file_and_command_line(house: House) -> None:
     config = house.folder / "config.properties"
     config.write_text("job_queue_size=7\nload_models=all\nkeystore_pass=$$SECRET$$\n")
     served = house.open(enable_model_api=True, file=str(config))
@@ -209,7 +209,7 @@ async def test_a_snapshot_holds_what_file_and_command_line_said(house: House) ->
     }
 
 
-async def test_a_server_is_healthy_when_its_archives_are_open_and_answers_what_waits(house: House) -> None:
+async def test_a_server_is_healthy_once_archives_are_open_and_answers_pending_requests(house: House) -> None:
     house.archive("a", code="import time\n" + ECHO_LATE)
     served = house.open(load_models=["a.mar", "none.mar"], default_workers_per_model=1)
     assert not served.administrator.healthy()
@@ -220,7 +220,7 @@ async def test_a_server_is_healthy_when_its_archives_are_open_and_answers_what_w
     assert await load == 1
 
 
-async def test_a_start_that_is_given_up_leaves_nothing_behind(house: House) -> None:
+async def test_a_cancelled_start_leaves_nothing_behind(house: House) -> None:
     house.archive("a", code="import time\ndef handle(data, context):\n    time.sleep(60)\n")
     served = house.open(load_models=["a.mar"], default_workers_per_model=1)
     load = asyncio.create_task(load_startup(served))
@@ -232,7 +232,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(house: House) -> N
     assert list((house.folder / "cache").iterdir()) == []
 
 
-async def test_traffic_is_shared_out_as_before(house: House) -> None:
+async def test_a_snapshot_restores_the_traffic_split(house: House) -> None:
     admin = house.open().administrator
     for version in ("1.0", "2.0"):
         url = house.archive("a", version, file=f"a{version}.mar")

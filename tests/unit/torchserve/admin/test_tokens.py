@@ -40,7 +40,7 @@ def key_of(tokens: Tokens, kind: str) -> str:
     return str(json.loads(tokens.file.read_text())[kind]["key"])
 
 
-def test_the_file_has_three_keys_in_torchserves_layout_for_its_owner_alone(tokens: Tokens) -> None:
+def test_the_file_has_three_keys_in_torchserves_layout_and_only_its_owner_reads_it(tokens: Tokens) -> None:
     layout = json.loads(tokens.file.read_text())
     assert tokens.file.name == "key_file.json"
     assert stat.S_IMODE(tokens.file.stat().st_mode) == 0o600
@@ -57,7 +57,7 @@ def test_a_key_has_at_least_128_random_bits(tokens: Tokens) -> None:
     assert all(len(key_of(tokens, kind)) * 6 >= 128 for kind in ("management", "inference", "API"))
 
 
-def test_each_key_opens_its_own_api_alone(tokens: Tokens) -> None:
+def test_each_key_opens_only_its_own_api(tokens: Tokens) -> None:
     tokens.check("inference", f"Bearer {key_of(tokens, 'inference')}".encode())
     tokens.check("management", f"Bearer {key_of(tokens, 'management')}".encode())
     for kind, other in (("inference", "management"), ("management", "inference"), ("inference", "API")):
@@ -75,7 +75,7 @@ def test_only_the_exact_header_opens(tokens: Tokens, refused: Refused, form: str
     assert refused(found) == (400, "InvalidKeyException", f"Token Authorization failed. {WRONG}")
 
 
-def test_no_header_and_bytes_that_are_no_text_are_refused(tokens: Tokens) -> None:
+def test_a_missing_or_undecodable_header_is_refused(tokens: Tokens) -> None:
     for header in (None, b"Bearer \xff\xfe"):
         with pytest.raises(ApiError):
             tokens.check("inference", header)
@@ -91,7 +91,7 @@ def test_a_key_expires(tokens: Tokens, clock: Clock, refused: Refused) -> None:
     assert refused(found)[2] == f"Token Authorization failed. {WRONG}"
 
 
-def test_a_new_key_takes_the_place_of_the_old_one_and_leaves_the_others(tokens: Tokens, clock: Clock) -> None:
+def test_a_new_key_replaces_the_old_one_and_keeps_the_others(tokens: Tokens, clock: Clock) -> None:
     before = json.loads(tokens.file.read_text())
     clock.time += timedelta(hours=2)
     tokens.renew("inference", f"Bearer {key_of(tokens, 'API')}".encode())
@@ -106,13 +106,13 @@ def test_a_new_key_takes_the_place_of_the_old_one_and_leaves_the_others(tokens: 
 
 
 @pytest.mark.parametrize("key", ["management", "inference"])
-def test_only_the_api_key_makes_new_ones(tokens: Tokens, refused: Refused, key: str) -> None:
+def test_only_the_api_key_renews_keys(tokens: Tokens, refused: Refused, key: str) -> None:
     with pytest.raises(ApiError) as found:
         tokens.renew("inference", f"Bearer {key_of(tokens, key)}".encode())
     assert refused(found) == (400, "InvalidKeyException", f"Token Authentication failed. {WRONG}")
 
 
-def test_a_key_of_another_kind_cannot_be_made(tokens: Tokens, refused: Refused) -> None:
+def test_an_unknown_kind_of_key_is_refused(tokens: Tokens, refused: Refused) -> None:
     with pytest.raises(ApiError) as found:
         tokens.renew("API", f"Bearer {key_of(tokens, 'API')}".encode())
     assert refused(found) == (400, "BadRequestException", "type: found 'API', expected management or inference")
@@ -132,24 +132,24 @@ def test_a_key_stays_when_the_file_cannot_be_written(tokens: Tokens, monkeypatch
     assert [file.name for file in tokens.file.parent.iterdir()] == ["key_file.json"]
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--disable-token-auth"):
         Tokens(tmp_path / "none", 60.0).publish()
 
 
-def test_a_key_may_live_for_ever(tmp_path: Path) -> None:
+def test_a_key_can_be_valid_forever(tmp_path: Path) -> None:
     tokens = Tokens(tmp_path, 1e30)
     tokens.publish()
     tokens.check("inference", f"Bearer {key_of(tokens, 'inference')}".encode())
 
 
-def test_one_that_does_not_get_to_listen_leaves_the_file_of_another_as_it_is(tokens: Tokens, tmp_path: Path) -> None:
+def test_a_server_that_fails_to_start_keeps_another_servers_file(tokens: Tokens, tmp_path: Path) -> None:
     before = tokens.file.read_text()
     Tokens(tmp_path, 60.0).remove()
     assert tokens.file.read_text() == before
 
 
-def test_the_file_goes_with_its_server(tokens: Tokens) -> None:
+def test_the_file_is_removed_with_its_server(tokens: Tokens) -> None:
     tokens.remove()
     assert not tokens.file.exists()
     tokens.remove()

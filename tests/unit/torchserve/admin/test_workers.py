@@ -25,7 +25,7 @@ CPU = ModelSettings(min_workers=1, max_workers=1, device_type="cpu")
         (1, {"CUDA_VISIBLE_DEVICES": "2,3"}, 4, 1),
     ],
 )
-def test_gpus_are_those_that_are_there_and_shown_and_allowed(
+def test_usable_gpus_are_present_visible_and_allowed(
     most: int | None, environment: dict[str, str], found: int, usable: int
 ) -> None:
     assert usable_gpus(most, environment, found) == usable
@@ -37,20 +37,20 @@ def test_without_gpus_everything_runs_on_the_cpu() -> None:
     assert devices.kind(PLAIN) == "cpu"
 
 
-def test_a_model_may_ask_for_the_cpu_beside_others_on_gpus() -> None:
+def test_a_model_can_use_the_cpu_while_others_use_gpus() -> None:
     devices = DeviceAllocator(2)
     assert (devices.kind(CPU), devices.take(CPU, 2)) == ("cpu", ("cpu",))
     assert devices.kind(PLAIN) == "gpu"
 
 
-def test_models_take_one_gpu_after_the_other() -> None:
+def test_models_use_the_gpus_round_robin() -> None:
     devices = DeviceAllocator(3)
     firsts = [devices.take(PLAIN, workers)[0] for workers in (1, 1, 2, 1)]
     assert firsts == ["cuda:0", "cuda:1", "cuda:2", "cuda:1"]
     assert devices.take(PLAIN, 3) == ("cuda:2", "cuda:0", "cuda:1")
 
 
-def test_a_model_with_devices_of_its_own_has_them_and_moves_nobody() -> None:
+def test_a_model_with_device_ids_uses_them_and_affects_no_others() -> None:
     devices = DeviceAllocator(4)
     own = ModelSettings(min_workers=1, max_workers=1, device_ids=(3, 1, 9))
     assert devices.take(own, 5) == ("cuda:3", "cuda:1")

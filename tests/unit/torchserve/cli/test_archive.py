@@ -30,14 +30,14 @@ def run(words: str) -> Result:
     return CliRunner().invoke(archive, words.split(), prog_name="torch-model-archiver")
 
 
-def test_the_usual_line_makes_an_archive_in_the_working_directory(work: Path):
+def test_the_usual_command_writes_to_the_working_directory(work: Path):
     found = run("--model-name blip2 --version 1.0 --handler ts_handler.py")
     assert (found.exit_code, found.output) == (0, "")
     with zipfile.ZipFile("blip2.mar") as z:
         assert z.namelist() == ["ts_handler.py", "MAR-INF/MANIFEST.json"]
 
 
-def test_every_flag_is_taken(work: Path):
+def test_every_flag_is_accepted(work: Path):
     found = run(
         "--model-name m -v 2.0 --handler ts_handler.py:handle --serialized-file w.pt --model-file ts_handler.py "
         "--extra-files extra,w.pt --runtime python3 --export-path store --archive-format zip-store -f "
@@ -59,12 +59,12 @@ def test_every_flag_is_taken(work: Path):
 
 
 @pytest.mark.parametrize(("archive_format", "made"), [("tgz", "m.tar.gz"), ("no-archive", "m"), ("default", "m.mar")])
-def test_the_format_gives_the_name(work: Path, archive_format: str, made: str):
+def test_the_format_determines_the_name(work: Path, archive_format: str, made: str):
     assert run(f"--model-name m --version 1 --handler ts_handler --archive-format {archive_format}").exit_code == 0
     assert Path(made).exists()
 
 
-def test_a_flag_may_be_cut_short_as_long_as_it_is_clear(work: Path):
+def test_an_unambiguous_abbreviation_of_a_flag_is_accepted(work: Path):
     assert run("--model-n m --ver 1 --hand ts_handler --ser w.pt --archive-format=tgz").exit_code == 0
     found = run("--model m --version 1 --handler ts_handler")  # --model-name or --model-file
     assert found.exit_code == 2
@@ -87,14 +87,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("words", "code", "said"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told(work: Path, words: str, code: int, said: str):
+def test_errors_go_to_stderr(work: Path, words: str, code: int, said: str):
     found = run(words)
     assert found.exit_code == code
     assert said in found.output
     assert not list(work.glob("*.mar"))
 
 
-def test_an_archive_that_is_there_needs_force(work: Path):
+def test_an_existing_archive_needs_force(work: Path):
     line = "--model-name m --version 1 --handler ts_handler"
     assert run(line).exit_code == 0
     found = run(line)
@@ -104,7 +104,7 @@ def test_an_archive_that_is_there_needs_force(work: Path):
     assert run(f"{line} --force").exit_code == 0
 
 
-def test_a_folder_that_cannot_be_written_is_told(work: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_written_is_reported(work: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -114,13 +114,13 @@ def test_a_folder_that_cannot_be_written_is_told(work: Path, monkeypatch: pytest
     assert "the archive cannot be written: [Errno 28] No space left on device" in found.output
 
 
-def test_it_is_a_verb_of_penstock(work: Path):
+def test_penstock_archive_is_the_same_command(work: Path):
     words = ["archive", "--model-name", "m", "--version", "1", "--handler", "ts_handler"]
     assert CliRunner().invoke(main, words).exit_code == 0
     assert Path("m.mar").is_file()
 
 
-def test_it_is_a_command_of_its_own(work: Path):
+def test_torch_model_archiver_is_installed(work: Path):
     command = Path(sys.executable).parent / "torch-model-archiver"
     found = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     assert "--archive-format" in found.stdout

@@ -34,7 +34,7 @@ def listeners(properties: Properties) -> list[Any]:
     return list(grpc_listeners(components, LimitsConfig(), lambda: TlsFiles(properties)))
 
 
-def test_there_is_one_for_inference_and_one_for_management():
+def test_inference_and_management_have_a_grpc_listener_each():
     assert [address for _, address in listeners(Properties())] == [
         GrpcAddress("inference", "127.0.0.1", 7070),
         GrpcAddress("management", "127.0.0.1", 7071),
@@ -49,12 +49,12 @@ def test_there_is_one_for_inference_and_one_for_management():
         ("unix:/run/s", "unix:/run/s", "/run/s"),
     ],
 )
-def test_an_address_is_shown_as_clients_write_it(host, shown, path):
+def test_an_address_is_shown_as_clients_use_it(host, shown, path):
     address = grpc_addresses(Properties(grpc_inference_address=host))[0]
     assert (str(address), address.path) == (shown, path)
 
 
-async def test_tls_needs_files_that_fit_together(tmp_path):
+async def test_tls_needs_matching_files(tmp_path):
     def files(key: str) -> Properties:
         return Properties(enable_grpc_ssl=True, certificate_file=str(TLS / "cert.pem"), private_key_file=key)
 
@@ -76,7 +76,7 @@ def test_without_grpcio_there_is_one_warning_and_no_listener(monkeypatch, caplog
     assert said == "event=no_grpc missing=grpc consequence=http_only hint=pip install '.[grpc]'"
 
 
-def test_the_program_loads_grpc_when_it_listens_and_not_before():
+def test_grpc_is_loaded_only_for_listening():
     code = "import sys, penstock.torchserve.cli.server as m; print('grpc' in sys.modules, 'google' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
@@ -98,22 +98,22 @@ def test_equal_addresses_share_a_listener() -> None:
     assert groups_of(inference_address=one, metrics_address=one) == [["inference", "metrics"], ["management"]]
 
 
-def test_port_0_is_another_port_for_each_listener() -> None:
+def test_listeners_with_port_0_are_separate() -> None:
     one = "http://127.0.0.1:0"
     assert groups_of(inference_address=one, management_address=one) == [["inference"], ["management"], ["metrics"]]
 
 
-def test_a_listener_that_inference_and_management_share_has_the_metrics_too() -> None:
+def test_a_shared_listener_of_inference_and_management_serves_metrics() -> None:
     one = "unix:/tmp/both"
     found = groups_of(inference_address=one, management_address=one)
     assert found == [["inference", "management", "metrics"], ["metrics"]]
 
 
-def test_without_the_metrics_api_nothing_listens_for_it() -> None:
+def test_without_the_metrics_api_there_is_no_metrics_listener() -> None:
     assert groups_of(enable_metrics_api=False) == [["inference"], ["management"]]
 
 
-def test_a_face_shows_what_the_file_says() -> None:
+def test_a_listener_follows_the_file() -> None:
     config = listener_config(
         Properties(decode_input_request=False, cors_allowed_origin="*", ts_open_inference_protocol=True),
         {"inference"},

@@ -63,7 +63,7 @@ def test_the_servers_lines_have_torchserves_shape(
     assert capsys.readouterr().out == line + "\n"
 
 
-def test_what_a_worker_prints_is_in_its_own_file_and_on_stdout(
+def test_worker_output_goes_to_its_own_file_and_to_stdout(
     logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened = logs(initial_worker_port=9100)
@@ -75,7 +75,7 @@ def test_what_a_worker_prints_is_in_its_own_file_and_on_stdout(
     assert not lines(tmp_path / "logs", "ts_log")
 
 
-def test_what_stdout_cannot_spell_is_written_in_escapes(
+def test_characters_that_stdout_cannot_encode_are_escaped(
     logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as ascii_alone:
@@ -87,7 +87,7 @@ def test_what_stdout_cannot_spell_is_written_in_escapes(
     assert lines(tmp_path / "logs", "model_log")[0].endswith(" - café ?")
 
 
-def test_metrics_are_in_their_files_alone(logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_go_only_to_their_files(logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = logs()
     logging.getLogger("TS_METRICS").info("Requests2XX.Count:1")
     logging.getLogger("MODEL_METRICS").info("HandlerTime.ms:1")
@@ -97,7 +97,7 @@ def test_metrics_are_in_their_files_alone(logs: Open, tmp_path: Path, capsys: py
     assert capsys.readouterr().out == ""
 
 
-def test_metrics_may_come_many_in_one_record(logs: Open, tmp_path: Path) -> None:
+def test_one_record_can_hold_many_metrics(logs: Open, tmp_path: Path) -> None:
     opened = logs()
     logging.getLogger("MODEL_METRICS").info("%s", "HandlerTime.ms:1\nHandlerTime.ms:2")
     opened.close()
@@ -118,7 +118,7 @@ def test_an_access_is_logged_only_on_request(logs: Open, tmp_path: Path) -> None
     assert not logging.getLogger("ACCESS_LOG").handlers
 
 
-def test_a_traceback_is_written_whole(logs: Open, tmp_path: Path) -> None:
+def test_a_traceback_is_written_completely(logs: Open, tmp_path: Path) -> None:
     opened = logs()
     try:
         raise ValueError("broken")
@@ -128,7 +128,7 @@ def test_a_traceback_is_written_whole(logs: Open, tmp_path: Path) -> None:
     assert lines(tmp_path / "logs", "ts_log")[-1] == "ValueError: broken"
 
 
-def test_a_folder_that_cannot_be_written_leaves_the_lines_on_stdout(
+def test_an_unwritable_folder_leaves_the_lines_on_stdout(
     logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -136,9 +136,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_lines_on_stdout(
     assert "event=no_log_files consequence=lines_are_on_stdout_alone" in capsys.readouterr().out
 
 
-def test_a_reader_of_stdout_that_leaves_ends_nothing(
-    logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_stdout_does_not_stop_the_server(logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w", buffering=1) as nobody_reads:
@@ -172,7 +170,7 @@ def full_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     os.close(read)
 
 
-def test_more_than_can_be_written_is_counted_and_holds_nobody(
+def test_dropped_lines_are_counted_and_block_nothing(
     logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with full_pipe(monkeypatch) as empty:
@@ -184,7 +182,7 @@ def test_more_than_can_be_written_is_counted_and_holds_nobody(
         opened.close()
 
 
-def test_a_line_for_those_who_wait_is_bare_and_in_order(logs: Open, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_line_has_no_prefix_and_keeps_its_order(logs: Open, capsys: pytest.CaptureFixture[str]) -> None:
     opened = logs()
     logging.getLogger("penstock.engine").info("first")
     opened.print_line("Model server started.")
@@ -195,7 +193,7 @@ def test_a_line_for_those_who_wait_is_bare_and_in_order(logs: Open, capsys: pyte
     assert lines_said[1:] == ["Model server started.", "after the end"]
 
 
-def test_a_server_ends_though_nobody_reads_what_it_says(logs: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_stops_even_if_stdout_blocks(logs: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.torchserve.cli.logs._CLOSE_S", 0.01)
     with full_pipe(monkeypatch) as empty:
         opened = logs()
@@ -229,7 +227,7 @@ XML = """<?xml version="1.0" encoding="UTF-8"?>
 </Configuration>"""
 
 
-def test_levels_and_files_of_a_log4j2_xml_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_levels_and_files_of_a_log4j2_xml_apply(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "log4j2.xml"
     path.write_text(XML.replace("MORE", ""))
     taken = read_log4j(str(path), {"LOG_LOCATION": "/var/log"})
@@ -239,7 +237,7 @@ def test_levels_and_files_of_a_log4j2_xml_are_taken(tmp_path: Path, caplog: pyte
     assert not caplog.records
 
 
-def test_what_is_not_taken_of_it_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_parts_of_a_log4j2_xml_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "log4j2.xml"
     path.write_text(XML.replace("MORE", '<Kafka name="k"/><File name="f" fileName="x"><JsonLayout/></File>'))
     read_log4j(str(path), {})
@@ -247,7 +245,7 @@ def test_what_is_not_taken_of_it_is_told_once(tmp_path: Path, caplog: pytest.Log
     assert "ignored=appender k,layout of f hint=--log-config also takes" in record.getMessage()
 
 
-def test_an_access_log_of_a_log4j2_xml_is_on(logs: Open, tmp_path: Path) -> None:
+def test_a_log4j2_xml_can_enable_the_access_log(logs: Open, tmp_path: Path) -> None:
     path = tmp_path / "log4j2.xml"
     path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
     opened = logs(config=str(path))
@@ -274,7 +272,7 @@ def test_the_servers_lines_stay_with_a_log4j2_xml_that_names_its_logger(
     assert capsys.readouterr().out == line + "\n"
 
 
-def test_a_log4j2_xml_may_be_named_in_vmargs(logs: Open, tmp_path: Path) -> None:
+def test_vmargs_can_name_a_log4j2_xml(logs: Open, tmp_path: Path) -> None:
     path = tmp_path / "log4j2.xml"
     path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
     logs(vmargs=f"-Xmx1g -Dlog4j.configurationFile=file://{path}").close()
@@ -282,7 +280,7 @@ def test_a_log4j2_xml_may_be_named_in_vmargs(logs: Open, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "<a>", "appender.console.type = Console", "\x00"])
-def test_a_file_that_is_no_xml_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_log_config_that_is_not_xml_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "log4j2.properties"
     path.write_text(text)
     with pytest.raises(ConfigError, match="expected a log4j2 XML, or a configuration of Python's logging"):
@@ -290,7 +288,7 @@ def test_a_file_that_is_no_xml_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_a_configuration_of_pythons_logging_is_taken_whole(logs: Open, tmp_path: Path, suffix: str) -> None:
+def test_a_configuration_of_pythons_logging_applies_completely(logs: Open, tmp_path: Path, suffix: str) -> None:
     file = tmp_path / "out.txt"
     config = {
         "handlers": {"h": {"class": "logging.FileHandler", "filename": str(file)}},

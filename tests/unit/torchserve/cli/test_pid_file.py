@@ -52,7 +52,7 @@ def test_a_second_server_is_refused(path: str) -> None:
     PidFile(path).remove()
 
 
-def test_of_many_that_come_at_once_one_gets_the_file(path: str) -> None:
+def test_one_of_many_concurrent_starts_gets_the_file(path: str) -> None:
     found: list[PidFile] = []
     refused: list[Conflict] = []
     together = threading.Barrier(8)
@@ -74,7 +74,7 @@ def test_of_many_that_come_at_once_one_gets_the_file(path: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no number", "1\n", f"{os.getpid()}\n"], ids=["", "none", "1", "own"])
-def test_the_file_of_a_server_that_is_gone_is_in_nobodys_way(path: str, text: str) -> None:
+def test_the_file_of_a_dead_server_is_replaced(path: str, text: str) -> None:
     Path(path).write_text(text)
     assert running_pid(path) is None
     assert stop(path) == "TorchServe is not currently running."
@@ -98,7 +98,7 @@ def test_a_link_is_not_followed(path: str, tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_text() == "1\n"
 
 
-def test_a_torchserve_that_runs_is_a_server_too(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_torchserve_counts_as_the_server(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, pid_file.JAVA_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -124,7 +124,7 @@ def test_stop_ends_the_server_and_waits_for_it(path: str) -> None:
     assert stop(path) == "TorchServe is not currently running."
 
 
-def test_stop_says_when_it_takes_too_long(path: str) -> None:
+def test_stop_reports_a_timeout(path: str) -> None:
     own = PidFile(path)
     code = "import signal, sys; signal.signal(15, signal.SIG_IGN); print(1, flush=True); sys.stdin.read()"
     process = subprocess.Popen(
@@ -140,7 +140,7 @@ def test_stop_says_when_it_takes_too_long(path: str) -> None:
     own.remove()
 
 
-def test_one_that_is_started_behind_has_the_file(path: str, tmp_path: Path) -> None:
+def test_a_server_in_the_background_owns_the_file(path: str, tmp_path: Path) -> None:
     (tmp_path / "behind.py").write_text(
         "import sys, os, signal\n"
         "from penstock.torchserve.cli.pid_file import remove_own\n"
@@ -167,7 +167,7 @@ def test_one_that_is_started_behind_has_the_file(path: str, tmp_path: Path) -> N
     assert running_pid(path) is None
 
 
-def test_only_the_own_file_is_removed(path: str) -> None:
+def test_remove_own_keeps_other_files(path: str) -> None:
     Path(path).write_text("1\n")
     remove_own(path)
     assert os.path.exists(path)

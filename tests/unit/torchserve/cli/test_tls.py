@@ -33,7 +33,7 @@ def certificate_of(path: str) -> str:
     return text[text.index("-----BEGIN CERTIFICATE") : text.index("-----END CERTIFICATE")]
 
 
-def test_pem_files_are_taken_where_they_are() -> None:
+def test_pem_files_are_used_in_place() -> None:
     pem = TlsFiles(Properties(certificate_file=CERT, private_key_file=KEY))
     assert (pem.certificate, pem.key) == (CERT, KEY)
     assert isinstance(pem.context(), ssl.SSLContext)
@@ -53,13 +53,13 @@ def test_pem_files_are_taken_where_they_are() -> None:
         ),
     ],
 )
-def test_what_cannot_serve_is_told(keys: dict[str, str], told: str) -> None:
+def test_an_unusable_configuration_names_the_key(keys: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TlsFiles(Properties(**keys))
     assert told in caught.value.message
 
 
-def test_a_key_of_another_certificate_is_refused_when_it_is_used(tmp_path: Path) -> None:
+def test_a_key_that_does_not_match_is_refused_on_use(tmp_path: Path) -> None:
     (tmp_path / "key.pem").write_text("no key")
     pem = TlsFiles(Properties(certificate_file=CERT, private_key_file=str(tmp_path / "key.pem")))
     with pytest.raises(ConfigError, match="cannot be loaded"):
@@ -67,7 +67,7 @@ def test_a_key_of_another_certificate_is_refused_when_it_is_used(tmp_path: Path)
 
 
 @needs_openssl
-def test_a_keystore_is_opened_for_as_long_as_the_server_runs(tmp_path: Path) -> None:
+def test_a_keystore_is_extracted_until_the_server_stops(tmp_path: Path) -> None:
     pem = TlsFiles(Properties(keystore=keystore(tmp_path)))
     assert isinstance(pem.context(), ssl.SSLContext)
     assert certificate_of(pem.certificate) == certificate_of(CERT)
@@ -77,7 +77,7 @@ def test_a_keystore_is_opened_for_as_long_as_the_server_runs(tmp_path: Path) -> 
 
 
 @needs_openssl
-def test_a_wrong_password_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_password_is_reported_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = keystore(tmp_path)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -87,7 +87,7 @@ def test_a_wrong_password_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch
 
 
 @needs_openssl
-def test_without_any_a_certificate_is_made_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_certificate_one_is_generated_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     pem = TlsFiles(Properties())
     assert isinstance(pem.context(), ssl.SSLContext)
     assert "event=self_signed_certificate consequence=clients_cannot_check_it" in caplog.text
@@ -95,7 +95,7 @@ def test_without_any_a_certificate_is_made_and_warned_of(caplog: pytest.LogCaptu
     assert not os.path.exists(pem.key)
 
 
-def test_a_missing_openssl_is_told_with_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_openssl_is_reported_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="the program openssl is missing; install it, or set certificate_file and"):
         TlsFiles(Properties())

@@ -56,7 +56,7 @@ def test_every_flag_of_torchserve_is_known() -> None:
     assert options("--model-store", "store", "--plugins-path", "x", "--disable-token-auth").snapshots
 
 
-def test_words_may_be_cut_short_as_with_argparse() -> None:
+def test_flags_can_be_abbreviated() -> None:
     assert options("--model-st", "store").properties.model_store == "store"
 
 
@@ -65,7 +65,7 @@ def test_start_and_stop_together_are_refused(capsys: pytest.CaptureFixture[str])
     assert output_of(capsys, "--strat")[0] == 2
 
 
-def test_the_version_is_that_of_the_compatible_torchserve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_torchserves(capsys: pytest.CaptureFixture[str]) -> None:
     status, out = output_of(capsys, "--version")
     assert (status, out.splitlines()[0]) == (0, "TorchServe Version is 0.12.0")
 
@@ -88,7 +88,7 @@ def test_penstock_torchserve_is_the_same_command() -> None:
         (["--model-store", "store", "--workflow-store", "none"], "--workflow-store directory not found: none"),
     ],
 )
-def test_what_is_missing_is_told_on_stdout_with_status_1(
+def test_a_missing_path_is_reported_on_stdout_with_status_1(
     words: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert output_of(capsys, "--start", *words) == (1, told.format(folder=os.path.realpath(folder)) + "\n")
@@ -101,12 +101,12 @@ def test_a_malformed_file_keeps_the_server_from_starting(folder: Path, capsys: p
     assert out.startswith("config.properties:2: job_queue_size: found 'many', expected a whole number")
 
 
-def test_a_wrong_temporary_folder_is_told() -> None:
+def test_an_invalid_temporary_folder_is_reported() -> None:
     with pytest.raises(ConfigError, match="Invalid temp directory: /none, please check TEMP environment variable"):
         options("--model-store", "store", env={"TEMP": "/none"})
 
 
-def test_one_that_runs_is_told_before_anything_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_server_is_reported_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = PidFile(str(folder / ".model_server.pid"))
     told = "TorchServe is already running, please use torchserve --stop to stop TorchServe.\n"
     assert output_of(capsys, "--start", "--model-store", "none") == (1, told)
@@ -125,13 +125,13 @@ def write_config(path: Path, queue: int) -> str:
     return str(path)
 
 
-def test_the_file_of_the_environment_is_stronger_than_the_flag(folder: Path) -> None:
+def test_the_file_in_the_environment_overrides_the_flag(folder: Path) -> None:
     one, two = write_config(folder / "one", 1), write_config(folder / "two", 2)
     assert options("--ts-config", one).properties.job_queue_size == 1
     assert options("--ts-config", one, env={"TS_CONFIG_FILE": two}).properties.job_queue_size == 2
 
 
-def test_without_a_named_file_the_last_snapshot_is_restored_else_the_one_here(folder: Path) -> None:
+def test_without_a_named_file_the_last_snapshot_or_the_local_file_is_used(folder: Path) -> None:
     here = write_config(folder / "config.properties", 3)
     assert options().properties.job_queue_size == 3
     (folder / "logs" / "config").mkdir(parents=True)
@@ -143,7 +143,7 @@ def test_without_a_named_file_the_last_snapshot_is_restored_else_the_one_here(fo
     assert options(env={"LOG_LOCATION": str(folder / "other")}).properties.job_queue_size == 3
 
 
-def test_flags_are_stronger_than_the_file(folder: Path) -> None:
+def test_flags_override_the_file(folder: Path) -> None:
     (folder / "config.properties").write_text("model_store=other\nload_models=all")
     found = options("--model-store", "store", "--models", "b.mar").properties
     assert (found.model_store, found.load_models) == ("store", ["b.mar"])

@@ -87,7 +87,7 @@ def values_of(text: str) -> dict[str, str]:
         ("\n\n \t\na=3", "a", "3"),
     ],
 )
-def test_a_line_is_read_as_java_reads_it(text: str, key: str, value: str) -> None:
+def test_a_line_is_parsed_as_in_java(text: str, key: str, value: str) -> None:
     assert values_of(text)[key] == value
 
 
@@ -101,7 +101,7 @@ def test_an_escape_of_fewer_than_four_digits_is_refused_with_its_line() -> None:
         st.text(st.characters(exclude_categories=["Cs"])), st.text(st.characters(exclude_categories=["Cs"]))
     )
 )
-def test_what_is_written_is_read_back(values: dict[str, str]) -> None:
+def test_properties_round_trip(values: dict[str, str]) -> None:
     text = format_properties(values.items())
     assert text.isascii()
     assert values_of(text) == values
@@ -124,7 +124,7 @@ def test_without_a_file_every_key_has_its_default() -> None:
     assert Properties().allowed_urls == ["file://.*|http(s)?://.*"]
 
 
-def test_the_file_of_a_captioning_server_is_understood(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_file_of_a_captioning_server_is_parsed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     properties = load_properties(write_file(tmp_path, CAPTIONING), env={})
     assert properties.address("inference") == ListenerAddress("0.0.0.0", 12345)
     assert properties.max_request_size == 500_000_000
@@ -162,7 +162,7 @@ def test_lists_lose_blanks_and_empty_parts(tmp_path: Path) -> None:
         ("management_address=unix:", "management_address: found 'unix:', expected a path"),
     ],
 )
-def test_a_malformed_value_is_told_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
+def test_a_malformed_value_is_reported_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
     path = write_file(tmp_path, f"# a comment\n{line}\n")
     with pytest.raises(ConfigError) as caught:
         load_properties(path, env={})
@@ -170,7 +170,7 @@ def test_a_malformed_value_is_told_with_file_and_line(tmp_path: Path, line: str,
     assert told in caught.value.message
 
 
-def test_a_boolean_that_is_neither_is_false_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_boolean_is_false_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     properties = load_properties(write_file(tmp_path, "enable_model_api=yes\nlimit_max_image_pixels=FALSE"), env={})
     assert not properties.enable_model_api
     assert not properties.limit_max_image_pixels
@@ -178,7 +178,7 @@ def test_a_boolean_that_is_neither_is_false_and_told(tmp_path: Path, caplog: pyt
     assert "found 'yes', expected true or false" in caplog.text
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_properties(str(tmp_path / "none"), env={})
 
@@ -186,7 +186,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 # ---- what is taken without effect
 
 
-def test_keys_without_effect_are_told_in_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_without_effect_cause_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_properties(write_file(tmp_path, "io_ratio=60\nvmargs=-Xmx2g -XX:+Foo\ndebug=true\njob_queue_size=9"), env={})
     assert [record.getMessage() for record in caplog.records] == [
         f"file={tmp_path}/config.properties ignored=debug,io_ratio,vmargs consequence=these_keys_have_no_effect"
@@ -194,9 +194,7 @@ def test_keys_without_effect_are_told_in_one_warning(tmp_path: Path, caplog: pyt
     assert set(Properties.__struct_fields__) > IGNORED
 
 
-def test_unknown_keys_are_told_with_the_nearest_and_do_not_stop(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_keys_cause_a_warning_with_the_nearest_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     properties = load_properties(write_file(tmp_path, "\njob_queue_sise=9\nversion=0.12.0"), env={})
     assert properties.job_queue_size == 100
     (record,) = caplog.records
@@ -217,13 +215,13 @@ def test_a_missing_variable_stops_the_start_with_its_line(tmp_path: Path) -> Non
         load_properties(path, env={})
 
 
-def test_the_command_line_is_stronger_than_the_file(tmp_path: Path) -> None:
+def test_flags_override_the_file(tmp_path: Path) -> None:
     path = write_file(tmp_path, "model_store=a\nload_models=all")
     properties = load_properties(path, env={}, flags={"model_store": "b"})
     assert (properties.model_store, properties.load_models) == ("b", ["all"])
 
 
-def test_the_environment_wins_only_where_the_file_lets_it(tmp_path: Path) -> None:
+def test_the_environment_wins_only_if_the_file_allows_it(tmp_path: Path) -> None:
     env = {"TS_JOB_QUEUE_SIZE": "7", "TS_ALLOWED_URLS": "https://y", "TS_MODEL_STORE": "/env"}
     path = write_file(tmp_path, "job_queue_size=5")
     assert load_properties(path, env=env).job_queue_size == 5
@@ -242,7 +240,7 @@ def test_a_wrong_value_of_the_environment_names_the_variable(tmp_path: Path) -> 
         load_properties(path, env={"TS_JOB_QUEUE_SIZE": "x"})
 
 
-def test_the_open_inference_protocol_is_always_switched_by_the_environment() -> None:
+def test_the_environment_always_controls_the_open_inference_protocol() -> None:
     assert load_properties(None, env={"TS_OPEN_INFERENCE_PROTOCOL": "oip"}).ts_open_inference_protocol
     assert not load_properties(None, env={"TS_OPEN_INFERENCE_PROTOCOL": "x"}).ts_open_inference_protocol
 
@@ -269,6 +267,6 @@ def test_folders_of_logs_come_from_the_environment() -> None:
         ("inference", "unix:///tmp/a.sock", ListenerAddress(path="/tmp/a.sock")),
     ],
 )
-def test_an_address_is_understood(group: str, text: str, address: ListenerAddress) -> None:
+def test_an_address_is_parsed(group: str, text: str, address: ListenerAddress) -> None:
     assert parse_address(group, text) == address
     assert parse_address(group, str(address)) == address

@@ -40,7 +40,7 @@ async def test_models_are_listed_in_pages(grpc_site, administration, fields, ask
         assert administration.asked == [("models", *asked)]
 
 
-async def test_the_list_says_where_it_goes_on(grpc_site, administration):
+async def test_the_list_has_the_token_of_the_next_page(grpc_site, administration):
     administration.names = ["a", "b"]
     async with grpc_site() as ask:
         found = json.loads((await ask("ListModels", limit=1)).msg)
@@ -48,7 +48,7 @@ async def test_the_list_says_where_it_goes_on(grpc_site, administration):
         assert "nextPageToken" not in json.loads((await ask("ListModels", limit=1, next_page_token=1)).msg)
 
 
-async def test_a_registration_says_what_the_request_says(grpc_site, administration):
+async def test_a_registration_has_the_fields_of_the_request(grpc_site, administration):
     fields = {
         "url": "m.mar", "model_name": "n", "handler": "h.py:f", "runtime": "python3", "batch_size": 2,
         "max_batch_delay": 3, "initial_workers": 4, "synchronous": True, "response_timeout": 5, "startup_timeout": 6,
@@ -60,7 +60,7 @@ async def test_a_registration_says_what_the_request_says(grpc_site, administrati
         assert administration.asked == [("register", Registration(**fields))]
 
 
-async def test_numbers_that_are_not_above_zero_were_not_said(grpc_site, administration):
+async def test_numbers_that_are_not_above_zero_mean_not_given(grpc_site, administration):
     async with grpc_site() as ask:
         await ask("RegisterModel", url="m.mar", initial_workers=0, batch_size=-1)
         await ask("ScaleWorker", model_name="m", min_worker=0, max_worker=-3)
@@ -84,7 +84,7 @@ async def test_numbers_that_are_not_above_zero_were_not_said(grpc_site, administ
         ("UnregisterModel", {"model_name": "m", "model_version": "2.0"}, ("unregister", "m", "2.0")),
     ],
 )
-async def test_changes_answer_the_text_of_http(grpc_site, administration, call, fields, asked):
+async def test_changes_return_the_text_of_http(grpc_site, administration, call, fields, asked):
     administration.done = ChangeResult("what was done", 202)
     async with grpc_site() as ask:
         assert (await ask(call, **fields)).msg == "what was done"
@@ -118,7 +118,7 @@ async def test_changes_answer_the_text_of_http(grpc_site, administration, call, 
         ),
     ],
 )
-async def test_wrong_requests_are_refused_with_the_class_of_the_error(grpc_site, call, fields, refusal):
+async def test_invalid_requests_name_the_java_class(grpc_site, call, fields, refusal):
     async with grpc_site() as ask:
         assert await ask.refusal(call, **fields) == refusal
 
@@ -134,14 +134,14 @@ async def test_wrong_requests_are_refused_with_the_class_of_the_error(grpc_site,
         (RuntimeError("secret"), ("INTERNAL", "internal error")),
     ],
 )
-async def test_a_change_that_fails_is_answered(grpc_site, administration, caplog, error, refusal):
+async def test_a_failed_change_is_reported(grpc_site, administration, caplog, error, refusal):
     administration.error = error
     async with grpc_site() as ask:
         assert await ask.refusal("RegisterModel", url="m.mar") == refusal
         assert ("event=bug" in caplog.text) == isinstance(error, RuntimeError)
 
 
-async def test_models_are_not_changed_unless_it_is_allowed(grpc_site, administration):
+async def test_changes_need_the_model_api(grpc_site, administration):
     async with grpc_site(model_api=False) as ask:
         for call in ("RegisterModel", "UnregisterModel"):
             assert await ask.refusal(call) == (

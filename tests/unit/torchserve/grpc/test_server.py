@@ -26,7 +26,7 @@ async def ping(channel):
         await channel.close()
 
 
-async def test_a_port_that_is_taken_is_refused_with_its_key(administration, capfd):
+async def test_a_port_in_use_is_refused_with_its_key(administration, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
@@ -43,7 +43,7 @@ async def test_two_servers_do_not_share_a_port(grpc_site, administration, capfd)
         await server.close(0.0)
 
 
-async def test_it_listens_on_a_unix_socket_and_takes_it_away(administration, tmp_path):
+async def test_a_unix_socket_is_removed_at_the_end(administration, tmp_path):
     path = tmp_path / "s"
     server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
     await server.start(f"unix:{path}", 0, "grpc_inference_address")
@@ -54,7 +54,7 @@ async def test_it_listens_on_a_unix_socket_and_takes_it_away(administration, tmp
     assert not path.exists()
 
 
-async def test_it_speaks_tls_and_nothing_else(administration):
+async def test_a_tls_listener_speaks_only_tls(administration):
     certificate, key = ((TLS / name).read_bytes() for name in ("cert.pem", "key.pem"))
     server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS, tls=(key, certificate))
     port = await server.start("127.0.0.1", 0, "a_key")
@@ -68,7 +68,7 @@ async def test_it_speaks_tls_and_nothing_else(administration):
         await server.close(1.0)
 
 
-async def test_what_runs_is_answered_when_it_closes_and_nothing_new_is_taken(grpc_site, wait_until):
+async def test_closing_answers_running_calls_and_refuses_new_ones(grpc_site, wait_until):
     async with grpc_site({"m": lambda call: None}) as ask:
         running = asyncio.ensure_future(ask("Predictions", model_name="m"))
         await wait_until(lambda: ask.backend.calls)
@@ -80,7 +80,7 @@ async def test_what_runs_is_answered_when_it_closes_and_nothing_new_is_taken(grp
         assert (await ask.refusal("Ping"))[0] == "UNAVAILABLE"
 
 
-async def test_what_outlasts_the_drain_is_cancelled(grpc_site, wait_until):
+async def test_calls_that_outlast_the_drain_are_cancelled(grpc_site, wait_until):
     async with grpc_site({"m": lambda call: None}) as ask:
         running = asyncio.ensure_future(ask.refusal("Predictions", model_name="m"))
         await wait_until(lambda: ask.backend.calls)
@@ -89,7 +89,7 @@ async def test_what_outlasts_the_drain_is_cancelled(grpc_site, wait_until):
         await wait_until(lambda: ask.backend.calls[0].cancelled)
 
 
-async def test_connections_end_when_they_are_old(administration):
+async def test_old_connections_are_closed(administration):
     limits = GrpcLimits(max_request_bytes=1000, max_calls=10, max_age_ms=100, max_age_grace_ms=100)
     server = GrpcServer(FakeBackend({"m": lambda call: None}), administration, INFERENCE, limits)
     port = await server.start("127.0.0.1", 0, "a_key")
@@ -104,7 +104,7 @@ async def test_connections_end_when_they_are_old(administration):
         await server.close(1.0)
 
 
-async def test_a_connection_that_says_nothing_ends(administration):
+async def test_a_silent_connection_is_closed(administration):
     limits = GrpcLimits(max_request_bytes=1000, max_calls=10, handshake_s=0.1)
     server = GrpcServer(FakeBackend(), administration, INFERENCE, limits)
     port = await server.start("127.0.0.1", 0, "a_key")
@@ -117,7 +117,7 @@ async def test_a_connection_that_says_nothing_ends(administration):
         await server.close(1.0)
 
 
-async def test_its_services_can_be_asked_for(grpc_site):
+async def test_reflection_lists_the_services(grpc_site):
     async with grpc_site(open_inference=False) as ask:
 
         def names():

@@ -44,7 +44,7 @@ async def ask(port: int, data: bytes) -> str:
     return f"{host}:{mine}"
 
 
-def test_without_the_log_no_request_pays_for_it(caplog):
+def test_without_the_log_requests_use_the_plain_class(caplog):
     caplog.set_level(logging.WARNING, "ACCESS_LOG")
     assert listener().flavor.context is TorchServeRequest
 
@@ -66,7 +66,7 @@ END = b" HTTP/1.1\r\nConnection: close\r\n"
         (b"nonsense\r\n\r\n", '"-" 400'),
     ],
 )
-async def test_a_line_tells_who_asked_what_and_what_came_of_it(caplog, data, said):
+async def test_a_line_has_the_client_the_request_and_the_status(caplog, data, said):
     caplog.set_level(logging.INFO, "ACCESS_LOG")
     http = listener()
     _, port = await http.start("127.0.0.1", 0)
@@ -77,7 +77,7 @@ async def test_a_line_tells_who_asked_what_and_what_came_of_it(caplog, data, sai
     assert re.fullmatch(re.escape(f"{peer} {said} ") + r"\d+", lines[0])
 
 
-async def test_requests_of_one_connection_are_told_apart(caplog):
+async def test_pipelined_requests_have_separate_lines(caplog):
     caplog.set_level(logging.INFO, "ACCESS_LOG")
     http = listener()
     _, port = await http.start("127.0.0.1", 0)
@@ -89,7 +89,7 @@ async def test_requests_of_one_connection_are_told_apart(caplog):
     assert sorted(asked) == ["GET /z HTTP/1.1"] + [f"POST /predictions/m?{n} HTTP/1.1" for n in range(3)]
 
 
-async def test_no_line_is_longer_than_a_line_and_none_breaks_out_of_its_own(caplog, tmp_path):
+async def test_lines_are_bounded_and_escaped(caplog, tmp_path):
     caplog.set_level(logging.INFO, "ACCESS_LOG")
     http = listener()
     await http.start_unix(str(tmp_path / "s"))

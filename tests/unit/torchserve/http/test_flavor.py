@@ -162,9 +162,7 @@ PREDICTIONS = [
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "TRACE"])
 @pytest.mark.parametrize(("target", "version", "added"), PREDICTIONS)
-async def test_every_way_to_a_model_takes_any_method_and_tells_the_handler_how_it_was_asked(
-    method, target, version, added
-):
+async def test_every_inference_route_accepts_any_method_and_sets_the_handlers_headers(method, target, version, added):
     async with listening() as peer:
         seen: list[tuple[str, str | None]] = []
         submit = peer.backend.submit
@@ -179,14 +177,14 @@ async def test_every_way_to_a_model_takes_any_method_and_tells_the_handler_how_i
         assert seen == [("m", version)] * 2
 
 
-async def test_the_codec_is_that_of_the_face():
+async def test_the_codec_follows_the_configuration():
     async with listening(codec="torchserve_raw") as peer:
         peer.ask("POST", "/predictions/m")
         await peer.answer()
         assert peer.backend.calls[0].item.codec == "torchserve_raw"
 
 
-async def test_what_the_server_says_of_a_request_counts_above_what_its_client_says():
+async def test_headers_set_by_the_server_override_the_clients():
     async with listening() as peer:
         peer.ask("POST", "/predictions/m", b"", "explain: True", "url_path: mine", "x-request-id: mine")
         await peer.answer()
@@ -200,7 +198,7 @@ async def test_what_the_server_says_of_a_request_counts_above_what_its_client_sa
 
 @pytest.mark.parametrize("target", ["/ping", "/ping/", "/ping/x/y", "/ping?a"])
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
-async def test_ping_tells_what_the_administration_says(method, target):
+async def test_ping_reports_the_health_of_the_administration(method, target):
     async with listening() as peer:
         peer.ask(method, target)
         healthy = b'{\n  "status": "Healthy"\n}\n'
@@ -222,14 +220,14 @@ async def test_ping_tells_what_the_administration_says(method, target):
      "/wfpredict/w", "/predictions//m", "/token", "*"],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_a_path_that_is_not_there_is_404(method, target):
+async def test_an_unknown_path_is_404(method, target):
     async with listening() as peer:
         peer.ask(method, target, b"x" * 100_000)  # also with a body that nobody wants
         assert await peer.answer() == error(404, "Not Found", "ResourceNotFoundException", UNKNOWN)
         assert await peer.rest() == b""
 
 
-async def test_the_root_is_there_for_options_only():
+async def test_the_root_accepts_only_options():
     async with listening() as peer:
         peer.ask("GET", "/")
         assert await peer.answer() == error(405, "Method Not Allowed", "MethodNotAllowedException", WRONG)
@@ -248,7 +246,7 @@ async def test_the_root_is_there_for_options_only():
         ("/m/1.0/predict", "1.0"),
     ],
 )
-async def test_options_on_any_way_to_a_model_describes_it(target, version):
+async def test_options_on_any_inference_route_describes_the_model(target, version):
     async with listening() as peer:
         peer.ask("OPTIONS", target)
         head, body = await peer.answer()
@@ -263,13 +261,13 @@ async def test_options_on_any_way_to_a_model_describes_it(target, version):
 @pytest.mark.parametrize(
     ("method", "target"), [("POST", "/models/m/1/set-default"), ("PUT", "/models"), ("DELETE", "/models")]
 )
-async def test_a_method_that_a_route_does_not_take_is_405(method, target):
+async def test_a_wrong_method_is_405(method, target):
     async with listening(groups=frozenset({"management"}), model_api=True) as peer:
         peer.ask(method, target)
         assert await peer.answer() == error(405, "Method Not Allowed", "MethodNotAllowedException", WRONG)
 
 
-async def test_the_oldest_ways_hide_no_other_route():
+async def test_legacy_routes_hide_no_other_route():
     async with listening({"models": plain}, groups=frozenset({"inference", "management"})) as peer:
         peer.administration.names = []
         peer.ask("GET", "/models/predict")
@@ -307,7 +305,7 @@ def keys() -> FakeAdministration:
 
 @pytest.mark.parametrize("wrong", WRONG_TOKENS)
 @pytest.mark.parametrize("target", EVERY_WAY)
-async def test_nothing_is_told_without_the_inference_token(target, wrong):
+async def test_without_the_token_nothing_is_revealed(target, wrong):
     text = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
     refused = error(400, "Bad Request", "InvalidKeyException", text)
     async with listening(administration=keys()) as peer:
@@ -322,7 +320,7 @@ async def test_nothing_is_told_without_the_inference_token(target, wrong):
             await peer.come_again()
 
 
-async def test_the_token_is_asked_for_before_a_large_body_is_taken():
+async def test_the_token_is_checked_before_a_large_body_is_received():
     async with listening(administration=keys()) as peer:
         peer.send(b"POST /predictions/m HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
         assert (await peer.answer())[0].startswith(b"HTTP/1.1 400 ")
@@ -330,7 +328,7 @@ async def test_the_token_is_asked_for_before_a_large_body_is_taken():
 
 
 @pytest.mark.parametrize("target", [target for target, _, _ in PREDICTIONS] + ["/ping"])
-async def test_the_right_token_opens_every_way(target):
+async def test_the_right_token_opens_every_route(target):
     async with listening(administration=keys()) as peer:
         for spelling in ("Authorization", "authorization", "AUTHORIZATION"):
             peer.ask("POST", target, b"a", f"{spelling}: Bearer right")
@@ -338,13 +336,13 @@ async def test_the_right_token_opens_every_way(target):
 
 
 @pytest.mark.parametrize(("method", "target"), [("OPTIONS", "/"), ("GET", "/api-description")])
-async def test_what_describes_the_listener_needs_no_token(method, target):
+async def test_the_description_of_the_listener_needs_no_token(method, target):
     async with listening(administration=keys()) as peer:
         peer.ask(method, target)
         assert (await peer.answer())[0].startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-async def test_one_listener_for_all_groups_asks_for_the_token_of_each_route():
+async def test_a_shared_listener_checks_the_token_of_each_route():
     async with listening(administration=keys(), groups=frozenset({"inference", "management", "metrics"})) as peer:
         for target, key in (("/models", "other"), ("/ping", "right")):
             peer.ask("GET", target, b"", f"Authorization: Bearer {key}")
@@ -376,7 +374,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("raised", "status", "reason", "kind", "text"), ERRORS, ids=lambda e: type(e).__name__)
-async def test_an_error_is_what_torchserve_calls_it_and_ends_the_connection(raised, status, reason, kind, text):
+async def test_an_error_has_torchserves_type_and_closes_the_connection(raised, status, reason, kind, text):
     async with listening({"m": lambda call: call.sink(ItemResult(error=raised))}) as peer:
         peer.ask("POST", "/predictions/m", b"a")
         assert await peer.answer() == error(status, reason, kind, text)
@@ -388,7 +386,7 @@ async def test_an_error_is_what_torchserve_calls_it_and_ends_the_connection(rais
         assert await peer.rest() == b""
 
 
-async def test_no_worker_names_the_version_that_was_asked_for():
+async def test_no_worker_names_the_requested_version():
     async with listening() as peer:
         peer.backend.refuse = QueueFull("full")
         peer.ask("POST", "/predictions/m/1", b"a")
@@ -397,7 +395,7 @@ async def test_no_worker_names_the_version_that_was_asked_for():
 
 
 @pytest.mark.parametrize("body", [b"", b"x" * 100_000])
-async def test_unknown_models_and_versions_are_told_apart(body):
+async def test_unknown_models_and_unknown_versions_differ(body):
     for target, kind, text in (
         ("/predictions/zz", "ModelNotFoundException", "Model not found: zz"),
         ("/predictions/zz/1", "ModelNotFoundException", "Model not found: zz"),
@@ -412,14 +410,14 @@ async def test_unknown_models_and_versions_are_told_apart(body):
 
 
 @pytest.mark.parametrize("data", [b"nonsense\r\n\r\n", b"GET /ping HTTP/1.1\r\nX: " + b"y" * 70_000 + b"\r\n\r\n"])
-async def test_what_is_no_http_is_told_so(data):
+async def test_invalid_http_is_400(data):
     async with listening() as peer:
         peer.send(data)
         assert await peer.answer() == error(400, "Bad Request", "BadRequestException", "Invalid HTTP message.")
         assert await peer.rest() == b""
 
 
-async def test_a_request_that_does_not_arrive_is_408():
+async def test_an_incomplete_request_is_408():
     async with listening(limits={"header_timeout_s": 0.05}) as peer:
         peer.send(b"GET /pi")
         head, body = await peer.answer()
@@ -444,7 +442,7 @@ TOO_LARGE = (
     ],
 )
 @pytest.mark.parametrize("line", [b"POST /predictions/m", b"POST /models"])
-async def test_a_body_over_the_limit_is_413_without_a_word(line, sent):
+async def test_a_body_over_the_limit_is_413_with_an_empty_body(line, sent):
     groups = frozenset({"inference", "management"})
     async with listening(limits={"max_body_bytes": 1000}, groups=groups, model_api=True) as peer:
         peer.send(line + b" HTTP/1.1\r\n" + sent)
@@ -454,7 +452,7 @@ async def test_a_body_over_the_limit_is_413_without_a_word(line, sent):
         assert peer.administration.asked == []
 
 
-async def test_a_body_at_the_limit_is_taken_and_a_large_one_lies_in_shared_memory():
+async def test_a_body_at_the_limit_is_accepted_in_shared_memory():
     async with listening(limits={"max_body_bytes": 300_000}) as peer:
         for size in (70_000, 300_000):
             peer.ask("PUT", "/predictions/m", b"x" * size)
@@ -474,7 +472,7 @@ async def test_expect_is_answered_with_100_continue():
 # ---- what a handler may set
 
 
-async def test_status_phrase_headers_and_content_type_are_those_of_the_handler():
+async def test_the_handler_sets_status_reason_headers_and_content_type():
     headers = [("X-Mine", "1"), ("Cache-Control", "mine"), ("connection", "close"), ("x-request-id", "mine")]
     answers = iter(
         [
@@ -498,7 +496,7 @@ async def test_status_phrase_headers_and_content_type_are_those_of_the_handler()
 
 
 @pytest.mark.parametrize("status", [599, 600, 999])
-async def test_a_status_that_the_handler_made_up_reaches_its_client(status):
+async def test_a_nonstandard_status_of_the_handler_reaches_the_client(status):
     async with listening({"m": lambda call: call.reply(b"own", "", status=status)}) as peer:
         peer.ask("POST", "/predictions/m")
         head, body = await peer.answer()
@@ -515,7 +513,7 @@ async def test_head_has_no_body():
 
 
 @pytest.mark.parametrize("size", [0, 10, 100_000])
-async def test_bodies_of_any_size_go_out_whole(size):
+async def test_bodies_of_any_size_are_sent_completely(size):
     async with listening({"m": lambda call: call.reply(b"x" * size, "")}) as peer:
         peer.ask("POST", "/predictions/m")
         assert await peer.answer() == (ok(size), b"x" * size)
@@ -524,7 +522,7 @@ async def test_bodies_of_any_size_go_out_whole(size):
 # ---- streams
 
 
-async def test_a_stream_is_a_chunk_an_item_under_a_stray_header():
+async def test_a_stream_has_one_chunk_per_part():
     def stream(call: Call) -> None:
         for part in (b"one", b"two"):
             call.reply(part, "", final=False, headers=[("ts_stream_next", "true")])
@@ -544,7 +542,7 @@ async def test_a_stream_is_a_chunk_an_item_under_a_stray_header():
 
 
 @pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 204), ("POST", 304), ("HEAD", 204)])
-async def test_a_stream_where_http_knows_no_body_leaves_the_connection_in_order(method, status):
+async def test_a_stream_without_a_body_keeps_the_connection_usable(method, status):
     def stream(call: Call) -> None:
         call.reply(b"one", "", final=False, status=status)
         call.reply(b"two", "", status=status)
@@ -591,7 +589,7 @@ async def test_pipelined_requests_are_answered_in_order_each_under_its_own_id():
         assert {uuid.UUID(i).variant for i in ids} == {uuid.RFC_4122}
 
 
-async def test_what_is_pipelined_behind_an_error_is_not_answered():
+async def test_requests_pipelined_after_an_error_are_not_answered():
     calls: list[Call] = []
     async with listening({"m": calls.append}) as peer:
         peer.ask("POST", "/predictions/m", b"0")
@@ -607,7 +605,7 @@ async def test_what_is_pipelined_behind_an_error_is_not_answered():
         assert peer.backend.used_bytes == 0
 
 
-async def test_a_client_that_asks_for_the_end_gets_it():
+async def test_connection_close_is_honored():
     async with listening() as peer:
         peer.ask("POST", "/predictions/m", b"a", "Connection: close")
         assert await peer.answer() == (ok(1).replace(b"keep-alive", b"close"), b"a")
@@ -625,7 +623,7 @@ async def test_a_client_that_leaves_is_cancelled():
             await asyncio.sleep(0.001)
 
 
-async def test_connections_beyond_the_bound_are_told_503():
+async def test_excess_connections_get_503():
     async with listening(limits={"max_connections": 1}) as peer:
         peer.ask("GET", "/ping")
         await peer.answer()
@@ -635,7 +633,7 @@ async def test_connections_beyond_the_bound_are_told_503():
         writer.close()
 
 
-async def test_cors_headers_stand_on_every_answer_that_has_them_set():
+async def test_cors_headers_are_on_every_response_if_configured():
     async with listening(cors_origin="*", cors_methods="GET, POST", cors_headers="X-A") as peer:
         for method, target in (("GET", "/ping"), ("POST", "/predictions/m"), ("GET", "/nope")):
             peer.ask(method, target)
@@ -650,7 +648,7 @@ async def test_cors_headers_stand_on_every_answer_that_has_them_set():
         assert b"Allow-Methods" not in head
 
 
-async def test_many_paths_and_content_types_are_not_remembered_for_ever():
+async def test_the_route_caches_are_bounded():
     async with listening({f"m{n}": plain for n in range(1500)}) as peer:
         for n in range(1500):
             peer.ask("POST", f"/predictions/m{n}?{n}")

@@ -43,7 +43,7 @@ async def test_a_document_has_exactly_the_routes_of_its_listener(site, groups):
             assert operation["responses"]
 
 
-async def test_every_described_method_is_one_that_its_route_takes(site):
+async def test_every_described_method_is_accepted(site):
     async with site() as ask:
         document = (await ask("OPTIONS", "/")).json()
         for path, operations in document["paths"].items():
@@ -53,7 +53,7 @@ async def test_every_described_method_is_one_that_its_route_takes(site):
                 assert reply.status != 405, (method, path)
 
 
-async def test_operations_bear_the_names_that_clients_know(site):
+async def test_operations_have_torchserves_names(site):
     known = {
         "/": {"options": "apiDescription"},
         "/api-description": {"get": "api-description"},
@@ -92,7 +92,7 @@ async def test_the_routes_of_one_model_are_described(site, administration):
     assert administration.asked[0] == ("describe", "m", None, False)
 
 
-async def test_a_name_that_is_no_plain_word_stands_quoted_in_its_description(site, administration):
+async def test_a_special_model_name_is_quoted_in_its_description(site, administration):
     async def describe(model: str, version: str | None, *, customized: bool = False) -> list[dict[str, object]]:
         return [{}]
 

@@ -43,7 +43,7 @@ def aliases(path: str) -> list[str]:
         ("/models", (JSON,), json.dumps({"url": "a.mar", "batch_size": 4, "initial_workers": "1"}).encode()),
     ],
 )
-async def test_a_model_is_registered_by_query_or_body_and_waited_for(site, administration, target, lines, body):
+async def test_a_model_is_registered_by_query_or_body_synchronously(site, administration, target, lines, body):
     administration.done = ChangeResult('Model "m" Version: 1.0 registered with 1 initial workers')
     async with site(MANAGEMENT) as ask:
         reply = await ask("POST", target, *lines, body=body)
@@ -53,7 +53,7 @@ async def test_a_model_is_registered_by_query_or_body_and_waited_for(site, admin
     assert administration.asked == [("register", expected)]
 
 
-async def test_a_registration_may_go_on_in_the_background_or_in_part(site, administration):
+async def test_a_registration_can_be_in_progress_or_partial(site, administration):
     async with site(MANAGEMENT) as ask:
         for done in (
             ChangeResult("Processing worker updates...", 202),
@@ -72,14 +72,14 @@ async def test_a_registration_may_go_on_in_the_background_or_in_part(site, admin
         ("/models?url=a&batch_size=NaN", "batch_size is 'NaN', expected a whole number from 1 to 2147483647"),
     ],
 )
-async def test_a_registration_that_says_nonsense_is_refused(site, administration, target, message):
+async def test_an_invalid_registration_is_refused(site, administration, target, message):
     async with site(MANAGEMENT) as ask:
         reply = await ask("POST", target)
     assert (reply.status, reply.json()) == (400, {"code": 400, "type": "BadRequestException", "message": message})
     assert administration.asked == []
 
 
-async def test_what_the_administration_refuses_is_told_as_it_says(site, administration):
+async def test_an_error_of_the_administration_is_returned(site, administration):
     administration.error = ApiError("ConflictStatusException", "Model version 1.0 is already registered for model m")
     async with site(MANAGEMENT) as ask:
         reply = await ask("POST", "/models?url=a.mar")
@@ -91,7 +91,7 @@ async def test_what_the_administration_refuses_is_told_as_it_says(site, administ
     assert (reply.status, reply.headers["connection"]) == (409, "close")
 
 
-async def test_models_change_only_where_model_control_is_on(site, administration):
+async def test_register_and_unregister_need_the_model_api(site, administration):
     async with site(MANAGEMENT, model_api=False) as ask:
         for method, target in (("POST", "/models?url=a.mar"), ("DELETE", "/models/m"), ("DELETE", "/models/m/1.0")):
             reply = await ask(method, target)
@@ -102,7 +102,7 @@ async def test_models_change_only_where_model_control_is_on(site, administration
     assert [asked[0] for asked in administration.asked] == ["scale", "set_default", "set_traffic"]
 
 
-async def test_a_parameter_that_a_change_does_not_know_is_told_to_the_log(site, caplog):
+async def test_an_unknown_parameter_of_a_change_is_logged(site, caplog):
     async with site(MANAGEMENT) as ask:
         assert (await ask("GET", "/models?url=a.mar&batch_delay=5")).status == 200
         assert (await ask("PUT", "/models/m?min_worker=1&timeout=5")).status == 200
@@ -114,7 +114,7 @@ async def test_a_parameter_that_a_change_does_not_know_is_told_to_the_log(site, 
 # ---- scaling, defaults, traffic, unregistration
 
 
-async def test_scaling_passes_on_what_was_said(site, administration):
+async def test_scaling_passes_the_parameters_on(site, administration):
     async with site(MANAGEMENT) as ask:
         assert (await ask("PUT", "/models/m")).json() == {"status": "done"}
         await ask("PUT", "/models/m/2.0?min_worker=0&max_worker=3&synchronous=true&timeout=1&number_gpu=1")
@@ -127,7 +127,7 @@ async def test_scaling_passes_on_what_was_said(site, administration):
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "", "1" + "0" * 30])
-async def test_scaling_to_nonsense_starts_nothing(site, administration, value):
+async def test_an_invalid_scale_changes_nothing(site, administration, value):
     async with site(MANAGEMENT) as ask:
         reply = await ask("PUT", f"/models/m?min_worker={value}")
         assert (await ask("PUT", "/models/m?min_worker=2&max_worker=1")).json()["message"] == (
@@ -182,7 +182,7 @@ async def test_a_description_is_a_list_without_nulls(site, administration):
     ]
 
 
-async def test_kserve_asks_whether_a_model_is_ready(site):
+async def test_kserve_readiness_reports_a_ready_worker(site):
     async with site(MANAGEMENT) as ask:
         assert (await ask("GET", "/v1/models/m")).json() == {"name": "m", "ready": True}
         assert (await ask("GET", "/v1/models/m:predict")).json() == {"name": "m", "ready": True}
@@ -233,7 +233,7 @@ async def test_a_wrong_method_is_refused(site, administration, method, target):
 # ---- tokens
 
 
-async def test_a_token_is_made_with_its_own_key(site, administration):
+async def test_a_token_is_renewed_with_the_api_key(site, administration):
     administration.keys = {"management": b"k", "inference": b"i", "token": b"t"}
     async with site(MANAGEMENT) as ask:
         reply = await ask("GET", "/token?type=inference", "Authorization: Bearer t")
@@ -260,7 +260,7 @@ WRONG = (
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_no_route_does_or_tells_anything_without_the_key_of_management(site, administration, path):
+async def test_without_the_management_key_no_route_does_or_reveals_anything(site, administration, path):
     administration.keys = {"management": b"k", "inference": b"i", "token": b"t"}
     async with site(MANAGEMENT) as ask:
         for method, target, line in itertools.product(METHODS, aliases(path), WRONG):
@@ -273,7 +273,7 @@ async def test_no_route_does_or_tells_anything_without_the_key_of_management(sit
         assert (await ask("GET", "/models", "authorization: Bearer k")).status == 200
 
 
-async def test_on_one_listener_for_all_each_group_has_its_own_key(site, administration):
+async def test_on_a_shared_listener_each_group_has_its_own_key(site, administration):
     administration.keys = {"management": b"k", "inference": b"i", "token": b"t"}
     async with site() as ask:
         for method, target, key in (

@@ -48,7 +48,7 @@ async def echo(request: HttpRequest) -> ItemResult:
     return ItemResult(body=request.body)
 
 
-async def test_the_function_is_given_the_whole_request():
+async def test_the_function_receives_the_whole_request():
     asked: list[HttpRequest] = []
 
     async def note(request: HttpRequest) -> ItemResult:
@@ -70,7 +70,7 @@ async def test_the_function_is_given_the_whole_request():
 
 @pytest.mark.parametrize("size", [0, 1000, 100_000, 300_000])
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_bodies_of_any_size_are_bytes_and_no_shared_memory_is_kept(size, chunked):
+async def test_bodies_of_any_size_are_bytes_without_shared_memory(size, chunked):
     body = (
         b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size) if chunked and size else b"0\r\n\r\n" if chunked else b"x" * size
     )
@@ -81,7 +81,7 @@ async def test_bodies_of_any_size_are_bytes_and_no_shared_memory_is_kept(size, c
         assert server.listener.backend.used_bytes == 0  # type: ignore[attr-defined]
 
 
-async def test_what_a_function_raises_is_answered_and_a_bug_tells_nothing(caplog):
+async def test_an_error_is_answered_and_a_bug_reveals_nothing(caplog):
     async def fail(request: HttpRequest) -> ItemResult:
         if request.names["what"] == "bad":
             raise BadRequest("found a, expected b")
@@ -117,7 +117,7 @@ async def test_requests_of_one_connection_are_answered_in_order():
         writer.close()
 
 
-async def test_a_change_goes_on_when_its_client_leaves_and_closing_waits_for_it():
+async def test_a_change_completes_after_its_client_leaves_and_closing_waits_for_it():
     begun, gate, made = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def change(request: HttpRequest) -> ItemResult:
@@ -141,7 +141,7 @@ async def test_a_change_goes_on_when_its_client_leaves_and_closing_waits_for_it(
         assert made.is_set()
 
 
-async def test_closing_waits_no_longer_than_it_was_told():
+async def test_closing_waits_at_most_the_given_time():
     cancelled = asyncio.Event()
 
     async def hang(request: HttpRequest) -> ItemResult:
@@ -167,7 +167,7 @@ async def test_closing_waits_no_longer_than_it_was_told():
 METRICS = frozenset({"metrics"})
 
 
-async def test_metrics_are_those_whose_names_are_asked_for(site):
+async def test_metrics_can_be_selected_by_name(site):
     async with site(METRICS) as ask:
         reply = await ask("GET", "/metrics")
         assert (reply.status, reply.body) == (200, b"metrics of ")
@@ -175,7 +175,7 @@ async def test_metrics_are_those_whose_names_are_asked_for(site):
         assert (await ask("GET", "/metrics?name[]=a&name%5B%5D=b&other=c")).body == b"metrics of a,b"
 
 
-async def test_metrics_need_no_token_and_no_other_listener_has_them(site, administration):
+async def test_metrics_need_no_token_and_are_only_on_their_listener(site, administration):
     administration.keys = {"management": b"k", "inference": b"i", "token": b"t"}
     async with site(METRICS) as ask:
         assert (await ask("GET", "/metrics")).status == 200
@@ -184,12 +184,12 @@ async def test_metrics_need_no_token_and_no_other_listener_has_them(site, admini
         assert (await ask("GET", "/metrics", "Authorization: Bearer k")).status == 404
 
 
-async def test_metrics_that_are_off_are_not_found(site):
+async def test_disabled_metrics_are_not_found(site):
     async with site(METRICS, metrics_api=False) as ask:
         assert (await ask("GET", "/metrics")).status == 404
 
 
-async def test_a_failure_of_the_metrics_tells_nothing_of_itself(site, caplog):
+async def test_a_failure_of_the_metrics_reveals_nothing(site, caplog):
     async def fail(names: list[str]) -> bytes:
         raise RuntimeError("secret")
 
@@ -213,7 +213,7 @@ ROUTES = (
 
 
 @pytest.mark.parametrize(("target", "status", "value"), ROUTES)
-async def test_the_protocol_answers_as_on_the_wire(site, target, status, value):
+async def test_the_open_inference_routes_return_torchserves_json(site, target, status, value):
     async with site(INFERENCE) as ask:
         for method in ("GET", "POST"):
             reply = await ask(method, target)
@@ -221,7 +221,7 @@ async def test_the_protocol_answers_as_on_the_wire(site, target, status, value):
 
 
 @pytest.mark.parametrize("target", [target for target, _, _ in ROUTES])
-async def test_without_the_switch_nothing_is_there(site, target):
+async def test_open_inference_routes_exist_only_if_enabled(site, target):
     async with site(INFERENCE, open_inference=False) as ask:
         assert (await ask("GET", target)).status == 404
     async with site(frozenset({"management"})) as ask:

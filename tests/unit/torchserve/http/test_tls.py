@@ -100,7 +100,7 @@ async def test_many_clients_at_once_pass_through_tls():
 @pytest.mark.parametrize(
     "data", [b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n", b"G", b"nonsense\n", b"POST / " + b"x" * 99_999]
 )
-async def test_plain_http_is_refused_in_the_first_line(data):
+async def test_plain_http_is_refused_in_the_status_line(data):
     async with guarded() as (server, port):
         reader, writer = await plain(port)
         writer.write(data)
@@ -124,7 +124,7 @@ async def test_a_refused_client_that_stays_is_dropped(monkeypatch):
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16", b"\x16\x03\x01\x02\x00"])
-async def test_a_client_that_says_nothing_or_not_enough_is_dropped_in_time(said):
+async def test_a_silent_or_slow_client_is_dropped(said):
     async with guarded(header_timeout_s=0.1) as (server, port):
         reader, writer = await plain(port)
         writer.write(said)
@@ -134,7 +134,7 @@ async def test_a_client_that_says_nothing_or_not_enough_is_dropped_in_time(said)
         await until_gone(server)
 
 
-async def test_a_handshake_that_fails_ends_only_its_own_connection():
+async def test_a_failed_handshake_closes_only_its_own_connection():
     async with guarded() as (server, port):
         reader, writer = await plain(port)
         writer.write(b"\x16" + b"no handshake at all" * 100)
@@ -145,7 +145,7 @@ async def test_a_handshake_that_fails_ends_only_its_own_connection():
         assert await post(port, b"a") == b"a"
 
 
-async def test_clients_that_leave_at_once_leave_nothing_behind():
+async def test_clients_that_disconnect_leave_nothing_behind():
     async with guarded() as (server, port):
         for said in (b"", b"\x16", b"GET "):
             for _ in range(5):
@@ -173,7 +173,7 @@ async def test_silent_connections_count_as_connections():
         assert await post(port, b"a") == b"a"
 
 
-async def test_closing_drops_who_is_still_at_the_gate():
+async def test_closing_drops_connections_before_their_handshake():
     async with guarded() as (server, port):
         peers = [await plain(port) for _ in range(3)]
         peers[1][1].write(b"\x16")
@@ -204,7 +204,7 @@ async def test_a_request_in_flight_is_answered_when_the_listener_closes():
         await closing
 
 
-async def test_a_port_in_use_and_a_host_that_is_none_are_refused():
+async def test_a_port_in_use_and_an_invalid_host_are_refused():
     async with guarded() as (_, port):
         for host, at in (("127.0.0.1", port), ("x" * 300, 0)):
             other = make_listener(

@@ -43,7 +43,7 @@ def shown(busy: Callable[..., PrometheusObserver], one_gpu: ModuleType) -> dict[
     return found
 
 
-def test_every_metric_and_label_that_is_asked_for_exists(shown: dict[str, set[str]]) -> None:
+def test_every_metric_and_label_in_the_queries_exists(shown: dict[str, set[str]]) -> None:
     asked = 0
     for expression in expressions():
         labels: set[str] = set()
@@ -58,7 +58,7 @@ def test_every_metric_and_label_that_is_asked_for_exists(shown: dict[str, set[st
     assert asked > 40
 
 
-def test_every_expression_closes_what_it_opens() -> None:
+def test_every_expression_has_balanced_brackets() -> None:
     for expression in expressions():
         opened: list[str] = []
         for c in re.sub(r'"[^"]*"', "", expression):
@@ -69,7 +69,7 @@ def test_every_expression_closes_what_it_opens() -> None:
         assert not opened, expression
 
 
-def test_labels_in_texts_are_those_of_the_metrics(shown: dict[str, set[str]]) -> None:
+def test_labels_in_texts_belong_to_the_metrics(shown: dict[str, set[str]]) -> None:
     def check(text: str, expression: str) -> None:
         has = set().union(*(shown[name] for name, _ in SELECTED.findall(expression)))
         asked = set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+)(?: \|[^}]*)? ?\}\}", text)) - {"exported_instance"}
@@ -96,7 +96,7 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
     assert variables == {"datasource", "model", "version"}
 
 
-def test_no_two_panels_lie_on_each_other() -> None:
+def test_no_two_panels_overlap() -> None:
     def cells(at: dict[str, int]) -> set[tuple[int, int]]:
         assert at["x"] + at["w"] <= 24
         return {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
@@ -105,7 +105,7 @@ def test_no_two_panels_lie_on_each_other() -> None:
     assert not any(a & b for a, b in itertools.combinations(places, 2))
 
 
-def test_there_are_panels_and_alerts_for_what_matters() -> None:
+def test_the_important_metrics_have_panels_and_alerts() -> None:
     text = " ".join(expressions())
     for p in ("0.5,", "0.95,", "0.99,"):
         assert f"histogram_quantile({p}" in text
@@ -118,7 +118,7 @@ def test_there_are_panels_and_alerts_for_what_matters() -> None:
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
-def test_the_page_of_documentation_lists_torchserve_s_metrics() -> None:
+def test_the_documentation_lists_torchserves_metrics() -> None:
     page = (FOLDER.parents[1] / "docs" / "metrics.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (\w+, \w+) \| [^|]+ \|$", page, re.M))
     assert rows == {name: f"{kind}, {unit}" for name, (kind, unit, _) in SERVER_METRICS.items()} | {

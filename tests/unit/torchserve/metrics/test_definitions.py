@@ -35,7 +35,7 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_file_says_which_metrics_there_are_and_what_kind_each_is(tmp_path: Path) -> None:
+def test_a_file_defines_metrics_and_their_kinds(tmp_path: Path) -> None:
     config = read_config(written(tmp_path, FILE))
     latency = MetricDefinition(
         "ts_inference_latency_microseconds", "histogram", "Microseconds", ("model", "version", "host")
@@ -52,7 +52,7 @@ def test_a_file_says_which_metrics_there_are_and_what_kind_each_is(tmp_path: Pat
     }
 
 
-def test_without_a_file_there_are_torchserve_s_own_metrics_and_no_yaml_is_needed(
+def test_without_a_file_torchserves_metrics_need_no_yaml(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
@@ -91,19 +91,19 @@ def test_without_a_file_there_are_torchserve_s_own_metrics_and_no_yaml_is_needed
         ("&a [*a, !!python/object/apply:os.getpid []]", "not valid YAML"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_with_its_line_or_key(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_file_is_refused_with_its_line_or_key(tmp_path: Path, text: str, said: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=said) as raised:
         read_config(path)
     assert path in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_config(str(tmp_path / "none.yaml"))
 
 
-def test_of_two_declarations_the_last_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_of_two_definitions_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = "model_metrics: {gauge: [{name: a, unit: ms, dimensions: []}, {name: a, unit: s, dimensions: []}]}"
     assert read_config(written(tmp_path, text)).models["a"].unit == "s"
     assert "a is defined twice" in caplog.text

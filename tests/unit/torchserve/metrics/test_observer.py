@@ -55,7 +55,7 @@ async def values(metrics: TorchServeMetrics, *names: str) -> dict[str, float]:
     return {re.sub(r"{.*", "", name) + f"[{','.join(LABEL.findall(name))}]": float(value) for name, _, value in samples}
 
 
-async def test_what_was_served_is_counted_by_the_version_that_was_asked_for(files: Files) -> None:
+async def test_served_requests_are_counted_by_the_requested_version(files: Files) -> None:
     metrics = make()
     metrics.on_served("m", "1.0", ["default", "1.0", "default"], [0.001, 0.002, 0.004], [0.01, 0.02, 0.04])
     metrics.on_served("m", "1.0", [""], [0.0005], [0.001])
@@ -82,7 +82,7 @@ async def test_what_was_served_is_counted_by_the_version_that_was_asked_for(file
     ]
 
 
-async def test_answers_and_requests_are_told_as_what_they_grew_by(files: Files) -> None:
+async def test_counters_are_logged_as_growth(files: Files) -> None:
     counts = FrontendCounts({2: 3, 4: 1}, {("m", "default"): 2})
     metrics = make(counts=lambda: counts)
     await values(metrics)
@@ -102,7 +102,7 @@ async def test_answers_and_requests_are_told_as_what_they_grew_by(files: Files) 
     ]  # fmt: skip
 
 
-async def test_workers_and_the_machine_are_told(files: Files, record: Callable[..., BatchRecord]) -> None:
+async def test_workers_and_system_metrics_are_logged(files: Files, record: Callable[..., BatchRecord]) -> None:
     metrics = make(first_worker=9500)
     metrics.on_load("m", "1.0", 2, 1.25)
     batch = record(rows=1, seconds=0.5)
@@ -121,7 +121,7 @@ async def test_workers_and_the_machine_are_told(files: Files, record: Callable[.
     ]
 
 
-async def test_every_value_of_a_declared_metric_of_a_model_is_a_line(files: Files) -> None:
+async def test_every_value_of_a_defined_model_metric_is_a_line(files: Files) -> None:
     metrics = make()
     metrics.on_model_metrics("m", "1.0", 0, [HANDLER, MetricDelta("counter", "Faces", 3.0, {}, "Count", "r-1")])
     metrics.on_model_metrics("m", "1.0", 0, [MetricDelta("gauge", "HandlerTime", 2.5, HANDLER.labels, "Seconds")])
@@ -132,7 +132,7 @@ async def test_every_value_of_a_declared_metric_of_a_model_is_a_line(files: File
     ]
 
 
-async def test_metrics_that_no_file_declares_are_there_if_they_are_detected(files: Files) -> None:
+async def test_auto_detect_adds_metrics_without_a_definition(files: Files) -> None:
     metrics = make(auto_detect=True)
     for value in (3.0, 4.0):
         metrics.on_model_metrics("m", "1.0", 0, [MetricDelta("counter", "Faces", value, {"camera": "a\nb"}, "Count")])
@@ -143,7 +143,7 @@ async def test_metrics_that_no_file_declares_are_there_if_they_are_detected(file
     assert await values(metrics, "Faces") == {}
 
 
-async def test_metrics_that_the_file_leaves_out_are_left_out_and_kinds_are_those_of_the_file(files: Files) -> None:
+async def test_the_file_determines_metrics_and_kinds(files: Files) -> None:
     latency = MetricDefinition("ts_inference_latency_microseconds", "histogram", "us", ("name", "version", "host"))
     metrics = make(MetricsConfig({latency.name: latency}, {}), counts=lambda: FrontendCounts({2: 1}))
     metrics.on_served("m", "1", ["1", "1"], [0.0, 0.0], [0.001, 0.002])
@@ -159,7 +159,7 @@ async def test_metrics_that_the_file_leaves_out_are_left_out_and_kinds_are_those
     ("mode", "server", "models"),
     [("log", ["ts_inference_requests_total", "Requests2XX"], 1), ("legacy", ["Requests2XX"], 1), ("prometheus", [], 0)],
 )
-async def test_the_page_is_there_in_every_mode_and_the_files_as_it_says(
+async def test_the_page_exists_in_every_mode_and_the_mode_controls_the_files(
     files: Files, mode: str, server: list[str], models: int
 ) -> None:
     metrics = make(mode=mode, counts=lambda: FrontendCounts({2: 1}, {("m", "default"): 1}))
@@ -169,7 +169,7 @@ async def test_the_page_is_there_in_every_mode_and_the_files_as_it_says(
     assert len(files.models) == models
 
 
-async def test_penstock_s_own_families_stand_beside(
+async def test_the_page_includes_penstocks_own_metrics(
     reading: Callable[..., ServerSnapshot], record: Callable[..., BatchRecord], files: Files
 ) -> None:
     metrics = make()
@@ -186,7 +186,7 @@ async def test_penstock_s_own_families_stand_beside(
     assert len(files.models) == 1
 
 
-async def test_a_turn_is_left_out_while_the_last_goes_on_and_loses_nothing(
+async def test_a_flush_is_skipped_while_the_last_one_runs_and_loses_nothing(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = make()
@@ -204,7 +204,7 @@ async def test_a_turn_is_left_out_while_the_last_goes_on_and_loses_nothing(
     assert len(files.models) == 3
 
 
-async def test_a_model_that_tells_more_than_can_be_counted_loses_the_rest_and_that_is_told(
+async def test_excess_model_metrics_are_dropped_and_counted(
     files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(observer, "MAX_BATCHES", 2)
@@ -216,7 +216,7 @@ async def test_a_model_that_tells_more_than_can_be_counted_loses_the_rest_and_th
     assert "model_metrics_lost values=6" in caplog.text
 
 
-async def test_many_batches_are_counted_in_small_pieces(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_batches_are_counted_in_chunks(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     breaths: list[float] = []
     monkeypatch.setattr(observer.time, "sleep", breaths.append)
     metrics = make()
@@ -227,7 +227,7 @@ async def test_many_batches_are_counted_in_small_pieces(files: Files, monkeypatc
     assert len(breaths) == 3
 
 
-async def test_a_bug_in_counting_is_logged_and_the_next_turn_goes_on(
+async def test_an_error_in_counting_is_logged_and_the_next_flush_works(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = make()
@@ -239,7 +239,7 @@ async def test_a_bug_in_counting_is_logged_and_the_next_turn_goes_on(
     assert await values(metrics, "HandlerTime") == {"HandlerTime[m,Model,h]": 1.5}
 
 
-async def test_what_the_server_tells_of_a_version_outlives_it_until_many_others_have_gone(
+async def test_server_metrics_of_an_unloaded_version_stay_for_a_while(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observer, "MAX_GONE", 2)
@@ -267,7 +267,7 @@ async def test_what_the_server_tells_of_a_version_outlives_it_until_many_others_
     assert await shown() == {"m,3", "m,default", "m_3"}
 
 
-async def test_a_turn_that_fails_is_not_the_last(
+async def test_a_failed_flush_is_not_the_last(
     files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = make()
@@ -285,7 +285,7 @@ async def test_a_turn_that_fails_is_not_the_last(
     running.cancel()
 
 
-async def test_while_nothing_comes_the_thread_sleeps(files: Files) -> None:
+async def test_without_events_the_thread_sleeps(files: Files) -> None:
     counts = FrontendCounts({2: 1})
     metrics = make(counts=lambda: counts)
     metrics.flush_if_idle()

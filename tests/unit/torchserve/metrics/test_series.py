@@ -45,13 +45,13 @@ def test_counters_add_gauges_show_the_last_and_histograms_count() -> None:
     assert "# TYPE histogram histogram\n" in text
 
 
-def test_a_declared_metric_is_on_the_page_before_its_first_value() -> None:
+def test_a_defined_metric_is_on_the_page_before_its_first_value() -> None:
     table = SeriesTable()
     table.declare(declared("a", unit='per "x"\nline'))
     assert page(table) == '# HELP a A counter of the TorchServe API, unit: per "x"\\nline\n# TYPE a counter\n'
 
 
-def test_series_go_with_their_owner() -> None:
+def test_series_are_dropped_with_their_owner() -> None:
     table = SeriesTable()
     for version in ("1", "2"):
         table.change(declared(), (("v", version),), (1.0,), ("m", version))
@@ -77,7 +77,7 @@ def test_series_go_with_their_owner() -> None:
         ("ok", (("a", "x"), ("a", "y"))),
     ],
 )
-def test_what_would_spoil_the_page_is_left_out_and_told_once(
+def test_a_metric_that_would_break_the_page_is_omitted_and_logged_once(
     name: str, labels: tuple[tuple[str, str], ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     table = SeriesTable()
@@ -89,7 +89,7 @@ def test_what_would_spoil_the_page_is_left_out_and_told_once(
     assert caplog.text.count("metric_refused") == 1
 
 
-def test_a_name_belongs_to_who_had_it_first(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_metric_keeps_its_name(caplog: pytest.LogCaptureFixture) -> None:
     table = SeriesTable()
     table.change(declared("a", "gauge"), LABELS, (1.0,))
     table.change(declared("a", "counter"), LABELS, (9.0,))
@@ -97,7 +97,7 @@ def test_a_name_belongs_to_who_had_it_first(caplog: pytest.LogCaptureFixture) ->
     assert "another metric has this name" in caplog.text
 
 
-def test_there_is_a_most_of_series_and_room_again_when_some_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series, "MAX_SERIES", 2)
     table = SeriesTable()
     for i in range(4):
@@ -108,7 +108,7 @@ def test_there_is_a_most_of_series_and_room_again_when_some_go(monkeypatch: pyte
     assert values(table) == {"a['1']": 1.0, "a['3']": 1.0}
 
 
-def test_a_page_can_be_cut_down_to_families_and_samples_by_name() -> None:
+def test_a_page_can_be_filtered_by_name() -> None:
     table = SeriesTable()
     table.change(declared("a"), LABELS, (1.0,))
     table.change(declared("h", "histogram"), LABELS, (1.0,))

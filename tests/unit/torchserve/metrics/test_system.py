@@ -18,7 +18,7 @@ from penstock.torchserve.metrics.system import (
 )
 
 
-def test_the_machine_is_measured_in_torchserve_s_units() -> None:
+def test_the_machine_is_measured_in_torchserves_units() -> None:
     found = {m.name: m.value for m in SystemProbe().read()}
     assert set(found) == {
         "CPUUtilization", "DiskAvailable", "DiskUsage", "DiskUtilization", "MemoryAvailable", "MemoryUsed",
@@ -55,7 +55,7 @@ def test_gpus_are_measured(one_gpu: ModuleType) -> None:
         ("Traceback (most recent call last):", None),
     ],
 )
-def test_a_line_of_a_metric_is_understood_or_not(line: str, measured: SystemMetric | None) -> None:
+def test_a_line_of_output_is_parsed_or_rejected(line: str, measured: SystemMetric | None) -> None:
     assert parse_line(line) == measured
 
 
@@ -64,9 +64,7 @@ def script(folder: Path, text: str) -> str:
     return "collect.py"
 
 
-async def test_a_command_s_lines_are_taken_up_to_the_first_empty_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_output_counts_up_to_the_first_empty_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = """
 import sys
 print("a warning", file=sys.stderr, flush=True)
@@ -87,7 +85,7 @@ print("DiskUsage.Gigabytes:1|#Level:Host|#hostname:h,1")
         ("import time; print('x', flush=True); time.sleep(600)", "it did not end within 0.5 s"),
     ],
 )
-async def test_a_command_that_fails_or_hangs_is_told(
+async def test_a_command_that_fails_or_hangs_is_logged(
     tmp_path: Path, text: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit_s = 0.5 if "sleep" in text else 20.0
@@ -95,18 +93,18 @@ async def test_a_command_that_fails_or_hangs_is_told(
     assert said in caplog.text
 
 
-async def test_a_command_that_cannot_be_started_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_command_that_cannot_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert await MetricsCommand(["x.py"], str(tmp_path / "nowhere"), 5.0).measure() == []
     assert "it could not be started" in caplog.text
 
 
-async def test_a_command_that_prints_without_end_takes_no_memory(tmp_path: Path) -> None:
+async def test_endless_output_of_a_command_takes_no_memory(tmp_path: Path) -> None:
     text = "for _ in range(200_000): print('DiskUsage.Gigabytes:1|#Level:Host|#hostname:h,1')"
     found = await MetricsCommand([script(tmp_path, text)], str(tmp_path), 30.0).measure()
     assert 20_000 < len(found) < 30_000
 
 
-def test_torchserve_s_own_script_is_ours_where_there_is_no_such_file(tmp_path: Path) -> None:
+def test_torchserves_own_script_is_replaced_if_it_is_missing(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert getattr(measure_of(f"{SCRIPT} --gpu 0", folder, 60.0), "__func__", None) is SystemProbe.measure
     assert getattr(measure_of(None, None, 60.0), "__func__", None) is SystemProbe.measure
@@ -115,7 +113,7 @@ def test_torchserve_s_own_script_is_ours_where_there_is_no_such_file(tmp_path: P
     assert getattr(measure_of(f"{SCRIPT} --gpu 0", folder, 60.0), "__func__", None) is MetricsCommand.measure
 
 
-async def test_the_machine_is_watched_also_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+async def test_measuring_continues_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     looks: list[int] = []
     third = asyncio.Event()
 
@@ -135,7 +133,7 @@ async def test_the_machine_is_watched_also_after_a_failure(caplog: pytest.LogCap
     assert "machine_not_measured" in caplog.text
 
 
-async def test_it_is_no_process_that_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_measuring_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*arguments: object, **settings: object) -> None:
         raise AssertionError("a process was started")
 

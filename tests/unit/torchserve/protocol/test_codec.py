@@ -50,7 +50,7 @@ def exactly(value, expected):
         (b"\xff", "text/plain", bytearray(b"\xff")),
     ],
 )
-def test_the_content_type_says_what_body_is(body, content_type, expected):
+def test_the_content_type_determines_the_body(body, content_type, expected):
     request = decoded(body, content_type)
     assert list(request.inputs) == ["body"]
     exactly(request.inputs["body"], expected)
@@ -60,7 +60,7 @@ def test_the_content_type_says_what_body_is(body, content_type, expected):
     exactly(raw.inputs["body"], bytearray(body))
 
 
-def test_a_body_is_the_handlers_own():
+def test_a_body_belongs_to_the_handler():
     body = b"same"
     decoded(body).inputs["body"][:] = b"else"
     assert body == b"same"
@@ -74,7 +74,7 @@ def form(*parts: tuple[str, str, bytes], end: bytes = b"--B--\r\n") -> bytes:
 MULTIPART = "multipart/form-data; boundary=B"
 
 
-def test_a_form_has_one_key_a_field_and_the_last_of_a_name_wins():
+def test_a_form_has_one_key_per_field_and_the_last_value_wins():
     body = form(
         ("data", '; filename="a.jpg"\r\nContent-Type: image/jpeg', b"\xff\x00"),
         ("name", "", b"first"),
@@ -120,7 +120,7 @@ def test_a_form_has_one_key_a_field_and_the_last_of_a_name_wins():
         (b"&".join([b"a=1"] * 1001), "application/x-www-form-urlencoded", "more than 1000 fields"),
     ],
 )
-def test_a_form_that_cannot_be_read_is_the_clients_fault(body, content_type, says):
+def test_an_unreadable_form_is_a_bad_request(body, content_type, says):
     with pytest.raises(BadRequest, match=says):
         decoded(body, content_type)
 
@@ -140,20 +140,20 @@ def test_urlencoded_fields_are_bytearrays(body, inputs):
     assert all(type(value) is bytearray for value in request.inputs.values())
 
 
-def test_a_query_is_inputs_and_the_body_comes_after():
+def test_query_fields_are_inputs_and_the_body_overrides_them():
     request = decoded(b"raw", headers=[(b":query", b"a=1&body=2&b=%20"), (b"X-Foo", b"z")])
     assert request.inputs == {"a": b"1", "body": b"raw", "b": b" "}
     assert all(type(value) is bytearray for value in request.inputs.values())
     assert list(request.headers) == ["a", "body", "b", "X-Foo"]
 
 
-def test_headers_keep_their_spelling_and_the_last_of_a_name_wins():
+def test_headers_keep_their_spelling_and_the_last_value_wins():
     sent = [(b"X-Foo", b"1"), (b"x-bar", b"\xe9"), (b"X-Foo", b"2"), (b"explain", b"False"), (b"body", b"mine")]
     request = decoded(b"", headers=sent)
     assert request.headers == {"body": "mine", "X-Foo": "2", "x-bar": "é", "explain": "False"}
 
 
-def test_inputs_of_grpc_are_bytearrays_whatever_they_are():
+def test_grpc_inputs_are_bytearrays():
     body = msgspec.msgpack.encode({"data": b"{}", "body": b"", "ü": b"x"})
     request = decoded(body, codec=InputsCodec("m", "1"))
     assert request.inputs == {"data": b"{}", "body": b"", "ü": b"x"}
@@ -164,7 +164,7 @@ def test_inputs_of_grpc_are_bytearrays_whatever_they_are():
             decoded(wrong, codec=InputsCodec("m", "1"))
 
 
-def test_an_answer_is_what_the_handler_gave():
+def test_an_answer_has_the_handlers_values():
     answer = HandlerAnswer(b"x", "text/csv", 404, "Gone", [("X-A", "1"), ("Content-Length", "7"), ("Connection", "no")])
     expected = ItemResult(b"x", "text/csv", 404, [("X-A", "1")], reason="Gone")
     assert CODEC.encode(answer, Item(b""), None) == expected
@@ -214,7 +214,7 @@ BODIES = st.one_of(
 @given(
     BODIES, TYPES | st.text(max_size=30), st.binary(max_size=30), st.sampled_from([CODEC, RAW, InputsCodec("m", "1")])
 )
-def test_no_request_raises_anything_but_our_own_errors(body, content_type, query, codec):
+def test_requests_raise_only_penstock_errors(body, content_type, query, codec):
     try:
         request = decoded(memoryview(body), content_type, [(b":query", query), (query, query)], codec)
     except PenstockError:
@@ -226,7 +226,7 @@ def test_no_request_raises_anything_but_our_own_errors(body, content_type, query
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), lambda x: st.lists(x)))
-def test_json_is_what_pythons_json_makes_of_it(value):
+def test_json_is_decoded_by_pythons_json(value):
     body = json.dumps(value).encode()
     found = decoded(body, "application/json").inputs["body"]
     assert json.dumps(found) == json.dumps(json.loads(body))

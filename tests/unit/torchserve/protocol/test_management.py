@@ -42,7 +42,7 @@ def refusal(reader, *given) -> ApiError:
 # ---- registration
 
 
-def test_a_query_says_all_that_can_be_said():
+def test_a_query_sets_every_parameter():
     text = (
         "url=a.mar&model_name=x&handler=h.py:f&runtime=python3&batch_size=8&max_batch_delay=0&initial_workers=2"
         "&synchronous=False&response_timeout=5&startup_timeout=6&s3_sse_kms=TRUE"
@@ -62,37 +62,37 @@ def test_a_query_says_all_that_can_be_said():
     )
 
 
-def test_what_is_not_said_is_none():
+def test_missing_parameters_are_none():
     assert register("url=a.mar") == Registration(url="a.mar")
     assert register("url=a.mar&model_name=").model_name is None
 
 
-def test_a_json_body_has_the_same_keys_and_may_say_numbers_as_texts():
+def test_a_json_body_has_the_same_keys_and_accepts_numbers_as_strings():
     body = {"url": "a.mar", "batch_size": 4, "initial_workers": "3", "max_batch_delay": 7.0, "synchronous": "true"}
     found = parsers.read_registration(query("url=other.mar"), JSON, json.dumps(body | {"handler": None}).encode())
     assert found == Registration(url="a.mar", batch_size=4, initial_workers=3, max_batch_delay=7, synchronous=True)
 
 
-def test_a_body_that_is_not_json_or_empty_is_not_looked_at():
+def test_a_body_that_is_empty_or_not_json_is_ignored():
     assert parsers.read_registration(query("url=a.mar"), "text/plain", b'{"url": "b.mar"}').url == "a.mar"
     assert parsers.read_registration(query("url=a.mar"), JSON, b"").url == "a.mar"
 
 
-def test_the_first_of_equal_names_counts_and_unknown_ones_do_not():
+def test_the_first_of_repeated_parameters_counts_and_unknown_ones_are_ignored():
     assert register("url=a&url=b&batch_delay=9") == Registration(url="a")
     assert parsers.unknown_parameters(query("url=a&batch_delay=9&x=1"), ("url",)) == ["batch_delay", "x"]
     assert parsers.unknown_parameters({"x" * 1000: ["1"]}, ()) == ["x" * 40]
 
 
 @pytest.mark.parametrize("text", ["", "url=", "model_name=m"])
-def test_an_archive_must_be_named(text):
+def test_the_url_is_required(text):
     error = refusal(register, text)
     assert (error.status, error.kind, error.message) == (400, "BadRequestException", "Parameter url is required.")
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", ["NaN", "", "1" + "0" * 30, "-1", "x", "1.5", "0x10", "١", "1e3", "9" * 5000, "--1"])
-def test_a_number_in_a_query_that_is_none_is_refused_with_what_was_found(name, value):
+def test_an_invalid_number_in_a_query_is_refused_and_shown(name, value):
     error = refusal(parsers.read_registration, {"url": ["a"], name: [value]}, "", b"")
     assert (error.status, error.kind) == (400, "BadRequestException")
     assert error.message.startswith(f"{name} is {value[:40]!r}"[:45])
@@ -101,7 +101,7 @@ def test_a_number_in_a_query_that_is_none_is_refused_with_what_was_found(name, v
 
 
 @pytest.mark.parametrize("value", ["NaN", "", "[]", "{}", "true", "1.5", "-1", "1" + "0" * 30, "1" + "0" * 300, "-0.5"])
-def test_a_number_in_a_body_that_is_none_is_refused(value):
+def test_an_invalid_number_in_a_body_is_refused(value):
     body = b'{"url": "a", "batch_size": %s}' % (value.encode() or b'""')
     error = refusal(parsers.read_registration, {}, JSON, body)
     assert (error.status, error.kind) == (400, "BadRequestException")
@@ -111,11 +111,11 @@ def test_a_number_in_a_body_that_is_none_is_refused(value):
 @pytest.mark.parametrize(
     "body", [b"null", b"[]", b"3", b'"x"', b"{", b"\xff", b'{"url": 5}', b'{"url": "a", "runtime": []}']
 )
-def test_a_body_that_is_no_registration_is_refused(body):
+def test_a_body_that_is_not_a_registration_is_refused(body):
     assert refusal(parsers.read_registration, {}, JSON, body).status == 400
 
 
-def test_a_runtime_that_there_is_not_is_refused():
+def test_an_unknown_runtime_is_refused():
     assert refusal(register, "url=a&runtime=java").message == "Invalid RuntimeType value: java"
     assert register("url=a&runtime=LSP").runtime == "LSP"
 
@@ -123,7 +123,7 @@ def test_a_runtime_that_there_is_not_is_refused():
 # ---- scaling, pages, weights
 
 
-def test_scaling_says_what_was_said():
+def test_a_scale_request_has_the_parameters_of_the_query():
     assert parsers.read_scale_request(query("")) == parsers.ScaleRequest()
     assert parsers.read_scale_request(
         query("min_worker=2&synchronous=true&model_version=2.0&timeout=x&number_gpu=")
@@ -132,13 +132,13 @@ def test_scaling_says_what_was_said():
 
 
 @pytest.mark.parametrize("text", ["min_worker=3&max_worker=2", "max_worker=0"])
-def test_the_most_workers_cannot_be_less_than_the_least(text):
+def test_max_worker_cannot_be_less_than_min_worker(text):
     assert refusal(parsers.read_scale_request, query(text)).message == "max_worker cannot be less than min_worker."
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "", "1" + "0" * 30, "one"])
 @pytest.mark.parametrize("name", ["min_worker", "max_worker"])
-def test_a_number_of_workers_that_is_none_is_refused(name, value):
+def test_an_invalid_number_in_a_scale_request_is_refused(name, value):
     assert refusal(parsers.read_scale_request, {name: [value]}).message.endswith(
         f"is {value!r}, expected a whole number from 0 to 2147483647"
     )
@@ -156,12 +156,12 @@ def test_a_number_of_workers_that_is_none_is_refused(name, value):
         ("limit=" + "9" * 30 + "&next_page_token=" + "9" * 30, (100, 2**31 - 1)),
     ],
 )
-def test_a_page_is_never_longer_than_a_hundred(text, found):
+def test_a_page_has_at_most_a_hundred_models(text, found):
     assert parsers.read_page(query(text)) == found
 
 
 @pytest.mark.parametrize("text", ["limit=x", "next_page_token=NaN", "limit="])
-def test_a_page_that_is_no_number_is_refused(text):
+def test_an_invalid_page_is_refused(text):
     assert refusal(parsers.read_page, query(text)).status == 400
 
 
@@ -189,7 +189,7 @@ def test_weights_are_numbers_by_version():
         b'{"1": NaN}',
     ],
 )
-def test_weights_that_share_nothing_out_are_refused(body):
+def test_invalid_weights_are_refused(body):
     error = refusal(parsers.read_weights, body)
     assert (error.status, error.kind) == (400, "BadRequestException")
 
@@ -211,7 +211,7 @@ BODIES = (
 
 
 @given(QUERIES, BODIES)
-def test_nothing_that_can_be_asked_raises_anything_but_an_api_error(given_query, body):
+def test_requests_raise_only_api_errors(given_query, body):
     for reader in READERS:
         refused: ApiError | None = None
         try:

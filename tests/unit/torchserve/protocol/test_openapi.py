@@ -29,7 +29,7 @@ def test_a_document_has_an_entry_for_each_operation():
     }
 
 
-def test_parameters_are_those_of_the_path_and_those_of_the_query():
+def test_parameters_come_from_path_and_query():
     get = operations_document("Things", "1.2", OPERATIONS)["paths"]["/things/{name}/{rest}"]["get"]
     assert [(p["in"], p["name"], p["required"]) for p in get["parameters"]] == [
         ("path", "name", True),
@@ -41,7 +41,7 @@ def test_parameters_are_those_of_the_path_and_those_of_the_query():
     assert get["parameters"][3]["schema"]["enum"] == ["a", "b"]
 
 
-def test_every_operation_may_fail_and_every_form_that_is_named_is_there():
+def test_every_operation_has_an_error_and_every_used_schema_is_defined():
     document = operations_document("Things", "1.2", OPERATIONS)
     methods = document["paths"]["/things/{name}/{rest}"]
     assert list(methods["get"]["responses"]) == ["200", "404", "500"]
