@@ -1,8 +1,9 @@
-"""How many 6.2 MB requests a second does a server take in, and how much memory does its front-end need for them?
+"""How many 6.2 MB requests per second does a server accept, and how much memory does its server process need?
 
-A request is 16 raw frames of 270 x 480 x 3 uint8; the answer is the mean of each, from a worker process. 4 connections
-of `wrk`, batches of up to 4, peers with a wait of 2 ms or one by one, as is best for each. Then penstock with 64
-connections, and the memory of its front-end: that of its own ("anonymous") and that which it shares with its workers.
+A request is 16 raw frames of 270 x 480 x 3 uint8; the answer is the mean of each frame, computed in a worker process.
+`wrk` uses 4 connections. Peers use batches of up to 4 with a delay of 2 ms, or no batching, whichever is best.
+Afterwards Penstock runs with 64 connections, and the memory of its server process is measured: its own ("anonymous")
+and the part that it shares with its workers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import harness
 import models
 
-VALUES = [2 ** (i % 8) for i in range(models.FRAMES)]  # means that a float32 holds exactly
+VALUES = [2 ** (i % 8) for i in range(models.FRAMES)]  # a float32 represents these means exactly
 BODY = b"".join(bytes([v]) * (models.HEIGHT * models.WIDTH * models.CHANNELS) for v in VALUES)
 WORKLOAD = harness.Workload("frame_means", BODY, [float(v) for v in VALUES], binary=True, max_batch=4)
 WANTED = {"mosec": 3.0, "torchserve": 5.0}
@@ -23,7 +24,7 @@ MIB = 2**20
 
 
 def crowded(server: harness.Server, connections: int, seconds: int) -> harness.Sample:
-    """A run of `wrk`, and the most memory that the front-end held meanwhile, in MiB."""
+    """A run of `wrk`, and the peak memory of the server process during the run, in MiB."""
     status = Path(f"/proc/{server.process.pid}/status")
     most = {"RssAnon": 0.0, "RssShmem": 0.0}
     over = threading.Event()

@@ -1,15 +1,15 @@
-"""What does it cost to bring the frames of videos to a captioner and the captions back?
+"""What does it cost to send video frames to a captioner and to return captions?
 
-The published table's shape: three ways of sending x four resolutions, 901 frames of H.264, with the tiny captioner of
-`examples/video_captioning` ("tiny") and without any model ("none": the way of the pixels alone). "published" is the
-shape that this is compared with (`peers/published_client.py`, `peers/published_handler.py`: pickled frames at their own
-size, a connection for each request, a processor that prepares frame by frame) under TorchServe, two workers like
-penstock's; where Java is missing, under Flask. It is given fewer frames where it is slow. "none" gets clips that are as
-hard to decode as footage, "tiny" clips with numbers that prove each caption. All costs are processor time without the
-client's start, see `captioning_runs.py`.
+The design follows the published table: three ways of sending x four resolutions, 901 frames of H.264, with the tiny
+captioner of `examples/video_captioning` ("tiny") and without a model ("none", which measures only the transport of
+pixels). "published" is the design to compare with (`peers/published_client.py`, `peers/published_handler.py`: pickled
+frames in original size, a connection per request, a processor that prepares frame by frame), under TorchServe with
+two workers like Penstock, or under Flask if Java is missing. It gets fewer frames where it is slow. "none" uses clips
+that are as hard to decode as real footage, "tiny" uses clips with numbers that verify each caption. All costs are CPU
+time without the client's start; see `captioning_runs.py`.
 
-`--quick` takes few frames and two resolutions; `--only none,tiny,sweep,pixels,flask,pinned` picks tables; `--gpu` takes
-BLIP-2 in full size with random weights on a GPU instead (`--dry` shrinks it, and needs no GPU).
+`--quick` uses few frames and two resolutions. `--only none,tiny,sweep,pixels,flask,pinned` selects tables. `--gpu`
+uses BLIP-2 in full size with random weights on a GPU instead (`--dry` shrinks the model and needs no GPU).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from closed_loop import Sample
 
 MODES = ("single", "stream-single", "stream-prebatch")
 BEST = "stream-prebatch"
-SLOW = {270: 901, 360: 301, 720: 161, 1080: 161}  # frames that the published shape is given
-PREBATCH = {270: 32, 360: 32, 720: 16, 1080: 8}  # and how it gathers them
+SLOW = {270: 901, 360: 301, 720: 161, 1080: 161}  # frames for the published design
+PREBATCH = {270: 32, 360: 32, 720: 16, 1080: 8}  # and its way of batching them
 SWEEP = (1, 8, 16, 32, 64)
 PIXELS = {
     "fast": (),
@@ -59,7 +59,7 @@ PARAMETERS = {"single": "rounds of 50", "stream-single": "500 at once", BEST: "{
 
 
 class Bench:
-    """Options and report, and what a client's start costs."""
+    """Options, report, and the cost of a client's start."""
 
     def __init__(self, options: argparse.Namespace, report: harness.Report) -> None:
         self.options, self.report = options, report
@@ -71,11 +71,11 @@ class Bench:
 
     @property
     def few(self) -> int:
-        """Rounds of what is shown, but not compared."""
+        """The number of rounds for cells that are shown but not compared."""
         return min(2, self.options.rounds)
 
     def start_s(self, server: Captioner, flags: tuple[str, ...]) -> float:
-        """The processor time of a client over one frame: the median of three runs."""
+        """The CPU time of a client that sends one frame: the median of three runs."""
         key = (server.kind, *flags)
         if key not in self._starts:
             runs = [server.run(server.model.clip(270), 1, Setting(flags=flags)) for _ in range(3)]
@@ -83,7 +83,7 @@ class Bench:
         return self._starts[key]
 
     def once(self, server: Captioner, height: int, setting: Setting, frames: int) -> Callable[[], Sample]:
-        """A run of the client whose result is a row's."""
+        """A client run whose result is one row."""
         frames = min(frames, 151) if self.options.quick else frames
         clip = server.model.clip(height)
         size = str(setting.prebatch) if setting.prebatch else "auto"
@@ -98,7 +98,7 @@ class Bench:
 
 
 def modes(bench: Bench, model: Model) -> None:
-    """Three ways of sending x four resolutions. Rounds are fewer where nothing is compared."""
+    """Three ways of sending x four resolutions. Cells without a comparison run fewer rounds."""
     wanted = [(PENSTOCK, {})]
     if bench.options.peers:
         wanted += [(PUBLISHED, {"batch": 128}), (PUBLISHED, {"batch": 1})]
@@ -119,7 +119,7 @@ def modes(bench: Bench, model: Model) -> None:
 def _rounds(
     bench: Bench, servers: Sequence[Captioner], height: int, modes: Sequence[str], rounds: int
 ) -> dict[tuple[str, str], list[Sample]]:
-    """(who, way of sending) -> samples, interleaved."""
+    """(contender, way of sending) -> samples, interleaved."""
     contenders = {}
     for mode in modes:
         contenders[PENSTOCK, mode] = bench.once(servers[0], height, Setting(mode), FRAMES)
@@ -132,7 +132,7 @@ def _rounds(
 
 
 def judge(bench: Bench, model: Model, height: int, found: dict[tuple[str, str], list[Sample]]) -> None:
-    """What is wanted of a resolution."""
+    """The targets of one resolution."""
     report = bench.report
     if model is NONE:
         runs = {kind: samples for (kind, mode), samples in found.items() if mode == BEST}
@@ -165,7 +165,7 @@ def sweep(bench: Bench) -> None:
 
 
 def pixels(bench: Bench) -> None:
-    """Kernels, and how frames travel. This server does not open what is compressed."""
+    """Kernels, and encodings of frames. This server does not decode compressed frames."""
     bench.report.section("How frames are scaled, and how they travel")
     with captioners((PENSTOCK, {}), model=NONE) as (server,):
         server.warm(NONE.clip(270))
@@ -176,7 +176,7 @@ def pixels(bench: Bench) -> None:
 
 
 def flask(bench: Bench) -> None:
-    """The published single-process server, beside one worker of penstock."""
+    """The published single-process server, compared with one worker of Penstock."""
     bench.report.section("A single process: Flask and one worker, 480x270")
     for model in (NONE, TINY):
         wanted = [(PENSTOCK, {"workers": 1}), *([(FLASK, {})] if bench.options.peers else [])]
@@ -194,7 +194,7 @@ ALONE = "model alone"
 
 
 def pinned(bench: Bench) -> None:
-    """The tiny captioner's one worker on one core, all else on the other, beside the model alone on one core."""
+    """The tiny captioner with one worker on one core and the rest on the other, compared with the model alone."""
     bench.report.section("One worker on one core, front-end and client on the other, 480x270")
     frames = 151 if bench.options.quick else FRAMES
     with captioners((PENSTOCK, {"workers": 1}), model=TINY) as (server,):
@@ -227,7 +227,7 @@ TABLES: dict[str, Callable[[Bench], None]] = {
 
 
 def arguments() -> argparse.Namespace:
-    """Those of every benchmark, and `only`, `quick`, `gpu`, `dry`."""
+    """The arguments of every benchmark, plus `only`, `quick`, `gpu`, `dry`."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--only", default=",".join(TABLES))
     parser.add_argument("--quick", action="store_true")

@@ -1,8 +1,9 @@
-"""Frames/s of a BLIP-2 model on frames that are there already, in batches: captioning_alone.py FOLDER CLIP FRAMES
+"""Frames/s of a BLIP-2 model for frames in memory, in batches: captioning_alone.py FOLDER CLIP FRAMES
 
-Prints one JSON object: frames a second, and milliseconds of the processor a frame, with the batch that is fastest.
+Prints one JSON object: frames per second, and CPU milliseconds per frame, with the fastest batch size.
 
-Frames are uint8 of the size that the model asks for; they are normalised, captions are generated and made text of.
+Frames are uint8 in the size that the model expects. The measurement includes normalisation, generation and decoding
+to text.
 """
 
 from __future__ import annotations

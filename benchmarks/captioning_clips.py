@@ -1,7 +1,7 @@
-"""The clips of the captioning benchmark, made once and kept in `~/.cache/penstock-benchmarks`.
+"""The clips of the captioning benchmark, generated once and cached in `~/.cache/penstock-benchmarks`.
 
-Pans over a picture with the statistics of a photograph: a spectrum that falls as 1/f in three correlated colours, and
-objects with hard edges. x264 at crf 23 makes about the bit rates of real footage of them.
+Each clip pans over a picture with the statistics of a photograph: a spectrum that falls as 1/f in three correlated
+colours, and objects with hard edges. x264 at crf 23 produces about the bit rates of real footage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 FRAMES = 901
 SIZES = {270: (480, 270), 360: (640, 360), 720: (1280, 720), 1080: (1920, 1080)}
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "video_captioning"
-VERSION = 1  # of what is drawn; another one is another folder
+VERSION = 1  # version of the drawings; each version has its own folder
 
 
 def folder() -> Path:
@@ -29,7 +29,7 @@ def folder() -> Path:
 
 
 def pan(height: int) -> Path:
-    """A clip of 901 frames of that height, made if it is missing."""
+    """A clip of 901 frames of this height, generated if it is missing."""
     path = folder() / f"pan-{height}.mp4"
     if not path.exists():
         print(f"making {path}", file=sys.stderr)
@@ -38,7 +38,7 @@ def pan(height: int) -> Path:
 
 
 def scenes(height: int) -> Path:
-    """A clip of 901 numbered frames, as the tiny captioner knows them."""
+    """A clip of 901 numbered frames, in the style that the tiny captioner knows."""
     path = folder() / f"scenes-{height}.mp4"
     if not path.exists():
         print(f"making {path}", file=sys.stderr)

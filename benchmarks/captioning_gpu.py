@@ -1,8 +1,8 @@
-"""BLIP-2 in full size on a GPU, with random weights and the way of the pixels attached, beside what the GPU could do.
+"""BLIP-2 in full size on a GPU, with random weights and the full transport of pixels, against the limit of the GPU.
 
-A frame's work: 0.70 TFLOP for vision, Q-Former and prompt, and 5.3 GFLOP for each new token (2.65 billion weights).
-Random weights never end a caption, so all have the same number of tokens. The roof is half of what one large product of
-matrices reaches on this GPU; "GPU busy" is what the driver says of the time of the run, one look every 0.2 s.
+One frame takes 0.70 TFLOP for vision, Q-Former and prompt, and 5.3 GFLOP for each new token (2.65 billion weights).
+Random weights never end a caption, so all captions have the same number of tokens. The limit is half of what one
+large matrix product reaches on this GPU. "GPU busy" is the driver's figure, sampled every 0.2 s during the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COPIES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How the network runs."""
+    """A way to run the network."""
 
     precision: str
     tokens: int
@@ -43,7 +43,7 @@ class Way:
         return f"{self.precision}, {self.tokens} tokens, batch {self.batch}" + ", compiled" * (self.optimize != "none")
 
     def flags(self, dry: bool) -> list[str]:
-        """Of `penstock serve`."""
+        """The flags of `penstock serve`."""
         model = str(TINY.folder) if dry else "blip2-opt-2.7b"
         options = (f"min_new_tokens={self.tokens}", f"max_new_tokens={self.tokens}", "random_weights=true")
         sets = {"precision": f'"{self.precision}"', "optimize": f'"{self.optimize}"'}
@@ -58,7 +58,7 @@ DRY = (Way("fp32", 30, 64), Way("bf16", 12, 64))
 
 
 def gpu(report: harness.Report, options: argparse.Namespace) -> None:
-    """One row for each way. The targets are those of one H200."""
+    """One row for each way. The targets hold for one H200."""
     if not options.dry and not shutil.which("nvidia-smi"):
         raise SystemExit("not measured: there is no GPU here; --dry does without")
     roof_tflops = None if options.dry else _matmul_tflops() / 2
@@ -95,7 +95,7 @@ def _driver(query: str) -> list[str]:
 
 @contextlib.contextmanager
 def _busy(wanted: bool) -> Iterator[list[float]]:
-    """Fills the list with per cents, at the end of the block."""
+    """Fills the list with percentages when the block ends."""
     looks: list[float] = []
     if not wanted:
         yield looks
@@ -113,7 +113,7 @@ def _busy(wanted: bool) -> Iterator[list[float]]:
 
 
 def _matmul_tflops() -> float:
-    """What the product of two bf16 matrices of 8192 x 8192 reaches."""
+    """The throughput of the product of two bf16 matrices of 8192 x 8192."""
     import torch
 
     side, times = 8192, 50

@@ -1,4 +1,4 @@
-"""A captioner without a model, for what the way of the pixels costs by itself: each caption is its frame's number."""
+"""A captioner without a model, to measure the transport of pixels: each caption is the number of its frame."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.types import TensorSpec
 
 @penstock.model(max_batch_size=64)
 class Captioner:
-    """Asks for frames of 224 x 224, as BLIP-2 does, and looks at the number of each alone."""
+    """Expects frames of 224 x 224, as BLIP-2 does, and returns only the number of each frame."""
 
     inputs = (
         TensorSpec("frames", "UINT8", (-1, -1, -1, 3), optional=True),

@@ -1,8 +1,8 @@
-"""What the captioning benchmark runs: captioners behind HTTP, clients that send a clip, and what both have cost.
+"""The programs of the captioning benchmark: captioners behind HTTP, clients that send a clip, and their costs.
 
-Processor time is that of all threads and processes, user and system. A client's start (its imports, its first
-connection) is measured by a run over one frame and is taken off the longer run's, since a job of ten thousand videos
-pays for it once; frames/s count from when the client looks at the video.
+CPU time covers all threads and processes, user and system. The start of a client (its imports, its first connection)
+is measured with one frame and subtracted from the longer run, because a job of ten thousand videos pays for it once.
+Frames/s count from the time at which the client opens the video.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ THREADS = {
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """`app` is what penstock serves, `folder` what the published handler loads (None: it only prepares the frames).
+    """`app` is the app for Penstock, `folder` the model for the published handler (None: it only prepares frames).
 
-    `clip` is the file of a height, `right` whether a caption is that of the frame with a number.
+    `clip` is the file for a height, `right` checks the caption of the frame with a given number.
     """
 
     name: str
@@ -60,7 +60,7 @@ TINY = Model("tiny", f"{EXAMPLE}/app.py", EXAMPLE / "captioner", scenes, _says)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a client sends: the published way, and the frames in a prebatch (None: as many as penstock thinks best)."""
+    """How a client sends: the published way, and the frames per prebatch (None: the default of Penstock)."""
 
     mode: str = "stream-prebatch"
     prebatch: int | None = None
@@ -70,7 +70,7 @@ class Setting:
 
 
 class Captioner(Processes):
-    """A captioner behind HTTP, stopped unless inside `awake()`. `kind`: penstock, published, or flask."""
+    """A captioner behind HTTP, paused unless inside `awake()`. `kind`: penstock, published, or flask."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Captioner(Processes):
 
     @property
     def config(self) -> str:
-        """How it is set up, in a few words."""
+        """Its configuration in a few words."""
         if self.kind == FLASK:
             return "1 process, 1 thread"
         words = f"{self._workers} worker" + "s" * (self._workers > 1)
@@ -129,7 +129,7 @@ class Captioner(Processes):
         return f"http://127.0.0.1:{ports[0]}/predictions/model"
 
     def cpu_s(self) -> float:
-        """Of all its processes that live."""
+        """The CPU time of all its running processes."""
         found = 0.0
         for process in self.members():
             with contextlib.suppress(OSError):
@@ -137,14 +137,14 @@ class Captioner(Processes):
         return found
 
     def pin(self, worker: int, others: int) -> None:
-        """Leaves one core to its worker processes, and one to its front-end."""
+        """Pins its worker processes to one core and its server process to another."""
         for process in self.members():
             core = others if process.pid == self.process.pid else worker
             for thread in process.threads():
                 os.sched_setaffinity(thread.id, {core})
 
     def warm(self, clip: Path) -> None:
-        """Asks until it answers, then once more with what every worker needs to have run."""
+        """Sends requests until it answers, and then enough requests to reach every worker."""
         end = time.monotonic() + START_S
         while True:
             try:
@@ -156,7 +156,8 @@ class Captioner(Processes):
                 time.sleep(0.2)
 
     def run(self, clip: Path, frames: int, setting: Setting) -> Sample:
-        """The cost of captioning the first `frames` frames, start included. Raises Failed unless all captions come."""
+        """The cost of captioning the first `frames` frames, including the start. Raises Failed if a caption is
+        missing."""
         with self.awake(), tempfile.TemporaryDirectory() as folder:
             send = self._penstock_client if self.kind == PENSTOCK else self._published_client
             command, read = send(clip, frames, setting, Path(folder))
@@ -208,7 +209,7 @@ class Captioner(Processes):
 
 
 def per_frame(whole: Sample, start_s: float, frames: int) -> Sample:
-    """What a row of the tables holds, of a run over `frames` frames; `start_s` is a client's over a single one."""
+    """The row of a run over `frames` frames; `start_s` is the cost of a client with a single frame."""
     client_ms = 1e3 * (whole["client_cpu_s"] - start_s) / (frames - 1)
     server_ms = 1e3 * whole["server_cpu_s"] / frames
     found = {
@@ -224,7 +225,7 @@ def per_frame(whole: Sample, start_s: float, frames: int) -> Sample:
 
 @contextlib.contextmanager
 def captioners(*wanted: tuple[str, dict[str, Any]], model: Model) -> Iterator[list[Captioner]]:
-    """Those servers; TorchServe's are Flask's where there is no Java."""
+    """These servers, with Flask in place of TorchServe if there is no Java."""
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(

@@ -1,4 +1,4 @@
-"""Closed loops: one run of `wrk`, or of a call that is made again and again; latencies as percentiles."""
+"""Closed loops: one run of `wrk`, or of a repeated call, with latency percentiles."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ end
 
 
 def wrk(url: str, body: bytes, content_type: str, connections: int, seconds: int) -> Sample:
-    """Requests/s (answers other than 2xx and 3xx are not counted), p50, p99, errors and requests under way of one run.
+    """Requests/s (only 2xx and 3xx answers count), p50, p99, errors and requests in flight of one run.
 
-    With many connections a run in which they were not nearly all at work is marked `invalid`: it tells of a queue of
-    connections, or of a client at its limit, not of the server.
+    A run with many connections is marked `invalid` if not nearly all of them were busy: it measures a queue of
+    connections or a saturated client, not the server.
     """
     with tempfile.TemporaryDirectory() as folder:
         file, script = Path(folder, "body"), Path(folder, "wrk.lua")
@@ -59,7 +59,7 @@ def wrk(url: str, body: bytes, content_type: str, connections: int, seconds: int
 
 
 def timed(call: Callable[[], Any], seconds: float) -> Sample:
-    """Calls a second and latency of `call`, made again and again by this thread."""
+    """Calls per second and latency of `call`, repeated by this thread."""
     latencies: list[float] = []
     start = last = time.perf_counter()
     while last - start < seconds:
@@ -71,7 +71,7 @@ def timed(call: Callable[[], Any], seconds: float) -> Sample:
 
 
 def percentiles(latencies_s: Sequence[float]) -> Sample:
-    """p50 and p99 in ms; nothing of nothing."""
+    """p50 and p99 in ms; empty for no samples."""
     if not latencies_s:
         return {}
     ordered = sorted(latencies_s)

@@ -1,9 +1,9 @@
-"""Does `penstock gate` cry out when a server became a tenth slower, and only then?
+"""Does `penstock gate` fail when a server became 10 % slower, and only then?
 
-A baseline, the same server again, and one whose model does a tenth more work, as three processes that are up all the
-time. A trial is a run of each: repeats of two loads, 8 clients and an open loop at 60 % of what they get, the three in
-turn by repeats, so that what drifts drifts for all. Each trial's runs are held against its baseline as the verb does
-it. Four trials a round; a repeat of a load lasts a second.
+A baseline, the same server again, and a server whose model does 10 % more work run as three processes all the time. A
+trial runs each of them: repeats of two loads, 8 clients and an open loop at 60 % of their rate. The three take turns
+with every repeat, so drift affects all of them. The runs of each trial are compared with its baseline as the command
+does it. A round has four trials; a repeat of a load lasts a second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ORIGIN = Origin(command="bench")
 
 
 def run(target: Target, load: Load, repeat: int, warm_s: float = 0.1) -> Measurement:
-    """One measurement, as `penstock bench` makes it; one that is INVALID is made again."""
+    """One measurement, as `penstock bench` makes it; an INVALID one is repeated."""
     request = request_of(target, Payload(body=b"{}", content_type="application/json", name=""))
     for _ in range(ATTEMPTS):
         work = measure(target, [request], load, warm_s=warm_s, repeat=repeat, check=check_of(target))
@@ -45,7 +45,7 @@ def run(target: Target, load: Load, repeat: int, warm_s: float = 0.1) -> Measure
 
 
 def trial(number_: int, targets: dict[str, Target], loads: Sequence[Load]) -> dict[str, Any]:
-    """What the gate says of either run against the baseline."""
+    """The verdicts of the gate for both runs against the baseline."""
     runs: dict[str, list[Measurement]] = {name: [] for name in targets}
     names = list(targets)
     for repeat in range(REPEATS):

@@ -1,10 +1,10 @@
-"""Does the load generator tell the truth: the rates of `wrk`, sends on time, and a stall counted for all whom it met?
+"""Is the load generator honest: does it reach the rates of `wrk`, send on time, and count a stall for all requests?
 
-The server answers each request after a fixed time, from one process of its own; where the machine has two cores, it and
-the generator have one each. Closed loops are those of the generator and of `wrk`, in turn. An open loop is Poisson;
-late is a send that left more than a millisecond after its time. The stall: 100 requests a second for 20 s, answered
-after 5 ms each, by a server that is stopped (SIGSTOP) for 2 s of them; 95, 99 and 99.9 % of the latencies are then at
-most 1.005, 1.805 and 1.985 s, whatever the generator.
+The server answers each request after a fixed time, in its own process. If the machine has two cores, server and
+generator have one each. Closed loops alternate between the generator and `wrk`. The open loop is Poisson; a send is
+late if it leaves more than a millisecond after its scheduled time. The stall: 100 requests per second for 20 s,
+answered after 5 ms each, by a server that is paused (SIGSTOP) for 2 s. The 95th, 99th and 99.9th percentiles of the
+latencies are then at most 1.005, 1.805 and 1.985 s for any generator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WANTED = {"p95_s": 1.005, "p99_s": 1.805, "p999_s": 1.985}
 
 
 class Answering(asyncio.Protocol):
-    """Answers every request after `delay_s`; one that comes in pieces is not expected."""
+    """Answers every request after `delay_s`; a request must arrive in one piece."""
 
     delay_s = 0.0
 
@@ -57,7 +57,7 @@ class Answering(asyncio.Protocol):
 
 
 async def serve(delay_s: float) -> None:
-    """Serves on a free port, which is printed, until stdin closes."""
+    """Serves on a free port, which it prints, until stdin closes."""
     Answering.delay_s = delay_s
     loop = asyncio.get_running_loop()
     server = await loop.create_server(Answering, "127.0.0.1", 0, backlog=4096)
@@ -68,7 +68,7 @@ async def serve(delay_s: float) -> None:
 
 @contextlib.contextmanager
 def answering(delay_s: float) -> Iterator[tuple[str, int]]:
-    """A server's URL and its process; it has the machine's last core, and this process the first."""
+    """A server's URL and process. It runs on the machine's last core, this process on the first."""
     cores = sorted(os.sched_getaffinity(0))
     command = [sys.executable, __file__, "--serve", str(delay_s)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -101,7 +101,7 @@ def ours(url: str, clients: int, seconds: float) -> harness.Sample:
 
 
 def closed(report: harness.Report, options: argparse.Namespace) -> None:
-    """Rates and latencies of the same loop by both."""
+    """Rates and latencies of the same loop with both tools."""
     for clients, milliseconds in CLOSED:
         with answering(milliseconds / 1e3) as (url, _):
             ours(url, clients, 0.5)
@@ -119,7 +119,7 @@ def closed(report: harness.Report, options: argparse.Namespace) -> None:
 
 
 def opened(report: harness.Report, options: argparse.Namespace) -> None:
-    """How punctual the generator is at rising rates, and what it costs."""
+    """Punctuality of the generator at rising rates, and its cost."""
     rows = []
     for rate in RATES:
         with answering(0.0) as (url, _):
@@ -141,7 +141,7 @@ def opened(report: harness.Report, options: argparse.Namespace) -> None:
 
 
 async def stop(pid: int) -> None:
-    """Stops the server for a while."""
+    """Pauses the server for a while."""
     await asyncio.sleep(STALL_AT_S)
     os.kill(pid, signal.SIGSTOP)
     await asyncio.sleep(STALL_S)
@@ -149,13 +149,13 @@ async def stop(pid: int) -> None:
 
 
 async def beside_a_stall(work: Coroutine[Any, Any, Samples], pid: int) -> Samples:
-    """The samples of a loop while the server is stopped for a part of it."""
+    """The samples of a loop during which the server is paused."""
     samples, _ = await asyncio.gather(work, stop(pid))
     return samples
 
 
 def stalled(report: harness.Report) -> None:
-    """Both loops beside the same stall."""
+    """Both loops with the same stall."""
     rows = []
     with answering(ANSWERED_S) as (url, pid):
         endpoint, request = harness.post(url, BODY, "application/json")

@@ -1,4 +1,4 @@
-"""What every benchmark stands on, in one name: servers, interleaved rounds, loops of requests, tables and results."""
+"""Everything a benchmark needs, in one name: servers, interleaved rounds, request loops, tables and results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def interleave(rounds: int, contenders: Mapping[str, Callable[[], Sample]]) -> Runs:
-    """The samples of each contender, one a round; each round begins with another one."""
+    """The samples of each contender, one per round; each round begins with a different contender."""
     runs: Runs = {name: [] for name in contenders}
     names = list(contenders)
     for i in range(rounds):
@@ -56,9 +56,9 @@ def closed_loops(
     options: argparse.Namespace,
     also: Mapping[str, Callable[[], Sample]] | None = None,
 ) -> Runs:
-    """Interleaved runs of `wrk`, after a second that is not counted; `also` are other contenders of the same rounds.
+    """Interleaved runs of `wrk`, after a second that does not count; `also` adds contenders to the same rounds.
 
-    A peer that is there with several settings goes on with the one that was fastest in that second.
+    A peer with several settings continues with the fastest one of that second.
     """
     first = {label: server.closed_loop(connections, 1)["rate"] for label, server in servers.items()}
     best: dict[str, str] = {}
@@ -70,12 +70,12 @@ def closed_loops(
 
 
 def poisson(rate: float, seconds: float, seed: int) -> Sequence[float]:
-    """Times of arrivals at `rate` a second, from 0 to `seconds`."""
+    """Arrival times at `rate` per second, from 0 to `seconds`."""
     return times(Arrival("poisson"), rate, seconds, seed)
 
 
 def post(url: str, body: bytes, content_type: str, **headers: str) -> tuple[Endpoint, bytes]:
-    """Where the URL leads, and the whole request; "_" in the name of a header is "-"."""
+    """The endpoint of the URL, and the whole request; "_" in a header name becomes "-"."""
     given = {"content-type": content_type, **{name.replace("_", "-"): value for name, value in headers.items()}}
     endpoint = parse_url(url.removesuffix(path := urlsplit(url).path))
     return endpoint, http_request(endpoint, "POST", path, given, body)
@@ -84,6 +84,6 @@ def post(url: str, body: bytes, content_type: str, **headers: str) -> tuple[Endp
 def open_loop(
     url: str, body: bytes, content_type: str, arrivals: Sequence[float], *, connections: int = 256, **headers: str
 ) -> Samples:
-    """The same request at each of the times, whether or not the earlier ones are answered."""
+    """The same request at each of the times, independent of earlier answers."""
     endpoint, request = post(url, body, content_type, **headers)
     return uvloop.run(run_open_loop(endpoint, [request], arrivals, connections=connections))

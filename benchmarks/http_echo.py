@@ -1,9 +1,9 @@
-"""How many small requests a second pass through the whole server, beside its peers in the same minute?
+"""How many small requests per second pass through the whole server, compared with its peers in the same minute?
 
-JSON of 51 bytes and raw bodies of 4 KiB are echoed, at 1, 16, 64 and 256 connections of `wrk` on this machine, one
-worker process each; penstock with all features on and batches of up to 64. Each peer is there with several settings,
-one by one and batches of up to 16 and 64 that wait 1 ms to fill, and is measured with its best at each number of
-connections.
+JSON of 51 bytes and raw bodies of 4 KiB are echoed, with 1, 16, 64 and 256 connections of `wrk` on this machine and
+one worker process per server. Penstock runs with all features on and batches of up to 64. Each peer has several
+configurations: no batching, and batches of up to 16 and 64 with a delay of 1 ms. It is measured with the best one for
+each number of connections.
 """
 
 from __future__ import annotations

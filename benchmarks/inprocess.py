@@ -1,9 +1,9 @@
-"""How many items a second pass through Penstock inside a program, and how long does a lone call take?
+"""How many items per second pass through Penstock inside a program, and how long does a single call take?
 
-A model that does nothing, in a thread and in a process, through the asyncio face (`Engine`: 256 tasks with one item a
-call, 8 tasks with 64) and the sync face (`Portal`: 32 threads, one item a call), each in a fresh engine.
-service_streamer is the peer of the sync face, with the best of several sizes of batches (of one, or of up to 16, 32 or
-64 within 1 ms).
+The model does nothing and runs in a thread and in a process. Calls use the asyncio interface (`Engine`: 256 tasks
+with one item per call, 8 tasks with 64) and the synchronous one (`Portal`: 32 threads, one item per call), each with
+a new engine. service_streamer is the peer of the synchronous interface, with the best of several batch sizes (1, or
+up to 16, 32 or 64 within 1 ms).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def config(transport: str) -> ModelConfig:
 
 
 def asyncio_face(transport: str, tasks: int, items: int, seconds: float) -> harness.Sample:
-    """Items/s and latency of a call, with so many tasks and items a call; one item goes by `infer`."""
+    """Items/s and latency per call, for a number of tasks and items per call; a single item uses `infer`."""
 
     async def run() -> harness.Sample:
         async with penstock.Engine() as engine:
@@ -49,7 +49,7 @@ def asyncio_face(transport: str, tasks: int, items: int, seconds: float) -> harn
 
 
 async def crowd(call: Callable[[], Awaitable[Any]], tasks: int, seconds: float) -> harness.Sample:
-    """Calls a second of `tasks` that each await one after the other."""
+    """Calls per second of `tasks` that each await one call after the other."""
     latencies: list[float] = []
     start = time.perf_counter()
     end = start + seconds
@@ -67,7 +67,7 @@ async def crowd(call: Callable[[], Awaitable[Any]], tasks: int, seconds: float) 
 
 
 def sync_face(transport: str, threads: int, seconds: float) -> harness.Sample:
-    """Items/s and latency of `predict` with one item, from so many threads."""
+    """Items/s and latency of `predict` with one item, from a number of threads."""
     with penstock.Portal() as portal:
         portal.load("echo", config(transport))
 
@@ -100,7 +100,7 @@ def crowd_of_threads(call: Callable[[], object], threads: int, seconds: float) -
 
 
 def service_streamer(transport: str, threads: int, size: int, seconds: float) -> harness.Sample:
-    """The same of the peer, by its own Python, with batches of up to `size`."""
+    """The same for the peer, in its own Python, with batches of up to `size`."""
     command = [harness.python_of("service_streamer"), str(harness.HERE / "peers" / "inprocess_service_streamer.py")]
     command += [transport, str(threads), str(size), str(seconds), str(WARM_S)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -109,7 +109,7 @@ def service_streamer(transport: str, threads: int, size: int, seconds: float) ->
 
 
 def best_size(transport: str, threads: int) -> int:
-    """The size of batches that serves the peer best."""
+    """The best batch size for the peer."""
     return max(SIZES, key=lambda size: service_streamer(transport, threads, size, WARM_S)["rate"])
 
 

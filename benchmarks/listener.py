@@ -1,7 +1,7 @@
 """How much of the machine does the listener leave to others: its requests/s against a bare echo on uvicorn.
 
-Both answer a small JSON body to 64 connections of `wrk` in one process without a worker; ours with all its features, on
-a backend that answers from the loop's next pass.
+Both answer a small JSON body to 64 connections of `wrk` in one process without a worker. The listener has all its
+features on and a backend that answers in the next pass of the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORKLOAD = harness.Workload("echo", f'{{"text": "{TEXT}"}}'.encode(), {"text": T
 
 
 async def ours() -> None:
-    """Serves on a free port, which is printed, until stdin closes."""
+    """Serves on a free port, which it prints, until stdin closes."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from penstock.config.schema import LimitsConfig
     from penstock.serving.http.server import HttpServer
@@ -30,7 +30,7 @@ async def ours() -> None:
     ticket = Call(Item(b""), lambda result: None, None, 0)
 
     class Echo(FakeBackend):
-        """Keeps no record of what it is asked."""
+        """Ignores its requests."""
 
         def submit(self, model: str, version: str | None, item: Item, sink: Sink, **more: Any) -> Call:
             call_soon(sink, ItemResult(item.payload, "application/json"))
@@ -44,7 +44,7 @@ async def ours() -> None:
 
 
 async def theirs() -> None:
-    """The same echo as a bare ASGI function on uvicorn."""
+    """The same echo as a plain ASGI function on uvicorn."""
     import uvicorn
 
     async def app(scope: dict, receive, send) -> None:  # type: ignore[no-untyped-def,type-arg]

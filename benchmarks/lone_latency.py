@@ -1,7 +1,7 @@
-"""How long does one request take when nothing else is under way, beside calling the model in process?
+"""How long does a request take on an idle server, compared with calling the model in process?
 
-One connection of `wrk`; an echo, and a model that sleeps 5.2 ms for one item. Peers are set to run one request at a
-time, so that they wait for no batch; penstock is as it is. "in process" calls the same function directly, in the same
+`wrk` uses one connection; the models are an echo and a sleep of 5.2 ms for one item. Peers run one request at a time,
+so they wait for no batch; Penstock keeps its defaults. "in process" calls the same function directly, in the same
 minute.
 """
 

@@ -1,7 +1,7 @@
-"""What a program has cost: processor time of all that it ran, and peaks of memory.
+"""The cost of a program: CPU time of all its processes, and peaks of memory.
 
-Memory is looked at every 20 ms: "RSS" is the peak of each process as the kernel keeps it; "own" leaves out the files
-that it maps, and counts shared memory once.
+Memory is sampled every 20 ms. "RSS" is the peak of each process as the kernel reports it; "own" excludes mapped
+files, and counts shared memory once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SAMPLE_S = 0.02
 
 
 class Failed(Exception):
-    """A program did not do what it was asked for."""
+    """A program failed."""
 
 
 class Memory:
-    """Peaks over the time of a block, in MB. `pids` may end meanwhile."""
+    """Peaks during a block, in MB. Processes in `pids` may end meanwhile."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
@@ -67,9 +67,9 @@ def _status(pid: int) -> dict[str, float]:
 
 
 def run(command: Sequence[str], folder: Path, env: Mapping[str, str]) -> Sample:
-    """Processor seconds of a program and of the children it waited for, and its memory. Raises Failed.
+    """CPU seconds of a program and the children it waited for, and its memory. Raises Failed.
 
-    What it says is in `folder`, in `out` and `err`.
+    Its output is in `folder`, in the files `out` and `err`.
     """
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**os.environ, **env})

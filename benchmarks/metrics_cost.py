@@ -1,6 +1,6 @@
-"""What do the metrics cost: a batch of 64 counted and recorded, and a page of 50 models rendered?
+"""What do metrics cost: counting and recording a batch of 64, and rendering a page of 50 models?
 
-CPU time of this process, a call.
+CPU time of this process per call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCHES = 1280  # so many that the counting into buckets is in it
 
 
 def cost(run: Callable[[], object], calls: int, seconds: float) -> harness.Sample:
-    """CPU microseconds of one of the `calls` that a run makes, of runs for so long."""
+    """CPU microseconds per call; a run makes `calls` calls."""
     runs, end, start = 0, time.perf_counter() + seconds, time.thread_time()
     while time.perf_counter() < end:
         run()

@@ -1,4 +1,4 @@
-"""The models that the benchmarks serve, the same code for every server. Imports nothing but what a peer has, too."""
+"""The models of the benchmarks, the same code for every server. Imports only libraries that every peer has."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ FRAMES, HEIGHT, WIDTH, CHANNELS = 16, 270, 480, 3
 
 
 def echo(items: list[Any]) -> list[Any]:
-    """Returns what it is given."""
+    """Returns its input."""
     return items
 
 
 def accelerator(items: list[Any]) -> list[Any]:
-    """Takes 5 ms + 0.2 ms an item, and no processor."""
+    """Takes 5 ms + 0.2 ms per item, without CPU time."""
     time.sleep(0.005 + 0.0002 * len(items))
     return items
 
 
 def heavy(items: list[Any]) -> list[Any]:
-    """Takes 10 ms + 2 ms an item: 381 items a second in batches of 16."""
+    """Takes 10 ms + 2 ms per item: 381 items per second in batches of 16."""
     time.sleep(0.010 + 0.002 * len(items))
     return items
 

@@ -1,11 +1,10 @@
-"""How much of its capacity does an overloaded server give to requests that have 200 ms, and how soon know the others?
+"""How much capacity does an overloaded server give to requests with 200 ms, and how soon do the others fail?
 
-An open loop of Poisson arrivals at 0.5, 1, 2 and 5 times the 381/s that the model can do: 10 ms + 2 ms an item, 16
-items at most. Goodput counts the right answers that came within 200 ms of the time when the request was to be sent,
-over capacity, after a first second that is not counted. Peers are told the 200 ms as their timeout. "queue 48" bounds
-the queue (mosec: what is in flight) to the 48 items that can be done in 126 ms; else the bound is the default. "lost"
-are those without an answer, "other" those with an answer that is neither a result nor 429, 503, 504 or 408. Memory is
-the most of a run, of all processes.
+An open loop of Poisson arrivals at 0.5, 1, 2 and 5 times the model's 381/s: 10 ms + 2 ms per item, at most 16 items.
+Goodput is the number of right answers within 200 ms of the scheduled send time, relative to capacity; the first
+second does not count. Peers get the 200 ms as their timeout. "queue 48" limits the queue (mosec: requests in flight)
+to 48 items, which take 126 ms; otherwise the default limit applies. "lost" requests have no answer, "other" ones an
+answer that is neither a result nor 429, 503, 504 or 408. Memory is the peak of a run, over all processes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CAN_BE_BOUNDED = ("penstock", "mosec", "torchserve")
 
 
 def settle(server: harness.Server) -> None:
-    """Returns when a lone request is answered in time again: some servers still work on what was given up."""
+    """Returns when a single request is answered in time again: some servers still work on expired requests."""
     for _ in range(SETTLE_TRIES):
         start = time.perf_counter()
         run = harness.open_loop(server.url, BODY, server.workload.content_type, [0.0], connections=1)

@@ -1,12 +1,12 @@
-"""What does a service of images gain when decoding, preparing and the model are nodes of a pipeline?
+"""What does an image service gain when decoding, preparation and the model are nodes of a pipeline?
 
-`examples/resnet50_pipeline`: the service as it is usually written (TorchPipe's published baseline: a thread for each
+`examples/resnet50_pipeline` in three versions: the usual service (TorchPipe's published baseline: a thread per
 client, one model behind a lock), the same without the lock, and the published TOML under `penstock serve`. All speak
-Thrift; the client is that of the example and has the same cores. `bare loop` is no server: it decodes, and runs the
-model on tensors that it has, in as many threads as there are cores; of a net's rows it is what the machine could do.
+Thrift; the client is the one of the example and runs on the same cores. `bare loop` is not a server: it decodes, and
+runs the model on prepared tensors, in as many threads as there are cores. It shows what the machine could do.
 
-`--only small,resnet50` takes some of the nets: small (a MobileNetV1 at 128 pixels: mostly decoding), mobilenet
-(MobileNetV2 at 224), resnet50. `--gpu` puts the model on a GPU.
+`--only small,resnet50` selects networks: small (a MobileNetV1 at 128 pixels: mostly decoding), mobilenet (MobileNetV2
+at 224), resnet50. `--gpu` puts the model on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from closed_loop import Sample
 
 NETS = ("small", "mobilenet", "resnet50")
 CLIENTS = (1, 2, 10, 20, 40)
-ALL_AT = {"small": (10, 20), "mobilenet": (10,), "resnet50": (10,)}  # clients with which the other contenders run, too
+ALL_AT = {"small": (10, 20), "mobilenet": (10,), "resnet50": (10,)}  # numbers of clients for the other contenders
 SLOW = 2  # times as long runs of a net that does few images a second for each of many clients
 COLUMNS = {
     "qps": "QPS",
@@ -41,7 +41,7 @@ Contenders = dict[str, Callable[[], Sample]]
 
 
 def compare(net: str, options: argparse.Namespace, report: harness.Report) -> None:
-    """The tables of one net, and what is wanted of it."""
+    """The tables of one network, and its targets."""
     with contextlib.ExitStack() as stack:
         toml = functools.partial(servers.variant, net, gpu=options.gpu)
         published = stack.enter_context(servers.written(toml()))
@@ -67,14 +67,14 @@ def compare(net: str, options: argparse.Namespace, report: harness.Report) -> No
 
 
 def bare(net: str, seconds: float) -> Callable[[], Sample]:
-    """The bare loop with the batch that is best for it."""
+    """The bare loop with its best batch size."""
     cores = len(os.sched_getaffinity(0))
     tried = {batch: servers.bare(net, batch, cores, 1)["qps"] for batch in (1, 4)}
     return functools.partial(servers.bare, net, max(tried, key=lambda batch: tried[batch]), cores, seconds)
 
 
 def wanted(net: str, clients: int, runs: harness.Runs, report: harness.Report) -> None:
-    """Keeps what the pipeline is to reach."""
+    """Records the pipeline's targets."""
     ratios = functools.partial(report.ratios, runs)
     errors = [sample["errors"] for samples in runs.values() for sample in samples if "errors" in sample]
     report.target(f"{net}, {clients} clients: failed requests", [sum(errors)], most=0)
@@ -88,7 +88,7 @@ def wanted(net: str, clients: int, runs: harness.Runs, report: harness.Report) -
 
 
 def accuracy(nets: Sequence[str], report: harness.Report) -> None:
-    """What a scaled decode changes: it has other pixels."""
+    """The effect of a scaled decode, which yields different pixels."""
     from pipeline_accuracy import HEADER, agreement
 
     title = "What scaled decoding changes, over the client's images (the weights are random, and tell more apart than"
@@ -96,7 +96,7 @@ def accuracy(nets: Sequence[str], report: harness.Report) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Those of every benchmark, and `only`, `clients`, `gpu`."""
+    """The arguments of every benchmark, plus `only`, `clients`, `gpu`."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--only", default=",".join(NETS))
     parser.add_argument("--clients", default=",".join(map(str, CLIENTS)))
@@ -114,7 +114,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(nets: Sequence[str]) -> None:
-    """Makes what the example makes at its first start."""
+    """Creates the files that the example creates at its first start."""
     if not servers.IMAGES.is_dir():
         subprocess.run([sys.executable, str(servers.EXAMPLE / "make_images.py")], check=True)
     if not all((servers.EXAMPLE / f"{net}.onnx").exists() for net in nets):

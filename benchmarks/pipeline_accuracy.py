@@ -1,4 +1,4 @@
-"""What a scaled decode changes of the client's images, and of a net's answers, by the ops of the pipeline."""
+"""The effect of a scaled decode on the client's images and on a network's answers, using the pipeline's ops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADER = ("net", "pixels differ by, of 255", "99 % of them by at most", "same be
 
 
 def agreement(net: str) -> list[str]:
-    """Differences of the resized pixels, and how many images have the same best class. One row below HEADER."""
+    """Differences of the resized pixels, and how many images keep their best class. One row below HEADER."""
     data = [file.read_bytes() for file in sorted(IMAGES.glob("*.jpg"))]
     side = SCALED[net]
     full, scaled = DecodeMat(), DecodeMat(scale_h=side, scale_w=side)

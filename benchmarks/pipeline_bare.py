@@ -1,7 +1,7 @@
-"""A loop without any server: `python pipeline_bare.py NET BATCH THREADS SECONDS`; its rate, as a line of JSON.
+"""A loop without a server: `python pipeline_bare.py NET BATCH THREADS SECONDS`; prints its rate as a line of JSON.
 
-Each thread decodes and resizes as many images as the batch has rows, and throws them away; then it runs the session on
-a batch that was made before. So the session has the cores that decoding leaves it, and nothing is handed over.
+Each thread decodes and resizes as many images as the batch has rows, and discards them. It then runs the session on a
+prepared batch. The session thus gets the cores that decoding leaves over, and nothing is handed over.
 """
 
 from __future__ import annotations

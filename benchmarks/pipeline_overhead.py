@@ -1,9 +1,9 @@
-"""What does a pipeline cost by itself, does a wait for full batches stall few clients, and does its memory stay flat?
+"""What does a pipeline itself cost, does a wait for full batches delay few clients, and does its memory stay flat?
 
-Three empty nodes with 64 items in flight, by callbacks, by threads that call and in calls of 1,000 items: items/s and
-processor time of the whole process for each. Then decode - prepare - model, which sleep as such nodes compute, with
-2 clients and batches of up to 4: waits of 0 and of 10 ms. Then images of 100 kB, made by the first of three nodes as
-fast as it is let, before a last node that takes 5 ms: the most memory that was held above what there was before.
+First, three empty nodes with 64 items in flight, through callbacks, through calling threads, and in calls of 1,000
+items: items/s and CPU time of the process for each. Second, decode - prepare - model, which sleep as long as such
+nodes compute, with 2 clients and batches of up to 4: waits of 0 and 10 ms. Third, images of 100 kB, produced by the
+first of three nodes as fast as it may, before a last node that takes 5 ms: the peak memory above the start.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Nap(ItemOp):
 
 
 class BatchNap(BatchOp):
-    """Sleeps as a model computes: 4 ms, and 0.5 ms a row."""
+    """Sleeps as long as a model computes: 4 ms plus 0.5 ms per row."""
 
     def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> Sequence[Any]:
         time.sleep(0.004 + 0.0005 * len(data))
@@ -48,7 +48,7 @@ class BatchNap(BatchOp):
 
 
 class Image(ItemOp):
-    """Makes an image."""
+    """Produces an image."""
 
     def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
         return np.full(IMAGE_BYTES, data % 256, np.uint8)
@@ -74,7 +74,7 @@ EMPTY = chain(*[(NodeStep("Identity"), {})] * 3)
 
 
 def by_callbacks(pipeline: LocalPipeline, seconds: float) -> list[float]:
-    """Latencies of items that are each followed by the next when they are done."""
+    """Latencies of items that each start the next one when they end."""
     latencies: list[float] = []
     end = time.perf_counter() + seconds
     over = threading.Semaphore(0)
@@ -100,7 +100,7 @@ def by_callbacks(pipeline: LocalPipeline, seconds: float) -> list[float]:
 
 
 def by_threads(pipeline: LocalPipeline, seconds: float, threads: int = IN_FLIGHT) -> list[float]:
-    """Latencies of so many threads that call one after the other."""
+    """Latencies of a number of threads that call one after the other."""
     latencies: list[float] = []
     end = time.perf_counter() + seconds
 
@@ -157,7 +157,7 @@ def decode_and_run(wait_s: float) -> Graph:
 
 
 def flood(seconds: float) -> harness.Sample:
-    """The most memory held meanwhile above that before; 1 s more or less changes nothing, so the time is not used."""
+    """The peak memory above the start. The time is not used: a second more or less changes nothing."""
     graph = chain(
         (NodeStep("Image"), {}), (NodeStep("Identity"), {}), (NodeStep("Nap", {"seconds": 0.005}), {"max_batch": 1})
     )

@@ -1,4 +1,4 @@
-"""The servers of `pipeline.py`: the example's two, and loops that have no server at all."""
+"""The servers of `pipeline.py`: the example's two servers, and loops without a server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Service(Processes):
         self.stop()
 
     def load(self, clients: int, seconds: float) -> Sample:
-        """What the example's client says of so many clients."""
+        """The output of the example's client for a number of clients."""
         command = [sys.executable, str(EXAMPLE / "client_qps.py"), "--json", "--img_dir", str(IMAGES)]
         flags = {
             "port": self._port,
@@ -54,13 +54,13 @@ class Service(Processes):
         return json.loads(done.stdout)
 
     def run(self, clients: int, seconds: float) -> Sample:
-        """One run, while all others are stopped."""
+        """One run, while all other servers are paused."""
         with self.awake():
             return self.load(clients, seconds)
 
 
 def naive(net: str, options: argparse.Namespace, *flags: str) -> Service:
-    """The service as it is usually written."""
+    """The usual service."""
     (port,) = free_ports(1)
     device = ["--device", "cuda"] if options.gpu else []
     command = [str(EXAMPLE / "main_naive.py"), "--model", net, "--port", str(port), *device, *flags]
@@ -76,7 +76,7 @@ def pipeline(toml: Path) -> Service:
 
 
 def bare(net: str, batch: int, threads: int, seconds: float) -> Sample:
-    """What a loop does that decodes images and runs the session on tensors that it has, in so many threads."""
+    """A loop that decodes images and runs the session on prepared tensors, in a number of threads."""
     command = [sys.executable, str(HERE / "pipeline_bare.py"), net, str(batch), str(threads), str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_S)
     if done.returncode:
@@ -86,7 +86,7 @@ def bare(net: str, batch: int, threads: int, seconds: float) -> Sample:
 
 @contextmanager
 def written(text: str) -> Iterator[Path]:
-    """A TOML with this text, beside those of the example in all that its paths mean."""
+    """A TOML file with this text, next to the example's files, so its paths keep their meaning."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "pipeline.toml")
         path.write_text(text)
@@ -94,7 +94,7 @@ def written(text: str) -> Iterator[Path]:
 
 
 def variant(net: str, *, scaled: bool = False, gpu: bool = False) -> str:
-    """The example's TOML of a net, with paths that hold anywhere."""
+    """The example's TOML of a network, with absolute paths."""
     text = (EXAMPLE / f"{net}.toml").read_text()
     text = text.replace(f'"{net}.onnx"', f'"{EXAMPLE / net}.onnx"').replace(f'"{net}.trt"', f'"{EXAMPLE / net}.trt"')
     if scaled:

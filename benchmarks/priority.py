@@ -1,10 +1,10 @@
-"""What does an interactive request wait beside a bulk job that saturates the model?
+"""How long does an interactive request wait while a bulk job saturates the model?
 
-A model of 20 ms + 1 ms a row, and one of 250 ms + 1.6 ms a row, 64 rows at most, on 1, 2 and 4 instances. The bulk job
-keeps requests of `prebatch` rows (15 kB each, binary Open Inference, `x-priority: 1`) under way: so many that there
-are three full batches an instance. Beside it come lone requests, 5 a second, Poisson. Latency is in units of a full
-batch; percentiles are those of all rounds. "bulk" is what the job reaches, over what the instances can do in full
-batches; "bulk alone" that without the lone requests.
+The models take 20 ms + 1 ms per row, and 250 ms + 1.6 ms per row, with at most 64 rows, on 1, 2 and 4 instances. The
+bulk job keeps requests of `prebatch` rows (15 kB each, binary Open Inference, `x-priority: 1`) in flight, enough for
+three full batches per instance. Single requests arrive as well, 5 per second, Poisson. Latency is in units of a full
+batch; percentiles cover all rounds. "bulk" is the throughput of the job relative to full batches; "bulk alone" is the
+same without the single requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODELS = {"by_rows": (0.020, 0.001), "by_launches": (0.250, 0.0016)}
 async def beside(
     endpoint: Endpoint, lone: bytes, times: Sequence[float], bulk: bytes, in_flight: int, seconds: float
 ) -> tuple[Samples, Samples]:
-    """Lone requests at their times, beside `in_flight` bulk requests: of both."""
+    """Single requests at their times, while `in_flight` bulk requests run: the samples of both."""
     return await asyncio.gather(
         open_loop(endpoint, [lone], times, connections=8),
         closed_loop(endpoint, [bulk], concurrency=in_flight, seconds=seconds),
@@ -54,7 +54,7 @@ def bulk_request(endpoint: Endpoint, model: str, rows: int) -> bytes:
 
 
 def measured(server: harness.Server, prebatch: int, rate: float, seconds: int, seed: int) -> dict[str, Any]:
-    """One run: latencies of the lone requests in batch times, and the rows of the bulk job over the capacity."""
+    """One run: latencies of the single requests in batch times, and rows of the bulk job relative to capacity."""
     w = server.workload
     a, b = MODELS[w.model]
     batch_s = a + b * ROWS

@@ -1,4 +1,4 @@
-"""Process groups: started in a folder of their own, stopped between their turns, ended with all that came of them."""
+"""Process groups: started in their own folder, paused between their turns, and ended with all their children."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 
 
 class Processes:
-    """A program and all that comes of it. Stopped unless inside `awake()`, so that an idle one costs nothing."""
+    """A program and all its children. Paused unless inside `awake()`, so an idle one costs nothing."""
 
     def __init__(self) -> None:
         self._tag = f"penstock-benchmark-{uuid.uuid4().hex}"
@@ -45,7 +45,7 @@ class Processes:
             )
 
     def members(self) -> list[psutil.Process]:
-        """The processes that live: those of its session, and those that left it but carry its tag."""
+        """The running processes: those in its session, and those that left it but carry its tag."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -72,7 +72,7 @@ class Processes:
             self.stop()
 
     def close(self) -> None:
-        """Kills everything that was started here, and leaves nothing behind."""
+        """Kills every process that was started here."""
         process = getattr(self, "process", None)
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -20,7 +20,7 @@ from servers import HERE, PACKAGES, python_of
 from penstock.perf.bench.origin import machine
 from penstock.perf.bench.origin import versions as own_versions
 
-KEPT_ROUNDS = 5  # fewer make no result
+KEPT_ROUNDS = 5  # a result needs at least these
 
 Runs = dict[str, list[Sample]]
 
@@ -28,8 +28,8 @@ Runs = dict[str, list[Sample]]
 def options(
     doc: str, *, seconds: int | None = 2, peers: Sequence[str] = (), others: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """What the command line says. `peers` are the default, `others` can be named."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended
+    """The parsed command line. `peers` run by default, `others` can be named."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets `finally` blocks end the servers
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=KEPT_ROUNDS)
     parser.add_argument("--seconds", type=int, default=seconds, help="length of one run")
@@ -60,12 +60,12 @@ def versions(peers: Sequence[str], libraries: Sequence[str]) -> dict[str, str]:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """With so many significant digits; whole above 1000."""
+    """The value with this many significant digits; rounded to an integer above 1000."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and between which values it lies."""
+    """The median and its range."""
     if not values:
         return "-"
     median = number(statistics.median(values))
@@ -73,7 +73,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def label_of(runs: Runs, name: str) -> str | None:
-    """The row of a contender, also of one that is there by its setting ("mosec, one by one")."""
+    """The row of a contender, also of one that is listed with its setting ("mosec, one by one")."""
     return next((label for label in runs if label == name or label.startswith(f"{name}, ")), None)
 
 
@@ -90,10 +90,11 @@ class Report:
         method: str | None = None,
         part: str = "",
     ) -> None:
-        """`columns`: key in a sample -> heading, for what a table shows; the first is what is compared.
+        """`columns`: key in a sample -> heading, for the shown columns; the first one is compared.
 
-        `libraries`: those of this environment whose versions matter besides the usual ones. `method`: how the numbers
-        come about, if not as medians of interleaved rounds. `part`: the flag that asks for this part of the question.
+        `libraries`: libraries of this environment whose versions are relevant besides the usual ones. `method`: how
+        the numbers arise, if not as medians of interleaved rounds. `part`: the flag that selects this part of the
+        question.
         """
         self._name = Path(file).stem
         self._part = part
@@ -110,10 +111,10 @@ class Report:
         self._say(f"# {self._question}\n")
         self._say(f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, {about['system']}.")
         self._say(", ".join(f"{k} {v}" for k, v in self._versions.items()) + ".")
-        rounds = f"Medians of {options.rounds} interleaved rounds of {options.seconds} s, (least..most) behind."
+        rounds = f"Medians of {options.rounds} interleaved rounds of {options.seconds} s, with (least..most)."
         self._say(method or rounds)
         if options.absent:
-            self._say(f"Not measured, as not asked for or without Java: {', '.join(options.absent)}.")
+            self._say(f"Not measured, because they were not requested or Java is missing: {', '.join(options.absent)}.")
 
     def _say(self, line: str) -> None:
         print(line, flush=True)
@@ -125,9 +126,9 @@ class Report:
         self._say(f"\n{line}")
 
     def add(self, cell: Mapping[str, Any], runs: Runs, base: str = "penstock") -> None:
-        """One row for each contender: medians, and the ratio of `base` to it, from the pairs of each round.
+        """One row for each contender: medians, and the ratio of `base` to it from the pairs of each round.
 
-        A row is INVALID when a run of it was no measurement (see `closed_loop.wrk`); no target is met by it.
+        A row is INVALID if one of its runs is (see `closed_loop.wrk`); it meets no target.
         """
         self._results.append({**cell, "runs": runs})
         shown = [k for k in self._columns if any(k in s for samples in runs.values() for s in samples)]
@@ -154,9 +155,9 @@ class Report:
             self._say("| " + " | ".join(row) + " |")
 
     def ratios(self, runs: Runs, one: str, other: str, key: str | None = None) -> list[float]:
-        """One's value over the other's, a round; of the first column unless another is named.
+        """The value of `one` over the value of `other` per round, for the first column unless `key` names another.
 
-        Nothing if one of them was not measured, or a run of theirs was invalid.
+        Empty if one of them was not measured, or had an invalid run.
         """
         key = key or next(iter(self._columns))
         a, b = label_of(runs, one), label_of(runs, other)
@@ -165,7 +166,7 @@ class Report:
         return [x[key] / y[key] for x, y in zip(runs[a], runs[b], strict=True) if key in x and y.get(key)]
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table that is no comparison of runs."""
+        """A table that does not compare runs."""
         self._header = []
         self._results.append({"title": title, "header": header, "rows": rows})
         self._say(f"\n{title}\n\n| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
@@ -175,7 +176,7 @@ class Report:
     def target(
         self, what: str, values: Sequence[float], *, least: float | None = None, most: float | None = None
     ) -> None:
-        """Keeps whether the median of `values` is what is wanted. Of no values: that it was not measured."""
+        """Records whether the median of `values` meets the target; without values it was not measured."""
         wanted = f">= {least:g}" if least is not None else f"<= {most:g}"
         found = statistics.median(values) if values else None
         met = None
@@ -189,16 +190,16 @@ class Report:
         `whole` overrides the rule that a result takes KEPT_ROUNDS rounds.
         """
         if self._targets:
-            self._say("\n| wanted | | found | met |\n|---|---|---|---|")
+            self._say("\n| target | | found | met |\n|---|---|---|---|")
             for t in self._targets:
                 found = "not measured" if t["found"] is None else number(t["found"], 4)
                 met = {True: "yes", False: "NO", None: "-"}[t["met"]]
                 self._say(f"| {t['what']} | {t['wanted']} | {found} | {met} |")
         if not (self._options.rounds >= KEPT_ROUNDS if whole is None else whole):
             print(
-                "\nnot kept: a result takes all of it"
+                "\nnot saved: a result needs all of it"
                 if whole is False
-                else f"\nnot kept: a result takes {KEPT_ROUNDS} rounds"
+                else f"\nnot saved: a result needs {KEPT_ROUNDS} rounds"
             )
             return
         flags = f"--{self._part} " if self._part else ""

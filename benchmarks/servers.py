@@ -1,7 +1,8 @@
-"""The servers of the benchmarks: what they serve, how they are started, stopped between their turns, and ended.
+"""The servers of the benchmarks: their workloads, how they start, pause between their turns, and end.
 
-A peer lives in a venv of its own under `.venvs/`, made at first use, and serves by `peers/serve_NAME.py`. Every server
-is a process group that is stopped (SIGSTOP) while another is measured, so that an idle one costs nothing.
+A peer has its own virtual environment under `.venvs/`, created at first use, and serves through
+`peers/serve_NAME.py`. Every server is a process group that is paused (SIGSTOP) while another one is measured, so an
+idle server costs nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ PIDFD_GETFD = 438  # the number of this system call on every machine
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One model of `models.py`, as every server is to run it, with the request that is sent and its right answer."""
+    """One model of `models.py` for every server, with the request to send and its right answer."""
 
     model: str
     body: bytes
@@ -77,7 +78,7 @@ class Workload:
 
 
 def python_of(peer: str) -> str:
-    """The Python of the peer's own venv, which is made first if it is missing or holds other packages."""
+    """The Python of the peer's own virtual environment, which is created if it is missing or outdated."""
     venv = HERE / ".venvs" / peer
     python, mark, wanted = venv / "bin" / "python", venv / "installed", "\n".join(PACKAGES[peer])
     if not mark.exists() or mark.read_text() != wanted:
@@ -97,7 +98,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Server(Processes):
-    """A server of a model. Stopped unless inside `awake()`."""
+    """A server of a model. Paused unless inside `awake()`."""
 
     def __init__(self, name: str, workload: Workload, *sets: str) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class Server(Processes):
         return f"{json.loads(line)['inference']}/predictions/{w.model}"
 
     def _start_peer(self) -> str:
-        """The peers read what to serve from BENCH_WORKLOAD, and serve it below one of these paths."""
+        """Peers read their workload from BENCH_WORKLOAD, and serve it below one of these paths."""
         ports = free_ports(5)
         told = {k: v for k, v in dataclasses.asdict(self.workload).items() if k not in ("body", "answer")}
         command = [python_of(self.name), str(HERE / "peers" / f"serve_{self.name}.py"), "--port", str(ports[0])]
@@ -156,10 +157,10 @@ class Server(Processes):
         raise SystemExit(f"{self.name} did not answer at {self.url}: {last}\n{self._log.read_text()[-3000:]}")
 
     def _lengthen_queues(self) -> None:
-        """Gives every listener room for all who come at once, whatever it asked for.
+        """Raises the listen backlog of every listener, whatever the server requested.
 
-        mosec asks for 128: of 256 connections half would come in a second later, when they try again. Where the kernel
-        does not allow it from outside, `wrk` tells which runs had too few connections.
+        mosec requests 128: with 256 connections, half would retry a second later. If the kernel does not allow
+        changes from outside, `wrk` detects runs with too few connections.
         """
         call = ctypes.CDLL(None).syscall
         for process in self.members():
@@ -182,7 +183,7 @@ class Server(Processes):
 
 @contextlib.contextmanager
 def serving(contenders: Mapping[str, tuple[str, Workload]], *sets: str) -> Iterator[dict[str, Server]]:
-    """Label to running server. `sets` are `--set` keys for penstock."""
+    """Label -> running server. `sets` are `--set` keys for Penstock."""
     with contextlib.ExitStack() as stack:
         yield {
             label: stack.enter_context(Server(name, workload, *(sets if name == "penstock" else ())))
@@ -191,16 +192,16 @@ def serving(contenders: Mapping[str, tuple[str, Workload]], *sets: str) -> Itera
 
 
 def same(workload: Workload, peers: Sequence[str]) -> dict[str, tuple[str, Workload]]:
-    """penstock and its peers, all with one workload."""
+    """Penstock and its peers, all with one workload."""
     return {name: (name, workload) for name in ("penstock", *peers)}
 
 
 def tuned(
     workload: Workload, peer: str, waits_ms: Sequence[int], sizes: Sequence[int]
 ) -> dict[str, tuple[str, Workload]]:
-    """A peer with several settings, of which `harness.closed_loops` takes the best: batches up to each of `sizes`.
+    """A peer with several settings, of which `harness.closed_loops` uses the best: batches up to each of `sizes`.
 
-    Batches of one wait for none; the others for each of `waits_ms`.
+    Batches of one have no delay; the others have each of `waits_ms`.
     """
     found = {}
     for size in sizes:

@@ -1,10 +1,10 @@
-"""How near does a server of batches come to the ceiling of an accelerator that takes 5 ms + 0.2 ms an item?
+"""How close does a batching server come to the ceiling of an accelerator that takes 5 ms + 0.2 ms per item?
 
-The model sleeps, 64 items at most a batch, one and two instances, 16, 64 and 256 connections of `wrk`. "in process" is
-the ceiling: the same model called again and again with 64 items, by one thread an instance. Each peer is there with
-several waits for a batch to fill, and is measured with the best of them at each number of connections; of two
-instances, only mosec. At 16 connections mosec is there once more with batches of at most 16: as somebody sets it who
-knows how many clients come.
+The model sleeps, with at most 64 items per batch, one and two instances, and 16, 64 and 256 connections of `wrk`. "in
+process" is the ceiling: the same model called repeatedly with 64 items, by one thread per instance. Each peer has
+several batch delays and is measured with the best one for each number of connections; with two instances only mosec
+runs. At 16 connections mosec also runs with batches of at most 16, the setting of a user who knows the number of
+clients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ceiling(instances: int, seconds: float) -> harness.Sample:
 
 
 def targets(report: harness.Report, connections: int, runs: harness.Runs) -> None:
-    """What is wanted of one instance."""
+    """The targets of one instance."""
     if connections in SHARES:
         share = report.ratios(runs, "penstock", "in process")
         report.target(f"{connections} connections: share of the ceiling", share, least=SHARES[connections])

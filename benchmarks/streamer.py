@@ -1,10 +1,10 @@
-"""What does a streamer make of an application: behind web servers, with futures, for lone calls, with large arrays?
+"""What does a streamer do for an application: behind web servers, with futures, single calls, and large arrays?
 
-The same application (`streamer_app.py`) runs with `penstock` and with service_streamer 0.1.2, in batches of 64, both
-at their defaults unless a row says otherwise. Tables 1 to 3 are those that service_streamer's authors published. Their
-device is simulated (one call at a time, t(n) = 77 ms + 1.16 ms n); beside it stands the BERT of
-`examples/bert_infilling` on the processor, one thread a worker. `--only 1,3` picks tables; `--memory` makes a million
-calls and looks at the memory instead; `--gpu` takes the architecture of BERT-base on a GPU instead.
+The same application (`streamer_app.py`) runs with `penstock` and with service_streamer 0.1.2, in batches of 64, with
+default settings unless a row says otherwise. Tables 1 to 3 are the ones that the authors of service_streamer
+published. Their device is simulated (one call at a time, t(n) = 77 ms + 1.16 ms n). The BERT of
+`examples/bert_infilling` runs too, on the CPU with one thread per worker. `--only 1,3` selects tables, `--memory`
+makes a million calls and measures memory instead, and `--gpu` uses the architecture of BERT-base on a GPU instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def web_servers(bench: Bench) -> None:
 
 
 def gevent_servers(bench: Bench) -> None:
-    """2: one greenlet a connection, and several devices behind them."""
+    """2: one greenlet per connection, with several devices."""
     bench.report.section("## 2. gevent's server, 512 connections, 1, 2 and 4 devices")
     contenders: Contenders = {}
     for kind in KINDS[1:]:
@@ -53,7 +53,7 @@ def gevent_servers(bench: Bench) -> None:
 
 
 def futures(bench: Bench) -> None:
-    """3: one item a call, results asked for later, no web server."""
+    """3: one item per call, results fetched later, no web server."""
     bench.report.section("## 3. Futures, beside the model alone in a loop of full batches")
     for model in bench.models("accelerator", "bert"):
         spec = bench.spec(model)
@@ -76,7 +76,7 @@ def futures(bench: Bench) -> None:
 
 
 def vision(bench: Bench) -> None:
-    """4: a device with room for 64 images, and more who ask."""
+    """4: a device with room for 64 images, and more clients than that."""
     bench.report.section(
         "## 4. Vision: Flask, images of 51 KB, t(n) = 11 ms + 3.25 ms n, room for 64 images on the device"
     )
@@ -114,7 +114,7 @@ def lone(bench: Bench) -> None:
 
 
 def crowds(bench: Bench) -> None:
-    """5b: many callers of a model that does nothing, one item each, and Redis with all that it can take."""
+    """5b: many callers of a model that does nothing, one item each, and Redis at its maximum load."""
     for kind in KINDS:
         found = against_best(bench, kind, "no-op", {"threads": 32, "items": 1})
         bench.show({"calls": "32 callers", "model": "no-op"}, found)
@@ -141,7 +141,7 @@ def arrays(bench: Bench) -> None:
 
 
 def processors(bench: Bench) -> None:
-    """6: more workers than processors."""
+    """6: more workers than cores."""
     bench.report.section("## 6. Models on the processor: 1 and 4 worker processes, threads as each library leaves them")
     for model in ("matmul", "bert"):
         contenders: Contenders = {}
@@ -197,7 +197,7 @@ COLUMNS = {
 
 
 def gpus() -> int:
-    """How many GPUs torch sees; 0 without torch."""
+    """The number of GPUs that torch sees; 0 without torch."""
     try:
         import torch
     except ImportError:
@@ -206,7 +206,7 @@ def gpus() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Those of every benchmark, and `only`, `memory` (how many calls, 0 for none), `gpu` (how many are there)."""
+    """The arguments of every benchmark, plus `only`, `memory` (number of calls, 0: off), `gpu` (number found)."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--only", default=",".join(TABLES))
     parser.add_argument("--memory", type=int, nargs="?", const=MILLION, default=0)

@@ -1,7 +1,7 @@
 """The applications of `streamer.py`, run by the Python of the library that BENCH_SPEC names.
 
-Run as `web` it is a web server with a streamer behind one route, as `calls` a program that makes the calls that it is
-told to, as `workers` those of Redis.
+The mode `web` is a web server with a streamer behind one route, `calls` a program that makes the requested calls, and
+`workers` the Redis workers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Direct:
 
 
 def settings() -> dict[str, Any]:
-    """Batch size and, unless it is to be the default, the longest wait."""
+    """Batch size and, unless it is the default, the longest wait."""
     found: dict[str, Any] = {"batch_size": BATCH}
     if SPEC.get("max_latency") is not None:
         found["max_latency"] = SPEC["max_latency"]
@@ -49,7 +49,7 @@ def settings() -> dict[str, Any]:
 
 
 def streamer() -> Any:
-    """The streamer of the kind that is asked for, with every worker up."""
+    """A streamer of the requested kind, with every worker up."""
     kind, workers = SPEC["kind"], SPEC.get("workers", 1)
     if kind == "direct":
         return Direct()
@@ -72,7 +72,7 @@ def broker() -> str:
 
 
 def redis() -> Any:
-    """A broker of its own, workers in another program, and a streamer here."""
+    """A private broker, workers in another program, and a streamer here."""
     port = SPEC["redis_port"]
     subprocess.Popen(["redis-server", "--port", str(port), "--save", "", "--appendonly", "no", "--loglevel", "warning"])
     end = time.monotonic() + START_S
@@ -111,7 +111,7 @@ def web(server: str) -> None:
 
 
 def inputs(count: int) -> list[Any]:
-    """What the model of this run takes; no array twice, since who pickles many at a time would send it once."""
+    """The inputs of this run. No array occurs twice: pickling many at a time would send it once."""
     if SPEC["model"] in ("first number", "matmul"):
         import numpy
 
@@ -129,7 +129,7 @@ def loop(model: Any, seconds: float) -> dict[str, float]:
 
 
 def futures(model: Any, seconds: float) -> dict[str, float]:
-    """Items/s of calls of one item each, whose results are asked for when 16 batches a worker wait."""
+    """Items/s of calls of one item each, whose results are fetched when 16 batches per worker wait."""
     ones, window = itertools.cycle([x] for x in inputs(BATCH)), 16 * BATCH * SPEC.get("workers", 1)
     waiting: collections.deque[Any] = collections.deque()
     done = 0
@@ -173,7 +173,7 @@ def callers(model: Any, threads: int, items: int, seconds: float) -> dict[str, A
 
 
 def submits(model: Any, count: int) -> dict[str, float]:
-    """Makes so many calls; one in a hundred is given up at once, and has a deadline where there are any."""
+    """Makes a number of calls; one in a hundred is abandoned at once, and has a deadline if the library supports it."""
     waiting: collections.deque[Any] = collections.deque()
     dice = random.Random(3)
     given_up = 0
@@ -200,7 +200,7 @@ CALLS = {"loop": loop, "futures": futures, "callers": callers, "submits": submit
 
 
 def calls() -> None:
-    """Does what each line of BENCH_FD says, and answers with a line."""
+    """Executes each line of BENCH_FD and answers with a line."""
     model = streamer()
     model.predict(inputs(1))
     with socket.socket(fileno=int(os.environ["BENCH_FD"])) as s, s.makefile("rw", buffering=1) as lines:

@@ -1,4 +1,4 @@
-"""Who takes part in a table of `streamer.py`, how they are run in turns, and how their samples are shown."""
+"""The contenders of a table of `streamer.py`, their turns, and the rows of their samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 
 class Key(NamedTuple):
-    """Whose samples they are. Those without a kind belong to every kind, those without workers to every number."""
+    """The contender of a sample. A key without a kind applies to every kind, without workers to every number."""
 
     who: str
     kind: str = ""
@@ -37,7 +37,7 @@ Contenders = dict[Key, tuple[Callable[[], Program], Callable[[Any], Sample]]]
 
 
 class Bench:
-    """One run of the benchmark: what was asked for, and the report."""
+    """One run of the benchmark: its options and the report."""
 
     def __init__(self, options: argparse.Namespace, report: harness.Report) -> None:
         self.options = options
@@ -46,7 +46,7 @@ class Bench:
         self.libraries = ("penstock", *options.peers)
 
     def measure(self, contenders: Contenders, rounds: int | None = None) -> dict[Key, list[Sample]]:
-        """Samples of all, in interleaved rounds. A peer that does not start is told, and has none."""
+        """Samples of all, in interleaved rounds. A peer that does not start is reported and has none."""
         rounds = rounds or self.options.rounds
         programs: dict[Key, Program] = {}
         with contextlib.ExitStack() as stack:
@@ -68,7 +68,7 @@ class Bench:
         return {key: found.get(key, [{}] * rounds) for key in contenders}
 
     def show(self, cell: Mapping[str, Any], found: Mapping[Key, list[Sample]], base: str = "penstock") -> None:
-        """Rows for each kind and number of workers, each time with those who belong to all."""
+        """Rows for each kind and number of workers, each including the contenders that belong to all."""
         groups = dict.fromkeys((key.kind, key.workers) for key in found if key.kind)
         for kind, workers in groups:
             runs: Runs = {}
@@ -79,7 +79,7 @@ class Bench:
             self.report.add({**cell, "streamer": kind, **more}, runs, base=base)
 
     def ratio(self, found: Mapping[Key, list[Sample]], one: Key, other: Key, key: str = "rate") -> list[float]:
-        """One's value over the other's, round by round; nothing if one of them was not measured."""
+        """The value of one over the value of the other, per round; empty if one of them was not measured."""
         ours, theirs = found.get(one, []), found.get(other, [])
         if any(sample.get("invalid") for sample in (*ours, *theirs)):
             return []
@@ -89,7 +89,7 @@ class Bench:
         return ("bert_base",) if self.options.gpu else names
 
     def spec(self, model: str) -> dict[str, Any]:
-        """What else a program with this model is told: threads and devices."""
+        """Further settings of a program with this model: threads and devices."""
         if model == "bert_base":
             return {"devices": list(range(self.options.gpu))}
         return {"env": ONE_THREAD} if model == "bert" else {}
@@ -122,7 +122,7 @@ def calls(
 
 
 def against_best(bench: Bench, kind: str, model: str, crowd: dict[str, int], **spec: Any) -> dict[Key, list[Sample]]:
-    """Samples of callers: Penstock at its defaults, the peer at its own, and with the wait that was best in a trial."""
+    """Samples of callers: Penstock at its defaults, the peer at its defaults and with its best wait."""
     tried = {
         Key(f"{PEER}, {wait_s * 1e3:g} ms", kind): calls(
             PEER, kind, model, "callers", 1, crowd, max_latency=wait_s, **spec
@@ -140,5 +140,5 @@ def against_best(bench: Bench, kind: str, model: str, crowd: dict[str, int], **s
 
 
 def best(found: Mapping[Key, list[Sample]]) -> Key:
-    """The peer with the wait that was best for it, which comes last."""
+    """The peer with its best wait, which comes last."""
     return list(found)[-1] if len(found) > 1 else Key(PEER)

@@ -1,6 +1,7 @@
-"""The models of `streamer.py`, and the library that streams them: the same code for each. BENCH_SPEC names both.
+"""The models of `streamer.py`, and the library that streams them: the same code for both. BENCH_SPEC names them.
 
-Imports nothing but what service_streamer's own venv has, too; what runs BERT there is borrowed (BENCH_PACKAGES).
+Imports only libraries that the environment of service_streamer has too; BERT's libraries are borrowed
+(BENCH_PACKAGES).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Predict = Callable[[list[Any]], list[Any]]
 
 
 class Card:
-    """A device that runs one call at a time, in so many seconds and so many more an item; answers are sizes of items.
+    """A device that runs one call at a time, for a fixed time plus a time per item; answers are sizes of items.
 
-    Items that wait for their turn lie in its memory, as they do on a GPU: beyond `room` of them it has no more.
+    Waiting items occupy its memory, as on a GPU: beyond `room` items it runs out of memory.
     """
 
     def __init__(self, call_s: float, item_s: float, room: float = float("inf")) -> None:
@@ -55,7 +56,7 @@ class Card:
 
 
 def matmul() -> Predict:
-    """Two dense layers of 1024 on the processor, with as many threads as the environment says; rows of float32."""
+    """Two dense layers of 1024 on the CPU, with the number of threads in the environment; rows of float32."""
     import numpy
 
     numbers = numpy.random.default_rng(1)
@@ -68,7 +69,7 @@ def matmul() -> Predict:
 
 
 def bert() -> Predict:
-    """The BERT of `examples/bert_infilling`, whose imports of penstock are answered by the library that is measured."""
+    """The BERT of `examples/bert_infilling`, whose imports of penstock resolve to the measured library."""
     sys.path += [str(HERE.parent / "examples" / "bert_infilling"), *json.loads(os.environ["BENCH_PACKAGES"])]
     if SPEC["library"] != "penstock":
         sys.modules["penstock"] = types.SimpleNamespace(ManagedModel=LIBRARY.ManagedModel, BadRequest=ValueError)
@@ -111,7 +112,7 @@ MODELS: dict[str, Callable[[], Predict]] = {
 
 
 class Model(LIBRARY.ManagedModel):
-    """The model that BENCH_SPEC names. A file beside the log says that one more worker holds it."""
+    """The model that BENCH_SPEC names. A file next to the log announces each additional worker."""
 
     def init_model(self, *args: Any, **kwargs: Any) -> None:
         self.model = MODELS[SPEC["model"]]()

@@ -1,6 +1,7 @@
-"""The programs of `streamer.py`: applications with a streamer in them, started, measured and ended.
+"""The programs of `streamer.py`: applications with a streamer, started, measured and ended.
 
-service_streamer waits for ever when a worker of it has died: who takes too long has failed, and is asked no more.
+service_streamer waits forever after the death of a worker: a program that takes too long has failed and is not used
+again.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ MOST_LEFT_S = 2.0
 
 
 class Failed(Exception):
-    """A program that did not start or answer; with what it printed last."""
+    """A program that did not start or answer, with its last output."""
 
 
 class Program(Processes):
-    """`streamer_app.py`, run as `mode` for one spec: library, kind, model, and perhaps workers, devices, max_latency.
+    """`streamer_app.py`, run as `mode` for one spec: library, kind, model; optional workers, devices, max_latency.
 
-    Stopped unless inside `awake()`. Raises Failed if it does not come up.
+    Paused unless inside `awake()`. Raises Failed if it does not come up.
     """
 
     def __init__(self, mode: str, spec: dict[str, Any], **more: Any) -> None:
@@ -64,7 +65,7 @@ class Program(Processes):
         return Failed(f"{self.failure}\n{self._log.read_text()[-2000:]}")
 
     def memory_bytes(self) -> int:
-        """What all its processes hold, those of Redis as well."""
+        """The memory of all its processes, including those of Redis."""
         return sum(process.memory_info().rss for process in self.members())
 
 
@@ -103,13 +104,13 @@ class Web(Program):
             return self._loop(connections, seconds)
 
     def run_anew(self, connections: int, seconds: int) -> Sample:
-        """The same in a new program: of one that takes too long to end what an earlier run left behind."""
+        """The same in a new program, if the old one takes too long to finish an earlier run."""
         with type(self)(self._mode, self.spec, body=self._body, content_type=self._content_type) as program:
             return program.run(connections, seconds)
 
 
 class Calls(Program):
-    """A program that makes the calls that it is told to make."""
+    """A program that makes the requested calls."""
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()

@@ -1,14 +1,14 @@
-"""What do TorchServe's users gain who start Penstock in its place, with their files as they are?
+"""What does a TorchServe user gain from starting Penstock instead, with unchanged files?
 
-The same archive, config.properties and flags under TorchServe 0.12.0 and under Penstock: a handler that does nothing,
-a small network for digits, and a simulated accelerator of 50 ms for 8 items; 1, 10 and 100 connections of `wrk`,
-batches of 1 and of 8, 1 and 4 workers (of which a lone client has no use). "torchserve" logs as it does by default,
-which is 6 KB a request; "torchserve, unlogged" logs errors alone. Batches wait for 1 ms (no-op), 5 ms (digits) and
-10 ms (accelerator) to fill, but where 100 ms are named, which is TorchServe's default. "in process" is the accelerator
-itself, called again and again with 8 items by a thread a worker. Start is from the command to the first right
-prediction; memory is that of all processes with one worker, after a second of 16 connections.
+The same archive, config.properties and flags run under TorchServe 0.12.0 and under Penstock: a handler that does
+nothing, a small network for digits, and a simulated accelerator of 50 ms for 8 items; 1, 10 and 100 connections of
+`wrk`, batches of 1 and 8, 1 and 4 workers (a single client has no use for four). "torchserve" logs as it does by
+default, 6 KB per request; "torchserve, unlogged" logs only errors. The batch delay is 1 ms (no-op), 5 ms (digits) and
+10 ms (accelerator), except in rows with TorchServe's default of 100 ms. "in process" is the accelerator itself,
+called repeatedly with 8 items by one thread per worker. The start time is measured from the command to the first
+right prediction. Memory covers all processes with one worker, after a second of 16 connections.
 
-`--only start,noop,digits,accelerator` picks tables; `--gpu` takes ResNet-50 on a GPU instead.
+`--only start,noop,digits,accelerator` selects tables; `--gpu` uses ResNet-50 on a GPU instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Bench:
         return ["penstock", *((PEER, *more) if self.options.peers else ())]
 
     def plain(self, model: str) -> Archive:
-        """The archive of a handler without a model, which gives back what it is given."""
+        """The archive of a handler without a model, which returns its input."""
         return Archive(make_archive(self.store, model, model), BODY, BODY)
 
     def serving(self, stack: ExitStack, kinds: list[str], archive: Archive, setting: Setting) -> dict[str, TorchServe]:
@@ -79,7 +79,8 @@ class Bench:
         self.report.add({**cell, "connections": connections}, runs)
 
     def grid(self, archive: Archive, *more: str) -> None:
-        """Batches of 1 and 8; 1 worker and 1 to 100 connections, 4 workers and more than one. `more` meet 1 worker."""
+        """Batches of 1 and 8; 1 worker with 1 to 100 connections, 4 workers with more than one. `more` run with 1
+        worker."""
         for workers in (1, 4):
             for batch in (1, 8):
                 setting = Setting(batch, workers, DELAYS_MS[archive.model])
@@ -92,7 +93,7 @@ class Bench:
                         self.judged(servers, setting, 32)
 
     def judged(self, servers: dict[str, TorchServe], setting: Setting, connections: int) -> None:
-        """A cell, and what is wanted of it."""
+        """A cell with its target."""
         model = next(iter(servers.values())).workload.model
         if model == "accelerator" and (setting.batch, setting.workers, connections) == (8, 4, 100):
             return full_accelerators(self, servers, setting, connections)
@@ -107,7 +108,7 @@ class Bench:
 
 
 def start(bench: Bench) -> None:
-    """Start time and memory, each server started again in every round."""
+    """Start time and memory, with each server started again in every round."""
     archive = bench.plain("noop")
     report = bench.report
     starts = {kind: functools.partial(start_once, kind, archive) for kind in bench.kinds()}
@@ -120,7 +121,7 @@ def start(bench: Bench) -> None:
 
 
 def noop(bench: Bench) -> None:
-    """The grid, and batches that wait for 100 ms."""
+    """The grid, and batches with a delay of 100 ms."""
     archive = bench.plain("noop")
     bench.grid(archive, UNLOGGED)
     setting = Setting(8, 1, 100)
@@ -142,7 +143,7 @@ def accelerator(bench: Bench) -> None:
 
 
 def full_accelerators(bench: Bench, servers: dict[str, TorchServe], setting: Setting, connections: int) -> None:
-    """Beside the handler itself, in full batches."""
+    """Compared with the handler itself, in full batches."""
     seconds = min(EDGE_S, 2 * bench.options.seconds + 1)
     also = {CEILING: lambda: ceiling(load("accelerator").handle, setting, seconds)}
     runs = harness.interleave(bench.options.rounds, calls(servers, connections, seconds) | also)
@@ -186,7 +187,7 @@ TABLES = {"start": start, "noop": noop, "digits": digits, "accelerator": acceler
 
 
 def arguments() -> argparse.Namespace:
-    """Those of every benchmark, and `only`, `gpu`."""
+    """The arguments of every benchmark, plus `only`, `gpu`."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--only", default=",".join(TABLES))
     parser.add_argument("--gpu", action="store_true")

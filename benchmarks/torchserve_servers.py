@@ -1,4 +1,4 @@
-"""`torchserve --start` of either owner, with the same archive, the same config.properties and the same flags."""
+"""`torchserve --start` of either project, with the same archive, config.properties and flags."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Archive:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a model is served: `batchSize`, `minWorkers`, `maxBatchDelay`."""
+    """A model's settings: `batchSize`, `minWorkers`, `maxBatchDelay`."""
 
     batch: int
     workers: int
@@ -86,9 +86,9 @@ def network(store: Path, model: str, handler: str, kind: str, pixels: tuple[int,
 
 
 class TorchServe(Server):
-    """One of the two, stopped unless inside `awake()`. `kind`: "penstock", "torchserve", or "torchserve, unlogged".
+    """One of the servers, paused unless inside `awake()`. `kind`: "penstock", "torchserve", "torchserve, unlogged".
 
-    `memory`: after a second of 16 connections; `started_s`: from the command to the first right answer, a prediction.
+    `memory`: after a second of 16 connections; `started_s`: from the command to the first right prediction.
     """
 
     def __init__(self, kind: str, archive: Archive, setting: Setting) -> None:
@@ -141,7 +141,7 @@ class TorchServe(Server):
         return "".join(f"{k}={v}\n" for k, v in settings.items())
 
     def _wait(self) -> None:
-        """As soon as the model answers: who is not up yet is asked every 10 ms."""
+        """Returns as soon as the model answers; asks every 10 ms."""
         end = self._began + START_S
         last: Exception | None = None
         request = urllib.request.Request(self.url, self.workload.body, {"content-type": self.workload.content_type})
@@ -158,7 +158,7 @@ class TorchServe(Server):
         raise SystemExit(f"{self.name} did not answer at {self.url}: {last}\n{self._log.read_text()[-3000:]}")
 
     def closed_loop(self, connections: int, seconds: int) -> Sample:
-        """One run of `wrk`, once what an earlier one has left is done: TorchServe runs it though nobody waits."""
+        """One run of `wrk`, after the work of earlier runs: TorchServe finishes it although no client waits."""
         with self.awake():
             request = urllib.request.Request(self.url, self.workload.body, {"content-type": self.workload.content_type})
             with urllib.request.urlopen(request, timeout=60) as response:
@@ -166,7 +166,7 @@ class TorchServe(Server):
         return super().closed_loop(connections, seconds)
 
     def _memory(self) -> Sample:
-        """Resident memory of the tree in MB, summed up, and with what is shared counted once."""
+        """Resident memory of the process tree in MB, as a sum, and with shared pages counted once."""
         found = {"rss_mb": 0.0, "pss_mb": 0.0}
         for process in self.members():
             with contextlib.suppress(psutil.Error):

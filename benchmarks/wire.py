@@ -1,6 +1,6 @@
-"""What does a request of 64 frames of 224 x 224 cost to write and to read, in each form?
+"""What does it cost to write and read a request of 64 frames of 224 x 224, in each form?
 
-CPU time of this process, a call. JSON is one frame.
+CPU time of this process per call. JSON has one frame.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def jpegs() -> tuple[bytes, list[Any]]:
 
 
 def item(head: bytes, buffers: list[Any]) -> Item:
-    """The request as it comes to a worker: a view of shared memory."""
+    """The request as a worker receives it: a view of shared memory."""
     headers = [*OTHER_HEADERS, (HEADER_LENGTH.encode(), b"%d" % len(head))]
     return Item(memoryview(b"".join([head, *buffers])).toreadonly(), "oip_binary", headers=headers)
 
 
 def calls() -> dict[str, tuple[Callable[[], object], int]]:
-    """What is measured, and how often in a run."""
+    """The measured calls, and their number in a run."""
     codec: Codec = OipBinaryCodec("captioner", "1", METADATA)
     binary, compressed = item(*frames()), item(*jpegs())
     file = Item(memoryview(write_head("UINT8", FRAMES.shape) + FRAMES.tobytes()))

@@ -1,4 +1,4 @@
-"""A handler of `digits_model.py`: 28 x 28 bytes in, the number of the likeliest digit out."""
+"""A handler for `digits_model.py`: receives 28 x 28 bytes, returns the most likely digit."""
 
 from __future__ import annotations
 

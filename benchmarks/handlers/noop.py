@@ -1,4 +1,4 @@
-"""A handler that gives back what it is given."""
+"""A handler that returns its input."""
 
 from __future__ import annotations
 

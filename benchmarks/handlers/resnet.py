@@ -1,6 +1,6 @@
-"""A handler of `resnet_model.py`: 3 x 224 x 224 bytes in, the number of the likeliest class out.
+"""A handler for `resnet_model.py`: receives 3 x 224 x 224 bytes, returns the most likely class.
 
-`model-config.yaml` says `precision` (fp32, fp16) and `compile`.
+`model-config.yaml` sets `precision` (fp32, fp16) and `compile`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """service_streamer inside a program: TRANSPORT (thread or process) THREADS SIZE SECONDS WARM_SECONDS.
 
-SIZE is that of a batch. Prints one line of JSON: when the calls started, when they ended, and the latency of each, in
+SIZE is the batch size. Prints one line of JSON: when the calls started and ended, and the latency of each call, in
 seconds.
 """
 

@@ -1,8 +1,9 @@
 """The three ways in which the published pipeline sends a video: published_client.py URL VIDEO --mode MODE
 
-As there, everything runs on the event loop (decoding with OpenCV, colours, stacking, pickling), and every request opens
-a connection of its own. Not as there: answers are parsed and counted instead of evaluated, and no poster leaves before
-all frames are read. Prints one JSON object: captions, bytes of all bodies, seconds from the first frame to the end.
+As in the original, everything runs on the event loop (decoding with OpenCV, colours, stacking, pickling), and every
+request opens its own connection. Unlike the original, answers are parsed and counted instead of evaluated, and no
+sender exits before all frames are read. Prints one JSON object: captions, bytes of all bodies, seconds from the first
+frame to the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ POSTERS = 10
 
 
 class Client:
-    """A server's URL, and what was sent there."""
+    """A server's URL, and statistics of what was sent."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -55,7 +56,7 @@ def read(path: str, most: int) -> Iterator[np.ndarray]:
 
 
 async def single(client: Client, frames: Iterator[np.ndarray], _: int) -> list[str]:
-    """Rounds: 50 frames are decoded, each is posted alone, and all are waited for."""
+    """Rounds: decodes 50 frames, posts each one alone, and waits for all."""
     captions: list[str] = []
     while True:
         batch: np.ndarray | None = None
@@ -70,7 +71,7 @@ async def single(client: Client, frames: Iterator[np.ndarray], _: int) -> list[s
 
 
 async def stream_single(client: Client, frames: Iterator[np.ndarray], _: int) -> list[str]:
-    """Up to 500 frames under way, each alone."""
+    """Up to 500 frames in flight, each alone."""
     limit = asyncio.Semaphore(AT_ONCE)
     tasks = []
 
@@ -87,7 +88,7 @@ async def stream_single(client: Client, frames: Iterator[np.ndarray], _: int) ->
 
 
 async def stream_prebatch(client: Client, frames: Iterator[np.ndarray], prebatch: int) -> list[str]:
-    """A queue of 10 stacked arrays, and 10 posters that empty it."""
+    """A queue of 10 stacked arrays, and 10 senders that drain it."""
     queue: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue(QUEUE)
     found: dict[int, list[str]] = {}
 

@@ -1,7 +1,7 @@
-"""The published pipeline's model side: unpickles, prepares every frame on the processor, generates, all in one thread.
+"""The published pipeline's model side: unpickles, prepares every frame on the CPU, generates, all in one thread.
 
-BENCH_WORKLOAD names a folder with a BLIP-2 model, or none: then the frames are prepared (224 x 224) and no model is
-asked. A TorchServe handler; the Flask server calls it, too.
+BENCH_WORKLOAD names a folder with a BLIP-2 model, or none: then the frames are prepared (224 x 224) and no model
+runs. It is a TorchServe handler, which the Flask server calls too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Captioner:
         self.model = Blip2ForConditionalGeneration.from_pretrained(FOLDER).eval()
 
     def captions(self, bodies: list[bytes]) -> list[list[str]]:
-        """Those of each body, which is one frame [height, width, 3] or an array of them."""
+        """The captions of each body, which is one frame [height, width, 3] or an array of frames."""
         frames: list[np.ndarray] = []
         counts = []
         for body in bodies:

@@ -1,6 +1,6 @@
-"""LitServe serving what BENCH_WORKLOAD says: one API server process, and its faster queue to the inference workers.
+"""LitServe with the workload in BENCH_WORKLOAD: one API server process, and its faster queue to the workers.
 
-Its annotations are read by FastAPI, and so must not be text.
+FastAPI reads its annotations, so they must not be strings.
 """
 
 import json

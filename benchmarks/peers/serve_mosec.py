@@ -1,6 +1,6 @@
-"""mosec serving what BENCH_WORKLOAD says: a Rust front and worker processes. `--port` is read by mosec itself.
+"""mosec with the workload in BENCH_WORKLOAD: a Rust front-end and worker processes. mosec itself reads `--port`.
 
-It asks for a queue of 128 connections; `servers.py` makes it longer.
+It requests a listen backlog of 128, which `servers.py` raises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ predict = getattr(models, workload["model"])
 
 
 class Json(Worker):
-    """mosec decodes JSON. Its own encoder indents, which takes longer, and so is not used."""
+    """mosec decodes JSON. Its own encoder indents, which is slower, so it is not used."""
 
     def forward(self, data: Any) -> Any:
         if workload["max_batch"] == 1:  # then it hands over one item, and not in a list
@@ -30,7 +30,7 @@ class Json(Worker):
 
 
 class Raw(Json):
-    """Bodies as they are; a result that is not of bytes goes out as JSON."""
+    """Bodies unchanged; a result other than bytes is sent as JSON."""
 
     def deserialize(self, data: bytes) -> bytes:
         return data

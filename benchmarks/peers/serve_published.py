@@ -1,7 +1,7 @@
 """The published pipeline's two servers around `published_handler.py`: TorchServe, or Flask in one process and thread.
 
-BENCH_WORKLOAD says: ports, workers, batch and delay_ms of TorchServe. Its configuration is the published one, but for
-the addresses (loopback) and the logging (errors alone).
+BENCH_WORKLOAD has ports, workers, batch and delay_ms for TorchServe. Its configuration is the published one, except
+for the addresses (loopback) and logging (errors only).
 """
 
 from __future__ import annotations

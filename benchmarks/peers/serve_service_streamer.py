@@ -1,6 +1,6 @@
-"""service_streamer serving what BENCH_WORKLOAD says: Flask on gevent's server, and worker processes.
+"""service_streamer with the workload in BENCH_WORKLOAD: Flask on gevent's server, and worker processes.
 
-TCP_NODELAY is set: gevent writes head and body apart, which without it costs 40 ms an answer.
+TCP_NODELAY is set: gevent writes head and body separately, which otherwise costs 40 ms per answer.
 """
 
 from __future__ import annotations

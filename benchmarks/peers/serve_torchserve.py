@@ -1,4 +1,4 @@
-"""TorchServe serving what BENCH_WORKLOAD says, as `/predictions/model`; everything it writes stays in TMPDIR."""
+"""TorchServe with the workload in BENCH_WORKLOAD, as `/predictions/model`; all its files are in TMPDIR."""
 
 from __future__ import annotations
 

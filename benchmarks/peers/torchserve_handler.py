@@ -1,4 +1,4 @@
-"""A TorchServe handler around the model that BENCH_WORKLOAD names."""
+"""A TorchServe handler for the model that BENCH_WORKLOAD names."""
 
 from __future__ import annotations
 
