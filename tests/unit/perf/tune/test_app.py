@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,24 +80,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return found
 
 
-@pytest.fixture
-def apps() -> Iterator[list[AppUnderTest]]:
-    made: list[AppUnderTest] = []
-    yield made
-    for app in made:
-        app.close()
+def make(space: str = SPACE, options: AppOptions | None = None) -> AppUnderTest:
+    tuned = TunedModel(target="app.py:Net", section="net", model=ModelConfig(target="/there/app.py:Net"))
+    return AppUnderTest(tuned, parse_space(space), parse_slo("p99<=100ms"), options)
 
 
-def make(apps: list[AppUnderTest], space: str = SPACE, model: ModelConfig | None = None, **keys: Any) -> AppUnderTest:
-    tuned = TunedModel(target="app.py:Net", section="net", model=model or ModelConfig(target="/there/app.py:Net"))
-    apps.append(AppUnderTest(tuned, parse_space(space), parse_slo("p99<=100ms"), **keys))
-    return apps[-1]
-
-
-def test_an_app_starts_with_its_baseline_and_is_profiled_before_any_load(
-    world: World, apps: list[AppUnderTest]
-) -> None:
-    make(apps).start()
+def test_an_app_starts_with_its_baseline_and_is_profiled_before_any_load(world: World) -> None:
+    make().start()
     assert world.used == [CandidateSettings()]
     assert [request.config.precision for request in world.requests] == [None, "fp32"]
     assert (world.requests[0].sizes, world.requests[0].limit_s) == ([1, 2, 4, 8], 0.1)
@@ -106,48 +94,42 @@ def test_an_app_starts_with_its_baseline_and_is_profiled_before_any_load(
     assert not world.loads
 
 
-def test_an_app_that_does_not_load_ends_the_tuning(world: World, apps: list[AppUnderTest]) -> None:
-    world.profiles[None] = LoadFailed("no weights")
-    with pytest.raises(LoadFailed, match="no weights"):
-        make(apps).start()
-
-
-def test_data_that_the_app_cannot_answer_ends_the_tuning(world: World, apps: list[AppUnderTest]) -> None:
-    world.profiles[None] = profile(error="the model raised KeyError")
-    with pytest.raises(PenstockError, match="the model raised KeyError; give --data that it accepts"):
-        make(apps).start()
-
-
-def test_a_request_that_runs_out_of_memory_ends_the_tuning(world: World, apps: list[AppUnderTest]) -> None:
-    world.profiles[None] = profile(oom_rows=1, curve={})
-    with pytest.raises(PenstockError, match="cannot answer the requests: a single request runs out of memory"):
-        make(apps).start()
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (LoadFailed("no weights"), "no weights"),
+        (profile(error="the model raised KeyError"), "the model raised KeyError; give --data that it accepts"),
+        (profile(oom_rows=1, curve={}), "cannot answer the requests: a single request runs out of memory"),
+    ],
+)
+def test_a_baseline_that_does_not_load_or_cannot_answer_ends_the_tuning(
+    world: World, found: InstanceProfile | LoadFailed, message: str
+) -> None:
+    world.profiles[None] = found
+    with pytest.raises(PenstockError, match=message):
+        make().start()
 
 
 @pytest.mark.parametrize(
     ("space", "how"), [("batch=1,2", "with its baseline settings"), ("precision=fp32,bf16", "in fp32")]
 )
-def test_a_reference_that_differs_from_the_samples_ends_the_tuning(
-    world: World, apps: list[AppUnderTest], space: str, how: str
-) -> None:
+def test_a_reference_that_differs_from_the_samples_ends_the_tuning(world: World, space: str, how: str) -> None:
     options = AppOptions(samples=[AccuracySample("line 1", RequestBody(b"[1]", "application/json"), [2.0])])
     with pytest.raises(ConfigError, match=f"the app {how} does not pass --accuracy-check: 1 of 1 answers differ"):
-        make(apps, space, options=options).start()
+        make(space, options=options).start()
 
 
-def test_a_parameter_that_the_model_does_not_use_is_rejected(world: World, apps: list[AppUnderTest]) -> None:
+def test_a_parameter_that_the_model_does_not_use_is_rejected(world: World) -> None:
     world.profiles[None] = profile(ignores=["precision", "optimize"])
-    make(apps, "batch=1,2,instances=1,2").start()
+    make("batch=1,2,instances=1,2").start()
     with pytest.raises(ConfigError, match="--space precision: the model does not use it"):
-        make(apps).start()
+        make().start()
 
 
 @pytest.mark.parametrize("fp32", [LoadFailed("it was exported in fp16"), profile(error="the model raised TypeError")])
-def test_if_fp32_does_not_run_the_baseline_is_the_reference(
-    world: World, apps: list[AppUnderTest], fp32: InstanceProfile | LoadFailed
-) -> None:
+def test_if_fp32_does_not_run_the_baseline_is_the_reference(world: World, fp32: InstanceProfile | LoadFailed) -> None:
     world.profiles |= {"fp32": fp32, "bf16": profile(b"[2.0]")}
-    app = make(apps)
+    app = make()
     app.start()
     assert "found 2, expected 1" in str(app.refusal(parse_settings("precision=bf16")))
     assert app.refusal(parse_settings("precision=fp32"))
@@ -166,18 +148,18 @@ def test_if_fp32_does_not_run_the_baseline_is_the_reference(
     ],
 )
 def test_a_precision_is_used_only_if_it_loads_and_agrees_with_the_reference(
-    world: World, apps: list[AppUnderTest], found: InstanceProfile | LoadFailed, message: str | None
+    world: World, found: InstanceProfile | LoadFailed, message: str | None
 ) -> None:
     world.profiles["bf16"] = found
-    app = make(apps)
+    app = make()
     app.start()
     refusal = app.refusal(parse_settings("batch=8,precision=bf16"))
     assert refusal == message if message is None else message in str(refusal)
     assert app.refusal(parse_settings("batch=8,precision=fp32")) is None
 
 
-def test_settings_that_do_not_affect_one_instance_share_its_profile(world: World, apps: list[AppUnderTest]) -> None:
-    app = make(apps)
+def test_settings_that_do_not_affect_one_instance_share_its_profile(world: World) -> None:
+    app = make()
     app.start()
     for text in ("batch=1,instances=1", "batch=8,instances=2,hold=0,policy=none,batching.timeout_s=2"):
         assert app.refusal(parse_settings(text)) is None
@@ -186,30 +168,26 @@ def test_settings_that_do_not_affect_one_instance_share_its_profile(world: World
     assert world.requests[2].config.threads == 2
 
 
-def test_settings_are_profiled_also_while_no_server_runs(
-    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app = make(apps)
+def test_settings_are_profiled_also_while_no_server_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make()
     app.start()
     monkeypatch.delattr(world, "target")
     assert app.refusal(parse_settings("threads=2")) is None
 
 
-def test_the_curve_has_times_and_memory_with_its_limit(world: World, apps: list[AppUnderTest]) -> None:
-    app = make(apps)
+def test_the_curve_has_times_and_memory_with_its_limit(world: World) -> None:
+    app = make()
     app.start()
     found = app.curve(CandidateSettings())
     assert found is not None
     assert (found.points, found.memory_bytes, found.limit_bytes) == (((1, 0.01), (8, 0.03)), 100, 1000)
 
 
-def test_on_a_gpu_its_own_memory_counts(
-    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_its_own_memory_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_gpu_bytes", lambda count: 80 * count)
     monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0", "cuda:1"))
     world.profiles[None] = profile(device_bytes=7)
-    app = make(apps)
+    app = make()
     app.start()
     found = app.curve(CandidateSettings())
     assert found is not None
@@ -218,19 +196,19 @@ def test_on_a_gpu_its_own_memory_counts(
 
 @pytest.mark.parametrize(("left", "closed"), [(1000, 0), (500, 0), (499, 2)])
 def test_if_memory_is_short_the_server_stops_while_an_instance_is_profiled(
-    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch, left: int, closed: int
+    world: World, monkeypatch: pytest.MonkeyPatch, left: int, closed: int
 ) -> None:
-    app = make(apps)
+    app = make()
     monkeypatch.setattr(module, "_free_bytes", lambda: left)
     app.start()
     assert world.used[1:] == [CLOSED] * closed
 
 
 def test_on_a_gpu_the_server_stops_before_an_instance_is_profiled(
-    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0",))
-    make(apps, "batch=1,2").start()
+    make("batch=1,2").start()
     assert world.used == [CandidateSettings(), CLOSED]
 
 
@@ -254,15 +232,15 @@ def test_each_gpu_counts_as_the_smallest(monkeypatch: pytest.MonkeyPatch, totals
     assert module._gpu_bytes(3) == limit
 
 
-def test_settings_that_do_not_load_have_no_curve(world: World, apps: list[AppUnderTest]) -> None:
+def test_settings_that_do_not_load_have_no_curve(world: World) -> None:
     world.profiles["bf16"] = LoadFailed("no")
-    app = make(apps)
+    app = make()
     app.start()
     assert app.curve(parse_settings("precision=bf16")) is None
 
 
-def test_newly_loaded_settings_warm_up_until_they_settle(world: World, apps: list[AppUnderTest]) -> None:
-    app = make(apps)
+def test_newly_loaded_settings_warm_up_until_they_settle(world: World) -> None:
+    app = make()
     app.start()
     at = parse_settings("batch=8")
     for settings in (at, at, CandidateSettings()):
@@ -274,16 +252,16 @@ def test_newly_loaded_settings_warm_up_until_they_settle(world: World, apps: lis
     assert (world.runs[0]["timeout_s"], world.runs[0]["late_s"]) == (1.0, pytest.approx(0.01))
 
 
-def test_an_explicit_short_warm_up_applies_to_each_run(world: World, apps: list[AppUnderTest]) -> None:
-    app = make(apps, options=AppOptions(warm_s=0.2))
+def test_an_explicit_short_warm_up_applies_to_each_run(world: World) -> None:
+    app = make(options=AppOptions(warm_s=0.2))
     app.start()
     for _ in range(2):
         app.measure(CandidateSettings(), 50.0, 2.0, 3)
     assert [run["warm_s"] for run in world.runs] == [0.2, 0.2]
 
 
-def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps: list[AppUnderTest]) -> None:
-    app = make(apps)
+def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World) -> None:
+    app = make()
     app.start()
     app.saturate(CandidateSettings(), 2.0, 3)
     assert world.loads == [Load(mode="closed", concurrency=12, seconds=2.0, seed=3)]
@@ -292,18 +270,16 @@ def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World, apps:
 @pytest.mark.parametrize(
     "error", [TargetFailing("returns only errors; the first: 503"), ConfigError("no request comes within 30 s")]
 )
-def test_settings_without_any_answer_count_as_not_loaded(
-    world: World, apps: list[AppUnderTest], error: PenstockError
-) -> None:
-    app = make(apps)
+def test_settings_without_any_answer_count_as_not_loaded(world: World, error: PenstockError) -> None:
+    app = make()
     app.start()
     world.run = error
     with pytest.raises(LoadFailed, match=f"loaded, but {error.message}"):
         app.measure(CandidateSettings(), 50.0, 2.0, 3)
 
 
-def test_a_series_of_invalid_runs_ends_the_tuning(world: World, apps: list[AppUnderTest]) -> None:
-    app = make(apps)
+def test_a_series_of_invalid_runs_ends_the_tuning(world: World) -> None:
+    app = make()
     app.start()
     late = Measurement(load=Load(mode="open"), invalid=["the generator was late"])
     for run in [late] * (MOST_INVALID - 1) + [None] + [late] * (MOST_INVALID - 1):  # in a row
@@ -315,9 +291,9 @@ def test_a_series_of_invalid_runs_ends_the_tuning(world: World, apps: list[AppUn
 
 
 def test_the_cost_of_a_run_includes_the_settings_change_and_failed_profiles(
-    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = make(apps)
+    app = make()
     app.start()
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
@@ -365,25 +341,23 @@ def test_the_cost_of_a_run_includes_the_settings_change_and_failed_profiles(
     ],
 )
 def test_the_codec_of_a_body_follows_its_route(
-    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch, payload: Payload, codec: str
+    world: World, monkeypatch: pytest.MonkeyPatch, payload: Payload, codec: str
 ) -> None:
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: [payload])
-    make(apps).start()
+    make().start()
     assert world.requests[0].bodies[0].codec == codec
 
 
-def test_the_payload_size_is_the_mean_of_the_requests(
-    world: World, apps: list[AppUnderTest], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_payload_size_is_the_mean_of_the_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [Payload(b"1" * 100, "text/plain", "a"), Payload(b"1" * 301, "text/plain", "b")]
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: sent)
     world.profiles[None] = world.profiles["fp32"] = profile(answers=2 * profile().answers)
-    app = make(apps)
+    app = make()
     assert app.payload_bytes == 0
     app.start()
     assert app.payload_bytes == 200
 
 
-def test_close_stops_the_server(world: World, apps: list[AppUnderTest]) -> None:
-    make(apps).close()
+def test_close_stops_the_server(world: World) -> None:
+    make().close()
     assert world.used == [CLOSED]

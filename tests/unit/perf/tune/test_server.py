@@ -114,9 +114,8 @@ def test_a_tls_server_is_trusted_by_its_own_certificate_alone(server: Server) ->
     folder = Path(__file__).parents[3] / "tls"
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     model = ModelConfig(target="/there/app.py:Net")
-    TunedServer(TunedModel(target="app.py:Net", section="net", model=model, token="secret", tls_cert=cert)).use(
-        CandidateSettings()
-    )
+    tuned = TunedModel(target="app.py:Net", section="net", model=model, token="secret", tls_cert=cert)
+    TunedServer(tuned).use(CandidateSettings())
     theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     theirs.load_cert_chain(cert, key)
     to_us, to_them = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -170,27 +169,22 @@ def test_other_changes_reload_the_model_in_the_same_server(server: Server, befor
     assert len(server.starts) == 1
 
 
-def test_keys_that_no_request_may_set_restart_the_server(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "starts", "requests"),
+    [
+        ("options.width=1", "options.width=2", 2, 0),
+        ("policy=none", "policy=pkg.mod:Mine", 2, 0),
+        ("policy=pkg.mod:Mine", "policy=none", 2, 0),
+        ("device=cuda:0", "device=cuda:1", 1, 2),  # the colon of a device does not mark a class
+    ],
+)
+def test_only_keys_and_classes_that_no_request_may_set_restart_the_server(
+    server: Server, before: str, after: str, starts: int, requests: int
+) -> None:
     found = served()
-    found.use(at("options.width=1"))
-    found.use(at("options.width=2"))
-    assert [sets for sets in server.starts] == [['models."net".options.width=1'], ['models."net".options.width=2']]
-    assert (server.stops, server.asked) == (1, [])
-
-
-@pytest.mark.parametrize("texts", [("policy=none", "policy=pkg.mod:Mine"), ("policy=pkg.mod:Mine", "policy=none")])
-def test_a_class_that_no_request_may_name_restarts_the_server(server: Server, texts: tuple[str, str]) -> None:
-    found = served()
-    for text in texts:
-        found.use(at(text))
-    assert (len(server.starts), server.asked) == (2, [])
-
-
-def test_a_gpu_number_is_not_taken_for_a_class(server: Server) -> None:
-    found = served()
-    found.use(at("device=cuda:0"))
-    found.use(at("device=cuda:1"))
-    assert (len(server.starts), len(server.asked)) == (1, 2)
+    found.use(at(before))
+    found.use(at(after))
+    assert (len(server.starts), server.stops, len(server.asked)) == (starts, starts - 1, requests)
 
 
 def test_a_reload_leaves_out_keys_that_only_a_configuration_may_set(server: Server) -> None:
