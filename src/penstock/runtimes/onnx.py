@@ -108,7 +108,7 @@ def open_tensorrt(
     """A session that TensorRT compiles for the device. Later sessions reuse the cached engine.
 
     The engine is cached next to the file `cache`, or in the user's cache directory. `graph` replaces the content of the
-    file. Raises LoadFailed, ConfigError.
+    file. The keyword arguments are independent settings of the engine. Raises LoadFailed, ConfigError.
     """
     ort = import_onnxruntime()
     if TENSORRT not in ort.get_available_providers():
@@ -133,7 +133,7 @@ def open_tensorrt(
         "onnxruntime": ort.__version__,
         "tensorrt": tensorrt_version(),
     }
-    with (EngineCache.beside(cache, key) if cache else EngineCache.of_user(key)).open() as folder:
+    with (EngineCache.next_to(cache, key) if cache else EngineCache.of_user(key)).open() as folder:
         options |= {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(folder), **profile}
         providers = [(TENSORRT, options), *providers_of(device)]
         return open_session(path, device, threads=threads, providers=providers, graph=graph)

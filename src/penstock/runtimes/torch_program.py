@@ -18,7 +18,7 @@ class TorchProgram:
     """Runs a prepared module on one device under `inference_mode`.
 
     Floating-point inputs are cast to `precision`, floating-point outputs back to FP32. `forward` receives the inputs in
-    `keywords` by name, and the others in order.
+    `keywords` by name, and the others in order. Each constructor argument is one property of a `Program`.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class EngineCache:
         return cls(Path(home) / "penstock" / "engines", key)
 
     @classmethod
-    def beside(cls, path: str, key: dict[str, Any]) -> EngineCache:
+    def next_to(cls, path: str, key: dict[str, Any]) -> EngineCache:
         """The cache in the folder `PATH.penstock`; a file at `PATH` itself is not touched.
 
         If the folder is not usable, logs a warning and falls back to the user's cache.

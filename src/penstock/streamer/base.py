@@ -16,7 +16,7 @@ from penstock.core.engine.waiters import Future
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
 from penstock.types import Item, ItemResult, Sink
 
-WORKER_MODULES = ("penstock.core.transports.child",)  # `__main__` of a worker process while it loads a model
+WORKER_MODULE = "penstock.core.transports.child"  # `__main__` of a worker process while it loads a model
 CHUNKS_IN_FLIGHT = 2  # the workers run the second chunk while the client receives the results of the first
 
 
@@ -139,7 +139,7 @@ def in_worker() -> bool:
     A streamer created while the model's module is imported must not start workers there: they would import it again.
     """
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return spec is not None and spec.name in WORKER_MODULES
+    return spec is not None and spec.name == WORKER_MODULE
 
 
 def _to_list(batch: Iterable[Any]) -> list[Any]:

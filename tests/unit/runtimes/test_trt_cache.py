@@ -118,7 +118,7 @@ def test_a_digest_depends_on_the_content_alone(tmp_path):
 
 def kept(path, key=KEY):
     """The engines that are found beside a path; one is written if there is none."""
-    with EngineCache.beside(path, key).open() as folder:
+    with EngineCache.next_to(path, key).open() as folder:
         found = sorted(file.name for file in folder.iterdir() if file.suffix == ".engine")
         (folder / "a.engine").write_bytes(b"engine")
     return found

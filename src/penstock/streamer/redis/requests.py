@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from msgspec import Struct
+
 from penstock.errors import PayloadTooLarge, PenstockError, QueueFull
 from penstock.streamer.redis.codec import decode, encode
 from penstock.streamer.redis.protocol import BrokerReply, from_wire
@@ -19,17 +21,17 @@ SUBMISSION_ENTRIES = 512  # the broker serves no other client while it runs a sc
 SUBMISSION_BYTES = 8 * 2**20
 
 
-class QueueEntry:
-    """One value on its way. `id` is its id in the broker's queue, None until the broker has it."""
+class QueueEntry(Struct, eq=False):
+    """One value of a call. `id` is its id in the broker's queue, None until the broker has it."""
 
-    __slots__ = ("call", "id", "index", "number", "payload")
+    number: int
+    call: PendingCall
+    index: int
+    payload: bytes
+    id: bytes | None = None
 
-    def __init__(self, number: int, call: PendingCall, index: int, payload: bytes) -> None:
-        self.number = number
-        self.call = call
-        self.index = index
-        self.payload = payload
-        self.id: bytes | None = None
+
+Group = list[QueueEntry]  # entries of one call, which the broker accepts or refuses together
 
 
 class PendingCall:
@@ -38,10 +40,6 @@ class PendingCall:
     `ends_s`, on the loop's clock: when the call times out; `due`: whether the caller set this deadline. `on_abandoned`
     is called when the call ends before all its entries are answered.
     """
-
-    __slots__ = (
-        "_many", "_missing", "_on_abandoned", "due", "ends_s", "entries", "priority", "sink", "timer", "values",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -106,26 +104,6 @@ class PendingCall:
             self.timer = None
 
 
-class Submission:
-    """Entries that the broker receives in one script call. It accepts each group as a whole, or refuses it."""
-
-    def __init__(self) -> None:
-        self.groups: list[list[QueueEntry]] = []
-        self.entries = 0
-        self.nbytes = 0
-
-    def add(self, group: list[QueueEntry]) -> None:
-        if group:
-            self.groups.append(group)
-            self.entries += len(group)
-            self.nbytes += sum([len(e.payload) for e in group])
-
-    def fail(self, error: PenstockError) -> None:
-        """Answers every caller with an error."""
-        for group in self.groups:
-            group[0].call.fail(error)
-
-
 class PendingRequests:
     """The unanswered entries of a client by number, and their states.
 
@@ -134,7 +112,7 @@ class PendingRequests:
 
     def __init__(self, max_queue: int, max_bytes: int) -> None:
         self.entries: dict[int, QueueEntry] = {}
-        self.unsent: deque[list[QueueEntry]] = deque()
+        self.unsent: deque[Group] = deque()
         self.lost: list[QueueEntry] = []  # by the broker; to be sent again
         self.abandoned: list[bytes] = []  # ids to remove from the queue
         self.nbytes = 0
@@ -177,15 +155,17 @@ class PendingRequests:
             raise QueueFull(f"{self.nbytes} of {self._max_bytes} bytes wait: try again later")
         return payload
 
-    def next_submission(self) -> Submission:
-        """The entries to send next, within the bounds of a submission; lost entries first."""
-        submission = Submission()
-        lost, self.lost = self.lost[:SUBMISSION_ENTRIES], self.lost[SUBMISSION_ENTRIES:]
-        for entry in lost:
-            submission.add([entry])
-        while self.unsent and submission.entries < SUBMISSION_ENTRIES and submission.nbytes < SUBMISSION_BYTES:
-            submission.add([entry for entry in self.unsent.popleft() if entry.number in self.entries])
-        return submission
+    def next_submission(self) -> list[Group]:
+        """The entries to send in the next script call, within its bounds; lost entries first."""
+        groups = [[entry] for entry in self.lost[:SUBMISSION_ENTRIES]]
+        del self.lost[:SUBMISSION_ENTRIES]
+        count, nbytes = len(groups), sum(len(entry.payload) for (entry,) in groups)
+        while self.unsent and count < SUBMISSION_ENTRIES and nbytes < SUBMISSION_BYTES:
+            if group := [entry for entry in self.unsent.popleft() if entry.number in self.entries]:
+                groups.append(group)
+                count += len(group)
+                nbytes += sum(len(entry.payload) for entry in group)
+        return groups
 
     def receive(self, reply: BrokerReply) -> None:
         """Passes a reply to its call. A repeated or unexpected reply is only counted."""
@@ -235,9 +215,9 @@ class PendingRequests:
             self.empty.set()
 
 
-def _groups(entries: list[QueueEntry]) -> Iterator[list[QueueEntry]]:
+def _groups(entries: list[QueueEntry]) -> Iterator[Group]:
     """The entries in groups that fit a submission."""
-    group: list[QueueEntry] = []
+    group: Group = []
     nbytes = 0
     for entry in entries:
         if group and (len(group) == SUBMISSION_ENTRIES or nbytes + len(entry.payload) > SUBMISSION_BYTES):

@@ -19,7 +19,7 @@ from penstock.streamer.redis.protocol import (
     dump,
     load_replies,
 )
-from penstock.streamer.redis.requests import PendingRequests, Submission
+from penstock.streamer.redis.requests import Group, PendingRequests
 
 log = logging.getLogger("penstock.broker")
 
@@ -82,23 +82,24 @@ class RequestSender:
         if requests.lost or requests.unsent:
             await self._submit(requests.next_submission())
 
-    async def _submit(self, submission: Submission) -> None:
+    async def _submit(self, groups: list[Group]) -> None:
         """Adds the entries to the queue, or answers their callers with the error."""
-        if not submission.groups:
+        if not groups:
             return
-        arguments = self._arguments(submission)
+        arguments = self._arguments(groups)
         while True:
             try:
                 length, *outcomes = await self._connection.run(SUBMIT, (self._queue, self._sent), arguments)
                 break
             except PenstockError as e:
                 if type(e) is not BrokerUnavailable or not await self._wait_to_reconnect():
-                    submission.fail(e)
+                    for group in groups:
+                        group[0].call.fail(e)
                     raise
-                if not any(entry.number in self._requests.entries for group in submission.groups for entry in group):
+                if not any(entry.number in self._requests.entries for group in groups for entry in group):
                     return
         self.queue_length = length
-        for group, outcome in zip(submission.groups, outcomes, strict=True):
+        for group, outcome in zip(groups, outcomes, strict=True):
             if isinstance(outcome, int):
                 self._requests.counts["refused"] += outcome
                 found = f"{length} of {self._requests.max_queue} items wait or run"
@@ -109,12 +110,12 @@ class RequestSender:
                 if entry.number not in self._requests.entries:  # abandoned meanwhile
                     self._requests.abandoned.append(id)
 
-    def _arguments(self, submission: Submission) -> list[Any]:
+    def _arguments(self, groups: list[Group]) -> list[Any]:
         """The arguments of SUBMIT."""
         self._submissions += 1
         arguments: list[Any] = [self._submissions, SESSION_S, self._requests.max_queue]
         now = self._loop.time()
-        for group in submission.groups:
+        for group in groups:
             call = group[0].call
             budget_ms = min(max(int((call.ends_s - now) * 1000), 0), MAX_BUDGET_MS)
             arguments.append(len(group))

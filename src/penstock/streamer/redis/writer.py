@@ -40,8 +40,6 @@ RETRY_S = (0.05, 1.0)
 class Lease:
     """An entry that this worker has taken, and the sink of its result. Without a header it has no client to answer."""
 
-    __slots__ = ("_on_result", "client", "fields", "id", "number")
-
     def __init__(
         self,
         id: bytes,
