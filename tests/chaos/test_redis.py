@@ -1,4 +1,4 @@
-"""The faults of a Redis broker: nothing hangs, nothing is silent, and what can be answered is."""
+"""Failures of a Redis broker and its workers: no call hangs, no error is silent, no answer is lost."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class WorkerProcess:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         if wait:
-            assert "serves" in self.process.stdout.readline(), self.said()
+            assert "serves" in self.process.stdout.readline(), self.log_text()
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return os.pread(self._log.fileno(), 2**20, 0).decode()
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """The exit status after a signal. Its own processes are gone then, too."""
+        """Sends a signal and returns the exit status when the process and its children have ended."""
         children = []
         if self._log.closed:
             return self.process.returncode
@@ -109,7 +109,7 @@ def streamer(redis_server: Any) -> Iterator[Callable[..., RedisStreamer]]:
 
 
 def runs(redis: Any) -> None:
-    """Returns when a worker has taken something."""
+    """Waits until a worker has taken a request."""
     from redis.exceptions import ResponseError
 
     end = time.monotonic() + 20
@@ -124,7 +124,7 @@ def runs(redis: Any) -> None:
 
 
 class Crowd:
-    """Threads that ask for numbers in a loop; each answer must be its own number, or an error."""
+    """Threads that request numbers in a loop; each result must be the same number, or an error."""
 
     def __init__(self, streamer: RedisStreamer, threads: int = 8) -> None:
         self.right, self.wrong, self.errors = 0, [], []
@@ -149,7 +149,7 @@ class Crowd:
                     self.wrong.append((number, answer))
 
     def answered(self, more: int = 50) -> None:
-        """Returns when so many more right answers have come."""
+        """Waits for a number of further correct results."""
         target, end = self.right + more, time.monotonic() + 30
         while self.right < target:
             assert time.monotonic() < end, ("waited in vain", self.right, target, self.errors[-3:])
@@ -163,7 +163,7 @@ class Crowd:
         assert not self.wrong
 
 
-def test_without_redis_the_error_is_clear_and_comes_at_once(streamer, redis_server):
+def test_without_redis_a_clear_error_is_raised_at_once(streamer, redis_server):
     redis_server.kill()
     started = time.monotonic()
     with pytest.raises(BrokerUnavailable, match=r"at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
@@ -171,14 +171,14 @@ def test_without_redis_the_error_is_clear_and_comes_at_once(streamer, redis_serv
     assert time.monotonic() - started < 5
 
 
-def test_a_worker_waits_for_redis_and_serves_when_it_is_there(worker, streamer, redis_server):
+def test_a_worker_waits_for_redis_and_then_serves(worker, streamer, redis_server):
     redis_server.kill()
     worker("echo")
     redis_server.start()
     assert streamer().predict([1, 2]) == [1, 2]
 
 
-def test_a_wrong_password_is_told_at_once_without_showing_it(worker, streamer, run_redis):
+def test_a_wrong_password_is_reported_at_once_without_showing_it(worker, streamer, run_redis):
     redis = run_redis("--requirepass", "right")
     broker = f"redis://:wr0ng@{redis.address}"
     with pytest.raises(ConfigError, match="refuses the user or password") as caught:
@@ -186,8 +186,8 @@ def test_a_wrong_password_is_told_at_once_without_showing_it(worker, streamer, r
     assert "wr0ng" not in str(caught.value)
     one = worker("echo", broker=broker)
     assert one.process.wait(10) == 1
-    assert "refuses the user or password" in one.said()
-    assert "wr0ng" not in one.said()
+    assert "refuses the user or password" in one.log_text()
+    assert "wr0ng" not in one.log_text()
     with pytest.raises(ConfigError, match="refuses the user or password"):
         streamer(redis.address).predict([1])
     right = f"redis://:right@{redis.address}/3"
@@ -195,7 +195,7 @@ def test_a_wrong_password_is_told_at_once_without_showing_it(worker, streamer, r
     assert streamer(right).predict([7]) == [7]
 
 
-def test_a_redis_that_is_killed_and_started_again_costs_time_only(worker, streamer, redis_server):
+def test_a_redis_that_is_killed_and_restarted_costs_only_time(worker, streamer, redis_server):
     worker("echo", "--workers", "2")
     crowd = Crowd(streamer())
     crowd.answered()
@@ -207,7 +207,7 @@ def test_a_redis_that_is_killed_and_started_again_costs_time_only(worker, stream
     assert not crowd.errors
 
 
-def test_a_redis_that_stays_away_is_told_to_those_who_wait(worker, streamer, redis_server):
+def test_waiting_callers_get_an_error_if_redis_stays_away(worker, streamer, redis_server):
     worker("slow")
     one = streamer(patience_s=1.0)
     future = one.submit(["waits"])
@@ -222,7 +222,7 @@ def test_a_redis_that_stays_away_is_told_to_those_who_wait(worker, streamer, red
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "CLIENT PAUSE"])
-def test_a_redis_that_pauses_for_five_seconds_loses_nothing(worker, streamer, redis_server, how, chaos):
+def test_a_redis_that_pauses_for_five_seconds_loses_no_request(worker, streamer, redis_server, how, chaos):
     worker("echo", "--lease", "10")
     crowd = Crowd(streamer())
     crowd.answered()
@@ -238,7 +238,7 @@ def test_a_redis_that_pauses_for_five_seconds_loses_nothing(worker, streamer, re
     assert not crowd.errors
 
 
-def test_a_redis_that_is_emptied_loses_nothing(worker, streamer, redis_server, chaos):
+def test_a_flushed_redis_loses_no_request(worker, streamer, redis_server, chaos):
     worker("echo", "--workers", "2")
     one = streamer()
     crowd = Crowd(one)
@@ -251,7 +251,7 @@ def test_a_redis_that_is_emptied_loses_nothing(worker, streamer, redis_server, c
     assert one.statistics()["waiting"] == 0
 
 
-def test_connections_that_are_cut_lose_nothing(worker, streamer, redis_server, chaos):
+def test_lost_connections_lose_no_request(worker, streamer, redis_server, chaos):
     worker("echo", "--workers", "2")
     crowd = Crowd(streamer())
     crowd.answered()
@@ -289,7 +289,7 @@ def test_a_worker_that_is_killed_costs_its_requests_a_lease(worker, streamer, ch
     assert not crowd.errors
 
 
-def test_what_killed_two_workers_is_not_run_again(worker, streamer, redis_server):
+def test_an_item_that_killed_two_workers_does_not_run_again(worker, streamer, redis_server):
     one = streamer(worker_timeout=60)
     future = one.submit(["poison"])
     for _ in range(2):
@@ -301,12 +301,12 @@ def test_what_killed_two_workers_is_not_run_again(worker, streamer, redis_server
     assert redis_server.ask.xlen("{penstock:}:dead") == 1
 
 
-def test_without_a_worker_the_caller_is_told_in_time(streamer):
+def test_without_a_worker_the_caller_gets_an_error_in_time(streamer):
     with pytest.raises(DeadlineExceeded):
         streamer(worker_timeout=0.3).predict([1])
 
 
-def test_workers_end_in_order_and_leave_nothing(worker, streamer, redis_server):
+def test_workers_shut_down_gracefully_and_leave_nothing(worker, streamer, redis_server):
     first = worker("echo", "--workers", "2")
     one = streamer()
     assert one.predict(list(range(100))) == list(range(100))
@@ -315,7 +315,7 @@ def test_workers_end_in_order_and_leave_nothing(worker, streamer, redis_server):
     assert redis_server.ask.keys("*") == []
 
 
-def test_data_of_another_program_under_the_same_keys_is_told(worker, streamer, redis_server):
+def test_data_of_another_program_under_the_same_keys_is_reported(worker, streamer, redis_server):
     redis_server.ask.set(QUEUE, "other")
     with pytest.raises(ConfigError, match="another prefix"):
         streamer().predict([1])
@@ -323,7 +323,7 @@ def test_data_of_another_program_under_the_same_keys_is_told(worker, streamer, r
 
 
 def test_memory_is_bounded_when_callers_do_not_read(worker, redis_server):
-    """A client that stops reading its answers leaves them in the broker, until they expire."""
+    """A client that stops reading leaves its answers in the broker until they expire."""
     worker("echo")
 
     async def ask_and_leave() -> None:

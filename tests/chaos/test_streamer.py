@@ -1,4 +1,4 @@
-"""Streamers in trouble: workers killed under load, a program that ends in the middle, a million calls."""
+"""Streamer failures: workers killed under load, a program that ends with work in flight, a million calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def workers(parent: int) -> list[psutil.Process]:
     return found
 
 
-def test_workers_killed_under_load_cost_no_answer(models: SimpleNamespace, chaos: SimpleNamespace) -> None:
+def test_workers_killed_under_load_cost_no_result(models: SimpleNamespace, chaos: SimpleNamespace) -> None:
     chance = random.Random(0)
     over = threading.Event()
     answered, died, wrong = [0], [0], []
@@ -104,7 +104,7 @@ def test_a_program_that_ends_with_work_in_flight_ends(kind: str, models: SimpleN
             streamer = penstock.{kind}(five_seconds, 4)
             streamer._wait_for_worker_ready()
             futures = [streamer.submit([i]) for i in range(100)]
-            futures[0].add_done_callback(lambda future: print("told:", type(future.exception()).__name__))
+            futures[0].add_done_callback(lambda future: print("error:", type(future.exception()).__name__))
             print("end", flush=True)
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
@@ -114,9 +114,9 @@ def test_a_program_that_ends_with_work_in_flight_ends(kind: str, models: SimpleN
     children = workers(process.pid)
     began = time.monotonic()
     out, _ = process.communicate(timeout=20)
-    assert time.monotonic() - began < 4, "it waited for work that nobody waits for"
+    assert time.monotonic() - began < 4, "it waited for abandoned work"
     assert process.returncode == 0
-    assert out == "told: ModelNotReady\n" or out == "told: WorkerDied\n"
+    assert out == "error: ModelNotReady\n" or out == "error: WorkerDied\n"
     psutil.wait_procs(children, timeout=5)
     assert not any(child.is_running() for child in children)
 
@@ -146,7 +146,7 @@ def test_a_program_that_is_killed_leaves_no_worker(models: SimpleNamespace, tmp_
     assert not alive
 
 
-def test_submits_of_which_some_time_out_take_no_memory(chaos: SimpleNamespace) -> None:
+def test_submits_that_time_out_leak_no_memory(chaos: SimpleNamespace) -> None:
     rounds = chaos.count(30, 900)
     with ThreadedStreamer(lambda batch: batch, 64) as streamer:
         for done in range(rounds + rounds // 9):

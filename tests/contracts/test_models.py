@@ -35,11 +35,11 @@ def test_model_file(model_files: Path, name: str) -> None:
     check_model(model, rows, same=lambda a, b: np.allclose(a, b, atol=1e-6))
 
 
-def test_an_answer_that_depends_on_batch_mates_is_noticed():
+def test_a_result_that_depends_on_the_batch_is_detected():
     with pytest.raises(AssertionError, match="in a batch of 2"):
         check_model(lambda items: [len(items) for _ in items], [1, 2])
 
 
-def test_a_model_that_raises_is_noticed():
+def test_a_model_that_raises_is_detected():
     with pytest.raises(AssertionError, match="the model raised ValueError"):
         check_model(scripted.ScriptedModel, [("raise", "no")])

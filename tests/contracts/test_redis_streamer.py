@@ -1,4 +1,4 @@
-"""What service_streamer's users rely on of Redis, and what hurt them: for Penstock's own names and for the old ones."""
+"""Redis behavior that users of service_streamer rely on, and fixes of its known problems, under both module names."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def broker(run_redis_all: Callable[..., Any]) -> str:
 
 @pytest.fixture(scope="module")
 def start(face: ModuleType, broker: str) -> Iterator[Start]:
-    """A streamer, and workers in a process of their own: `start(function, batch_size, ...)`. The same ones again for
-    the same arguments."""
+    """Starts workers and a streamer: `start(function, batch_size, ...)`. Reuses them for equal arguments."""
     made: dict[str, Any] = {}
     processes: list[Any] = []
 
@@ -76,31 +75,31 @@ def start(face: ModuleType, broker: str) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_and_defaults_are_those_of_the_reference(face: ModuleType, name: str) -> None:
+def test_signatures_and_defaults_equal_the_reference(face: ModuleType, name: str) -> None:
     found = inspect.signature(getattr(face, name)).parameters.values()
     assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == SIGNATURES[name]
 
 
-def test_a_worker_takes_further_arguments_as_the_reference_does(face: ModuleType, models: ModuleType) -> None:
+def test_a_worker_accepts_further_arguments_like_the_reference(face: ModuleType, models: ModuleType) -> None:
     worker = face.RedisWorker(models.Times, 8, 0.1, "localhost:6379", "", (3,), None, "more", other="too")
     assert str(inspect.signature(worker.run_forever)).startswith("(gpu_id: 'int | None' = None)")
 
 
-def test_results_come_back_as_many_and_in_order(start: Start, models: ModuleType) -> None:
+def test_there_is_one_result_per_item_in_order(start: Start, models: ModuleType) -> None:
     streamer = start(models.double, 64)
     assert streamer.predict([1, 2, 3]) == [2, 4, 6]
     assert streamer.predict(range(10_001)) == [2 * i for i in range(10_001)]
     assert streamer.predict([]) == []
 
 
-def test_a_list_is_cut_at_the_batch_size_and_calls_share_batches(start: Start, models: ModuleType) -> None:
+def test_a_list_is_split_at_the_batch_size_and_calls_share_batches(start: Start, models: ModuleType) -> None:
     streamer = start(models.sizes, 4, worker_num=2)
     assert max(streamer.predict(range(50))) == 4
     futures = [streamer.submit([1]) for _ in range(40)]
     assert max(f.result(20)[0] for f in futures) > 1
 
 
-def test_arrays_bytes_and_tuples_of_any_size_come_back_as_they_were(start: Start, models: ModuleType) -> None:
+def test_arrays_bytes_and_tuples_of_any_size_survive_the_round_trip(start: Start, models: ModuleType) -> None:
     sent = [np.arange(150_000, dtype=np.float32).reshape(3, -1), b"x" * 700_000, "t", {"a": (1, [None])}, np.int8(3)]
     back = start(models.echo, 64).predict(sent)
     assert np.array_equal(back[0], sent[0])
@@ -109,19 +108,19 @@ def test_arrays_bytes_and_tuples_of_any_size_come_back_as_they_were(start: Start
     assert type(back[4]) is np.int8
 
 
-def test_tensors_come_back_as_they_were(start: Start, models: ModuleType) -> None:
+def test_tensors_survive_the_round_trip(start: Start, models: ModuleType) -> None:
     torch = pytest.importorskip("torch")
     [back] = start(models.echo, 64).predict([torch.arange(6).reshape(2, 3)])
     assert torch.equal(back, torch.arange(6).reshape(2, 3))
 
 
-def test_a_model_is_made_with_its_arguments_in_the_worker_alone(start: Start, models: ModuleType) -> None:
+def test_only_the_worker_instantiates_the_model(start: Start, models: ModuleType) -> None:
     assert start(models.Times, 8, model_init_args=(3,)).predict([2]) == [6]
     [(pid, *_)] = [start(models.pids, 8).predict([1])]
     assert pid != os.getpid()
 
 
-def test_destroy_workers_is_not_for_this_side(start: Start, models: ModuleType) -> None:
+def test_destroy_workers_is_refused(start: Start, models: ModuleType) -> None:
     streamer = start(models.double, 64)
     with pytest.raises(NotImplementedError, match="ended where they run"):
         streamer.destroy_workers()
@@ -145,7 +144,7 @@ def test_pain_2_a_lone_request_is_not_held_for_max_latency(start: Start, models:
     assert time.monotonic() - started < 2.0
 
 
-def test_pain_3_a_model_that_cannot_be_made_ends_its_worker_with_the_error(
+def test_pain_3_a_model_that_cannot_be_loaded_ends_its_worker_with_the_error(
     face: ModuleType, models: ModuleType, broker: str
 ) -> None:
     with pytest.raises((LoadFailed, TypeError), match=r"init_model|argument"):
@@ -166,7 +165,7 @@ def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: Modu
     assert asyncio.run(awaited()) == [6, 8, 10]
 
 
-def test_pain_6_the_first_come_are_the_first_served(start: Start, models: ModuleType, tmp_path: Path) -> None:
+def test_pain_6_requests_run_first_in_first_out(start: Start, models: ModuleType, tmp_path: Path) -> None:
     streamer = start(models.noted, 1)
     file = str(tmp_path / "ran")
     for future in [streamer.submit([(file, text)]) for text in "abcdef"]:
@@ -174,12 +173,12 @@ def test_pain_6_the_first_come_are_the_first_served(start: Start, models: Module
     assert Path(file).read_text() == "abcdef"
 
 
-def test_pain_6_no_pickle_of_a_stranger_is_loaded(start: Start, models: ModuleType, face: ModuleType) -> None:
+def test_pain_6_no_foreign_pickle_is_loaded(start: Start, models: ModuleType, face: ModuleType) -> None:
     with pytest.raises(BadRequest, match="object cannot be sent over the broker"):
         start(models.echo, 64).predict([object()])
 
 
-def test_pain_7_a_forked_child_asks_on_a_connection_of_its_own(start: Start, models: ModuleType) -> None:
+def test_pain_7_a_forked_child_has_its_own_connection(start: Start, models: ModuleType) -> None:
     streamer = start(models.double, 64)
     assert streamer.predict([1]) == [2]
     child = os.fork()

@@ -1,4 +1,4 @@
-"""What service_streamer's users rely on, and what hurt them: the same for Penstock's own names and for the old ones."""
+"""Behavior that users of service_streamer rely on, and fixes of its known problems, under both module names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("paths")
 
 @pytest.fixture(scope="module")
 def made(paths: None) -> Iterator[dict[str, Any]]:
-    """Streamers by how they were made; those of one kind serve many tests."""
+    """Streamers by their arguments, shared by many tests."""
     streamers: dict[str, Any] = {}
     yield streamers
     for streamer in streamers.values():
@@ -62,7 +62,7 @@ def _starting(made: dict[str, Any], make: Start) -> Start:
 
 @pytest.fixture(params=["ThreadedStreamer", "Streamer"])
 def start(made: dict[str, Any], face: ModuleType, request: pytest.FixtureRequest) -> Start:
-    """Makes streamers of one kind: `start(function, batch_size, ...)`."""
+    """Starts a streamer of one class: `start(function, batch_size, ...)`."""
     return _starting(made, getattr(face, request.param))
 
 
@@ -73,12 +73,12 @@ def start_processes(made: dict[str, Any], face: ModuleType) -> Start:
 
 @pytest.fixture(params=["ThreadedStreamer", "Streamer"])
 def make(request: pytest.FixtureRequest) -> Start:
-    """The class of one kind, for a streamer of the test's own: under both names the same, so once is enough."""
+    """A class for a streamer of one test; both modules export the same class."""
     found: Start = getattr(penstock, request.param)
     return found
 
 
-# ---- what users rely on
+# ---- behavior that users rely on
 
 
 def test_both_modules_export_the_same_objects(face: ModuleType) -> None:
@@ -88,14 +88,12 @@ def test_both_modules_export_the_same_objects(face: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("ThreadedStreamer", THREADED), ("Streamer", PROCESS)])
-def test_signatures_and_defaults_are_those_of_the_reference(
-    face: ModuleType, name: str, parameters: dict[str, Any]
-) -> None:
+def test_signatures_and_defaults_equal_the_reference(face: ModuleType, name: str, parameters: dict[str, Any]) -> None:
     found = inspect.signature(getattr(face, name)).parameters.values()
     assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == parameters
 
 
-def test_results_come_back_as_many_and_in_order(start: Start, models: ModuleType) -> None:
+def test_there_is_one_result_per_item_in_order(start: Start, models: ModuleType) -> None:
     streamer = start(models.double, 64)
     assert streamer.predict([1, 2, 3]) == [2, 4, 6]
     assert streamer.predict(range(10_001)) == [2 * i for i in range(10_001)]
@@ -104,7 +102,7 @@ def test_results_come_back_as_many_and_in_order(start: Start, models: ModuleType
         assert list(pool.map(lambda i: streamer.predict([i, -i]), range(200))) == [[2 * i, -2 * i] for i in range(200)]
 
 
-def test_a_list_is_cut_at_the_batch_size_and_calls_share_batches(start: Start, models: ModuleType) -> None:
+def test_a_list_is_split_at_the_batch_size_and_calls_share_batches(start: Start, models: ModuleType) -> None:
     streamer = start(models.sizes, 4)
     assert max(streamer.predict(range(10))) == 4
     with ThreadPoolExecutor(8) as pool:
@@ -116,7 +114,7 @@ def test_a_function_may_return_an_array_or_be_async(start: Start, models: Module
         assert start(function, 8).predict([1, 2]) == [2, 4]
 
 
-def test_arrays_and_bytes_of_any_size_come_back_as_they_were(start: Start, models: ModuleType) -> None:
+def test_arrays_and_bytes_of_any_size_survive_the_round_trip(start: Start, models: ModuleType) -> None:
     big = np.arange(150_000, dtype=np.float32).reshape(300, 500)
     arrays = start(models.echo, 4).predict([big, b"x" * 200_000, {"a": big}, "text"])
     assert np.array_equal(arrays[0], big)
@@ -126,7 +124,7 @@ def test_arrays_and_bytes_of_any_size_come_back_as_they_were(start: Start, model
     assert arrays[3] == "text"
 
 
-def test_tensors_come_back_as_they_were(start: Start, models: ModuleType) -> None:
+def test_tensors_survive_the_round_trip(start: Start, models: ModuleType) -> None:
     torch = pytest.importorskip("torch")
     sent = [torch.arange(100_000.0).reshape(100, 1000), torch.ones(3, dtype=torch.bfloat16), torch.zeros(0)]
     found = start(models.echo, 4).predict(sent)
@@ -135,9 +133,7 @@ def test_tensors_come_back_as_they_were(start: Start, models: ModuleType) -> Non
         assert torch.equal(mine, theirs)
 
 
-def test_each_worker_has_a_device_of_its_own_before_the_models_module_is_imported(
-    start_processes: Start, models: ModuleType
-) -> None:
+def test_each_worker_has_its_own_device_before_it_imports_the_model(start_processes: Start, models: ModuleType) -> None:
     streamer = start_processes(models.Device, 1, worker_num=3, cuda_devices=(4, 7), wait_for_worker_ready=True)
     with ThreadPoolExecutor(8) as pool:
         found = {seen for [seen] in pool.map(lambda i: streamer.predict([i]), range(40))}
@@ -145,7 +141,7 @@ def test_each_worker_has_a_device_of_its_own_before_the_models_module_is_importe
     assert os.environ.get("CUDA_VISIBLE_DEVICES") is None
 
 
-def test_a_model_is_made_with_its_arguments(start_processes: Start, models: ModuleType) -> None:
+def test_a_model_receives_its_arguments(start_processes: Start, models: ModuleType) -> None:
     made = start_processes(models.Times, 8, model_init_args=[3], model_init_kwargs={"offset": 1})
     assert made.predict([1, 2]) == [4, 7]
 
@@ -168,7 +164,7 @@ def test_worker_timeout_is_a_built_in_timeout_error(start: Start, models: Module
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_other_start_methods_are_taken_with_a_warning(face: ModuleType, models: ModuleType, method: str) -> None:
+def test_other_start_methods_are_accepted_with_a_warning(face: ModuleType, models: ModuleType, method: str) -> None:
     with pytest.warns(RuntimeWarning, match="do not see changes that this process has made"):
         streamer = face.Streamer(models.double, 4, mp_start_method=method)
     streamer.destroy_workers()
@@ -176,10 +172,10 @@ def test_other_start_methods_are_taken_with_a_warning(face: ModuleType, models: 
         face.Streamer(models.double, 4, mp_start_method="thread")
 
 
-# ---- what hurt them
+# ---- known problems of service_streamer
 
 
-def test_pain_1_an_exception_or_a_dead_worker_ends_nothing_but_its_own_call(
+def test_pain_1_an_exception_or_a_dead_worker_fails_only_its_own_call(
     start_processes: Start, models: ModuleType
 ) -> None:
     streamer = start_processes(models.inverse, 8)
@@ -205,7 +201,7 @@ def test_pain_2_a_lone_request_is_not_held_for_max_latency(start: Start, models:
     assert streamer.predict([1]) == [2]  # each within worker_timeout, which is less than max_latency
 
 
-def test_pain_3_an_init_model_that_raises_is_told_at_once_and_tried_again(
+def test_pain_3_an_error_of_init_model_is_raised_at_once_and_loading_is_retried(
     start_processes: Start, face: ModuleType, models: ModuleType, tmp_path: Path
 ) -> None:
     arguments = {"model_init_args": [str(tmp_path / "weights")]}
@@ -227,7 +223,7 @@ def test_pain_3_an_init_model_that_raises_is_told_at_once_and_tried_again(
         pytest.fail("it was not loaded again")
 
 
-def test_pain_3_a_model_that_is_not_loaded_in_time_is_no_silent_success(make: Start, models: ModuleType) -> None:
+def test_pain_3_a_model_that_is_not_loaded_in_time_is_an_error(make: Start, models: ModuleType) -> None:
     with make(models.SlowToLoad, 8, worker_timeout=0.2) as streamer:
         for call in (streamer._wait_for_worker_ready, lambda: streamer.predict([1])):
             with pytest.raises(TimeoutError, match="the model is still being loaded"):
@@ -253,12 +249,12 @@ def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: Modu
     future = streamer.submit([1, 2])
     assert isinstance(future, face.Future)
     assert isinstance(future, concurrent.futures.Future)
-    told = threading.Event()
-    future.add_done_callback(lambda _: told.set())
+    called = threading.Event()
+    future.add_done_callback(lambda _: called.set())
     assert future.result(20) == future.result() == [2, 4]
     assert future.done() is True
     assert future.exception() is None
-    assert told.wait(5)
+    assert called.wait(5)
     assert not future.cancel()
     assert isinstance(streamer.submit([None]).exception(20), ItemFailed)
     assert streamer.submit([]).result(0) == []
@@ -270,7 +266,7 @@ def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: Modu
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_pain_7_a_forked_child_has_workers_of_its_own(start: Start, models: ModuleType) -> None:
+def test_pain_7_a_forked_child_has_its_own_workers(start: Start, models: ModuleType) -> None:
     streamer = start(models.pids, 4)
     [mine] = streamer.predict([1])
     read, write = os.pipe()
@@ -310,14 +306,14 @@ def test_pain_9_queues_are_bounded_and_calls_have_deadlines_and_priorities(start
     assert streamer.statistics()["slots"] == 1
 
 
-def test_pain_9_nothing_is_loaded_that_is_not_used() -> None:
+def test_pain_9_unused_libraries_are_not_loaded() -> None:
     code = "import sys, service_streamer as s; s.Streamer, s.ThreadedStreamer; print(*sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(COMPAT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert not {"redis", "tqdm", "torch", "gevent", "uvicorn", "starlette"} & set(done.stdout.split())
 
 
-def test_pain_10_this_process_never_holds_a_managed_model(start_processes: Start, models: ModuleType) -> None:
+def test_pain_10_the_calling_process_never_loads_a_managed_model(start_processes: Start, models: ModuleType) -> None:
     assert start_processes(models.Made, 4).predict([1]) == [1]
     assert models.Made.made == 0
 
@@ -333,7 +329,7 @@ def test_pain_10_this_process_never_holds_a_managed_model(start_processes: Start
         ("by_mistake", r"returned a generator, expected a list of results: write return list"),
     ],
 )
-def test_a_wrong_return_is_told_to_those_who_were_in_the_batch(
+def test_an_invalid_result_fails_the_items_of_its_batch(
     start: Start, models: ModuleType, function: str, error: str
 ) -> None:
     streamer = start(getattr(models, function), 8)
@@ -342,7 +338,9 @@ def test_a_wrong_return_is_told_to_those_who_were_in_the_batch(
             streamer.predict([1, 2, 3])
 
 
-def test_what_cannot_be_pickled_is_named(start_processes: Start, face: ModuleType, models: ModuleType) -> None:
+def test_an_object_that_cannot_be_pickled_is_named(
+    start_processes: Start, face: ModuleType, models: ModuleType
+) -> None:
     with pytest.raises(LoadFailed, match="the target, a function, cannot be sent"):
         face.Streamer(lambda batch: batch, 4)
     with pytest.raises(LoadFailed, match=r"model_init_kwargs, a dict, cannot be sent .*generator"):
@@ -377,7 +375,7 @@ def test_wrong_arguments_of_processes_are_refused_by_name(face: ModuleType, mode
         face.Streamer("predict", 4)
 
 
-def test_one_item_in_place_of_a_list_is_refused(start: Start, models: ModuleType) -> None:
+def test_one_item_instead_of_a_list_is_refused(start: Start, models: ModuleType) -> None:
     streamer = start(models.double, 4)
     for one in ("text", b"bytes", {"a": 1}):
         with pytest.raises(TypeError, match=r"expected a list of items.*write predict\(\[x\]\)"):
@@ -386,7 +384,7 @@ def test_one_item_in_place_of_a_list_is_refused(start: Start, models: ModuleType
         streamer.submit(5)
 
 
-def test_a_cancelled_future_is_not_run_or_not_answered(start: Start, models: ModuleType, tmp_path: Path) -> None:
+def test_a_cancelled_future_does_not_run_or_is_not_answered(start: Start, models: ModuleType, tmp_path: Path) -> None:
     streamer = start(models.noted, 1)
     streamer._wait_for_worker_ready()
     file = str(tmp_path / "ran")
@@ -404,7 +402,7 @@ def test_a_cancelled_future_is_not_run_or_not_answered(start: Start, models: Mod
     assert Path(file).read_text() == "abbb"
 
 
-def test_a_coroutine_that_is_cancelled_leaves_the_queue(start: Start, models: ModuleType, tmp_path: Path) -> None:
+def test_a_cancelled_coroutine_leaves_the_queue(start: Start, models: ModuleType, tmp_path: Path) -> None:
     streamer = start(models.noted, 1)
     streamer._wait_for_worker_ready()
     file = str(tmp_path / "ran")
@@ -423,7 +421,7 @@ def test_a_coroutine_that_is_cancelled_leaves_the_queue(start: Start, models: Mo
     assert "d" not in Path(file).read_text()
 
 
-def test_a_streamer_that_was_destroyed_says_so(make: Start, models: ModuleType) -> None:
+def test_a_destroyed_streamer_refuses_calls(make: Start, models: ModuleType) -> None:
     with make(models.double, 4) as streamer:
         future = streamer.submit([1])
     assert future.result(0) == [2], "what was accepted is answered"

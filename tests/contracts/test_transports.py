@@ -26,12 +26,12 @@ def apart(spec, pool):
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-async def test_the_process_transport_whose_answers_are_finished_apart(check):
+async def test_the_process_transport_with_results_finished_in_a_thread(check):
     await check(apart)
 
 
 @pytest.mark.parametrize("check", CONCURRENCY_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-async def test_the_process_transport_with_batches_side_by_side(check):
+async def test_the_process_transport_with_concurrent_batches(check):
     await check(
         lambda spec, pool: resolve("transport", "process")(
             spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20
@@ -40,7 +40,7 @@ async def test_the_process_transport_with_batches_side_by_side(check):
 
 
 @pytest.mark.parametrize("name", ["inline", "thread"])
-async def test_a_model_that_could_work_side_by_side_is_any_model_elsewhere(name):
+async def test_other_transports_run_a_concurrent_model_one_batch_at_a_time(name):
     async with TransportHarness(
         lambda spec, pool: resolve("transport", name)(spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=0), TARGET
     ) as harness:

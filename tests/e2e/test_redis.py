@@ -1,4 +1,4 @@
-"""Redis streamers and workers as programs use them: TLS, Unix sockets, gevent, many threads of a web server."""
+"""Redis streamers and workers in programs: the command, TLS, Unix sockets, gevent, shutdown."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_managed_model_is_served_by_the_command(work: Any, redis_server: Any) 
         assert streamer.predict(["a", "b"]) == ["A", "B"]
 
 
-def test_the_options_of_a_model_are_its_defaults_and_flags_win(work: Any, redis_server: Any) -> None:
+def test_flags_override_the_options_of_a_model(work: Any, redis_server: Any) -> None:
     work("sizes", redis_server.address)
     work("sizes", redis_server.address, "--prefix", "two", "--max-batch-size", "2", "--set", "batching.max_hold_s=0")
     with RedisStreamer(redis_server.address) as streamer:
@@ -69,7 +69,7 @@ def test_the_options_of_a_model_are_its_defaults_and_flags_win(work: Any, redis_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         (["app.py:absent"], "has no 'absent'"),
         (["penstock.toml"], "a worker serves one model"),
@@ -77,15 +77,15 @@ def test_the_options_of_a_model_are_its_defaults_and_flags_win(work: Any, redis_
         (["app.py:Upper", "--redis", "http://host"], "expected host:port"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why(tmp_path: Path, arguments: list[str], told: str) -> None:
+def test_a_worker_that_cannot_start_reports_the_reason(tmp_path: Path, arguments: list[str], error: str) -> None:
     (tmp_path / "app.py").write_text(textwrap.dedent(APP))
     command = [sys.executable, "-m", "penstock.cli.main", "worker", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
-    assert told in done.stderr
+    assert error in done.stderr
 
 
-def test_the_broker_may_be_reached_by_a_unix_socket(work: Any, run_redis: Any, tmp_path: Path) -> None:
+def test_the_broker_may_listen_on_a_unix_socket(work: Any, run_redis: Any, tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     run_redis("--unixsocket", str(path), "--requirepass", "secret")
     broker = f"unix://:secret@{path}?db=2"
@@ -95,9 +95,7 @@ def test_the_broker_may_be_reached_by_a_unix_socket(work: Any, run_redis: Any, t
         assert "secret" not in str(streamer.statistics())
 
 
-def test_the_broker_may_be_reached_by_tls_and_its_certificate_is_checked(
-    work: Any, run_redis: Any, redis_server: Any
-) -> None:
+def test_the_broker_may_use_tls_and_its_certificate_is_checked(work: Any, run_redis: Any, redis_server: Any) -> None:
     port = redis_server.port  # another one's, which is free once it has ended
     redis_server.kill()
     keys = [
@@ -117,7 +115,7 @@ def test_the_broker_may_be_reached_by_tls_and_its_certificate_is_checked(
         streamer.predict(["a"])
 
 
-def test_greenlets_ask_at_the_same_time(work: Any, redis_server: Any) -> None:
+def test_greenlets_call_concurrently(work: Any, redis_server: Any) -> None:
     pytest.importorskip("gevent")
     work("sizes", redis_server.address)
     program = f"""
@@ -148,7 +146,7 @@ def test_a_program_that_ends_with_work_in_flight_does_not_hang(redis_server: Any
     assert redis_server.ask.xlen("{penstock:}:queue") == 0
 
 
-def test_the_pages_programs_run_as_they_stand(redis_server: Any, tmp_path: Path) -> None:
+def test_the_programs_of_the_page_run(redis_server: Any, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text().replace("localhost:6379", redis_server.address)
     for name, text in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", page, re.S | re.M):
         (tmp_path / name).write_text(text)

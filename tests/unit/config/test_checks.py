@@ -50,11 +50,11 @@ def test_a_tls_file_that_is_missing_is_named(tmp_path: Path) -> None:
         check_config(Config(server=ServerConfig(tls_cert=str(tmp_path / "c.pem"), tls_key="k.pem")))
 
 
-def test_tokens_are_one_a_line_without_comments(tokens: str) -> None:
+def test_a_token_file_has_one_token_per_line_and_comments(tokens: str) -> None:
     assert read_tokens(tokens, "auth.token_file") == ["one", "two"]
 
 
-def test_a_listener_is_opened_by_its_own_tokens_and_the_common_ones(tokens: str, tmp_path: Path) -> None:
+def test_a_listener_accepts_its_own_tokens_and_the_common_ones(tokens: str, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("three\n")
     config = Config(auth=AuthConfig(token_file=tokens, metrics_token_file=str(own)))
@@ -72,7 +72,7 @@ def test_a_listener_is_opened_by_its_own_tokens_and_the_common_ones(tokens: str,
         (b"\xff\n", "not ASCII"),
     ],
 )
-def test_a_token_file_that_cannot_serve_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_unusable_token_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "tokens"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as info:
@@ -87,7 +87,7 @@ def test_a_missing_token_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         check_config(Config(auth=AuthConfig(token_file=str(tmp_path))))
 
 
-def test_a_token_file_that_others_can_read_is_warned_of(tokens: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_file_that_others_can_read_causes_a_warning(tokens: str, caplog: pytest.LogCaptureFixture) -> None:
     config = Config(auth=AuthConfig(token_file=tokens))
     with caplog.at_level(logging.WARNING, "penstock.config"):
         check_config(config)
@@ -103,7 +103,7 @@ def test_an_open_listener_without_a_guard_is_refused(key: str) -> None:
         check_bind(Config(server=ServerConfig(**{key: "0.0.0.0"})))
 
 
-def test_an_open_listener_is_allowed_with_its_token_client_certificates_or_a_word(tokens: str) -> None:
+def test_an_open_listener_is_allowed_with_a_token_client_certificates_or_insecure(tokens: str) -> None:
     server = ServerConfig(metrics_host="0.0.0.0")
     check_bind(Config(server=server), insecure=True)
     check_bind(Config(server=ServerConfig(metrics_host="0.0.0.0", insecure=True)))
@@ -126,7 +126,7 @@ def test_a_thrift_listener_without_a_guard_is_refused(tokens: str) -> None:
     check_bind(Config(server=ServerConfig(thrift_host="0.0.0.0", thrift_port=0, tls_client_ca="ca.pem")))
 
 
-def test_a_call_over_thrift_is_answered_by_the_model_that_is_meant() -> None:
+def test_thrift_model_selects_the_model_that_answers_thrift_calls() -> None:
     one = {"a": ModelConfig(target="x:A"), "b": ModelConfig(target="x:B", name="a", version="2")}
     two = {**one, "c": ModelConfig(target="x:C")}
     port = ServerConfig(thrift_port=0)
@@ -163,7 +163,7 @@ def models(**sections: dict[str, object]) -> Config:
     return Config(models={name: ModelConfig(target="a:b", **keys) for name, keys in sections.items()})  # type: ignore[arg-type]
 
 
-def test_sections_of_one_name_are_versions_that_may_share_the_traffic() -> None:
+def test_sections_with_one_name_are_versions_that_may_share_traffic() -> None:
     check_config(models(m={"traffic": {"1": 0.9, "2": 0.1}}, n={"name": "m", "version": "2"}, o={}))
 
 
@@ -182,26 +182,24 @@ def test_sections_of_one_name_are_versions_that_may_share_the_traffic() -> None:
         ({f"m{n}": {} for n in range(257)}, r"models: found 257 sections, more than limits.max_versions \(256\)"),
     ],
 )
-def test_versions_and_traffic_that_contradict_each_other_are_refused(
-    sections: dict[str, dict[str, object]], words: str
-) -> None:
+def test_contradicting_versions_and_traffic_are_refused(sections: dict[str, dict[str, object]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_config(models(**sections))
 
 
 @pytest.mark.parametrize("version", ["scale", "default", "traffic", "a/b", "", "v" * 129, "-1", "1\n"])
-def test_a_version_that_no_path_could_name_is_refused(version: str) -> None:
+def test_a_version_that_cannot_be_in_a_path_is_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=r"models.m.version: found .*, expected at most 128 letters"):
         check_config(models(m={"version": version}))
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "cuda:-1", "cuda:", "cuda:1:2", "", "0", "cuda:0,cuda:1", "cuda:0 "])
-def test_a_device_that_cannot_be_is_refused(device: str) -> None:
+def test_an_invalid_device_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match=r"models.m.devices: found .*, expected for example cpu, cuda or cuda:0"):
         check_config(models(m={"devices": ("cpu", device)}))
 
 
-def test_devices_have_a_kind_and_perhaps_a_number() -> None:
+def test_a_device_is_a_kind_with_an_optional_number() -> None:
     check_config(models(m={"devices": ("cpu", "cuda", "cuda:0", "cuda:15", "mps", "GPU.1", "xpu:2")}))
 
 
@@ -211,7 +209,7 @@ def test_an_inline_model_has_one_instance() -> None:
         check_config(models(m={"transport": "inline", "instances": 2}))
 
 
-def test_a_model_store_is_a_folder(tmp_path: Path) -> None:
+def test_a_model_store_must_be_a_folder(tmp_path: Path) -> None:
     check_config(Config(server=ServerConfig(model_store=str(tmp_path))))
     with pytest.raises(ConfigError, match=r"server.model_store: there is no folder"):
         check_config(Config(server=ServerConfig(model_store=str(tmp_path / "none"))))

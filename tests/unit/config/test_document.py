@@ -18,7 +18,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_every_key_has_its_line(name: str) -> None:
+def test_every_key_has_a_line(name: str) -> None:
     section = document().split(f"\n## `[{name}]`\n")[1].split("\n## ")[0]
     for key in SECTIONS[name].__struct_fields__:
         row = next(line for line in section.splitlines() if line.startswith(f"| `{key}` |"))

@@ -1,4 +1,4 @@
-"""Every layer is stronger than the one before it, and every slip is told with source, key, found and expected."""
+"""Later sources override earlier ones, and errors state the source, the key, the found and the expected value."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def refused(path: str | None = None, *, sets: tuple[str, ...] = (), env: dict[st
     return info.value.message
 
 
-def test_nothing_gives_the_defaults() -> None:
+def test_an_empty_configuration_has_the_defaults() -> None:
     assert load_config(None, env={}) == Config()
 
 
-def test_each_layer_is_stronger_than_the_one_before_it(toml: Write) -> None:
+def test_later_sources_override_earlier_ones(toml: Write) -> None:
     path = toml("[server]\nport = 2\nmetrics_port = 2\nmanagement_port = 2\n[limits]\nmax_pipelined = 2\n")
     config = load_config(
         path,
@@ -42,7 +42,7 @@ def test_each_layer_is_stronger_than_the_one_before_it(toml: Write) -> None:
     assert config.server.host == "127.0.0.1", "a flag that was not given is absent"
 
 
-def test_the_file_of_a_pipeline_says_what_it_says_of_the_server(toml: Write, tmp_path: Path) -> None:
+def test_only_the_server_tables_of_a_pipeline_file_count(toml: Write, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("one\n")
     file = toml(
         'batching_timeout = 5\n[server]\nport = 1\nmetrics_port = 1\n[auth]\ntoken_file = "tokens"\n'
@@ -62,7 +62,7 @@ def test_the_path_of_a_pipeline_starts_at_the_folder_of_the_file(toml: Write, tm
     assert config.models["net"].target == str(tmp_path / "deep" / "net.toml")
 
 
-def test_layers_meet_in_one_model_and_do_not_change_their_sources(toml: Write) -> None:
+def test_sources_are_merged_per_key_and_not_modified(toml: Write) -> None:
     base = {"models": {"digits": {"target": "pkg.mod:Digits", "env": {"A": "1"}}}}
     config = load_config(
         toml('[models.digits.batching]\npolicy = "fixed"\n[models.digits.env]\nB = "2"\n'),
@@ -89,12 +89,12 @@ def test_layers_meet_in_one_model_and_do_not_change_their_sources(toml: Write) -
         ("models.m.env={A = '1'}", "env", {"A": "1"}),
     ],
 )
-def test_set_takes_toml_values_and_bare_words(text: str, key: str, value: object) -> None:
+def test_set_accepts_toml_values_and_bare_words(text: str, key: str, value: object) -> None:
     config = load_config(None, env={}, sets=["models.m.target=pkg.mod:M", text])
     assert getattr(config.models["m"], key) == value
 
 
-def test_a_model_whose_name_holds_dots_is_quoted_in_set() -> None:
+def test_a_model_name_with_dots_is_quoted_in_set() -> None:
     config = load_config(None, env={}, sets=['models."a.b".target=pkg:M', 'models."a.b".batching.policy=none'])
     assert config.models["a.b"].batching.policy == "none"
 
@@ -105,7 +105,7 @@ def test_a_second_line_in_a_value_adds_no_key() -> None:
     assert config.server.host == "'::1'\nport = 1"
 
 
-def test_environment_sections_and_keys_may_be_in_either_case_but_model_names_stand() -> None:
+def test_environment_keys_ignore_case_but_model_names_do_not() -> None:
     env = {
         "PENSTOCK_server__Port": "1",
         "PENSTOCK_MODELS__My__net__TARGET": "pkg:M",
@@ -116,12 +116,12 @@ def test_environment_sections_and_keys_may_be_in_either_case_but_model_names_sta
     assert config.models["My__net"].batching.slo_s == 0.5
 
 
-def test_variables_without_a_double_underscore_are_left_alone() -> None:
+def test_variables_without_a_double_underscore_are_ignored() -> None:
     env = {"PENSTOCK_READY_FD": "3", "PENSTOCK_SERVICE_HOST": "10.0.0.1", "PENSTOCK_PORT_8080_TCP": "tcp://10.0.0.1:1"}
     assert load_config(None, env=env) == Config()
 
 
-def test_a_key_with_a_single_underscore_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_with_a_single_underscore_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "penstock.config"):
         config = load_config(None, env={"PENSTOCK_SERVER_METRICS_PORT": "1"})
     assert config == Config()
@@ -174,7 +174,7 @@ def test_an_unknown_key_of_a_model_names_the_whole_path(toml: Write) -> None:
         ),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused(toml: Write, text: str, message: str) -> None:
+def test_an_invalid_value_is_refused(toml: Write, text: str, message: str) -> None:
     path = toml(text)
     assert refused(path).startswith(f"{path}: {message}")
 
@@ -189,7 +189,7 @@ def test_a_wrong_variable_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["server.port", "=1", "", "a b=1", "server.=1", "a=1\nb=2=3", "a\nb=1"])
-def test_a_set_that_is_no_assignment_is_refused(text: str) -> None:
+def test_a_set_without_an_assignment_is_refused(text: str) -> None:
     message = refused(sets=(text,))
     assert message.startswith(f"--set {text}: ")
 
@@ -198,12 +198,12 @@ def test_a_set_below_a_value_is_refused() -> None:
     assert "server.port is not a table; it takes a whole number" in refused(sets=("server.port.x=1",))
 
 
-def test_a_set_on_a_table_takes_an_inline_table() -> None:
+def test_a_set_on_a_table_accepts_an_inline_table() -> None:
     assert load_config(None, env={}, sets=["server={port = 1}"]).server.port == 1
     assert "server: found 1, expected a table" in refused(sets=("server=1",))
 
 
-def test_broken_toml_is_told_with_line_and_column(toml: Write) -> None:
+def test_malformed_toml_is_reported_with_line_and_column(toml: Write) -> None:
     path = toml("[server]\nport = \n")
     message = refused(path)
     assert message.startswith(f"{path}: not valid TOML: ")
@@ -211,7 +211,7 @@ def test_broken_toml_is_told_with_line_and_column(toml: Write) -> None:
     assert refused(toml("a = " + "[" * 3000 + "]" * 3000)).endswith("nested too deeply")
 
 
-def test_a_missing_file_a_folder_and_bytes_are_told_apart(tmp_path: os.PathLike[str]) -> None:
+def test_a_missing_file_a_folder_and_binary_content_have_different_errors(tmp_path: os.PathLike[str]) -> None:
     missing = os.path.join(tmp_path, "no.toml")
     assert refused(missing).startswith(f"{missing}: no such file")
     assert "is a folder" in refused(str(tmp_path))
@@ -232,7 +232,7 @@ def test_a_model_without_a_target_is_refused_with_the_nearest_model(toml: Write)
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "..", "a b", "é", "x" * 129])
-def test_a_model_name_that_no_address_can_hold_is_refused(toml: Write, name: str) -> None:
+def test_an_invalid_model_name_is_refused(toml: Write, name: str) -> None:
     assert "is not a valid model name" in refused(toml(f'[models."{name}"]\ntarget = "a:b"\n'))
 
 

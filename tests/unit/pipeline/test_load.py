@@ -179,7 +179,7 @@ def test_max_and_min_may_be_shapes_and_lists(
         ('jump = "a"', "jump: needs 'each'"),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_an_invalid_value_is_refused(tmp_path: Path, text: str, told: str) -> None:
     message = refused(tmp_path, NET + text)
     assert "[net]" in message
     assert told in message

@@ -1,4 +1,4 @@
-"""ONNX graphs by ONNX Runtime: what they tell, which providers run them, what is refused."""
+"""ONNX graphs in ONNX Runtime: metadata, providers, refused settings, TensorRT engines."""
 
 from __future__ import annotations
 
@@ -276,10 +276,10 @@ def test_an_engine_with_dynamic_shapes_is_not_cached(tensorrt, tmp_path):
 
 def test_the_telemetry_of_onnx_runtime_is_off(tmp_path):
     """Else it leaves a session's number in the temporary folder and what it will send in the user's cache."""
-    said = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    inherited = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
     own = {name: str(tmp_path) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
     code = "from penstock.runtimes.onnx import import_onnxruntime; import_onnxruntime()"
-    subprocess.run([sys.executable, "-c", code], env=said | own, check=True)
+    subprocess.run([sys.executable, "-c", code], env=inherited | own, check=True)
     assert not list(tmp_path.iterdir())
 
 

@@ -117,7 +117,7 @@ def test_a_digest_depends_on_the_content_alone(tmp_path):
 
 
 def kept(path, key=KEY):
-    """The engines that are found beside a path; one is written if there is none."""
+    """The engines next to a path; writes one if there is none."""
     with EngineCache.next_to(path, key).open() as folder:
         found = sorted(file.name for file in folder.iterdir() if file.suffix == ".engine")
         (folder / "a.engine").write_bytes(b"engine")

@@ -506,7 +506,7 @@ async def test_a_bug_in_a_change_whose_caller_has_left_is_logged(
 
 
 @pytest.mark.parametrize("version", ["scale", "default", "traffic", "a/b", "", "v" * 129, "-1"])
-async def test_a_version_that_no_path_could_name_is_refused(manage: Management, version: str) -> None:
+async def test_a_version_that_cannot_be_in_a_path_is_refused(manage: Management, version: str) -> None:
     with pytest.raises(BadRequest, match="version"):
         await manage.put("m", None, keys("two.py:Model", version=version))
 

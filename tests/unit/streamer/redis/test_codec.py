@@ -26,7 +26,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_a_value_comes_back_as_what_it_was(value):
+def test_a_value_survives_the_round_trip(value):
     back = decode(encode(value))
     assert back == value
     assert repr(back) == repr(value)  # a tuple is no list, True no 1
@@ -34,7 +34,7 @@ def test_a_value_comes_back_as_what_it_was(value):
 
 @settings(deadline=None)  # the first message that names a tensor loads torch
 @given(st.binary(max_size=200))
-def test_foreign_bytes_are_a_value_or_malformed_and_nothing_else(data):
+def test_foreign_bytes_decode_or_raise_malformed_message(data):
     try:
         decode(data)
     except MalformedMessage:
@@ -43,7 +43,7 @@ def test_foreign_bytes_are_a_value_or_malformed_and_nothing_else(data):
 
 @settings(deadline=None)
 @given(VALUES, st.data())
-def test_a_damaged_message_is_a_value_or_malformed_and_nothing_else(value, data):
+def test_a_damaged_message_decodes_or_raises_malformed_message(value, data):
     raw = bytearray(encode([value, np.arange(3), (1, 2)]))
     raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
@@ -69,7 +69,7 @@ def test_a_damaged_message_is_a_value_or_malformed_and_nothing_else(value, data)
     ],
     ids=lambda a: f"{a.dtype}{a.shape}",
 )
-def test_an_array_keeps_dtype_shape_and_values_and_can_be_written(array):
+def test_an_array_keeps_dtype_shape_and_values_and_is_writable(array):
     back = decode(encode({"x": array}))["x"]
     assert back.dtype == array.dtype
     assert back.shape == array.shape
@@ -77,7 +77,7 @@ def test_an_array_keeps_dtype_shape_and_values_and_can_be_written(array):
     assert back.flags.writeable
 
 
-def test_a_numpy_scalar_stays_one():
+def test_a_numpy_scalar_stays_a_numpy_scalar():
     back = decode(encode(np.float32(1.5)))
     assert back == 1.5
     assert type(back) is np.float32
@@ -94,13 +94,13 @@ def test_a_tensor_keeps_dtype_shape_and_values(dtype):
         assert torch.equal(back, tensor)
 
 
-def test_a_tensor_on_another_device_is_refused_with_what_to_do():
+def test_a_tensor_on_another_device_is_refused_with_a_hint():
     torch = pytest.importorskip("torch")
     with pytest.raises(BadRequest, match=r"give tensor\.cpu\(\)"):
         encode(torch.empty(2, device="meta"))
 
 
-def test_a_tensor_without_torch_is_malformed_and_says_why(monkeypatch):
+def test_a_tensor_without_torch_is_malformed_with_the_reason(monkeypatch):
     torch = pytest.importorskip("torch")
     data = encode(torch.ones(1))
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -112,7 +112,7 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
-def test_a_subclass_comes_back_as_its_base():
+def test_a_subclass_becomes_its_base():
     point = namedtuple("point", "x y")(1, 2)
     back = decode(encode([point, OrderedDict(a=1), Colour.RED, bytearray(b"x")]))
     assert back == [(1, 2), {"a": 1}, 1, b"x"]
@@ -137,7 +137,7 @@ class Unknown:
         (lambda: 0, "function"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_and_named(value, named):
+def test_an_unsupported_type_is_refused_and_named(value, named):
     with pytest.raises(BadRequest, match=named):
         encode(value)
 
@@ -181,12 +181,12 @@ def _array(dtype, shape, raw):
     ],
     ids=range(15),
 )
-def test_what_encode_does_not_make_is_malformed(data):
+def test_bytes_that_encode_cannot_produce_are_malformed(data):
     with pytest.raises(MalformedMessage, match="the message cannot be read"):
         decode(data)
 
 
-def test_the_codec_reads_memory_that_is_shared_and_gives_a_value_of_its_own():
+def test_the_codec_reads_shared_memory_and_returns_a_copy():
     shared = bytearray(encode({"x": np.arange(3), "y": b"abc"}))
     codec = BrokerCodec("m", "1")
     value, _ = codec.decode(Item(memoryview(shared).toreadonly()))
@@ -197,6 +197,6 @@ def test_the_codec_reads_memory_that_is_shared_and_gives_a_value_of_its_own():
     assert decode(codec.join([result]).body).tolist() == [0, 1, 2]
 
 
-def test_a_result_that_cannot_be_sent_is_the_models_fault():
+def test_an_unsupported_result_is_a_bad_output():
     with pytest.raises(BadOutput, match=r"the model's answer cannot be sent: a .*Unknown"):
         BrokerCodec("m", "1").encode(Unknown(), Item(b""), None)
