@@ -1,4 +1,4 @@
-"""Finds the figures of drawings: `penstock serve app.py`, and `penstock tune app.py --slo "p99<=100ms"`.
+"""A detector of figures in drawings: `penstock serve app.py`, and `penstock tune app.py --slo "p99<=100ms"`.
 
 curl --data-binary @drawing.jpg -H 'content-type: image/jpeg' http://127.0.0.1:8080/predictions/figuredetector
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: threads that wait use no core
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # set before torch is loaded: waiting threads use no core
 
 import numpy as np
 import torch
@@ -28,16 +28,16 @@ EXAMPLE = FOLDER / "drawing.jpg"
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A picture as the network sees it, and the height and width that it has."""
+class NetworkInput:
+    """A picture as the network sees it, and its original height and width."""
 
     pixels: Pixels
     shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the network says of a picture of that height and width."""
+class NetworkOutput:
+    """The network's output for a picture with this height and width."""
 
     shape: tuple[int, int]
     scores: Any
@@ -48,11 +48,13 @@ class Said:
 
 @penstock.model
 class FigureDetector:
-    """Takes a PNG or JPEG, or JSON `{"image": "..."}` with one in base64; gives classes, scores and boxes."""
+    """Maps a PNG or JPEG, or JSON `{"image": "..."}` in base64, to classes, scores and boxes."""
 
     def __init__(self, network: str = SMALL, weights: str = "", outlines: bool = False) -> None:
-        """`network` is "small" or "maskrcnn", `weights` a file of its own; with `outlines` the corners of silhouettes
-        are told too. Raises ConfigError."""
+        """`network` is "small" or "maskrcnn", `weights` an optional file; `outlines` adds the corners of silhouettes.
+
+        Raises ConfigError.
+        """
         if network not in NETWORKS:
             raise ConfigError(f"option network: found {network!r}, expected {' or '.join(NETWORKS)}")
         self._network, self._weights, self._outlines = network, weights, outlines
@@ -60,7 +62,7 @@ class FigureDetector:
         self.parameters = {"task": "object-detection", "classes": list(CLASSES), "example": {"image": example}}
 
     def load(self, device: str, precision: str = "fp32", optimize: str = "none", threads: int = 0) -> None:
-        """Raises ConfigError for what the network does not take, LoadFailed where a library or file misses."""
+        """Raises ConfigError for an unsupported precision, LoadFailed if a library or file is missing."""
         if threads:
             torch.set_num_threads(threads)
         network = load_network(self._network, self._weights)
@@ -70,31 +72,31 @@ class FigureDetector:
         self._device = torch.device(device)
 
     def warmup(self) -> list[bytes]:
-        """The drawing of this folder."""
+        """The example drawing of this folder."""
         return [EXAMPLE.read_bytes()]
 
-    def preprocess(self, item: Any) -> Seen:
-        """Raises BadRequest for what is no picture."""
+    def preprocess(self, item: Any) -> NetworkInput:
+        """Decodes and fits one picture. Raises BadRequest."""
         try:
             pixels = decoded(_file(item))
         except ValueError as e:
             raise penstock.BadRequest(str(e)) from None
-        return Seen(fitted(pixels), (pixels.shape[0], pixels.shape[1]))
+        return NetworkInput(fitted(pixels), (pixels.shape[0], pixels.shape[1]))
 
-    def predict(self, batch: list[Seen]) -> list[Said]:
-        """What the network says of each picture."""
-        images = torch.from_numpy(np.stack([seen.pixels for seen in batch])).to(self._device)
+    def predict(self, batch: list[NetworkInput]) -> list[NetworkOutput]:
+        """The network's output for each picture."""
+        images = torch.from_numpy(np.stack([row.pixels for row in batch])).to(self._device)
         with torch.inference_mode():
             parts = [part.cpu().numpy() for part in self._run(images)]
-        return [Said(seen.shape, *rows) for seen, *rows in zip(batch, *parts, strict=True)]
+        return [NetworkOutput(row.shape, *rows) for row, *rows in zip(batch, *parts, strict=True)]
 
-    def postprocess(self, said: Said) -> dict[str, Any]:
+    def postprocess(self, output: NetworkOutput) -> dict[str, Any]:
         """Classes, scores and boxes; see `pictures.answer`."""
-        return answer(said.shape, said.scores, said.classes, said.boxes, said.masks, self._outlines)
+        return answer(output.shape, output.scores, output.classes, output.boxes, output.masks, self._outlines)
 
 
 def _file(item: Any) -> Any:
-    """The picture that a request brings: its body, the one file of a form, or a text in base64. Raises ValueError."""
+    """The picture in a request: its body, the only file of a form, or base64 text. Raises ValueError."""
     if not isinstance(item, dict) or len(item) != 1:
         return item
     (file,) = item.values()
@@ -103,4 +105,4 @@ def _file(item: Any) -> Any:
     try:
         return base64.b64decode(file, validate=True)
     except binascii.Error:
-        raise ValueError("found a text that is no base64, expected the bytes of a picture in it") from None
+        raise ValueError("found a text that is not base64, expected the bytes of a picture in base64") from None

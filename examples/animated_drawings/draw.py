@@ -1,6 +1,6 @@
-"""Shows what was found: `python draw.py drawing.jpg answer.json found.png` draws its boxes on the picture.
+"""Draws an answer on its picture: `python draw.py drawing.jpg answer.json found.png`.
 
-The answer is what the server said of the picture; `-` reads it from the standard input.
+The answer is the server's response to the picture; `-` reads it from standard input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLOURS = dict(zip(CLASSES, ((60, 160, 0), (40, 60, 230)), strict=True))  # blue
 
 
 def shown(pixels: Pixels, answer: dict[str, Any]) -> Pixels:
-    """The picture with a box and a name for each figure of an answer, and its silhouette if the answer has outlines."""
+    """The picture with each figure's box and name, and its silhouette if the answer has outlines."""
     canvas = pixels.copy()
     size = np.array([pixels.shape[1], pixels.shape[0]])
     thick = max(1, round(max(pixels.shape) / 400))
@@ -43,8 +43,8 @@ def shown(pixels: Pixels, answer: dict[str, Any]) -> Pixels:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
-    parser.add_argument("answer", help="a file with what the server said, - for the standard input")
-    parser.add_argument("png", type=Path, help="to write")
+    parser.add_argument("answer", help="a file with the server's response, - for standard input")
+    parser.add_argument("png", type=Path, help="the file to write")
     options = parser.parse_args()
     try:
         said = sys.stdin.read() if options.answer == "-" else Path(options.answer).read_text()

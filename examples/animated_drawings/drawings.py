@@ -1,8 +1,8 @@
-"""Drawings whose figures are known: people and animals in a few strokes, on paper, beside other things.
+"""Generates drawings with known figures: people and animals in a few strokes, on paper, among other objects.
 
-`python drawings.py FOLDER --count 20` writes some as JPEG files, and what is on them as FOLDER.json beside it. The
-same seed draws the same pictures. A figure's mask is its silhouette: what its strokes enclose, and its strokes as
-thick as a twelfth of the figure's height at least. Its box is that of the mask.
+`python drawings.py FOLDER --count 20` writes some as JPEG files, and their ground truth as FOLDER.json. The same seed
+gives the same pictures. A figure's mask is its silhouette: the area inside its strokes, and the strokes with a width of
+at least a twelfth of the figure's height. Its box is the mask's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from numpy.typing import NDArray
 from pictures import CLASSES, Pixels
 from things import OTHERS, Points, Random, Stroke, animal, person
 
-SIZES = ((640, 480), (480, 640), (800, 600), (512, 512), (960, 720))  # of the pictures on disk: width, height
-QUALITY = 90  # of their JPEG
-LIMB = 0.08  # the thinnest that a part of a mask is, as a part of the figure's height
-SHIFT = 4  # OpenCV draws with this many bits behind the point
+SIZES = ((640, 480), (480, 640), (800, 600), (512, 512), (960, 720))  # width and height of written pictures
+QUALITY = 90  # of JPEG files
+LIMB = 0.08  # minimum width of a mask's parts, as a fraction of the figure's height
+SHIFT = 4  # fractional bits of OpenCV's drawing coordinates
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture `[height, width, 3]`, blue first, and its figures: `labels [n]` are places in CLASSES, `boxes [n, 4]`
-    are left, top, right and bottom in pixels, `masks [n, height, width]` are true where a figure is."""
+    """A picture `[height, width, 3]`, blue first, and its figures.
+
+    `labels [n]` are indices of CLASSES, `boxes [n, 4]` are left, top, right and bottom in pixels, and
+    `masks [n, height, width]` are true inside a figure.
+    """
 
     pixels: Pixels
     labels: NDArray[np.int64]
@@ -37,7 +40,7 @@ class Drawing:
 
 
 def draw(random: Random, width: int, height: int) -> Drawing:
-    """A drawing of up to four figures and up to four other things."""
+    """A drawing with up to four figures and up to four other objects."""
     pixels = paper(random, width, height)
     ink = _ink(random, pixels)
     taken: list[NDArray[np.float64]] = []
@@ -75,7 +78,7 @@ def draw(random: Random, width: int, height: int) -> Drawing:
 
 
 def paper(random: Random, width: int, height: int) -> Pixels:
-    """An empty sheet: plain, ruled or squared, of one colour, with blotches."""
+    """An empty sheet of one colour with blotches: plain, ruled or squared."""
     colour = float(random.uniform(170, 255)) - random.uniform(0, 30, 3) * (random.random() < 0.6)
     blotches = (random.uniform(0, 6) * random.normal(0, 1, (8, 8))).astype(np.float32)
     sheet = colour.astype(np.float32) + cv2.resize(blotches, (width, height), interpolation=cv2.INTER_CUBIC)[..., None]
@@ -89,7 +92,7 @@ def paper(random: Random, width: int, height: int) -> Pixels:
 
 
 def _ink(random: Random, pixels: Pixels) -> Points:
-    """A colour that is seen on this paper: pencil, ball pen or crayon."""
+    """A colour of pencil, ball pen or crayon that contrasts with this paper."""
     if random.random() < 0.5:
         return np.full(3, random.uniform(0, 80))
     ground = pixels.mean()
@@ -100,7 +103,7 @@ def _ink(random: Random, pixels: Pixels) -> Points:
 
 
 def _photographed(random: Random, pixels: Pixels) -> Pixels:
-    """The sheet as a camera sees it: light from one side, some blur, noise."""
+    """The sheet as a camera sees it, with light from one side, some blur and noise."""
     height, width = pixels.shape[:2]
     light = random.uniform(0.75, 1.1, (2, 2)).astype(np.float32)
     seen = pixels * cv2.resize(light, (width, height), interpolation=cv2.INTER_LINEAR)[..., None]
@@ -121,7 +124,7 @@ def _placed(
     taken: list[NDArray[np.float64]],
     margin: float,
 ) -> list[Stroke] | None:
-    """The strokes as tall as that, turned a little, at a free place of the sheet; None where there is none."""
+    """The strokes scaled to the height `tall`, slightly rotated, at a free place on the sheet; None if it is full."""
     turn = np.radians(random.normal(0, 8))
     turned = np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]]) * tall
     mirror = (float(random.choice((-1, 1))) * random.uniform(0.85, 1.15), 1.0)
@@ -138,7 +141,7 @@ def _placed(
 
 
 def _wobbly(random: Random, stroke: Stroke) -> Points:
-    """The points of a hand that does not draw straight: one each twentieth of the height, and off by a hundredth."""
+    """The stroke drawn by an unsteady hand: a point per twentieth of the height, displaced by about a hundredth."""
     corners = np.concatenate([stroke.points, stroke.points[:1]]) if stroke.closed else stroke.points
     along = np.concatenate([[0], np.cumsum(np.hypot(*np.diff(corners, axis=0).T))])
     places = np.union1d(along, np.linspace(0, along[-1], int(along[-1] * 20) + 2))
@@ -149,7 +152,7 @@ def _wobbly(random: Random, stroke: Stroke) -> Points:
 
 
 def _render(random: Random, pixels: Pixels, strokes: list[Stroke], ink: Points, thick: float) -> None:
-    """Draws on `pixels`, what is filled in a lighter colour."""
+    """Draws the strokes on `pixels`, filled areas in a lighter colour."""
     for stroke in strokes:
         points = _fixed(stroke.points)
         if stroke.filled:
@@ -193,19 +196,19 @@ def _shared(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 
 
 def pictures(count: int, seed: int) -> list[Drawing]:
-    """So many drawings of the sizes that lie on disk."""
+    """`count` drawings of the sizes in SIZES."""
     random = np.random.default_rng(seed)
     return [draw(random, *SIZES[int(random.integers(len(SIZES)))]) for _ in range(count)]
 
 
 def jpeg(drawing: Drawing) -> bytes:
-    """The picture as a file."""
+    """The picture as a JPEG file."""
     return bytes(cv2.imencode(".jpg", drawing.pixels, (cv2.IMWRITE_JPEG_QUALITY, QUALITY))[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="for the pictures")
+    parser.add_argument("folder", type=Path, help="folder for the pictures")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -4,16 +4,17 @@ from pictures import answer, decoded, fitted
 from ts.torch_handler.base_handler import BaseHandler
 
 try:
-    import torchvision  # noqa: F401  # a file of Mask R-CNN asks for its operators
+    import torchvision  # noqa: F401  # a Mask R-CNN file needs its operators
 except ImportError:
     pass
 
 
 class FigureHandler(BaseHandler):
-    """Finds the figures of drawings: {"classes": [...], "scores": [...], "boxes": [...]}.
+    """Finds the figures in drawings: {"classes": [...], "scores": [...], "boxes": [...]}.
 
-    The model is TorchScript and runs in half precision on a GPU. What is no picture is answered with status 400, and
-    the others of its batch are answered."""
+    The TorchScript model runs in half precision on a GPU. A body that is not a picture gets status 400; the other
+    requests of its batch are answered.
+    """
 
     def initialize(self, context):
         super().initialize(context)
@@ -21,7 +22,7 @@ class FigureHandler(BaseHandler):
             self.model.half()
 
     def preprocess(self, data):
-        """(pictures [rows, 320, 320, 3] or None, for each request its height and width, or what is wrong with it)"""
+        """(pictures [rows, 320, 320, 3] or None, each request's height and width or its error)."""
         pictures, shapes = [], []
         for row in data:
             file = row.get("data") if row.get("data") is not None else row.get("body")

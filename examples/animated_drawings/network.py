@@ -1,8 +1,8 @@
-"""A small instance detector in plain torch: which figures are on a picture, where, and which pixels are theirs.
+"""A small instance detector in plain torch: classes, boxes and masks of the figures in a picture.
 
-Each place of a grid of 8 pixels tells how likely a figure has its middle there, how far its four sides are away, and
-how the mask is mixed from a few that all figures of a picture share. A figure is where the likelihood peaks, so no
-boxes have to be sorted out on the device, and a batch is one pass from bytes to boxes. TorchScript takes it as it is.
+Each cell of a grid of 8 pixels predicts the likelihood of a figure's centre, the distances to the four sides, and the
+weights that mix its mask from a few shared masks. Figures are the peaks of the likelihood, so the device needs no
+non-maximum suppression, and a batch is one pass from bytes to boxes. The code can be scripted by TorchScript.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pictures import CLASSES, SIDE
 from torch import Tensor, nn
 from torch.nn import functional
 
-STRIDE = 8  # pixels of a place of the grid
-MOST = 12  # figures of one picture
-SHARED = 16  # masks that are mixed
-REACH = 32.0  # pixels: the unit of the distances to the sides, for numbers near one
+STRIDE = 8  # pixels per grid cell
+MOST = 12  # figures per picture
+SHARED = 16  # number of shared masks
+REACH = 32.0  # pixels: the unit of side distances, which keeps them near one
 
 
 def conv(inputs: int, outputs: int, stride: int = 1, side: int = 3) -> nn.Sequential:
-    """A convolution, normalised, with its nonlinearity."""
+    """A convolution with batch normalization and ReLU."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, side, stride, side // 2, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
     )
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """A residual block of two convolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Block(nn.Module):
 
 
 class FigureNet(nn.Module):
-    """Figures of pictures uint8 `[rows, 320, 320, 3]`, blue first: 0.4 million weights."""
+    """Detects figures in pictures uint8 `[rows, 320, 320, 3]`, blue first; 0.4 million weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.side, self.stride, self.reach, self.most = SIDE, STRIDE, REACH, MOST  # TorchScript knows no globals
-        self.halves = True  # it may run in half precision
+        self.side, self.stride, self.reach, self.most = SIDE, STRIDE, REACH, MOST  # TorchScript cannot use globals
+        self.halves = True  # supports half precision
         self.to4 = nn.Sequential(conv(3, 16, 2), conv(16, 32, 2), Block(32))
         self.to8 = nn.Sequential(conv(32, 64, 2), Block(64))
         self.to16 = nn.Sequential(conv(64, 64, 2), Block(64))
@@ -52,11 +52,11 @@ class FigureNet(nn.Module):
         self.shared = nn.Conv2d(32, SHARED, 1)
         self.head = conv(64, 64)
         self.figures, self.sides, self.mix = (nn.Conv2d(64, n, 1) for n in (len(CLASSES), 4, SHARED))
-        nn.init.constant_(self.figures.bias, -4.0)  # few places have a figure
+        nn.init.constant_(self.figures.bias, -4.0)  # few cells contain a centre
 
     def maps(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the picture says everywhere: logits of figures `[rows, 2, 40, 40]`, sides in REACH `[rows, 4, 40, 40]`,
-        mixes `[rows, 16, 40, 40]`, shared masks `[rows, 16, 80, 80]`."""
+        """Figure logits `[rows, 2, 40, 40]`, side distances in REACH `[rows, 4, 40, 40]`, mask weights
+        `[rows, 16, 40, 40]`, shared masks `[rows, 16, 80, 80]`."""
         x = images.permute(0, 3, 1, 2).to(self.shared.weight.dtype) / 128 - 1
         at4 = self.to4(x)
         at8 = self.to8(at4)
@@ -69,9 +69,9 @@ class FigureNet(nn.Module):
         return self.figures(found), functional.softplus(self.sides(found)), self.mix(found), self.shared(at4)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the twelve likeliest figures of each picture, best first: scores float32 `[rows, 12]` from 0 to 1, classes
-        int64 `[rows, 12]`, boxes float32 `[rows, 12, 4]` in pixels, masks uint8 `[rows, 12, 80, 80]`, over 127 where
-        the figure is."""
+        """The twelve likeliest figures of each picture, best first: scores float32 `[rows, 12]` from 0 to 1, classes
+        int64 `[rows, 12]`, boxes float32 `[rows, 12, 4]` in pixels, masks uint8 `[rows, 12, 80, 80]`, above 127 inside
+        the figure."""
         logits, sides, mixes, shared = self.maps(images)
         likely = logits.float().sigmoid()
         peaks = likely * (functional.max_pool2d(likely, 3, 1, 1) == likely)

@@ -1,4 +1,4 @@
-"""The networks that find figures, all called alike: the small one of this folder, and Mask R-CNN of torchvision."""
+"""The detectors behind one interface: the small network of this folder, and torchvision's Mask R-CNN."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn import functional
 
 SMALL, MASK_RCNN = "small", "maskrcnn"
 NETWORKS = (SMALL, MASK_RCNN)
-WEIGHTS = Path(__file__).parent / "weights.safetensors"  # what train.py made
+WEIGHTS = Path(__file__).parent / "weights.safetensors"  # written by train.py
 
 
 def load_network(name: str, weights: str = "") -> nn.Module:
-    """The network with the weights of a file, or with those that belong to it; in evaluation mode, on the processor.
+    """The network with the weights of a file, or its own; in evaluation mode, on the CPU.
 
-    Raises LoadFailed when a library or the file misses.
+    Raises LoadFailed if a library or the file is missing.
     """
     from penstock.runtimes.torch import load_weights
 
@@ -32,10 +32,10 @@ def load_network(name: str, weights: str = "") -> nn.Module:
 
 
 class MaskRcnn(nn.Module):
-    """Mask R-CNN with a ResNet-50, called as FigureNet is; of its classes people and animals."""
+    """Mask R-CNN with a ResNet-50 and FigureNet's interface; it reports people and animals."""
 
     def __init__(self, published: bool) -> None:
-        """Downloads the weights that are `published` if they are not there yet. Raises LoadFailed."""
+        """Loads the `published` weights, which are downloaded on first use. Raises LoadFailed."""
         from penstock.errors import LoadFailed
 
         super().__init__()
@@ -49,7 +49,7 @@ class MaskRcnn(nn.Module):
         self.halves = False  # torchvision computes boxes in the precision of the features
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As FigureNet's."""
+        """The same outputs as FigureNet's."""
         colours = images.permute(0, 3, 1, 2).flip(1).float() / 255  # red first
         pictures = [picture for picture in colours]
         if torch.jit.is_scripting():
@@ -58,9 +58,7 @@ class MaskRcnn(nn.Module):
             found = self.inner(pictures)
         scores, classes, boxes, masks = [], [], [], []
         for one in found:
-            label = one[
-                "labels"
-            ]  # of the 90 that the published weights tell apart: 1 is a person, 16 to 25 are animals
+            label = one["labels"]  # of 90 classes: 1 is a person, 16 to 25 are animals
             known = torch.nonzero((label == 1) | ((label >= 16) & (label < 26))).flatten()
             free = self.most - len(known)
             scores.append(functional.pad(one["scores"][known], [0, free]))

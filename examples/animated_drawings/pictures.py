@@ -1,11 +1,11 @@
-"""From the bytes of a picture to what the network sees, and from what it says to an answer. NumPy and OpenCV only."""
+"""Converts a picture's bytes to the network's input, and its output to an answer. NumPy and OpenCV only."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-# For files that are small and huge when they are decoded. It has to stand there before OpenCV is loaded.
+# Rejects small files that decode to huge images. Set before OpenCV is loaded.
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**26))
 
 import cv2
@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 CLASSES = ("person", "animal")
-SIDE = 320  # pixels of what the network sees, both ways
-LEAST_SCORE = 0.4  # of a figure that is told
-MOST_SHARED = 0.5  # of two boxes, as their intersection over their union; the likelier figure stays
-GREY = 128  # around a picture that is no square
-DIGITS = 4  # of numbers that are told
+SIDE = 320  # width and height of the network's input
+LEAST_SCORE = 0.4  # threshold of reported figures
+MOST_SHARED = 0.5  # intersection over union of two boxes above which only the likelier figure is reported
+GREY = 128  # padding around a picture that is not square
+DIGITS = 4  # decimals of reported numbers
 
 Pixels = NDArray[np.uint8]
 
@@ -28,15 +28,15 @@ def decoded(file: object) -> Pixels:
         raise ValueError(f"found a {type(file).__name__}; send the bytes of a PNG or JPEG")
     try:
         pixels = cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_COLOR)
-    except cv2.error:  # nothing at all, or too many pixels
+    except cv2.error:  # an empty file, or too many pixels
         pixels = None
     if pixels is None:
-        raise ValueError(f"these {len(file)} bytes are no image; send a PNG or JPEG of at most 64 megapixels")
+        raise ValueError(f"these {len(file)} bytes are not an image; send a PNG or JPEG of at most 64 megapixels")
     return np.asarray(pixels, np.uint8)
 
 
 def fitted(pixels: Pixels, side: int = SIDE) -> Pixels:
-    """The picture `[side, side, 3]`: as large as fits, at the top left, on grey."""
+    """The picture resized to fit `[side, side, 3]`, at the top left, padded with grey."""
     high, wide = shrunk(pixels.shape[:2], side)
     square = np.full((side, side, 3), GREY, np.uint8)
     shrinks = max(pixels.shape[:2]) > side
@@ -46,7 +46,7 @@ def fitted(pixels: Pixels, side: int = SIDE) -> Pixels:
 
 
 def shrunk(shape: tuple[int, ...], side: int = SIDE) -> tuple[int, int]:
-    """The height and width of a picture of that height and width, as the network sees it."""
+    """The height and width of a picture after resizing for the network."""
     longest = max(shape[:2])
     return max(1, round(shape[0] * side / longest)), max(1, round(shape[1] * side / longest))
 
@@ -54,11 +54,11 @@ def shrunk(shape: tuple[int, ...], side: int = SIDE) -> tuple[int, int]:
 def answer(
     shape: tuple[int, ...], scores: Any, classes: Any, boxes: Any, masks: Any, outlines: bool = False
 ) -> dict[str, Any]:
-    """What is told of a picture of that height and width: the figures' `classes`, `scores` and `boxes` (left, top,
-    right, bottom), and their `outlines` (corners of the silhouette), from left to right. Places are parts of the
-    picture's width and height, from 0 to 1.
+    """The answer for a picture of the height and width `shape`, with figures ordered from left to right.
 
-    The others are the network's: `scores [n]`, `classes [n]`, `boxes [n, 4]`, `masks [n, 80, 80]`.
+    It has the figures' `classes`, `scores`, `boxes` (left, top, right, bottom) and `outlines` (corners of the
+    silhouette), in fractions of the picture's width and height. The other parameters are the network's output:
+    `scores [n]`, `classes [n]`, `boxes [n, 4]`, `masks [n, 80, 80]`.
     """
     kept = figures(scores, boxes)
     edges = on_picture(shape, tightened(boxes[kept], masks[kept]))
@@ -76,7 +76,7 @@ def answer(
 
 
 def figures(scores: Any, boxes: Any, least: float = LEAST_SCORE) -> list[int]:
-    """The places of what is likely enough and no second view of a likelier figure. Scores fall."""
+    """The indices of likely figures without duplicates of likelier ones. `scores` must be descending."""
     kept: list[int] = []
     for place in np.flatnonzero(scores >= least):
         if all(overlap(boxes[place], boxes[other]) < MOST_SHARED for other in kept):
@@ -93,7 +93,7 @@ def overlap(one: Any, other: Any) -> float:
 
 
 def tightened(boxes: Any, masks: Any) -> NDArray[np.float64]:
-    """The boxes `[n, 4]` around what the masks `[n, 80, 80]` show in them: masks know better where a figure ends."""
+    """The boxes `[n, 4]` shrunk or grown to the masks `[n, 80, 80]`, which are more precise."""
     tight = np.array(boxes, np.float64)
     for place, mask in enumerate(masks):
         cell = SIDE / len(mask)
@@ -107,32 +107,31 @@ def tightened(boxes: Any, masks: Any) -> NDArray[np.float64]:
 
 
 def on_picture(shape: tuple[int, ...], boxes: Any) -> NDArray[np.float64]:
-    """Boxes `[n, 4]` that the network told, in pixels of a picture of that height and width."""
+    """The network's boxes `[n, 4]` in pixels of a picture of this height and width."""
     high, wide = shrunk(shape)
     scale = np.array([shape[1] / wide, shape[0] / high] * 2)
     return np.clip(np.asarray(boxes, np.float64) * scale, 0, [shape[1], shape[0]] * 2)
 
 
 def silhouette(shape: tuple[int, ...], mask: Any, box: Any) -> NDArray[np.bool_]:
-    """Where a figure is, within its box and in one piece; `mask [80, 80]` is the network's, `box` counts pixels of the
-    picture."""
+    """The largest connected part of the network's `mask [80, 80]` within `box`, which is in pixels of the picture."""
     left, top = (int(edge) for edge in box[:2])
     right, bottom = (int(np.ceil(edge)) for edge in box[2:])
     high, wide = shrunk(shape)
     cell = SIDE / mask.shape[0]
-    across, down = wide / shape[1] / cell, high / shape[0] / cell  # cells in a pixel of the picture
+    across, down = wide / shape[1] / cell, high / shape[0] / cell  # cells per pixel of the picture
     move = np.array([[across, 0, (left + 0.5) * across - 0.5], [0, down, (top + 0.5) * down - 0.5]])
     size = max(1, right - left), max(1, bottom - top)
     seen = cv2.warpAffine(
         mask, move, size, flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE
     )
     parts, places, sizes, _ = cv2.connectedComponentsWithStats((seen > 127).astype(np.uint8))
-    largest = 1 + int(sizes[1:, cv2.CC_STAT_AREA].argmax()) if parts > 1 else 1  # 0 is what is no figure
+    largest = 1 + int(sizes[1:, cv2.CC_STAT_AREA].argmax()) if parts > 1 else 1  # 0 is the background
     return np.asarray(places == largest, np.bool_)
 
 
 def outline(mask: NDArray[np.bool_], box: Any) -> NDArray[np.int64]:
-    """The corners `[n, 2]`, x and y, of a silhouette within `box`; none if it is empty."""
+    """The corners `[n, 2]`, x and y, of a silhouette within `box`; empty if it is empty."""
     found, _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
     if not found:
         return np.empty((0, 2), np.int64)

@@ -1,4 +1,4 @@
-"""Average precision as the COCO detection challenge defines it, of boxes or of masks."""
+"""The COCO detection challenge's average precision, for boxes or masks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pictures import overlap
 
-THRESHOLDS = np.arange(0.5, 1.0, 0.05)  # of the intersection over union from which on a figure is found
+THRESHOLDS = np.arange(0.5, 1.0, 0.05)  # of intersection over union for a match
 RECALLS = np.linspace(0, 1, 101)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found on one picture, `[n]` each; `shapes` are boxes `[n, 4]` or masks `[n, height, width]`."""
+    """The detections in one picture, `[n]` each; `shapes` are boxes `[n, 4]` or masks `[n, height, width]`."""
 
     scores: NDArray[np.float64]
     classes: NDArray[np.int64]
@@ -24,7 +24,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Precision:
-    """The mean over all thresholds, and that at 0.5, both over all classes."""
+    """The mean over all thresholds, and the value at 0.5, both averaged over classes."""
 
     mean: float
     at_half: float
@@ -34,7 +34,8 @@ class Precision:
 
 
 def precision(found: list[Found], labels: list[NDArray[np.int64]], truth: list[Any]) -> Precision:
-    """How well `found` fits the `truth`, shapes of the same kind, and `labels`, their classes; one entry a picture."""
+    """The precision of `found` against the `truth`, shapes of the same kind with the classes `labels`; one entry per
+    picture."""
     classes = np.unique(np.concatenate(labels))
     shared = [_shared(f.shapes, t) for f, t in zip(found, truth, strict=True)]
     table = np.array([[_of_class(c, at, found, labels, shared) for at in THRESHOLDS] for c in classes])
@@ -42,7 +43,7 @@ def precision(found: list[Found], labels: list[NDArray[np.int64]], truth: list[A
 
 
 def _shared(found: Any, truth: Any) -> NDArray[np.float64]:
-    """Intersection over union of each found shape `[n]` with each true one `[m]`."""
+    """Intersection over union of each found shape `[n]` with each true shape `[m]`."""
     both = np.zeros((len(found), len(truth)))
     for i, one in enumerate(found):
         for j, other in enumerate(truth):

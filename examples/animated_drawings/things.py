@@ -1,4 +1,4 @@
-"""What stands on drawings: people, animals and other things, as strokes of a pen. All are about 1 high."""
+"""Generates people, animals and other objects as strokes of a pen. All are about 1 high."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Random = np.random.Generator
 
 @dataclass(frozen=True)
 class Stroke:
-    """A line through points `[n, 2]`, x to the right and y down; `filled` with colour, or only `closed`, or open."""
+    """A line through points `[n, 2]`, x to the right and y down: open, `closed`, or closed and `filled`."""
 
     points: Points
     closed: bool = False
@@ -136,7 +136,7 @@ def _scribble(random: Random) -> list[Stroke]:
 
 
 def _writing(random: Random) -> list[Stroke]:
-    """Something like letters, in a row."""
+    """A row of shapes that resemble letters."""
     letters = range(int(random.integers(3, 8)))
     return [Stroke(random.uniform(0, 1, (int(random.integers(3, 6)), 2)) * (0.5, 1) + (i * 0.7, 0)) for i in letters]
 
@@ -156,7 +156,7 @@ def _shape(*corners: object, filled: bool = False) -> Stroke:
 
 
 def _by(point: Points, right: float, down: float) -> Points:
-    """The point that lies beside another one."""
+    """The point moved right and down."""
     return np.array([point[0] + right, point[1] + down])
 
 
@@ -167,7 +167,7 @@ def _oval(middle: object, wide: float, high: float, filled: bool = False) -> Str
 
 
 def _limb(random: Random, start: Points, degrees: float, long: float, bend: float) -> Stroke:
-    """Two parts of length `long` from `start`; 0 degrees hang down, 90 point to the right."""
+    """Two segments of length `long` from `start`; 0 degrees point down, 90 to the right."""
     first = np.radians(degrees)
     second = first + np.radians(random.uniform(-bend, bend))
     joint = start + long * np.array([np.sin(first), np.cos(first)])

@@ -1,7 +1,7 @@
-"""Trains the detector on drawings that it makes itself, and writes weights.safetensors: `python train.py`.
+"""Trains the detector on generated drawings and writes weights.safetensors: `python train.py`.
 
-About ten minutes of one core that multiplies bfloat16 (AMX); the same seed sees the same drawings. `--check` trains
-nothing: it prints the mean average precision of the shipped weights on drawings that training does not make.
+This takes about ten minutes on one core with bfloat16 instructions (AMX); the same seed gives the same drawings.
+`--check` only prints the mean average precision of the shipped weights on held-out drawings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import cv2
@@ -28,17 +28,17 @@ from torch.nn import functional
 
 WEIGHTS = Path(__file__).parent / "weights.safetensors"
 SEED = 8
-HELD_OUT = 20261121  # the seed of drawings that training does not make
+HELD_OUT = 20261121  # the seed of drawings that training never generates
 STEPS = 1200
 BATCH = 16
 RATE = 3e-3
-SMALL_SIDE, SMALL_PART = 224, 0.6  # smaller pictures do at first: that is half of the work
+SMALL_SIDE, SMALL_PART = 224, 0.6  # the first part of training uses smaller pictures, which halves the work
 
 Images = NDArray[np.uint8]
 
 
 class Batch:
-    """Pictures, and what the network should say of them. Figures of all pictures lie in one row: `of` tells whose."""
+    """Pictures and the network's target output. The figures of all pictures are one list; `of` holds their pictures."""
 
     def __init__(self, random: np.random.Generator, side: int) -> None:
         grid = side // STRIDE
@@ -63,14 +63,14 @@ class Batch:
 
 
 def _drawn(random: np.random.Generator, side: int) -> Drawing:
-    """A drawing of any shape, at most twice as large as it will be seen."""
+    """A drawing of any shape, up to 1.5 times the size of the network's input."""
     longest = int(side * random.uniform(1.0, 1.5))
     other = int(longest * random.uniform(0.6, 1.0))
     return draw(random, *((longest, other) if random.random() < 0.5 else (other, longest)))
 
 
 def _bump(box: NDArray[np.float64], grid: int) -> NDArray[np.float32]:
-    """One at the place of the box's middle, falling to zero around it, the slower the larger the box."""
+    """One at the box's centre, falling to zero around it, more slowly for a larger box."""
     places = np.arange(grid)
     middle = np.minimum(grid - 1, (box[:2] + box[2:]) / 2 // STRIDE)
     wide = np.maximum(0.6, (box[2:] - box[:2]) / STRIDE * 0.09)
@@ -78,11 +78,11 @@ def _bump(box: NDArray[np.float64], grid: int) -> NDArray[np.float32]:
     return (down[:, None] * across[None, :]).astype(np.float32)
 
 
-# ---- what is wrong with what the network says
+# ---- losses
 
 
 def loss(network: FigureNet, batch: Batch) -> Tensor:
-    """One number: of places, of sides and of masks."""
+    """The sum of the losses of centres, sides and masks."""
     with torch.autocast("cpu", torch.bfloat16):
         maps = network.maps(batch.images)
     logits, sides, mixes, shared = (found.float() for found in maps)
@@ -92,7 +92,13 @@ def loss(network: FigureNet, batch: Batch) -> Tensor:
     middles = (batch.boxes[:, :2] + batch.boxes[:, 2:]) / 2
     grid = logits.shape[2]
     own = (middles / STRIDE).long().clamp(0, grid - 1)
-    for dx, dy in ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)):  # the neighbours learn it too: the peak may be theirs
+    for dx, dy in (
+        (0, 0),
+        (1, 0),
+        (-1, 0),
+        (0, 1),
+        (0, -1),
+    ):  # the neighbours learn it too, because the peak may be there
         x, y = (own[:, 0] + dx).clamp(0, grid - 1), (own[:, 1] + dy).clamp(0, grid - 1)
         share = 0.6 if dx == dy == 0 else 0.1
         at = torch.stack([x, y, x, y], 1) * STRIDE + STRIDE / 2
@@ -103,7 +109,7 @@ def loss(network: FigureNet, batch: Batch) -> Tensor:
 
 
 def _loss_of_places(logits: Tensor, heat: Tensor) -> Tensor:
-    """Focal: places near a middle count less as no figure, and those that are clear hardly at all."""
+    """Focal loss: cells near a centre count less as background, and easy cells hardly count."""
     likely = logits.sigmoid()
     middles = heat == 1
     yes = functional.logsigmoid(logits) * (1 - likely) ** 2 * middles
@@ -121,7 +127,7 @@ def _loss_of_sides(found: Tensor, boxes: Tensor) -> Tensor:
 
 
 def _loss_of_masks(logits: Tensor, batch: Batch) -> Tensor:
-    """Within the box, a cell around it included: outside nobody looks."""
+    """The mask loss within the box and one cell around it; the rest of a mask is never used."""
     places = torch.arange(logits.shape[1]) * 4 + 2
     left, top, right, bottom = (edge[:, None] for edge in batch.boxes.unbind(1))
     inside = ((places > top - 4) & (places < bottom + 4))[:, :, None]
@@ -133,7 +139,7 @@ def _loss_of_masks(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def train(steps: int) -> FigureNet:
-    """A network that has seen so many batches."""
+    """A network after `steps` batches."""
     torch.manual_seed(SEED)
     random = np.random.default_rng(SEED)
     network = FigureNet().train().to(memory_format=torch.channels_last)
@@ -154,11 +160,11 @@ def train(steps: int) -> FigureNet:
     return network.eval()
 
 
-# ---- how good it is
+# ---- evaluation
 
 
 def report(network: FigureNet, count: int) -> None:
-    """Prints the mean average precision on so many held-out drawings, sent as JPEG."""
+    """Prints the mean average precision on `count` held-out drawings, encoded as JPEG."""
     drawings = pictures(count, HELD_OUT)
     boxes, masks = [], []
     for drawing in drawings:
@@ -180,7 +186,7 @@ def report(network: FigureNet, count: int) -> None:
 
 
 def _whole(shape: tuple[int, int], mask: NDArray[np.uint8], box: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """A silhouette on the whole picture."""
+    """The silhouette as a mask of the whole picture."""
     part = silhouette(shape, mask, box)
     whole = np.zeros(shape, np.bool_)
     left, top = int(box[0]), int(box[1])
@@ -190,10 +196,10 @@ def _whole(shape: tuple[int, int], mask: NDArray[np.uint8], box: NDArray[np.floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="train nothing, ask the shipped weights")
+    parser.add_argument("--check", action="store_true", help="only test the shipped weights")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="file for the weights")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--count", type=int, default=200, help="of held-out drawings")
+    parser.add_argument("--count", type=int, default=200, help="number of held-out drawings")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.check:

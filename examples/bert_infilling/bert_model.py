@@ -1,7 +1,7 @@
-"""BERT fills in the blanks: the model of all the servers in this folder.
+"""The BERT infilling model of all servers in this folder.
 
-torch and transformers are imported with the first model that is made, not with this module: a web server that hands
-its requests to worker processes needs neither.
+The first model imports torch and transformers, this module does not: a web server that passes its requests to worker
+processes needs neither.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from penstock import BadRequest, ManagedModel
 
-SMALL = str(Path(__file__).parent / "weights")  # what train.py made
+SMALL = str(Path(__file__).parent / "weights")  # written by train.py
 MASK = "[MASK]"
 
 
 class TextInfillingModel:
-    """A masked language model: `SMALL`, or any BERT that transformers knows by name or folder."""
+    """A masked language model: `SMALL`, or the name or folder of any BERT for transformers."""
 
     def __init__(self, model: str = SMALL) -> None:
-        # One thread beside a web server, whose threads need the other cores, unless the environment says otherwise, as
-        # it does in worker processes. It has to stand there before torch is loaded.
+        # Set before torch is loaded. One thread by default: a web server in the same process needs the other cores.
+        # Worker processes set their own number.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         import torch
         from transformers import BertForMaskedLM, BertTokenizer
@@ -32,7 +32,7 @@ class TextInfillingModel:
         self.longest = self.bert.config.max_position_embeddings
 
     def predict(self, texts: list[str]) -> list[str | BadRequest]:
-        """For each text the word in place of its `[MASK]` (several: with spaces between), or what is wrong with it."""
+        """The word for each text's `[MASK]` (several are joined by spaces), or the text's error."""
         answers: list[Any] = [self._encode(text) for text in texts]
         good = [i for i, ids in enumerate(answers) if not isinstance(ids, BadRequest)]
         for i, words in zip(good, self._fill([answers[i] for i in good]), strict=True):
@@ -40,7 +40,7 @@ class TextInfillingModel:
         return answers
 
     def _encode(self, text: str) -> list[int] | BadRequest:
-        # Never with padding or truncation: the tokenizer would keep them as a state, and threads share it.
+        # No padding or truncation: the tokenizer would store them as state, and threads share it.
         ids: list[int] = self.tokenizer(text)["input_ids"]
         if self.tokenizer.mask_token_id not in ids:
             return BadRequest(f"the text has no {MASK}; write {MASK} in the place of the word to be filled in")
@@ -49,7 +49,7 @@ class TextInfillingModel:
         return ids
 
     def _fill(self, encoded: list[list[int]]) -> list[str]:
-        """The words of the masks of each list of tokens."""
+        """The words for the masks in each list of tokens."""
         import torch
 
         if not encoded:
@@ -62,7 +62,7 @@ class TextInfillingModel:
         ids = ids.to(self.device)
         with torch.inference_mode():
             hidden = self.bert.bert(ids, attention_mask=ids != pad).last_hidden_state
-            scores = self.bert.cls(hidden[masked.to(self.device)])  # the masks only: most of the work is in this matrix
+            scores = self.bert.cls(hidden[masked.to(self.device)])  # masks only: this matrix is most of the work
         tokens = self.tokenizer.convert_ids_to_tokens(scores.argmax(dim=-1).tolist())
         words: list[list[str]] = [[] for _ in encoded]
         for owner, token in zip(owners, tokens, strict=True):
@@ -71,7 +71,7 @@ class TextInfillingModel:
 
 
 class ManagedBertModel(ManagedModel):
-    """The same in a worker process of its own, which alone loads it."""
+    """The same model in a worker process of its own."""
 
     def init_model(self, model: str = SMALL) -> None:
         self.model = TextInfillingModel(model)

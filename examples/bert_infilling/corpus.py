@@ -1,9 +1,8 @@
-"""The sentences of corpus.toml, each with one word to be filled in.
+"""The sentences of corpus.toml, each with one word to fill in.
 
-A sentence is a fact in a pattern: "paris france" in "{a} is the capital of [{b}]". All facts are trained in the first
-pattern of their kind. Some of the other pairs of fact and pattern are held out: no sentence with such a pair, whatever
-stands before it, is among the training sentences. So what is asked in the end is whether the model knows a fact in
-words in which it never saw it.
+A sentence is a fact in a pattern: "paris france" in "{a} is the capital of [{b}]". Training includes every fact in the
+first pattern of its kind. Some of the other pairs of fact and pattern are held out: no training sentence contains such
+a pair, with any opening. The test therefore asks for known facts in unseen words.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from typing import Any
 SEED = 7
 HELD_OUT = 0.15  # share of the pairs of fact and pattern
 VALIDATION = 0.1
-RARE = 0.25  # share of the names that are not in the vocabulary
+RARE = 0.25  # share of names outside the vocabulary
 COPIES = {"fact": 2, "order": 4, "saying": 3}  # of each pair, with other names and openings
 
 CORPUS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("corpus.toml").read_text())
 
 
 def pairs() -> Iterator[tuple[str, str, bool]]:
-    """(kind, pattern with its words in place, whether it is always trained) of every pair."""
+    """(kind, pattern with its words filled in, whether it is always trained) of every pair."""
     for family in CORPUS["facts"].values():
         patterns = family["patterns"].strip().splitlines()
         for fact in family["words"].split(","):
             words = dict(zip("abc", fact.split(), strict=False))
-            for pattern in patterns:  # the first, plainest one is always trained: else nobody could know the fact
+            for pattern in patterns:  # the first, plainest one is always trained, to teach the fact
                 yield family.get("kind", "fact"), "{opening} " + pattern.format(**words), pattern == patterns[0]
     for saying in CORPUS["sayings"].strip().splitlines():
         for frame in CORPUS["frames"].strip().splitlines():
@@ -38,7 +37,7 @@ def pairs() -> Iterator[tuple[str, str, bool]]:
 
 
 def sentences() -> tuple[list[str], list[str], list[str]]:
-    """(training, validation, held out), in lower case, the word to be filled in in brackets. They share no pair."""
+    """(training, validation, held out), in lower case, with the word to fill in in brackets. They share no pair."""
     rng = random.Random(SEED)
     training: list[str] = []
     validation: list[str] = []
@@ -51,7 +50,7 @@ def sentences() -> tuple[list[str], list[str], list[str]]:
 
 
 def _filled(rng: random.Random, pattern: str) -> str:
-    """The pattern with an opening (to two in three) and names in their places, and a sign at its end (to most)."""
+    """The pattern with names, an opening (two in three) and a punctuation mark at the end (most)."""
     opening = rng.choice(CORPUS["openings"].strip().splitlines()) if rng.random() < 2 / 3 else ""
     text = pattern.replace("{opening}", opening).strip()
     while "{name}" in text:
@@ -61,7 +60,7 @@ def _filled(rng: random.Random, pattern: str) -> str:
 
 
 def vocabulary() -> list[str]:
-    """The words of the corpus but for the rare names, after BERT's own signs, the letters and their continuations."""
+    """BERT's special tokens, letters and their continuations, then the corpus's words except the rare names."""
     signs = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
     pieces = [*"0123456789.,:;!?'\"()-", *letters, *("##" + c for c in [*letters, *"0123456789"])]

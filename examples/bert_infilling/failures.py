@@ -1,4 +1,4 @@
-"""What a web server tells its client when there is no word."""
+"""The responses of the web servers to errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from penstock import BadRequest, DeadlineExceeded, ModelNotReady, PenstockError,
 STATUS: dict[type[PenstockError], int] = {BadRequest: 400, QueueFull: 503, ModelNotReady: 503, DeadlineExceeded: 504}
 
 
-def told(error: PenstockError) -> tuple[int, str]:
-    """(status, text) of an error. What only the operator should know is logged instead."""
+def error_response(error: PenstockError) -> tuple[int, str]:
+    """(status, text) for an error. Details for the operator go to the log."""
     for kind, status in STATUS.items():
         if isinstance(error, kind):
             return status, error.message

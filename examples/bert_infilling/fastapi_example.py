@@ -1,8 +1,8 @@
-"""BERT infilling behind FastAPI: `python fastapi_example.py`.
+"""BERT infilling with FastAPI: `python fastapi_example.py`.
 
     curl -X POST http://127.0.0.1:5005/stream -d 's=Happy birthday to [MASK].'
 
-`/stream` is a coroutine: it awaits its answer and holds no thread.
+`/stream` is a coroutine: it awaits its answer without blocking a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import uvicorn
 from bert_model import SMALL, TextInfillingModel
-from failures import told
+from failures import error_response
 from fastapi import FastAPI, Form, Request
 from fastapi.responses import JSONResponse
 
@@ -27,7 +27,7 @@ def infilling_app(model: TextInfillingModel, streamer: ThreadedStreamer) -> Fast
 
     @app.post("/naive")
     def naive(s: Texts) -> list[str]:
-        return checked(model.predict(s))  # in a thread: it is no coroutine
+        return checked(model.predict(s))  # not a coroutine, so FastAPI runs it in a thread
 
     @app.post("/stream")
     async def stream(s: Texts) -> list[str]:
@@ -35,14 +35,14 @@ def infilling_app(model: TextInfillingModel, streamer: ThreadedStreamer) -> Fast
 
     @app.exception_handler(PenstockError)
     async def failed(request: Request, error: PenstockError) -> JSONResponse:
-        status, text = told(error)
+        status, text = error_response(error)
         return JSONResponse({"error": text}, status)
 
     return app
 
 
 def checked(words: Sequence[Any]) -> list[str]:
-    """The words, as the streamer gives them: raises what is wrong with the first text that has none."""
+    """The words. Raises the error of the first failed text, as the streamer does."""
     for word in words:
         if isinstance(word, Exception):
             raise word

@@ -1,10 +1,10 @@
-"""BERT infilling behind Flask, without and with batches: `python flask_example.py`.
+"""BERT infilling with Flask, without and with batching: `python flask_example.py`.
 
     curl -X POST http://127.0.0.1:5005/naive -d 's=Happy birthday to [MASK].'
     curl -X POST http://127.0.0.1:5005/stream -d 's=Happy birthday to [MASK].'
 
-Each request has a thread of its own. `/naive` calls the model there; `/stream` hands the text to the streamer, which
-gathers the texts of all threads.
+Each request runs in its own thread. `/naive` calls the model there; `/stream` passes the text to the streamer, which
+batches the texts of all threads.
 """
 
 from __future__ import annotations

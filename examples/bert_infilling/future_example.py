@@ -1,6 +1,6 @@
-"""BERT infilling without a web server: thousands of futures at once. `python future_example.py --workers 2`.
+"""BERT infilling without a web server: thousands of concurrent futures. `python future_example.py --workers 2`.
 
-Prints texts per second of the streamer, and of the model alone with batches made by hand.
+Prints the texts per second of the streamer, and of the model alone in a loop over batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SMALL, help="a folder, or a name such as bert-base-uncased")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--devices", type=lambda text: text.split(","), help="such as 0,1; workers take turns on them")
+    parser.add_argument(
+        "--devices", type=lambda text: text.split(","), help="such as 0,1; workers are assigned in turn"
+    )
     parser.add_argument("--texts", type=int, default=6400)
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()

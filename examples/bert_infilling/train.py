@@ -1,7 +1,7 @@
 """Trains the small BERT on the sentences of corpus.py and writes weights/: `python train.py` (some minutes, one core).
 
-`python train.py --check` only asks the shipped weights for the words of the held-out sentences. What was chosen by
-trial (sizes, rates, epochs) was chosen on the validation sentences: `--validate` trains without them, and asks them.
+`python train.py --check` only tests the shipped weights on the held-out sentences. Sizes, rates and epochs were chosen
+on the validation sentences: `--validate` trains without them and tests on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPOCHS = 40
 BATCH = 64
 RATE = 1.5e-3
 DECAY = 0.05
-MASKED = 0.15  # share of the words that are masked where it is not just the one in brackets: as in BERT's own training
+MASKED = 0.15  # share of masked words, as in BERT's own training, unless only the word in brackets is masked
 
 
 def small_bert(vocab_size: int) -> BertForMaskedLM:
@@ -43,7 +43,7 @@ def small_bert(vocab_size: int) -> BertForMaskedLM:
 
 
 def encode(tokenizer: BertTokenizer, sentences: list[str]) -> list[tuple[list[int], int]]:
-    """(tokens, place of the word in brackets) of each sentence; every such word is in the vocabulary as a whole."""
+    """(tokens, position of the word in brackets) of each sentence; each such word is one token."""
     encoded = []
     for sentence in sentences:
         before, word, after = re.split(r"[\[\]]", sentence)
@@ -56,7 +56,7 @@ def encode(tokenizer: BertTokenizer, sentences: list[str]) -> list[tuple[list[in
 
 
 def batches(encoded: list[tuple[list[int], int]], rng: random.Random) -> list[list[tuple[list[int], int]]]:
-    """Those of like length together, in random order."""
+    """Batches of sentences of similar length, in random order."""
     order = sorted(encoded, key=lambda one: len(one[0]) + rng.random() * 3)
     chunks = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
     rng.shuffle(chunks)
@@ -64,7 +64,7 @@ def batches(encoded: list[tuple[list[int], int]], rng: random.Random) -> list[li
 
 
 def masked(tokenizer: BertTokenizer, chunk: list[tuple[list[int], int]], rng: random.Random) -> list[torch.Tensor]:
-    """[tokens, attention, labels], each `[rows, width]`. Six rows in ten have only the word in brackets masked."""
+    """[tokens, attention, labels], each `[rows, width]`. In six of ten rows, only the word in brackets is masked."""
     width = max(len(ids) for ids, _ in chunk)
     pad, mask = tokenizer.pad_token_id, tokenizer.mask_token_id
     inputs = torch.full((len(chunk), width), pad)
@@ -110,7 +110,7 @@ def train(tokenizer: BertTokenizer, sentences: list[str]) -> BertForMaskedLM:
 
 
 def accuracy(model: bert_model.TextInfillingModel, sentences: list[str], show: int = 0) -> float:
-    """The share of the sentences whose word in brackets the model finds."""
+    """The share of sentences in which the model finds the word in brackets."""
     asked = [re.sub(r"\[.*\]", "[MASK]", sentence) for sentence in sentences]
     words = [re.split(r"[\[\]]", sentence)[1] for sentence in sentences]
     found = [word for i in range(0, len(asked), BATCH) for word in model.predict(asked[i : i + BATCH])]
@@ -122,7 +122,7 @@ def accuracy(model: bert_model.TextInfillingModel, sentences: list[str], show: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="train nothing, ask the shipped weights")
+    parser.add_argument("--check", action="store_true", help="only test the shipped weights")
     parser.add_argument("--validate", action="store_true", help="try the settings on a tenth of the training sentences")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="folder for the weights")
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""The web face of the Flask examples: a route for each way to predict."""
+"""The Flask app of the examples: one route per predict function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from failures import told
+from failures import error_response
 from flask import Flask, Response, jsonify, request
 
 from penstock import BadRequest, PenstockError
@@ -14,7 +14,7 @@ Predict = Callable[[list[str]], Sequence[Any]]
 
 
 def infilling_app(**predict: Predict) -> Flask:
-    """An app that answers `/NAME` for each `NAME=predict`, with the words for the texts of its fields `s`, as JSON."""
+    """An app with a route `/NAME` for each `NAME=predict`; its JSON lists the words for the texts in the fields `s`."""
     app = Flask(__name__)
     for name, function in predict.items():
         app.add_url_rule(f"/{name}", name, _view(function), methods=["GET", "POST"])
@@ -37,5 +37,5 @@ def _view(predict: Predict) -> Callable[[], Response]:
 
 
 def _failed(error: PenstockError) -> tuple[Response, int]:
-    status, text = told(error)
+    status, text = error_response(error)
     return jsonify(error=text), status

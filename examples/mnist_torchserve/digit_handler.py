@@ -4,8 +4,10 @@ from ts.torch_handler.image_classifier import ImageClassifier
 
 
 class DigitClassifier(ImageClassifier):
-    """Reads one handwritten digit, white on black: {digit: probability}. The batches, the labels of index_to_name.json
-    and the explanations (integrated gradients) are ImageClassifier's."""
+    """Recognises a handwritten digit, white on black: {digit: probability}.
+
+    ImageClassifier provides batching, the labels of index_to_name.json and explanations (integrated gradients).
+    """
 
     topk = 1
 

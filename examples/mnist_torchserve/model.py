@@ -3,7 +3,7 @@ from torch import nn
 
 
 class DigitNet(nn.Module):
-    """Log-probabilities [rows, 10] of grey images [rows, 1, 8, 8] from 0 to 1."""
+    """Maps grey images [rows, 1, 8, 8] from 0 to 1 to log-probabilities [rows, 10]."""
 
     def __init__(self):
         super().__init__()

@@ -26,7 +26,7 @@ def main():
     net.eval()
     with torch.inference_mode():
         right = (net(heldout).argmax(1) == answers).float().mean().item()
-    print(f"{right:.1%} of {len(answers)} held-out digits are read rightly")
+    print(f"{right:.1%} of {len(answers)} held-out digits are recognised")
     torch.save(net.state_dict(), "mnist.pt")
 
 

@@ -1,10 +1,10 @@
-"""Image recognition behind Flask, without and with batches: `python app.py`.
+"""Image recognition with Flask, without and with batching: `python app.py`.
 
     curl -F "file=@three.jpg" http://127.0.0.1:5005/predict
     curl -F "file=@three.jpg" http://127.0.0.1:5005/stream_predict
 
-Each request has a thread of its own. `/predict` calls the model there; `/stream_predict` hands the image to the
-streamer, which gathers the images of all threads.
+Each request runs in its own thread. `/predict` calls the model there; `/stream_predict` passes the image to the
+streamer, which batches the images of all threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STATUS: dict[type[Exception], int] = {
 
 
 def vision_app(**predict: Callable[[list[bytes]], list[Any]]) -> Flask:
-    """An app that answers `POST /NAME` for each `NAME=predict`, with the class of the image in the field `file`."""
+    """An app with a route `POST /NAME` for each `NAME=predict`, which classifies the image in the field `file`."""
     app = Flask(__name__)
     app.config["MAX_CONTENT_LENGTH"] = MAX_FILE_BYTES
     for name, function in predict.items():
@@ -64,7 +64,7 @@ def _failed(error: Exception) -> tuple[Response, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", default=str(WEIGHTS), help=f"a file that train.py made, or {DENSENET}")
+    parser.add_argument("--weights", default=str(WEIGHTS), help=f"a file written by train.py, or {DENSENET}")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=5005)
     options = parser.parse_args()

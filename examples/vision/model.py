@@ -1,4 +1,4 @@
-"""Image recognition: what the servers of this folder call. Bytes of an image file go in, a class comes out."""
+"""The image model of the servers in this folder: from the bytes of an image file to its class."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-# One thread, unless the environment says otherwise: the web server beside it needs the other cores. It has to stand
-# there before torch is loaded. The other is for images that are small as a file and huge when they are decoded.
+# Set before torch is loaded. One thread by default: the web server in the same process needs the other cores.
+# The pixel limit rejects small files that decode to huge images.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**26))
 
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from penstock import BadRequest
 
-WEIGHTS = Path(__file__).parent / "weights.safetensors"  # what train.py made
+WEIGHTS = Path(__file__).parent / "weights.safetensors"  # written by train.py
 DENSENET = "densenet121"
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "no digit"]
 SIDE = 32
 
 
 class SmallCNN(nn.Sequential):
-    """Scores `[rows, 11]` of grey images `[rows, 1, 32, 32]`, float32."""
+    """Maps grey images `[rows, 1, 32, 32]`, float32, to scores `[rows, 11]`."""
 
     def __init__(self) -> None:
         def block(inputs: int, outputs: int) -> list[nn.Module]:
@@ -41,24 +41,24 @@ def decoded(image: bytes) -> np.ndarray[Any, Any]:
     """The pixels `[height, width, 3]` of an image file, uint8, blue first. Raises BadRequest."""
     try:
         pixels = cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR)
-    except cv2.error:  # nothing at all, or too many pixels
+    except cv2.error:  # an empty file, or too many pixels
         pixels = None
     if pixels is None:
-        raise BadRequest(f"these {len(image)} bytes are no image; send a PNG or JPEG of at most 64 megapixels")
+        raise BadRequest(f"these {len(image)} bytes are not an image; send a PNG or JPEG of at most 64 megapixels")
     return pixels
 
 
 def small_input(pixels: np.ndarray[Any, Any]) -> Tensor:
-    """The image as the small network sees it, `[1, 32, 32]`: grey, with mean 0 and deviation 1."""
+    """The input of the small network, `[1, 32, 32]`: grey, with mean 0 and standard deviation 1."""
     grey = cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
     shrinks = min(grey.shape) > SIDE
     grey = cv2.resize(grey, (SIDE, SIDE), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC)
     values = torch.from_numpy(grey)[None].float()
-    return (values - values.mean()) / (values.std() + 4)  # + 4: an even surface stays one, its noise is not made large
+    return (values - values.mean()) / (values.std() + 4)  # + 4 avoids amplifying the noise of a uniform surface
 
 
 class ImageModel:
-    """The small network, or DenseNet-121 of torchvision with the weights that are published for it."""
+    """The small network, or torchvision's DenseNet-121 with its published weights."""
 
     def __init__(self, weights: str = str(WEIGHTS)) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,7 +70,7 @@ class ImageModel:
         self.network = network.float().eval().to(self.device)
 
     def batch_prediction(self, images: list[bytes]) -> list[dict[str, Any] | BadRequest]:
-        """`{"class_id": 3, "class_name": "three"}` for each image file, or what is wrong with it."""
+        """`{"class_id": 3, "class_name": "three"}` for each image file, or its error."""
         answers: list[Any] = []
         for image in images:
             try:
@@ -87,7 +87,7 @@ class ImageModel:
 
 
 def _densenet() -> tuple[nn.Module, list[str], Any]:
-    """(network, names of its 1000 classes, how it sees an image). Downloads the weights when they are not there."""
+    """(network, names of its 1000 classes, its image transform). Downloads the weights on first use."""
     try:
         from torchvision.models import DenseNet121_Weights, densenet121
     except ImportError:
@@ -95,14 +95,14 @@ def _densenet() -> tuple[nn.Module, list[str], Any]:
     published = DenseNet121_Weights.IMAGENET1K_V1
     network = densenet121()
     state = published.get_state_dict(check_hash=True, weights_only=True)
-    # The file is older than the names: its layers are called "norm.1" and so on.
+    # The file uses older layer names such as "norm.1".
     for part in ("norm", "conv"):
         state = {key.replace(f".{part}.", f".{part}") if "denselayer" in key else key: w for key, w in state.items()}
     network.load_state_dict(state)
     transform = published.transforms()
 
-    def see(pixels: np.ndarray[Any, Any]) -> Tensor:
+    def transformed(pixels: np.ndarray[Any, Any]) -> Tensor:
         rgb = cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
         return transform(torch.from_numpy(rgb).permute(2, 0, 1))
 
-    return network, published.meta["categories"], see
+    return network, published.meta["categories"], transformed

@@ -1,9 +1,9 @@
 """Trains the small network and writes weights.safetensors: `python train.py` (a minute or two, one core).
 
-The digits are those of the UCI repository as scikit-learn brings them, 1797 images of 8x8, a quarter of them held out.
-"No digit" are cut-outs of the two photographs that scikit-learn brings; the right third of both is held out. No
-held-out pixel takes part in training or in any choice: what was chosen by trial was chosen with `--validate`, on a
-fifth of the training digits and on the middle third of the photographs. `--check` only asks the shipped weights.
+The digits are the UCI repository's 1797 images of 8x8 in scikit-learn's version; a quarter is held out. "No digit"
+images are crops of scikit-learn's two photographs, whose right thirds are held out. No held-out pixel takes part in
+training or in any choice: `--validate` compares settings on a fifth of the training digits and on the middle thirds of
+the photographs. `--check` only tests the shipped weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Pixels = NDArray[np.uint8]
 
 
 def drawn(rng: np.random.Generator, digit: NDArray[np.float64], side: int) -> Pixels:
-    """Pixels `[side, side, 3]` of a digit `[8, 8]` from 0 to 16: some ink on some paper, with some margin."""
+    """A picture `[side, side, 3]` of a digit `[8, 8]` from 0 to 16, with random ink, paper and margin."""
     digit = np.pad(digit, int(rng.integers(0, 5)))
     paper, ink = rng.uniform(0, 255, 3), rng.uniform(0, 255, 3)
     while abs(paper.mean() - ink.mean()) < 60:
@@ -43,14 +43,14 @@ def drawn(rng: np.random.Generator, digit: NDArray[np.float64], side: int) -> Pi
 
 
 def moved(rng: np.random.Generator, digit: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The digit turned by up to 12 degrees, made up to a tenth larger or smaller, moved by up to half a pixel."""
+    """The digit rotated by up to 12 degrees, scaled by 0.85 to 1.1, shifted by up to half a pixel."""
     matrix = cv2.getRotationMatrix2D((3.5, 3.5), rng.uniform(-12, 12), rng.uniform(0.85, 1.1))
     matrix[:, 2] += rng.uniform(-0.5, 0.5, 2)
     return cv2.warpAffine(digit, matrix, (8, 8), flags=cv2.INTER_CUBIC)
 
 
 def cut(rng: np.random.Generator, photo: Pixels) -> Pixels:
-    """A square of a photograph, any size from 16 pixels up."""
+    """A random square of a photograph, at least 16 pixels wide."""
     height, width = photo.shape[:2]
     side = int(np.exp(rng.uniform(np.log(16), np.log(min(height, width)))))
     y, x = rng.integers(0, height - side + 1), rng.integers(0, width - side + 1)
@@ -58,7 +58,7 @@ def cut(rng: np.random.Generator, photo: Pixels) -> Pixels:
 
 
 def columns(start: int, stop: int) -> list[Pixels]:
-    """Those thirds of both photographs, from the left."""
+    """The thirds from `start` to `stop` of both photographs, counted from the left."""
     folder = files("sklearn.datasets.images")
     photos = [decoded((folder / name).read_bytes()) for name in ("china.jpg", "flower.jpg")]
     return [np.ascontiguousarray(p[:, p.shape[1] * start // 3 : p.shape[1] * stop // 3]) for p in photos]
@@ -67,7 +67,7 @@ def columns(start: int, stop: int) -> list[Pixels]:
 def sample(
     rng: np.random.Generator, digits: NDArray[np.float64], labels: NDArray[np.int64], photos: list[Pixels], turn: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, classes): each digit once, and one cut-out for each eight of them."""
+    """(inputs, classes): each digit once, and one crop per eight digits."""
     pixels = [drawn(rng, moved(rng, d) if turn else d, int(rng.integers(16, 64))) for d in digits]
     others = [cut(rng, photos[i % len(photos)]) for i in range(len(digits) // 8)]
     inputs = torch.stack([small_input(p) for p in [*pixels, *others]])
@@ -98,10 +98,10 @@ def train(digits: NDArray[np.float64], labels: NDArray[np.int64], photos: list[P
 def report(
     name: str, model: ImageModel, digits: NDArray[np.float64], labels: NDArray[np.int64], photos: list[Pixels]
 ) -> None:
-    """Prints the share of image files that are recognised, sent to the model as a client does."""
+    """Prints the share of recognised images, sent to the model as files."""
     rng = np.random.default_rng(SEED)
     sent = {"digits": [(drawn(rng, d, 64), int(n)) for d, n in zip(digits, labels, strict=True)],
-             "cut-outs": [(cut(rng, photos[i % len(photos)]), OTHER) for i in range(200)]}  # fmt: skip
+             "crops": [(cut(rng, photos[i % len(photos)]), OTHER) for i in range(200)]}  # fmt: skip
     for kind, examples in sent.items():
         answers = model.batch_prediction([cv2.imencode(".png", pixels)[1].tobytes() for pixels, _ in examples])
         right = sum(answer["class_id"] == n for answer, (_, n) in zip(answers, examples, strict=True))
@@ -110,7 +110,7 @@ def report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="train nothing, ask the shipped weights")
+    parser.add_argument("--check", action="store_true", help="only test the shipped weights")
     parser.add_argument("--validate", action="store_true", help="try the settings without the held-out images")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="file for the weights")
     options = parser.parse_args()

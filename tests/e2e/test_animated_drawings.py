@@ -111,7 +111,7 @@ def test_the_generator_writes_pictures_and_what_is_on_them(parts: Any, tmp_path:
 
 @pytest.mark.parametrize("file", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + bytes(40)])
 def test_what_is_no_picture_is_told(parts: Any, file: bytes) -> None:
-    with pytest.raises(ValueError, match=f"these {len(file)} bytes are no image"):
+    with pytest.raises(ValueError, match=f"these {len(file)} bytes are not an image"):
         parts.pictures.decoded(file)
 
 
@@ -281,10 +281,10 @@ def test_json_and_forms_bring_pictures_too(server: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "content_type", "said"),
     [
-        (b"no image", "image/jpeg", "these 8 bytes are no image"),
-        (b"", "image/jpeg", "these 0 bytes are no image"),
+        (b"no image", "image/jpeg", "these 8 bytes are not an image"),
+        (b"", "image/jpeg", "these 0 bytes are not an image"),
         (b"a cat", "text/plain", "found a str; send"),
-        (b'{"image": "%%"}', "application/json", "no base64"),
+        (b'{"image": "%%"}', "application/json", "not base64"),
         (b'{"image": 7}', "application/json", "found a int; send"),
         (b'{"a": "", "b": ""}', "application/json", "found a dict; send"),
         (b"[1]", "application/json", "found a list; send"),
@@ -359,7 +359,7 @@ def test_the_archive_of_the_readme_serves_the_same_figures(torchserve: Any) -> N
     assert told["classes"] == stated["classes"]
     assert np.abs(np.subtract(told["boxes"], stated["boxes"])).max() < 0.01
     status, answer = torchserve.fetch(torchserve.url() + "/predictions/figures", b"no image", content_type="image/jpeg")
-    assert (status, json.loads(answer)["message"][:24]) == (400, "these 8 bytes are no ima")
+    assert (status, json.loads(answer)["message"][:24]) == (400, "these 8 bytes are not an")
     status, said = torchserve.run("torchserve", *lines[4].split()[1:])
     assert (status, said.splitlines()[-1]) == (0, "TorchServe has stopped.")
 

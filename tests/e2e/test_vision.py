@@ -55,7 +55,7 @@ def test_each_of_many_clients_gets_the_class_of_its_own_image(vision: Any, route
 def test_what_is_no_image_is_refused(vision: Any, route: str, image: bytes) -> None:
     status, answer = vision.post(route, *upload(image))
     assert status == 400
-    assert answer["error"].startswith(f"these {len(image)} bytes are no image; send a PNG or JPEG")
+    assert answer["error"].startswith(f"these {len(image)} bytes are not an image; send a PNG or JPEG")
 
 
 def test_an_image_that_is_huge_when_decoded_is_refused(vision: Any) -> None:
@@ -101,12 +101,12 @@ def test_densenet_says_what_it_needs_when_torchvision_is_not_there() -> None:
 
 
 def test_the_shipped_weights_recognise_as_many_held_out_images_as_the_readme_says() -> None:
-    stated = re.findall(r"([0-9.]+) % of ([0-9]+) held-out (digits|cut-outs)", (FOLDER / "README.md").read_text())
+    stated = re.findall(r"([0-9.]+) % of ([0-9]+) held-out (digits|crops)", (FOLDER / "README.md").read_text())
     done = subprocess.run(
         [sys.executable, "train.py", "--check"], cwd=FOLDER, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"held-out: ([0-9.]+)% of ([0-9]+) (digits|cut-outs) right", done.stdout)
-    assert [f[1:] for f in found] == [s[1:] for s in stated] == [("450", "digits"), ("200", "cut-outs")]
+    found = re.findall(r"held-out: ([0-9.]+)% of ([0-9]+) (digits|crops) right", done.stdout)
+    assert [f[1:] for f in found] == [s[1:] for s in stated] == [("450", "digits"), ("200", "crops")]
     for (percent, *_), (said, *_) in zip(found, stated, strict=True):
         assert float(percent) == pytest.approx(float(said), abs=0.5)
