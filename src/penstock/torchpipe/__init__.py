@@ -1,6 +1,6 @@
-"""TorchPipe's names, as its users import them, over Penstock's pipelines.
+"""TorchPipe's Python API over Penstock's pipelines.
 
-`install()` makes `import torchpipe` find this package too. See docs/migrate-from-torchpipe.md.
+After `install()`, `import torchpipe` also loads this package. See docs/migrate-from-torchpipe.md.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from penstock._version import __version__ as __version__
 from penstock.torchpipe import utils as utils
 from penstock.torchpipe.events import Event as Event
-from penstock.torchpipe.naming import absent
 from penstock.torchpipe.naming import install as install
+from penstock.torchpipe.naming import unavailable
 from penstock.torchpipe.pipes import parse_toml as parse_toml
 from penstock.torchpipe.pipes import pipe as pipe
 from penstock.torchpipe.registry import Status as Status
@@ -28,12 +28,12 @@ TASK_NODE_NAME_KEY = "node_name"
 
 Pipe = pipe
 
-Interpreter = absent("Interpreter")
-encrypt = absent("encrypt")
-infer_shape = absent("infer_shape")
-supported_opset = absent("supported_opset")
-show = absent("show")
-ThreadSafeKVStorage = absent("ThreadSafeKVStorage")
-ThreadSafeDict = absent("ThreadSafeDict")
-Any = absent("Any")
-Dict = absent("Dict")
+Interpreter = unavailable("Interpreter")
+encrypt = unavailable("encrypt")
+infer_shape = unavailable("infer_shape")
+supported_opset = unavailable("supported_opset")
+show = unavailable("show")
+ThreadSafeKVStorage = unavailable("ThreadSafeKVStorage")
+ThreadSafeDict = unavailable("ThreadSafeDict")
+Any = unavailable("Any")
+Dict = unavailable("Dict")

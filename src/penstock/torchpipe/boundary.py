@@ -1,6 +1,6 @@
-"""Tensors at the border: a pipeline knows arrays, TorchPipe's programs give and expect torch's tensors.
+"""Conversions between a pipeline and a TorchPipe program: tensors to arrays and back, and errors to RuntimeErrors.
 
-Nothing here loads torch: where a program has not, there are no tensors, and results stay arrays.
+Nothing here imports torch. In a program without it there are no tensors, and results stay arrays.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from penstock.errors import BadRequest, PenstockError
 
 
 def _torch() -> Any:
-    """The module, if the program has loaded it; not one that another thread is only about to load."""
+    """The module if the program has fully imported it, otherwise None."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "Tensor") and hasattr(torch, "from_numpy") else None
 
 
 def to_array(value: Any) -> Any:
-    """The array of a tensor, over its memory where that is the CPU's; lists of them too; anything else as it is."""
+    """The array of a tensor, without a copy on the CPU; also for lists of tensors. Other values stay unchanged."""
     torch = _torch()
     if torch is None:
         return value
@@ -33,7 +33,7 @@ def to_array(value: Any) -> Any:
 
 
 def to_tensor(value: Any) -> Any:
-    """The tensor of an array, over its memory if it may be written to; lists of them too; anything else as it is."""
+    """The tensor of an array, without a copy if it is writable; also for lists of arrays. Others stay unchanged."""
     torch = _torch()
     if torch is None:
         return value
@@ -47,7 +47,7 @@ def to_tensor(value: Any) -> Any:
 
 
 def is_rows(value: Any) -> bool:
-    """Whether an array looks like a tensor, of which an item has one row: `[1, ...]`. A picture is taller than that."""
+    """Whether an array looks like one row of a tensor, `[1, ...]`, and not like an image, which is higher than 1."""
     if type(value) in (list, tuple):
         return bool(value) and all(is_rows(v) for v in value)
     return isinstance(value, np.ndarray) and value.ndim > 1 and value.shape[0] == 1
@@ -58,22 +58,25 @@ class NoData(BadRequest, IndexError):
 
 
 class NoSuchNode(BadRequest, IndexError):
-    """An item for a node that is not there, or for none where it must say one."""
+    """An item for an unknown node."""
 
 
 def as_runtime_error(error: PenstockError) -> PenstockError:
-    """The error, of a class that is its own and RuntimeError, with its detail as a note. Pickled, it is of its own."""
+    """The error as an instance of both its own class and RuntimeError, as TorchPipe's programs catch it.
+
+    Its detail becomes a note, which is visible if nothing catches the error. It is pickled as its own class.
+    """
     if isinstance(error, RuntimeError):
         return error
     cls = type(error)
-    both = _BOTH.get(cls) or _BOTH.setdefault(cls, _made(cls))
+    both = _COMBINED.get(cls) or _COMBINED.setdefault(cls, _combined(cls))
     made = both(error.message, retry_after_s=error.retry_after_s, detail=error.detail)
-    if error.detail:  # where it happened: shown where nobody catches it
+    if error.detail:
         made.add_note(error.detail)
     return made
 
 
-def _made(cls: type[PenstockError]) -> type[PenstockError]:
+def _combined(cls: type[PenstockError]) -> type[PenstockError]:
     def reduce(self: PenstockError) -> Any:
         return _plain, (cls, self.message, self.retry_after_s, self.detail)
 
@@ -85,4 +88,4 @@ def _plain(cls: type[PenstockError], message: str, retry_after_s: float | None, 
     return cls(message, retry_after_s=retry_after_s, detail=detail)
 
 
-_BOTH: dict[type[PenstockError], type[PenstockError]] = {}
+_COMBINED: dict[type[PenstockError], type[PenstockError]] = {}

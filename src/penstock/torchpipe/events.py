@@ -1,4 +1,4 @@
-"""Event: what tells that items which nobody waits for are done. Under the names of both of TorchPipe's branches."""
+"""TorchPipe's Event: signals the end of items that no caller waits for. It has the names of both TorchPipe branches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.core.engine.waiters import SyncWaiter
 
 log = logging.getLogger("penstock.compat")
 
-_answering: set[int] = set()  # threads that give answers just now
+_answering: set[int] = set()  # threads that currently deliver answers
 
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """What this thread does within is giving an answer: it must not wait for another."""
+    """Marks this thread as one that delivers answers, and therefore must not wait for one."""
     _answering.add(os_threads.thread_id())
     try:
         yield
@@ -26,10 +26,10 @@ def answering() -> Iterator[None]:
 
 
 class Event:
-    """Done when `num` items are: those in whose dicts it stands as `event`, in one call or in many.
+    """Set when `num` items are done: those whose dicts contain it as `event`, in one call or in several.
 
-    Callbacks run on the thread of the answers, once, before anybody who waits is woken; the one that was set last
-    runs first. They may begin other items with an event, and must not wait for any. An event serves `num` items once.
+    Callbacks run once, on the thread that delivers the answers, before any waiting thread wakes. The last callback runs
+    first. Callbacks may begin other items with an event, but must not wait for any. An event serves `num` items once.
     """
 
     def __init__(self, num: int = 1) -> None:
@@ -44,19 +44,19 @@ class Event:
         self._on_error: Callable[[str], object] | None = None
         self._waiters: list[SyncWaiter] = []
         self._lock = os_threads.new_lock()
-        self._born_s = time.monotonic()
+        self._created_s = time.monotonic()
 
-    # ---- for who begins items, and ends them
+    # ---- called by pipe
 
     def begin(self) -> None:
-        """One more item is under way. Raises ValueError when it has all that it is for."""
+        """Counts one more item. Raises ValueError after `num` items."""
         with self._lock:
             if self._begun >= self._num:
-                raise ValueError(f"the event was used for {self._num} items already, all that it was made for")
+                raise ValueError(f"the event was already used for {self._num} items, its maximum")
             self._begun += 1
 
     def settle(self, error: BaseException | None = None) -> None:
-        """One item is done. The last one runs the callbacks and wakes who waits."""
+        """Counts one finished item. The last one runs the callbacks and wakes waiting threads."""
         with self._lock:
             self._left -= 1
             self._error = self._error or error
@@ -74,10 +74,10 @@ class Event:
         for waiter in waiters:
             waiter.settle(None)
 
-    # ---- for who waits
+    # ---- called by programs
 
     def wait(self, timeout_ms: float | None = None) -> bool:
-        """True when all items are done, False after `timeout_ms`. Raises the first error there was."""
+        """True when all items are done, False after `timeout_ms`. Raises the first error of an item."""
         self._sleep(None if timeout_ms is None else timeout_ms / 1000)
         self.try_throw()
         return self._over
@@ -89,7 +89,7 @@ class Event:
             if self._over:
                 return
             if os_threads.thread_id() in _answering:
-                raise RuntimeError("a callback must not wait for an event: it stands on the thread of the answers")
+                raise RuntimeError("a callback must not wait for an event: its thread delivers the answers")
             waiter = _waiter()
             self._waiters.append(waiter)
         if not waiter.wait(timeout_s):
@@ -103,26 +103,24 @@ class Event:
         return self._over
 
     def valid(self) -> bool:
-        """Whether an item may still be begun with it."""
+        """Whether another item may begin with it."""
         return self._begun < self._num
 
     def time_passed(self) -> float:
-        """Milliseconds since it was made."""
-        return (time.monotonic() - self._born_s) * 1000
+        """Milliseconds since its creation."""
+        return (time.monotonic() - self._created_s) * 1000
 
     def get_exception(self) -> BaseException | None:
-        """The first error there was, if any."""
+        """The first error of an item, if any."""
         return self._error
 
     def try_throw(self) -> None:
-        """Raises the first error there was, if any."""
+        """Raises the first error of an item, if any."""
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    # ---- callbacks
-
     def set_callback(self, callback: Callable[[], object]) -> None:
-        """Adds what is called when all items are done, whether they failed or not; at once when they are."""
+        """Adds a callback for the end of all items, failed or not. Calls it at once if they are done."""
         with self._lock:
             if self._left:
                 self._callbacks.append(callback)
@@ -130,13 +128,13 @@ class Event:
         callback()
 
     def set_final_callback(self, callback: Callable[[], object]) -> None:
-        """As `set_callback`, if it is the only one. Raises RuntimeError when there is one."""
+        """As `set_callback`. Raises RuntimeError if there already is a callback."""
         if self._callbacks:
-            raise RuntimeError("the event has a callback already: set_callback adds another")
+            raise RuntimeError("the event already has a callback; set_callback adds another")
         self.set_callback(callback)
 
     def set_exception_callback(self, callback: Callable[[str], object]) -> None:
-        """Sets what is called with the text of the first error, when all items are done and there was one."""
+        """Sets the callback that receives the text of the first error when all items are done."""
         with self._lock:
             if self._left:
                 self._on_error = callback
@@ -149,7 +147,7 @@ def _call(callback: Callable[[], object]) -> None:
     try:
         callback()
     except Exception:
-        log.exception("callback_failed: who waits for the event is woken all the same")
+        log.exception("callback_failed: waiting threads still wake")
 
 
 def _waiter() -> SyncWaiter:

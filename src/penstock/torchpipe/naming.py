@@ -1,4 +1,4 @@
-"""`import torchpipe` in programs that stay as they are."""
+"""The module name `torchpipe`, and stand-ins for TorchPipe's names that have no counterpart here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ OURS = "penstock.torchpipe"
 
 
 def install() -> None:
-    """Makes `import torchpipe`, and of modules in it, give this package, in this process. To be called before they are.
+    """Makes `import torchpipe` load this package, in this process. Call it before the first such import.
 
-    Raises ImportError when a torchpipe is installed, or another one was imported: nothing takes its place.
+    Raises ImportError if another torchpipe is installed or imported.
     """
     if sys.modules.get(NAME) is sys.modules[OURS]:
         return
@@ -25,35 +25,35 @@ def install() -> None:
     make_importable(NAME, OURS)
 
 
-class Absent:
-    """What raises NotImplementedError when it is called."""
+class Unavailable:
+    """A stand-in that can be imported, but raises NotImplementedError when called."""
 
     def __init__(self, name: str, instead: str) -> None:
         self.__name__ = self._name = name
         self._instead = instead
 
     def __call__(self, *arguments: Any, **keys: Any) -> NoReturn:
-        raise NotImplementedError(f"torchpipe.{self._name} is not there: {self._instead}")
+        raise NotImplementedError(f"torchpipe.{self._name} is not available: {self._instead}")
 
     def __repr__(self) -> str:
-        return f"<torchpipe.{self._name}, which is not there: {self._instead}>"
+        return f"<torchpipe.{self._name}, which is not available: {self._instead}>"
 
 
-_COMPILED = "nothing is compiled; write the backend in Python and give it to register_backend"
-_SHAPES = "onnx.load(path).graph.input tells the shapes of a model"
+_COMPILED = "nothing is compiled; write the backend in Python and pass it to register_backend"
+_SHAPES = "onnx.load(path).graph.input has the shapes of a model"
 _MEASURES = "test_function and test_from_raw_file measure a pipe"
-_STORE = "keep what is shared in a dict of the program, under a lock"
+_STORE = "keep shared values in a dict of the program, under a lock"
 
 INSTEAD = {
-    "Interpreter": "pipe is what it was, and takes the same configurations",
-    "encrypt": "models are read as they are; keep them on an encrypted disk",
+    "Interpreter": "use pipe, which takes the same configurations",
+    "encrypt": "models are read unencrypted; keep them on an encrypted disk",
     "infer_shape": _SHAPES,
-    "supported_opset": "ONNX Runtime's notes say which opsets it reads",
+    "supported_opset": "the release notes of ONNX Runtime list the opsets it reads",
     "show": "`penstock pipeline check FILE` prints the graph",
     "ThreadSafeKVStorage": _STORE,
     "ThreadSafeDict": _STORE,
-    "Any": "values are Python's own",
-    "Dict": "items are Python's dicts",
+    "Any": "values are plain Python values",
+    "Dict": "items are Python dicts",
     "utils.cpp_extension.load": _COMPILED,
     "utils.cpp_extension.load_backend": _COMPILED,
     "utils.cpp_extension.load_filter": _COMPILED,
@@ -63,6 +63,6 @@ INSTEAD = {
 }
 
 
-def absent(name: str) -> Any:
-    """The stand-in of a name."""
-    return Absent(name, INSTEAD[name])
+def unavailable(name: str) -> Any:
+    """The stand-in for a name."""
+    return Unavailable(name, INSTEAD[name])

@@ -1,4 +1,4 @@
-"""pipe: a pipeline that is called with dicts, which it fills in place."""
+"""pipe: a pipeline that is called with dicts and fills them in place."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ from penstock.torchpipe.registry import is_filter
 log = logging.getLogger("penstock.compat")
 
 EXCEPTION = "exception"
-"""The field of an item that failed without the call failing: its error."""
+"""The field with the error of an item that failed while its call succeeded."""
 
 ANY_NUMBER = 2**32 - 1
 WARN_AGAIN_S = 60.0
 
-Given = dict[str, Any]
+ONLY = "pipe"  # the name of a pipeline, and of its node, without one
+GLOBAL = "global"  # the table with the defaults of all nodes
+
+Item = dict[str, Any]
 
 
 class pipe:
     """A pipeline in this process: `pipe("x.toml")`, `pipe(parse_toml("x.toml"))`, `pipe({"backend": ...})`.
 
-    Threads, greenlets and event loops' executors call it at once; that is what it is for. `close()` or `del` ends it.
-    Raises ConfigError, LoadFailed; like all its errors they are RuntimeErrors too.
+    Threads, greenlets and executors of event loops may call it concurrently. `close()` or `del` ends it. Raises
+    ConfigError, LoadFailed. All its errors are also RuntimeErrors.
     """
 
     def __init__(self, config: str | os.PathLike[str] | dict[str, Any]) -> None:
@@ -49,15 +52,15 @@ class pipe:
             raise as_runtime_error(e) from None
         self._warned_s = -WARN_AGAIN_S
         self._mats = {name: _gives_mat(self._graph, name) for name in self._graph.nodes}
-        self._finalizer = weakref.finalize(self, _close_aside, self._pipeline)
-        self._finalizer.atexit = False  # it closes itself then
+        self._finalizer = weakref.finalize(self, _close_in_thread, self._pipeline)
+        self._finalizer.atexit = False  # the pipeline closes itself at exit
 
-    def __call__(self, data: Given | list[Given] | None = None, /, **fields: Any) -> Any:
-        """Fills each dict: `result` and other fields that the nodes wrote; without a dict, returns the result.
+    def __call__(self, data: Item | list[Item] | None = None, /, **fields: Any) -> Any:
+        """Writes `result` and other new fields into each dict. Without a dict, returns the result.
 
-        A dict with an Event as `event` is not waited for, and its failure is the event's to tell. One whose bytes
-        cannot be decoded gets no `result`, but its error as `exception`, and so does each that fails in a list; any
-        other failure of a single dict raises.
+        The call does not wait for a dict with an Event as `event`; the event reports its error. A dict whose bytes
+        cannot be decoded receives its error as `exception` instead of a `result`, and so does each failed dict of a
+        list. Any other failure of a single dict raises.
         """
         if data is None and isinstance(fields.get(DATA), dict | list):
             data = fields.pop(DATA)
@@ -65,10 +68,10 @@ class pipe:
             self._one(fields)
             return fields.get(RESULT)
         many = data if isinstance(data, list) else [data]
-        for given in many:
-            if not isinstance(given, dict):
-                raise TypeError(f"pipe was called with a {type(given).__name__}, expected a dict, or a list of dicts")
-            given.update(fields)
+        for item in many:
+            if not isinstance(item, dict):
+                raise TypeError(f"pipe was called with a {type(item).__name__}, expected a dict, or a list of dicts")
+            item.update(fields)
         if isinstance(data, list):
             self._many(many)
         else:
@@ -76,15 +79,15 @@ class pipe:
         return None
 
     def max(self) -> int:
-        """The most items one call takes: any number."""
+        """The most items of one call: any number."""
         return ANY_NUMBER
 
     def min(self) -> int:
-        """The fewest items one call takes."""
+        """The fewest items of one call."""
         return 1
 
     def close(self, drain_s: float = 30.0) -> None:
-        """Answers what was begun, and ends the nodes. Idempotent."""
+        """Answers accepted items, and stops the nodes. Idempotent."""
         self._finalizer.detach()
         self._pipeline.close(drain_s)
 
@@ -96,88 +99,88 @@ class pipe:
 
     # ---- calls
 
-    def _one(self, given: Given) -> None:
-        if (event := _event_of(given)) is not None:
-            self._begin(given, event)
+    def _one(self, item: Item) -> None:
+        if (event := _event_of(item)) is not None:
+            self._begin(item, event)
             return
         try:
-            fields, node = self._taken(given)
+            fields, node = self._prepare(item)
             outcome = self._pipeline.infer(fields, node)
         except PenstockError as e:
             raise as_runtime_error(e) from None
         if outcome.error is not None and not isinstance(outcome.error, DecodeError):
             raise as_runtime_error(outcome.error) from None
-        self._fill(given, fields, outcome)
+        self._fill(item, fields, outcome)
 
-    def _many(self, data: list[Given]) -> None:
-        """Begins all before it waits for any."""
+    def _many(self, data: list[Item]) -> None:
+        """Begins all items, then waits for them."""
         events = _events_of(data)
-        waited = []
-        for given, event in zip(data, events, strict=True):
+        waiting = []
+        for item, event in zip(data, events, strict=True):
             if event is not None:
-                self._begin(given, event)
+                self._begin(item, event)
                 continue
             try:
-                waited.append((given, *self._taken(given)))
+                waiting.append((item, *self._prepare(item)))
             except PenstockError as e:
-                self._fail(given, e)
+                self._fail(item, e)
         try:
-            outcomes = self._pipeline.infer_many([(fields, node) for _, fields, node in waited])
-        except PenstockError as e:  # it is closed
+            outcomes = self._pipeline.infer_many([(fields, node) for _, fields, node in waiting])
+        except PenstockError as e:  # the pipeline is closed
             raise as_runtime_error(e) from None
-        for (given, fields, _), outcome in zip(waited, outcomes, strict=True):
-            self._fill(given, fields, outcome)
+        for (item, fields, _), outcome in zip(waiting, outcomes, strict=True):
+            self._fill(item, fields, outcome)
 
-    def _begin(self, given: Given, event: Event) -> None:
-        """Begins an item that nobody waits for. Its event is told when its dict is filled."""
+    def _begin(self, item: Item, event: Event) -> None:
+        """Begins an item without waiting for it. The event is settled when the dict is filled."""
 
         def end(outcome: ItemOutcome) -> None:
             with answering():
-                self._fill(given, fields, outcome)
-                error = None if isinstance(outcome.error, DecodeError) else given.get(EXCEPTION)
+                self._fill(item, fields, outcome)
+                error = None if isinstance(outcome.error, DecodeError) else item.get(EXCEPTION)
                 event.settle(error)
 
         fields: Fields = {}
         try:
-            fields, node = self._taken(given)
+            fields, node = self._prepare(item)
             self._pipeline.start(fields, end, node)
         except PenstockError as e:
-            self._fail(given, e)
-            event.settle(given[EXCEPTION])
+            self._fail(item, e)
+            event.settle(item[EXCEPTION])
 
-    def _taken(self, given: Given) -> tuple[Fields, str | None]:
-        """The fields of an item, and the node it begins at (None: the entry). Removes what a call before left.
+    def _prepare(self, item: Item) -> tuple[Fields, str | None]:
+        """The fields of an item, and its first node (None: the entry). Removes the results of an earlier call.
 
         Raises NoData, NoSuchNode.
         """
-        given.pop(RESULT, None)
-        given.pop(EXCEPTION, None)
-        if DATA not in given:
-            names = ", ".join(map(repr, given)) or "nothing"
+        item.pop(RESULT, None)
+        item.pop(EXCEPTION, None)
+        if DATA not in item:
+            names = ", ".join(map(repr, item)) or "nothing"
             raise NoData(f"found {names}, expected '{DATA}' among the fields of an item")
-        fields = {name: to_array(value) for name, value in given.items() if name != EVENT}
+        fields = {name: to_array(value) for name, value in item.items() if name != EVENT}
         node, nodes = fields.get(NODE_NAME), self._graph.nodes
         if len(nodes) == 1:
-            return fields, None  # whatever it is called
+            return fields, None  # whatever its name
         if node is not None and node not in nodes:
             known = ", ".join(nodes)
             raise NoSuchNode(f"{NODE_NAME} is {node!r}, expected one of {known}{nearest(str(node), nodes)}")
         return fields, node
 
-    def _fill(self, given: Given, fields: Fields, outcome: ItemOutcome) -> None:
-        """Writes into the caller's dict what the nodes wrote; or, of an item that failed, its error and no more."""
+    def _fill(self, item: Item, fields: Fields, outcome: ItemOutcome) -> None:
+        """Writes the new fields into the caller's dict, or only the error of a failed item."""
         if outcome.error is not None:
-            self._fail(given, outcome.error)
+            self._fail(item, outcome.error)
             return
         for name, value in outcome.fields.items():
             if name == RESULT:
-                given[RESULT] = value if self._mats.get(outcome.node) else to_tensor(value)
+                item[RESULT] = value if self._mats.get(outcome.node) else to_tensor(value)
             elif name not in (DATA, NODE_NAME) and fields.get(name) is not value:
-                given[name] = to_tensor(value) if is_rows(value) else value
+                item[name] = to_tensor(value) if is_rows(value) else value
 
-    def _fail(self, given: Given, error: PenstockError) -> None:
-        """Puts an item's error into its dict; the log tells programs that only look for `result`, once a minute."""
-        given[EXCEPTION] = as_runtime_error(error)
+    def _fail(self, item: Item, error: PenstockError) -> None:
+        """Writes an item's error into its dict. Also warns once a minute, for programs that only look for `result`."""
+        item[EXCEPTION] = as_runtime_error(error)
         now = time.monotonic()
         level = logging.DEBUG if now - self._warned_s < WARN_AGAIN_S else logging.WARNING
         if level == logging.WARNING:
@@ -185,9 +188,9 @@ class pipe:
         log.log(level, "item_failed error=%s: it has no result, but its error as %r", describe(error), EXCEPTION)
 
 
-def _event_of(given: Given) -> Event | None:
-    """The event of an item, of which it is one. Raises TypeError, ValueError."""
-    event = given.get(EVENT)
+def _event_of(item: Item) -> Event | None:
+    """The event of an item, which counts the item. Raises TypeError, ValueError."""
+    event = item.get(EVENT)
     if event is None:
         return None
     if not isinstance(event, Event):
@@ -196,12 +199,12 @@ def _event_of(given: Given) -> Event | None:
     return event
 
 
-def _events_of(data: list[Given]) -> list[Event | None]:
-    """The events of the items of a list. Raises TypeError, ValueError; then those that were taken tell it, too."""
+def _events_of(data: list[Item]) -> list[Event | None]:
+    """The events of a list of items. Raises TypeError, ValueError, which the counted events also report."""
     events: list[Event | None] = []
     try:
-        for given in data:
-            events.append(_event_of(given))
+        for item in data:
+            events.append(_event_of(item))
     except (TypeError, ValueError) as e:
         for event in filter(None, events):
             event.settle(e)
@@ -210,7 +213,7 @@ def _events_of(data: list[Given]) -> list[Event | None]:
 
 
 def _gives_mat(graph: Graph, name: str) -> bool:
-    """Whether the results of a node are mats, which TorchPipe gives as arrays, too."""
+    """Whether a node's results are mats, which TorchPipe also returns as arrays."""
     seen = {name}
     while True:
         for step in reversed(graph.nodes[name].steps):
@@ -223,22 +226,18 @@ def _gives_mat(graph: Graph, name: str) -> bool:
         seen.add(name)
 
 
-def _close_aside(pipeline: LocalPipeline) -> None:
-    """Closes it on a thread of its own: what drops the last reference to a pipe may be any thread, at any point."""
+def _close_in_thread(pipeline: LocalPipeline) -> None:
+    """Closes the pipeline in its own thread, because any thread may drop the last reference to a pipe at any point."""
     os_threads.start_thread(pipeline.close, name="penstock-close")
 
 
-ONLY = "pipe"
-"""The name of a pipeline, and of its node, that was given without one."""
-
-GLOBAL = "global"
-"""The table that `parse_toml` and programs keep the defaults of all nodes in."""
+# ---- configurations
 
 
 def parse_toml(path_toml: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tables of a file as `pipe` takes them, to be changed before: texts by key, by node; defaults in `global`.
+    """The tables of a file for `pipe`, to be changed first: texts by node and key, with defaults in `global`.
 
-    Arrays and tables within tables stay what they are. Raises ConfigError.
+    Arrays and nested tables stay unchanged. Raises ConfigError.
     """
     tables = read_tables(Path(path_toml))
     top = {key: value for key, value in tables.items() if not isinstance(value, dict)}
@@ -254,24 +253,24 @@ def _text(value: Any) -> Any:
 
 
 def graph_of(config: str | os.PathLike[str] | dict[str, Any]) -> Graph:
-    """The graph of what a pipe is made of. Relative paths start from the working directory, as TorchPipe's do.
+    """The graph of a pipe's configuration. Relative paths start at the working directory, as in TorchPipe.
 
     Raises ConfigError.
     """
     if isinstance(config, str | os.PathLike):
         name, tables = Path(config).stem, read_tables(Path(config))
     elif isinstance(config, dict) and config:
-        alone = not any(isinstance(value, dict) for value in config.values())
-        name, tables = ONLY, {ONLY: config} if alone else config
+        single = not any(isinstance(value, dict) for value in config.values())
+        name, tables = ONLY, {ONLY: config} if single else config
     else:
-        raise ConfigError(f"pipe was given {config!r}, expected a path to a TOML file, or a dict of its tables or keys")
+        raise ConfigError(f"pipe received {config!r}, expected a path to a TOML file, or a dict of its tables or keys")
     graph = parse_graph(tables, name=name, folder=os.getcwd(), compat=True)
     for node in graph.nodes.values():
         for guard in (node.filter, *(step.filter for step in node.steps)):
             if is_filter(guard):
                 raise ConfigError(
-                    f"node '{node.name}' names the filter '{guard}' of this program; only 'swap' and 'or' are run yet:"
-                    " let a backend leave 'result' out, or set it, where the filter decided"
+                    f"node '{node.name}' uses this program's filter '{guard}', but only 'swap' and 'or' are supported:"
+                    " let a backend set or omit 'result' instead"
                 )
     check(graph)
     return graph

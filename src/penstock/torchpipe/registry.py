@@ -1,4 +1,4 @@
-"""Backends of a program's own: classes with `init(config)`, `forward(list of dicts)` and, if they like, `max()`."""
+"""A program's own backends: classes with `init(config)`, `forward(list of dicts)` and optionally `max()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _filters: dict[str, Any] = {}
 
 
 class Status(Enum):
-    """What a filter says of an item."""
+    """The decision of a filter."""
 
     Run = 0
     Continue = 0
@@ -26,10 +26,10 @@ class Status(Enum):
 
 
 def register_backend(cls: Any, register_name: str | None = None) -> Any:
-    """Makes a class known as `Python[NAME]` and as `NAME`: `register_backend(cls, "NAME")`, or as a decorator, of which
-    the name may be left out. Returns the class. Raises ConfigError.
+    """Registers a class as `Python[NAME]` and as `NAME`, and returns it. Raises ConfigError.
 
-    `forward` gets tensors, and may give them, where the program has loaded torch; else arrays.
+    Call `register_backend(cls, "NAME")`, or use it as a decorator with or without a name. If the program has imported
+    torch, `forward` receives tensors and may return them; otherwise it receives arrays.
     """
     if isinstance(cls, str):
         return lambda decorated: register_backend(decorated, cls)
@@ -40,7 +40,7 @@ def register_backend(cls: Any, register_name: str | None = None) -> Any:
 
 
 def _with_tensors(cls: Any) -> type[Any]:
-    """The class, as one that is given arrays and gives them."""
+    """A wrapper class that takes and returns arrays."""
 
     class WithTensors:
         def __init__(self) -> None:
@@ -68,7 +68,7 @@ def _with_tensors(cls: Any) -> type[Any]:
 
 
 def register_filter(cls: Any, register_name: str | None = None) -> Any:
-    """Keeps a filter's class under a name, as `register_backend` does. A node that names it is refused."""
+    """Registers a filter's class, with the calls of `register_backend`. A node that names it is rejected."""
     if isinstance(cls, str):
         return lambda decorated: register_filter(decorated, cls)
     _filters[register_name or cls.__name__] = cls
@@ -76,12 +76,12 @@ def register_filter(cls: Any, register_name: str | None = None) -> Any:
 
 
 def is_filter(name: str) -> bool:
-    """Whether a filter was registered under a name."""
+    """Whether a filter is registered under a name."""
     return name in _filters
 
 
 def list_backends(kind: str = "Backend") -> list[str]:
-    """The names of all ops, those of this program among them."""
+    """The names of all ops, including this program's."""
     return catalog.names()
 
 

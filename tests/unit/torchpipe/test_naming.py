@@ -53,9 +53,9 @@ def test_what_is_not_there_says_what_to_do(name: str) -> None:
     for part in name.split("."):
         found = getattr(found, part)
     assert callable(found)
-    with pytest.raises(NotImplementedError, match=f"torchpipe.{name} is not there: "):
+    with pytest.raises(NotImplementedError, match=f"torchpipe.{name} is not available: "):
         found("anything", key=1)
-    assert "not there" in repr(found)
+    assert "not available" in repr(found)
 
 
 def test_the_import_loads_no_runtime() -> None:

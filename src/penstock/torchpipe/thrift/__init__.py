@@ -1,1 +1,1 @@
-"""A listener for Thrift's callers of one service: `ping` and `infer_batch`."""
+"""A Thrift listener for the service of TorchPipe's examples: `ping` and `infer_batch`."""

@@ -1,12 +1,12 @@
-"""Thrift's binary protocol for one service: calls that are read before they are whole, and what is answered.
+"""Thrift's binary protocol for one service: incremental reading of calls, and answers.
 
     struct InferenceParams { 1: required string uuid, 2: required binary data }
     struct InferenceResult { 1: required string label, 2: required double score }
     service InferenceService { void ping(), InferenceResult infer_batch(1: InferenceParams params) }
 
-Every length is held against the bytes that are there and against a bound before anything is taken from behind it: the
-readers of Thrift's libraries trust them (thriftpy2's accelerated one hands out memory from behind a message that says
-it is longer than it is). What a walk finds of a message that is not whole is how far to wait for the next one.
+Every length is checked against the received bytes and against a limit before it is used. The readers of Thrift's
+libraries trust lengths: thriftpy2's accelerated one returns memory beyond a message that declares a larger length. A
+walk over an incomplete message finds how many bytes the next walk needs.
 Source: "Thrift Binary protocol encoding" of Apache Thrift, doc/specs/thrift-binary-protocol.md.
 """
 
@@ -24,11 +24,11 @@ from penstock.types import Item, ItemResult
 CALL, REPLY, EXCEPTION = 1, 2, 3
 UNKNOWN_METHOD, INVALID_MESSAGE_TYPE, INTERNAL_ERROR, PROTOCOL_ERROR = 1, 2, 6, 7
 
-HEAD_BYTES: Final = 64 * 1024  # of a message beside its data: more is never taken
+HEAD_BYTES: Final = 64 * 1024  # largest part of a message besides its data
 _VERSION: Final = 0x8001
-_MOST_STEPS: Final = 64  # fields and elements of one message, and how deep they lie; those of the service have 5
+_MOST_STEPS: Final = 64  # fields, elements and nesting levels of one message; the service needs 5
 _STOP, _STRING, _STRUCT, _MAP, _SET, _LIST = 0, 11, 12, 13, 14, 15
-_SIZES: Final = {2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8, 16: 16}  # type -> bytes, of those with a fixed size
+_SIZES: Final = {2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8, 16: 16}  # bytes of the types with a fixed size
 
 _i16 = Struct(">h")
 _i32 = Struct(">i")
@@ -37,10 +37,10 @@ _result = Struct(">bhi")
 _score = Struct(">bhdb")
 
 
-class Call:
-    """A message that arrives. `method`, `seqid`, `uuid` and `data` are there as soon as they were read.
+class ThriftCall:
+    """An arriving message. `method`, `seqid`, `uuid` and `data` are set as soon as they are read.
 
-    `data` is where the data stands: offsets of its first byte and of the one behind its last.
+    `data` is the range of the data: the offset of its first byte, and the one after its last.
     """
 
     __slots__ = ("data", "end", "kind", "method", "need", "seqid", "uuid")
@@ -50,13 +50,13 @@ class Call:
         self.kind = self.seqid = 0
         self.uuid: bytes | None = None
         self.data: tuple[int, int] | None = None
-        self.need = 4  # bytes without which another walk finds nothing new
+        self.need = 4  # bytes that the next walk needs to make progress
         self.end = 0
 
     def read(self, message: bytes | bytearray, start: int, most: int) -> bool:
-        """Walks over the message that begins at `start`. False: it is not whole, and `need` tells how far to wait.
+        """Walks over the message that begins at `start`. False: it is incomplete, and `need` is set.
 
-        `most`: bytes that its data may have. Raises BadRequest, PayloadTooLarge.
+        `most` limits the bytes of its data. Raises BadRequest, PayloadTooLarge.
         """
         walk = _Walk(message, start, most)
         try:
@@ -79,7 +79,7 @@ class Call:
             if version != _VERSION:
                 raise BadRequest(f"found version {version:#06x} of a protocol, expected Thrift's binary one (0x8001)")
             self.method = walk.string(walk.i32())
-        else:  # of clients that write no version
+        else:  # a client that writes no version
             self.method = walk.string(first)
             self.kind = walk.byte()
         self.seqid = walk.i32()
@@ -94,19 +94,19 @@ class Call:
             else:
                 size = walk.size()
                 if size > walk.most:
-                    raise PayloadTooLarge(f"the data has {size} bytes, at most {walk.most} are taken")
+                    raise PayloadTooLarge(f"the data has {size} bytes, at most {walk.most} are accepted")
                 self.data = (walk.at, walk.take(size))
 
 
 class _Short(Exception):
-    """The message is not whole: a walk gets no further without `need` bytes."""
+    """The message is incomplete: the walk needs `need` bytes."""
 
     def __init__(self, need: int) -> None:
         self.need = need
 
 
 class _Walk:
-    """A place in a message. Raises `_Short` behind its end, BadRequest for what no message may have."""
+    """A position in a message. Raises `_Short` at its end, and BadRequest for invalid content."""
 
     def __init__(self, message: bytes | bytearray, start: int, most: int) -> None:
         self._message = message
@@ -117,7 +117,7 @@ class _Walk:
         self._steps = 0
 
     def take(self, size: int) -> int:
-        """Goes so many bytes ahead; where that is."""
+        """Advances by `size` bytes, and returns the new position."""
         at = self.at + size
         if at > self._last:
             raise PayloadTooLarge(f"the message has more than {self._last} bytes")
@@ -136,24 +136,24 @@ class _Walk:
         return int(_i32.unpack_from(self._message, self.take(4) - 4)[0])
 
     def size(self) -> int:
-        """A length, or a number of elements."""
+        """A length, or a count of elements."""
         found = self.i32()
         if found < 0:
-            raise BadRequest(f"found a length of {found}, expected one from 0")
+            raise BadRequest(f"found a length of {found}, expected 0 or more")
         return found
 
     def string(self, size: int) -> bytes:
-        """A short one: a name, an id."""
+        """A short string: a name or an id."""
         if not 0 <= size <= 4096:
             raise BadRequest(f"found a name of {size} bytes, expected 0 to 4096")
         end = self.take(size)
         return bytes(self._message[end - size : end])
 
     def skip(self, kind: int) -> None:
-        """A value that nobody asked for, as those of later versions of the service are."""
+        """Skips an unknown value, for instance of a later version of the service."""
         self._steps += 1
         if self._steps > _MOST_STEPS:
-            raise BadRequest("found a message with more in it than any call of the service has")
+            raise BadRequest("found a message with more fields than any call of the service has")
         if (size := _SIZES.get(kind)) is not None:
             self.take(size)
         elif kind == _STRING:
@@ -178,25 +178,27 @@ class _Walk:
 
 
 def is_framed(first: bytes | bytearray) -> bool:
-    """Whether the first 6 bytes of a connection are those of a frame: a length, and behind it the message's version,
-    or the length of a method's name, which is below 2 ** 16. Without frames a version or a name comes first."""
+    """Whether the first 6 bytes of a connection begin a frame: a length, then the message's version or a name's length.
+
+    The length of a name is below 2 ** 16. Without frames, a version or a name comes first.
+    """
     return first[0] < 0x80 and (first[4:6] == b"\x80\x01" or first[4:6] == b"\0\0")
 
 
-def reply(call: Call, result: bytes | None) -> bytes:
-    """The answer to a call: a `result` as the codec wrote it, None for a method without one."""
+def reply(call: ThriftCall, result: bytes | None) -> bytes:
+    """The answer to a call: the codec's `result`, or None for a method without a result."""
     body = b"\0" if result is None else b"\x0c\0\0%b\0" % result
     return _message(call, REPLY, body)
 
 
-def exception(call: Call, kind: int, text: str) -> bytes:
+def exception(call: ThriftCall, kind: int, text: str) -> bytes:
     """A TApplicationException. `kind` is one of the constants above."""
     message = text.encode("utf-8", "replace")
     body = b"\x0b\0\x01%b%b\x08\0\x02%b\0" % (_i32.pack(len(message)), message, _i32.pack(kind))
     return _message(call, EXCEPTION, body)
 
 
-def _message(call: Call, kind: int, body: bytes) -> bytes:
+def _message(call: ThriftCall, kind: int, body: bytes) -> bytes:
     head = _head.pack(_VERSION, kind, len(call.method))
     return b"%b%b%b%b" % (head, call.method, _i32.pack(call.seqid), body)
 
@@ -208,7 +210,7 @@ def pack_result(label: str, score: float) -> bytes:
 
 
 class ThriftCodec(Codec):
-    """Codec of `infer_batch`: the data as it is, and the label and score of what the model returned."""
+    """Codec of `infer_batch`: from the unchanged data to the label and score of the model's result."""
 
     def __init__(self, model: str, version: str) -> None:
         self.model = model
@@ -219,8 +221,11 @@ class ThriftCodec(Codec):
         return item.payload, None
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
-        """An InferenceResult. Scores of classes, `[classes]` or `[1, classes]`: the largest after a softmax, and its
-        number; a dict with `label` and `score`: these; one with `result`: what that is."""
+        """An InferenceResult.
+
+        A dict with `label` and `score` gives these. Logits `[classes]` or `[1, classes]`, alone or as `result` of a
+        dict, give the index and the softmax probability of the largest.
+        """
         if isinstance(value, dict):
             if "label" in value and "score" in value:
                 return ItemResult(body=pack_result(_text(value["label"]), _number(value["score"])))
@@ -229,12 +234,12 @@ class ThriftCodec(Codec):
         return ItemResult(body=pack_result(str(label), score))
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """The one answer: a call has one row, and is never split."""
+        """The only answer, because a call has one row and is never split."""
         return parts[0]
 
 
 def best_of(scores: Any) -> tuple[int, float]:
-    """(class, probability) of the largest of scores before their softmax. Raises BadOutput for what are no scores."""
+    """Class and softmax probability of the largest logit. Raises BadOutput if the value does not contain logits."""
     try:
         found = np.asarray(scores, dtype=np.float32)
     except (TypeError, ValueError):
@@ -247,7 +252,7 @@ def best_of(scores: Any) -> tuple[int, float]:
         )
     found = found.reshape(-1)
     best = int(found.argmax())
-    if not np.isfinite(found[best]):  # argmax finds a NaN first
+    if not np.isfinite(found[best]):  # argmax prefers NaN
         raise BadOutput(f"found the score {found[best]} for class {best}, expected a number")
     return best, float(1.0 / np.exp(found - found[best]).sum())
 

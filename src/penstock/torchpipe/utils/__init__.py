@@ -1,4 +1,4 @@
-"""torchpipe.utils: `test` measures a function; what compiles is not there."""
+"""torchpipe.utils: `test` measures functions; `cpp_extension` has stand-ins."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""torchpipe.utils.cpp_extension, whose functions say what to do in place of compiling."""
+"""torchpipe.utils.cpp_extension: stand-ins, because nothing is compiled."""
 
 from __future__ import annotations
 
-from penstock.torchpipe.naming import absent
+from penstock.torchpipe.naming import unavailable
 
-load = absent("utils.cpp_extension.load")
-load_backend = absent("utils.cpp_extension.load_backend")
-load_filter = absent("utils.cpp_extension.load_filter")
+load = unavailable("utils.cpp_extension.load")
+load_backend = unavailable("utils.cpp_extension.load_backend")
+load_filter = unavailable("utils.cpp_extension.load_filter")

@@ -1,5 +1,5 @@
-# ruff: noqa: PT028 - these are no tests: TorchPipe names them so
-"""torchpipe.utils.test: clients in threads, and what they measured."""
+# ruff: noqa: PT028 - TorchPipe's names of functions begin with test_
+"""torchpipe.utils.test: a closed-loop load generator with client threads."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.torchpipe.naming import absent
+from penstock.torchpipe.naming import unavailable
 
-Sampler = absent("utils.test.Sampler")
-test = absent("utils.test.test")
-throughput = absent("utils.test.throughput")
+Sampler = unavailable("utils.test.Sampler")
+test = unavailable("utils.test.test")
+throughput = unavailable("utils.test.throughput")
 
-
-WARM_UP = 20  # calls of each client before those that count
+WARM_UP = 20  # calls of each client before the measured ones
 JPEGS = (".jpg", ".JPG", ".jpeg", ".JPEG")
 
 Results = dict[str, float]
@@ -33,10 +32,10 @@ def test_function(
     batch_size: int = 1,
     total_number: int = 10000,
 ) -> Results:
-    """What `num_clients` threads measured that call a function, or one each, for `total_number` items in all.
+    """Measures `num_clients` threads that call a function, or one function each, for `total_number` items in all.
 
-    A call counts as `batch_size` items. Printed and returned: items a second, and the latencies of calls in ms. What a
-    call raises ends all of it.
+    A call counts as `batch_size` items. Prints and returns items per second and the latencies of calls in ms. An
+    exception in a call ends the measurement.
     """
     return _measure(_for_each(forward_function, num_clients), batch_size, total_number)
 
@@ -51,31 +50,33 @@ def test_from_raw_file(
     recursive: bool = True,
     ext: Sequence[str] = JPEGS,
 ) -> Results:
-    """As `test_function`, of a function of `batch_size` files: (path, bytes) each, drawn from a folder.
+    """As `test_function`, for a function of `batch_size` files of a folder: (path, bytes) each.
 
-    At most `num_preload` files are read before; with 0, all are taken once, and read by the clients.
+    Draws at random from up to `num_preload` files read in advance. With 0, clients read each file once. The parameters
+    are TorchPipe's.
     """
-    paths = list(_files(Path(file_dir), recursive, ext))
+    found = sorted(Path(file_dir).rglob("*") if recursive else Path(file_dir).iterdir())
+    paths = [path for path in found if path.suffix in ext and path.is_file()]
     if not paths:
         raise FileNotFoundError(f"{file_dir} has no files that end in {', '.join(ext)}")
     functions = _for_each(forward_function, num_clients)
     if num_preload > 0:
         loaded = [(str(path), path.read_bytes()) for path in paths[:num_preload]]
-        drawn = [partial(_of, f, lambda: random.choices(loaded, k=batch_size)) for f in functions]
-        return _measure(drawn, batch_size, total_number)
+        calls = [partial(_with, f, lambda: random.choices(loaded, k=batch_size)) for f in functions]
+        return _measure(calls, batch_size, total_number)
     left = iter(paths)
     lock = threading.Lock()
 
-    def some() -> list[tuple[str, bytes]]:
+    def next_files() -> list[tuple[str, bytes]]:
         with lock:
             taken = list(islice(left, batch_size))
         return [(str(path), path.read_bytes()) for path in taken]
 
-    return _measure([partial(_of, f, some) for f in functions], batch_size, len(paths), warm_up=0)
+    return _measure([partial(_with, f, next_files) for f in functions], batch_size, len(paths), warm_up=0)
 
 
-def _of(function: Callable[[Any], Any], some: Callable[[], Any]) -> None:
-    function(some())
+def _with(function: Callable[[Any], Any], argument: Callable[[], Any]) -> None:
+    function(argument())
 
 
 def _for_each(function: Any, num_clients: int) -> list[Any]:
@@ -85,14 +86,8 @@ def _for_each(function: Any, num_clients: int) -> list[Any]:
     return functions
 
 
-def _files(folder: Path, recursive: bool, ext: Sequence[str]) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*") if recursive else folder.iterdir()):
-        if path.suffix in ext and path.is_file():
-            yield path
-
-
 def _measure(calls: Sequence[Callable[[], Any]], batch_size: int, total: int, warm_up: int = WARM_UP) -> Results:
-    """Runs the calls in a thread each, until `total` items are done."""
+    """Runs each call in its own thread until `total` items are done."""
     turns = iter(range(-(-total // batch_size)))
     lock = threading.Lock()
 
@@ -115,14 +110,14 @@ def _measure(calls: Sequence[Callable[[], Any]], batch_size: int, total: int, wa
         began_s, cpu_s = time.perf_counter(), _cpu_s()
         took = sorted(1000 * s for found in pool.map(client, calls) for s in found)
         wall_s = time.perf_counter() - began_s
-    return _told(len(calls), len(took) * batch_size, took, wall_s, (_cpu_s() - cpu_s) / wall_s)
+    return _report(len(calls), len(took) * batch_size, took, wall_s, (_cpu_s() - cpu_s) / wall_s)
 
 
 def _cpu_s() -> float:
     return sum(os.times()[:2])
 
 
-def _told(clients: int, items: int, took_ms: Sequence[float], wall_s: float, cores: float) -> Results:
+def _report(clients: int, items: int, took_ms: Sequence[float], wall_s: float, cores: float) -> Results:
     def at(share: float) -> float:
         return round(took_ms[min(int(share * len(took_ms)), len(took_ms) - 1)], 2)
 

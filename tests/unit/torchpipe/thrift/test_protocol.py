@@ -61,7 +61,7 @@ def answered(message: bytes, result: Any) -> Any:
 def test_a_call_is_read_as_the_library_wrote_it_at_any_place_of_a_buffer(strict: bool) -> None:
     inner = SERVICE.InferenceParams(uuid="i", data=b"other")
     message = infer(b"\xff\xd8 jpeg", "id-1", strict, later=[{"a": 1}, {}], numbers={1.5}, inner=inner)
-    call = thrift.Call()
+    call = thrift.ThriftCall()
     assert call.read(b"##" + message + b"next", 2, MOST)
     assert (call.method, call.kind if strict else 1, call.seqid, call.uuid) == (b"infer_batch", 1, 7, b"id-1")
     assert call.data is not None
@@ -74,19 +74,19 @@ def test_a_call_is_read_as_the_library_wrote_it_at_any_place_of_a_buffer(strict:
 def test_a_call_that_is_not_whole_says_how_far_to_wait_and_never_too_far(data: bytes, cut: float) -> None:
     message = infer(data, numbers={2.0})
     part = message[: int(cut * len(message))]
-    call = thrift.Call()
+    call = thrift.ThriftCall()
     assert not call.read(part, 0, MOST)
     assert len(part) < call.need <= len(message)
 
 
 def test_the_length_of_the_data_is_waited_for_at_once() -> None:
     message = infer(b"x" * 50_000)
-    call = thrift.Call()
+    call = thrift.ThriftCall()
     walks = 0
     while not call.read(message[: call.need], 0, MOST):
         walks += 1
     assert walks <= 20  # one for each thing in it, none for its 50,000 bytes
-    head = thrift.Call()
+    head = thrift.ThriftCall()
     assert not head.read(message[:60], 0, MOST)
     assert head.need > 50_000
 
@@ -109,7 +109,7 @@ def test_a_call_with_changed_bytes_is_a_call_or_refused_or_waited_for(
 
 
 def check(message: bytes) -> None:
-    call = thrift.Call()
+    call = thrift.ThriftCall()
     try:
         whole = call.read(message, 0, MOST)
     except BadRequest:
@@ -127,8 +127,8 @@ def strung(size: int) -> bytes:
 
 
 def test_data_that_is_too_long_is_refused_before_it_comes() -> None:
-    with pytest.raises(PayloadTooLarge, match=r"the data has 2000000 bytes, at most 1048576 are taken"):
-        thrift.Call().read(strung(2_000_000), 0, MOST)
+    with pytest.raises(PayloadTooLarge, match=r"the data has 2000000 bytes, at most 1048576 are accepted"):
+        thrift.ThriftCall().read(strung(2_000_000), 0, MOST)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_data_that_is_too_long_is_refused_before_it_comes() -> None:
 )
 def test_what_no_client_writes_is_refused_with_what_was_found(message: bytes, text: str) -> None:
     with pytest.raises(BadRequest, match=text):
-        thrift.Call().read(message, 0, MOST)
+        thrift.ThriftCall().read(message, 0, MOST)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,14 @@ def test_what_no_client_writes_is_refused_with_what_was_found(message: bytes, te
     ],
 )
 def test_a_message_that_takes_long_to_walk_over_is_refused(field: bytes) -> None:
-    with pytest.raises(BadRequest, match="more in it than any call"):
-        thrift.Call().read(infer(b"")[:23] + field, 0, MOST)
+    with pytest.raises(BadRequest, match="more fields than any call"):
+        thrift.ThriftCall().read(infer(b"")[:23] + field, 0, MOST)
 
 
 def test_a_list_of_numbers_that_cannot_fit_is_refused_before_it_comes() -> None:
     field = b"\x0f\x00\x09\x0a" + struct.pack(">i", 2**31 - 1)
     with pytest.raises(PayloadTooLarge):
-        thrift.Call().read(infer(b"")[:23] + field, 0, MOST)
+        thrift.ThriftCall().read(infer(b"")[:23] + field, 0, MOST)
 
 
 def test_frames_are_told_from_messages() -> None:
@@ -172,8 +172,8 @@ def test_frames_are_told_from_messages() -> None:
         assert thrift.is_framed(struct.pack(">i", len(message)) + message)
 
 
-def read_call() -> thrift.Call:
-    call = thrift.Call()
+def read_call() -> thrift.ThriftCall:
+    call = thrift.ThriftCall()
     assert call.read(infer(b"x"), 0, MOST)
     return call
 

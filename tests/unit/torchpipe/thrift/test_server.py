@@ -294,7 +294,7 @@ async def test_data_above_the_bound_is_refused_before_it_comes() -> None:
         client = await listener.connect()
         client.send(infer(b"x" * 1001)[:60])
         said = await asyncio.wait_for(client.reader.read(), LIMIT_S)
-        assert b"payload_too_large: the data has 1001 bytes, at most 1000 are taken" in said
+        assert b"payload_too_large: the data has 1001 bytes, at most 1000 are accepted" in said
 
 
 async def test_calls_wait_for_memory_in_their_order(wait_until: Any) -> None:
@@ -455,7 +455,7 @@ async def test_a_connection_that_ends_does_not_become_an_idle_one(wait_until: An
         (connection,) = listener.server._connections
         connection.close_soon()
         connection.resume_writing()
-        assert connection.deadline < listener.server.idle_at
+        assert connection.deadline < listener.server.clock.idle_at
 
 
 async def test_what_does_not_end_is_dropped_at_the_end(wait_until: Any) -> None:
