@@ -15,8 +15,8 @@ from metrics_cost import cost
 
 from penstock.core.contracts import Codec
 from penstock.serving.protocols.oip import HEADER_LENGTH
-from penstock.serving.protocols.oip_binary import OipBinaryCodec, decode_answer, encode_request, peek_head
-from penstock.serving.protocols.oip_json import OipJsonCodec, peek_rows
+from penstock.serving.protocols.oip_binary import OipBinaryCodec, decode_answer, encode_request
+from penstock.serving.protocols.oip_json import OipJsonCodec
 from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
 from penstock.types import Item, ModelMetadata, TensorSpec
 
@@ -78,7 +78,7 @@ def calls() -> dict[str, tuple[Callable[[], object], int]]:
         "worker: read one frame of JSON": (lambda: plain.decode(text), 1),
         "worker: write the captions": (lambda: codec.encode(outputs, binary, context), 50),
         "front process: peek at the rows": (
-            lambda: peek_rows(peek_head(binary.payload, binary.headers), len(binary.payload)),
+            lambda: OipBinaryCodec.peek(binary, binary.payload),
             200,
         ),
         "client: write a binary request": (frames, 200),
