@@ -366,11 +366,11 @@ def test_the_archive_of_the_readme_serves_the_same_figures(torchserve: Any) -> N
 
 def test_the_file_for_the_benchmark_suite_is_read_as_it_stands_there() -> None:
     pytest.importorskip("yaml")
-    from penstock.perf.bench.suite_yaml import read_suite, registrations
+    from penstock.perf.bench.suite_yaml import read_suite, suite_points
 
     cases, _ = read_suite([EXAMPLE / "models.yaml"])
     (case,) = cases
-    assert (case.url, case.concurrency, len(registrations(case))) == ("figures.mar", (16,), 8)
+    assert (case.url, case.concurrency, len(suite_points(case))) == ("figures.mar", (16,), 8)
     assert (EXAMPLE / str(case.input)).is_file()
 
 

@@ -94,7 +94,7 @@ def test_the_guides_yaml_runs_as_it_stands(made: Path) -> None:
     words = ("--skip-missing-hardware", "--requests", "30", "--warmup", "0", "--slo", "p50<=60s", "--output", "guide")
     code, said, warned = suite(made, "--input", "model_config.yaml", *words)
     assert code == 0, said + warned
-    assert "Model_name eager_mode asks for gpus all, and this machine has none: left out" in warned
+    assert "Model_name eager_mode needs gpus all, and this machine has none: left out" in warned
     found = rows(made / "guide")
     assert [(row["Workers"], row["Batch size"]) for row in found] == [(w, b) for w in "14" for b in "1248"]
     for row in found:
@@ -197,10 +197,10 @@ def test_after_ctrl_c_there_is_a_report_and_the_rest_is_measured_on_resume(
     [
         ("m:\n  e:\n    url: echo.mar\n    batchsize: 2\n", (), "wrong.yaml:4: found m.e: unknown key 'batchsize'"),
         ("m:\n  e: [\n", (), "wrong.yaml:3: invalid YAML"),
-        (GUIDE, (), "wrong.yaml:2: Model_name eager_mode asks for gpus all, and this machine has none"),
+        (GUIDE, (), "wrong.yaml:2: Model_name eager_mode needs gpus all, and this machine has none"),
         (GUIDE, ("--skip-missing-hardware",), "url: no file 'Path to .mar file'"),
         ("m:\n  e:\n    url: echo.mar\n", ("--slo", "p98<=1ms"), '"p98" is none of'),
-        ("m:\n  e:\n    url: echo.mar\n", ("--resume",), "name it by --output DIR"),
+        ("m:\n  e:\n    url: echo.mar\n", ("--resume",), "give --output DIR"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_started(

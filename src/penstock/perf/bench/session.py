@@ -25,7 +25,7 @@ from penstock.perf.bench.run import measure
 from penstock.perf.bench.slo import Slo
 from penstock.perf.bench.suite import SuiteJob, load_of, requests_of, serving
 from penstock.perf.bench.suite_report import AB_REPORT, ab_report, rows_of, suite_plots, suite_report
-from penstock.perf.bench.suite_yaml import Registration
+from penstock.perf.bench.suite_yaml import SuitePoint
 from penstock.perf.bench.target import Target
 from penstock.perf.cli import FAILED, run_async
 
@@ -154,7 +154,7 @@ class SuiteSession:
                 for point in job.points:
                     self._run_point(job, point, repeat)
 
-    def _run_point(self, job: SuiteJob, point: Registration, repeat: int) -> None:
+    def _run_point(self, job: SuiteJob, point: SuitePoint, repeat: int) -> None:
         """Runs all concurrencies that are not measured yet on one server."""
         numbered = enumerate(job.case.concurrency, self._number + 1)
         left = [(number, n) for number, n in numbered if (point.label, n, repeat) not in self._done]
@@ -175,7 +175,7 @@ class SuiteSession:
                 failed = Measurement(load=load, label=point.label, repeat=repeat, started=started, invalid=why)
                 self._store(number, point, failed)
 
-    def _measure(self, job: SuiteJob, point: Registration, target: Target, clients: int, repeat: int) -> Measurement:
+    def _measure(self, job: SuiteJob, point: SuitePoint, target: Target, clients: int, repeat: int) -> Measurement:
         return run_async(
             measure(
                 target,
@@ -190,7 +190,7 @@ class SuiteSession:
             )
         )
 
-    def _store(self, number: int, point: Registration, run: Measurement) -> None:
+    def _store(self, number: int, point: SuitePoint, run: Measurement) -> None:
         text = f"{run.throughput:,.5g}/s"
         if run.latency.p99_s is not None:
             text += f", p99 {run.latency.p99_s * 1e3:,.4g} ms"

@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import Load
 from penstock.perf.bench.payload import RANDOM, payloads, request_of
 from penstock.perf.bench.server import START_S, Reply, ServerProcess, fetch
-from penstock.perf.bench.suite_yaml import Processor, Registration, SuiteCase, registrations
+from penstock.perf.bench.suite_yaml import Processor, SuitePoint, SuiteCase, suite_points
 from penstock.perf.bench.target import Target, open_target
 from penstock.plugins import is_whole_file
 
@@ -50,8 +50,8 @@ class SuiteJob(Struct, frozen=True, kw_only=True):
     data: str | None = None
 
     @property
-    def points(self) -> list[Registration]:
-        return registrations(self.case)
+    def points(self) -> list[SuitePoint]:
+        return suite_points(self.case)
 
 
 def prepare(
@@ -102,7 +102,7 @@ def requests_of(job: SuiteJob, target: Target, seed: int) -> list[bytes]:
 
 
 @contextmanager
-def serving(job: SuiteJob, point: Registration) -> Iterator[Target]:
+def serving(job: SuiteJob, point: SuitePoint) -> Iterator[Target]:
     """The model on its own server with the point's settings, until the context ends. Blocks.
 
     Raises PenstockError if the server does not start, or does not accept the settings.
@@ -180,7 +180,7 @@ def _is_archive(source: str) -> bool:
 
 
 @contextmanager
-def _archive(job: SuiteJob, point: Registration) -> Iterator[Target]:
+def _archive(job: SuiteJob, point: SuitePoint) -> Iterator[Target]:
     path = Path(job.source)
     properties = {
         "job_queue_size": str(max(_QUEUE, *job.case.concurrency)),
@@ -206,7 +206,7 @@ def _archive(job: SuiteJob, point: Registration) -> Iterator[Target]:
         )
 
 
-def _register(management: Endpoint, url: str, point: Registration) -> None:
+def _register(management: Endpoint, url: str, point: SuitePoint) -> None:
     """Registers the archive and checks its settings. Raises PenstockError."""
     keys = {
         "url": url,
@@ -233,7 +233,7 @@ def _largest(data: str | None) -> int:
 
 
 @contextmanager
-def _target(job: SuiteJob, point: Registration) -> Iterator[Target]:
+def _target(job: SuiteJob, point: SuitePoint) -> Iterator[Target]:
     gpus = point.processor.gpus
     devices = ["cpu"] if not gpus else ["cuda"] if gpus == "all" else [f"cuda:{i}" for i in range(gpus)]
     keys: dict[str, Any] = {
@@ -251,14 +251,14 @@ def _target(job: SuiteJob, point: Registration) -> Iterator[Target]:
         yield target
 
 
-def _json(point: Registration, reply: Reply) -> Any:
+def _json(point: SuitePoint, reply: Reply) -> Any:
     """The content of a reply. Raises PenstockError for a refusal."""
     if not reply.ok:
         raise PenstockError(f"{point.settings}: the server refuses: status {reply.status}: {reply.text}")
     return reply.json()
 
 
-def _check_settings(point: Registration, found: dict[str, int]) -> None:
+def _check_settings(point: SuitePoint, found: dict[str, int]) -> None:
     """Raises PenstockError if the server has other settings than the point."""
     expected = {"batch_size": point.batch_size, "batch_delay": point.case.batch_delay_ms, "workers": point.workers}
     for key, value in found.items():

@@ -40,7 +40,7 @@ from penstock.perf.bench.measurement import (
 )
 from penstock.perf.bench.origin import Origin, redacted
 from penstock.perf.bench.plots import draw
-from penstock.perf.bench.suite_yaml import Registration
+from penstock.perf.bench.suite_yaml import SuitePoint
 
 AB_REPORT: Final = "ab_report.csv"
 
@@ -48,7 +48,7 @@ AB_REPORT: Final = "ab_report.csv"
 class SuiteRow(LoadPoint, frozen=True, kw_only=True):
     """All repeats of one run, possibly none."""
 
-    point: Registration
+    point: SuitePoint
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class SuiteRow(LoadPoint, frozen=True, kw_only=True):
         return (max(found) - min(found)) / median(found) if len(found) > 1 and median(found) else None
 
 
-def rows_of(points: Sequence[Registration], measurements: Sequence[Measurement]) -> list[SuiteRow]:
+def rows_of(points: Sequence[SuitePoint], measurements: Sequence[Measurement]) -> list[SuiteRow]:
     """A row per registration and concurrency, in order."""
     found = {(each.label, each.load.concurrency): each for each in group_by_load(measurements)}
     rows = []

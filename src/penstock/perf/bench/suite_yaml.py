@@ -69,7 +69,7 @@ class SuiteCase(Struct, frozen=True, kw_only=True):
         return f"{self.model} {self.mode}"
 
 
-class Registration(Struct, frozen=True, kw_only=True):
+class SuitePoint(Struct, frozen=True, kw_only=True):
     """A model as it is registered; its runs differ only in concurrency."""
 
     case: SuiteCase
@@ -96,10 +96,10 @@ class Registration(Struct, frozen=True, kw_only=True):
         return f"batch={self.batch_size},instances={self.workers}{device}"
 
 
-def registrations(case: SuiteCase) -> list[Registration]:
-    """All registrations of a case, in the order of measurement."""
+def suite_points(case: SuiteCase) -> list[SuitePoint]:
+    """All suite_points of a case, in the order of measurement."""
     return [
-        Registration(case=case, processor=processor, workers=workers, batch_size=batch)
+        SuitePoint(case=case, processor=processor, workers=workers, batch_size=batch)
         for processor in case.processors
         for workers in case.workers
         for batch in case.batch_size

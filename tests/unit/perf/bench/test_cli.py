@@ -26,7 +26,7 @@ from penstock.perf.bench.results import Results, write_error
 from penstock.perf.bench.session import BenchSession
 from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.bench.suite import SuiteJob
-from penstock.perf.bench.suite_yaml import Registration
+from penstock.perf.bench.suite_yaml import SuitePoint
 from penstock.perf.bench.target import Target
 
 
@@ -144,7 +144,7 @@ class Servers:
         self.lost: set[int] = set()
 
     @contextmanager
-    def serving(self, job: SuiteJob, point: Registration) -> Iterator[Target]:
+    def serving(self, job: SuiteJob, point: SuitePoint) -> Iterator[Target]:
         self.asked.append(f"start {job.case.model}")
         if job.case.model in self.broken:
             raise PenstockError("it does not load")

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench import suite
 from penstock.perf.bench.server import Reply
 from penstock.perf.bench.suite import SuiteJob, SuiteOptions, digest, load_of, prepare
-from penstock.perf.bench.suite_yaml import Processor, SuiteCase, registrations
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, suite_points
 
 CPU, ALL, TWO = Processor(), Processor("all"), Processor(2)
 
@@ -166,7 +166,7 @@ HERE = Endpoint("h", 1)
 
 
 def test_an_archive_is_registered_with_the_settings_of_its_point(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (point, *_) = registrations(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
+    (point, *_) = suite_points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
     monkeypatch.setattr(suite, "fetch", asked := Management())
     suite._register(HERE, "m.mar", point)
     expected = {"url": "m.mar", "batch_size": "8", DELAY: "70", "initial_workers": "2", "synchronous": "true"}
@@ -185,7 +185,7 @@ def test_an_archive_is_registered_with_the_settings_of_its_point(folder: Path, m
 def test_a_server_that_has_other_settings_than_it_was_asked_for_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], words: str
 ) -> None:
-    (point, *_) = registrations(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
+    (point, *_) = suite_points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))
     monkeypatch.setattr(suite, "fetch", Management(**other))
     with pytest.raises(PenstockError, match=words):
         suite._register(HERE, "m.mar", point)

@@ -14,11 +14,11 @@ from penstock.perf.bench.measurement import Gpu, Latency, Load, Measurement, Obj
 from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.slo import parse_slo
 from penstock.perf.bench.suite_report import COLUMNS, SuiteRow, ab_report, rows_of, suite_report
-from penstock.perf.bench.suite_yaml import Processor, SuiteCase, registrations
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, suite_points
 
 MACHINE = {"cpu": "Fast CPU", "cores": 4, "memory_gib": 8.0, "gpus": ["Card", "Card"]}
 CASE = SuiteCase(model="resnet", mode="eager_mode", url="r.mar", batch_size=(1, 8), batch_delay_ms=50, input="cat.jpg")
-SINGLE, EIGHT = registrations(CASE)
+SINGLE, EIGHT = suite_points(CASE)
 SERVER = ServerStats(
     queue_s=0.002,
     preprocess_s=0.001,
@@ -135,7 +135,7 @@ def test_a_percentile_that_one_repeat_cannot_tell_is_not_told() -> None:
 
 def test_the_first_error_of_a_run_is_on_the_page_and_no_secret_of_its_archive() -> None:
     case = structs.replace(CASE, url="https://me:t0p@h/r.mar?sig=1&token=t0p")
-    point = registrations(case)[0]
+    point = suite_points(case)[0]
     runs = [measured(point.label, 9.0, errors={"500": 3}, first_error="500: no <b>", repeat=n) for n in range(2)]
     page = markdown(suite_report(rows_of([point], runs), origin()))
     assert "\n- first error: 500: no \\<b>\n" in page
@@ -174,7 +174,7 @@ def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
 
 
 def test_the_page_has_a_line_for_each_run_as_far_as_it_is_known() -> None:
-    (_, *wide) = registrations(structs.replace(CASE, batch_size=(1, 8, 16)))
+    (_, *wide) = suite_points(structs.replace(CASE, batch_size=(1, 8, 16)))
     runs = [measured(SINGLE.label, 100.0), measured(wide[0].label, 200.0)]
     page = markdown(suite_report(rows_of([SINGLE, *wide], runs), origin())).splitlines()
     assert page[2] == "**resnet eager_mode: cpu, 1 worker, batch 8, 10 clients: 200/s, p99 150 ms.**"
@@ -190,12 +190,12 @@ def test_the_page_has_a_line_for_each_run_as_far_as_it_is_known() -> None:
     ]  # fmt: skip
     assert [cell for cell in lines[2] if cell.strip()] == ["cpu", "1", "16", "10", "not run"]
     own = structs.replace(CASE, input=None)
-    assert "with its own example; a batch" in markdown(suite_report(rows_of(registrations(own), []), origin()))
+    assert "with its own example; a batch" in markdown(suite_report(rows_of(suite_points(own), []), origin()))
 
 
 def test_runs_differ_by_registration_and_by_clients() -> None:
     case = SuiteCase(model="m", mode="e", url="m.mar", concurrency=(10, 20), processors=(Processor(), Processor("all")))
-    rows = rows_of(registrations(case), [measured(registrations(case)[1].label, 7.0)])
+    rows = rows_of(suite_points(case), [measured(suite_points(case)[1].label, 7.0)])
     assert [(r.point.processor.text, r.load.concurrency, len(r.runs)) for r in rows] == [
         ("cpu", 10, 0),
         ("cpu", 20, 0),

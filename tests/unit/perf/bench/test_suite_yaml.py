@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.perf.bench.suite_yaml import Processor, SuiteCase, read_suite, registrations
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, read_suite, suite_points
 
 GUIDE = Path(__file__).with_name("guide.yaml").read_text()
 TEMPLATE = """\
@@ -39,7 +39,7 @@ def test_the_guides_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
     assert (case.batch_delay_ms, case.requests) == (100, 10000)
     assert case.processors == (Processor(), Processor("all"))
     assert notes == ["benchmark_engine ab: penstock's own generator sends the load"]
-    found = registrations(case)
+    found = suite_points(case)
     assert len(found) == 16
     assert found[0].label == "Model_name eager_mode,device=cpu,instances=1,batch=1,hold=100ms"
     assert found[1].settings == "cpu, 1 worker, batch 2"
@@ -54,7 +54,7 @@ def test_what_a_file_leaves_out_is_as_the_suite_has_it(tmp_path: Path) -> None:
     assert (case.batch_delay_ms, case.requests) == (0, 1)
     (case,), notes = read(tmp_path, "m:\n  any:\n    url: app.py:Model\n    concurrency: [1, 8, 1]\n")
     assert (case.workers, case.batch_size, case.batch_delay_ms, case.requests) == ((1,), (1,), 200, 100)
-    assert registrations(case)[0].short == "batch=1,instances=1"
+    assert suite_points(case)[0].short == "batch=1,instances=1"
     assert (case.concurrency, case.processors, case.input, notes) == ((1, 8), (Processor(),), None, [])
 
 
