@@ -83,7 +83,7 @@ def test_a_server_is_measured_from_both_sides(server: Any, data: str) -> None:
 
 
 @pytest.mark.usefixtures("any_machine")
-def test_an_open_loop_of_two_rates_is_kept_with_a_report(server: Any, data: str, tmp_path: Path) -> None:
+def test_an_open_loop_of_two_rates_is_stored_with_a_report(server: Any, data: str, tmp_path: Path) -> None:
     flags = ["--rate", "50,100", "--duration", "0.5", "--warmup", "0", "--output", str(tmp_path / "out")]
     result = told(server.url, "--data", data, *flags)
     assert result.exit_code == 0, result.output
@@ -95,7 +95,7 @@ def test_an_open_loop_of_two_rates_is_kept_with_a_report(server: Any, data: str,
 
 
 @pytest.mark.usefixtures("any_machine")
-def test_a_ramp_finds_where_it_was_told_to_end(server: Any, data: str) -> None:
+def test_a_ramp_ends_at_its_last_rate(server: Any, data: str) -> None:
     flags = ["--mode", "ramp", "--rate", "100,150", "--duration", "0.3", "--warmup", "0", "--slo", "p50<=10s"]
     result = told(server.url, "--data", data, *flags)
     assert result.exit_code == 0, result.output
@@ -124,7 +124,7 @@ def test_an_app_is_served_for_the_time_and_ended(tmp_path: Path, data: str) -> N
     assert not [command for command in ours if f"{tmp_path}/app.py:double" in command]
 
 
-def test_a_wrong_payload_is_told_once_and_stops_the_run(server: Any, tmp_path: Path) -> None:
+def test_a_wrong_payload_is_reported_once_and_stops_the_run(server: Any, tmp_path: Path) -> None:
     (tmp_path / "wrong.png").write_bytes(b"no picture")
     result = told(server.url, "--data", str(tmp_path / "wrong.png"), "--duration", "60")
     assert result.exit_code == 1
@@ -132,13 +132,13 @@ def test_a_wrong_payload_is_told_once_and_stops_the_run(server: Any, tmp_path: P
     assert "returns only errors, so the run was stopped" in line
 
 
-def test_a_name_that_no_model_has_is_told_with_the_nearest(server: Any, data: str) -> None:
+def test_an_unknown_model_suggests_the_closest_name(server: Any, data: str) -> None:
     result = told(server.url, "--model", "duoble", "--data", data)
     assert result.exit_code == 1
     assert "has no model 'duoble'; did you mean 'double'?" in result.stderr
 
 
-def test_an_app_that_does_not_load_is_told_with_what_it_said(tmp_path: Path) -> None:
+def test_an_app_that_does_not_load_shows_its_output(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text("raise RuntimeError('no weights here')\n")
     result = told(f"{tmp_path}/app.py:model", "--data", "x")
     assert result.exit_code == 1
@@ -156,7 +156,7 @@ def test_a_server_that_dies_in_a_run_makes_it_invalid(serve: Callable[..., Any],
     assert result.stderr.splitlines()[-1].startswith("penstock: no connection to ")
 
 
-def test_ctrl_c_ends_it_with_what_exists(server: Any, data: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_with_partial_results(server: Any, data: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "bench", server.url, "--data", data, "--warmup", "0"]
     command += ["--concurrency", "1,2", "--requests", "20", "--repeat", "1000", "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_it_with_what_exists(server: Any, data: str, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("any_machine")
-def test_the_pages_command_runs_as_it_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "bench.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith("    $ penstock bench ")]
     monkeypatch.chdir(ROOT)

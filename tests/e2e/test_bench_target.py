@@ -106,7 +106,7 @@ def test_a_server_that_runs_is_found_with_its_process_and_its_other_listeners(se
     assert served.server.alive  # it was not ours to stop
 
 
-def test_the_servers_side_of_a_run_is_told(served: Target) -> None:
+def test_the_servers_side_of_a_run_is_reported(served: Target) -> None:
     async def watch() -> ServerStats | None:
         probe = ServerProbe(served)
         await probe.start()
@@ -138,7 +138,7 @@ def test_an_archive_is_served_as_torchserve_does(tmp_path: Path) -> None:
             assert (found.protocol, found.metrics) == ("torchserve", target.metrics)
 
 
-def test_a_name_that_is_not_in_the_app_is_wrong_usage_and_told_in_a_line(folder: Path) -> None:
+def test_a_name_missing_from_the_app_is_wrong_usage_in_one_line(folder: Path) -> None:
     server = ServerProcess(["app.py:Summ"], cwd=folder)
     with pytest.raises(ConfigError, match=r"^'.*/app\.py' has no 'Summ'; did you mean 'Sum'\? \(it has: .*\)$"):
         server.start()
@@ -146,7 +146,7 @@ def test_a_name_that_is_not_in_the_app_is_wrong_usage_and_told_in_a_line(folder:
     server.stop()
 
 
-def test_of_a_server_that_talks_much_the_end_is_kept(folder: Path) -> None:
+def test_only_the_end_of_long_output_is_kept(folder: Path) -> None:
     with open_target(f"{folder}/app.py:Talks") as target:
         for letter in (b'"a"', b'"b"', b'"c"'):
             assert fetch(target.endpoint, "POST", target.path, letter).ok
@@ -156,14 +156,14 @@ def test_of_a_server_that_talks_much_the_end_is_kept(folder: Path) -> None:
     assert len(said) == 2**20
 
 
-def test_a_server_that_is_not_ready_in_time_is_ended(folder: Path) -> None:
+def test_a_server_that_is_not_ready_in_time_is_stopped(folder: Path) -> None:
     server = ServerProcess(["app.py:Endless"], cwd=folder, start_s=1.0)
     with pytest.raises(PenstockError, match="not ready after 1 s"):
         server.start()
     assert not server.alive
 
 
-def test_the_wait_for_a_server_ends_when_another_thread_stops_it(folder: Path) -> None:
+def test_stop_from_another_thread_ends_the_start_of_a_server(folder: Path) -> None:
     server = ServerProcess(["app.py:Endless"], cwd=folder)
     told: list[PenstockError] = []
 
@@ -194,7 +194,7 @@ time.sleep(600)
 """
 
 
-def test_a_server_ends_with_the_process_that_started_it_however_that_ends(folder: Path) -> None:
+def test_a_server_stops_when_its_parent_ends_in_any_way(folder: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=folder, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     server = psutil.Process(int(parent.stdout.readline()))
@@ -205,7 +205,7 @@ def test_a_server_ends_with_the_process_that_started_it_however_that_ends(folder
     assert workers
 
 
-def test_settings_of_the_environment_are_not_those_of_a_measured_server(
+def test_the_environment_does_not_configure_a_measured_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PENSTOCK_SERVER__HOST", "no such host")

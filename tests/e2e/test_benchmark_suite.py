@@ -89,7 +89,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_guides_yaml_runs_as_it_stands(made: Path) -> None:
+def test_the_guides_yaml_runs_unchanged(made: Path) -> None:
     (made / "model_config.yaml").write_text(GUIDE.replace("Path to .mar file", "echo.mar"))
     words = ("--skip-missing-hardware", "--requests", "30", "--warmup", "0", "--slo", "p50<=60s", "--output", "guide")
     code, said, warned = suite(made, "--input", "model_config.yaml", *words)
@@ -149,9 +149,7 @@ def test_an_application_and_one_that_does_not_load(made: Path) -> None:
     assert "Broken e: no valid measurement." in said
 
 
-def test_after_ctrl_c_there_is_a_report_and_the_rest_is_measured_on_resume(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_writes_a_report_and_resume_measures_the_rest(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "m:\n  e:\n    url: app.py:Lengths\n    workers: [1, 2]\n    requests: 40\n    input: item.json\n"
     (made / "resumed.yaml").write_text(text)
     words = ("benchmark-suite", "resumed.yaml", "--warmup", "0", "--output", "resumed")
@@ -217,7 +215,7 @@ def test_a_mistake_is_one_line_before_anything_is_started(
     assert not list(made.glob("benchmark-suite-*"))
 
 
-def test_without_a_file_the_command_tells_how_it_is_used() -> None:
+def test_without_a_file_the_command_shows_its_usage() -> None:
     done = CliRunner().invoke(benchmark_suite, [])
     assert done.exit_code == 2
     assert "expected for instance penstock benchmark-suite models.yaml" in done.stderr

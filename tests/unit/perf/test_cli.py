@@ -22,7 +22,7 @@ def test_times_are_read_with_their_unit(text: str | None, found: float | None) -
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-1", "10 minutes", "1:30", "s", "1e3", "٣"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_an_invalid_time_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="expected a time over 0"):
         read(text)
 
@@ -47,7 +47,7 @@ def test_errors_become_one_line_and_a_status(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_cancel_what_runs_and_handlers_are_put_back(number: signal.Signals) -> None:
+def test_signals_cancel_the_run_and_handlers_are_restored(number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     seen: list[str] = []
 

@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import Load
 from penstock.perf.bench.payload import RANDOM, payloads, request_of
 from penstock.perf.bench.server import START_S, Reply, ServerProcess, fetch
-from penstock.perf.bench.suite_yaml import Processor, SuitePoint, SuiteCase, suite_points
+from penstock.perf.bench.suite_yaml import Processor, SuiteCase, SuitePoint, suite_points
 from penstock.perf.bench.target import Target, open_target
 from penstock.plugins import is_whole_file
 

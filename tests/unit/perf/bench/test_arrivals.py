@@ -17,7 +17,7 @@ def gaps(text: str, rate: float = 100.0, seconds: float = 200.0, seed: int = 1) 
     return [b - a for a, b in pairwise(times(parse_arrival(text), rate, seconds, seed))]
 
 
-def test_what_the_command_line_says_is_read() -> None:
+def test_flags_are_read() -> None:
     assert parse_arrival("poisson") == Arrival("poisson")
     assert parse_arrival("constant") == Arrival("constant")
     assert parse_arrival("gamma:2.5") == Arrival("gamma", 2.5)
@@ -26,7 +26,7 @@ def test_what_the_command_line_says_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "poison", "poisson:2", "constant:1", "gamma", "gamma:", "gamma:0", "gamma:x",
                                   "gamma:nan", "gamma:1e9", "trace", "trace:"])  # fmt: skip
-def test_what_is_no_arrival_is_refused_with_what_would_be(text: str) -> None:
+def test_an_unknown_arrival_is_refused_with_the_valid_ones(text: str) -> None:
     with pytest.raises(ConfigError, match=r"gamma:"):
         parse_arrival(text)
 
@@ -51,7 +51,7 @@ def test_the_rate_holds_from_the_first_second_on_however_bursty_arrivals_are(tex
     assert statistics.mean(counts) == pytest.approx(100, abs=15), "149 if each run began with an arrival before it"
 
 
-def test_constant_arrivals_begin_at_once_and_are_as_many_as_the_rate_tells() -> None:
+def test_constant_arrivals_start_at_once_and_match_the_rate() -> None:
     assert list(times(parse_arrival("constant"), 4.0, 1.0, 0)) == [0.0, 0.25, 0.5, 0.75]
     assert len(times(parse_arrival("constant"), 100.0, 20.0, 0)) == 2000
     assert list(times(parse_arrival("constant"), 0.5, 1.0, 0)) == [0.0]
@@ -90,7 +90,7 @@ def test_a_trace_is_read_in_order_of_time_from_its_first(write: Callable[[str], 
     assert list(trace.bytes) == [0, 300, 7]
 
 
-def test_a_trace_of_several_models_is_read_for_one_of_them(write: Callable[[str], str]) -> None:
+def test_a_trace_of_several_models_can_be_read_for_one(write: Callable[[str], str]) -> None:
     path = write('{"t": 1, "model": "a"}\n{"t": 2, "model": "b"}\n{"t": 4, "model": "b"}\n')
     assert read_trace(path).models == ("a", "b")
     assert list(read_trace(path, "b").times_s) == [0.0, 2.0]
@@ -98,7 +98,7 @@ def test_a_trace_of_several_models_is_read_for_one_of_them(write: Callable[[str]
         read_trace(path, "c")
 
 
-def test_a_trace_comes_at_its_own_rate_or_stretched_to_another(write: Callable[[str], str]) -> None:
+def test_a_trace_keeps_its_times_or_is_stretched_to_a_rate(write: Callable[[str], str]) -> None:
     arrival, trace = parse_arrival("trace:x"), read_trace(write(RECORDED)).times_s
     assert list(times(arrival, 0.0, 0.0, 0, trace)) == [0.0, 0.25, 2.25]
     assert list(times(arrival, 0.0, 1.0, 0, trace)) == [0.0, 0.25]
@@ -121,12 +121,12 @@ def test_a_trace_comes_at_its_own_rate_or_stretched_to_another(write: Callable[[
         ('{"t": 1, "model": "\udcff"}\n', ":1: .*can't decode byte 0xff"),
     ],
 )
-def test_a_trace_that_cannot_be_read_is_told_with_its_line(write: Callable[[str], str], text: str, found: str) -> None:
+def test_an_invalid_trace_is_reported_with_its_line(write: Callable[[str], str], text: str, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         read_trace(write(text))
 
 
-def test_a_last_line_that_was_cut_short_is_left_out_and_told(
+def test_a_truncated_last_line_is_dropped_with_a_warning(
     write: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert list(read_trace(write('{"t": 1}\n{"t": 3}\n{"t": 4, "mod')).times_s) == [0.0, 2.0]
@@ -137,6 +137,6 @@ def test_a_last_line_that_was_cut_short_is_left_out_and_told(
         read_trace(write('{"t": 1'))
 
 
-def test_a_trace_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_trace(str(tmp_path / "no.jsonl"))

@@ -54,7 +54,7 @@ def penstock(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def test_compare_tells_what_is_worse_by_how_much_and_how_surely(folder: Callable[..., Path]) -> None:
+def test_compare_reports_changes_with_their_intervals(folder: Callable[..., Path]) -> None:
     before, after = folder("a"), folder("b", slower=1.2)
     done = penstock("compare", before, after)
     assert done.exit_code == 0
@@ -72,12 +72,12 @@ def test_compare_as_json(folder: Callable[..., Path]) -> None:
     assert [change["metric"] for change in told["changes"]] == ["throughput/s", "p50", "p99", "errors"]
 
 
-def test_compare_says_that_machines_differ(folder: Callable[..., Path]) -> None:
+def test_compare_reports_different_machines(folder: Callable[..., Path]) -> None:
     done = penstock("compare", folder("a"), folder("b", cpu="D"))
     assert done.stdout.startswith("ANOTHER MACHINE: cpu: C in the first run, D in the second\n")
 
 
-def test_compare_refuses_what_is_no_folder_of_results(folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_compare_refuses_a_folder_without_results(folder: Callable[..., Path], tmp_path: Path) -> None:
     done = penstock("compare", folder("a"), tmp_path / "nowhere")
     assert done.exit_code == 2
     assert done.stderr.startswith(f"penstock: {tmp_path / 'nowhere'} holds no results: there is no such folder")
@@ -96,7 +96,7 @@ def test_compare_refuses_what_is_no_folder_of_results(folder: Callable[..., Path
         ({"cpu": "D"}, 2, "INVALID"),
     ],
 )
-def test_gate_ends_with_what_it_found(
+def test_gate_exits_with_its_decision(
     folder: Callable[..., Path], tmp_path: Path, run: dict[str, object], code: int, last: str
 ) -> None:
     report = tmp_path / "junit.xml"
@@ -110,20 +110,20 @@ def test_gate_ends_with_what_it_found(
     "arguments",
     [[], ["RUN"], ["RUN", "--baseline"], ["RUN", "--baseline", "B", "--unknown"], ["NONE", "--baseline", "B"]],
 )
-def test_gate_tells_wrong_usage_by_a_status_of_its_own(folder: Callable[..., Path], arguments: list[str]) -> None:
+def test_gate_exits_with_3_for_wrong_usage(folder: Callable[..., Path], arguments: list[str]) -> None:
     places = {"RUN": folder("run"), "B": folder("base"), "NONE": "/nowhere/at/all"}
     done = penstock("gate", *(places.get(argument, argument) for argument in arguments))
     assert done.exit_code == 3
     assert done.stderr
 
 
-def test_gate_tells_a_report_that_cannot_be_written(folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_gate_reports_a_junit_file_that_cannot_be_written(folder: Callable[..., Path], tmp_path: Path) -> None:
     done = penstock("gate", folder("run"), "--baseline", folder("base"), "--junit", tmp_path / "no" / "junit.xml")
     assert done.exit_code == 3
     assert "cannot be written: No such file or directory" in done.stderr
 
 
-def test_gate_of_another_machine_on_request(folder: Callable[..., Path]) -> None:
+def test_gate_compares_other_machines_on_request(folder: Callable[..., Path]) -> None:
     assert penstock("gate", folder("run", cpu="D"), "--baseline", folder("base"), "--any-machine").exit_code == 0
 
 
@@ -186,7 +186,7 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_all_of_a_repeat_comes_before_the_next_and_a_server_that_fails_does_so_alone(servers: Servers) -> None:
+def test_repeats_run_in_turn_and_a_failing_server_affects_only_its_runs(servers: Servers) -> None:
     done = invoke("--repeat", "2")
     once = ["start good", "1 clients", "2 clients", "stop", "start bad"]
     assert (done.exit_code, servers.asked) == (1, once * 2)
@@ -209,7 +209,7 @@ def test_all_of_a_repeat_comes_before_the_next_and_a_server_that_fails_does_so_a
     ]
 
 
-def test_on_resume_only_what_says_nothing_yet_is_measured(servers: Servers) -> None:
+def test_resume_measures_only_missing_and_invalid_runs(servers: Servers) -> None:
     servers.lost = {2}
     assert invoke().exit_code == 1
     assert [row["Invalid"] for row in rows()] == ["", "it went away", "it does not load", "it does not load"]
@@ -227,7 +227,7 @@ def test_on_resume_only_what_says_nothing_yet_is_measured(servers: Servers) -> N
     assert [(row["Repeats"], row["Invalid"]) for row in rows()] == [("1", "")] * 4
 
 
-def test_what_was_told_when_ctrl_c_comes_is_kept(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_printed_run_is_stored_when_ctrl_c_follows(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     echo = click.echo
 
     def told(message: str = "", **how: Any) -> None:
@@ -240,7 +240,7 @@ def test_what_was_told_when_ctrl_c_comes_is_kept(servers: Servers, monkeypatch: 
     assert [row["Repeats"] for row in rows()] == ["1", "0", "0", "0"]
 
 
-def test_a_disk_that_is_full_ends_the_suite_and_what_found_no_room_is_told(
+def test_a_full_disk_ends_the_suite_and_the_unstored_run_is_printed(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = Results.append
@@ -260,7 +260,7 @@ def test_a_disk_that_is_full_ends_the_suite_and_what_found_no_room_is_told(
     assert [row["Repeats"] for row in rows()] == ["1", "0", "0", "0"]
 
 
-def test_a_mistake_that_only_a_server_can_tell_does_not_end_the_suite(
+def test_a_mistake_found_by_the_server_does_not_end_the_suite(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers.broken = set()
@@ -278,7 +278,7 @@ def test_a_mistake_that_only_a_server_can_tell_does_not_end_the_suite(
     assert [row["Invalid"] for row in rows()] == [fits, fits, "", ""]
 
 
-def test_a_report_that_finds_no_room_is_told_all_the_same(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_stored_is_still_printed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, _: bytes) -> None:
         if path.suffix == ".csv":
             raise OSError(28, "No space left on device")
@@ -290,7 +290,7 @@ def test_a_report_that_finds_no_room_is_told_all_the_same(servers: Servers, monk
     assert "the disk is full: out takes no more results" in done.stderr
 
 
-def test_secrets_that_were_typed_are_not_kept(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_on_the_command_line_are_not_stored(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["penstock", "benchmark-suite", "https://me:t0p@h/m.yaml?token=t0p"])
     Path("models.yaml").write_text("m:\n  e: {url: app.py:M, requests: 7, concurrency: 1}\n")
     assert invoke().exit_code == 0
@@ -373,7 +373,7 @@ def told(*arguments: str) -> Result:
     return CliRunner().invoke(bench, list(arguments))
 
 
-def test_a_model_is_measured_and_told_as_a_table(elsewhere: Elsewhere, body: str) -> None:
+def test_a_model_is_measured_and_printed_as_a_table(elsewhere: Elsewhere, body: str) -> None:
     flags = ["--data", body, "--concurrency", "1,2", "--requests", "100", "--warmup", "0"]
     result = told(elsewhere.url, *flags)
     lines = result.stdout.splitlines()
@@ -397,7 +397,7 @@ def test_json_is_all_that_is_printed(elsewhere: Elsewhere, body: str) -> None:
     assert found["origin"]["target"] == elsewhere.url
 
 
-def test_results_are_kept_and_a_folder_that_has_some_is_refused(
+def test_results_are_stored_and_a_folder_with_results_is_refused(
     elsewhere: Elsewhere, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--data", body, "--concurrency", "1", "--requests", "20", "--warmup", "0", "--output", str(tmp_path / "r")]
@@ -415,7 +415,7 @@ def test_results_are_kept_and_a_folder_that_has_some_is_refused(
     assert "already holds a run" in again.stderr
 
 
-def test_what_was_measured_is_told_when_the_disk_is_full(
+def test_a_measurement_is_printed_when_the_disk_is_full(
     elsewhere: Elsewhere, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Results, run: Measurement) -> None:
@@ -457,14 +457,14 @@ def test_a_target_that_only_fails_ends_the_run_and_its_first_error_is_shown_once
     assert elsewhere.asked == 5
 
 
-def test_a_target_that_is_not_there_is_an_error_in_one_line(body: str) -> None:
+def test_an_unreachable_target_is_an_error_in_one_line(body: str) -> None:
     result = told("http://127.0.0.1:9/infer", "--data", body)
     assert result.exit_code == 1
     assert result.stderr.startswith("penstock: http://127.0.0.1:9: cannot connect")
     assert result.stderr.count("\n") == 1
 
 
-def test_ctrl_c_reports_what_exists(elsewhere: Elsewhere, body: str) -> None:
+def test_ctrl_c_reports_partial_results(elsewhere: Elsewhere, body: str) -> None:
     first = 100
 
     def interrupt(number: int) -> tuple[int, bytes]:
@@ -481,7 +481,7 @@ def test_ctrl_c_reports_what_exists(elsewhere: Elsewhere, body: str) -> None:
     assert "the run was interrupted" in result.stdout
 
 
-def test_a_run_that_the_generator_was_too_slow_for_is_a_word_and_no_number(
+def test_a_run_limited_by_the_generator_has_no_figures(
     elsewhere: Elsewhere, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "MOST_CPU", 0.0)  # what it takes is too much
@@ -491,7 +491,7 @@ def test_a_run_that_the_generator_was_too_slow_for_is_a_word_and_no_number(
     assert "the generator was at its limit" in result.stdout
 
 
-def test_handlers_of_signals_are_what_they_were(body: str) -> None:
+def test_signal_handlers_are_restored(body: str) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     told("http://127.0.0.1:9/infer", "--data", body)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
@@ -522,7 +522,7 @@ def test_handlers_of_signals_are_what_they_were(body: str) -> None:
         (["--set", "a=1"], "--set"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_says_what_is_wrong(flags: list[str], text: str) -> None:
+def test_wrong_usage_exits_with_2_and_a_message(flags: list[str], text: str) -> None:
     result = told("http://127.0.0.1:9/infer", *flags)
     assert result.exit_code == 2
     assert text in result.stderr
@@ -538,7 +538,7 @@ def test_flags_become_a_plan() -> None:
     assert make_plan({**FLAGS, "arrival": "gamma:2", "mode": "ramp"}).arrival == "gamma:2"
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_contradictory_flags_are_refused() -> None:
     with pytest.raises(ConfigError):
         make_plan({**FLAGS, "rate": (1.0,), "concurrency": (1,)})
 
@@ -565,7 +565,7 @@ MISSED = Measurement(
         ("ramp", [RUN], [], "", 1),
     ],
 )
-def test_the_exit_status_says_whether_the_slo_is_kept(
+def test_the_exit_status_says_whether_the_slo_is_met(
     mode: str, runs: list[Measurement], found: list[str], slo: str, code: int
 ) -> None:
     session = BenchSession(

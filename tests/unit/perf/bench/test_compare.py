@@ -37,7 +37,7 @@ def by(comparison: Comparison, metric: str, load: str = "64 clients") -> Change:
     return next(change for change in comparison.changes if (change.load, change.metric) == (load, metric))
 
 
-def test_of_twenty_comparisons_of_the_same_one_cries_out_at_most(side: Callable[..., list[Measurement]]) -> None:
+def test_at_most_one_of_twenty_equal_comparisons_reports_a_change(side: Callable[..., list[Measurement]]) -> None:
     found = [compare((ORIGIN, side(n)), (ORIGIN, side(1000 + n))).verdict for n in range(20)]
     assert found.count("same") >= 19
 
@@ -56,19 +56,19 @@ def test_faster_is_better_with_effect_and_interval(side: Callable[..., list[Meas
     assert p50.low < -0.2 < p50.high < 0
 
 
-def test_a_change_below_the_tolerance_does_not_matter_however_sure(make_measurement: Make) -> None:
+def test_a_change_below_the_tolerance_does_not_count_however_certain(make_measurement: Make) -> None:
     before, after = ([make_measurement(clients=8, base_s=b, repeat=n) for n in range(5)] for b in (0.01, 0.0103))
     assert by(compare((ORIGIN, before), (ORIGIN, after)), "p50", "8 clients").judged == "same"
     found = compare((ORIGIN, before), (ORIGIN, after), tolerance=0.02)
     assert by(found, "p50", "8 clients").judged == "worse"
 
 
-def test_noise_that_would_hide_a_change_is_said(side: Callable[..., list[Measurement]]) -> None:
+def test_noise_that_would_hide_a_change_is_noted(side: Callable[..., list[Measurement]]) -> None:
     comparison = compare((ORIGIN, side(1, noise=0.4)), (ORIGIN, side(2, noise=0.4)))
     assert "too noisy to see a change of 10 %" in by(comparison, "p99").why
 
 
-def test_too_few_repeats_tell_nothing(side: Callable[..., list[Measurement]]) -> None:
+def test_too_few_repeats_are_not_compared(side: Callable[..., list[Measurement]]) -> None:
     comparison = compare((ORIGIN, side(1, repeats=2)), (ORIGIN, side(2, slower=3.0)))
     assert comparison.verdict == "n/a"
     change = by(comparison, "throughput/s")
@@ -84,7 +84,7 @@ def test_a_percentile_without_enough_samples_is_not_compared(make_measurement: M
     assert by(comparison, "p50", "8 clients").judged == "same"
 
 
-def test_invalid_repeats_are_left_out_and_said(make_measurement: Make) -> None:
+def test_invalid_repeats_are_left_out_with_a_note(make_measurement: Make) -> None:
     good = [make_measurement(clients=8, repeat=n) for n in range(5)]
     bad = make_measurement(clients=8, base_s=9.0, invalid=["the generator was late"])
     comparison = compare((ORIGIN, good), (ORIGIN, [*good, bad]))
@@ -112,7 +112,7 @@ def test_a_server_that_answers_nothing_any_more_is_worse(make_measurement: Make)
     assert by(comparison, "p50", "8 clients").why == "too few requests in a repeat"
 
 
-def test_other_machines_versions_and_lengths_are_said(make_measurement: Make) -> None:
+def test_other_machines_versions_and_lengths_are_noted(make_measurement: Make) -> None:
     runs = [make_measurement(clients=8, repeat=n) for n in range(3)]
     longer = [structs.replace(m, load=structs.replace(m.load, seconds=60)) for m in runs]
     other = structs.replace(
@@ -129,7 +129,7 @@ def test_other_machines_versions_and_lengths_are_said(make_measurement: Make) ->
     assert comparison.verdict == "same"
 
 
-def test_a_machine_that_was_busy_is_said(make_measurement: Make) -> None:
+def test_a_busy_machine_is_noted(make_measurement: Make) -> None:
     busy = structs.replace(ORIGIN, machine={**ORIGIN.machine, "load_before": 1.5})
     told = compare((ORIGIN, [make_measurement(clients=8)]), (busy, [make_measurement(clients=8)]))
     assert told.notes == ["second run: the machine was busy before the run began: load 1.5 on 2 cores"]
@@ -177,7 +177,7 @@ FEW = Change(load="8 clients", metric="throughput/s", judged="n/a", why="1 valid
         ),
     ],
 )  # fmt: skip
-def test_the_status_tells_what_was_found(comparison: Comparison, code: int, why: list[str]) -> None:
+def test_the_exit_status_is_the_decision(comparison: Comparison, code: int, why: list[str]) -> None:
     decision = decide(comparison)
     assert (decision.code, decision.why) == (code, why)
 
@@ -187,12 +187,12 @@ def test_another_machine_can_be_allowed() -> None:
     assert decide(comparison, any_machine=True).code == REGRESSION
 
 
-def test_a_percentile_that_cannot_be_told_does_not_make_the_answer_invalid() -> None:
+def test_an_unknown_percentile_does_not_invalidate_the_decision() -> None:
     untold = Change(load="8 clients", metric="p99", judged="n/a", why="too few requests in a repeat")
     assert decide(Comparison(changes=[SAME, untold])).code == PASS
 
 
-def test_a_run_marked_invalid_is_no_pass(make_measurement: Make) -> None:
+def test_an_invalid_run_does_not_pass(make_measurement: Make) -> None:
     good = [make_measurement(clients=8, repeat=n) for n in range(5)]
     late = [make_measurement(clients=8, repeat=n, invalid=["the generator was late"]) for n in range(5)]
     for pair in ((good, late), (late, good)):
@@ -219,7 +219,7 @@ def test_junit_has_a_case_for_each_metric_and_counts_them() -> None:
     assert failure.get("message") == "8 clients: p99 10 ms -> 12 ms, +20 % (+15 % .. +25 %)"
 
 
-def test_on_another_machine_what_is_worse_is_no_failure_in_junit_either() -> None:
+def test_a_worse_metric_on_another_machine_is_not_a_junit_failure() -> None:
     comparison = Comparison(changes=[WORSE], other_machine=["cpu: A, B"])
     suite = ElementTree.fromstring(junit_xml(comparison, decide(comparison)))
     assert [(case.get("name"), [kind.tag for kind in case]) for case in suite] == [
@@ -231,7 +231,7 @@ def test_on_another_machine_what_is_worse_is_no_failure_in_junit_either() -> Non
     assert anyhow.get("failures") == "1"
 
 
-def test_junit_is_xml_whatever_loads_are_called() -> None:
+def test_junit_is_valid_xml_for_any_name_of_a_load() -> None:
     odd = "".join(map(chr, (0, 8, 0x1B, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "<&\"'>]]> é 速"
     few = Change(load=odd, metric="throughput/s", judged="n/a", why=odd)
     (case, error) = ElementTree.fromstring(junit_xml(told := Comparison(changes=[few]), decide(told)))

@@ -40,7 +40,7 @@ def test_an_interval_has_one_unit() -> None:
     ("value", "text"),
     [(None, "n/a"), (0.0, "0"), (0.1234, "0.123"), (99.4, "99.4"), (99.6, "100"), (12345.6, "12,346")],
 )
-def test_numbers_have_three_digits_or_are_whole(value: float | None, text: str) -> None:
+def test_numbers_have_three_digits(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
@@ -55,7 +55,7 @@ def test_shares_are_percent_with_their_sign(value: float | None, text: str) -> N
     assert percent(value, signed=True) == text
 
 
-def test_what_is_said_cannot_break_out_of_its_place() -> None:
+def test_text_cannot_break_the_markdown() -> None:
     report = Report(
         "a*b",
         [Paragraph("x\n## y", "bad"), BulletList(["one\n- two"])],
@@ -86,7 +86,7 @@ class PlotData(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_every_kind_of_block_is_shown_and_text_of_others_stays_text() -> None:
+def test_every_kind_of_block_is_rendered_and_markup_is_escaped() -> None:
     blocks = [
         Heading(EVIL),
         Paragraph(EVIL, "bad"),
@@ -110,10 +110,10 @@ def test_nothing_is_fetched_and_nothing_runs() -> None:
     assert "url(" not in text
 
 
-def test_the_verdict_stands_before_the_plots_and_the_rest_behind() -> None:
+def test_the_verdict_precedes_the_plots() -> None:
     text = page(Report("t", [Paragraph("first")], [Paragraph("last")]), [Plot("p", "<svg></svg>", "n")], "")
     assert text.index("<p>first") < text.index("<svg") < text.index("<p>last")
 
 
-def test_a_page_without_plots_tells_why() -> None:
+def test_a_page_without_plots_says_why() -> None:
     assert "<p>No plots: install &lt;it&gt;</p>" in page(Report("t", [], []), [], "install <it>")

@@ -63,7 +63,7 @@ def test_a_percentile_takes_samples_beyond_it(q: float, least: int) -> None:
     assert not enough(least - 1, q)
 
 
-def test_a_percentile_without_enough_samples_is_not_told() -> None:
+def test_a_percentile_without_enough_samples_is_unknown() -> None:
     latency = latency_of([0.01 * n for n in range(1, 51)])
     assert latency.p95_s == pytest.approx(0.48)
     assert latency.max_s == pytest.approx(0.5)
@@ -76,7 +76,7 @@ def test_a_percentile_without_enough_samples_is_not_told() -> None:
 
 
 @pytest.mark.parametrize("n", [400, 2_000, 20_000])
-def test_the_interval_holds_the_true_p99_nineteen_times_of_twenty(n: int) -> None:
+def test_the_interval_contains_the_true_p99_nineteen_times_of_twenty(n: int) -> None:
     draw = random.Random(n)
     rounds = 400 if n < 20_000 else 60
     held = 0
@@ -126,7 +126,7 @@ def test_a_run_of_good_answers() -> None:
     assert (run.invalid, run.caveats) == ([], [])
 
 
-def test_errors_are_told_by_name_and_what_was_under_way_is_none() -> None:
+def test_errors_are_named_and_requests_under_way_do_not_count() -> None:
     failed = [(1.0, 5.0 if s == TIMED_OUT else math.inf, s) for s in (LOST, LOST, TIMED_OUT, REFUSED, UNDER_WAY)]
     answered = [(2.0, 0.1, s) for s in (503, 503, 503, WRONG, 204)]
     run = summarise(OPEN, samples(*failed, *answered, first_error=(LOST, b"")))
@@ -136,7 +136,7 @@ def test_errors_are_told_by_name_and_what_was_under_way_is_none() -> None:
     assert (run.latency.p50_s, run.latency.max_s) == (0.1, 5.0), "of the good answer and of what timed out"
 
 
-def test_what_timed_out_is_the_tail_of_the_latencies() -> None:
+def test_timeouts_are_the_tail_of_the_latencies() -> None:
     """2 % of the requests get no answer: no SLO is kept by that."""
     run = summarise(OPEN, samples(*even(980), *even(20, 5.0, TIMED_OUT)), parse_slo("p99<=100ms"))
     assert (run.answered, run.throughput) == (980, pytest.approx(98))
@@ -146,7 +146,7 @@ def test_what_timed_out_is_the_tail_of_the_latencies() -> None:
     assert "20 requests timed out: latencies count them" in run.caveats[0]
 
 
-def test_the_first_error_is_told_with_what_the_server_said() -> None:
+def test_the_first_error_is_reported_with_its_body() -> None:
     for error, told in (
         ((503, b" queue full\n"), "503 Service Unavailable: queue full"),
         ((799, b""), "799"),
@@ -155,7 +155,7 @@ def test_the_first_error_is_told_with_what_the_server_said() -> None:
         assert summarise(OPEN, samples((0.0, 0.1, error[0]), first_error=error)).first_error == told
 
 
-def test_the_slo_is_judged_and_goodput_counts_who_met_its_latency() -> None:
+def test_the_slo_is_judged_and_goodput_counts_responses_within_its_latency() -> None:
     slow = [(at, 0.2, 200) for at, _, _ in even(200)]
     run = summarise(
         OPEN, samples(*even(800), *slow, *even(10, 0.01, 503)), parse_slo("p50<=100ms,p99<=100ms,error<=2%")
@@ -166,7 +166,7 @@ def test_the_slo_is_judged_and_goodput_counts_who_met_its_latency() -> None:
     assert run.met is False
 
 
-def test_an_open_loop_beyond_the_capacity_counts_what_came_in_its_time() -> None:
+def test_an_overloaded_open_loop_counts_responses_within_its_time() -> None:
     """100 a second are offered for 10 s, 50 a second are done: the answers come until 20 s."""
     run = summarise(OPEN, samples(*((n / 100, 0.02 * (n + 1) - n / 100, 200) for n in range(1000))))
     assert run.throughput == pytest.approx(50, rel=0.01)
@@ -180,7 +180,7 @@ def test_a_closed_loop_counts_the_part_of_a_request_that_lies_in_its_time() -> N
     assert figures.CLOSED in run.caveats
 
 
-def test_what_waits_in_a_queue_at_the_end_of_a_closed_loop_adds_nothing() -> None:
+def test_requests_queued_at_the_end_of_a_closed_loop_add_nothing() -> None:
     """A server that does 50 a second, one after the other, and 50 clients: each answer takes 1 s once all wait."""
     first = [(0.0, (n + 1) / 50, 200) for n in range(50)]
     later = [((n + 1) / 50, 1.0, 200) for n in range(500)]
@@ -195,7 +195,7 @@ def test_a_first_answer_that_took_most_of_the_time_or_is_one_of_a_number_counts(
     assert run.throughput == pytest.approx(0.2)
 
 
-def test_nothing_that_was_answered_is_no_throughput() -> None:
+def test_without_responses_the_throughput_is_zero() -> None:
     run = summarise(OPEN, samples((0.0, math.inf, LOST)), parse_slo("p99<=1s"))
     assert (run.throughput, run.goodput, run.histogram != "") == (0.0, 0.0, True)
     assert summarise(OPEN, Samples()).requests == 0
@@ -227,7 +227,7 @@ def test_few_late_sends_are_chance(made: Samples) -> None:
     assert not any("of the sends" in text for text in summarise(OPEN, made).caveats)
 
 
-def test_what_is_the_generators_own_in_the_rarest_latencies_is_told() -> None:
+def test_lateness_in_the_rarest_latencies_is_a_caveat() -> None:
     """One stall of the generator's machine in a run: too few sends to doubt the p99, but the tail is its own."""
     told = "p99.9 and max include lateness of the generator itself, up to 15 ms"
     assert summarise(OPEN, late(9, 0.015)).caveats == [told]
@@ -238,20 +238,20 @@ def test_what_is_the_generators_own_in_the_rarest_latencies_is_told() -> None:
     assert summarise(CLOSED, late(9, 0.015)).caveats == [figures.CLOSED]
 
 
-def test_what_is_late_in_the_median_counts_also_beside_a_long_tail() -> None:
+def test_lateness_in_the_median_counts_despite_a_long_tail() -> None:
     made = late(1000, 0.005)
     for n in range(20):
         made.latency_s[n] = 2.0
     assert "100.0% of the sends" in summarise(OPEN, made).invalid[0]
 
 
-def test_a_lateness_that_is_small_beside_the_latency_is_only_told() -> None:
+def test_lateness_that_is_small_relative_to_the_latency_is_a_caveat() -> None:
     run = summarise(OPEN, late(20, 0.005, took=0.5))
     assert run.invalid == []
     assert run.caveats == ["2.0% of the sends were over 1 ms late (p99 5.0 ms); latencies include it"]
 
 
-def test_a_lateness_that_is_tolerated_is_only_told() -> None:
+def test_tolerated_lateness_is_a_caveat() -> None:
     assert summarise(OPEN, late(20, 0.005), late_s=0.004).invalid
     run = summarise(OPEN, late(20, 0.005), late_s=0.005)
     assert run.invalid == []
@@ -272,11 +272,11 @@ def test_a_generator_without_processor_time_left_makes_the_run_invalid(load: Loa
         ({"waited": 7}, "7 requests waited for a connection"),
     ],
 )
-def test_what_a_reader_must_know_is_told(more: dict[str, Any], told: str) -> None:
+def test_caveats_are_reported(more: dict[str, Any], told: str) -> None:
     assert told in summarise(OPEN, samples(*even(10), **more)).caveats[0]
 
 
-def test_a_histogram_that_could_not_be_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_histogram_is_a_caveat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "encode", lambda latencies: "")
     assert summarise(OPEN, samples(*even(10))).caveats == [figures.NO_HISTOGRAM]
 
@@ -288,7 +288,7 @@ def test_latencies_come_back_to_three_digits_with_their_counts() -> None:
     assert [seconds for seconds, _ in found] == pytest.approx([0.001, 0.0123456, 0.25, 1.5], rel=0.001)
 
 
-def test_what_is_out_of_range_counts_at_its_end() -> None:
+def test_values_out_of_range_are_clipped() -> None:
     assert decode(encode([0.0, 1e-9, 7200.0])) == [(pytest.approx(1e-6), 2), (pytest.approx(3600, rel=0.001), 1)]
 
 
@@ -297,7 +297,7 @@ def test_nothing_is_an_empty_histogram() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "HISTFAAAA", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"])
-def test_what_is_no_histogram_is_refused(text: str) -> None:
+def test_an_invalid_histogram_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="no HDR histogram: found"):
         decode(text)
 

@@ -76,7 +76,7 @@ def test_an_alarm_rings_once_for_each_time_that_is_set(
 
 @pytest.mark.parametrize("new_loop", loops())
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_alarm_may_be_set_anew_by_what_it_calls(kind: type[LoopTimer] | type[TimerFile], new_loop: object) -> None:
+def test_an_alarm_can_be_set_again_from_its_callback(kind: type[LoopTimer] | type[TimerFile], new_loop: object) -> None:
     async def run() -> int:
         rung = 0
         over = asyncio.Event()
@@ -250,7 +250,7 @@ def figures(samples: Samples, mode: str = "open") -> Measurement:
 # ---- the open loop
 
 
-def test_a_stall_of_the_server_counts_for_all_who_came_in_it(virtually: LoadRun) -> None:
+def test_a_server_stall_delays_every_request_that_arrives_during_it(virtually: LoadRun) -> None:
     """Coordinated omission: 100 requests a second for 20 s, of which the server stands still for 2."""
     seen = figures(virtually(open_(), Frozen(1009.02, 1011.02)))
     assert seen.requests == seen.answered == 2000
@@ -262,7 +262,7 @@ def test_a_stall_of_the_server_counts_for_all_who_came_in_it(virtually: LoadRun)
     assert not seen.invalid
 
 
-def test_a_closed_loop_does_not_see_a_stall_and_says_so(virtually: LoadRun) -> None:
+def test_a_closed_loop_warns_that_it_cannot_see_stalls(virtually: LoadRun) -> None:
     seen = figures(virtually(closed(concurrency=1, seconds=20.0), Frozen(1009.02, 1011.02)), "closed")
     assert seen.latency.p99_s == pytest.approx(0.005)
     assert seen.latency.max_s == pytest.approx(2.005, rel=0.02)
@@ -290,7 +290,7 @@ def test_more_connections_are_opened_while_none_is_free(virtually: LoadRun) -> N
     assert list(samples.latency_s) == pytest.approx([0.005] * 4, abs=1e-6)
 
 
-def test_what_no_connection_is_free_for_waits_its_turn_and_the_wait_counts(
+def test_requests_without_a_free_connection_wait_and_the_wait_counts(
     virtually: LoadRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_run, "MOST_CONNECTIONS", 1)
@@ -300,7 +300,7 @@ def test_what_no_connection_is_free_for_waits_its_turn_and_the_wait_counts(
     assert any("2 requests waited for a connection" in caveat for caveat in figures(samples).caveats)
 
 
-def test_what_the_generator_itself_is_late_is_part_of_the_latency_and_makes_the_run_invalid(virtually: LoadRun) -> None:
+def test_lateness_of_the_generator_counts_as_latency_and_invalidates_the_run(virtually: LoadRun) -> None:
     def stumbles(number: int, status: int, body: bytes) -> bool:
         virtually.loop.now += 0.050  # type: ignore[attr-defined]
         return True
@@ -368,7 +368,7 @@ def test_every_request_has_its_own_latency_or_error(drawn: list[tuple[float, flo
 # ---- the closed loop
 
 
-def test_every_client_sends_when_it_was_answered(virtually: LoadRun) -> None:
+def test_every_client_sends_after_its_response(virtually: LoadRun) -> None:
     server = Server(0.010)
     samples = virtually(closed(concurrency=3, seconds=0.095), server)
     assert len(server.seen) == 30, "ten times three, the last of them at 90 ms"
@@ -407,7 +407,7 @@ def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtua
 # ---- bad servers
 
 
-def test_nobody_at_the_address_is_told_before_anything_is_sent(virtually: LoadRun) -> None:
+def test_an_unreachable_address_is_an_error_before_sending(virtually: LoadRun) -> None:
     server = Server()
     server.here = lambda now: False
     with pytest.raises(Unreachable, match=r"no connection to http://127\.0\.0\.1:9: .*refused"):
@@ -416,7 +416,7 @@ def test_nobody_at_the_address_is_told_before_anything_is_sent(virtually: LoadRu
         virtually(closed(seconds=1.0), server)
 
 
-def test_the_first_error_is_kept_with_what_the_server_said(virtually: LoadRun) -> None:
+def test_the_first_error_is_stored_with_its_body(virtually: LoadRun) -> None:
     class Wrong(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return now + self.takes_s, answer(415, b"expected image/png, found %d" % len(self.seen) + b"!" * 1000)
@@ -442,7 +442,7 @@ class Dies(Server):
 
 
 @pytest.mark.parametrize("work", [lambda: open_(connections=2), lambda: closed(seconds=20.0)])
-def test_a_run_whose_server_is_gone_ends_soon(virtually: LoadRun, work: Callable[[], Any]) -> None:
+def test_a_run_ends_early_when_its_server_is_gone(virtually: LoadRun, work: Callable[[], Any]) -> None:
     samples = virtually(work(), Dies())
     assert samples.ended == "gone"
     assert set(samples.status) == {200, LOST, REFUSED}
@@ -476,7 +476,7 @@ def test_a_server_that_closes_after_each_answer_is_met_again(virtually: LoadRun,
 
 
 @pytest.mark.parametrize("work", [lambda: open_(times=[0.1 * n for n in range(6)]), lambda: closed(at_least=6)])
-def test_what_is_no_http_ends_the_connection(virtually: LoadRun, work: Callable[[], Any]) -> None:
+def test_a_response_that_is_not_http_ends_the_connection(virtually: LoadRun, work: Callable[[], Any]) -> None:
     class Babbles(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return now + self.takes_s, b"what?\r\n\r\n"
@@ -529,7 +529,7 @@ def test_half_an_answer_is_lost(virtually: LoadRun, work: Any, length: str) -> N
 
 
 @BOTH
-def test_of_answers_that_nobody_checks_only_the_beginning_is_kept(virtually: LoadRun, work: Any) -> None:
+def test_only_the_beginning_of_unchecked_responses_is_kept(virtually: LoadRun, work: Any) -> None:
     class Long(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             head = b"HTTP/1.1 500 S\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -540,7 +540,7 @@ def test_of_answers_that_nobody_checks_only_the_beginning_is_kept(virtually: Loa
 
 
 @BOTH
-def test_a_check_that_raises_is_no_fault_of_the_server(virtually: LoadRun, work: Any) -> None:
+def test_an_error_of_the_check_is_raised(virtually: LoadRun, work: Any) -> None:
     def check(number: int, status: int, body: bytes) -> bool:
         raise ZeroDivisionError
 
@@ -561,7 +561,7 @@ def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: LoadR
     assert "had no file or port for 3 more connections" in figures(samples).invalid[0]
 
 
-def test_a_server_of_one_connection_at_a_time_is_asked_over_its_first(virtually: LoadRun) -> None:
+def test_a_server_with_one_connection_at_a_time_gets_requests_on_its_first(virtually: LoadRun) -> None:
     class Single(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return (now + self.takes_s, answer()) if connection == 1 else None
@@ -570,11 +570,11 @@ def test_a_server_of_one_connection_at_a_time_is_asked_over_its_first(virtually:
     assert list(samples.status) == [200] * 9
 
 
-def test_a_short_run_is_not_thought_busy_for_what_came_before_it(virtually: LoadRun) -> None:
+def test_cpu_time_before_a_run_does_not_count(virtually: LoadRun) -> None:
     assert virtually(open_(times=[0.0]), Server()).busy_s == pytest.approx(load_run.LEAD_S)
 
 
-def test_the_check_sees_every_answer_and_those_it_refuses_are_wrong(virtually: LoadRun) -> None:
+def test_the_check_sees_every_response_and_marks_rejected_ones_wrong(virtually: LoadRun) -> None:
     class Counts(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
             return now + self.takes_s, answer(503 if len(self.seen) == 2 else 200, request[-1:])
@@ -592,7 +592,7 @@ def test_the_check_sees_every_answer_and_those_it_refuses_are_wrong(virtually: L
 
 
 @pytest.mark.parametrize("loop", [open_, closed])
-def test_a_run_that_is_cancelled_leaves_what_is_there(virtually: LoadRun, loop: Any) -> None:
+def test_a_cancelled_run_keeps_its_samples(virtually: LoadRun, loop: Any) -> None:
     samples = Samples()
     given = {"times": [n / 10 for n in range(100)]} if loop is open_ else {"concurrency": 1, "seconds": 10.0}
 
@@ -614,7 +614,7 @@ def test_a_run_that_is_cancelled_leaves_what_is_there(virtually: LoadRun, loop: 
     assert any("1 requests under way" in text for text in seen.caveats)
 
 
-def test_progress_is_told_while_the_run_goes_on(virtually: LoadRun) -> None:
+def test_progress_is_reported_during_the_run(virtually: LoadRun) -> None:
     told: list[tuple[float, int]] = []
     virtually(open_(times=[n / 10 for n in range(10)], on_progress=lambda s, n: told.append((s, n))), Server())
     assert len(told) == 9
@@ -710,7 +710,7 @@ def test_answers_that_come_in_pieces_are_put_together(new_loop: Any, tls: bool) 
     assert all(0 < took < 10 for samples in found for took in samples.latency_s)
 
 
-def test_a_message_is_whole_and_names_its_host() -> None:
+def test_a_message_is_complete_with_its_host() -> None:
     there = Endpoint("::1", 8080, "/v")
     message = http_request(there, "POST", "/predictions/m", {"Content-Type": "text/plain"}, b"hello")
     head = "POST /v/predictions/m HTTP/1.1\r\nHost: [::1]:8080\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n"

@@ -19,7 +19,7 @@ from penstock.perf.bench.measurement import (
 Make = Callable[..., Measurement]
 
 
-def test_repeats_of_a_load_and_a_configuration_are_one_point_in_the_order_they_came(make_measurement: Make) -> None:
+def test_repeats_of_a_load_form_one_point_in_order(make_measurement: Make) -> None:
     runs = [make_measurement(label=label, clients=n) for label, n in (("b=2", 8), ("", 1), ("b=2", 8), ("b=2", 1))]
     found = group_by_load([*runs, make_measurement(clients=1, invalid=["late"])])
     assert [(p.name, len(p.runs), len(p.invalid)) for p in found] == [
@@ -27,7 +27,7 @@ def test_repeats_of_a_load_and_a_configuration_are_one_point_in_the_order_they_c
     ]  # fmt: skip
 
 
-def test_a_median_is_that_of_all_valid_repeats_or_none(make_measurement: Make) -> None:
+def test_a_median_needs_all_valid_repeats(make_measurement: Make) -> None:
     (point,) = group_by_load(make_measurement(clients=8, most=most) for most in (100.0, 300.0, 200.0))
     assert point.median(throughput) == 200
     silent = make_measurement(clients=8, latency=Latency())
@@ -42,7 +42,7 @@ def test_a_median_is_that_of_all_valid_repeats_or_none(make_measurement: Make) -
     ("each", "together"),
     [([True, True], True), ([True, False], False), ([None, False], False), ([True, None], None), ([], None)],
 )
-def test_an_slo_is_kept_when_each_repeat_keeps_it(
+def test_an_slo_is_met_if_every_repeat_meets_it(
     make_measurement: Make, each: list[bool | None], together: bool | None
 ) -> None:
     runs = [make_measurement(clients=1) for _ in each]

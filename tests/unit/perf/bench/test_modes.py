@@ -81,14 +81,14 @@ async def test_a_ramp_finds_the_highest_rate_that_holds() -> None:
     assert len(fake.loads) <= 12
 
 
-async def test_a_ramp_without_a_rate_begins_with_half_of_what_one_client_gets() -> None:
+async def test_a_ramp_without_a_rate_starts_at_half_of_one_clients_throughput() -> None:
     fake = Fake(queue(1000))
     await fake.run(LoadPlan(mode="ramp"), "p99<=100ms")
     assert (fake.loads[0].mode, fake.loads[0].concurrency) == ("closed", 1)
     assert fake.loads[1].rate == 50
 
 
-async def test_a_ramp_without_an_slo_breaks_where_p99_is_five_times_that_of_the_first_rate() -> None:
+async def test_a_ramp_without_an_slo_breaks_at_five_times_the_first_p99() -> None:
     fake = Fake(queue(1000))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100,)))
     good = float(text.split(":")[1].split("/s")[0])
@@ -103,27 +103,27 @@ async def test_a_ramp_whose_first_rate_is_too_high_goes_down() -> None:
     assert 900 / 1.06 < float(text.split(":")[1].split("/s")[0].replace(",", "")) <= 900
 
 
-async def test_a_ramp_ends_where_nothing_holds_and_says_why() -> None:
+async def test_a_ramp_ends_if_no_rate_holds_and_says_why() -> None:
     fake = Fake(lambda load: seen(load, 1.0, errors=500))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
     assert text == "no knee: 1/s is already too much: 50.0% errors"
 
 
-async def test_a_ramp_goes_no_higher_than_it_was_told() -> None:
+async def test_a_ramp_does_not_exceed_its_last_rate() -> None:
     fake = Fake(queue(1000))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100, 200)), "p99<=100ms")
     assert [load.rate for load in fake.loads] == [100, 150, 200]
     assert text == "knee: 200/s hold p99<=100ms; no higher rate was requested"
 
 
-async def test_steps_of_a_ramp_last_until_there_are_samples_for_the_percentile() -> None:
+async def test_ramp_steps_last_until_the_percentile_has_enough_samples() -> None:
     fake = Fake(queue(1000))
     await fake.run(LoadPlan(mode="ramp", rates=(10, 10), seconds=1), "p99<=100ms")
     await fake.run(LoadPlan(mode="ramp", rates=(10, 10), seconds=1), "p99.9<=100ms")
     assert [load.seconds for load in fake.loads] == [12, 120]
 
 
-async def test_a_ramp_ends_where_the_generator_does_and_names_no_knee() -> None:
+async def test_a_ramp_ends_at_the_limit_of_the_generator_without_a_knee() -> None:
     fake = Fake(lambda load: seen(load, load.rate, invalid="late" if load.rate > 200 else ""))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100,)), "p99<=100ms")
     assert text == "where it breaks is not known: 150/s hold p99<=100ms; more cannot be measured, see INVALID"
@@ -164,7 +164,7 @@ async def test_a_generator_that_is_too_slow_saturates_nothing() -> None:
     assert text == "where it saturates is not known: 2 clients get 200/s; more cannot be measured, see INVALID"
 
 
-def test_values_are_told_in_the_units_of_their_part() -> None:
+def test_values_have_the_units_of_their_objective() -> None:
     assert in_units("p99", 0.1234) == "123.4 ms"
     assert in_units("error", 0.0012) == "0.12%"
     assert in_units("throughput", 1234.0) == "1,234/s"

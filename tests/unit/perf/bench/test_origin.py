@@ -10,7 +10,7 @@ from penstock.perf.bench import origin as of
 from penstock.perf.bench.origin import command_line, machine, redacted, versions
 
 
-def test_a_machine_is_told_by_what_a_reader_compares() -> None:
+def test_a_machine_has_the_facts_that_a_reader_compares() -> None:
     found = machine()
     assert found["cpu"]
     assert found["cores"] >= 1
@@ -18,7 +18,7 @@ def test_a_machine_is_told_by_what_a_reader_compares() -> None:
     assert set(found) == {"cpu", "cores", "memory_gib", "system", "gpus", "load_before"}
 
 
-def test_a_machine_without_proc_and_without_gpus_is_told_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_proc_and_gpus_is_described_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(of, "_CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(of.Gpus, "read", lambda self: [])
     found = machine()
@@ -26,13 +26,13 @@ def test_a_machine_without_proc_and_without_gpus_is_told_too(monkeypatch: pytest
     assert found["gpus"] == []
 
 
-def test_versions_are_those_of_what_is_installed() -> None:
+def test_versions_are_those_of_installed_packages() -> None:
     found = versions(["numpy", "no-such-library"])
     assert {"python", "penstock", "msgspec", "numpy"} <= set(found)
     assert "no-such-library" not in found
 
 
-def test_versions_are_told_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_work_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("git")
 
@@ -54,15 +54,15 @@ def test_versions_are_told_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
         ("app.py:Model", "app.py:Model"),
     ],
 )
-def test_what_is_secret_by_its_name_is_hidden_and_the_rest_is_not(text: str, kept: str) -> None:
+def test_values_of_secret_names_are_hidden(text: str, kept: str) -> None:
     assert redacted(text) == kept
 
 
-def test_the_command_line_is_kept_without_its_secrets() -> None:
+def test_the_command_line_is_stored_without_its_secrets() -> None:
     words = ["bench", "app.py:My Model", "--option", "api_key=t0 p, x", "--option=db.password=t0=p", "--set", "a.key="]
     told = "penstock bench 'app.py:My Model' --option 'api_key=***' '--option=db.password=***' --set a.key="
     assert command_line([*words, "--token-file", "f"]) == f"{told} --token-file f"
 
 
-def test_bytes_that_are_no_text_are_shown_as_such() -> None:
+def test_bytes_that_are_not_text_are_escaped() -> None:
     assert command_line(["a\udcff", "key=\udcff", "\udcffkey=x"]) == "penstock 'a\\udcff' 'key=***' '\\udcffkey=***'"

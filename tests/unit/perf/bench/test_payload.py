@@ -24,7 +24,7 @@ def target(*inputs: TensorSpec, protocol: Any = "native", path: str = "", **more
     return Target(text="t", endpoint=endpoint, model="m", path=path, protocol=protocol, inputs=inputs, **more)
 
 
-def test_a_file_is_sent_as_its_suffix_says(tmp_path: Path) -> None:
+def test_the_suffix_of_a_file_determines_its_content_type(tmp_path: Path) -> None:
     for name, wanted in [
         ("a.json", "application/json"),
         ("a.jpg", "image/jpeg"),
@@ -56,7 +56,7 @@ def test_each_line_of_a_jsonl_is_a_request(tmp_path: Path) -> None:
     ]
 
 
-def test_data_that_is_absent_empty_or_broken_is_told_with_its_place(tmp_path: Path) -> None:
+def test_missing_empty_or_invalid_data_is_reported_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.jsonl").write_text('{"a": 1}\n{"a":\n')
@@ -72,7 +72,7 @@ def test_data_that_is_absent_empty_or_broken_is_told_with_its_place(tmp_path: Pa
             payloads(str(tmp_path / name), target())
 
 
-def test_payloads_that_have_no_room_together_are_refused_or_fewer(
+def test_payloads_that_exceed_the_memory_limit_are_refused_or_fewer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(payload, "MOST_BYTES", 150_000)
@@ -163,7 +163,7 @@ def test_a_request_goes_to_the_path_of_its_payload_with_type_and_token() -> None
         request_of(target(token="a\r\nX: b"), chance)
 
 
-def test_an_open_inference_answer_without_outputs_is_no_good_one() -> None:
+def test_an_open_inference_response_without_outputs_is_an_error() -> None:
     check = check_of(target(protocol="oip"))
     assert check is not None
     assert check(0, 200, b'{"model_name":"m","outputs":[]}')

@@ -82,17 +82,17 @@ def test_the_same_measurements_give_the_same_plots(tuned: list[Measurement]) -> 
     assert draw(tuned[:1], SLO) == draw(tuned[:1], SLO)
 
 
-def test_nothing_valid_has_no_plots(make_measurement: Make) -> None:
+def test_without_valid_runs_there_are_no_plots(make_measurement: Make) -> None:
     assert draw([]) == []
     assert draw([make_measurement(rate=10.0, invalid=["late"])], SLO) == []
 
 
-def test_a_lone_measurement_without_a_server_has_what_it_can_tell(make_measurement: Make) -> None:
+def test_a_single_measurement_without_server_stats_has_its_own_plots(make_measurement: Make) -> None:
     plots = by_title(draw([make_measurement(clients=4, server=None)]))
     assert list(plots) == ["Throughput against p99", "Percentiles"]
 
 
-def test_what_cannot_be_told_is_not_drawn(make_measurement: Make) -> None:
+def test_unknown_figures_are_not_drawn(make_measurement: Make) -> None:
     assert draw([make_measurement(clients=4, server=None, latency=Latency())]) == []
 
 
@@ -105,21 +105,21 @@ def test_percentiles_come_from_the_histograms_of_all_repeats(make_measurement: M
     assert "500 ms" not in texts(by_title(draw(broken))["Percentiles"])
 
 
-def test_names_of_others_are_text_and_no_formula(make_measurement: Make) -> None:
+def test_names_are_escaped_in_plots(make_measurement: Make) -> None:
     runs = [make_measurement(label=label, clients=2, server=None) for label in ("$\\frac$ <b>&", "x" * 100, "速度")]
     (first, _) = draw(runs)
     assert "$\\frac$ &lt;b&gt;&amp;" in texts(first)
     assert max(map(len, texts(first))) < 50
 
 
-def test_long_settings_are_told_apart_by_their_values(make_measurement: Make) -> None:
+def test_long_settings_are_shortened_to_their_values(make_measurement: Make) -> None:
     most = "batch=4,instances=2,precision=bf16,optimize="
     runs = [make_measurement(label=most + what, clients=2, server=None) for what in ("none", "optimize_for_inference")]
     found = set(texts(by_title(draw(runs))["Throughput against p99"]))
     assert {"4, 2, bf16, none", "4, 2, bf16, optimize_for_inference"} <= found
 
 
-def test_of_many_settings_the_best_are_shown_and_the_rest_is_told(make_measurement: Make) -> None:
+def test_plots_show_the_best_settings_and_count_the_rest(make_measurement: Make) -> None:
     runs = [make_measurement(label=f"threads={n}", rate=50.0 * n, most=60.0 * n, server=None) for n in range(1, 12)]
     plot = by_title(draw(runs))["Throughput against p99"]
     assert "threads=11" in texts(plot)
@@ -127,7 +127,7 @@ def test_of_many_settings_the_best_are_shown_and_the_rest_is_told(make_measureme
     assert plot.note.endswith("3 more settings are not shown.")
 
 
-def test_without_matplotlib_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[plots\]'"):
         draw([])

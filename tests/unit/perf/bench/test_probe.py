@@ -31,7 +31,7 @@ def batch(
     )  # fmt: skip
 
 
-def test_only_what_came_between_two_pages_is_told_of_one_model_in_all_its_versions() -> None:
+def test_stats_cover_one_model_in_all_versions_between_two_pages() -> None:
     observer = PrometheusObserver()
     observer.on_complete(batch(64, (5.0, 5.0, 5.0)))
     before = shown(observer)
@@ -58,13 +58,13 @@ def test_percentiles_lie_between_the_bounds_of_their_bucket() -> None:
     )  # from 0.0025 to 0.005
 
 
-def test_percentiles_are_found_over_all_buckets_in_whatever_order_they_stand() -> None:
+def test_quantiles_use_all_buckets_in_any_order() -> None:
     counts = {"4": 200, "2": 100, "1": 100, "+Inf": 200}
     page = read_page("".join(f'penstock_run_seconds_bucket{{le="{le}"}} {n}\n' for le, n in counts.items()), "m")
     assert between(MetricsPage(), page)["worker_at_s"] == pytest.approx({"p50": 1.0, "p90": 3.6, "p99": 3.96})
 
 
-def test_a_model_that_tells_no_stages_is_timed_as_a_whole() -> None:
+def test_a_model_without_stages_is_timed_as_a_whole() -> None:
     observer = PrometheusObserver()
     before = shown(observer)
     observer.on_complete(batch(1, None))
@@ -84,12 +84,12 @@ def test_values_beyond_the_last_bound_stand_at_it() -> None:
 
 
 @pytest.mark.parametrize(("count", "told"), [(1, []), (2, ["p50"]), (10, ["p50", "p90"]), (99, ["p50", "p90"])])
-def test_a_percentile_of_too_few_values_is_not_told(count: int, told: list[str]) -> None:
+def test_a_quantile_needs_enough_values(count: int, told: list[str]) -> None:
     page = read_page(f'penstock_queue_seconds_bucket{{le="1"}} {count}\n', "m")
     assert list(between(MetricsPage(), page).get("queue_at_s", {})) == told
 
 
-def test_a_server_that_began_anew_meanwhile_tells_nothing() -> None:
+def test_a_server_that_restarted_yields_nothing() -> None:
     observer = PrometheusObserver()
     observer.on_complete(batch(8, None))
     observer.on_complete(batch(8, None))
@@ -98,7 +98,7 @@ def test_a_server_that_began_anew_meanwhile_tells_nothing() -> None:
     assert between(shown(observer), shown(fresh)) == {}
 
 
-def test_a_time_in_which_nothing_was_run_tells_no_means() -> None:
+def test_without_batches_there_are_no_means() -> None:
     observer = PrometheusObserver()
     observer.on_complete(batch(8, None))
     assert between(shown(observer), shown(observer)) == {}
@@ -116,7 +116,7 @@ QueueTime{Level="Host",Hostname="h",} 7.0 1767225600000
 """
 
 
-def test_the_waits_of_torchserve_are_told_from_its_counters_and_its_last_batch_stands_for_all() -> None:
+def test_torchserve_stats_use_its_counters_and_its_last_batch() -> None:
     before, after = (read_page(TORCHSERVE % values, "m") for values in (("1000.0", 4, 9), ("1.0E4", 6, 10)))
     assert between(before, after) == pytest.approx({"queue_s": 0.003, "run_s": 0.0125})
     assert between(after, after)["queue_s"] == pytest.approx(0.007)  # without counters its last request must do
@@ -124,7 +124,7 @@ def test_the_waits_of_torchserve_are_told_from_its_counters_and_its_last_batch_s
     assert between(*requests) == {}  # a wait that is not told is not 0
 
 
-def test_what_is_no_page_of_metrics_tells_nothing() -> None:
+def test_an_invalid_metrics_page_yields_nothing() -> None:
     for text in (
         "",
         "<html>\n",
@@ -162,7 +162,7 @@ async def watched(probe: ServerProbe) -> Any:
     return await probe.stop()
 
 
-def test_processes_and_gpus_are_looked_at_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_and_gpus_are_sampled_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Gpus", FakeGpus)
     used_s = iter([10.0, 12.0])  # the kernel counts in hundredths, and this run is shorter
     monkeypatch.setattr(module, "_cpu_s", lambda processes: next(used_s) if processes else 0.0)
@@ -203,7 +203,7 @@ class Process:
         return self.times
 
 
-def test_workers_count_with_their_server_also_those_that_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_count_with_their_server_even_if_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Gpus", FakeGpus)
     monkeypatch.setattr(module.psutil, "Process", Process)
     clock = iter(range(100))
@@ -213,7 +213,7 @@ def test_workers_count_with_their_server_also_those_that_came_meanwhile(monkeypa
     assert side.memory_bytes == 2 * 1000
 
 
-def test_what_the_page_of_metrics_tells_of_the_run_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_include_the_metrics_page(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = iter(
         f'penstock_queue_seconds_sum{{model="m"}} {total}\npenstock_queue_seconds_count{{model="m"}} {count}\n'
         for total, count in [(1.0, 10), (3.0, 20)]
@@ -229,7 +229,7 @@ def test_what_the_page_of_metrics_tells_of_the_run_is_there(monkeypatch: pytest.
     assert (side.cpu, side.memory_bytes, side.gpus) == (None, None, [])
 
 
-def test_a_server_that_shows_nothing_is_no_server_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_visible_data_has_no_stats(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object, **__: object) -> Reply:
         raise Unreachable("gone")
 
@@ -242,7 +242,7 @@ def test_a_server_that_shows_nothing_is_no_server_side(monkeypatch: pytest.Monke
     assert (side.cpu, side.memory_bytes, len(side.gpus)) == (None, None, 1)
 
 
-def test_a_page_that_is_there_only_once_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_available_only_once_yields_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     page = b"penstock_queue_seconds_sum 1\npenstock_queue_seconds_count 2\n"
     for statuses in ((503, 200), (200, 503)):
         replies = iter(statuses)

@@ -49,12 +49,12 @@ def test_without_matplotlib_the_page_has_no_plots_and_says_so(folder: Path, monk
     assert "<svg" not in page.read_text()
 
 
-def test_a_folder_of_no_results_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no results"):
         publish(tmp_path)
 
 
-def test_a_full_disk_is_told_and_leaves_no_half_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(os, "fsync", no_room)
     with pytest.raises(PenstockError, match="the disk is full"):
@@ -108,7 +108,7 @@ def loads(report: Report) -> list[dict[str, str]]:
     return [dict(zip(table.header, row, strict=True)) for row in table.rows]
 
 
-def test_the_verdict_stands_first_with_all_that_it_owes(make_measurement: Make) -> None:
+def test_the_verdict_of_tuning_is_complete(make_measurement: Make) -> None:
     text = markdown(compose(ORIGIN, [make_measurement(rate=400.0, label="batch=8,instances=2")], VERDICT))
     head = text[: text.index("## Loads")]
     assert head.startswith(
@@ -121,18 +121,18 @@ def test_the_verdict_stands_first_with_all_that_it_owes(make_measurement: Make) 
     assert "| batch=16,instances=2 | p99 up to 112 ms at 410/s |" in head
 
 
-def test_an_slo_that_nothing_keeps_is_said_with_what_comes_nearest() -> None:
+def test_an_slo_that_no_settings_meet_names_the_nearest() -> None:
     verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", met=False, goodput=None)
     assert "**No settings meet p99<=100ms. Nearest: batch=1.**" in lines(compose(ORIGIN, [], verdict))
 
 
-def test_what_no_repeats_have_proven_is_not_told_as_chosen() -> None:
+def test_an_unproven_choice_is_marked() -> None:
     verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", proven=False, goodput=90.0)
     text = lines(compose(ORIGIN, [], verdict))
     assert "**Not proven: batch=1: 90 good responses/s within p99<=100ms.**" in text
 
 
-def test_a_search_that_could_measure_nothing_says_so() -> None:
+def test_a_search_without_measurements_says_so() -> None:
     text = lines(compose(ORIGIN, [], Verdict(slo=SLO, chosen="", default="batch=1", met=False)))
     assert text[2] == "**No measurement shows whether p99<=100ms can be met.**"
     assert text[3:5] == ["", "## Machine"]
@@ -148,19 +148,19 @@ def test_a_search_that_could_measure_nothing_says_so() -> None:
         ({"gain": -0.02, "interval": (-0.04, 0.01)}, "-2.0 %, between -4.0 % and +1.0 % (95 %)."),
     ],
 )
-def test_the_gain_is_told_as_far_as_it_is_known(change: dict[str, object], told: str) -> None:
+def test_the_gain_is_reported_if_known(change: dict[str, object], told: str) -> None:
     verdict = Verdict(**({name: getattr(VERDICT, name) for name in VERDICT.__struct_fields__} | change))
     assert told in markdown(compose(ORIGIN, [], verdict))
 
 
-def test_what_each_of_the_settings_bore_is_a_table_of_its_own() -> None:
+def test_the_results_of_all_settings_form_a_table() -> None:
     tuned = structs.replace(VERDICT, table=[["workers", "p99_ms"], ["2", "81"]])
     text = markdown(compose(ORIGIN, [], tuned))
     assert "## Settings\n\n| workers | p99_ms |\n| --- | --- |\n| 2 | 81 |" in text
     assert "## Settings" not in markdown(compose(ORIGIN, [], structs.replace(VERDICT, table=[["workers"]])))
 
 
-def test_without_tuning_the_verdict_is_where_the_slo_is_kept(make_measurement: Make) -> None:
+def test_without_tuning_the_verdict_is_the_highest_load_that_meets_the_slo(make_measurement: Make) -> None:
     runs = [make_measurement(rate=rate, base_s=0.02, slo=SLO) for rate in (200.0, 500.0, 950.0)]
     text = lines(compose(ORIGIN, runs))
     assert text[2] == "**SLO p99<=100ms met up to 495 good responses/s (500/s poisson).**"
@@ -168,20 +168,20 @@ def test_without_tuning_the_verdict_is_where_the_slo_is_kept(make_measurement: M
     assert "penstock bench app.py:Model --rate 100" in text
 
 
-def test_an_slo_that_no_load_keeps_is_said(make_measurement: Make) -> None:
+def test_an_slo_that_no_load_meets_is_reported(make_measurement: Make) -> None:
     text = lines(compose(ORIGIN, [make_measurement(rate=500.0, base_s=0.2, slo=SLO) for _ in range(3)]))
     assert text[2] == "**No measured load met SLO p99<=100ms.**"
     assert text[4].endswith("in 3 of 3")
 
 
-def test_each_missed_part_of_an_slo_is_told_in_its_unit(make_measurement: Make) -> None:
+def test_each_missed_objective_is_reported_in_its_unit(make_measurement: Make) -> None:
     slo = "p99<=1ms,error<=0.1%,throughput>=5000/s,p50<=9s"
     run = make_measurement(clients=8, slo=slo, errors={"503": 40})
     text = markdown(compose(ORIGIN, [run]))
     assert "\n- missed, 8 clients: p99<=1ms is 31 ms, error<=0.1% is 0.50 %, throughput>=5000/s is 800\n" in text
 
 
-def test_too_few_requests_for_the_slo_are_no_verdict_on_it(make_measurement: Make) -> None:
+def test_too_few_requests_do_not_judge_the_slo(make_measurement: Make) -> None:
     run = make_measurement(rate=5.0, slo=SLO, latency=Latency(p50_s=0.01))
     text = lines(compose(ORIGIN, [run]))
     assert text[2:5] == [
@@ -193,7 +193,7 @@ def test_too_few_requests_for_the_slo_are_no_verdict_on_it(make_measurement: Mak
     assert f"**No measured load met SLO {SLO}.**" in lines(compose(ORIGIN, [run, missed]))
 
 
-def test_without_an_slo_the_most_throughput_is_told(make_measurement: Make) -> None:
+def test_without_an_slo_the_highest_throughput_is_reported(make_measurement: Make) -> None:
     runs = [make_measurement(clients=clients) for clients in (1, 8, 64)]
     assert lines(compose(ORIGIN, runs))[2] == "Highest throughput: 1,000/s, 64 clients, p99 224 ms."
 
@@ -216,19 +216,19 @@ def test_a_single_run_has_the_interval_of_its_p99_and_invalid_repeats_are_counte
     assert row["p99 (95 %)"] == "31 ms"
 
 
-def test_a_percentile_without_enough_samples_is_not_told(make_measurement: Make) -> None:
+def test_a_percentile_without_enough_samples_is_unknown(make_measurement: Make) -> None:
     latency = Latency(p50_s=0.01, p90_s=0.02, p99_s=0.0301)
     (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, latency=latency)]))
     assert (row["p50"], row["p99 (95 %)"], row["p99.9"]) == ("10 ms", "30.1 ms", "n/a")
 
 
-def test_a_percentile_that_one_repeat_cannot_tell_is_not_told(make_measurement: Make) -> None:
+def test_a_percentile_missing_from_one_repeat_is_empty(make_measurement: Make) -> None:
     runs = [make_measurement(clients=8), make_measurement(clients=8, latency=Latency(p50_s=0.01))]
     (row,) = loads(compose(ORIGIN, runs))
     assert row["p99 (95 %)"] == "n/a"
 
 
-def test_an_invalid_run_has_no_numbers_but_a_reason(make_measurement: Make) -> None:
+def test_an_invalid_run_has_a_reason_instead_of_figures(make_measurement: Make) -> None:
     bad = make_measurement(rate=900.0, invalid=["the generator used 0.97 of a core"])
     report = compose(ORIGIN, [bad, make_measurement(rate=100.0)])
     text = markdown(report)
@@ -244,12 +244,12 @@ def test_nothing_valid_is_a_verdict_too(make_measurement: Make) -> None:
     assert "**No valid measurement.**" in lines(compose(ORIGIN, []))
 
 
-def test_a_caveat_is_said_once_for_all_its_loads(make_measurement: Make) -> None:
+def test_a_caveat_appears_once_with_all_its_loads(make_measurement: Make) -> None:
     runs = [make_measurement(clients=n, caveats=["cannot see stalls"]) for n in (1, 2, 4, 8, 16, 32)]
     assert "- cannot see stalls (1 client, 2 clients, 4 clients, 8 clients and 2 more)" in lines(compose(ORIGIN, runs))
 
 
-def test_errors_are_told_by_code_with_the_first(make_measurement: Make) -> None:
+def test_errors_are_reported_by_code_with_the_first(make_measurement: Make) -> None:
     first = 'HTTP 503\n{"error": "```"}'
     runs = [make_measurement(clients=1, errors={"503": 2, "lost": 1}, first_error=first) for _ in range(2)]
     text = markdown(compose(ORIGIN, runs))
@@ -257,7 +257,7 @@ def test_errors_are_told_by_code_with_the_first(make_measurement: Make) -> None:
     assert f"````\n{first}\n````" in text
 
 
-def test_what_the_server_tells_is_a_table_and_what_it_does_not_is_none(make_measurement: Make) -> None:
+def test_server_stats_form_a_table_with_unknown_figures_marked(make_measurement: Make) -> None:
     text = markdown(compose(ORIGIN, [make_measurement(clients=8)]))
     assert "| 8 clients | 5 ms | 400 µs | 4 ms | 200 µs | 5.8 | 1.1 | 400 MiB | 80 %, 1,024 MiB |" in text
     assert "In the server" not in markdown(compose(ORIGIN, [make_measurement(clients=8, server=None)]))
@@ -280,7 +280,7 @@ def test_text_of_others_stays_text() -> None:
     assert "Chosen: \\<script>\\`x\\` # big within" in markdown(compose(ORIGIN, [], verdict))
 
 
-def test_loads_whose_server_was_not_seen_are_left_out_of_its_table(make_measurement: Make) -> None:
+def test_loads_without_server_stats_are_left_out_of_the_server_table(make_measurement: Make) -> None:
     runs = [make_measurement(rate=100.0), make_measurement(rate=200.0, server=None, errors={"503": 1000, "lost": 200})]
     report = compose(ORIGIN, runs)
     assert [row["errors"] for row in loads(report)] == ["0", "1,200"]

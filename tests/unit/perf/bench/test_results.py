@@ -24,7 +24,7 @@ def measured(rate: float, **more: object) -> Measurement:
     )
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_measurements_are_read_as_written(tmp_path: Path) -> None:
     server = ServerStats(queue_s=0.001, batches={"1": 3, "8": 2})
     runs = [measured(50.0, latency=Latency(p50_s=0.01), server=server), measured(100.0, errors={"503": 2, "lost": 1})]
     with Results.open(tmp_path / "new" / "run", ORIGIN) as results:
@@ -79,20 +79,20 @@ def test_a_folder_of_another_schema_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"schema": "one"}', '{"schema": 1}', "\0\0"])
-def test_a_run_file_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_invalid_run_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / RUN).write_text(content)
     with pytest.raises(ConfigError, match="does not describe a run"):
         read(tmp_path)
 
 
-def test_a_folder_of_other_things_is_not_written_to(tmp_path: Path) -> None:
+def test_a_folder_with_other_content_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"has thesis.txt, but no run.json"):
         Results.open(tmp_path, ORIGIN)
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
-def test_records_of_a_run_that_nothing_tells_of_are_not_overwritten(tmp_path: Path) -> None:
+def test_records_without_a_run_file_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / RECORDS).touch()  # as a start leaves it that was killed at once
     with Results.open(tmp_path, ORIGIN) as results:
         results.append(measured(50.0))
@@ -104,7 +104,7 @@ def test_records_of_a_run_that_nothing_tells_of_are_not_overwritten(tmp_path: Pa
     assert (tmp_path / RECORDS).read_bytes() == content
 
 
-def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
         read(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"run\.json: No such file"):
@@ -114,7 +114,7 @@ def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
         Results.open(tmp_path / "file", ORIGIN)
 
 
-def test_records_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+def test_unreadable_records_are_an_error(tmp_path: Path) -> None:
     Results.open(tmp_path, ORIGIN).close()
     (tmp_path / RECORDS).unlink()
     assert read(tmp_path) == (ORIGIN, [])
@@ -142,7 +142,7 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path, torn: bytes, caplog: p
     assert read(tmp_path)[1] == [measured(50.0), measured(60.0)]
 
 
-def test_a_broken_line_before_the_last_is_told(tmp_path: Path) -> None:
+def test_an_invalid_line_before_the_last_is_an_error(tmp_path: Path) -> None:
     with Results.open(tmp_path, ORIGIN) as results:
         results.append(measured(50.0))
     content = (tmp_path / RECORDS).read_bytes()
@@ -196,7 +196,7 @@ results.close()
 """
 
 
-def test_a_file_that_takes_no_more_loses_nothing_that_was_kept(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_earlier_measurements(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _FILLS, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     kept, in_memory, *words = done.stdout.split()
@@ -208,7 +208,7 @@ def test_a_file_that_takes_no_more_loses_nothing_that_was_kept(tmp_path: Path) -
     assert len((tmp_path / SUMMARY).read_text().splitlines()) == 1 + int(in_memory)
 
 
-def test_a_summary_that_finds_no_room_is_told_and_leaves_nothing_half(
+def test_a_summary_that_cannot_be_stored_leaves_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = Results.open(tmp_path, ORIGIN)
@@ -241,7 +241,7 @@ class Full:
         return getattr(self._file, name)
 
 
-def test_a_full_disk_is_told_and_going_on_works_once_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_a_run_resumes_once_there_is_space(tmp_path: Path) -> None:
     results = Results.open(tmp_path, ORIGIN)
     results.append(measured(50.0))
     file = results._records
@@ -255,7 +255,7 @@ def test_a_full_disk_is_told_and_going_on_works_once_there_is_room(tmp_path: Pat
     results.close()
 
 
-def test_the_summary_has_no_number_of_an_invalid_run() -> None:
+def test_the_summary_has_no_figures_of_an_invalid_run() -> None:
     good = measured(50.0, latency=Latency(p50_s=0.01, p99_s=0.02), errors={"503": 2, "lost": 1})
     bad = measured(60.0, latency=Latency(p50_s=0.01), invalid=["the generator was late"])
     first, second = csv.DictReader(summary([good, bad]).splitlines())
@@ -265,7 +265,7 @@ def test_the_summary_has_no_number_of_an_invalid_run() -> None:
     assert second["invalid"] == "the generator was late"
 
 
-def test_the_summary_tells_the_servers_side_where_it_is_known() -> None:
+def test_the_summary_has_the_servers_side_if_known() -> None:
     side = ServerStats(
         queue_s=0.1, preprocess_s=0.2, run_s=0.3, postprocess_s=0.4, mean_batch=5.5, cpu=1.5, memory_bytes=9
     )

@@ -79,7 +79,7 @@ async def scripted(answer: Answer = lambda number: (200, b"ok")) -> AsyncIterato
 CLOSED = Load(mode="closed", concurrency=2, requests=50)
 
 
-async def test_a_run_counts_what_comes_after_the_first_look_and_the_warm_up() -> None:
+async def test_a_run_counts_only_requests_after_test_and_warm_up() -> None:
     async with scripted() as server:
         run = await measure(server.target, server.requests, CLOSED, slo=parse_slo("p50<=10s"), warm_s=0, label="a")
     assert (run.requests, run.answered, run.errors) == (50, 50, {})
@@ -90,7 +90,7 @@ async def test_a_run_counts_what_comes_after_the_first_look_and_the_warm_up() ->
     assert run.started.endswith("+00:00")
 
 
-async def test_connections_of_tls_that_are_given_up_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+async def test_aborted_tls_connections_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with scripted() as server:
         await measure(server.target, server.requests, CLOSED, warm_s=0)
     for message in ("Fatal error on SSL protocol", "Task exception was never retrieved"):
@@ -158,7 +158,7 @@ async def test_slices_of_the_warm_up_have_a_few_requests_or_last_ten_seconds(
     assert slices == [slice_s]
 
 
-async def test_a_target_that_is_slow_to_fail_is_not_looked_at_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_target_that_fails_slowly_gets_few_test_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOKS_S", 0.0)
     async with scripted(lambda number: (503, b"loading")) as server:
         with pytest.raises(TargetFailing, match="loading"):
@@ -167,7 +167,7 @@ async def test_a_target_that_is_slow_to_fail_is_not_looked_at_for_long(monkeypat
 
 
 @pytest.mark.parametrize("status", [400, 415, 500, 503])
-async def test_a_target_that_only_fails_is_told_with_its_first_answer_and_sent_no_load(status: int) -> None:
+async def test_a_target_that_only_fails_gets_no_load_and_its_first_error_is_shown(status: int) -> None:
     async with scripted(lambda number: (status, b"answer %d" % number)) as server:
         with pytest.raises(TargetFailing, match=rf"{status} .*: answer 0$"):
             await measure(server.target, server.requests, CLOSED)
@@ -180,13 +180,13 @@ async def test_a_first_answer_that_fails_by_chance_stops_nothing() -> None:
     assert run.answered == 50
 
 
-async def test_the_check_of_a_protocol_tells_what_is_no_good_answer() -> None:
+async def test_the_check_of_a_protocol_rejects_bad_responses() -> None:
     async with scripted() as server:
         with pytest.raises(TargetFailing, match="200 OK: ok"):
             await measure(server.target, server.requests, CLOSED, check=lambda number, status, body: body == b"no")
 
 
-async def test_errors_in_a_run_are_counted_by_status_and_the_first_is_kept() -> None:
+async def test_errors_are_counted_by_status_and_the_first_is_stored() -> None:
     async with scripted(lambda number: (429 if number % 5 == 4 else 200, b"at %d" % number)) as server:
         run = await measure(server.target, server.requests, CLOSED, warm_s=0)
     assert run.errors == {"429": 10}
@@ -194,7 +194,7 @@ async def test_errors_in_a_run_are_counted_by_status_and_the_first_is_kept() -> 
     assert run.first_error.endswith("at 4")
 
 
-async def test_a_target_that_is_not_there_is_told_at_once() -> None:
+async def test_an_unreachable_target_is_reported_at_once() -> None:
     async with scripted() as server:
         server.close()
         with pytest.raises(Unreachable):
@@ -213,7 +213,7 @@ async def test_a_target_that_dies_in_a_run_makes_it_invalid_with_when(monkeypatc
     assert run.met is None
 
 
-async def test_a_run_that_is_cancelled_leaves_what_it_saw() -> None:
+async def test_a_cancelled_run_reports_a_partial_measurement() -> None:
     partial: list[Measurement] = []
     async with scripted() as server:
         load = Load(mode="closed", concurrency=2, seconds=60)
@@ -253,7 +253,7 @@ async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -
     assert any("its memory grows steadily" in text for text in run.caveats)
 
 
-async def test_times_that_no_request_falls_into_are_refused() -> None:
+async def test_a_load_without_requests_is_refused() -> None:
     async with scripted() as server:
         with pytest.raises(ConfigError, match=r"no request arrives at 0\.01/s poisson within 0\.001 s"):
             await measure(server.target, server.requests, Load(mode="open", rate=0.01, seconds=0.001))
@@ -294,7 +294,7 @@ async def test_warming_up_ends_after_ten_seconds_at_the_latest() -> None:
     assert len(slow.ran) == 3
 
 
-async def test_warming_up_takes_as_long_as_it_is_told() -> None:
+async def test_a_warm_up_takes_the_given_seconds() -> None:
     slices = Slices(1)
     await warm_up(slices.run, 3.0, clock=slices.clock)
     assert slices.ran == [3.0]
@@ -302,7 +302,7 @@ async def test_warming_up_takes_as_long_as_it_is_told() -> None:
     assert slices.ran == [3.0]
 
 
-async def test_a_slow_load_is_looked_at_in_longer_slices() -> None:
+async def test_a_slow_load_warms_up_in_longer_slices() -> None:
     slices = Slices(1)
     await warm_up(slices.run, slice_s=4.0, clock=slices.clock)
     assert slices.ran == [4.0] * 3
@@ -338,7 +338,7 @@ def test_a_stall_is_no_trend(at: float) -> None:
     assert slowdown(latencies) == ""
 
 
-def test_of_few_answers_no_trend_is_told() -> None:
+def test_few_responses_show_no_trend() -> None:
     assert slowdown([0.01 * i for i in range(80)]) == ""
 
 
@@ -364,5 +364,5 @@ def test_a_leak_is_flagged_with_its_pace() -> None:
         [500 + 100 * i for i in range(8)],  # too short to tell
     ],
 )
-def test_memory_that_is_no_leak_is_not_flagged(megabytes: list[float]) -> None:
+def test_memory_that_does_not_leak_is_not_flagged(megabytes: list[float]) -> None:
     assert memory_growth(memory(*megabytes)) == ""

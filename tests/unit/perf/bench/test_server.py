@@ -64,13 +64,13 @@ def http(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
-def test_an_answer_is_given_whatever_its_status(says: Paragraph) -> None:
+def test_fetch_returns_replies_of_any_status(says: Paragraph) -> None:
     assert fetch(says(http(b'{"a": 1}')), "GET", "/x") == Reply(200, b'{"a": 1}')
     reply = fetch(says(http(b"not JSON", b"503 Busy")), "POST", "/x", b"{}")
     assert (reply.status, reply.ok, reply.json(), reply.text) == (503, False, None, "not JSON")
 
 
-def test_what_is_no_answer_is_told_apart(says: Paragraph) -> None:
+def test_failed_requests_have_distinct_errors(says: Paragraph) -> None:
     with pytest.raises(ConnectionLost):
         fetch(says(b""), "GET", "/")
     with pytest.raises(MalformedResponse):
@@ -89,7 +89,7 @@ def test_what_is_no_answer_is_told_apart(says: Paragraph) -> None:
         check_reachable(Endpoint("a..b", 80))
 
 
-def test_a_server_is_found_by_its_port_with_what_listens_beside_it(says: Paragraph) -> None:
+def test_a_server_and_its_other_listeners_are_found_by_port(says: Paragraph) -> None:
     here = says(http(b"{}", b"404 Not Found"))
     metrics = says(http(b"# HELP\npenstock_build_info 1\n"))
     management = says(http(b'{"models":[]}'))

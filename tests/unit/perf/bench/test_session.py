@@ -61,7 +61,7 @@ def test_an_invalid_run_has_a_word_in_the_place_of_its_numbers() -> None:
     assert "9" not in " ".join(table[2][2:])
 
 
-def test_a_table_of_invalid_runs_only_tells_so_below_its_heading() -> None:
+def test_a_table_of_invalid_runs_has_no_figures() -> None:
     assert rows([BROKEN, BROKEN]) == [["load", "good/s"], *[["64 clients", "INVALID"]] * 2]
 
 
@@ -72,13 +72,13 @@ def test_columns_that_nothing_is_known_of_are_left_out() -> None:
     assert "errors" not in heading
 
 
-def test_repeats_are_told_apart() -> None:
+def test_repeats_are_numbered() -> None:
     again = Measurement(load=RUN.load, repeat=1)
     assert [row[0] for row in rows([RUN, again])] == ["load", "8 clients #1", "8 clients #2"]
     assert name_of(RUN, 1) == "8 clients"
 
 
-def test_loads_are_told_by_what_makes_them() -> None:
+def test_a_load_is_labelled_by_its_parameters() -> None:
     loads = [Load(mode="closed", concurrency=1), Load(mode="open", rate=0.5, arrival="gamma:2")]
     loads.append(Load(mode="open", arrival="trace:a.jsonl"))
     assert [load.label for load in loads] == ["1 client", "0.5/s gamma:2", "trace:a.jsonl"]
@@ -92,7 +92,7 @@ def test_lines_stand_in_columns() -> None:
     ]
 
 
-def test_what_is_true_of_all_is_said_once_and_errors_with_their_load() -> None:
+def test_a_note_on_all_runs_appears_once_and_errors_with_their_load() -> None:
     clean = Measurement(load=Load(mode="closed", concurrency=1), caveats=RUN.caveats)
     assert notes([clean, RUN]) == ["a closed loop cannot see stalls", "8 clients: first error: status 503: busy"]
 
@@ -108,12 +108,12 @@ def test_the_servers_side_is_one_line_a_run() -> None:
     assert server_lines([Measurement(load=RUN.load, server=ServerStats())]) == []
 
 
-def test_a_run_is_told_in_a_line_when_it_is_done() -> None:
+def test_a_finished_run_is_printed_in_one_line() -> None:
     assert line(RUN, 1) == "8 clients: 1,234.6/s, p50 5 ms, p99 12.3 ms, 0.2% errors"
     assert line(BROKEN, 2) == "64 clients #1: INVALID"
 
 
-def test_an_slo_that_says_nothing_of_errors_is_not_kept_with_many() -> None:
+def test_many_errors_miss_an_slo_that_does_not_limit_them() -> None:
     kept = ObjectiveResult(text="p99<=10ms", value=0.009, met=True)
     few = Measurement(load=Load(mode="closed", concurrency=1), requests=100, errors={"503": 1}, slo=[kept])
     many = structs.replace(few, load=Load(mode="closed", concurrency=8), errors={"503": 50})
@@ -123,7 +123,7 @@ def test_an_slo_that_says_nothing_of_errors_is_not_kept_with_many() -> None:
     assert verdict([few, many], slo) == "SLO p99<=10ms: met at 1 client; MISSED at 8 clients (50.0% errors)"
 
 
-def test_the_verdict_says_where_the_slo_is_kept_and_why_not_elsewhere() -> None:
+def test_the_verdict_lists_loads_that_meet_miss_or_cannot_judge_the_slo() -> None:
     slo = parse_slo("p99<=10ms")
     kept = Measurement(
         load=Load(mode="closed", concurrency=1), slo=[ObjectiveResult(text="p99<=10ms", value=0.009, met=True)]

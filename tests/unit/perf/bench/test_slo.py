@@ -21,5 +21,5 @@ from penstock.perf.bench.slo import parse_slo
         ("error<=1%,throughput>=5", None),
     ],
 )
-def test_a_request_may_take_what_the_part_says_that_binds_most(text: str, latency_s: float | None) -> None:
+def test_the_tightest_tail_objective_limits_goodput(text: str, latency_s: float | None) -> None:
     assert parse_slo(text).latency_s == latency_s

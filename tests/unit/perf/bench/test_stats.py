@@ -9,7 +9,7 @@ import pytest
 from penstock.perf.bench.stats import bootstrap, difference, ratio, student_at, student_tails
 
 
-def test_students_distribution_is_that_of_the_tables() -> None:
+def test_students_distribution_matches_the_tables() -> None:
     for free, t in ((1, 12.706), (4, 2.776), (10, 2.228), (30, 2.042), (120, 1.980)):
         assert student_at(0.05, free) == pytest.approx(t, abs=6e-4)
         assert student_tails(t, free) == pytest.approx(0.05, abs=5e-5)
@@ -18,7 +18,7 @@ def test_students_distribution_is_that_of_the_tables() -> None:
 
 
 @pytest.mark.parametrize(("n", "m"), [(3, 3), (5, 5), (10, 7), (40, 12)])
-def test_a_difference_is_what_scipy_finds(n: int, m: int) -> None:
+def test_differences_equal_those_of_scipy(n: int, m: int) -> None:
     stats = pytest.importorskip("scipy.stats")
     random_ = random.Random(n)
     first, second = ([random_.gauss(mean, 0.2) for _ in range(size)] for mean, size in ((1.0, n), (1.2, m)))
@@ -30,7 +30,7 @@ def test_a_difference_is_what_scipy_finds(n: int, m: int) -> None:
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-6)
 
 
-def test_fewer_than_three_values_tell_no_difference() -> None:
+def test_fewer_than_three_values_have_no_difference() -> None:
     assert difference([1.0, 1.1], [2.0, 2.1, 2.2]) is None
     assert ratio([1.0, 1.1, 1.2], []) is None
 
@@ -71,7 +71,7 @@ def test_nothing_at_all_on_one_side_is_a_ratio_too() -> None:
     assert mixed.chance > 0.1
 
 
-def test_bootstrap_intervals_of_five_values_hold_as_often_as_they_say() -> None:
+def test_bootstrap_intervals_of_five_values_have_their_coverage() -> None:
     held = 0
     for seed in range(200):
         values = np.random.default_rng(seed).normal(1.0, 0.1, 5)
@@ -91,5 +91,5 @@ def test_bootstrap_of_two_sides_and_again_with_the_same_seed() -> None:
     assert 0.33 < low < 0.4 < high < 0.47
 
 
-def test_one_value_has_no_width_to_tell_from() -> None:
+def test_one_value_has_an_infinite_interval() -> None:
     assert bootstrap([[5.0], [6.0, 7.0]], lambda a, b: a[:, 0] - b[:, 0], seed=1) == (-math.inf, math.inf)

@@ -39,7 +39,7 @@ def source(folder: Path, url: str, wishes: SuiteOptions | None = None, **more: o
     return job.source
 
 
-def test_a_model_is_found_beside_the_yaml_in_the_store_or_by_its_whole_path(
+def test_a_model_is_found_next_to_the_yaml_in_the_store_or_by_its_path(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = SuiteOptions(store=folder / "store")
@@ -63,7 +63,7 @@ def test_a_model_is_found_beside_the_yaml_in_the_store_or_by_its_whole_path(
         ("file:///none.mar", "no file '/none.mar'"),
     ],
 )
-def test_a_model_that_is_not_there_is_told_before_anything_is_started(folder: Path, url: str, words: str) -> None:
+def test_a_missing_model_is_reported_before_anything_starts(folder: Path, url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         source(folder, url)
 
@@ -89,7 +89,7 @@ def test_each_url_is_downloaded_once_even_if_archives_share_a_name(folder: Path)
     assert loaded == urls[:2]
 
 
-def test_what_is_sent_is_found_too_and_an_archive_needs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_input_is_found_and_required_for_an_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def data(wishes: SuiteOptions, **more: object) -> str | None:
         ((job,), _) = prepare([case(folder, **more)], wishes, folder, 0)
         return job.data
@@ -111,7 +111,7 @@ def test_what_is_sent_is_found_too_and_an_archive_needs_it(folder: Path, monkeyp
             data(SuiteOptions(), url=archive, input=None)
 
 
-def test_a_gpu_that_is_not_there_is_told_before_anything_is_started(folder: Path) -> None:
+def test_a_missing_gpu_is_reported_before_anything_starts(folder: Path) -> None:
     asks = case(folder, processors=(CPU, ALL))
     with pytest.raises(ConfigError, match="m e needs gpus all, and this machine has none; remove it, or use"):
         prepare([asks], SuiteOptions(), folder, 0)
@@ -126,7 +126,7 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_started(folder: Path
     assert job.case.processors == (ALL, TWO)
 
 
-def test_the_command_line_says_how_many_requests_and_that_is_another_suite(folder: Path) -> None:
+def test_requests_on_the_command_line_make_another_suite(folder: Path) -> None:
     def jobs(requests: int | None) -> list[SuiteJob]:
         return prepare([case(folder, concurrency=(4,))], SuiteOptions(requests=requests), folder, 0)[0]
 
@@ -182,7 +182,7 @@ def test_an_archive_is_registered_with_the_settings_of_its_point(folder: Path, m
         ({"status": 507}, "the server refuses: status 507: too large"),
     ],
 )
-def test_a_server_that_has_other_settings_than_it_was_asked_for_is_told(
+def test_a_server_with_other_settings_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], words: str
 ) -> None:
     (point, *_) = suite_points(case(folder, batch_size=(8,), workers=(2,), batch_delay_ms=70))

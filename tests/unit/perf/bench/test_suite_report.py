@@ -63,7 +63,7 @@ def test_the_columns_of_torchserves_report_come_first_and_in_its_order() -> None
     assert "|".join(COLUMNS[:30]) == theirs
 
 
-def test_a_row_tells_the_medians_of_its_repeats_and_how_far_they_lie_apart() -> None:
+def test_a_row_has_the_medians_and_the_spread_of_its_repeats() -> None:
     errors = ({"503": 4}, {}, {"lost": 1, "503": 1})
     runs = [measured(SINGLE.label, rate, errors=e) for rate, e in zip((90.0, 100.0, 120.0), errors, strict=True)]
     first, second = cells(rows_of([SINGLE, EIGHT], runs))
@@ -85,7 +85,7 @@ def test_a_row_tells_the_medians_of_its_repeats_and_how_far_they_lie_apart() -> 
     assert float(two["Throughput spread %"]) == pytest.approx(10.526)
 
 
-def test_an_invalid_run_has_no_numbers_and_tells_why() -> None:
+def test_an_invalid_run_has_no_figures_and_says_why() -> None:
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 5.0, invalid=["the generator was overloaded"])]))
     assert row["Invalid"] == "the generator was overloaded"
     assert not row["TS throughput"] + row["TS latency P50"] + row["TS failed requests"]
@@ -118,22 +118,20 @@ def judged(*clauses: bool | None) -> list[SuiteRow]:
         ((), "", "no valid measurement."),
     ],
 )
-def test_the_slo_is_kept_by_what_all_valid_repeats_say(
-    clauses: tuple[bool | None, ...], cell: str, choice: str
-) -> None:
+def test_all_valid_repeats_judge_the_slo(clauses: tuple[bool | None, ...], cell: str, choice: str) -> None:
     (row,) = cells(found := judged(*clauses))
     assert row["SLO met"] == cell
     assert choice in markdown(suite_report(found, origin(slo="p99<=1s"))).splitlines()[2]
 
 
-def test_a_percentile_that_one_repeat_cannot_tell_is_not_told() -> None:
+def test_a_percentile_missing_from_one_repeat_is_empty() -> None:
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0), measured(SINGLE.label, 1.0, latency=Latency())]))
     assert (row["TS throughput"], row["TS latency P99"], row["Model_p50"]) == ("50.5", "", "6.0")
     page = markdown(suite_report(rows_of([SINGLE], [measured(SINGLE.label, 1.0, latency=Latency())]), origin()))
     assert "10 clients: 1/s, p99 n/a.**" in page
 
 
-def test_the_first_error_of_a_run_is_on_the_page_and_no_secret_of_its_archive() -> None:
+def test_the_report_has_the_first_error_and_no_secrets() -> None:
     case = structs.replace(CASE, url="https://me:t0p@h/r.mar?sig=1&token=t0p")
     point = suite_points(case)[0]
     runs = [measured(point.label, 9.0, errors={"500": 3}, first_error="500: no <b>", repeat=n) for n in range(2)]
@@ -142,7 +140,7 @@ def test_the_first_error_of_a_run_is_on_the_page_and_no_secret_of_its_archive() 
     assert "https://\\*\\*\\*@h/r.mar?sig=1&token=\\*\\*\\*: 100 requests per run" in page
 
 
-def test_a_server_that_tells_nothing_leaves_its_columns_empty() -> None:
+def test_a_server_without_stats_leaves_its_columns_empty() -> None:
     (row,) = cells(rows_of([SINGLE], [measured(SINGLE.label, 100.0, server=None)]))
     assert row["TS throughput"] == "100.0"
     assert not row["Model_p50"] + row["handler_time_mean"] + row["cpu_percentage_mean"] + row["gpu_percentage_mean"]
@@ -153,7 +151,7 @@ def test_a_server_that_tells_nothing_leaves_its_columns_empty() -> None:
     assert row["gpu_memory_used_mean"] == ""
 
 
-def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
+def test_the_report_starts_with_the_best_run_within_the_slo() -> None:
     slo = parse_slo("p99<=250ms")
     runs = []
     for point, rate in ((SINGLE, 200.0), (EIGHT, 100.0)):  # p99 of 150 and 300 ms
@@ -173,7 +171,7 @@ def test_the_page_begins_with_what_got_most_through_within_the_slo() -> None:
     assert "**resnet eager_mode: no run meets p99<=250ms.**" in none
 
 
-def test_the_page_has_a_line_for_each_run_as_far_as_it_is_known() -> None:
+def test_the_report_has_a_line_for_each_run() -> None:
     (_, *wide) = suite_points(structs.replace(CASE, batch_size=(1, 8, 16)))
     runs = [measured(SINGLE.label, 100.0), measured(wide[0].label, 200.0)]
     page = markdown(suite_report(rows_of([SINGLE, *wide], runs), origin())).splitlines()

@@ -31,7 +31,7 @@ def read(folder: Path, text: str) -> tuple[list[SuiteCase], list[str]]:
     return read_suite([path])
 
 
-def test_the_guides_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
+def test_the_guides_yaml_is_read_unchanged(tmp_path: Path) -> None:
     (case,), notes = read(tmp_path, GUIDE)
     assert case.text == "Model_name eager_mode"
     assert (case.url, case.input) == ("Path to .mar file", "Path to model input")
@@ -47,7 +47,7 @@ def test_the_guides_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
     assert found[-1].label == "Model_name eager_mode,device=gpus all,instances=4,batch=8,hold=100ms"
 
 
-def test_what_a_file_leaves_out_is_as_the_suite_has_it(tmp_path: Path) -> None:
+def test_defaults_are_those_of_torchserves_suite(tmp_path: Path) -> None:
     (case,), notes = read(tmp_path, "m:\n  any:\n    url: app.py:Model\n")
     assert case.concurrency == (10,)
     (case,), notes = read(tmp_path, "m:\n  any: {url: a.mar, batch_delay: 0, requests: 1}\n")
@@ -74,7 +74,7 @@ def test_a_template_names_the_files_and_picks_the_hardware(tmp_path: Path) -> No
     assert case.processors == (Processor(),), "cpu, when it says nothing"
 
 
-def test_what_is_not_done_is_told(tmp_path: Path) -> None:
+def test_ignored_keys_are_noted(tmp_path: Path) -> None:
     text = (
         "m:\n  e:\n    url: a.mar\n    exec_env: docker\n    image: pytorch/torchserve\n    backend_profiling: true\n"
     )
@@ -162,7 +162,7 @@ def test_a_workflow_is_left_out_and_alone_refused(tmp_path: Path) -> None:
         ("models: []\nhardware: neuron\n", 2, "found 'neuron', expected cpu or gpu"),
     ],
 )
-def test_a_mistake_is_told_with_file_and_line(tmp_path: Path, text: str, line: int | None, words: str) -> None:
+def test_a_mistake_is_reported_with_file_and_line(tmp_path: Path, text: str, line: int | None, words: str) -> None:
     place = f"models.yaml{'' if line is None else f':{line}'}: "
     with pytest.raises(ConfigError, match=f"{place}.*{words}"):
         read(tmp_path, text)
@@ -188,7 +188,7 @@ def test_lists_in_lists_without_end_are_refused_with_few_words(tmp_path: Path) -
         read(tmp_path, "m:\n  e:\n    url: a.mar\n    workers: &a [*a]\n")
 
 
-def test_no_file_and_too_long_a_file_are_told(tmp_path: Path) -> None:
+def test_a_missing_and_an_oversized_file_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.yaml cannot be read: No such file"):
         read_suite([tmp_path / "none.yaml"])
     with pytest.raises(ConfigError, match="more than 1048576 bytes"):

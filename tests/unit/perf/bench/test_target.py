@@ -71,7 +71,7 @@ def test_the_only_model_of_a_server_is_its_target(serve: Callable[..., None]) ->
         assert (found.metrics, found.management, found.pids) == (None, None, ())
 
 
-def test_a_route_says_model_and_protocol(serve: Callable[..., None]) -> None:
+def test_a_route_determines_model_and_protocol(serve: Callable[..., None]) -> None:
     serve(NATIVE)
     for path, protocol, whole in [
         ("/predictions/digits", "native", ""),
@@ -93,14 +93,14 @@ def test_routes_may_stand_under_a_prefix(serve: Callable[..., None]) -> None:
     assert (found.endpoint.prefix, found.path) == ("/team/one", "/v2/models/digits/infer")
 
 
-def test_a_route_of_another_protocol_than_was_said_is_refused(serve: Callable[..., None]) -> None:
+def test_a_route_that_contradicts_the_protocol_is_refused(serve: Callable[..., None]) -> None:
     serve(NATIVE)
     for path, protocol in [("/predictions/digits", "oip"), ("/v2/models/digits/infer", "native")]:
         with pytest.raises(ConfigError, match=f"is not a route of --protocol {protocol}"):
             opened(FAR + path, protocol=protocol)
 
 
-def test_any_other_url_is_taken_as_it_is(serve: Callable[..., None]) -> None:
+def test_any_other_url_is_used_unchanged(serve: Callable[..., None]) -> None:
     serve({})
     found = opened(f"{FAR}/my/route?verbose=1")
     assert (found.model, found.path, found.protocol) == ("", "/my/route?verbose=1", "native")
@@ -120,7 +120,7 @@ def test_a_listener_of_metrics_that_is_named_is_the_one_that_is_watched(
         opened(FAR, metrics="http://127.0.0.1:1")
 
 
-def test_a_server_that_is_down_is_told(serve: Callable[..., None]) -> None:
+def test_an_unreachable_server_is_an_error(serve: Callable[..., None]) -> None:
     serve(None)
     for text in (FAR, f"{FAR}/predictions/digits", f"{FAR}/my/route"):
         with pytest.raises(Unreachable, match=r"far\.example:8080: cannot connect"):
@@ -130,7 +130,7 @@ def test_a_server_that_is_down_is_told(serve: Callable[..., None]) -> None:
     assert "app.py:Model" in str(told.value)
 
 
-def test_an_unknown_model_is_told_with_the_nearest(serve: Callable[..., None]) -> None:
+def test_an_unknown_torchserve_model_suggests_the_closest_name(serve: Callable[..., None]) -> None:
     serve(NATIVE)
     with pytest.raises(ModelNotFound, match="did you mean 'digits'"):
         opened(f"{FAR}/predictions/digit")
@@ -138,7 +138,7 @@ def test_an_unknown_model_is_told_with_the_nearest(serve: Callable[..., None]) -
         opened("zebra")
 
 
-def test_of_several_models_one_must_be_chosen(serve: Callable[..., None]) -> None:
+def test_one_of_several_models_must_be_chosen(serve: Callable[..., None]) -> None:
     several = {**NATIVE, "/openapi.json": {"paths": {"/predictions/a": {}, "/predictions/digits": {}}}}
     serve(several)
     with pytest.raises(ConfigError, match=r"has the models a, digits; choose one with --model"):
@@ -146,7 +146,7 @@ def test_of_several_models_one_must_be_chosen(serve: Callable[..., None]) -> Non
     assert opened(FAR, model="digits").model == "digits"
 
 
-def test_a_model_that_is_not_ready_is_told(serve: Callable[..., None]) -> None:
+def test_a_model_that_is_not_ready_is_an_error(serve: Callable[..., None]) -> None:
     serve({**NATIVE, "/v2/models/digits/ready": (503, {"ready": False})})
     with pytest.raises(ModelNotReady, match="not ready"):
         opened(f"{FAR}/predictions/digits")
@@ -155,13 +155,13 @@ def test_a_model_that_is_not_ready_is_told(serve: Callable[..., None]) -> None:
         opened(FAR)
 
 
-def test_a_server_that_wants_a_token_is_told(serve: Callable[..., None]) -> None:
+def test_a_missing_token_is_an_error(serve: Callable[..., None]) -> None:
     serve({"/v2": (401, {"error": {}})})
     with pytest.raises(Unauthorized, match="found none; give its file by --token-file"):
         opened(FAR)
 
 
-def test_a_server_of_another_kind_must_be_named_by_its_route(serve: Callable[..., None]) -> None:
+def test_an_unknown_server_needs_the_url_of_its_route(serve: Callable[..., None]) -> None:
     serve({})
     with pytest.raises(PenstockError, match="give the whole URL of its inference route"):
         opened(FAR)
@@ -197,7 +197,7 @@ def test_a_torchserve_is_asked_for_its_workers(serve: Callable[..., None]) -> No
         opened(FAR)
 
 
-def test_what_is_no_target_is_refused_with_what_may_be_one() -> None:
+def test_an_unknown_target_is_refused_with_the_valid_forms() -> None:
     with pytest.raises(ConfigError, match="expected a URL such as"):
         opened("two words")
     with pytest.raises(ConfigError, match="did you mean 'http://localhost:8080'"):
@@ -210,7 +210,7 @@ def test_what_is_no_target_is_refused_with_what_may_be_one() -> None:
         opened(FAR, sets=["models.m.instances=2"])
 
 
-def test_what_is_to_be_served_is_told_from_a_name() -> None:
+def test_something_to_serve_is_distinguished_from_a_model_name() -> None:
     for text in ("app.py:Model", "app.py", "pkg.mod:Model", "n=app.py:Model", "a/model.onnx", "x.toml", "m.mar"):
         assert is_served(text), text
     for text in ("digits", "resnet.v2", "localhost:8080", "far.example:8080/v2/models/m", "with-dash_1", ":Model"):
@@ -236,7 +236,7 @@ class Served:
         return "no weights"
 
 
-def test_a_server_of_the_run_that_has_no_ready_model_tells_why(
+def test_a_started_server_without_a_ready_model_shows_its_output(
     serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ServerProcess", Served)
