@@ -241,7 +241,7 @@ def test_pain_4_a_call_that_timed_out_leaves_nothing_behind(start: Start, models
     assert streamer.submit([(file, "last")]).result(20)
     assert Path(file).read_text().count("x") <= 8 - timed_out + 2, "more was run than what ran, or was sent ahead"
     assert streamer.predict([]) == []
-    assert streamer._portal._life.backend._engine.reading().models[0].in_flight == 0
+    assert streamer._portal._loop_thread.backend._engine.reading().models[0].in_flight == 0
 
 
 def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: ModuleType) -> None:

@@ -13,7 +13,6 @@ from penstock.config.load import load_config
 from penstock.config.schema import Config
 from penstock.config.targets import devices_list, number_or_auto, read_options, split_targets
 from penstock.errors import ConfigError, PenstockError, TargetNotFound
-from penstock.pipeline.preflight import PipelineCheck, pipelines_of, warn_of_sections
 from penstock.plugins import is_pipeline_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # what says a key, where it is not its name
@@ -47,13 +46,20 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
         _set_compat(pipelines)
     files = [] if toml else [model["target"] for model in pipelines]
     config = load_config(toml, env=os.environ, sets=sets, base=base, pipelines=files)
-    warn_of_sections(config, frozenset(files))
+    if _has_pipelines(config):
+        from penstock.pipeline.preflight import warn_of_sections
+
+        warn_of_sections(config, frozenset(files))
     if not config.models:
         raise ConfigError(
             "nothing to serve: name a TARGET such as app.py:Model, or a TOML with a [models.NAME] section"
         )
     check_bind(config)
     return config
+
+
+def _has_pipelines(config: Config) -> bool:
+    return any(is_pipeline_file(model.target) for model in config.models.values())
 
 
 def _set_compat(pipelines: list[dict[str, Any]]) -> None:
@@ -112,11 +118,16 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
     """
     try:
         config = build_config(targets, flags, sets)
-        checking = PipelineCheck(pipelines_of(config))
-        from penstock.cli.server import run  # meanwhile
+        check = None
+        if _has_pipelines(config):
+            from penstock.pipeline.preflight import PipelineCheck, pipelines_of
+
+            check = PipelineCheck(pipelines_of(config))
+        from penstock.cli.server import run  # while the child process checks
 
         try:
-            checking.result()
+            if check is not None:
+                check.result()
         except ConfigError as e:
             click.echo(f"penstock: {e}", err=True)
             sys.exit(2)

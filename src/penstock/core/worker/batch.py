@@ -8,25 +8,36 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 
+from penstock.config.schema import BatchingConfig
+from penstock.core.contracts import Codec
 from penstock.core.wire.messages import Unsent
+from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, Cancelled, OutOfMemory, PenstockError, describe
 from penstock.types import BatchPart, Headed, Item, ItemResult
 
-if TYPE_CHECKING:
-    from penstock.core.worker.loop import BatchRunner
-
 Emit = Callable[[BatchPart], None]
 
-ENDS = (
-    SystemExit,
-    KeyboardInterrupt,
-)  # end the worker; any other exception is an error of items, including panics of native code
+# these end the worker; any other exception is an error of items, including panics of native code
+ENDS = (SystemExit, KeyboardInterrupt)
 _NOTHING = object()  # no outcome yet
 _STREAMED = object()  # the parts were sent
+
+
+class Runner(Protocol):
+    """What a batch needs of the loaded model; see `loop.BatchRunner`."""
+
+    model: PythonModel
+    batching: BatchingConfig
+
+    def predict(self, values: list[Any]) -> Any: ...
+
+    def codec(self, name: str) -> Codec: ...
+
+    def error_of(self, error: BaseException, doing: str = ...) -> PenstockError: ...
 
 
 class Decoded(Struct):
@@ -43,7 +54,7 @@ class Decoded(Struct):
 class BatchRun:
     """The state of one batch while it runs."""
 
-    def __init__(self, runner: BatchRunner, batch_id: int, decoded: Decoded, emit: Emit) -> None:
+    def __init__(self, runner: Runner, batch_id: int, decoded: Decoded, emit: Emit) -> None:
         self.runner = runner
         self.batch_id = batch_id
         self.d = decoded
