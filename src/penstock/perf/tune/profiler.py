@@ -77,7 +77,6 @@ class InstanceProfile(Struct):
     that the model does not accept.
     """
 
-    load_s: float = 0.0
     curve: dict[int, float] = field(default_factory=dict)
     memory_bytes: int = 0
     device_bytes: int = 0
@@ -180,14 +179,13 @@ def _end_with_parent() -> None:
 
 def profile_here(request: ProfileRequest) -> InstanceProfile:
     """Loads the model in this process and runs it. Raises LoadFailed, TargetNotFound, ConfigError."""
-    started = time.monotonic()
     # the sizes are timed below with real requests, so the model's own warm-up only covers its first call
     batching = msgspec.structs.replace(request.config.batching, max_batch_size=1)
     config = msgspec.structs.replace(request.config, batching=batching)
     spec = WorkerSpec(request.name, config.version, config, config.target, sys_path=request.sys_path)
     runner, _ = open_model(spec, request.device)
     ignores = [key for key in LOAD_KEYS if key not in runner.model.takes]
-    profile = InstanceProfile(load_s=time.monotonic() - started, ignores=ignores)
+    profile = InstanceProfile(ignores=ignores)
     profile.answers = [_sample_answer(_run(runner, [sample])) for sample in request.samples]
     _time(runner, request, profile)
     profile.memory_bytes, profile.device_bytes = _memory()

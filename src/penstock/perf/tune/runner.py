@@ -38,8 +38,8 @@ _HEAD: Final = {"penstock": __version__, "schema": str(SCHEMA)}
 
 def single_instance(settings: CandidateSettings) -> CandidateSettings:
     """The part of the settings that affects one instance alone."""
-    names = [name for name, _ in settings.items]
-    return settings.only(*(n for n in names if n not in LOAD_PARAMETERS and not n.startswith("batching.")))
+    kept = [item for item in settings.items if item[0] not in LOAD_PARAMETERS and not item[0].startswith("batching.")]
+    return CandidateSettings(tuple(kept))
 
 
 # ---- the journal

@@ -62,10 +62,6 @@ class CandidateSettings(Struct, frozen=True):
         """A copy with these values."""
         return settings_of(dict(self.items) | values)
 
-    def only(self, *names: str) -> CandidateSettings:
-        """A copy with these parameters alone."""
-        return CandidateSettings(tuple(item for item in self.items if item[0] in names))
-
 
 def settings_of(values: dict[str, Value]) -> CandidateSettings:
     """Settings with these values."""
