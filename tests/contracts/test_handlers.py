@@ -1,4 +1,4 @@
-"""TorchServe's contract with handlers, in a worker process: what they receive, return and raise."""
+"""TorchServe's contract with handlers in a worker process: their inputs, results and errors."""
 
 from __future__ import annotations
 
@@ -181,14 +181,14 @@ async def test_what_a_handler_may_return(harness, tmp_path):
     assert harness.downs == []
 
 
-async def test_what_befalls_a_batch_befalls_all_of_it(harness):
+async def test_an_error_of_the_batch_reaches_all_its_requests(harness):
     found = await results(harness, does("return [1]"), request(), request())
     assert [r.error.message for r in found] == ["number of batch response mismatched"] * 3
     found = await results(harness, does("raise PredictionException('mine', 418)"), request())
     assert [r.status for r in found] == [418, 418]
 
 
-async def test_a_handler_that_dies_takes_its_batch_with_it_and_the_next_one_answers(harness):
+async def test_after_a_handler_dies_the_next_one_answers(harness):
     number = harness.post([does("os._exit(3)"), request()])
     assert type((await harness.final(number)).error) is WorkerDied
     await harness.up()
@@ -196,7 +196,7 @@ async def test_a_handler_that_dies_takes_its_batch_with_it_and_the_next_one_answ
     assert bytes(result.body) == b"again"
 
 
-async def test_a_handler_that_hangs_is_given_up_and_the_next_one_answers(tmp_path):
+async def test_after_a_handler_hangs_the_next_one_answers(tmp_path):
     async with handler_desk(tmp_path, SCRIPTED, run_timeout_s=0.2) as harness:
         await harness.up()
         number = harness.post([does("import time\ntime.sleep(60)")])
@@ -253,7 +253,7 @@ def told(parts: list[BatchPart], place: int) -> list[Any]:
     return [bytes(r.body).decode() if r.error is None else type(r.error) for r in found if r is not None]
 
 
-async def test_parts_leave_while_the_handler_still_runs(tmp_path):
+async def test_parts_are_sent_while_the_handler_runs(tmp_path):
     async with handler_desk(tmp_path, STREAMING) as harness:
         await harness.up()
         number = harness.post([request(b"wait", "text/plain"), request(id="id-1")])
@@ -277,7 +277,7 @@ async def test_a_handler_that_fails_after_a_part_is_not_run_again(tmp_path):
         assert told(harness.parts[number], 1) == ["1.0 ", ItemFailed]
 
 
-async def test_a_handler_whose_readers_have_all_left_runs_to_its_end(tmp_path):
+async def test_a_handler_without_remaining_readers_runs_to_its_end(tmp_path):
     async with handler_desk(tmp_path, STREAMING) as harness:
         await harness.up()
         number = harness.post([request(b"wait", "text/plain")])
@@ -320,7 +320,7 @@ class Handler(BaseHandler):
 """
 
 
-async def test_with_overlap_the_next_batch_is_preprocessed_meanwhile(tmp_path):
+async def test_with_overlap_the_next_batch_is_preprocessed_during_inference(tmp_path):
     async with handler_desk(tmp_path, OVERLAPPED, overlap=True) as harness:
         await harness.up()
         first = harness.post([request(b"1-waits", "text/plain", id="1")])
@@ -338,7 +338,7 @@ async def test_with_overlap_the_next_batch_is_preprocessed_meanwhile(tmp_path):
         assert described.body == b"about"
 
 
-async def test_a_handler_that_cannot_be_overlapped_runs_as_ever(tmp_path, caplog):
+async def test_a_handler_that_cannot_overlap_runs_as_usual(tmp_path, caplog):
     caplog.set_level(logging.INFO, "penstock.model")
     async with handler_desk(tmp_path, SCRIPTED, overlap=True) as harness:
         await harness.up()
@@ -357,7 +357,7 @@ async def test_a_handler_that_cannot_be_overlapped_runs_as_ever(tmp_path, caplog
         ("def handle(data, context): raise MemoryError", LoadOutOfMemory, "out of memory"),
     ],
 )
-async def test_a_handler_that_does_not_load_is_tried_again_later_and_later(tmp_path, source, kind, says):
+async def test_loading_a_failed_handler_is_retried_with_growing_delays(tmp_path, source, kind, says):
     async with handler_desk(tmp_path, source) as harness:
         await harness.until(lambda: len(harness.downs) == 2)
         assert [type(error) for error, _ in harness.downs] == [kind] * 2
@@ -366,7 +366,7 @@ async def test_a_handler_that_does_not_load_is_tried_again_later_and_later(tmp_p
         assert waits[1] == 2 * waits[0]
 
 
-async def test_what_a_handler_prints_and_logs_and_its_tracebacks_are_lines_of_the_log(tmp_path, caplog):
+async def test_a_handlers_output_log_and_tracebacks_are_log_lines(tmp_path, caplog):
     caplog.set_level(logging.INFO, "penstock.model")
     async with handler_desk(tmp_path, SCRIPTED + "\nimport logging\nlogging.getLogger('x').info('said')\n") as harness:
         await harness.up()

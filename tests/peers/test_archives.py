@@ -1,4 +1,4 @@
-"""Archives cross over: TorchServe 0.12.0 serves Penstock's, Penstock serves torch-model-archiver's, unchanged."""
+"""TorchServe 0.12.0 serves Penstock's archives, and Penstock serves torch-model-archiver's, unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An `Administration` without models, for tests of the front-ends that speak as TorchServe."""
+"""An `Administration` without models, for tests of the TorchServe listeners."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ REFUSED: Final = "Token Authorization failed. Token either incorrect, expired, o
 
 
 class FakeAdministration:
-    """Notes in `asked` what it is asked to do; knows the model "m" in the versions "1.0" and "2.0".
+    """Records its calls in `asked`; knows the model "m" in the versions "1.0" and "2.0".
 
-    With `keys` a request needs the header `Bearer` and the key of its group. `error` is raised by every call but the
-    checks of keys; `done` is what changes answer.
+    With `keys`, a request needs `Bearer` and the key of its group. Every call except key checks raises `error`; changes
+    return `done`.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class FakeAdministration:
         self.names = ["m"]
 
     def check_token(self, group: Group, authorization: bytes | None) -> None:
-        """Raises ApiError for any header but the right one."""
+        """Raises ApiError for a wrong header."""
         self._check(group, authorization)
 
     def new_token(self, group: str, authorization: bytes | None) -> None:
@@ -37,11 +37,11 @@ class FakeAdministration:
         self._note("new_token", group)
 
     def healthy(self) -> bool:
-        """What `is_healthy` says."""
+        """Returns `is_healthy`."""
         return self.is_healthy
 
     async def register(self, registration: Registration) -> ChangeResult:
-        """Any registration is right."""
+        """Accepts any registration."""
         return self._note("register", registration)
 
     async def scale(

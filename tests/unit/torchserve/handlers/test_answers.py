@@ -23,17 +23,17 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_json_is_as_python_writes_it(value):
+def test_json_equals_pythons(value):
     if not isinstance(value, str):
         assert answer(value, RequestProcessor({}), 0).body == json.dumps(value, indent=2).encode()
 
 
 @pytest.mark.parametrize("value", [{1: math.nan}, ["\ud800"], {"ü": "\ud83d"}, [[], {}], (1,), math.inf, 2**200])
-def test_odd_json_too(value):
+def test_unusual_json_equals_pythons(value):
     assert answer(value, RequestProcessor({}), 0).body == json.dumps(value, indent=2).encode()
 
 
-def test_headers_of_any_type_go_out_as_text():
+def test_headers_of_any_type_become_text():
     processor = RequestProcessor({})
     processor.add_response_property("X-Count", 3)  # type: ignore[arg-type]
     processor.add_response_property("Content-Type", "text/csv")
@@ -48,7 +48,7 @@ def test_a_status_that_http_cannot_carry_is_500(code, status):
     assert valid_status(code, 200) == status
 
 
-def test_a_refusal_is_the_error_that_clients_know():
+def test_an_error_answer_has_torchserves_format():
     found = error_answer(507, 'too "much"')
     assert found.body == b'{\n  "code": 507,\n  "type": "InternalServerException",\n  "message": "too \\"much\\""\n}\n'
     assert (found.status, found.content_type) == (507, "application/json")
@@ -71,7 +71,7 @@ def response(*values, ids=(0, 1)):
     return create_predict_response(list(values), ids, "Intermediate", 200, context, True)
 
 
-def test_parts_stand_where_their_requests_stand(running):
+def test_parts_are_aligned_with_their_requests(running):
     parts, sent = running
     parts.sendall(response("a", {"b": 1}))
     ((second, nothing, first),) = sent
@@ -85,13 +85,13 @@ def test_parts_stand_where_their_requests_stand(running):
     assert second.body == b'{\n  "b": 1\n}'
 
 
-def test_some_may_have_none(running):
+def test_some_requests_may_get_no_part(running):
     parts, sent = running
     parts.sendall(response("a", "b", ids=[1]))
     assert [part and part.body for part in sent[0]] == [b"b", None, None]
 
 
-def test_what_comes_after_the_end_is_dropped(running):
+def test_parts_after_the_end_are_dropped(running):
     parts, sent = running
     parts.end()
     parts.sendall(response("a", "b"))
@@ -99,7 +99,7 @@ def test_what_comes_after_the_end_is_dropped(running):
     PartialAnswers(0).sendall(response("a", "b"))  # or before any batch
 
 
-def test_a_thread_of_an_earlier_batch_speaks_to_no_caller_of_this_one(running):
+def test_a_thread_of_an_earlier_batch_reaches_no_caller_of_this_one(running):
     parts, sent = running
     parts.sendall(response("a", "b", ids={0: "x", 1: "of before"}))
     assert [part and part.body for part in sent.pop()] == [None, None, b"a"]
@@ -132,6 +132,6 @@ def test_an_installed_ts_sends_bytes(running):
     assert rest == [None, None]
 
 
-def test_a_copy_of_a_context_speaks_for_the_same_batch(running):
+def test_a_copied_context_belongs_to_the_same_batch(running):
     parts, _ = running
     assert copy.deepcopy(SimpleNamespace(cl_socket=parts)).cl_socket is parts

@@ -9,7 +9,7 @@ import pytest
 from penstock.torchserve.handlers.entry import make_ts_importable
 
 
-def test_the_process_is_the_models(make_handler, tmp_path, monkeypatch):
+def test_the_process_is_prepared_for_the_model(make_handler, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     monkeypatch.setenv("AWS_SECRET", "x")
     monkeypatch.setenv("AWS_REGION", "y")
@@ -56,12 +56,12 @@ class Handler:
 """
 
 
-def test_a_class_is_made_and_its_handle_taken_before_it_is_initialised(make_handler):
+def test_handle_is_looked_up_before_the_instance_is_initialized(make_handler):
     model = make_handler(CLASS)
     assert model._handle([{}], None) == [1]
 
 
-def test_a_handle_that_the_constructor_binds_is_the_one(make_handler):
+def test_a_handle_bound_by_the_constructor_is_used(make_handler):
     model = make_handler(
         """
         class Handler:
@@ -74,7 +74,7 @@ def test_a_handle_that_the_constructor_binds_is_the_one(make_handler):
     assert model._handle([{}], None) == ["bound"]
 
 
-def test_a_function_comes_before_a_class(make_handler):
+def test_a_function_takes_precedence_over_a_class(make_handler):
     model = make_handler(CLASS + "\ndef handle(data, context):\n    return data and ['function']")
     assert model._handle([{}], None) == ["function"]
 
@@ -96,17 +96,17 @@ def test_a_function_comes_before_a_class(make_handler):
         ("def handle(data): pass", TypeError, "positional"),
     ],
 )
-def test_a_handler_that_cannot_be_used_says_why(make_handler, source, error, says):
+def test_an_unusable_handler_is_reported_with_the_reason(make_handler, source, error, says):
     with pytest.raises(error, match=says):
         make_handler(source)
 
 
-def test_what_no_file_has_is_looked_for_among_the_built_ins(make_handler):
+def test_an_unknown_handler_is_searched_among_the_built_ins(make_handler):
     with pytest.raises(ImportError, match="nobody_has_this"):
         make_handler("", handler="nobody_has_this")
 
 
-def test_a_built_in_is_found_where_the_archive_has_no_such_file(make_handler, monkeypatch):
+def test_a_built_in_is_found_if_the_archive_has_no_such_file(make_handler, monkeypatch):
     built_in = ModuleType("ts.torch_handler.my_own")
     exec("def handle(data, context): return data and ['built in']", vars(built_in))
     monkeypatch.setitem(sys.modules, "ts.torch_handler.my_own", built_in)

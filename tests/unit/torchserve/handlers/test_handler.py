@@ -27,7 +27,7 @@ def handle(data, context):
 """
 
 
-def test_a_module_level_handler_is_called_once_to_initialise_then_for_each_batch(make_handler):
+def test_a_module_level_handler_is_called_once_to_initialize_then_for_each_batch(make_handler):
     model = make_handler(ECHO)
     assert [bytes(a.body) for a in model.predict(asked({"body": "a"}, {"body": bytearray(b"b")}))] == [b"a", b"b"]
     import my_handler
@@ -72,7 +72,7 @@ def test_what_a_handler_returns_becomes_the_body(make_handler, value, body):
         ("[1, '\\ud800']", "Unsupported model output data type."),
     ],
 )
-def test_a_wrong_return_fails_the_whole_batch_in_torchserves_words(make_handler, returned, text):
+def test_a_wrong_return_value_fails_the_whole_batch_with_torchserves_message(make_handler, returned, text):
     model = make_handler(f"loop = []\nloop.append(loop)\ndef handle(data, context):\n    return data and {returned}")
     with pytest.raises(BadOutput) as caught:
         model.predict(asked({}, {}))
@@ -116,12 +116,12 @@ def test_a_prediction_exception_answers_with_its_code_and_message(make_handler):
     assert bytes(answers[0].body).endswith(b"}\n")
 
 
-def test_the_message_of_a_prediction_exception_may_hold_half_a_character(make_handler):
+def test_the_message_of_a_prediction_exception_may_contain_a_lone_surrogate(make_handler):
     model = make_handler(PREDICTION.format(code=418).replace("too dark", "half: \\ud800"))
     assert json.loads(model.predict(asked({"body": "bad"}))[0].body)["message"] == "half: ?"
 
 
-def test_with_retry_split_a_prediction_exception_waits_until_its_request_is_alone(make_handler):
+def test_with_retry_split_a_prediction_exception_answers_only_its_own_request(make_handler):
     model = make_handler(PREDICTION.format(code=418), retry_split=True)
     with pytest.raises(ItemFailed):
         model.predict(asked({"body": "bad"}, {"body": "good"}))
@@ -135,7 +135,7 @@ def test_an_answer_that_is_too_large_fails_alone(make_handler):
     assert (small.status, small.body) == (200, b"x" * 10)
 
 
-def test_status_headers_and_content_type_are_the_handlers(make_handler):
+def test_the_handler_sets_status_headers_and_content_type(make_handler):
     model = make_handler(
         """
         def handle(data, context):
@@ -155,7 +155,7 @@ def test_status_headers_and_content_type_are_the_handlers(make_handler):
         assert second.content_type == ""
 
 
-def test_a_context_has_what_torchserves_has(make_handler, tmp_path):
+def test_a_context_has_torchserves_attributes(make_handler, tmp_path):
     model = make_handler(
         "def handle(data, context):\n    context.calls = getattr(context, 'calls', 0) + 1\n    return data and ['']",
         manifest={"model": {"modelName": "m"}},
@@ -212,7 +212,7 @@ def test_explanations_and_descriptions_are_calls_of_their_own(make_handler):
 
 
 @pytest.mark.parametrize("name", ["explain", "describe"])
-def test_a_field_of_a_form_called_as_a_header_is_a_prediction_among_others(make_handler, name):
+def test_a_form_field_named_like_a_control_header_is_a_prediction(make_handler, name):
     model = make_handler("def handle(data, context): return data and [len(data)] * len(data)")
     batch = [*asked({}), HandlerRequest("id-1", {name: bytearray(b"1")}, {name: {"content-type": ""}})]
     assert [answer.body for answer in model.predict(batch)] == [b"2", b"2"]
@@ -222,18 +222,18 @@ def test_a_field_of_a_form_called_as_a_header_is_a_prediction_among_others(make_
     ("raised", "kind"),
     [("MemoryError()", LoadOutOfMemory), ("RuntimeError('CUDA')", LoadOutOfMemory), ("ValueError('CUDA')", ValueError)],
 )
-def test_no_memory_to_load_is_told_apart(make_handler, raised, kind):
+def test_running_out_of_memory_while_loading_is_a_distinct_error(make_handler, raised, kind):
     with pytest.raises(kind):
         make_handler(f"def handle(data, context):\n    raise {raised}")
 
 
-def test_an_envelope_is_around_the_handler(make_handler):
+def test_an_envelope_wraps_the_handler(make_handler):
     model = make_handler("def handle(data, context):\n    return data and [str(d) for d in data]", envelope="body")
     (answer,) = model.predict(asked({"body": {"a": 1}}))
     assert answer.body == b"{'a': 1}"
 
 
-def test_a_tensor_goes_out_as_torch_saves_it(make_handler):
+def test_a_tensor_is_sent_in_torchs_file_format(make_handler):
     torch = pytest.importorskip("torch")
     model = make_handler("import torch\ndef handle(data, context):\n    return data and [torch.arange(3)]")
     (answer,) = model.predict(asked({}))
@@ -278,7 +278,7 @@ def in_thread(call, *arguments):
     return found[0]
 
 
-def test_each_batch_has_a_context_of_its_own(make_handler):
+def test_each_batch_has_its_own_context(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
     prepare = model.__penstock_prepare__
     first, second = in_thread(prepare, batch("1", "a")), in_thread(prepare, batch("2", "b"))
@@ -287,25 +287,25 @@ def test_each_batch_has_a_context_of_its_own(make_handler):
     assert model._steps._service.threads == ["reader", "reader", "MainThread", "MainThread"]
 
 
-def test_before_the_first_batch_the_context_is_that_of_load(make_handler):
+def test_before_the_first_batch_the_context_is_the_one_of_load(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
     assert in_thread(lambda: model._steps._service.context.model_name) == "m"
 
 
-def test_what_preprocess_raises_is_the_batchs_error(make_handler):
+def test_an_error_in_preprocess_is_the_batchs_error(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
     prepared = in_thread(model.__penstock_prepare__, batch("1", "bad"))
     with pytest.raises(ItemFailed, match="Prediction failed"):
         model.predict(prepared)
 
 
-def test_a_part_of_a_prepared_batch_runs_from_its_beginning(make_handler):
+def test_a_part_of_a_preprocessed_batch_runs_all_steps_again(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
     prepared = model.__penstock_prepare__([*batch("1", "bad"), *batch("2", "b")])
     assert [answer.body for answer in model.predict(prepared[1:])] == [b"b22"]
 
 
-def test_explanations_are_not_prepared(make_handler):
+def test_explanations_are_not_preprocessed_ahead(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
     requests = batch("1", "a", explain="True")
     assert model.__penstock_prepare__(requests) is requests
@@ -321,13 +321,13 @@ def test_explanations_are_not_prepared(make_handler):
         (OVERLAPPED, {"envelope": "body"}),
     ],
 )
-def test_only_base_handlers_own_handle_is_taken_apart(make_handler, caplog, source, setup):
+def test_only_base_handlers_own_handle_is_overlapped(make_handler, caplog, source, setup):
     model = make_handler(source, overlap=True, **setup)
     assert model.__penstock_prepare__ is None
     assert "handler_not_overlapped" in caplog.text
 
 
-def test_the_time_of_all_steps_is_told(make_handler, monkeypatch):
+def test_the_time_of_all_steps_is_recorded(make_handler, monkeypatch):
     model = make_handler(OVERLAPPED, overlap=True)
     told = []
     monkeypatch.setattr(

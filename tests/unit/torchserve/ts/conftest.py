@@ -41,7 +41,7 @@ def make_context(tmp_path: Path) -> Callable[..., Context]:
 
 @pytest.fixture
 def forget_modules() -> Iterator[None]:
-    """What a test imports from its own folder is not there for the next one."""
+    """Removes the modules that a test imports from its own folder."""
     before, path = set(sys.modules), list(sys.path)
     yield
     sys.path[:] = path

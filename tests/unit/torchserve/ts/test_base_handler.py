@@ -86,7 +86,7 @@ def test_a_module_and_its_state_dict_are_loaded_for_inference(eager, make_contex
     assert told()["HandlerTime"] >= 0
 
 
-def test_a_module_without_weights_is_made_as_it_is(eager, make_context):
+def test_a_module_without_weights_is_instantiated(eager, make_context):
     del eager["serializedFile"]
     context = make_context(eager)
     assert len(loaded(context).handle(ROWS, context)) == 2
@@ -115,7 +115,7 @@ def test_an_exported_program_is_loaded(make_context, tmp_path: Path):
     assert loaded(context).handle(ROWS, context) == [[2.0, 2.0], [4.0, 0.0]]
 
 
-def test_a_library_compiled_ahead_of_time_is_loaded_when_the_configuration_says_so(make_context, monkeypatch, tmp_path):
+def test_a_library_compiled_ahead_of_time_is_loaded_if_configured(make_context, monkeypatch, tmp_path):
     monkeypatch.setattr(torch._export, "aot_load", lambda path, device: lambda x: x + (device == "cpu"))
     described = {"serializedFile": "net.so"}
     context = make_context(described, config={"pt2": {"export": {"aot_compile": True}}})
@@ -125,12 +125,12 @@ def test_a_library_compiled_ahead_of_time_is_loaded_when_the_configuration_says_
 
 
 @pytest.mark.parametrize("described", [{}, {"serializedFile": "net.bin"}, {"serializedFile": "net"}])
-def test_other_files_are_refused(make_context, described):
+def test_other_file_types_are_refused(make_context, described):
     with pytest.raises(RuntimeError, match="No model weights could be loaded"):
         loaded(make_context(described))
 
 
-def test_a_model_file_that_is_missing_or_has_two_classes_is_refused(eager, make_context, tmp_path: Path):
+def test_a_missing_model_file_or_two_classes_are_refused(eager, make_context, tmp_path: Path):
     with (tmp_path / eager["modelFile"]).open("a") as file:
         file.write(textwrap.dedent(NET.format(name="Other")))
     with pytest.raises(ValueError, match=r"only one class.*Net.*Other"):
@@ -143,7 +143,7 @@ class Harmless:
     """More than a tensor: a pickle that holds it runs code."""
 
 
-def test_a_pickle_of_code_is_refused_unless_the_configuration_trusts_it(eager, make_context, tmp_path: Path):
+def test_a_pickle_with_code_is_refused_unless_the_configuration_trusts_it(eager, make_context, tmp_path: Path):
     torch.save({"layer.weight": torch.tensor(WEIGHTS), "note": Harmless()}, tmp_path / "net.pth")
     with pytest.raises(LoadFailed, match='trust = "pickle"'):
         loaded(make_context(eager))
@@ -151,7 +151,7 @@ def test_a_pickle_of_code_is_refused_unless_the_configuration_trusts_it(eager, m
         loaded(make_context(eager, config={"trust": "pickle"}))
 
 
-def test_half_precision_is_asked_for_in_the_configuration(eager, make_context):
+def test_the_configuration_can_select_half_precision(eager, make_context):
     context = make_context(eager, config={"precision": "bf16"})
     handler = loaded(context)
     assert handler.model.layer.weight.dtype is torch.bfloat16
@@ -171,18 +171,18 @@ def test_half_precision_is_asked_for_in_the_configuration(eager, make_context):
         ({"export": {"aot_compile": True}}, None),
     ],
 )
-def test_what_the_configuration_says_of_compiling(pt2, options):
+def test_the_configuration_sets_the_compile_options(pt2, options):
     before = repr(pt2)
     assert base_handler.compile_options(pt2) == options
     assert repr(pt2) == before
 
 
-def test_compiling_that_is_no_text_and_no_dict_is_refused():
+def test_other_compile_options_than_text_and_dicts_are_refused():
     with pytest.raises(ValueError, match="pt2 should be str or dict"):
         base_handler.compile_options(["inductor"])
 
 
-def test_a_model_is_compiled_and_runs_as_it_is_when_that_fails(eager, make_context, monkeypatch, caplog):
+def test_a_model_runs_uncompiled_if_compiling_fails(eager, make_context, monkeypatch, caplog):
     asked: list[Any] = []
 
     def compile(model: Any, **options: Any) -> Any:
@@ -217,7 +217,7 @@ def test_the_device_is_the_workers_gpu_if_there_is_one(monkeypatch, present, gpu
     assert base_handler.choose_device(gpu_id) == expected
 
 
-def test_xla_is_used_where_it_is_installed(monkeypatch):
+def test_xla_is_used_if_installed(monkeypatch):
     monkeypatch.setattr(base_handler, "XLA_AVAILABLE", True)
     model = types.SimpleNamespace(xla_device=lambda: "xla:0")
     monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
@@ -266,7 +266,7 @@ def test_the_three_steps_run_one_after_the_other(make_context):
     assert loaded(context, Steps).handle([{"body": 1}, {"body": 5}], context) == ["2", "6"]
 
 
-def test_an_explanation_gets_the_prepared_and_the_raw_data_and_the_target(make_context):
+def test_an_explanation_gets_the_preprocessed_and_raw_data_and_the_target(make_context):
     context = make_context(None, {"explain": "True"})
     handler = loaded(context, Steps)
     assert handler.handle([{"body": 1}], context) == [([1], 1, 0)]
@@ -274,7 +274,7 @@ def test_an_explanation_gets_the_prepared_and_the_raw_data_and_the_target(make_c
     assert handler.explain
 
 
-def test_a_description_is_what_the_handler_says(make_context):
+def test_the_handler_describes_itself(make_context):
     context = make_context(None, {"describe": "True"})
     assert loaded(context, Steps).handle([{"body": 1}], context) == [{"classes": 3}]
     assert BaseHandler().describe_handle() is None
@@ -289,7 +289,7 @@ def test_a_handler_may_forget_to_call_the_constructor(make_context, eager):
     assert loaded(context, Forgetful).handle(ROWS, context) == ANSWERS
 
 
-def test_profiling_tells_the_time_of_each_step_only_when_it_is_asked_for(make_context, eager):
+def test_step_times_are_recorded_only_with_profiling(make_context, eager):
     context = make_context(eager, config={"handler": {"profile": True}})
     loaded(context).handle(ROWS, context)
     steps = {"ts_handler_preprocess", "ts_handler_inference", "ts_handler_postprocess"}
@@ -310,7 +310,7 @@ def test_torchs_profiler_writes_a_trace(make_context, monkeypatch, tmp_path: Pat
     assert os.listdir(tmp_path / "pytorch_profiler" / "net")
 
 
-def test_the_mock_context_is_enough_for_a_handler(eager, tmp_path: Path):
+def test_the_mock_context_runs_a_handler(eager, tmp_path: Path):
     (tmp_path / "c.yaml").write_text("handler: {profile: true}")
     context = MockContext("net.pth", str(tmp_path), eager["modelFile"], gpu_id=None, model_yaml_config_file="c.yaml")
     assert loaded(context).handle(ROWS, context) == ANSWERS

@@ -19,7 +19,7 @@ def with_requests(*headers):
     return context
 
 
-def test_what_the_worker_is_stands_from_the_beginning():
+def test_the_worker_is_described_before_the_first_batch():
     context = fresh(limit_max_image_pixels=False, metrics="metrics", model_yaml_config={"a": 1})
     assert context.system_properties["gpu_id"] == 1
     assert context.system_properties["limit_max_image_pixels"] is False
@@ -30,7 +30,7 @@ def test_what_the_worker_is_stands_from_the_beginning():
     assert fresh().model_yaml_config == {}
 
 
-def test_the_names_of_the_headers_of_sequences_may_be_configured(monkeypatch):
+def test_the_names_of_sequence_headers_can_be_configured(monkeypatch):
     context = fresh()
     names = (context.header_key_sequence_id, context.header_key_sequence_start, context.header_key_sequence_end)
     assert names == ("ts_request_sequence_id", "ts_request_sequence_start", "ts_request_sequence_end")
@@ -40,7 +40,7 @@ def test_the_names_of_the_headers_of_sequences_may_be_configured(monkeypatch):
     assert context.get_sequence_id(0) == "7"
 
 
-def test_headers_are_found_in_any_case_and_keep_their_spelling():
+def test_header_lookup_ignores_case_and_keeps_the_spelling():
     context = with_requests({"X-Foo": "1", "x-foo": "2", "Data": {"content-type": "a/b"}})
     assert [context.get_request_header(0, key) for key in ("X-Foo", "x-foo", "X-FOO", "x-bar")] == ["1", "2", "2", None]
     headers = context.get_all_request_header(0)
@@ -55,7 +55,7 @@ def test_headers_are_found_in_any_case_and_keep_their_spelling():
     assert context.get_request_header(0, "Mine") == "3", "one map a request"
 
 
-def test_a_map_of_headers_is_a_dict():
+def test_a_header_map_is_a_dict():
     headers = HeaderMap({"A": "1"})
     assert headers == {"A": "1"}
     assert headers.get("b", "default") == "default"
@@ -75,13 +75,13 @@ def test_each_request_has_its_own_answer():
     assert [context.get_request_id(i) for i in range(3)] == ["id-0", "id-1", None]
 
 
-def test_contexts_are_equal_by_what_they_hold():
+def test_contexts_are_equal_if_their_attributes_are():
     assert fresh() == fresh()
     assert fresh() != fresh(metrics=1)
     assert fresh() != 1
 
 
-def test_a_context_of_threads_is_that_of_the_batch_of_each():
+def test_each_thread_sees_the_context_of_its_own_batch():
     mine, other = with_requests({"a": "mine"}), with_requests({"a": "other"})
     proxy = ThreadsContext(other)
     assert proxy.get_request_header(0, "a") == "other"  # until the first batch
@@ -107,14 +107,14 @@ def test_a_context_of_threads_is_that_of_the_batch_of_each():
     assert copied.model_name == "m"
 
 
-def test_the_processors_of_the_requests_have_two_names():
+def test_request_processors_have_two_names():
     context = fresh()
     processors = [RequestProcessor({"a": "b"})]
     context._request_processor = processors
     assert context.request_processor is context._request_processor is processors
 
 
-def test_handlers_may_attach_what_they_like():
+def test_handlers_may_attach_attributes():
     context = fresh()
     context.cache = {"a": 1}
     assert context.cache == {"a": 1}

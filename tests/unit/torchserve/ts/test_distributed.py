@@ -9,7 +9,7 @@ import pytest
 from penstock.torchserve.ts import distributed
 
 
-def test_handlers_of_large_models_name_the_library_that_is_missing(make_context, monkeypatch):
+def test_distributed_handlers_name_the_missing_library(make_context, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setitem(sys.modules, "pippy", None)
     config = {"deepspeed": {}, "handler": {"model_path": "m"}, "pippy": {"input_names": [], "model_type": "x"}}
@@ -40,7 +40,7 @@ def test_deepspeed_gets_its_configuration_and_the_checkpoints(make_context, monk
         distributed.get_ds_engine("model", make_context())
 
 
-def test_pippy_says_what_the_configuration_lacks(make_context):
+def test_pippy_names_the_missing_configuration_key(make_context):
     for config, lacks in (
         ({}, "pippy: input_names"),
         ({"pippy": {"input_names": [], "model_type": "x"}}, "handler: m"),
@@ -49,7 +49,7 @@ def test_pippy_says_what_the_configuration_lacks(make_context):
             distributed.get_pipeline_driver(object(), 2, make_context(config=config))
 
 
-def test_a_process_of_a_deepspeed_model_has_the_gpu_of_its_rank(make_context, monkeypatch):
+def test_a_deepspeed_process_uses_the_gpu_of_its_rank(make_context, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     handler = distributed.BaseDeepSpeedHandler()
     handler.initialize(make_context())

@@ -29,19 +29,19 @@ def wrapped(name, answer):
 
 
 @pytest.mark.parametrize("name", ["body", "json", "kserve", "kservev2"])
-def test_the_call_that_loads_passes_through(name, make_context):
+def test_the_initializing_call_passes_through(name, make_context):
     model, envelope = wrapped(name, lambda data: None)
     assert envelope.handle(None, make_context()) is None
     assert model.seen is None
 
 
-def test_body_takes_the_dicts_away(make_context):
+def test_body_passes_only_the_bodies(make_context):
     model, envelope = wrapped("body", lambda data: [len(d) for d in data])
     assert envelope.handle([{"body": b"ab"}, {"data": b"c", "body": b"xyz"}], make_context()) == [2, 1]
     assert model.seen == [b"ab", b"c"]
 
 
-def test_json_joins_the_instances_and_gives_each_request_its_own(make_context):
+def test_json_batches_the_instances_of_all_requests(make_context):
     model, envelope = wrapped("json", lambda data: [n * 2 for n in data])
     answers = envelope.handle(
         [{"body": {"instances": [1, 2]}}, {"body": {"instances": []}}, {"instances": [3]}], make_context()
@@ -60,7 +60,7 @@ def test_json_decodes_base64_as_an_instance_and_as_a_column(make_context):
 
 
 @pytest.mark.parametrize("body", [{"instances": [[1], [2]]}, bytearray(b'{"instances": [[1], [2]]}')])
-def test_kserve_gives_the_first_requests_instances(make_context, body):
+def test_kserve_passes_the_first_requests_instances(make_context, body):
     model, envelope = wrapped("kserve", lambda data: [sum(d) for d in data])
     assert envelope.handle([{"body": body}], make_context()) == [{"predictions": [1, 2]}]
     assert model.seen == [[1], [2]]
@@ -92,7 +92,7 @@ def test_kservev2_nests_the_data_and_names_the_outputs(make_context):
     }
 
 
-def test_kservev2_falls_back_on_the_requests_own_id_also_after_a_failure(make_context):
+def test_kservev2_falls_back_to_the_requests_own_id_also_after_a_failure(make_context):
     answers = iter([ValueError, None])
 
     def answer(data):

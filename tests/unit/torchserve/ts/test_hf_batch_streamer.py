@@ -15,7 +15,7 @@ class Words:
         return "".join(f"w{t} " for t in tokens)
 
 
-def test_each_step_has_the_new_text_of_every_row():
+def test_each_step_returns_the_new_text_of_every_row():
     streamer = TextIteratorStreamerBatch(Words(), 2, skip_prompt=True, timeout=10)
 
     def generate():
@@ -32,6 +32,6 @@ def test_each_step_has_the_new_text_of_every_row():
     assert ["".join(step[row]["text"] for step in steps) for row in range(2)] == ["w5 w7 ", "w6 w8 "]
 
 
-def test_another_number_of_rows_is_refused():
+def test_a_wrong_number_of_rows_is_refused():
     with pytest.raises(ValueError, match=r"\(3, 1\), expected 2 rows"):
         TextIteratorStreamerBatch(Words(), 2).put(torch.ones(3, 1))

@@ -28,7 +28,7 @@ def told() -> list[tuple[object, ...]]:
 MODEL = {"ModelName": "net", "Level": "Model"}
 
 
-def test_each_way_to_tell_a_metric_has_its_kind_and_unit(cache):
+def test_each_method_records_a_metric_with_its_type_and_unit(cache):
     cache.add_counter("n", 2, 0)
     cache.add_time("t", 1.5, 1)
     cache.add_time("u", 1, 1, "s")
@@ -47,7 +47,7 @@ def test_each_way_to_tell_a_metric_has_its_kind_and_unit(cache):
     ]
 
 
-def test_a_metric_of_no_request_in_particular_names_them_all(cache):
+def test_a_metric_of_the_whole_batch_has_all_request_ids(cache):
     cache.add_time("HandlerTime", 3)
     cache.add_counter("n", 1, idx=7)
     assert [d[-1] for d in told()] == ["a,b", "a,b"]
@@ -58,7 +58,7 @@ def test_before_the_first_batch_a_metric_has_no_request():
     assert told() == [("gauge", "t", 1.0, "Milliseconds", {"Level": "Error"}, "")]
 
 
-def test_own_dimensions_come_first_and_are_not_changed(cache):
+def test_own_dimensions_take_precedence_and_stay_unchanged(cache):
     own = [Dimension("Level", "Mine"), Dimension("color", "red")]
     for _ in range(2):
         cache.add_counter("n", 1, 0, own)
@@ -67,21 +67,21 @@ def test_own_dimensions_come_first_and_are_not_changed(cache):
 
 
 @pytest.mark.parametrize(("method", "unit"), [("add_time", "h"), ("add_size", "TB")])
-def test_a_unit_that_does_not_fit_is_refused(cache, method, unit):
+def test_a_wrong_unit_is_refused(cache, method, unit):
     with pytest.raises(ValueError, match="one of"):
         getattr(cache, method)("n", 1, 0, unit)
     assert told() == []
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), "much", None, 10**400])
-def test_a_counter_that_would_fall_is_logged_and_not_counted(cache, caplog, value):
+def test_an_invalid_increment_is_logged_and_not_counted(cache, caplog, value):
     with caplog.at_level(logging.ERROR):
         cache.add_counter("n", value, 0)
     assert told() == []
     assert "metric_refused name=n" in caplog.text
 
 
-def test_a_gauge_may_fall_and_no_number_is_logged(cache, caplog):
+def test_a_gauge_may_be_negative_and_other_types_than_numbers_are_logged(cache, caplog):
     cache.add_percent("p", -1, 0)
     with caplog.at_level(logging.ERROR):
         cache.add_percent("p", "much", 0)
@@ -90,7 +90,7 @@ def test_a_gauge_may_fall_and_no_number_is_logged(cache, caplog):
     assert caplog.text.count("metric_refused name=p") == 2
 
 
-def test_an_added_metric_is_found_again_by_name_and_type(cache):
+def test_an_added_metric_is_found_by_name_and_type(cache):
     metric = cache.add_metric_to_cache("faces", "count", ["color"], MetricTypes.COUNTER)
     assert cache.get_metric("faces") is metric
     metric.add_or_update(2, ["red"], "r")
@@ -121,7 +121,7 @@ def test_arguments_of_the_wrong_type_are_refused(cache, arguments):
         cache.add_metric_to_cache(*arguments)
 
 
-def test_a_worker_knows_the_two_times_and_what_is_declared():
+def test_a_worker_has_the_declared_metrics():
     cache = MetricsCache("net", {"histogram": [{"name": "len", "unit": "tokens", "dimensions": []}]})
     cache.initialize_cache()
     assert cache.cache_keys() == ["histogram:len"]
@@ -136,12 +136,12 @@ def test_a_worker_knows_the_two_times_and_what_is_declared():
         ({"gauge": [{"name": "x", "unit": "ms"}]}, merrors.MetricsCacheKeyError),
     ],
 )
-def test_a_declaration_that_is_wrong_is_refused(declared, error):
+def test_a_wrong_declaration_is_refused(declared, error):
     with pytest.raises(error):
         MetricsCache("net", declared).initialize_cache()
 
 
-def test_a_file_of_yaml_declares_metrics(tmp_path: Path):
+def test_a_yaml_file_declares_metrics(tmp_path: Path):
     file = tmp_path / "metrics.yaml"
     file.write_text("model_metrics:\n  counter:\n    - {name: faces, unit: count, dimensions: [ModelName]}\n")
     cache = MetricsCacheYamlImpl(str(file))
@@ -149,7 +149,7 @@ def test_a_file_of_yaml_declares_metrics(tmp_path: Path):
     assert cache.cache_keys() == ["counter:faces"]
 
 
-def test_files_of_yaml_that_are_wrong_are_refused(tmp_path: Path):
+def test_wrong_yaml_files_are_refused(tmp_path: Path):
     file = tmp_path / "metrics.yaml"
     with pytest.raises(merrors.MetricsCacheIOError):
         MetricsCacheYamlImpl(str(file))
@@ -163,7 +163,7 @@ def test_files_of_yaml_that_are_wrong_are_refused(tmp_path: Path):
         MetricsCacheYamlImpl(str(file)).initialize_cache()
 
 
-def test_the_store_lists_each_metric_once_and_tells_every_value():
+def test_the_store_lists_each_metric_once_and_records_every_value():
     store = MetricsStore({0: "a"}, "net")
     store.add_counter("n", 1, 0)
     store.add_counter("n", 2, 0)
@@ -191,7 +191,7 @@ def test_units_and_dimensions_of_the_store_are_checked():
         store.add_counter("n", 1, 0, "color")
 
 
-def test_a_metric_shows_itself_as_a_line_and_as_json():
+def test_a_metric_can_be_written_as_a_log_line_and_as_json():
     metric = Metric("n", 3, "ms", [Dimension("Level", "Model")], "r1")
     assert str(metric).startswith("n.Milliseconds:3|#Level:Model|#hostname:")
     assert str(metric).endswith(",r1")
@@ -201,7 +201,7 @@ def test_a_metric_shows_itself_as_a_line_and_as_json():
     assert Units().units[None] == "unit"
 
 
-def test_metrics_made_by_hand_are_told_by_emit_and_reset():
+def test_emit_and_reset_record_metrics():
     metric = Metric("n", 3, "ms", [], "r1")
     emit_metrics([metric])
     metric.reset()

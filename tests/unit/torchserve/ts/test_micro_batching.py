@@ -63,7 +63,7 @@ def rows(*values: Any) -> list[dict[str, Any]]:
     return [{"body": v} for v in values]
 
 
-def test_a_batch_passes_in_pieces_and_keeps_its_order(handler, make_context):
+def test_micro_batches_keep_the_order_of_the_batch(handler, make_context):
     handler.handle.micro_batch_size = 2
     handler.handle.parallelism = {"preprocess": 3, "inference": 2}
     context = make_context()
@@ -76,7 +76,7 @@ def test_a_batch_passes_in_pieces_and_keeps_its_order(handler, make_context):
     assert handler.handle.get_micro_batch_idx() is None
 
 
-def test_pieces_of_one_step_run_at_the_same_time(handler, make_context):
+def test_micro_batches_of_one_step_run_concurrently(handler, make_context):
     handler.meet = threading.Barrier(3)
     handler.handle.parallelism = {"inference": 3}
     assert handler.handle(rows(1, 2, 3), make_context()) == [4, 5, 6]
@@ -95,19 +95,19 @@ def test_the_number_of_threads_may_change_between_batches(handler, make_context)
     assert handler.handle(rows(1), make_context()) == [4]
 
 
-def test_what_a_piece_raises_fails_the_batch_and_not_the_next_one(handler, make_context):
+def test_an_error_in_a_micro_batch_fails_only_its_batch(handler, make_context):
     context = make_context()
     with pytest.raises(ValueError, match="bad"):
         handler.handle(rows(1, Bad(), 2), context)
     assert handler.handle(rows(1, 2), context) == [4, 5]
 
 
-def test_explanations_and_descriptions_are_not_cut_in_pieces(handler, make_context):
+def test_explanations_and_descriptions_are_not_split(handler, make_context):
     assert handler.handle(rows(1, 2), make_context(None, {"explain": "True"})) == [("why", [2, 3])]
     assert handler.handle(rows(1), make_context(None, {"describe": "True"})) == ["described"]
 
 
 @pytest.mark.parametrize("parallelism", [{"inference": 0}, {"thinking": 1}])
-def test_numbers_of_threads_that_cannot_be_are_refused(handler, parallelism):
+def test_invalid_numbers_of_threads_are_refused(handler, parallelism):
     with pytest.raises(ValueError, match="parallelism"):
         handler.handle.parallelism = parallelism

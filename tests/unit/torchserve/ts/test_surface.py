@@ -103,7 +103,7 @@ def loaded_by(surface: dict[str, list[str]]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_every_name_that_handlers_import_is_there_and_is_one_object_under_both_names():
+def test_every_name_that_handlers_import_exists_once_under_both_paths():
     loaded = loaded_by(SURFACE)
     assert {"torch", "transformers"} <= loaded
     assert not loaded & {"captum", "onnxruntime"}
@@ -113,15 +113,15 @@ def test_the_table_of_import_paths_is_complete():
     assert set(SURFACE) == {"", *MODULES}
 
 
-def test_only_modules_that_are_of_no_use_without_torch_load_it():
+def test_only_modules_that_are_useless_without_torch_load_it():
     light = {name: members for name, members in SURFACE.items() if not any(n in name for n in NEEDS)}
     assert not loaded_by(light) & {"torch", "PIL", "yaml", "transformers"}
 
 
-def test_a_handler_that_loads_no_model_by_its_base_needs_no_numpy():
+def test_the_base_handler_alone_loads_no_numpy():
     assert "numpy" not in loaded_by({n: SURFACE[n] for n in ("context", "torch_handler.base_handler")})
 
 
-def test_a_name_that_is_not_there_is_an_import_error():
+def test_an_unknown_name_is_an_import_error():
     with pytest.raises(AssertionError, match=r"No module named 'ts\.nothing'"):
         loaded_by({"nothing": []})

@@ -59,14 +59,14 @@ def test_words_pairs_and_unknown_words_are_counted(load, vocabulary):
     assert list(answer.values()) == pytest.approx(probabilities([2.0 - 3.0, 0.5 + 1.0]))
 
 
-def test_text_may_be_str_and_labels_have_names(load, tmp_path: Path):
+def test_text_may_be_a_string_and_labels_have_names(load, tmp_path: Path):
     (tmp_path / "index_to_name.json").write_text('{"0":"yes","1":"no"}')
     handler, context = load(WORDS)
     (answer,) = handler.handle([{"body": "bad"}], context)
     assert answer == pytest.approx(dict(zip(("yes", "no"), probabilities([0.0, 2.0]), strict=True)))
 
 
-def test_an_explanation_has_the_words_and_their_importance(load):
+def test_an_explanation_lists_the_words_and_their_importance(load):
     handler, context = load(WORDS, {"explain": "True"})
     (answer,) = handler.handle([{"data": "good bad", "target": bytearray(b"1")}], context)
     assert answer["words"] == ["good", "bad"]
@@ -74,14 +74,14 @@ def test_an_explanation_has_the_words_and_their_importance(load):
     assert answer["importances"] == [pytest.approx(probabilities([0.0, 2.0]))]
 
 
-def test_an_archive_without_vocabulary_is_refused(load, tmp_path: Path, make_context):
+def test_an_archive_without_a_vocabulary_is_refused(load, tmp_path: Path, make_context):
     handler, context = load(WORDS)
     (tmp_path / "source_vocab.pt").unlink()
     with pytest.raises(Exception, match="source_vocab"):
         handler.initialize(context)
 
 
-def test_an_old_manifest_names_the_vocabulary_itself(load, tmp_path: Path):
+def test_an_old_manifest_may_name_the_vocabulary(load, tmp_path: Path):
     handler, context = load(WORDS)
     (tmp_path / "source_vocab.pt").rename(tmp_path / "words.pt")
     context.manifest["model"]["sourceVocab"] = str(tmp_path / "words.pt")
@@ -89,7 +89,7 @@ def test_an_old_manifest_names_the_vocabulary_itself(load, tmp_path: Path):
     assert handler.source_vocab["nowhere"] == 0
 
 
-def test_a_vocabulary_without_unknown_words_fails_on_one(load):
+def test_a_vocabulary_without_unk_fails_on_an_unknown_word(load):
     handler, context = load({"good": 1})
     with pytest.raises(KeyError, match="strange"):
         handler.handle([{"data": "strange"}], context)
@@ -109,11 +109,11 @@ class Cleaner(TextHandler):
         ("dogs' bone", "dogs bone"),
     ],
 )
-def test_contractions_are_written_in_full(text, expected):
+def test_contractions_are_expanded(text, expected):
     assert Cleaner()._expand_contractions(text) == expected
 
 
-def test_the_table_of_contractions_is_whole():
+def test_the_table_of_contractions_is_complete():
     assert CONTRACTION_MAP["they're"] == "they are"
     assert CONTRACTION_MAP["o'clock"] == "of the clock"
     assert all("'" in short and "'" not in long for short, long in CONTRACTION_MAP.items())

@@ -5,7 +5,7 @@ import pytest
 from penstock.torchserve.ts.text_utils import get_tokenizer, ngrams_iterator
 
 
-def test_words_and_marks_are_tokens():
+def test_words_and_punctuation_marks_are_tokens():
     tokens = get_tokenizer("basic_english")('It\'s "good"; well: (very)!\tYes?<br />End. a,b')
     assert tokens == ["it", "'", "s", "good", "well", "(", "very", ")", "!", "yes", "?", "end", ".", "a", ",", "b"]
 
@@ -17,7 +17,7 @@ def test_other_tokenizers():
         get_tokenizer("spacy")
 
 
-def test_neighbours_follow_the_words():
+def test_ngrams_follow_the_words():
     assert list(ngrams_iterator(["here", "we", "are"], 3)) == [
         "here", "we", "are", "here we", "we are", "here we are",
     ]  # fmt: skip

@@ -18,14 +18,14 @@ from penstock.torchserve.ts.util import timeit
         ({"object_type_names": ["cat", "dog"]}, {"0": "cat", "1": "dog"}),
     ],
 )
-def test_labels_are_read_in_each_of_their_forms(tmp_path: Path, written, expected):
+def test_labels_are_read_in_each_format(tmp_path: Path, written, expected):
     file = tmp_path / "index_to_name.json"
     file.write_text(json.dumps(written))
     assert util.load_label_mapping(str(file)) == expected
 
 
 @pytest.mark.parametrize("written", [["cat"], {"0": 3}, {"0": []}])
-def test_labels_of_another_form_are_refused(tmp_path: Path, written):
+def test_labels_in_another_format_are_refused(tmp_path: Path, written):
     file = tmp_path / "index_to_name.json"
     file.write_text(json.dumps(written))
     with pytest.raises(Exception, match="mapping"):
@@ -53,7 +53,7 @@ def test_only_a_modules_own_classes_are_listed():
     assert [c.__name__ for c in util.list_classes_from_module(module, module.A)] == ["A"]
 
 
-def test_backends_of_the_compiler_are_known_by_name():
+def test_compiler_backends_are_known_by_name():
     assert util.check_valid_pt2_backend("inductor")
     assert not util.check_valid_pt2_backend("magic")
 
@@ -70,7 +70,7 @@ def test_yaml_is_read(tmp_path: Path):
     assert util.get_yaml_config(str(file)) == {"a": {"b": [1, 2]}}
 
 
-def test_decorators_leave_the_result_alone(capsys):
+def test_decorators_do_not_change_the_result(capsys):
     @util.deprecated("0.1", "here", DeprecationWarning)
     @timeit
     def three() -> int:
@@ -89,7 +89,7 @@ class Socket:
         self.sent.append(parts)
 
 
-def test_a_part_goes_to_the_requests_that_are_named(make_context):
+def test_a_partial_answer_goes_to_the_given_requests(make_context):
     context = make_context(None, {}, {})
     context.cl_socket = Socket()
     util.send_intermediate_predict_response(["a", "b"], context.request_ids, "on its way", 200, context)
@@ -100,7 +100,7 @@ def test_a_part_goes_to_the_requests_that_are_named(make_context):
     assert first.context is context
 
 
-def test_only_the_first_process_of_a_model_of_many_sends(make_context, monkeypatch):
+def test_only_the_first_process_sends_partial_answers(make_context, monkeypatch):
     context = make_context()
     context.cl_socket = Socket()
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -68,7 +68,7 @@ def expected_probabilities(color: tuple[int, int, int]) -> list[float]:
     return [math.exp(score) / total for score in scores]
 
 
-def test_the_classifier_answers_the_five_most_probable_classes(load, picture):
+def test_the_classifier_returns_the_five_most_probable_classes(load, picture):
     handler, context = load(ImageClassifier, Means())
     (answer,) = handler.handle([{"data": picture(color=(10, 200, 30))}], context)
     probabilities = expected_probabilities((10, 200, 30))
@@ -77,7 +77,7 @@ def test_the_classifier_answers_the_five_most_probable_classes(load, picture):
     assert list(answer.values()) == pytest.approx([probabilities[i] for i in best], rel=1e-4)
 
 
-def test_the_classifier_takes_bytes_base64_and_numbers_in_one_batch(load, picture, tmp_path: Path):
+def test_the_classifier_accepts_bytes_base64_and_numbers_in_one_batch(load, picture, tmp_path: Path):
     (tmp_path / "index_to_name.json").write_text('{"0":"r","1":["n1","g"],"2":"b","3":"x","4":"y","5":"z"}')
     handler, context = load(ImageClassifier, Means())
     handler.set_max_result_classes(1)
@@ -91,7 +91,7 @@ def test_the_classifier_takes_bytes_base64_and_numbers_in_one_batch(load, pictur
     assert answers[0] == answers[1]
 
 
-def test_a_derived_classifier_may_have_its_own_preparation(load, picture):
+def test_a_subclass_may_have_its_own_image_processing(load, picture):
     class Grey(ImageClassifier):
         topk = 2
 
@@ -104,7 +104,7 @@ def test_a_derived_classifier_may_have_its_own_preparation(load, picture):
     assert list(answer.values()) == pytest.approx([1 / (3 + math.exp(-3) + math.exp(-4) + math.exp(-5))] * 2)
 
 
-def test_the_classifier_explains_by_integrated_gradients(load, picture):
+def test_the_classifier_explains_with_integrated_gradients(load, picture):
     handler, context = load(ImageClassifier, Means(), {"explain": "True"})
     image = picture((224 * 2, 224 * 2), (255, 0, 0))
     # the score of a channel is its mean: each of its pixels adds value / (224 * 224), the other channels nothing
@@ -123,7 +123,7 @@ def test_an_explanation_without_captum_names_the_extra(load, picture, monkeypatc
         handler.handle([{"data": picture()}], context)
 
 
-def test_a_handler_may_bring_its_own_explainer(load, picture):
+def test_a_handler_may_set_its_own_explainer(load, picture):
     class Own(ImageClassifier):
         def initialize(self, context: Any) -> None:
             super().initialize(context)
@@ -133,7 +133,7 @@ def test_a_handler_may_bring_its_own_explainer(load, picture):
     assert np.array(handler.handle([{"data": picture()}], context)).sum() == 0
 
 
-def test_without_pillow_the_error_says_what_to_install(load, picture, monkeypatch):
+def test_without_pillow_the_error_names_the_package_to_install(load, picture, monkeypatch):
     handler, context = load(ImageClassifier, Means())
     image = picture()
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
@@ -141,13 +141,13 @@ def test_without_pillow_the_error_says_what_to_install(load, picture, monkeypatc
         handler.handle([{"data": image}], context)
 
 
-def test_what_is_no_image_fails(load):
+def test_other_bytes_than_an_image_fail(load):
     handler, context = load(ImageClassifier, Means())
     with pytest.raises(OSError, match="cannot identify image file"):
         handler.handle([{"data": bytearray(b"no image")}], context)
 
 
-def test_images_of_too_many_pixels_are_refused_unless_the_configuration_allows_them(load, picture, monkeypatch):
+def test_images_with_too_many_pixels_are_refused_unless_the_configuration_allows_them(load, picture, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     image = picture((30, 30))
     handler, context = load(ImageClassifier, Means(), limit_max_image_pixels=True)
@@ -158,7 +158,7 @@ def test_images_of_too_many_pixels_are_refused_unless_the_configuration_allows_t
     assert Image.MAX_IMAGE_PIXELS is None
 
 
-def test_the_segmenter_answers_class_and_probability_of_each_pixel(load, picture):
+def test_the_segmenter_returns_the_class_and_probability_of_each_pixel(load, picture):
     handler, context = load(ImageSegmenter, Halves())
     answers = handler.handle([{"data": picture()}, {"body": picture()}], context)
     found = np.array(answers)
@@ -168,7 +168,7 @@ def test_the_segmenter_answers_class_and_probability_of_each_pixel(load, picture
     assert found[..., 1] == pytest.approx(1 / (1 + math.exp(-2)))
 
 
-def test_the_detector_answers_what_scores_high_enough(load, picture, tmp_path: Path):
+def test_the_detector_returns_objects_above_the_threshold(load, picture, tmp_path: Path):
     handler, context = load(ObjectDetector, Boxes())
     assert handler.handle([{"data": picture((40, 20))}], context) == [
         [{"1": [0.0, 0.0, 40.0, 20.0], "score": 0.75}, {"2": [1.0, 2.0, 3.0, 4.0], "score": 0.5}]
@@ -187,16 +187,16 @@ def test_the_detector_answers_what_scores_high_enough(load, picture, tmp_path: P
     ("size", "expected"),
     [((300, 200), (384, 256)), ((200, 301), (256, 385)), ((256, 256), (256, 256)), ((257, 1000), (256, 996))],
 )
-def test_the_shorter_side_gets_the_size_and_the_other_is_rounded_down(size, expected):
+def test_resizing_sets_the_shorter_side_and_rounds_the_other_down(size, expected):
     assert vision.Resize(256)(Image.new("RGB", size)).size == expected
 
 
-def test_an_image_of_the_size_is_left_alone():
+def test_an_image_of_the_right_size_is_not_resized():
     image = Image.new("RGB", (256, 300))
     assert vision.Resize(256)(image) is image
 
 
-def test_halving_weighs_neighbours_as_a_triangle():
+def test_downscaling_uses_a_triangle_filter():
     # a row of 8 pixels to 4: each new pixel has weights 1 3 3 1 over 8, and at the border 3 3 1 over 7
     row = np.array([0, 80, 160, 240, 0, 0, 0, 80], np.uint8)
     image = Image.fromarray(np.repeat(np.repeat(row[None, :, None], 8, 0), 3, 2))
@@ -215,7 +215,7 @@ def test_halving_weighs_neighbours_as_a_triangle():
         ((224, 227), (0, 2)),
     ],
 )
-def test_the_middle_is_cut_out_with_halves_rounded_to_even(size, corner):
+def test_the_centre_crop_rounds_halves_to_even(size, corner):
     width, height = size
     columns, rows = np.meshgrid(np.arange(width) % 251, np.arange(height) % 251)
     image = Image.fromarray(np.stack([columns, rows, rows], 2).astype(np.uint8))
@@ -224,7 +224,7 @@ def test_the_middle_is_cut_out_with_halves_rounded_to_even(size, corner):
     assert cut.getpixel((0, 0))[:2] == corner
 
 
-def test_pixels_become_channels_from_0_to_1_and_are_normalized():
+def test_pixels_become_normalized_channels():
     pixels = np.zeros((2, 3, 3), np.uint8)
     pixels[1, 2] = [255, 51, 0]
     found = vision.ToTensor()(Image.fromarray(pixels))
@@ -242,13 +242,13 @@ def test_images_of_other_modes_become_rgb(mode):
     assert vision.to_tensor_only()(image).shape == (3, 8, 8)
 
 
-def test_the_whole_pipeline_gives_what_networks_expect():
+def test_the_whole_pipeline_returns_the_expected_tensor():
     found = vision.image_pipeline()(Image.new("RGB", (300, 200), (255, 51, 0)))
     assert found.shape == (3, 224, 224)
     assert found[0].unique().tolist() == pytest.approx([0.515 / 0.229])
 
 
-def test_torchvisions_steps_are_used_where_they_are(monkeypatch):
+def test_torchvisions_transforms_are_used_if_installed(monkeypatch):
     module = types.ModuleType("torchvision.transforms")
     for name in ("Compose", "Resize", "CenterCrop", "ToTensor", "Normalize"):
         setattr(module, name, lambda *args, name=name, **kwargs: (name, args, kwargs))
