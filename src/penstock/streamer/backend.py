@@ -15,7 +15,7 @@ from penstock.config.schema import ModelConfig
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import Engine
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
-from penstock.streamer.base import ChunkedCall
+from penstock.streamer.base import ChunkingBackend
 from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.streamer")
@@ -24,7 +24,7 @@ FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 30.0
 
 
-class LocalBackend:
+class LocalBackend(ChunkingBackend):
     """The backend of a streamer with its own workers. At most `max_queue` items wait.
 
     When loading fails, every waiting request fails, and so do requests of the next 0.1 s, 0.2 s ... 30 s; the first
@@ -33,7 +33,7 @@ class LocalBackend:
 
     def __init__(self, name: str, config: ModelConfig, target: Any, sys_path: Sequence[str], max_queue: int) -> None:
         self._name, self._config, self._target, self._sys_path = name, config, target, sys_path
-        self._max_queue = max_queue
+        self.max_queue = max_queue
         self._engine = Engine()
         self._pending: dict[_PendingRequest, None] = {}  # in order of arrival
         self._pending_rows = 0
@@ -77,27 +77,13 @@ class LocalBackend:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
-        """See `PortalBackend.submit`. A call larger than the queue is sent in chunks."""
-        if item.rows > self._max_queue:
-            return ChunkedCall(self._submit, item, sink, max(1, self._max_queue // 2), budget_s, priority)
-        return self._submit(item, sink, budget_s, priority)
-
-    def _submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
+    def submit_within_bounds(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
+        """Submits to the engine, or keeps the request until the model is loaded."""
         if self._loaded:
             return self._engine.submit(self._name, None, item, sink, budget_s=budget_s, priority=priority)
         self._retry_if_due()
-        if self._pending_rows + item.rows > self._max_queue:
-            found = f"{self._pending_rows} of {self._max_queue} items wait for the model to load"
+        if self._pending_rows + item.rows > self.max_queue:
+            found = f"{self._pending_rows} of {self.max_queue} items wait for the model to load"
             raise QueueFull(f"the queue is full ({found}): try again later")
         request = _PendingRequest(self._forget_pending, item, sink, budget_s, priority)
         self._pending[request] = None

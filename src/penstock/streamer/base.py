@@ -222,6 +222,31 @@ def _convert(result: ItemResult, return_exceptions: bool) -> list[Any]:
 Submit = Callable[[Item, Sink, float | None, int], Ticket]
 
 
+class ChunkingBackend:
+    """Base of backends with a queue of `max_queue` items. It sends larger calls in chunks."""
+
+    max_queue: int
+
+    def submit(
+        self,
+        model: str,
+        version: str | None,
+        item: Item,
+        sink: Sink,
+        *,
+        budget_s: float | None = None,
+        priority: int = 0,
+    ) -> Ticket:
+        """See `PortalBackend.submit`."""
+        if item.rows > self.max_queue:
+            return ChunkedCall(self.submit_within_bounds, item, sink, max(1, self.max_queue // 2), budget_s, priority)
+        return self.submit_within_bounds(item, sink, budget_s, priority)
+
+    def submit_within_bounds(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
+        """Submits a call of at most `max_queue` items."""
+        raise NotImplementedError
+
+
 class ChunkedCall:
     """Ticket of a call with more items than the queue may hold. It sends the items in chunks.
 

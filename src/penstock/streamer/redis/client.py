@@ -18,11 +18,11 @@ from typing import Any
 from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError
-from penstock.streamer.base import BaseStreamer, ChunkedCall
+from penstock.streamer.base import BaseStreamer, ChunkingBackend
 from penstock.streamer.redis.connection import CommandRefused, RedisConnection, parse_address
 from penstock.streamer.redis.protocol import GROUP, RELEASED, QueueKeys
 from penstock.streamer.redis.requests import PendingCall, PendingRequests
-from penstock.streamer.redis.transfer import ReplyReceiver, RequestSender
+from penstock.streamer.redis.transfer import RequestSender, receive_replies
 from penstock.types import Item, Sink
 
 log = logging.getLogger("penstock.broker")
@@ -73,7 +73,7 @@ class RedisStreamer(BaseStreamer):
         self.close()
 
 
-class BrokerClient:
+class BrokerClient(ChunkingBackend):
     """The backend of a RedisStreamer, on one event loop. See the module.
 
     `max_queue` bounds the entries of all clients that wait or run; `max_bytes` this client's payloads. A call without
@@ -95,36 +95,20 @@ class BrokerClient:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._keys = QueueKeys(prefix)
+        self.max_queue = max_queue
         self._requests = PendingRequests(max_queue, max_bytes)
         self._out, self._in = RedisConnection(self.address), RedisConnection(self.address)
         self._sender = RequestSender(self._requests, self._out, self._in, self._keys, self.id, patience_s)
-        self._receiver = ReplyReceiver(self._requests, self._in, self._keys.replies(self.id), self._check_session)
         self._tasks: list[asyncio.Task[None]] = []
         self._session_timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
+    def submit_within_bounds(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
         """Sends one item, or each value of a `many` as its own entry. Raises ModelNotReady, QueueFull,
         DeadlineExceeded.
 
-        A value that cannot be sent fails alone. Later errors of the broker arrive as the answer. A call larger than
-        the queue is sent in chunks.
+        A value that cannot be sent fails alone. Later errors of the broker arrive as the answer.
         """
-        max_queue = self._requests.max_queue
-        if item.rows > max_queue:
-            return ChunkedCall(self._submit, item, sink, max(1, max_queue // 2), budget_s, priority)
-        return self._submit(item, sink, budget_s, priority)
-
-    def _submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
         if self._closed:
             raise ModelNotReady("the streamer is closed")
         wait_s = self._timeout_s if budget_s is None else budget_s
@@ -146,7 +130,8 @@ class BrokerClient:
             return call
         call.timer = self._loop.call_later(wait_s, self._expire, call)
         if not self._tasks:
-            self._tasks = [self._start(self._sender.run()), self._start(self._receiver.run())]
+            replies = receive_replies(self._requests, self._in, self._keys.replies(self.id), self._check_session)
+            self._tasks = [self._start(self._sender.run()), self._start(replies)]
         if self._session_timer is None:
             self._session_timer = self._loop.call_later(SESSION_CHECK_S, self._on_session_timer)
         return call

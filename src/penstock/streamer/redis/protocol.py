@@ -7,7 +7,7 @@ replies has one field, `a` (BrokerReplies): one message for all results of one b
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -96,6 +96,8 @@ class BrokerReplies(Struct, array_like=True, frozen=True):
     replies: list[BrokerReply]
 
 
+T = TypeVar("T", RequestHeader, BrokerReplies)
+
 dump = msgspec.msgpack.Encoder().encode
 _header_decoder = msgspec.msgpack.Decoder(RequestHeader)
 _replies_decoder = msgspec.msgpack.Decoder(BrokerReplies)
@@ -103,27 +105,23 @@ _replies_decoder = msgspec.msgpack.Decoder(BrokerReplies)
 
 def load_header(data: bytes) -> RequestHeader:
     """Raises MalformedMessage."""
-    try:
-        header = _header_decoder.decode(data)
-    except Exception as e:
-        raise MalformedMessage(f"the header of the message cannot be read: {describe(e)}") from None
-    _check_version(header.version, "message")
-    return header
+    return _load(_header_decoder, data, "header of the message")
 
 
 def load_replies(data: bytes) -> list[BrokerReply]:
     """Raises MalformedMessage."""
+    return _load(_replies_decoder, data, "reply").replies
+
+
+def _load(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
     try:
-        message = _replies_decoder.decode(data)
+        message = decoder.decode(data)
     except Exception as e:
-        raise MalformedMessage(f"the reply cannot be read: {describe(e)}") from None
-    _check_version(message.version, "reply")
-    return message.replies
-
-
-def _check_version(version: int, what: str) -> None:
-    if version != VERSION:
-        raise MalformedMessage(f"the {what} has version {version}, expected {VERSION}: callers and workers differ")
+        raise MalformedMessage(f"the {what} cannot be read: {describe(e)}") from None
+    if message.version != VERSION:
+        found = f"the {what} has version {message.version}, expected {VERSION}"
+        raise MalformedMessage(f"{found}: callers and workers differ")
+    return message
 
 
 def to_wire(error: PenstockError) -> WireError:

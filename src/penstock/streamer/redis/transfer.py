@@ -1,4 +1,4 @@
-"""RequestSender and ReplyReceiver: the two tasks that exchange a client's requests and replies with the broker."""
+"""RequestSender and receive_replies: the two tasks that exchange a client's requests and replies with the broker."""
 
 from __future__ import annotations
 
@@ -171,47 +171,36 @@ class RequestSender:
             self._requests.resend(lost)
 
 
-class ReplyReceiver:
-    """Reads the stream `replies`. `on_error` is called after each connection error, which may have lost requests."""
-
-    def __init__(
-        self, requests: PendingRequests, connection: RedisConnection, replies: str, on_error: Callable[[], None]
-    ) -> None:
-        self._requests = requests
-        self._connection = connection
-        self._replies = replies
-        self._on_error = on_error
-
-    async def run(self) -> None:
-        """Reads replies while requests are unanswered, for ever. Each read deletes the messages of the one before."""
-        done: list[bytes] = []
-        pause = RETRY_S[0]
-        read = ("XREAD", "COUNT", READ_MESSAGES, "BLOCK", READ_BLOCK_MS, "STREAMS", self._replies, "0-0")
-        while True:
-            if not self._requests.entries:
-                self._requests.unanswered.clear()
-                await self._requests.unanswered.wait()
-            commands: list[Command] = [("XDEL", self._replies, *done)] if done else []
-            try:
-                found = (await self._connection.ask(*commands, read, wait_s=READ_BLOCK_MS / 1000))[-1]
-            except PenstockError as e:
-                log.debug("receive_failed broker=%s error=%s", self._connection.address.name, e)
-                self._on_error()
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, RETRY_S[1])
-                continue
-            pause = RETRY_S[0]
-            done = []
-            for id, fields in found[0][1] if found else ():
-                done.append(id)
-                self._receive(fields[1])
-
-    def _receive(self, message: bytes) -> None:
+async def receive_replies(
+    requests: PendingRequests, connection: RedisConnection, stream: str, on_error: Callable[[], None]
+) -> None:
+    """Reads replies from `stream` while requests are unanswered, for ever. Each read deletes the messages of the one
+    before. `on_error` is called after each connection error, which may have lost requests."""
+    done: list[bytes] = []
+    pause = RETRY_S[0]
+    read = ("XREAD", "COUNT", READ_MESSAGES, "BLOCK", READ_BLOCK_MS, "STREAMS", stream, "0-0")
+    while True:
+        if not requests.entries:
+            requests.unanswered.clear()
+            await requests.unanswered.wait()
+        commands: list[Command] = [("XDEL", stream, *done)] if done else []
         try:
-            replies = load_replies(message)
+            found = (await connection.ask(*commands, read, wait_s=READ_BLOCK_MS / 1000))[-1]
         except PenstockError as e:
-            name = self._connection.address.name
-            log.warning("answer_malformed broker=%s error=%s: its callers wait until their deadline", name, e)
-            return
-        for reply in replies:
-            self._requests.receive(reply)
+            log.debug("receive_failed broker=%s error=%s", connection.address.name, e)
+            on_error()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_S[1])
+            continue
+        pause = RETRY_S[0]
+        done = []
+        for id, fields in found[0][1] if found else ():
+            done.append(id)
+            try:
+                replies = load_replies(fields[1])
+            except PenstockError as e:
+                name = connection.address.name
+                log.warning("answer_malformed broker=%s error=%s: its callers wait until their deadline", name, e)
+                continue
+            for reply in replies:
+                requests.receive(reply)

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import uuid
+from typing import Any
 
 from penstock.core.contracts import Backend, Observer
 from penstock.errors import (
@@ -86,7 +87,7 @@ class BrokerWorker:
         reader, writer, keeper = (
             loop.create_task(work) for work in (self._read_all(), self._writer.run(), self._keep_leases())
         )
-        stopping = loop.create_task(_wait(stop))
+        stopping: asyncio.Task[Any] = loop.create_task(stop.wait())
         try:
             await asyncio.wait([stopping, reader, writer, keeper], return_when=asyncio.FIRST_COMPLETED)
             for task in (reader, writer, keeper):
@@ -282,7 +283,3 @@ def _header_or_none(fields: list[bytes]) -> RequestHeader | None:
         return load_header(dict(zip(fields[::2], fields[1::2], strict=True))[b"h"])
     except (MalformedMessage, KeyError):
         return None
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
