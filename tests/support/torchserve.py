@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from penstock.torchserve.protocol.api import ApiError, ChangeResult, Group, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Group, RegisterRequest
 
 REFUSED: Final = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 
@@ -40,7 +40,7 @@ class FakeAdministration:
         """Returns `is_healthy`."""
         return self.is_healthy
 
-    async def register(self, registration: Registration) -> ChangeResult:
+    async def register(self, registration: RegisterRequest) -> ChangeResult:
         """Accepts any registration."""
         return self._note("register", registration)
 

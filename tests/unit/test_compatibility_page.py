@@ -13,7 +13,7 @@ import pytest
 from penstock.torchserve.admin import settings
 from penstock.torchserve.archive.pack import BUILT_IN
 from penstock.torchserve.cli.archive import archive
-from penstock.torchserve.cli.flags import parser
+from penstock.torchserve.cli.torchserve import parser
 from penstock.torchserve.config.properties import IGNORED, Properties
 from penstock.torchserve.http.listener import listener_templates
 from penstock.torchserve.protocol.api import ListenerConfig

@@ -17,7 +17,7 @@ from penstock.torchserve.admin.snapshots import SnapshotKind, Snapshots, state_o
 from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.admin.workers import DeviceAllocator, WorkerManager
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 
 log = logging.getLogger("penstock.compat")
 
@@ -98,7 +98,7 @@ class Administrator:
 
     # ---- changes
 
-    async def register(self, registration: Registration) -> ChangeResult:
+    async def register(self, registration: RegisterRequest) -> ChangeResult:
         return await self.change(self._register(registration))
 
     async def scale(
@@ -182,7 +182,7 @@ class Administrator:
         finally:
             self._describer.number(version)
 
-    async def _register(self, registration: Registration) -> ChangeResult:
+    async def _register(self, registration: RegisterRequest) -> ChangeResult:
         workers = self._properties.default_workers_per_model
         version = await self.claim(VersionRequest(registration, requested_settings(registration), workers))
         prefix = f'Model "{version.name}" Version: {version.version} registered with'

@@ -26,7 +26,7 @@ from penstock.torchserve.admin.settings import ModelSettings, resolve_settings
 from penstock.torchserve.archive.manifest import check_handler, check_model_name
 from penstock.torchserve.archive.store import Archive
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.protocol.api import ApiError, Registration
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 WRAPPER: Final = "penstock.torchserve.handlers.handler:HandlerModel"
 NO_TIMEOUT_S: Final = 30 * 24 * 3600.0  # a request's maximum wait if clients have no timeout
@@ -35,7 +35,7 @@ NO_TIMEOUT_S: Final = 30 * 24 * 3600.0  # a request's maximum wait if clients ha
 class VersionRequest(Struct, frozen=True):
     """A request to register a version. `settings` have the keys of model-config.yaml; None means not given."""
 
-    registration: Registration
+    registration: RegisterRequest
     settings: Mapping[str, Any]
     default_workers: int  # the number of workers if no source sets it
 
@@ -69,7 +69,7 @@ class ModelSpec(Struct, frozen=True):
         return Wrapped(None, WRAPPER, {"setup": self.setup})
 
 
-def requested_settings(registration: Registration) -> dict[str, Any]:
+def requested_settings(registration: RegisterRequest) -> dict[str, Any]:
     """The settings in a registration, with the keys of model-config.yaml."""
     workers = None if registration.initial_workers is None else max(0, registration.initial_workers)
     return {
@@ -121,22 +121,9 @@ def make_spec(
         check_model(config)
     except ConfigError as e:
         raise ApiError("InvalidModelException", f"model {name}: {e.message}") from None
-    setup = {
-        "model_name": name,
-        "model_version": version,
-        "model_dir": str(source.archive.folder),
-        "handler": handler,
-        "manifest": manifest.raw if source.archive.has_manifest else None,
-        "model_yaml_config": {**source.yaml, **({"trust": settings.trust} if settings.trust != "none" else {})},
-        "envelope": properties.service_envelope,
-        "batch_size": settings.batch_size,
-        "limit_max_image_pixels": properties.limit_max_image_pixels,
-        "hidden_env": [properties.blacklist_env_vars] if properties.blacklist_env_vars else [],
-        "max_response_size": properties.max_response_size,
-        "overlap": settings.overlap,
-        "retry_split": settings.retry_split,
-        **({} if model_metrics is None else {"model_metrics": dict(model_metrics)}),
-    }
+    setup = _handler_setup(source, properties, settings, name, handler)
+    if model_metrics is not None:
+        setup["model_metrics"] = dict(model_metrics)
     return ModelSpec(
         name,
         version,
@@ -149,6 +136,29 @@ def make_spec(
         source.archive.folder,
         manifest.requirements_file,
     )
+
+
+def _handler_setup(
+    source: ArchiveSource, properties: Properties, settings: ModelSettings, name: str, handler: str
+) -> dict[str, Any]:
+    """The arguments of HandlerSetup."""
+    manifest = source.archive.manifest
+    trust = {"trust": settings.trust} if settings.trust != "none" else {}
+    return {
+        "model_name": name,
+        "model_version": manifest.model_version,
+        "model_dir": str(source.archive.folder),
+        "handler": handler,
+        "manifest": manifest.raw if source.archive.has_manifest else None,
+        "model_yaml_config": {**source.yaml, **trust},
+        "envelope": properties.service_envelope,
+        "batch_size": settings.batch_size,
+        "limit_max_image_pixels": properties.limit_max_image_pixels,
+        "hidden_env": [properties.blacklist_env_vars] if properties.blacklist_env_vars else [],
+        "max_response_size": properties.max_response_size,
+        "overlap": settings.overlap,
+        "retry_split": settings.retry_split,
+    }
 
 
 def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> ModelConfig:

@@ -24,7 +24,7 @@ from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.admin.workers import usable_gpus
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.config.properties import Properties, read_properties
-from penstock.torchserve.protocol.api import Registration
+from penstock.torchserve.protocol.api import RegisterRequest
 
 log = logging.getLogger("penstock.compat")
 
@@ -93,7 +93,7 @@ def _effective(properties: Properties, file: str | None) -> dict[str, str]:
 
 
 class _StartupModel(Struct, frozen=True):
-    registration: Registration
+    registration: RegisterRequest
     settings: Mapping[str, Any]
     default: bool = False
     weight: float | None = None  # of its traffic
@@ -157,10 +157,10 @@ async def _startup_models(components: ServerComponents) -> Sequence[_StartupMode
     listed = properties.load_models
     if [each.lower() for each in listed] == ["all"]:
         names = await asyncio.to_thread(components.opener.names)
-        return [_StartupModel(Registration(url=name), {}) for name in names]
+        return [_StartupModel(RegisterRequest(url=name), {}) for name in names]
     pairs = (each.partition("=") if "=" in each else ("", "", each) for each in listed)
     return [
-        _StartupModel(Registration(url=url.strip(), model_name=name.strip() or None), {})
+        _StartupModel(RegisterRequest(url=url.strip(), model_name=name.strip() or None), {})
         for name, _, url in pairs
         if url
     ]
@@ -177,7 +177,7 @@ def _from_snapshot(snapshot: Mapping[str, Any]) -> list[_StartupModel]:
                 log.error("snapshot model=%s version=%s: found no marName, so it is skipped", name, version)
                 continue
             handler, runtime = state.get("handler"), state.get("runtimeType")
-            registration = Registration(
+            registration = RegisterRequest(
                 url=url,
                 model_name=name,
                 handler=handler if isinstance(handler, str) else None,

@@ -22,10 +22,10 @@ from penstock.errors import PenstockError
 from penstock.serving.http.server import HttpServer
 from penstock.serving.lifetime import StopSignal, freeze_heap, report_ready, runner
 from penstock.torchserve.admin.startup import ServerComponents, build_components, load_startup
-from penstock.torchserve.cli.flags import ServerOptions, parser, resolve_options
 from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_addresses, limits_of
 from penstock.torchserve.cli.logs import ServerLogs
 from penstock.torchserve.cli.pid_file import pid_path, remove_own
+from penstock.torchserve.cli.torchserve import ServerOptions, parser, resolve_options
 from penstock.torchserve.config.addresses import GrpcAddress, ListenerAddress
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.metrics.definitions import default_config, read_config

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any, Final
 
 from penstock.torchserve.grpc.services import MANAGEMENT, message_class
-from penstock.torchserve.protocol.api import Administration, ApiError, ChangeResult, Registration, json_text, model_page
+from penstock.torchserve.protocol.api import (
+    Administration,
+    ApiError,
+    ChangeResult,
+    RegisterRequest,
+    json_text,
+    model_page,
+)
 from penstock.torchserve.protocol.management import PAGE_SIZE, check_registration
 
 GATED: Final = frozenset({"RegisterModel", "UnregisterModel"})  # need enable_model_api
@@ -36,7 +43,7 @@ class ManagementService:
 
     async def RegisterModel(self, request: Any) -> Any:
         """Returns before the workers are up, unless `synchronous` is set."""
-        registration = Registration(
+        registration = RegisterRequest(
             url=request.url or None,
             model_name=request.model_name or None,
             handler=request.handler or None,

@@ -61,7 +61,7 @@ def no_worker(model: str, version: str | None, detail: str = "") -> ApiError:
     )
 
 
-class Registration(Struct, kw_only=True, omit_defaults=True):
+class RegisterRequest(Struct, kw_only=True, omit_defaults=True):
     """The parameters of `POST /models`, from the query or the JSON body. None means not given."""
 
     url: str | None = None
@@ -102,7 +102,7 @@ class Administration(Protocol):
         """False if the default version of any model has fewer live workers than its minWorkers."""
         ...
 
-    async def register(self, registration: Registration) -> ChangeResult: ...
+    async def register(self, registration: RegisterRequest) -> ChangeResult: ...
 
     async def scale(
         self,

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from penstock.errors import BadRequest
 from penstock.serving.protocols.bodies import decode_json, split_type
-from penstock.torchserve.protocol.api import ApiError, Registration
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 Query = Mapping[str, list[str]]  # as urllib.parse.parse_qs gives it, blank values kept
 
@@ -36,7 +36,7 @@ class ScaleRequest(Struct, frozen=True):
     synchronous: bool = False
 
 
-def read_registration(query: Query, content_type: str, body: bytes | memoryview) -> Registration:
+def read_registration(query: Query, content_type: str, body: bytes | memoryview) -> RegisterRequest:
     """The parameters of `POST /models`: from its JSON body if it has one, else from its query."""
     values: Mapping[str, Any]
     if len(body) and split_type(content_type)[0] == "application/json":
@@ -44,7 +44,7 @@ def read_registration(query: Query, content_type: str, body: bytes | memoryview)
     else:
         values = _first(query)
     get = values.get
-    registration = Registration(
+    registration = RegisterRequest(
         url=_text("url", get("url")),
         model_name=_text("model_name", get("model_name")),
         handler=_text("handler", get("handler")),
@@ -60,7 +60,7 @@ def read_registration(query: Query, content_type: str, body: bytes | memoryview)
     return check_registration(registration)
 
 
-def check_registration(registration: Registration) -> Registration:
+def check_registration(registration: RegisterRequest) -> RegisterRequest:
     """The registration, unchanged. Raises ApiError if it names no archive or an unknown runtime."""
     if not registration.url:
         raise ApiError("BadRequestException", "Parameter url is required.")

@@ -14,7 +14,7 @@ import pytest
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.config.properties import read_properties
-from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 from penstock.types import Item
 
 House = Any  # of conftest.py
@@ -53,7 +53,7 @@ def last_models(house: House) -> dict[str, Any]:
 
 
 async def test_a_model_is_registered_with_its_workers_and_answers(house: House, admin: Administrator) -> None:
-    done = await admin.register(Registration(url=house.archive("m"), initial_workers=2))
+    done = await admin.register(RegisterRequest(url=house.archive("m"), initial_workers=2))
     assert done == ChangeResult('Model "m" Version: 1.0 registered with 2 initial workers')
     assert await house.ask("m") == "1.0 hi"
     assert await house.ask("m", "1.0") == "1.0 hi"
@@ -63,7 +63,7 @@ async def test_a_model_is_registered_with_its_workers_and_answers(house: House, 
 async def test_a_model_without_workers_is_listed_and_refuses_requests(
     house: House, admin: Administrator, refused: Refused
 ) -> None:
-    done = await admin.register(Registration(url=house.archive("m")))
+    done = await admin.register(RegisterRequest(url=house.archive("m")))
     assert done == ChangeResult(
         'Model "m" Version: 1.0 registered with 0 initial workers. Use scale workers API to add workers for the model.'
     )
@@ -83,7 +83,7 @@ async def test_a_model_without_workers_is_listed_and_refuses_requests(
 
 
 async def test_a_background_registration_is_described_at_once(house: House, admin: Administrator) -> None:
-    registration = Registration(url=house.archive("m"), initial_workers=1, synchronous=False)
+    registration = RegisterRequest(url=house.archive("m"), initial_workers=1, synchronous=False)
     assert await admin.register(registration) == ChangeResult("Processing worker updates...", 202)
     (description,) = await admin.describe("m", None)
     assert description["minWorkers"] == 1
@@ -101,20 +101,20 @@ async def test_a_model_that_fails_to_start_is_not_registered(
     house: House, admin: Administrator, refused: Refused, code: str, status: int, kind: str | None
 ) -> None:
     with pytest.raises(ApiError) as found:
-        await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1))
+        await admin.register(RegisterRequest(url=house.archive("m", code=code), initial_workers=1))
     text = "Failed to start workers for model m version: 1.0"
     assert refused(found) == (status, kind or "InternalServerException", text)
     assert admin.models(100, 0) == ([], None)
     assert list((house.folder / "cache").iterdir()) == []
     house.archive("m")
-    await admin.register(Registration(url="m.mar", initial_workers=1))
+    await admin.register(RegisterRequest(url="m.mar", initial_workers=1))
     assert await house.ask("m") == "1.0 hi"
 
 
 async def test_a_model_that_dies_in_the_background_stays_registered(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("good"), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("good"), initial_workers=1))
     code = "import os\ndef handle(data, context):\n    os._exit(3)\n"
-    await admin.register(Registration(url=house.archive("bad", code=code), initial_workers=1, synchronous=False))
+    await admin.register(RegisterRequest(url=house.archive("bad", code=code), initial_workers=1, synchronous=False))
     await house.until(lambda: any(s.state == "FAILED" for s in house.engine.statuses()))
     assert not admin.healthy()
     (description,) = await admin.describe("bad", None)
@@ -127,7 +127,7 @@ async def test_a_model_that_dies_in_the_background_stays_registered(house: House
 async def test_concurrent_registrations_of_a_version_succeed_once(
     house: House, admin: Administrator, refused: Refused
 ) -> None:
-    registration = Registration(url=house.archive("m"), initial_workers=1)
+    registration = RegisterRequest(url=house.archive("m"), initial_workers=1)
     results = await asyncio.gather(*(admin.register(registration) for _ in range(2)), return_exceptions=True)
     assert sorted(type(r).__name__ for r in results) == ["ApiError", "ChangeResult"]
     with pytest.raises(ApiError) as found:
@@ -143,7 +143,7 @@ async def test_concurrent_registrations_of_a_version_succeed_once(
 async def test_a_model_can_have_another_name_than_its_archive(house: House, admin: Administrator) -> None:
     house.archive("m")
     for name in ("a", "b"):
-        await admin.register(Registration(url="m.mar", model_name=name, initial_workers=1))
+        await admin.register(RegisterRequest(url="m.mar", model_name=name, initial_workers=1))
     assert admin.models(100, 0)[0] == [("a", "m.mar"), ("b", "m.mar")]
     await admin.unregister("a", None)
     assert await house.ask("b") == "1.0 hi"  # its files are still there
@@ -166,7 +166,7 @@ async def test_an_invalid_or_forbidden_archive_is_refused(
     admin = house.open(allowed_urls=["https://models\\.example\\.com/.*"]).administrator
     (house.store / "broken.mar").write_bytes(b"no zip")
     with pytest.raises(ApiError) as found:
-        await admin.register(Registration(url=url, initial_workers=1))
+        await admin.register(RegisterRequest(url=url, initial_workers=1))
     assert refused(found)[:2] == (status, kind)
     assert admin.models(100, 0) == ([], None)
 
@@ -185,13 +185,13 @@ async def test_an_invalid_or_forbidden_archive_is_refused(
 )
 async def test_an_invalid_yaml_is_refused(house: House, admin: Administrator, yaml: str, told: str) -> None:
     with pytest.raises(ApiError, match=told) as found:
-        await admin.register(Registration(url=house.archive("m", yaml=yaml)))
+        await admin.register(RegisterRequest(url=house.archive("m", yaml=yaml)))
     assert (found.value.status, found.value.kind) == (400, "InvalidModelException")
 
 
 async def test_the_yaml_sets_the_settings_of_the_model(house: House, admin: Administrator) -> None:
     house.archive("m", yaml="minWorkers: 2\nbatchSize: 4\nmaxBatchDelay: 7\nresponseTimeout: 33\nown: {a: 1}")
-    await admin.register(Registration(url="m.mar", batch_size=5))
+    await admin.register(RegisterRequest(url="m.mar", batch_size=5))
     (description,) = await admin.describe("m", None)
     assert [description[k] for k in ("minWorkers", "batchSize", "maxBatchDelay", "responseTimeout")] == [2, 5, 7, 33]
     assert len(description["workers"]) == 2
@@ -201,16 +201,16 @@ async def test_too_many_workers_are_refused_before_any_starts(house: House, admi
     house.archive("m")
     for workers in (9, 10**6):
         with pytest.raises(ApiError, match=f"initial_workers: found {workers}, expected 0 to 8") as found:
-            await admin.register(Registration(url="m.mar", initial_workers=workers))
+            await admin.register(RegisterRequest(url="m.mar", initial_workers=workers))
         assert found.value.status == 400
     assert admin.models(100, 0) == ([], None)
 
 
 async def test_too_many_versions_are_refused(house: House) -> None:
     admin = house.open(max_versions=1).administrator
-    await admin.register(Registration(url=house.archive("a"), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("a"), initial_workers=1))
     with pytest.raises(ApiError, match="max_versions"):
-        await admin.register(Registration(url=house.archive("b"), initial_workers=1))
+        await admin.register(RegisterRequest(url=house.archive("b"), initial_workers=1))
     assert admin.models(100, 0)[0] == [("a", "a.mar")]
 
 
@@ -218,7 +218,7 @@ async def test_too_many_versions_are_refused(house: House) -> None:
 
 
 async def test_scaling_starts_and_stops_workers(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m")))
+    await admin.register(RegisterRequest(url=house.archive("m")))
 
     async def workers() -> list[str]:
         (description,) = await admin.describe("m", None)
@@ -246,7 +246,7 @@ async def test_scaling_starts_and_stops_workers(house: House, admin: Administrat
 
 
 async def test_an_asynchronous_scale_completes_later(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m")))
+    await admin.register(RegisterRequest(url=house.archive("m")))
     assert await admin.scale("m", None, min_worker=1) == ChangeResult("Processing worker updates...", 202)
     await house.until(lambda: house.served.backend.model_ready("m", None))
 
@@ -264,7 +264,7 @@ async def test_an_asynchronous_scale_completes_later(house: House, admin: Admini
 async def test_an_invalid_number_of_workers_changes_nothing(
     house: House, admin: Administrator, least: int | None, most: int | None, told: str
 ) -> None:
-    await admin.register(Registration(url=house.archive("m"), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m"), initial_workers=1))
     with pytest.raises(ApiError, match=told) as found:
         await admin.scale("m", None, min_worker=least, max_worker=most, synchronous=True)
     assert found.value.status == 400
@@ -275,7 +275,7 @@ async def test_an_invalid_number_of_workers_changes_nothing(
 async def test_a_failed_scale_is_reported_and_changes_nothing(
     house: House, admin: Administrator, refused: Refused
 ) -> None:
-    await admin.register(Registration(url=house.archive("m")))
+    await admin.register(RegisterRequest(url=house.archive("m")))
     (folder,) = (f for f in (house.folder / "cache").iterdir() if f.is_dir())
     (folder / "service.py").write_text(FAILS)
     for version, named in ((None, "null"), ("1.0", "1.0")):
@@ -294,7 +294,7 @@ async def test_a_failed_scale_is_reported_and_changes_nothing(
 async def test_requests_go_to_the_default_version(house: House, admin: Administrator) -> None:
     for version in ("1.0", "2.0"):
         url = house.archive("m", version, file=f"m{version}.mar")
-        await admin.register(Registration(url=url, initial_workers=1))
+        await admin.register(RegisterRequest(url=url, initial_workers=1))
     assert (await house.ask("m"), await house.ask("m", "2.0")) == ("1.0 hi", "2.0 hi")
     assert await admin.set_default("m", "2.0") == ChangeResult(
         'Default version successfully updated for model "m" to "2.0"'
@@ -309,7 +309,7 @@ async def test_the_default_is_not_unregistered_while_other_versions_exist(
     house: House, admin: Administrator, refused: Refused
 ) -> None:
     for version in ("1.0", "2.0"):
-        await admin.register(Registration(url=house.archive("m", version, file=f"m{version}.mar")))
+        await admin.register(RegisterRequest(url=house.archive("m", version, file=f"m{version}.mar")))
     for version in ("1.0", None):  # type: ignore[assignment]
         with pytest.raises(ApiError) as found:
             await admin.unregister("m", version)
@@ -322,7 +322,7 @@ async def test_the_default_is_not_unregistered_while_other_versions_exist(
 async def test_traffic_is_split(house: House, admin: Administrator) -> None:
     for version in ("1.0", "2.0"):
         url = house.archive("m", version, file=f"m{version}.mar")
-        await admin.register(Registration(url=url, initial_workers=1))
+        await admin.register(RegisterRequest(url=url, initial_workers=1))
     await admin.set_traffic("m", {"1.0": 1, "2.0": 1})
     answers = [await house.ask("m") for _ in range(6)]
     assert (answers.count("1.0 hi"), answers.count("2.0 hi")) == (3, 3)
@@ -332,7 +332,7 @@ async def test_traffic_is_split(house: House, admin: Administrator) -> None:
 async def test_unknown_models_and_versions_are_not_found(
     house: House, admin: Administrator, refused: Refused, change: str
 ) -> None:
-    await admin.register(Registration(url=house.archive("m")))
+    await admin.register(RegisterRequest(url=house.archive("m")))
     last = {"9": 1.0} if change == "set_traffic" else "9"
     with pytest.raises(ApiError) as found:
         await getattr(admin, change)("m", last)
@@ -348,7 +348,7 @@ async def test_unknown_models_and_versions_are_not_found(
 
 
 async def test_accepted_requests_are_answered_before_a_model_is_removed(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m", code=SLOW), initial_workers=1, batch_size=2))
+    await admin.register(RegisterRequest(url=house.archive("m", code=SLOW), initial_workers=1, batch_size=2))
     requests = [asyncio.create_task(house.ask("m")) for _ in range(4)]
     await asyncio.sleep(0)
     unregister = asyncio.create_task(admin.unregister("m", None))
@@ -363,7 +363,7 @@ async def test_accepted_requests_are_answered_before_a_model_is_removed(house: H
 async def test_unregistering_stops_a_load_in_progress(house: House, admin: Administrator, refused: Refused) -> None:
     url = house.archive("m", code=SLOW_LOAD)
     others = {p.pid for p in psutil.Process().children()}
-    register = asyncio.create_task(admin.register(Registration(url=url, initial_workers=1)))
+    register = asyncio.create_task(admin.register(RegisterRequest(url=url, initial_workers=1)))
     await house.until(lambda: bool(admin.models(1, 0)[0]))
     await asyncio.sleep(0.1)
     pids = {p.pid for p in psutil.Process().children()} - others
@@ -375,13 +375,13 @@ async def test_unregistering_stops_a_load_in_progress(house: House, admin: Admin
     assert not pids & {p.pid for p in psutil.Process().children()}
     assert list((house.folder / "cache").iterdir()) == []
     house.archive("m")
-    await admin.register(Registration(url="m.mar", initial_workers=1))
+    await admin.register(RegisterRequest(url="m.mar", initial_workers=1))
     assert await house.ask("m") == "1.0 hi"
 
 
 async def test_unregistering_fails_a_pending_scale(house: House, admin: Administrator, refused: Refused) -> None:
     url = house.archive("m", code=SLOW_LOAD)
-    await admin.register(Registration(url=url, initial_workers=1, synchronous=False))
+    await admin.register(RegisterRequest(url=url, initial_workers=1, synchronous=False))
     scale = asyncio.create_task(admin.scale("m", None, min_worker=2, synchronous=True))
     await asyncio.sleep(0.05)
     await admin.unregister("m", None)
@@ -391,12 +391,12 @@ async def test_unregistering_fails_a_pending_scale(house: House, admin: Administ
 
 
 async def test_a_version_number_is_free_while_the_old_version_drains(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m", code=SLOW), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m", code=SLOW), initial_workers=1))
     request = asyncio.create_task(house.ask("m"))
     await asyncio.sleep(0.05)
     unregister = asyncio.create_task(admin.unregister("m", None))
     await asyncio.sleep(0)
-    await admin.register(Registration(url=house.archive("m", file="new.mar"), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m", file="new.mar"), initial_workers=1))
     assert await house.ask("m") == "1.0 hi"
     assert await request == "done"
     await unregister
@@ -407,7 +407,7 @@ async def test_a_version_number_is_free_while_the_old_version_drains(house: Hous
 
 
 async def test_health_follows_the_death_and_restart_of_a_worker(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m"), initial_workers=2))
+    await admin.register(RegisterRequest(url=house.archive("m"), initial_workers=2))
     (description,) = await admin.describe("m", None)
     os.kill(description["workers"][1]["pid"], signal.SIGKILL)
     await asyncio.wait_for(house.until(lambda: not admin.healthy()), 1.0)
@@ -418,9 +418,9 @@ async def test_health_follows_the_death_and_restart_of_a_worker(house: House, ad
 
 
 async def test_only_default_versions_count_for_health(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m"), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m"), initial_workers=1))
     other = house.archive("m", "2.0", file="m2.mar")
-    await admin.register(Registration(url=other, initial_workers=1))
+    await admin.register(RegisterRequest(url=other, initial_workers=1))
     (description,) = await admin.describe("m", "2.0")
     os.kill(description["workers"][0]["pid"], signal.SIGKILL)
     await house.until(lambda: not house.served.backend.model_ready("m", "2.0"))
@@ -431,7 +431,7 @@ async def test_only_default_versions_count_for_health(house: House, admin: Admin
 
 
 async def test_a_description_has_all_keys_of_torchserve(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m"), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m"), initial_workers=1))
     (found,) = await admin.describe("m", None, customized=True)
     (worker,) = found.pop("workers")
     assert found == {
@@ -470,14 +470,14 @@ async def test_a_description_has_all_keys_of_torchserve(house: House, admin: Adm
 
 async def test_metadata_that_is_not_an_object_becomes_empty(house: House, admin: Administrator) -> None:
     code = "def handle(data, context):\n    return None if data is None else ['word']\n"
-    await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m", code=code), initial_workers=1))
     (found,) = await admin.describe("m", None, customized=True)
     assert found["customizedMetadata"] == {}
 
 
 async def test_the_list_of_models_has_pages(house: House, admin: Administrator) -> None:
     for name in ("c", "a", "b"):
-        await admin.register(Registration(url=house.archive(name)))
+        await admin.register(RegisterRequest(url=house.archive(name)))
     assert admin.models(2, 0) == ([("a", "a.mar"), ("b", "b.mar")], 2)
     assert admin.models(2, 2) == ([("c", "c.mar")], None)
     assert admin.models(3, 0)[1] == 3  # as there: the next page is empty
@@ -489,7 +489,7 @@ async def test_the_list_of_models_has_pages(house: House, admin: Administrator) 
 
 async def test_a_full_queue_refuses_at_once(house: House, refused: Refused) -> None:
     admin = house.open(job_queue_size=1).administrator
-    await admin.register(Registration(url=house.archive("m", code=SLOW), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m", code=SLOW), initial_workers=1))
     tasks = [asyncio.create_task(house.ask("m")) for _ in range(8)]
     done, _ = await asyncio.wait(tasks)
     errors = [task.exception() for task in done if task.exception() is not None]
@@ -500,7 +500,9 @@ async def test_a_full_queue_refuses_at_once(house: House, refused: Refused) -> N
 
 
 async def test_with_job_tickets_no_request_is_queued(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m", code=SLOW, yaml="useJobTicket: true"), initial_workers=1))
+    await admin.register(
+        RegisterRequest(url=house.archive("m", code=SLOW, yaml="useJobTicket: true"), initial_workers=1)
+    )
     first = asyncio.create_task(house.ask("m"))
     await asyncio.sleep(0)
     with pytest.raises(ApiError, match="has no worker"):
@@ -510,7 +512,7 @@ async def test_with_job_tickets_no_request_is_queued(house: House, admin: Admini
 
 
 async def test_a_refused_request_releases_its_memory(house: House, admin: Administrator) -> None:
-    await admin.register(Registration(url=house.archive("m")))
+    await admin.register(RegisterRequest(url=house.archive("m")))
     for model in ("m", "x"):
         slab = house.engine.allocate(2**20)
         with pytest.raises(ApiError):
@@ -524,14 +526,14 @@ async def test_a_refused_request_releases_its_memory(house: House, admin: Admini
 async def test_a_stopping_server_refuses_changes_and_writes_the_last_snapshot(
     house: House, admin: Administrator
 ) -> None:
-    await admin.register(Registration(url=house.archive("m"), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m"), initial_workers=1))
     await house.close()
     file = last_snapshot(house.folder / "logs")
     assert file is not None
     assert file.name.endswith("-shutdown.cfg")
     assert list(last_models(house)) == ["m"]
     for change in (
-        admin.register(Registration(url="m.mar")),
+        admin.register(RegisterRequest(url="m.mar")),
         admin.scale("m", None),
         admin.set_default("m", "1.0"),
         admin.unregister("m", None),
@@ -543,7 +545,7 @@ async def test_a_stopping_server_refuses_changes_and_writes_the_last_snapshot(
 
 
 async def test_a_change_completes_after_its_caller_leaves(house: House, admin: Administrator) -> None:
-    task = asyncio.create_task(admin.register(Registration(url=house.archive("m"), initial_workers=1)))
+    task = asyncio.create_task(admin.register(RegisterRequest(url=house.archive("m"), initial_workers=1)))
     await house.until(lambda: bool(admin.models(1, 0)[0]))
     task.cancel()
     await house.until(lambda: house.served.backend.model_ready("m", None) if admin.models(1, 0)[0] else False)
@@ -564,8 +566,8 @@ async def test_rounds_of_registering_leave_nothing_behind(house: House, admin: A
     house.archive("n")
 
     async def one_round(i: int) -> None:
-        await admin.register(Registration(url="m.mar", initial_workers=i % 2))
-        await admin.register(Registration(url="n.mar"))
+        await admin.register(RegisterRequest(url="m.mar", initial_workers=i % 2))
+        await admin.register(RegisterRequest(url="n.mar"))
         await asyncio.gather(admin.unregister("m", None), admin.unregister("n", None))
 
     process = psutil.Process()
@@ -595,7 +597,7 @@ def handle(data, context):
 async def loading(house: House, admin: Administrator) -> Callable[[], None]:
     """Registers m in the background; it is loaded once the function is called."""
     url = house.archive("m", code=LATE)
-    await admin.register(Registration(url=url, initial_workers=1, synchronous=False))
+    await admin.register(RegisterRequest(url=url, initial_workers=1, synchronous=False))
     await house.until(lambda: any(s.state == "LOADING" for s in house.engine.all_statuses()))
     (folder,) = (f for f in (house.folder / "cache").iterdir() if f.is_dir())
     return (folder / "go").touch
@@ -671,14 +673,14 @@ def handle(data, context):
 
 async def test_a_lone_request_does_not_wait_for_others(house: House, admin: Administrator) -> None:
     url = house.archive("m", code=COUNT, yaml="batchSize: 2\nmaxBatchDelay: 60000")
-    await admin.register(Registration(url=url, initial_workers=1))
+    await admin.register(RegisterRequest(url=url, initial_workers=1))
     async with asyncio.timeout(10):
         assert await house.ask("m") == "1"
 
 
 async def test_with_a_strict_delay_a_request_waits_for_others(house: House, admin: Administrator) -> None:
     url = house.archive("m", code=COUNT, yaml="batchSize: 2\nmaxBatchDelay: 60000\nstrict_delay: true")
-    await admin.register(Registration(url=url, initial_workers=1))
+    await admin.register(RegisterRequest(url=url, initial_workers=1))
     first = asyncio.create_task(house.ask("m"))
     await asyncio.sleep(0.2)
     assert not first.done()
@@ -689,7 +691,7 @@ async def test_with_a_strict_delay_a_request_waits_for_others(house: House, admi
 
 async def test_a_hanging_request_ends_its_worker_and_the_next_is_answered(house: House, admin: Administrator) -> None:
     code = SLOW.replace("time.sleep(0.3)", "time.sleep(float(bytes(data[0]['body'])))")
-    await admin.register(Registration(url=house.archive("m", code=code), initial_workers=1, response_timeout=1))
+    await admin.register(RegisterRequest(url=house.archive("m", code=code), initial_workers=1, response_timeout=1))
     result = await house.result("m", body=b"60")
     assert result.error.code == "worker_died"
     await house.until(lambda: house.served.backend.model_ready("m", None))
@@ -698,7 +700,7 @@ async def test_a_hanging_request_ends_its_worker_and_the_next_is_answered(house:
 
 async def test_a_request_past_the_client_timeout_expires(house: House, admin: Administrator) -> None:
     url = house.archive("m", code=SLOW, yaml="clientTimeoutInMills: 100")
-    await admin.register(Registration(url=url, initial_workers=1))
+    await admin.register(RegisterRequest(url=url, initial_workers=1))
     results = await asyncio.gather(*(house.result("m") for _ in range(4)))
     codes = [None if r.error is None else r.error.code for r in results]
     assert codes[0] is None

@@ -14,7 +14,7 @@ from penstock.errors import ArchiveError
 from penstock.torchserve.admin.archives import mar_name, read_yaml, run_in_thread
 from penstock.torchserve.archive import ArchiveExists, DownloadFailed, InstallFailed
 from penstock.torchserve.archive.store import ModelStore
-from penstock.torchserve.protocol.api import ApiError, Registration
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 House = Any  # of conftest.py
 Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
@@ -53,15 +53,15 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
 
 async def test_packages_are_installed_if_enabled(house: House, installs: Installs) -> None:
     admin = house.open(install_py_dep_per_model=True).administrator
-    await admin.register(Registration(url=with_requirements(house)))
+    await admin.register(RegisterRequest(url=with_requirements(house)))
     assert installs.asked == [("requirements.txt", "m", False)]
     house.archive("n")
-    await admin.register(Registration(url="n.mar"))
+    await admin.register(RegisterRequest(url="n.mar"))
     assert len(installs.asked) == 1
 
 
 async def test_packages_are_not_installed_by_default(house: House, installs: Installs) -> None:
-    await house.open().administrator.register(Registration(url=with_requirements(house)))
+    await house.open().administrator.register(RegisterRequest(url=with_requirements(house)))
     assert installs.asked == []
 
 
@@ -71,7 +71,7 @@ async def test_a_model_whose_packages_cannot_be_installed_is_not_registered(
     admin = house.open(install_py_dep_per_model=True).administrator
     installs.fails = True
     with pytest.raises(ApiError) as found:
-        await admin.register(Registration(url=with_requirements(house), initial_workers=1))
+        await admin.register(RegisterRequest(url=with_requirements(house), initial_workers=1))
     assert refused(found) == (400, "ModelException", "Custom pip package installation failed for model m")
     assert admin.models(100, 0) == ([], None)
     assert list((house.folder / "cache").iterdir()) == []
@@ -93,7 +93,7 @@ async def test_errors_of_the_store_have_torchserves_types(
 
     monkeypatch.setattr(ModelStore, "open", fail)
     with pytest.raises(ApiError) as found:
-        await house.open().administrator.register(Registration(url="u"))
+        await house.open().administrator.register(RegisterRequest(url="u"))
     assert refused(found) == (status, kind, error.message)
 
 
@@ -105,7 +105,7 @@ async def test_a_full_disk_is_reported_without_its_path(
 
     monkeypatch.setattr(ModelStore, "open", fail)
     with pytest.raises(ApiError) as found:
-        await house.open().administrator.register(Registration(url="m.mar"))
+        await house.open().administrator.register(RegisterRequest(url="m.mar"))
     assert refused(found) == (500, "InternalServerException", "Failed to save model: m.mar")
 
 
@@ -113,7 +113,7 @@ async def test_a_download_is_removed_with_its_model(house: House, monkeypatch: p
     forgotten: list[str] = []
     monkeypatch.setattr(ModelStore, "forget", lambda _, url: forgotten.append(url))
     admin = house.open().administrator
-    await admin.register(Registration(url=house.archive("m")))
+    await admin.register(RegisterRequest(url=house.archive("m")))
     await admin.unregister("m", None)
     assert forgotten == ["m.mar"]
     await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_a_download_is_removed_with_its_model(house: House, monkeypatch: p
 
 async def test_versions_with_build_numbers_are_served(house: House) -> None:
     admin = house.open().administrator
-    await admin.register(Registration(url=house.archive("m", "1.0+cu118"), initial_workers=1))
+    await admin.register(RegisterRequest(url=house.archive("m", "1.0+cu118"), initial_workers=1))
     assert await house.ask("m", "1.0+cu118") == "1.0+cu118 hi"
 
 
@@ -157,7 +157,7 @@ async def test_shutdown_does_not_wait_for_an_opening_archive(house: House, monke
         raise ArchiveError("too late")
 
     monkeypatch.setattr(ModelStore, "open", slow)
-    register = asyncio.create_task(house.open().administrator.register(Registration(url="m.mar")))
+    register = asyncio.create_task(house.open().administrator.register(RegisterRequest(url="m.mar")))
     await house.until(begun.is_set)
     async with asyncio.timeout(5):
         await house.close()

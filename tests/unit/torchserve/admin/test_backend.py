@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.core.contracts import Observer
-from penstock.torchserve.protocol.api import ApiError, Registration
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 
 class LabelObserver(Observer):
@@ -26,7 +26,7 @@ async def test_requests_are_counted_by_the_requested_version(house: Any) -> None
     observer = LabelObserver()
     house.engine._observers = (observer,)
     house.archive("m")
-    await served.administrator.register(Registration(url="m.mar", initial_workers=1))
+    await served.administrator.register(RegisterRequest(url="m.mar", initial_workers=1))
     for version in (None, "1.0", None):
         assert await house.ask("m", version) == "1.0 hi"
     for model, version in (("nobody", None), ("m", "9")):

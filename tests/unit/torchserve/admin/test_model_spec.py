@@ -19,7 +19,7 @@ from penstock.torchserve.admin.model_spec import (
 from penstock.torchserve.archive.manifest import Manifest
 from penstock.torchserve.archive.store import Archive
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.protocol.api import ApiError, Registration
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 RAW = {"runtime": "python", "model": {"modelName": "m", "modelVersion": "2.0", "handler": "service.py"}}
 MANIFEST = Manifest(model_name="m", model_version="2.0", handler="service.py", raw=RAW)
@@ -28,13 +28,13 @@ MANIFEST = Manifest(model_name="m", model_version="2.0", handler="service.py", r
 def spec_of(
     manifest: Manifest = MANIFEST,
     yaml: dict[str, Any] | None = None,
-    registration: Registration | None = None,
+    registration: RegisterRequest | None = None,
     properties: Properties | None = None,
     environment: dict[str, str] | None = None,
     workers: int = 0,
     has_manifest: bool = True,
 ) -> ModelSpec:
-    registration = registration or Registration(url="m.mar")
+    registration = registration or RegisterRequest(url="m.mar")
     archive = Archive(Path("/models/m"), manifest, has_manifest)
     return make_spec(
         ArchiveSource(archive, "m.mar", "m.mar", yaml or {}),
@@ -116,7 +116,7 @@ def test_workers_of_a_model_with_a_venv_use_its_packages() -> None:
 
 
 def test_the_request_can_set_model_handler_and_runtime() -> None:
-    found = spec_of(registration=Registration(url="m.mar", model_name="other", handler="b:run", runtime="python3"))
+    found = spec_of(registration=RegisterRequest(url="m.mar", model_name="other", handler="b:run", runtime="python3"))
     assert (found.name, found.version, found.runtime, found.setup["handler"]) == ("other", "2.0", "python3", "b:run")
 
 
@@ -125,7 +125,7 @@ def test_without_a_manifest_the_handler_comes_from_request_or_configuration() ->
     properties = Properties(default_service_handler="fallback:handle")
     found = spec_of(bare, properties=properties, has_manifest=False)
     assert (found.version, found.setup["handler"], found.setup["manifest"]) == ("1.0", "fallback:handle", None)
-    named = spec_of(bare, registration=Registration(url="m.mar", handler="x"), properties=properties)
+    named = spec_of(bare, registration=RegisterRequest(url="m.mar", handler="x"), properties=properties)
     assert named.setup["handler"] == "x"
     assert spec_of(properties=properties).setup["handler"] == "service.py"
     with pytest.raises(ApiError, match="default_service_handler") as found_error:
@@ -136,21 +136,21 @@ def test_without_a_manifest_the_handler_comes_from_request_or_configuration() ->
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a b", "x" * 129, "a\nb"])
 def test_an_invalid_name_is_refused(name: str) -> None:
     if not name:  # says nothing
-        assert spec_of(registration=Registration(url="m.mar", model_name=name)).name == "m"
+        assert spec_of(registration=RegisterRequest(url="m.mar", model_name=name)).name == "m"
         return
     with pytest.raises(ApiError, match="name") as found:
-        spec_of(registration=Registration(url="m.mar", model_name=name))
+        spec_of(registration=RegisterRequest(url="m.mar", model_name=name))
     assert found.value.status == 400
 
 
 def test_a_handler_outside_of_the_archive_is_refused() -> None:
     with pytest.raises(ApiError, match="climb"):
-        spec_of(registration=Registration(url="m.mar", handler="../../x.py"))
+        spec_of(registration=RegisterRequest(url="m.mar", handler="../../x.py"))
 
 
 def test_handlers_in_another_language_are_refused() -> None:
     with pytest.raises(ApiError, match="LSP"):
-        spec_of(registration=Registration(url="m.mar", runtime="LSP"))
+        spec_of(registration=RegisterRequest(url="m.mar", runtime="LSP"))
 
 
 def test_an_invalid_version_is_refused() -> None:
@@ -168,7 +168,7 @@ def test_the_configuration_applies_to_exact_names_and_versions() -> None:
 
 
 def test_a_negative_number_of_workers_means_zero() -> None:
-    assert requested_settings(Registration(url="m.mar", initial_workers=-1))["minWorkers"] == 0
+    assert requested_settings(RegisterRequest(url="m.mar", initial_workers=-1))["minWorkers"] == 0
 
 
 def test_trust_in_the_configuration_reaches_the_handler() -> None:
@@ -178,7 +178,7 @@ def test_trust_in_the_configuration_reaches_the_handler() -> None:
 
 
 def test_ts_yaml_wins_lets_the_yaml_override_the_request() -> None:
-    yaml, registration = {"batchSize": 4}, Registration(url="m.mar", batch_size=2, initial_workers=3)
+    yaml, registration = {"batchSize": 4}, RegisterRequest(url="m.mar", batch_size=2, initial_workers=3)
     assert spec_of(yaml=yaml, registration=registration).settings.batch_size == 2
     found = spec_of(yaml=yaml, registration=registration, properties=Properties(ts_yaml_wins=True)).settings
     assert (found.batch_size, found.min_workers) == (4, 3)
@@ -187,6 +187,6 @@ def test_ts_yaml_wins_lets_the_yaml_override_the_request() -> None:
 def test_workers_receive_the_metrics_of_the_file() -> None:
     declared = {"gauge": [{"name": "a", "unit": "ms", "dimensions": []}]}
     source = ArchiveSource(Archive(Path("/models/m"), MANIFEST, True), "m.mar", "m.mar", {})
-    request = VersionRequest(Registration(url="m.mar"), {}, 0)
+    request = VersionRequest(RegisterRequest(url="m.mar"), {}, 0)
     spec = make_spec(source, Properties(), request, environment={}, model_metrics=declared)
     assert spec.setup["model_metrics"] == declared

@@ -10,7 +10,7 @@ from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
 from penstock.torchserve.archive.manifest import Manifest
 from penstock.torchserve.archive.store import Archive, UnpackedArchive
 from penstock.torchserve.config.properties import Properties
-from penstock.torchserve.protocol.api import ApiError, Registration
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
 
@@ -18,7 +18,7 @@ Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
 def version(name: str, number: str) -> ModelVersion:
     archive = Archive(Path("/m"), Manifest(model_name=name, model_version=number, handler="h"))
     source = ArchiveSource(archive, f"{name}.mar", f"{name}.mar", {})
-    spec = make_spec(source, Properties(), VersionRequest(Registration(url="x"), {}, 0))
+    spec = make_spec(source, Properties(), VersionRequest(RegisterRequest(url="x"), {}, 0))
     return ModelVersion(spec, UnpackedArchive(archive), 0, 0)
 
 

@@ -11,7 +11,7 @@ from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
 from penstock.torchserve.config.properties import load_properties, read_properties
-from penstock.torchserve.protocol.api import Administration, ApiError, Registration
+from penstock.torchserve.protocol.api import Administration, ApiError, RegisterRequest
 
 House = Any  # of conftest.py
 
@@ -143,9 +143,9 @@ async def test_a_server_continues_from_its_snapshot(house: House) -> None:
     admin = house.open(default_response_timeout=60).administrator
     for version in ("1.0", "2.0"):
         url = house.archive("a", version, file=f"a{version}.mar")
-        await admin.register(Registration(url=url, initial_workers=1, batch_size=3, response_timeout=9))
+        await admin.register(RegisterRequest(url=url, initial_workers=1, batch_size=3, response_timeout=9))
     await admin.set_default("a", "2.0")
-    await admin.register(Registration(url="a1.0.mar", model_name="b", handler="service"))
+    await admin.register(RegisterRequest(url="a1.0.mar", model_name="b", handler="service"))
     await admin.scale("b", None, min_worker=1, max_worker=2, synchronous=True)
     await house.close()
 
@@ -236,7 +236,7 @@ async def test_a_snapshot_restores_the_traffic_split(house: House) -> None:
     admin = house.open().administrator
     for version in ("1.0", "2.0"):
         url = house.archive("a", version, file=f"a{version}.mar")
-        await admin.register(Registration(url=url, initial_workers=1))
+        await admin.register(RegisterRequest(url=url, initial_workers=1))
     await admin.set_traffic("a", {"1.0": 1, "2.0": 3})
     await house.close()
     found = load_properties(str(newest(house)), env={})

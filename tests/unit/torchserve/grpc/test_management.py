@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.errors import OutOfMemory
-from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 
 NO_MODEL = "Model not found: no\norg.pytorch.serve.archive.model.ModelNotFoundException"
 
@@ -57,7 +57,7 @@ async def test_a_registration_has_the_fields_of_the_request(grpc_site, administr
     administration.done = ChangeResult("registered")
     async with grpc_site() as ask:
         assert (await ask("RegisterModel", **fields)).msg == "registered"
-        assert administration.asked == [("register", Registration(**fields))]
+        assert administration.asked == [("register", RegisterRequest(**fields))]
 
 
 async def test_numbers_that_are_not_above_zero_mean_not_given(grpc_site, administration):
@@ -65,7 +65,7 @@ async def test_numbers_that_are_not_above_zero_mean_not_given(grpc_site, adminis
         await ask("RegisterModel", url="m.mar", initial_workers=0, batch_size=-1)
         await ask("ScaleWorker", model_name="m", min_worker=0, max_worker=-3)
         assert administration.asked == [
-            ("register", Registration(url="m.mar", synchronous=False)),
+            ("register", RegisterRequest(url="m.mar", synchronous=False)),
             ("scale", "m", None, 1, 1, False),
         ]
 

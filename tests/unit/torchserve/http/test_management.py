@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from penstock.torchserve.protocol.api import ApiError, ChangeResult, Registration
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 from support.torchserve import REFUSED
 
 MANAGEMENT = frozenset({"management"})
@@ -49,7 +49,7 @@ async def test_a_model_is_registered_by_query_or_body_synchronously(site, admini
         reply = await ask("POST", target, *lines, body=body)
     assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
     assert reply.body == b'{\n  "status": "Model \\"m\\" Version: 1.0 registered with 1 initial workers"\n}\n'
-    expected = Registration(url="a.mar", batch_size=4, initial_workers=1, synchronous=True)
+    expected = RegisterRequest(url="a.mar", batch_size=4, initial_workers=1, synchronous=True)
     assert administration.asked == [("register", expected)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.torchserve.protocol import management as parsers
-from penstock.torchserve.protocol.api import ApiError, Registration
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 JSON = "application/json; charset=utf-8"
 NUMBERS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
@@ -29,7 +29,7 @@ def query(text: str) -> dict[str, list[str]]:
     return parse_qs(text, keep_blank_values=True)
 
 
-def register(text: str) -> Registration:
+def register(text: str) -> RegisterRequest:
     return parsers.read_registration(query(text), "", b"")
 
 
@@ -47,7 +47,7 @@ def test_a_query_sets_every_parameter():
         "url=a.mar&model_name=x&handler=h.py:f&runtime=python3&batch_size=8&max_batch_delay=0&initial_workers=2"
         "&synchronous=False&response_timeout=5&startup_timeout=6&s3_sse_kms=TRUE"
     )
-    assert register(text) == Registration(
+    assert register(text) == RegisterRequest(
         url="a.mar",
         model_name="x",
         handler="h.py:f",
@@ -63,14 +63,14 @@ def test_a_query_sets_every_parameter():
 
 
 def test_missing_parameters_are_none():
-    assert register("url=a.mar") == Registration(url="a.mar")
+    assert register("url=a.mar") == RegisterRequest(url="a.mar")
     assert register("url=a.mar&model_name=").model_name is None
 
 
 def test_a_json_body_has_the_same_keys_and_accepts_numbers_as_strings():
     body = {"url": "a.mar", "batch_size": 4, "initial_workers": "3", "max_batch_delay": 7.0, "synchronous": "true"}
     found = parsers.read_registration(query("url=other.mar"), JSON, json.dumps(body | {"handler": None}).encode())
-    assert found == Registration(url="a.mar", batch_size=4, initial_workers=3, max_batch_delay=7, synchronous=True)
+    assert found == RegisterRequest(url="a.mar", batch_size=4, initial_workers=3, max_batch_delay=7, synchronous=True)
 
 
 def test_a_body_that_is_empty_or_not_json_is_ignored():
@@ -79,7 +79,7 @@ def test_a_body_that_is_empty_or_not_json_is_ignored():
 
 
 def test_the_first_of_repeated_parameters_counts_and_unknown_ones_are_ignored():
-    assert register("url=a&url=b&batch_delay=9") == Registration(url="a")
+    assert register("url=a&url=b&batch_delay=9") == RegisterRequest(url="a")
     assert parsers.unknown_parameters(query("url=a&batch_delay=9&x=1"), ("url",)) == ["batch_delay", "x"]
     assert parsers.unknown_parameters({"x" * 1000: ["1"]}, ()) == ["x" * 40]
 
