@@ -190,7 +190,7 @@ def test_a_folder_with_other_files_is_rejected(folder: Path) -> None:
     (folder / "tune-net" / "photo.jpg").write_text("")
     found = run("app.py:Net", "--slo", "p99<=100ms")
     assert found.exit_code == 2
-    assert "expected an empty folder, or one of results" in found.stderr
+    assert "expected an empty folder or a results folder" in found.stderr
 
 
 def test_a_missing_token_file_is_an_error() -> None:
