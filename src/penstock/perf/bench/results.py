@@ -72,7 +72,7 @@ class Results:
             raise ConfigError(f"{folder} has {others[0]}, but no {RUN}: expected an empty folder or a results folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            records = _locked(folder / RECORDS)
+            records = open_locked(folder / RECORDS)
         except OSError as e:
             raise write_error(folder, e) from e
         try:
@@ -93,15 +93,9 @@ class Results:
     def append(self, measurement: Measurement) -> None:
         """Appends a measurement. Raises NotWritten; earlier measurements stay intact."""
         self.measurements.append(measurement)
-        line = memoryview(msgspec.json.encode(measurement) + b"\n")
-        start = self._records.tell()
         try:
-            while line:
-                line = line[self._records.write(line) or 0 :]
-            os.fsync(self._records.fileno())
+            append_line(self._records, msgspec.json.encode(measurement))
         except OSError as e:
-            self._records.truncate(start)
-            self._records.seek(start)
             raise write_error(self.folder, e) from e
 
     def close(self) -> None:
@@ -190,7 +184,7 @@ def _part(name: str) -> str:
     return f"{name}.part"
 
 
-def _locked(path: Path) -> io.FileIO:
+def open_locked(path: Path) -> io.FileIO:
     """The file, open for reading and writing, locked until closed. Raises OSError, ConfigError."""
     file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
     try:
@@ -199,6 +193,19 @@ def _locked(path: Path) -> io.FileIO:
         file.close()
         raise ConfigError(f"another run is writing to {path.parent}; name another folder") from None
     return file
+
+
+def append_line(file: io.FileIO, line: bytes) -> None:
+    """Appends a line, which is on disk when this returns. Raises OSError; the file is then unchanged."""
+    rest, start = memoryview(line + b"\n"), file.tell()
+    try:
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+        os.fsync(file.fileno())
+    except OSError:
+        file.truncate(start)
+        file.seek(start)
+        raise
 
 
 def _origin(folder: Path) -> Origin:

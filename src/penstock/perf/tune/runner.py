@@ -6,11 +6,9 @@ time, continues where it stopped, and ends as if it had never been interrupted.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import logging
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +21,7 @@ from msgspec import Struct
 from penstock._version import __version__
 from penstock.errors import ConfigError, LoadFailed
 from penstock.perf.bench.measurement import SCHEMA
-from penstock.perf.bench.results import write_error
+from penstock.perf.bench.results import append_line, open_locked, write_error
 from penstock.perf.tune.space import CandidateSettings
 from penstock.perf.tune.system import BatchCurve, MeasuredRun, SystemUnderTest
 
@@ -76,11 +74,10 @@ class Journal:
         head = dict(_HEAD) | dict(run)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+            file = open_locked(path)
         except OSError as e:
             raise write_error(path, e) from e
         try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             entries, whole = _read(path, path.read_bytes(), head)
             file.truncate(whole)
             file.seek(whole)
@@ -88,9 +85,6 @@ class Journal:
             journal._entries = entries
             if not whole:
                 journal._append(msgspec.json.encode(_Head(head)))
-        except BlockingIOError:
-            file.close()
-            raise ConfigError(f"{path} is in use by another run; name another folder") from None
         except BaseException:
             file.close()
             raise
@@ -111,14 +105,9 @@ class Journal:
     def _append(self, line: bytes) -> None:
         if self._file is None:
             return
-        rest, start = memoryview(line + b"\n"), self._file.tell()
         try:
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
-            os.fsync(self._file.fileno())
+            append_line(self._file, line)
         except OSError as e:
-            self._file.truncate(start)
-            self._file.seek(start)
             raise write_error(self._path, e) from e
 
     def close(self) -> None:

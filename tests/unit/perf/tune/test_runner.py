@@ -124,7 +124,7 @@ def test_a_file_that_is_not_a_journal_is_refused_with_its_line(tmp_path: Path, l
 
 def test_two_runs_do_not_share_one(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with Journal.open(path, RUN), pytest.raises(ConfigError, match="in use by another run"):
+    with Journal.open(path, RUN), pytest.raises(ConfigError, match="another run is writing to"):
         Journal.open(path, RUN)
 
 
