@@ -229,7 +229,7 @@ def test_another_model_at_the_same_address_stops_the_job(captioner: Callable[...
 def test_ctrl_c_keeps_requests_in_flight_and_the_same_command_continues(jobs: Jobs) -> None:
     gate = threading.Event()
     with FakeCaptioner() as server:
-        server.go_wrong(*[with_wait(gate)] * WINDOW)
+        server.script_next(*[with_wait(gate)] * WINDOW)
         job = jobs.start(server.url, "captions.jsonl")
         wait_for(lambda: len(server.seen) == WINDOW, job)
         job.send_signal(signal.SIGINT)
@@ -249,7 +249,7 @@ def test_ctrl_c_keeps_requests_in_flight_and_the_same_command_continues(jobs: Jo
 def test_a_second_signal_ends_the_job_at_once(jobs: Jobs, first: signal.Signals) -> None:
     gate = threading.Event()
     with FakeCaptioner() as server:
-        server.go_wrong(*[with_wait(gate)] * WINDOW)
+        server.script_next(*[with_wait(gate)] * WINDOW)
         job = jobs.start(server.url, "captions.jsonl")
         wait_for(lambda: len(server.seen) == WINDOW, job)
         job.send_signal(first)
@@ -291,9 +291,9 @@ def test_one_of_two_servers_may_start_later(jobs: Jobs) -> None:
 
     with FakeCaptioner() as late:
         late.stop()
-        late.go_wrong(first)
+        late.script_next(first)
         with FakeCaptioner() as server:
-            server.go_wrong(*[good] * 15, *[with_wait(came)] * 100)  # from then on nothing goes on without the other
+            server.script_next(*[good] * 15, *[with_wait(came)] * 100)  # from then on nothing goes on without the other
             job = jobs.start(server.url, "captions.jsonl", "--server", late.url, "--wait", "0")
             wait_for(lambda: jobs.spooled("captions.jsonl") >= 20, job)
             late.start()

@@ -1,4 +1,4 @@
-"""Stand-ins for what surrounds a bulk job: videos without files, a server without a network."""
+"""Fakes around a bulk job: videos without files, a server without a network."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Answer = list[str] | PenstockError
 
 
 def caption_of(video: Video, frame: int) -> str:
-    """What the fake server says of a frame."""
+    """The fake server's caption of a frame."""
     return f"{Path(video.name).name} frame {frame}"
 
 
 def server_info(**changed: Any) -> ServerInfo:
-    """A captioner's, with a few fields of one's own."""
+    """A captioner's description, with some fields changed."""
     parameters = {"model": "fake", "revision": "r1", "prompt": "", "max_new_tokens": 8, "precision": "fp32"}
     fields: dict[str, Any] = {
         "address": Endpoint("127.0.0.1", 1), "model": "captioner", "revision": "r1", "height": 4, "width": 4,
@@ -42,7 +42,7 @@ def server_info(**changed: Any) -> ServerInfo:
 
 
 class FakeVideos:
-    """`read_chunks` and `probe` for files whose content is the number of their frames: `12`, or `12 damaged`."""
+    """`read_chunks` and `probe` for files that contain their number of frames: `12`, or `12 damaged`."""
 
     def __init__(self) -> None:
         self.read: list[tuple[str, Position | None]] = []
@@ -51,12 +51,11 @@ class FakeVideos:
 
     @staticmethod
     def make(path: Path, frames: int, *, damaged: bool = False) -> Path:
-        """The path of such a file."""
+        """Writes such a file."""
         path.write_text(f"{frames}{' damaged' if damaged else ''}")
         return path
 
     def probe(self, path: str) -> VideoProbe:
-        """What its header says."""
         return VideoProbe(int(Path(path).read_text().split()[0]), None, 4, 4, "fake")
 
     def read_chunks(
@@ -69,7 +68,7 @@ class FakeVideos:
         resume: Position | None = None,
         threads: int = 1,
     ) -> Generator[Chunk, None, ReadResult]:
-        """As `decode.read_chunks`; every frame's time is a tenth of its number."""
+        """Like `decode.read_chunks`; a frame's time is a tenth of its number."""
         self.read.append((video.name, resume))
         count, *damaged = Path(video.path).read_text().split()
         frames = [n for n in range(0, int(count), sampling.every) if resume is None or n > resume.frame]
@@ -88,7 +87,7 @@ class FakeVideos:
 
 
 class FakeSender:
-    """Answers chunks in a thread of its own, in an order of its own; `answer` may say something else of a chunk."""
+    """Reports results in its own thread and in random order; `answer` may replace a chunk's result."""
 
     def __init__(
         self, answered: OnResult, answer: Callable[[Chunk], Answer | None] = lambda chunk: None, seed: int = 0
@@ -102,18 +101,15 @@ class FakeSender:
         self.sent: list[tuple[str, list[int]]] = []
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def send(self, chunk: Chunk) -> None:
-        """Takes a chunk."""
         with self._changed:
             self.sent.append((chunk.video.name, list(chunk.frames)))
             self._waiting.append(chunk)
             self._changed.notify()
 
     def close(self, drain_s: float) -> None:
-        """What waits is not sent."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -123,7 +119,6 @@ class FakeSender:
             self._answered(chunk, NotSent("the job ends"))
 
     def stats(self) -> SendStats:
-        """Of what was sent."""
         return SendStats(0, 1, 0, len(self.sent), 0, 0, ())
 
     def _run(self) -> None:
@@ -138,7 +133,7 @@ class FakeSender:
 
 
 class FakeParts:
-    """The parts of a job over `videos` and a FakeSender, which `sender` is once the job runs."""
+    """The parts of a job over `videos`; `sender` is its FakeSender once the job runs."""
 
     def __init__(self, answer: Callable[[Chunk], Answer | None] = lambda chunk: None, **server: Any) -> None:
         self.videos = FakeVideos()
@@ -146,7 +141,6 @@ class FakeParts:
         self._answer, self._server = answer, server
 
     def parts(self) -> JobParts:
-        """For the Job."""
         return JobParts(
             ask=lambda *_, **__: server_info(**self._server),
             read_chunks=self.videos.read_chunks,
@@ -180,7 +174,7 @@ class RecordingListener:
 
 
 class RecordingReporter(ProgressReporter):
-    """A make_reporter that keeps what it is told."""
+    """Records progress and notes."""
 
     every_s = 0.05
 
@@ -196,7 +190,7 @@ class RecordingReporter(ProgressReporter):
 
 
 def job_options(folder: Path, *inputs: Path | str, **changed: Any) -> JobOptions:
-    """JobOptions of a job that writes captions.jsonl into the folder."""
+    """The options of a job that writes captions.jsonl into the folder."""
     fields: dict[str, Any] = {
         "inputs": tuple(str(i) for i in inputs), "outputs": OutputPaths((folder / "captions.jsonl",)),
         "work": folder / "captions.jsonl.work", "failures": folder / "failures.jsonl", "servers": ("http://x",),

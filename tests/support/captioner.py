@@ -1,4 +1,4 @@
-"""A captioner over HTTP that captions by frame number, and goes wrong in every way that it is told to."""
+"""A fake captioner over HTTP that captions by frame number and fails in every way that a test scripts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Answerer: TypeAlias = "Callable[[Incoming, FakeCaptioner], None]"
 
 
 class Gone(Exception):
-    """The caller ended the connection."""
+    """The client closed the connection."""
 
 
 class Incoming:
-    """A request whose head was read; the body is read when it is asked for."""
+    """A request whose head was read; `body` reads the rest on first use."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -44,7 +44,6 @@ class Incoming:
 
     @property
     def body(self) -> bytes:
-        """All of it."""
         if self._body is None:
             length = int(self.headers.get("content-length", "0"))
             data = bytearray(self._rest)
@@ -58,23 +57,23 @@ class Incoming:
 
     @property
     def frames(self) -> list[int]:
-        """The frame numbers, which are the last input."""
+        """The frame numbers: the last input."""
         head = json.loads(self.body[: int(self.headers["inference-header-content-length"])])
         index = head["inputs"][-1]
         assert (index["name"], index["datatype"]) == ("frame_index", "INT64"), index
         return list(struct.unpack(f"<{index['shape'][0]}q", self.body[-8 * index["shape"][0] :]))
 
-    def say(self, status: int, body: bytes, *headers: str, kind: str = "application/json") -> None:
-        """A whole answer."""
+    def respond(self, status: int, body: bytes, *headers: str, kind: str = "application/json") -> None:
+        """Sends a complete response."""
         lines = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *headers]
         self.connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
 
 
 class FakeCaptioner:
-    """Listens on a port of 127.0.0.1 from `start` to `stop`, and again after another `start`; a thread a connection.
+    """Listens on a port of 127.0.0.1 between `start` and `stop`, which may repeat; one thread per connection.
 
-    Requests to infer are answered by the first of `script`, each used once, then as a good server does. `seen` has
-    the idempotency key, first frame and headers of each. `parameters` and `revision` may change while it runs.
+    Each inference request uses up the first entry of `script`; afterwards the server answers properly. `seen` collects
+    these requests. `parameters` and `revision` may change while it runs.
     """
 
     def __init__(self, tls: ssl.SSLContext | None = None, token: str | None = None, **parameters: Any) -> None:
@@ -100,21 +99,20 @@ class FakeCaptioner:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"{'https://localhost' if self.tls else 'http://127.0.0.1'}:{self.port}"
 
-    def go_wrong(self, *answers: Answerer) -> None:
-        """The next requests to infer are answered by these."""
+    def script_next(self, *answers: Answerer) -> None:
+        """Scripts the next inference requests."""
         self.script.extend(answers)
 
     def start(self) -> None:
-        """Listens, on the port of the last time if there was one."""
+        """Listens, on the same port as the last time."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
         self.port = self._listener.getsockname()[1]
         self._run(self._accept, self._listener)
 
     def stop(self) -> None:
-        """As a process that is killed: the port refuses, open connections are reset."""
+        """Like a killed process: the port refuses connections, and open ones are reset."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.shutdown(socket.SHUT_RDWR)
@@ -170,11 +168,11 @@ class FakeCaptioner:
 
     def _answer(self, request: Incoming) -> None:
         if self.token is not None and request.headers.get("authorization") != f"Bearer {self.token}":
-            return request.say(401, b'{"error": "no"}')
+            return request.respond(401, b'{"error": "no"}')
         if request.method == "GET":
             with self._lock:
                 self.asked += 1
-                how = self.metadata.popleft() if self.metadata else tell
+                how = self.metadata.popleft() if self.metadata else describe
             return how(request, self)
         with self._lock:
             self.seen.append(request)
@@ -189,7 +187,7 @@ class FakeCaptioner:
 
 
 def reset(connection: socket.socket) -> None:
-    """Ends a connection the hard way: the other side reads an error, not an end."""
+    """Resets a connection: the other side reads an error, not an end of file."""
     try:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RD)  # wakes the thread that reads
@@ -198,13 +196,13 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-# ---- ways to answer
+# ---- responses for the script
 
 
-def tell(request: Incoming, server: FakeCaptioner) -> None:
-    """Metadata, or that it is ready."""
+def describe(request: Incoming, server: FakeCaptioner) -> None:
+    """The metadata, or readiness."""
     if request.path.endswith("/ready"):
-        return request.say(200, b'{"ready": true}')
+        return request.respond(200, b'{"ready": true}')
     specs = {"inputs": [("frames", "UINT8", [-1, -1, -1, 3]), ("jpeg", "BYTES", [-1]), ("frame_index", "INT64", [-1])],
              "outputs": [("caption", "BYTES", [-1]), ("frame_index", "INT64", [-1])]}  # fmt: skip
     tensors = {
@@ -212,14 +210,14 @@ def tell(request: Incoming, server: FakeCaptioner) -> None:
         for side, those in specs.items()
     }
     parameters = {**server.parameters, "revision": server.revision}
-    told = {"name": "captioner", "versions": ["1"], "platform": "python", **tensors, "parameters": parameters}
-    request.say(200, json.dumps(told).encode())
+    metadata = {"name": "captioner", "versions": ["1"], "platform": "python", **tensors, "parameters": parameters}
+    request.respond(200, json.dumps(metadata).encode())
 
 
 def answer_of(frames: Iterable[int], revision: str | None, model: str = "captioner") -> bytes:
-    """What a captioner says of these frames: "frame 7" of the seventh."""
+    """The response body for these frames, with caption "frame 7" for frame 7."""
     numbers = list(frames)
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "model_name": model,
         "model_version": "1",
         "outputs": [
@@ -227,22 +225,22 @@ def answer_of(frames: Iterable[int], revision: str | None, model: str = "caption
             {"name": "frame_index", "shape": [len(numbers)], "datatype": "INT64", "data": numbers},
         ],
     }
-    return json.dumps(told | ({"parameters": {"revision": revision}} if revision else {})).encode()
+    return json.dumps(body | ({"parameters": {"revision": revision}} if revision else {})).encode()
 
 
 def caption(request: Incoming, server: FakeCaptioner) -> None:
-    """As a good server does."""
-    request.say(200, answer_of(request.frames, server.revision))
+    """Answers properly."""
+    request.respond(200, answer_of(request.frames, server.revision))
 
 
 def with_status(status: int, *headers: str, early: bool = False) -> Answerer:
-    """An error; `early`: before the body was read, and the connection ends."""
+    """An error status; `early` sends it before reading the body, and closes the connection."""
 
     def answer(request: Incoming, server: FakeCaptioner) -> None:
         if not early:
             _ = request.body
-        request.say(status, json.dumps({"error": f"it is a {status}"}).encode(), *headers)
-        if early:  # the answer must arrive before the reset that unread bytes cause
+        request.respond(status, json.dumps({"error": f"it is a {status}"}).encode(), *headers)
+        if early:  # the response must arrive before the reset that unread bytes cause
             request.connection.shutdown(socket.SHUT_WR)
             while request.connection.recv(1 << 18):
                 pass
@@ -252,22 +250,22 @@ def with_status(status: int, *headers: str, early: bool = False) -> Answerer:
 
 
 def with_body(body: Callable[[list[int], FakeCaptioner], bytes], kind: str = "application/json") -> Answerer:
-    """Status 200, with a body made of the frames."""
-    return lambda request, server: request.say(200, body(request.frames, server), kind=kind)
+    """Status 200 with a body made from the frames."""
+    return lambda request, server: request.respond(200, body(request.frames, server), kind=kind)
 
 
 def too_few(request: Incoming, server: FakeCaptioner) -> None:
-    """One row is missing."""
-    request.say(200, answer_of(request.frames[:-1], server.revision))
+    """Omits one row."""
+    request.respond(200, answer_of(request.frames[:-1], server.revision))
 
 
 def shuffled(request: Incoming, server: FakeCaptioner) -> None:
-    """All rows, in another order."""
-    request.say(200, answer_of(request.frames[::-1], server.revision))
+    """Sends all rows in another order."""
+    request.respond(200, answer_of(request.frames[::-1], server.revision))
 
 
 def with_reset(after: bytes = b"") -> Answerer:
-    """The connection is reset when the request was read and `after` was sent."""
+    """Resets the connection after reading the request and sending `after`."""
 
     def answer(request: Incoming, server: FakeCaptioner) -> None:
         _ = request.body
@@ -279,7 +277,7 @@ def with_reset(after: bytes = b"") -> Answerer:
 
 
 def with_raw(*pieces: bytes, forever: bytes = b"") -> Answerer:
-    """Bytes as they are, then `forever` until the caller has enough."""
+    """Sends raw bytes, then `forever` until the client closes the connection."""
 
     def answer(request: Incoming, server: FakeCaptioner) -> None:
         _ = request.body
@@ -292,13 +290,13 @@ def with_raw(*pieces: bytes, forever: bytes = b"") -> Answerer:
 
 
 def hang_up(request: Incoming, server: FakeCaptioner) -> None:
-    """A good answer, after which the connection ends without a word of it."""
+    """Answers properly, then closes the connection without announcing it."""
     caption(request, server)
     raise Gone
 
 
 def with_wait(event: threading.Event, then: Answerer = caption) -> Answerer:
-    """Waits for the event first."""
+    """Waits for the event before answering."""
 
     def answer(request: Incoming, server: FakeCaptioner) -> None:
         _ = request.body

@@ -1,4 +1,4 @@
-"""Model files for tests: one small network in every kind of file that may be served."""
+"""Model files: one small network in every file format that can be served."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Net(torch.nn.Module):
 
 
 def scores(x: Any) -> Any:
-    """What the network makes of `[rows, 4]`: softmax of x @ w.T + b, where w counts 0.0, 0.1 ... 1.1."""
+    """The network's output for `[rows, 4]`: softmax of x @ w.T + b, where w counts 0.0, 0.1 ... 1.1."""
     import numpy as np
 
     weight = np.arange(12, dtype=np.float32).reshape(3, 4) / 10

@@ -1,4 +1,4 @@
-"""Small clips for tests: every frame shows its number as ten black or white blocks, over a picture that moves."""
+"""Small clips: every frame shows its number as ten black or white blocks above a moving picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BITS = 10  # blocks across the top quarter, the highest bit first
 
 
 def picture(number: int, width: int, height: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """`[height, width, 3]` uint8: the number in blocks above, a moving gradient of colours below."""
+    """`[height, width, 3]` uint8: the number in blocks at the top, a moving colour gradient below."""
     across = np.arange(width)
     down = np.arange(height)[:, None]
     pixels = np.empty((height, width, 3), np.uint8)
@@ -27,7 +27,7 @@ def picture(number: int, width: int, height: int) -> np.ndarray[Any, np.dtype[np
 
 
 def number_of(pixels: np.ndarray[Any, Any]) -> int:
-    """The number that a frame of any size `[height, width, 3]` shows."""
+    """The number shown by a frame `[height, width, 3]` of any size."""
     height, width = pixels.shape[:2]
     columns = (np.arange(BITS) * 2 + 1) * width // (BITS * 2)
     bits = pixels[height // 8, columns].mean(axis=-1) > 127
@@ -49,10 +49,10 @@ def make_clip(
     streams: int = 1,
     rotate: int | None = None,
 ) -> Path:
-    """The path of a clip of `size` (width, height), its container by its suffix.
+    """Writes a clip of `size` (width, height); the suffix selects the container. Returns the path.
 
-    `frames` are how many, or the pts of each in units of 1/fps (gaps make the rate variable). A second video stream
-    shows numbers from 512. `rotate` is the display matrix's angle, counter-clockwise.
+    `frames` is their number, or the pts of each in units of 1/fps (gaps make the rate variable). A second video stream
+    shows numbers from 512. `rotate` is the angle of the display matrix, counter-clockwise.
     """
     av: Any = importlib.import_module("av")
     width, height = size
@@ -64,7 +64,7 @@ def make_clip(
             if rotate is not None:
                 stream.set_display_rotation(rotate)
         sound = out.add_stream("aac", rate=8000) if audio else None
-        out.start_encoding()  # a clip without frames has a header, too
+        out.start_encoding()  # a clip without frames also has a header
         for number, pts in enumerate(times):
             for place, stream in enumerate(videos):
                 frame = av.VideoFrame.from_ndarray(picture(number + 512 * place, width, height), format="rgb24")
@@ -78,7 +78,7 @@ def make_clip(
 
 
 def make_sound(path: Path) -> Path:
-    """The path of a file with one second of sound and no picture."""
+    """Writes a file with one second of sound and no video. Returns the path."""
     av: Any = importlib.import_module("av")
     with av.open(str(path), "w") as out:
         _silence(av, out, out.add_stream("aac", rate=8000))

@@ -29,10 +29,10 @@ from support.captioner import (
     Incoming,
     answer_of,
     caption,
+    describe,
     hang_up,
     reset,
     shuffled,
-    tell,
     too_few,
     with_body,
     with_raw,
@@ -225,7 +225,7 @@ ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 )  # fmt: skip
 def test_a_temporary_fault_costs_no_caption(server: FakeCaptioner, wrong: Answerer):
     job = Job(server, max_response_bytes=100_000)
-    server.go_wrong(caption, wrong, wrong)
+    server.script_next(caption, wrong, wrong)
     job.send(12)
     assert job.all_captioned()
     job.close(1.0)
@@ -241,7 +241,7 @@ def test_random_faults_lose_repeat_and_mix_no_captions(seed: int):
     dice = random.Random(seed)
     with FakeCaptioner() as one, FakeCaptioner() as other:
         for server in (one, other):
-            server.go_wrong(*[dice.choice(faults) if dice.random() < 0.3 else caption for _ in range(150)])
+            server.script_next(*[dice.choice(faults) if dice.random() < 0.3 else caption for _ in range(150)])
         job = Job(one, other, attempts=100)
         job.send(150)
         assert job.all_captioned()
@@ -251,7 +251,7 @@ def test_random_faults_lose_repeat_and_mix_no_captions(seed: int):
 
 def test_a_retry_has_the_same_key_and_body(server: FakeCaptioner):
     job = Job(server)
-    server.go_wrong(with_status(500), with_reset(), too_few)
+    server.script_next(with_status(500), with_reset(), too_few)
     job.send(1)
     assert job.all_captioned()
     assert len({seen.headers["idempotency-key"] for seen in server.seen}) == 1
@@ -286,7 +286,7 @@ def test_retry_after_pauses_all_chunks_to_the_server(server: FakeCaptioner):
         with_status(503, "Retry-After: 0.3")(request, server)
 
     job = Job(server)
-    server.go_wrong(refuse, *[note] * 9)
+    server.script_next(refuse, *[note] * 9)
     job.send(1)
     wait_for(lambda: job.sender.stats().servers[0].state == "rests")
     job.send(8)
@@ -299,7 +299,7 @@ def test_the_window_halves_when_the_server_is_busy(server: FakeCaptioner):
     server.parameters["instances"] = 8
     job = Job(server)
     assert job.sender.stats().window == 17
-    server.go_wrong(with_status(429))
+    server.script_next(with_status(429))
     job.send(1)
     assert job.all_captioned()
     assert job.sender.stats().window == 8
@@ -309,7 +309,7 @@ def test_the_window_halves_when_the_server_is_busy(server: FakeCaptioner):
 def test_a_late_response_is_retried(server: FakeCaptioner):
     release = threading.Event()
     job = Job(server, request_timeout_s=0.1)
-    server.go_wrong(with_wait(release))
+    server.script_next(with_wait(release))
     job.send(1)
     assert job.all_captioned()
     release.set()
@@ -318,7 +318,7 @@ def test_a_late_response_is_retried(server: FakeCaptioner):
 
 def test_an_early_rejection_is_received_while_the_body_is_being_sent(server: FakeCaptioner):
     job = Job(server)
-    server.go_wrong(with_status(413, early=True))
+    server.script_next(with_status(413, early=True))
     big = chunk(0)
     big.pixels = np.zeros((4, 2000, 2000, 3), np.uint8)
     job.sender.send(big)
@@ -344,7 +344,7 @@ def test_a_chunk_that_always_fails_fails_alone(server: FakeCaptioner, wrong: Ans
         (wrong if request.frames[0] == 2 * ROWS else caption)(request, server)
 
     job = Job(server, attempts=3)
-    server.go_wrong(*[only_the_third] * 20)
+    server.script_next(*[only_the_third] * 20)
     job.send(6)
     answers = job.wait()
     outcome = answers.pop(2)
@@ -360,7 +360,7 @@ def test_a_chunk_that_always_fails_fails_alone(server: FakeCaptioner, wrong: Ans
 @pytest.mark.parametrize(("status", "cause"), [(400, BadRequest), (422, BadRequest), (413, PayloadTooLarge)])
 def test_a_rejected_chunk_is_not_retried(server: FakeCaptioner, status: int, cause: type[PenstockError]):
     job = Job(server)
-    server.go_wrong(with_status(status))
+    server.script_next(with_status(status))
     job.send(1)
     outcome = job.wait()[0]
     assert isinstance(outcome, Undelivered)
@@ -407,7 +407,7 @@ def test_a_server_that_restarts_captions_every_chunk(server: FakeCaptioner):
 
     back = threading.Event()
     job = Job(server)
-    server.go_wrong(*[caption] * 10, die)
+    server.script_next(*[caption] * 10, die)
     job.send(30)
     back.wait(20)
     assert job.all_captioned()
@@ -433,7 +433,7 @@ def test_a_tunnel_that_closes_every_connection_costs_one_attempt(server: FakeCap
         raise Gone
 
     job = Job(server, attempts=2)
-    server.go_wrong(closed)
+    server.script_next(closed)
     server.metadata.extend([closed] * 6)
     job.send(1)
     assert job.all_captioned()
@@ -457,8 +457,8 @@ def test_a_server_that_stays_away_ends_the_job_after_give_up_s(server: FakeCapti
 def test_a_hanging_server_fails_no_chunk_but_ends_the_job_after_give_up_s(server: FakeCaptioner):
     release = threading.Event()
     job = Job(server, request_timeout_s=0.05, connect_timeout_s=0.05, give_up_s=0.5)
-    server.go_wrong(*[with_wait(release)] * 1000)
-    server.metadata.extend([with_wait(release, tell)] * 1000)
+    server.script_next(*[with_wait(release)] * 1000)
+    server.metadata.extend([with_wait(release, describe)] * 1000)
     job.send(3)
     assert all(isinstance(outcome, NoServer) for outcome in job.wait().values())
     assert len(server.seen) == 3, "it gets no chunks before it answers again"
@@ -469,8 +469,8 @@ def test_a_hanging_server_fails_no_chunk_but_ends_the_job_after_give_up_s(server
 def test_a_server_that_recovers_from_a_hang_gets_its_chunks_again(server: FakeCaptioner):
     release = threading.Event()
     job = Job(server, request_timeout_s=0.05, connect_timeout_s=0.05, attempts=2)
-    server.go_wrong(*[with_wait(release)] * 2)
-    server.metadata.extend([with_wait(release, tell)] * 5)
+    server.script_next(*[with_wait(release)] * 2)
+    server.metadata.extend([with_wait(release, describe)] * 5)
     job.send(2)
     wait_for(lambda: not server.metadata)
     release.set()
@@ -479,7 +479,7 @@ def test_a_server_that_recovers_from_a_hang_gets_its_chunks_again(server: FakeCa
 
 
 def test_a_server_that_never_accepts_ends_the_job(server: FakeCaptioner):
-    server.go_wrong(*[with_status(503)] * 1000)
+    server.script_next(*[with_status(503)] * 1000)
     job = Job(server, give_up_s=0.2)
     job.send(2)
     assert all(isinstance(outcome, NoServer) for outcome in job.wait().values())
@@ -514,7 +514,7 @@ def test_another_model_after_a_restart_ends_the_job_and_mixes_no_captions(server
 def test_the_least_loaded_server_gets_the_next_chunk():
     release = threading.Event()
     with FakeCaptioner() as slow, FakeCaptioner(instances=2) as quick:
-        slow.go_wrong(*[with_wait(release)] * 3)
+        slow.script_next(*[with_wait(release)] * 3)
         job = Job(slow, quick)
         job.send(40)
         job.wait(37)
@@ -543,7 +543,7 @@ def test_an_absent_server_is_skipped_and_used_again_after_its_return():
 
 def test_a_chunk_that_failed_on_one_server_goes_to_another():
     with FakeCaptioner() as one, FakeCaptioner() as other:
-        one.go_wrong(*[with_status(500)] * 100)
+        one.script_next(*[with_status(500)] * 100)
         job = Job(one, other, attempts=2)
         job.send(30)
         assert job.all_captioned()
@@ -552,7 +552,7 @@ def test_a_chunk_that_failed_on_one_server_goes_to_another():
 
 def test_a_server_that_always_fails_rests():
     with FakeCaptioner() as one, FakeCaptioner() as other:
-        one.go_wrong(*[with_status(500)] * 1000)
+        one.script_next(*[with_status(500)] * 1000)
         job = Job(one, other, backoff_s=20.0, longest_backoff_s=20.0)
         job.send(6)
         wait_for(lambda: job.sender.stats().servers[0].state == "rests")
@@ -564,7 +564,7 @@ def test_a_server_that_always_fails_rests():
 
 def test_a_round_waits_for_all_of_the_previous_one(server: FakeCaptioner):
     release = threading.Event()
-    server.go_wrong(with_wait(release), *[caption] * 49)
+    server.script_next(with_wait(release), *[caption] * 49)
     job = Job(server, mode="single")
     job.send(60)
     job.wait(49)
@@ -588,7 +588,7 @@ def test_each_mode_has_the_window_of_the_published_client(server: FakeCaptioner)
 
 def test_a_drain_finishes_chunks_in_flight_and_returns_the_rest(server: FakeCaptioner):
     release = threading.Event()
-    server.go_wrong(*[with_wait(release)] * 3)
+    server.script_next(*[with_wait(release)] * 3)
     job = Job(server)
     job.send(10)
     wait_for(lambda: len(server.seen) == 3)
@@ -600,7 +600,7 @@ def test_a_drain_finishes_chunks_in_flight_and_returns_the_rest(server: FakeCapt
 
 def test_a_close_without_drain_returns_every_chunk_at_once(server: FakeCaptioner):
     release = threading.Event()
-    server.go_wrong(*[with_wait(release)] * 3)
+    server.script_next(*[with_wait(release)] * 3)
     job = Job(server)
     job.send(10)
     wait_for(lambda: len(server.seen) == 3)
@@ -611,7 +611,7 @@ def test_a_close_without_drain_returns_every_chunk_at_once(server: FakeCaptioner
 
 def test_a_second_close_shortens_the_first(server: FakeCaptioner):
     release = threading.Event()
-    server.go_wrong(with_wait(release))
+    server.script_next(with_wait(release))
     job = Job(server)
     job.send(1)
     wait_for(lambda: len(server.seen) == 1)
@@ -626,7 +626,7 @@ def test_a_second_close_shortens_the_first(server: FakeCaptioner):
 
 def test_a_chunk_that_fails_while_draining_is_not_retried(server: FakeCaptioner):
     release = threading.Event()
-    server.go_wrong(with_wait(release, with_status(500)))
+    server.script_next(with_wait(release, with_status(500)))
     job = Job(server)
     job.send(1)
     wait_for(lambda: len(server.seen) == 1)

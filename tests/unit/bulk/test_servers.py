@@ -23,7 +23,7 @@ from penstock.errors import (
     Unauthorized,
 )
 from penstock.serving.http.auth import make_ssl_context
-from support.captioner import Answerer, FakeCaptioner, Incoming, tell, with_raw, with_status, with_wait
+from support.captioner import Answerer, FakeCaptioner, Incoming, describe, with_raw, with_status, with_wait
 
 TLS = Path(__file__).parents[2] / "tls"
 CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
@@ -49,7 +49,7 @@ def told(change: dict[str, Any], parameters: dict[str, Any] | None = None) -> An
             "parameters": {name: value for name, value in own.items() if value is not None},
             **change,
         }  # fmt: skip
-        request.say(200, msgspec.json.encode(whole))
+        request.respond(200, msgspec.json.encode(whole))
 
     return answer
 
@@ -109,7 +109,7 @@ def test_each_status_raises_its_error(server: FakeCaptioner, status: int, error:
 
 
 def test_a_model_that_is_loading_is_not_ready(server: FakeCaptioner):
-    server.metadata.extend([tell, with_status(503)])
+    server.metadata.extend([describe, with_status(503)])
     with pytest.raises(ModelNotReady):
         ask(server.url, "captioner")
 
@@ -131,7 +131,7 @@ def test_an_absent_server_is_awaited_if_requested(server: FakeCaptioner, monkeyp
 
 def test_a_silent_server_times_out(server: FakeCaptioner):
     release = threading.Event()
-    server.metadata.append(with_wait(release, tell))
+    server.metadata.append(with_wait(release, describe))
     with pytest.raises(DeadlineExceeded):
         ask(server.url, "captioner", timeout_s=0.1)
     release.set()
@@ -183,7 +183,7 @@ def test_a_model_name_with_a_slash_is_escaped(server: FakeCaptioner):
 
     def look(request: Incoming, server: FakeCaptioner) -> None:
         seen.append(request.path)
-        tell(request, server)
+        describe(request, server)
 
     server.metadata.extend([look, look])
     ask(server.url, "a/b c")

@@ -52,7 +52,7 @@ def server() -> Iterator[FakeCaptioner]:
 
 
 def echo(request: Incoming, server: FakeCaptioner) -> None:
-    request.say(200, request.body, "X-Two: a", "x-two: b")
+    request.respond(200, request.body, "X-Two: a", "x-two: b")
 
 
 async def post(connection: ClientConnection, *body: bytes | memoryview, **limits: Any) -> HttpResponse:
@@ -71,7 +71,7 @@ def once(run: Run, server: FakeCaptioner, *body: bytes | memoryview, **limits: A
 
 
 def test_a_body_of_many_buffers_arrives_as_one(run: Run, server: FakeCaptioner):
-    server.go_wrong(echo)
+    server.script_next(echo)
     response = once(run, server, b"head", memoryview(b"x" * 5_000_000), memoryview(bytearray(b"tail")))
     assert response.status == 200
     assert response.body == b"head" + b"x" * 5_000_000 + b"tail"
@@ -84,7 +84,7 @@ def test_a_connection_is_reused_for_the_next_request(run: Run, server: FakeCapti
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
         for text in (b"one", b"two", b""):
-            server.go_wrong(echo)
+            server.script_next(echo)
             assert (await post(connection, text)).body == text
         connection.close()
 
@@ -97,13 +97,13 @@ def test_a_reused_connection_that_was_closed_is_reopened_silently(run: Run, serv
     closed = threading.Event()
 
     def answer_and_close(request: Incoming, server: FakeCaptioner) -> None:
-        request.say(200, request.body)
+        request.respond(200, request.body)
         reset(request.connection)
         closed.set()
 
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
-        server.go_wrong(answer_and_close, echo)
+        server.script_next(answer_and_close, echo)
         await post(connection, b"first")
         closed.wait(10)  # blocks the loop, which learns of the reset only when it sends
         assert (await post(connection, body)).body == body
@@ -120,7 +120,7 @@ def test_a_server_killed_by_a_request_on_a_reused_connection_is_a_lost_connectio
 
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
-        server.go_wrong(echo, die)
+        server.script_next(echo, die)
         await post(connection)
         with pytest.raises(ConnectionLost):
             await post(connection, b"x")
@@ -133,7 +133,7 @@ def test_a_server_killed_by_a_request_on_a_reused_connection_is_a_lost_connectio
 def test_a_response_with_connection_close_ends_the_connection(run: Run, server: FakeCaptioner):
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
-        server.go_wrong(with_status(200, "Connection: close"), echo)
+        server.script_next(with_status(200, "Connection: close"), echo)
         await post(connection)
         assert (await post(connection, b"x")).body == b"x"
         connection.close()
@@ -143,7 +143,7 @@ def test_a_response_with_connection_close_ends_the_connection(run: Run, server: 
 
 
 def test_a_reset_of_a_new_connection_is_not_retried(run: Run, server: FakeCaptioner):
-    server.go_wrong(with_reset())
+    server.script_next(with_reset())
     with pytest.raises(ConnectionLost, match="without an answer"):
         once(run, server, b"x")
     assert server.connections == 1
@@ -152,7 +152,7 @@ def test_a_reset_of_a_new_connection_is_not_retried(run: Run, server: FakeCaptio
 def test_a_reset_in_the_middle_of_a_response_is_reported(run: Run, server: FakeCaptioner):
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
-        server.go_wrong(echo, with_reset(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"))
+        server.script_next(echo, with_reset(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"))
         await post(connection)
         with pytest.raises(ConnectionLost):
             await post(connection)
@@ -189,7 +189,7 @@ def test_every_form_of_response_is_read_and_keeps_the_connection(
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
         for pieces in ([raw], [bytes([b]) for b in raw]):
-            server.go_wrong(with_raw(*pieces))
+            server.script_next(with_raw(*pieces))
             response = await post(connection, b"x")
             assert response.body == body
             assert "x" not in response.headers
@@ -205,7 +205,7 @@ def test_a_body_without_a_length_ends_with_the_connection(run: Run, server: Fake
         request.connection.sendall(b"HTTP/1.1 200 OK\r\n\r\nall of it")
         request.connection.shutdown(1)
 
-    server.go_wrong(response)
+    server.script_next(response)
     assert once(run, server).body == b"all of it"
 
 
@@ -217,7 +217,7 @@ def test_a_body_without_a_length_ends_with_the_connection(run: Run, server: Fake
      b"HTTP/1.1 101 X\r\nUpgrade: y\r\nConnection: upgrade\r\n\r\n"],
 )  # fmt: skip
 def test_malformed_http_is_reported(run: Run, server: FakeCaptioner, raw: bytes):
-    server.go_wrong(with_raw(raw))
+    server.script_next(with_raw(raw))
     with pytest.raises(MalformedResponse):
         once(run, server, timeout_s=5.0)
 
@@ -239,13 +239,13 @@ def test_malformed_http_is_reported(run: Run, server: FakeCaptioner, raw: bytes)
 def test_an_endless_response_is_rejected_before_it_is_stored(
     run: Run, server: FakeCaptioner, first: bytes, forever: bytes
 ):
-    server.go_wrong(with_raw(first, forever=forever))
+    server.script_next(with_raw(first, forever=forever))
     with pytest.raises((ResponseTooLarge, MalformedResponse)):
         once(run, server, max_response_bytes=200_000)
 
 
 def test_a_response_of_the_largest_allowed_size_is_read(run: Run, server: FakeCaptioner):
-    server.go_wrong(echo, echo)
+    server.script_next(echo, echo)
     assert len(once(run, server, b"x" * 1000, max_response_bytes=1000).body) == 1000
     with pytest.raises(ResponseTooLarge, match="the 999 bytes allowed"):
         once(run, server, b"x" * 1000, max_response_bytes=999)
@@ -254,7 +254,7 @@ def test_a_response_of_the_largest_allowed_size_is_read(run: Run, server: FakeCa
 def test_an_early_rejection_is_received_while_the_body_is_being_sent(run: Run, server: FakeCaptioner):
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
-        server.go_wrong(with_status(413, early=True), echo)
+        server.script_next(with_status(413, early=True), echo)
         response = await post(connection, memoryview(bytes(40_000_000)))
         assert response.status == 413
         assert (await post(connection, b"x")).body == b"x"
@@ -273,7 +273,7 @@ def test_a_slow_drip_ends_at_the_request_timeout(run: Run, server: FakeCaptioner
         while not stop.wait(0.01):
             request.connection.sendall(b"x")
 
-    server.go_wrong(drip)
+    server.script_next(drip)
     with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
         once(run, server, timeout_s=0.2)
     stop.set()
@@ -281,7 +281,7 @@ def test_a_slow_drip_ends_at_the_request_timeout(run: Run, server: FakeCaptioner
 
 def test_a_server_that_reads_nothing_ends_at_the_request_timeout(run: Run, server: FakeCaptioner):
     release = threading.Event()
-    server.go_wrong(lambda request, server: release.wait(20) and None)
+    server.script_next(lambda request, server: release.wait(20) and None)
     with pytest.raises(DeadlineExceeded):
         once(run, server, memoryview(bytes(40_000_000)), timeout_s=0.2)
     release.set()
@@ -292,7 +292,7 @@ def test_a_request_after_a_failed_one_opens_a_new_connection(run: Run, server: F
 
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
-        server.go_wrong(with_wait(release, echo), echo)
+        server.script_next(with_wait(release, echo), echo)
         with pytest.raises(DeadlineExceeded):
             await post(connection, timeout_s=0.05)
         assert (await post(connection, b"x")).body == b"x"
@@ -306,7 +306,7 @@ def test_a_request_after_a_failed_one_opens_a_new_connection(run: Run, server: F
 def test_unsolicited_bytes_do_not_become_the_next_response(run: Run, server: FakeCaptioner):
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
-        server.go_wrong(with_raw(OK, OK.replace(b"ok", b"no")), echo)
+        server.script_next(with_raw(OK, OK.replace(b"ok", b"no")), echo)
         assert (await post(connection)).body == b"ok"
         await asyncio.sleep(0.05)  # the second response arrives while nothing waits for it
         assert (await post(connection, b"x")).body == b"x"
@@ -320,7 +320,7 @@ def test_a_cancelled_caller_leaves_no_open_connection(run: Run, server: FakeCapt
 
     async def go() -> None:
         connection = ClientConnection(parse_url(server.url))
-        server.go_wrong(with_wait(release, echo), echo)
+        server.script_next(with_wait(release, echo), echo)
         task = asyncio.ensure_future(post(connection, b"x" * 1000))
         await asyncio.sleep(0.02)
         task.cancel()
@@ -364,7 +364,7 @@ def test_large_bodies_pass_through_tls_with_a_private_authority(run: Run, secure
     async def go() -> None:
         connection = ClientConnection(parse_url(secure.url, tls_context(CERT)))
         for size in (10, 3_000_000):
-            secure.go_wrong(echo)
+            secure.script_next(echo)
             assert (await post(connection, b"a", memoryview(b"x" * size))).body == b"a" + b"x" * size
         connection.close()
 
@@ -400,7 +400,7 @@ def test_a_server_without_tls_is_unreachable_by_https(run: Run, server: FakeCapt
 def test_an_early_rejection_is_received_through_tls_while_the_body_is_being_sent(run: Run, secure: FakeCaptioner):
     async def go() -> int:
         connection = ClientConnection(parse_url(secure.url, tls_context(CERT)))
-        secure.go_wrong(with_status(413, early=True))
+        secure.script_next(with_status(413, early=True))
         response = await post(connection, memoryview(bytes(40_000_000)))
         connection.close()
         return response.status
