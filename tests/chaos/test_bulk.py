@@ -1,4 +1,4 @@
-"""A bulk job that is killed, interrupted, refused, cut off: no caption is lost, repeated, moved or mixed."""
+"""A bulk job under kills, interrupts, refusals and disconnects: no caption is lost, repeated, moved or mixed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.videos import make_clip
 
 FRAMES = 150  # of each clip
 CLIPS = 3
-WINDOW = 5  # requests of two frames that a job has in flight at first to a FakeCaptioner, whose batch is four
+WINDOW = 5  # initial window of two-frame requests for a FakeCaptioner with batches of four
 SOURCE = """
     import time
     from pathlib import Path
@@ -69,14 +69,14 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Jobs:
-    """Runs `penstock caption` as a process, into one folder; ends what is left."""
+    """Runs `penstock caption` as a process in one folder; kills leftovers."""
 
     def __init__(self, folder: Path, clips: Path) -> None:
         self.folder, self.clips = folder, clips
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self, url: str, output: str, *flags: str, **how: Any) -> subprocess.Popen[str]:
-        """A job that runs."""
+        """Starts a job."""
         arguments = ["caption", str(self.clips), "--server", url, "-o", output, "--prebatch-size", "2", *flags]
         job = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli.main", *arguments],
@@ -90,13 +90,13 @@ class Jobs:
         return job
 
     def run(self, url: str, output: str, *flags: str, **how: Any) -> tuple[int, str]:
-        """(exit status, what it said) of a job that ended by itself."""
+        """(exit status, output) of a job that ended by itself."""
         job = self.start(url, output, *flags, **how)
-        said, _ = job.communicate(timeout=120)
-        return job.returncode, said
+        printed, _ = job.communicate(timeout=120)
+        return job.returncode, printed
 
     def spooled(self, output: str) -> int:
-        """Rows that are on disk."""
+        """The number of rows on disk."""
         files = (self.folder / f"{output}.work" / "spool").glob("*.jsonl")
         return sum(file.read_bytes().count(b'"caption"') for file in files)
 
@@ -119,7 +119,7 @@ def jobs(tmp_path: Path, clips: Path) -> Iterator[Jobs]:
 
 @pytest.fixture
 def captioner(serve: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """Starts the server, always on one port, with a revision of the model."""
+    """Starts the server, always on the same port, with a revision of the model."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -132,7 +132,7 @@ def captioner(serve: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 
 
 def looped(path: Path, frames: int) -> Path:
-    """A 1080p clip of about so many frames, made by repeating the packets of two seconds."""
+    """A 1080p clip of about this many frames, made by repeating the packets of two seconds."""
     av = importlib.import_module("av")
     short = make_clip(
         path.with_name("short.mp4"), 60, size=(1920, 1080), fps=30, options={"g": "30", "preset": "ultrafast"}
@@ -153,7 +153,7 @@ def looped(path: Path, frames: int) -> Path:
 
 
 def wait_for(true: Callable[[], Any], job: subprocess.Popen[str]) -> None:
-    """Returns when it is true; fails if the job ends before."""
+    """Returns when the condition holds; fails if the job ends first."""
     end = time.monotonic() + 60
     while not true():
         assert job.poll() is None, f"the job ended before, {job.returncode}: {job.communicate()[0]}"
@@ -199,8 +199,8 @@ def test_a_server_that_is_killed_and_restarted_costs_no_caption(captioner: Calla
         server.process.kill()
         server.process.wait()
         server = captioner()
-    said, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, said
+    printed, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, printed
     assert as_told(jobs.rows("captions.jsonl")) == expected(jobs.clips)
 
 
@@ -211,17 +211,17 @@ def test_another_model_at_the_same_address_stops_the_job(captioner: Callable[...
     server.process.kill()
     server.process.wait()
     server = captioner("r2")
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 3, said
-    assert "'r1'" in said
-    assert "'r2'" in said
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode == 3, printed
+    assert "'r1'" in printed
+    assert "'r2'" in printed
     assert not (jobs.folder / "captions.jsonl").exists()
     spools = (jobs.folder / "captions.jsonl.work" / "spool").glob("*")
     assert b"r2 frame" not in b"".join(file.read_bytes() for file in spools)
-    code, said = jobs.run(server.url, "captions.jsonl")
+    code, printed = jobs.run(server.url, "captions.jsonl")
     assert code == 2
-    assert 'revision: was "r1", is "r2"' in said
-    assert "--restart" in said
+    assert 'revision: was "r1", is "r2"' in printed
+    assert "--restart" in printed
     assert jobs.run(server.url, "captions.jsonl", "--restart")[0] == 0
     assert as_told(jobs.rows("captions.jsonl")) == expected(jobs.clips, "r2")
 
@@ -236,9 +236,9 @@ def test_ctrl_c_keeps_requests_in_flight_and_the_same_command_continues(jobs: Jo
         time.sleep(0.5)
         assert job.poll() is None
         gate.set()
-        said, _ = job.communicate(timeout=30)
-        assert job.returncode == 130, said
-        assert "run the same command again" in said
+        printed, _ = job.communicate(timeout=30)
+        assert job.returncode == 130, printed
+        assert "run the same command again" in printed
         assert jobs.spooled("captions.jsonl") == 2 * len(server.seen) == 2 * WINDOW
         assert jobs.run(server.url, "captions.jsonl")[0] == 0
     rows = jobs.rows("captions.jsonl")
@@ -266,20 +266,20 @@ def test_a_server_that_is_not_up_at_the_beginning_is_awaited_and_then_reported(j
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    code, said = jobs.run(f"http://127.0.0.1:{port}", "captions.jsonl", "--wait", "0")
+    code, printed = jobs.run(f"http://127.0.0.1:{port}", "captions.jsonl", "--wait", "0")
     assert code == 3
-    assert f"127.0.0.1:{port}" in said
-    assert "Traceback" not in said
+    assert f"127.0.0.1:{port}" in printed
+    assert "Traceback" not in printed
     with FakeCaptioner() as server:
         server.metadata.extend([with_status(503, "Retry-After: 1")] * 100)
-        code, said = jobs.run(server.url, "captions.jsonl", "--wait", "0")
+        code, printed = jobs.run(server.url, "captions.jsonl", "--wait", "0")
         assert code == 3
-        assert "not ready" in said
+        assert "not ready" in printed
         server.metadata.clear()
         server.metadata.append(with_status(503, "Retry-After: 1"))
-        code, said = jobs.run(server.url, "captions.jsonl")
+        code, printed = jobs.run(server.url, "captions.jsonl")
         assert code == 0
-        assert "waiting for it" in said
+        assert "waiting for it" in printed
 
 
 def test_one_of_two_servers_may_start_later(jobs: Jobs) -> None:
@@ -293,13 +293,13 @@ def test_one_of_two_servers_may_start_later(jobs: Jobs) -> None:
         late.stop()
         late.script_next(first)
         with FakeCaptioner() as server:
-            server.script_next(*[good] * 15, *[with_wait(came)] * 100)  # from then on nothing goes on without the other
+            server.script_next(*[good] * 15, *[with_wait(came)] * 100)  # then only the other one answers
             job = jobs.start(server.url, "captions.jsonl", "--server", late.url, "--wait", "0")
             wait_for(lambda: jobs.spooled("captions.jsonl") >= 20, job)
             late.start()
-            said, _ = job.communicate(timeout=60)
-            assert job.returncode == 0, said
-            assert "continues without a server" in said
+            printed, _ = job.communicate(timeout=60)
+            assert job.returncode == 0, printed
+            assert "continues without a server" in printed
             assert late.seen
     assert len(jobs.rows("captions.jsonl")) == CLIPS * FRAMES
 
@@ -309,9 +309,9 @@ def test_a_server_that_never_returns_ends_the_job_with_unfinished_videos(jobs: J
         job = jobs.start(server.url, "captions.jsonl", "--give-up", "1")
         wait_for(lambda: jobs.spooled("captions.jsonl") > 5, job)
         server.stop()
-        said, _ = job.communicate(timeout=60)
-        assert job.returncode == 3, said
-        assert "stopped:" in said
+        printed, _ = job.communicate(timeout=60)
+        assert job.returncode == 3, printed
+        assert "stopped:" in printed
         assert not (jobs.folder / "failures.jsonl").exists()
         server.start()
         assert jobs.run(server.url, "captions.jsonl")[0] == 0
@@ -323,10 +323,10 @@ def test_a_full_disk_ends_the_job_and_keeps_committed_captions(jobs: Jobs) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
 
     with FakeCaptioner() as server:
-        code, said = jobs.run(server.url, "captions.jsonl", preexec_fn=small_files)
-        assert code == 3, said
-        assert "cannot write" in said
-        assert "Traceback" not in said
+        code, printed = jobs.run(server.url, "captions.jsonl", preexec_fn=small_files)
+        assert code == 3, printed
+        assert "cannot write" in printed
+        assert "Traceback" not in printed
         kept = jobs.spooled("captions.jsonl")
         assert kept > 10
         seen = len(server.seen)
@@ -344,9 +344,9 @@ def test_a_full_file_system_loses_no_caption(jobs: Jobs, tmp_path: Path) -> None
         pytest.skip("may not mount")
     try:
         with FakeCaptioner() as server:
-            code, said = jobs.run(server.url, "small/captions.jsonl")
-            assert code == 3, said
-            assert "No space left on device" in said
+            code, printed = jobs.run(server.url, "small/captions.jsonl")
+            assert code == 3, printed
+            assert "No space left on device" in printed
             assert subprocess.run(["mount", "-o", "remount,size=4m", str(small)]).returncode == 0
             assert jobs.run(server.url, "small/captions.jsonl")[0] == 0
         assert [row["frame"] for row in jobs.rows("small/captions.jsonl")] == [*range(FRAMES)] * CLIPS
@@ -377,7 +377,7 @@ def test_memory_does_not_grow_with_the_length_of_a_video(tmp_path: Path, chaos: 
             with contextlib.suppress(psutil.NoSuchProcess):
                 used.append(process.memory_info().rss)
             time.sleep(0.05)
-            server.seen.clear()  # 150 kB a frame
+            server.seen.clear()  # frees 150 kB per frame
     assert job.returncode == 0, job.communicate()[0]
     assert [row["frame"] for row in jobs.rows("captions.jsonl")] == [*range(frames)]
     used = [rss for rss in used if rss]

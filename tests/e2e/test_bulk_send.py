@@ -1,4 +1,4 @@
-"""The bulk sender against the real server: pixels arrive, captions come back, refusals are heard."""
+"""The bulk sender against the real server: pixels arrive, captions return, rejections are handled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SOURCE = """
 
 
 def chunk(number: int, rows: int, size: int = 32, jpeg: bool = False) -> Chunk:
-    """Of random pixels, or bytes in their place."""
+    """A chunk of random pixels or JPEG bytes."""
     frames = list(range(number * rows, (number + 1) * rows))
     pixels: Any = np.random.default_rng(number).integers(0, 256, (rows, size, size, 3), np.uint8)
     if jpeg:
@@ -65,7 +65,7 @@ class NoBlock:
 
 
 def captions(url: str, chunks: list[Chunk], token: str | None = None, ca: str | None = None, **options: Any) -> Any:
-    """(the answer of each chunk, how it went)"""
+    """(the result of each chunk, the sender's stats)"""
     info = ask(url, "captioner", token=token, tls=tls_context(ca) if ca else None)
     answers: dict[int, list[str] | PenstockError] = {}
     whole = threading.Event()
@@ -126,7 +126,7 @@ def test_a_model_that_is_not_a_captioner_is_rejected(url: str):
 def test_an_overflowing_queue_loses_no_chunk_and_narrows_the_window(serve: Callable[..., Any]):
     server = serve(SOURCE, "captioner=app.py:Captioner", "--set", "models.captioner.batching.max_queue=8")
     chunks = [chunk(number, 4) for number in range(20)]
-    answers, stats = captions(server.url, chunks, rows=1)  # a window for chunks of one row: 17 of four are too many
+    answers, stats = captions(server.url, chunks, rows=1)  # a window for chunks of one row: too wide for four
     assert answers == [expected(one) for one in chunks]
     assert stats.retries > 0
     assert stats.window < 17

@@ -1,4 +1,4 @@
-"""`penstock caption` from files to files, against a real server with a captioner that reads frames' numbers."""
+"""`penstock caption` from files to files, against a real server whose captioner reads the numbers in frames."""
 
 from __future__ import annotations
 
@@ -181,10 +181,10 @@ def test_a_dry_run_lists_the_work_and_does_nothing(tmp_path: Path) -> None:
 def test_json_progress_is_json_and_quiet_prints_nothing(tmp_path: Path, url: str) -> None:
     make_clip(tmp_path / "a.mp4", 20)
     done = penstock(tmp_path, "a.mp4", "--server", url, "--progress", "json")
-    told = [json.loads(line) for line in done.stderr.splitlines()]
-    assert told[-1]["summary"]["frames"] == 20
-    assert told[-1]["summary"]["exit_code"] == done.returncode == 0
-    assert any(line.get("frames") == 20 for line in told)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert lines[-1]["summary"]["frames"] == 20
+    assert lines[-1]["summary"]["exit_code"] == done.returncode == 0
+    assert any(line.get("frames") == 20 for line in lines)
     quiet = penstock(tmp_path, "a.mp4", "--server", url, "-q")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, b"", b"")
 
@@ -226,5 +226,5 @@ def test_the_commands_of_the_page_run_and_every_flag_is_documented(tmp_path: Pat
     assert (tmp_path / "subtitles" / "a.vtt").exists()
     flags = {option for parameter in caption.params for option in parameter.opts if option.startswith("--")}
     missing = {flag for flag in flags if f"{flag}`" not in page and f"{flag} " not in page}
-    assert missing <= {"--output", "--quiet"}  # told by their short names
+    assert missing <= {"--output", "--quiet"}  # documented by their short names
     assert set(re.findall(r"`(--[a-z0-9-]+)", page)) <= flags

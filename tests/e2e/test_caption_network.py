@@ -1,4 +1,4 @@
-"""The commands of the captioning example's README: on one machine, and on two, which are two network namespaces."""
+"""The commands of the captioning example's README, on one machine and on two (network namespaces)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START_S = 60.0
 
 
 def section(title: str) -> list[str]:
-    """The commands under that heading of the README, in order."""
+    """The commands under a heading of the README, in order."""
     text = re.split(r"(?m)^#+ ", (EXAMPLE / "README.md").read_text())
     (found,) = [part for part in text if part.partition("\n")[0] == title]
     blocks = re.findall(r"(?ms)^```\n(.*?)^```", found)
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 
 
 class Machine:
-    """A folder to work in and a network to work in it with: that of this machine, or a namespace of its own."""
+    """A working folder and its network: the machine's own, or a namespace."""
 
     def __init__(self, folder: Path, namespace: str | None, start: Callable[..., Any]) -> None:
         folder.mkdir()
@@ -48,20 +48,22 @@ class Machine:
         self._enter = ["ip", "netns", "exec", namespace] if namespace else []
 
     def run(self, line: str) -> subprocess.CompletedProcess[str]:
-        """A line of the README, to its end."""
+        """Runs a line of the README to its end."""
         command = [*self._enter, "bash", "-c", line]
         return subprocess.run(command, cwd=self.folder, env=environment(), capture_output=True, text=True, timeout=120)
 
     def sent(self) -> int | None:
-        """The bytes that left by the cable; None without one."""
+        """The bytes sent over the virtual cable; None without one."""
         if self._namespace is None:
             return None
-        told = subprocess.run(["ip", "-n", self._namespace, "-s", "-j", "link"], capture_output=True, check=True).stdout
-        return sum(link["stats64"]["tx"]["bytes"] for link in json.loads(told) if link["ifname"] != "lo")
+        links = subprocess.run(
+            ["ip", "-n", self._namespace, "-s", "-j", "link"], capture_output=True, check=True
+        ).stdout
+        return sum(link["stats64"]["tx"]["bytes"] for link in json.loads(links) if link["ifname"] != "lo")
 
     def serve(self, line: str) -> None:
-        """A server's line; returns when it listens. The fixture ends it."""
-        # What the fixture starts is python: it becomes what it is told, so that nothing stands between.
+        """Starts a server's line; returns when it listens. The fixture ends it."""
+        # exec, so that the fixture's process is the command itself
         become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
         ports = "--set server.management_port=0 --set server.metrics_port=0"
         line = f"exec {line} {ports}"
@@ -80,7 +82,7 @@ def free_port() -> int:
 
 
 def check(machine: Machine) -> None:
-    """Every frame of both clips has its caption, in order."""
+    """Asserts that every frame of both clips has its caption, in order."""
     rows = [json.loads(line) for line in (machine.folder / "captions.jsonl").read_text().splitlines()]
     assert [(row["video"], row["frame"]) for row in rows] == [
         (f"videos/clip-{clip:03d}.mp4", frame) for clip in range(2) for frame in range(FRAMES)
@@ -124,7 +126,7 @@ def test_the_clients_command_is_the_same_behind_a_tunnel() -> None:
 
 @pytest.fixture
 def machines(example: Callable[..., Any], tmp_path: Path) -> Iterator[tuple[Machine, Machine, str]]:
-    """(storage, gpu-box, address of gpu-box): two namespaces joined by a cable where that is allowed, else loopback."""
+    """(storage, gpu-box, address of gpu-box): two connected namespaces if the system allows them, else loopback."""
     names = [f"penstock-{os.getpid()}-{end}" for end in ("storage", "gpu")]
     made = join(names)
     storage, gpu = (Machine(tmp_path / name, name if made else None, example) for name in names)
@@ -135,7 +137,7 @@ def machines(example: Callable[..., Any], tmp_path: Path) -> Iterator[tuple[Mach
 
 
 def join(names: list[str]) -> bool:
-    """Whether two namespaces with a cable between them could be made."""
+    """Whether two connected namespaces could be made."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     storage, gpu = names

@@ -1,4 +1,4 @@
-"""The example's captioner behind `penstock serve app.py`: two workers, frames in one size or another, images."""
+"""The example's captioner behind `penstock serve app.py`: two workers, frames of several sizes, images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def scenes() -> Iterator[Any]:
-    """The example's own module of that name."""
+    """The example's module of this name."""
     before = sys.modules.pop("scenes", None)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
@@ -48,7 +48,7 @@ def server(example_all: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def shown(scenes: Any) -> tuple[np.ndarray, list[str]]:
-    """Pictures in the network's size, and their captions."""
+    """Pictures at the network's size, and their captions."""
     random = np.random.default_rng(77)
     found = [scenes.sample(random) for _ in range(COUNT)]
     return np.stack([small(scenes.draw(scene, 480, 270)) for scene in found]), [scenes.caption(s) for s in found]
@@ -61,7 +61,7 @@ def small(pixels: np.ndarray) -> np.ndarray:
 
 
 def ask(url: str, inputs: list[Any]) -> InferResponse:
-    """The answer to an Open Inference request with these binary inputs."""
+    """The response to an Open Inference request with these binary inputs."""
     head, buffers = encode_request(inputs)
     body = b"".join([head, *map(bytes, buffers)])
     headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
@@ -145,7 +145,7 @@ def test_single_images_and_chunks_share_batches(server: Any, shown: tuple[np.nda
 
 
 @pytest.mark.parametrize(
-    ("inputs", "told"),
+    ("inputs", "message"),
     [
         ([("jpeg", "BYTES", (2,), [b"\xff\xd8\xff nothing", b"\xff\xd8\xff nothing"])], "row 0 is not an image file"),
         ([index_input([1])], "found none of the inputs 'frames' and 'jpeg'"),
@@ -153,12 +153,12 @@ def test_single_images_and_chunks_share_batches(server: Any, shown: tuple[np.nda
         ([("frames", "UINT8", (1, 0, 2, 3), b"")], "holds no pixels"),
     ],
 )
-def test_an_invalid_request_is_a_400_with_the_reason(server: Any, inputs: list[Any], told: str) -> None:
+def test_an_invalid_request_is_a_400_with_the_reason(server: Any, inputs: list[Any], message: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask(server.url, inputs)
     with caught.value as answer:
         assert answer.code == 400
-        assert told in json.load(answer)["error"]
+        assert message in json.load(answer)["error"]
 
 
 def test_a_body_that_is_not_an_image_is_rejected(server: Any) -> None:

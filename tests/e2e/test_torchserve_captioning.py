@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchserve_blip2"
-FULL_HD = (1080, 1920, 3)  # 6.2 MB a frame
+FULL_HD = (1080, 1920, 3)  # 6.2 MB per frame
 LARGE = 32 if os.environ.get("CHAOS") == "full" else 10  # frames: 199 MB, or 62 MB
 
 

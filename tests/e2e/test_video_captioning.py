@@ -1,4 +1,4 @@
-"""What the example of video captioning is made of: scenes, clips, the network, its weights, the proof of order."""
+"""The parts of the video captioning example: scenes, clips, network, weights, and the order check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULES = ("scenes", "make_videos", "network", "train", "verify")
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[Any]:
-    """The example's modules, imported as its own scripts import them."""
+    """The example's modules, imported like its own scripts."""
     for module in ("av", "simplejpeg", "torch", "transformers"):
         pytest.importorskip(module)
     before = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
@@ -141,7 +141,7 @@ def test_lost_repeated_or_moved_rows_are_found(modules: Any, spoil: str) -> None
         case "repeat":
             rows.insert(60, rows[60])
         case "slip":
-            # Frames as they should be, beside the caption of the frame before: three rows are enough.
+            # correct frames with the caption of the previous frame: three rows are enough
             for index in (57, 58, 59):
                 rows[index] = {**rows[index], "caption": captions[index - 1]}
         case "mixed":

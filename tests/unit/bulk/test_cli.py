@@ -10,13 +10,13 @@ from penstock.bulk.cli import caption
 from penstock.bulk.options import JobOptions
 
 
-def told(*arguments: str, **env: str) -> Result:
+def invoke(*arguments: str, **env: str) -> Result:
     return CliRunner().invoke(caption, list(arguments), env=env)
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[JobOptions]:
-    """What the job would have been asked to do."""
+    """The options that the job would receive."""
     found: list[JobOptions] = []
 
     def run(options: JobOptions, show: object, *, quiet: bool) -> int:
@@ -35,7 +35,7 @@ def test_the_flags_become_the_options_of_a_job(options: list[JobOptions]) -> Non
         --start 1:30 --end 1:00:00.5 --max-frames 7 --pixels jpeg --kernel exact --mode single --prebatch-size 8
         --decoders 2 --memory 1.5Mi --give-up 5 --wait 0 --from0 --retry-failed --restart
     """.split()  # noqa: SIM905 - as they are typed
-    assert told("a.mp4", "b", *flags).exit_code == 0
+    assert invoke("a.mp4", "b", *flags).exit_code == 0
     (found,) = options
     assert found.inputs == ("a.mp4", "b")
     assert found.servers == ("http://a", "http://b")
@@ -50,7 +50,7 @@ def test_the_flags_become_the_options_of_a_job(options: list[JobOptions]) -> Non
 
 
 def test_missing_flags_have_defaults(options: list[JobOptions]) -> None:
-    assert told("a.mp4", "--server", "http://a").exit_code == 0
+    assert invoke("a.mp4", "--server", "http://a").exit_code == 0
     (found,) = options
     assert found.outputs.files == (Path("captions.jsonl"),)
     assert (found.pixels, found.kernel, found.mode, found.prebatch_size) == (
@@ -63,18 +63,18 @@ def test_missing_flags_have_defaults(options: list[JobOptions]) -> None:
 
 
 def test_a_name_with_a_leading_dash_follows_a_double_dash(options: list[JobOptions]) -> None:
-    assert told("--server", "http://a", "--", "-o.mp4").exit_code == 0
+    assert invoke("--server", "http://a", "--", "-o.mp4").exit_code == 0
     assert options[0].inputs == ("-o.mp4",)
 
 
 def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptions], tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\nother\n")
-    told("a", "--server", "http://a", "--token-file", "token", PENSTOCK_TOKEN="no")
-    told("a", "--server", "http://a", PENSTOCK_TOKEN="from-env")
+    invoke("a", "--server", "http://a", "--token-file", "token", PENSTOCK_TOKEN="no")
+    invoke("a", "--server", "http://a", PENSTOCK_TOKEN="from-env")
     assert [found.token for found in options] == ["secret", "from-env"]
     (tmp_path / "token").write_text("\n")
-    assert told("a", "--server", "http://a", "--token-file", "token").exit_code == 2
-    assert told("a", "--server", "http://a", "--token-file", "none").exit_code == 2
+    assert invoke("a", "--server", "http://a", "--token-file", "token").exit_code == 2
+    assert invoke("a", "--server", "http://a", "--token-file", "none").exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptio
     ],
 )
 def test_wrong_usage_is_status_2_with_the_reason(options: list[JobOptions], flags: str, words: str) -> None:
-    result = told(*flags.split())
+    result = invoke(*flags.split())
     assert result.exit_code == 2
     assert words in result.output
     assert not options
@@ -102,7 +102,7 @@ def test_wrong_usage_is_status_2_with_the_reason(options: list[JobOptions], flag
 
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
     monkeypatch.chdir(tmp_path)
-    return told(*arguments)
+    return invoke(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_an_unreachable_server_is_status_3(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_help_lists_every_flag() -> None:
-    words = told("--help").output
+    words = invoke("--help").output
     for flag in caption.params:
         assert any(name in words for name in flag.opts) or flag.name == "inputs"
     assert "130" in words

@@ -1,4 +1,4 @@
-"""Videos as chunks: their sizes, their memory, what is sampled, how they end."""
+"""Videos as chunks: sampling, chunk sizes, memory, and how reading ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def video(path: Path) -> Video:
 
 
 def chunks_of(path: Path, chunk_size: int = 8, pool: BlockPool | None = None, **options: Any) -> Result:
-    """Every chunk, its pixels copied and its block given back, and the end."""
+    """Every chunk, with its pixels copied and its block released, and the result."""
     pool = pool or BlockPool(16 * FRAME_BYTES, 8 * FRAME_BYTES)
     options = {"sampling": Sampling(), "pixels": PIXELS, **options}
     reading = read_chunks(video(path), chunk_size=chunk_size, pool=pool, **options)
@@ -118,7 +118,7 @@ def test_a_resumed_run_yields_the_same_frames_as_an_uninterrupted_one(
 def test_only_sampled_frames_are_converted(clip: Path) -> None:
     chunks, ended = chunks_of(clip, sampling=Sampling(every=7, start_s=0.2, max_frames=4))
     assert [frame for chunk in chunks for frame in chunk.frames] == [7, 14, 21, 28]
-    assert ended.seen == 29  # no frame behind the last sample is decoded
+    assert ended.seen == 29  # no frame after the last sample is decoded
 
 
 def test_an_empty_sample_is_not_an_error(clip: Path) -> None:
@@ -257,7 +257,7 @@ def test_no_decoded_frame_waits_for_the_garbage_collector(tmp_path: Path) -> Non
     try:
         for chunk in read_chunks(video(clip), Sampling(), PIXELS, 8, BlockPool(1 << 20, 1 << 18)):
             chunk.block.release()
-        # isinstance would ask each object for its class, and torch has some that warn of it
+        # isinstance reads __class__, and some objects of torch warn about that
         left = [one for one in gc.get_objects() if type(one) is av.VideoFrame and one.width > 16]
     finally:
         gc.enable()
@@ -280,7 +280,7 @@ def taken(sampling: Sampling, times: list[float], tick_s: float = 0.0) -> list[i
 
 
 def steps(draw: st.DrawFn) -> list[float]:
-    """Times in whole milliseconds, growing, as of a recording of variable rate."""
+    """Increasing times in whole milliseconds, as in a recording of variable rate."""
     gaps = draw(st.lists(st.integers(1, 400), max_size=60))
     times, now = [0.0], 0
     for gap in gaps:
@@ -384,7 +384,7 @@ def test_the_estimate_for_a_regular_video_is_exact(sampling: Sampling, count: in
 
 
 def started(job: threading.Thread, pool: BlockPool, waiting: int = 1) -> None:
-    """Starts a thread; returns when so many wait in the pool."""
+    """Starts a thread; returns when `waiting` threads wait for the pool."""
     job.start()
     while len(pool._waiting) < waiting:
         time.sleep(0.001)
@@ -427,7 +427,7 @@ def test_a_large_request_gets_adjacent_blocks_before_later_small_ones() -> None:
     small = threading.Thread(target=take, args=("small", 1))
     started(large, pool)
     started(small, pool, waiting=2)
-    for place in (0, 3, 1):  # three free ones, but only two of them side by side
+    for place in (0, 3, 1):  # three free blocks, but only two adjacent ones
         held[place].release()
     large.join(0.05)
     assert order == []

@@ -123,7 +123,7 @@ def test_a_setting_that_changes_no_caption_keeps_the_fingerprint() -> None:
     one = fingerprint(MODEL, Sampling(), Pixels(height=4, width=4))
     assert fingerprint(MODEL | {"instances": 8, "max_batch_size": 64}, Sampling(), Pixels(height=4, width=4)) == one
     fast, exact = (fingerprint(MODEL, Sampling(), Pixels("source", kernel)) for kernel in ("fast", "exact"))
-    assert fast == exact  # nothing is scaled on this side
+    assert fast == exact  # the client scales nothing
 
 
 def test_a_removed_field_is_a_difference() -> None:

@@ -1,4 +1,4 @@
-"""Frames of generated files: numbers, times, resumes, every kind of damage. Each frame shows its number."""
+"""Frames of generated files: numbers, times, resuming, damage. Each frame shows its number."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Shown(NamedTuple):
 
 
 def read(path: Path, start: Position | None = None, threads: int = 1) -> tuple[list[Shown], VideoError | None]:
-    """Every frame with the number that it shows and a digest of its pixels, and what ended them."""
+    """Every frame with the number it shows and a digest of its pixels, and the final error."""
     shown = []
     try:
         for seen in FrameReader(str(path), threads, start).frames():
@@ -67,7 +67,7 @@ def at(shown: Shown) -> Position:
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Shown]]]:
-    """name of KINDS -> the clip and what it shows, both made once."""
+    """name of KINDS -> the clip and its frames, each made once."""
     folder = tmp_path_factory.mktemp("clips")
     made: dict[str, tuple[Path, list[Shown]]] = {}
 
@@ -144,7 +144,7 @@ def test_frames_before_time_zero_are_shown_if_the_container_says_so(tmp_path: Pa
     assert error is None
     assert [(one.frame, one.number) for one in shown] == [(n, n) for n in range(8)]
     assert shown[0].time_s == 0.0
-    # an MP4's edit list begins at 0 and hides what lies before
+    # an MP4's edit list begins at 0 and hides earlier frames
     path = make_clip(tmp_path / "a.mp4", 8, first_pts=-5, options=options)
     shown, error = read(path)
     assert error is None
@@ -203,7 +203,7 @@ def test_a_recording_cut_out_of_a_longer_one_begins_at_its_first_keyframe(tmp_pa
 
 
 class Stream(NamedTuple):
-    """What the clock asks of one."""
+    """The part of a stream that the clock reads."""
 
     time_base: Fraction = Fraction(1, 90000)
     average_rate: Fraction = Fraction(25)
@@ -212,9 +212,9 @@ class Stream(NamedTuple):
 def test_missing_or_backward_times_continue_at_the_frame_rate() -> None:
     clock = frames_module._Clock(Stream(), seekable=True)
     clock.start(7200)
-    told = [clock.next(pts) for pts in (7200, 10800, None, 18000, 3600, 7200, 7200)]
-    assert [time_s for time_s, _ in told] == pytest.approx([0.0, 0.04, 0.08, 0.12, 0.16, 0.2, 0.24])
-    assert [pts for _, pts in told] == [7200, 10800, None, None, None, None, None]
+    times = [clock.next(pts) for pts in (7200, 10800, None, 18000, 3600, 7200, 7200)]
+    assert [time_s for time_s, _ in times] == pytest.approx([0.0, 0.04, 0.08, 0.12, 0.16, 0.2, 0.24])
+    assert [pts for _, pts in times] == [7200, 10800, None, None, None, None, None]
 
 
 # ---- damage
@@ -240,7 +240,7 @@ def test_a_packet_that_never_produces_a_frame_does_not_fill_memory(
             packet.stream = stream
             out.mux(packet)
             if number == 30:
-                odd = av.Packet(bytes.fromhex("000001b6504f"))  # a VOP that is not coded
+                odd = av.Packet(bytes.fromhex("000001b6504f"))  # an empty VOP
                 odd.stream, odd.time_base, odd.dts = stream, packet.time_base, packet.dts + 1
                 odd.pts = odd.dts + round(20 / packet.time_base)
                 out.mux(odd)
@@ -250,7 +250,7 @@ def test_a_packet_that_never_produces_a_frame_does_not_fill_memory(
 
 
 def packets(path: Path) -> list[tuple[int, int, int]]:
-    """Place, size and pts of each packet, in order of the file."""
+    """Offset, size and pts of each packet, in file order."""
     with av.open(str(path)) as container:
         return [(p.pos, p.size, p.pts) for p in container.demux(video=0) if p.size]
 
@@ -275,7 +275,7 @@ def test_a_corrupt_group_in_the_middle_ends_the_video_after_the_frames_before_it
     assert error is not None
     assert (error.stage, error.frame) == ("decode", len(before))
     assert before == shown[: len(before)]
-    # all that is shown before the first corrupt packet's frame, but those that wait for it to be decoded
+    # the frames shown before the first corrupt packet's frame, except those decoded after it
     assert which - 6 <= len(before) <= which + 3
 
 
@@ -439,7 +439,7 @@ def test_a_playlist_disguised_as_a_video_is_not_followed(tmp_path: Path) -> None
                 f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{place}\n#EXT-X-ENDLIST\n", encoding="ascii"
             )
             refused(tmp_path / "list.mp4", r"is not a video|cannot be opened")
-        with pytest.raises(BlockingIOError):  # nobody came
+        with pytest.raises(BlockingIOError):  # no connection arrived
             server.accept()
 
 
@@ -454,8 +454,8 @@ def test_a_file_without_read_permission_is_reported(tmp_path: Path, monkeypatch:
 
 
 def test_a_probe_returns_what_the_header_states(tmp_path: Path) -> None:
-    told = probe(str(make_clip(tmp_path / "a.mp4", 50)))
-    assert (told.frames, told.duration_s, told.width, told.height, told.codec) == (50, 2.0, 160, 96, "h264")
+    found = probe(str(make_clip(tmp_path / "a.mp4", 50)))
+    assert (found.frames, found.duration_s, found.width, found.height, found.codec) == (50, 2.0, 160, 96, "h264")
     assert probe(str(make_clip(tmp_path / "a.mkv", 50))).frames == 50
 
 

@@ -1,4 +1,4 @@
-"""What a job's inputs lead to: order, doubles, names, what is skipped, what is refused."""
+"""The videos of a job's inputs: order, duplicates, names, skipped and rejected files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_patterns_match_files_and_folders(here: Path) -> None:
     assert paths("**/a*.mp4") == ["a1.mp4", "a2.mp4", "x/a3.mp4", "x/y/a4.mp4"]
     assert paths("x/**/[ab].mp4") == ["x/y/b.mp4"]
     assert paths("x/**") == ["x/a3.mp4", "x/y/a4.mp4", "x/y/b.mp4"]
-    assert paths("x/*") == ["x/a3.mp4", "x/y/a4.mp4", "x/y/b.mp4"]  # a folder that matches is read whole
+    assert paths("x/*") == ["x/a3.mp4", "x/y/a4.mp4", "x/y/b.mp4"]  # a matching folder is read completely
     assert paths(str(here / "**" / "y")) == [str(here / "x/y/a4.mp4"), str(here / "x/y/b.mp4")]
 
 

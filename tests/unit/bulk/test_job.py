@@ -26,7 +26,7 @@ from support.bulk import FakeParts, FakeVideos, RecordingReporter, job_options, 
 
 
 def videos(folder: Path, *frames: int) -> Path:
-    """A folder with videos a.mp4, b.mp4 ... of so many frames."""
+    """A folder with videos a.mp4, b.mp4 ... with these numbers of frames."""
     inside = folder / "videos"
     inside.mkdir(exist_ok=True)
     for n, count in enumerate(frames):
@@ -134,7 +134,7 @@ def test_servers_that_caption_nothing_stop_the_job_before_they_fail_every_video(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(chunk: Chunk) -> PenstockError:
-        time.sleep(0.005)  # a server is slower than a disk, else all have failed before one is written
+        time.sleep(0.005)  # slower than the disk: otherwise all videos fail before one is committed
         return Undelivered("it is a 500", attempts=8)
 
     monkeypatch.setattr(spool.os, "fsync", lambda file: None)
@@ -165,14 +165,14 @@ def test_some_videos_that_fail_at_the_server_do_not_stop_the_others(tmp_path: Pa
 def test_an_interrupted_job_keeps_its_captions_and_the_next_run_continues(tmp_path: Path) -> None:
     source = videos(tmp_path, 400)
     jobs: list[BulkJob] = []
-    told = threading.Event()
+    interrupted = threading.Event()
 
     def answer(chunk: Chunk) -> None:
         if 41 in chunk.frames:
             jobs[0].interrupt()
-            told.set()
-        if told.is_set():
-            time.sleep(0.02)  # long enough for the job to hear of it before all is answered
+            interrupted.set()
+        if interrupted.is_set():
+            time.sleep(0.02)  # gives the job time to react before every chunk has its result
 
     fake = FakeParts(answer)
     jobs.append(BulkJob(job_options(tmp_path, source), RecordingReporter(), fake.parts()))
@@ -317,7 +317,7 @@ def test_ten_thousand_small_videos_need_few_open_files(tmp_path: Path) -> None:
         FakeVideos.make(source / f"{n:05}.mp4", n % 3)
     most = [0]
     here = os.path.isdir("/proc/self/fd")
-    others = set(threading.enumerate())  # an abandoned model of another test may still hang in one
+    others = set(threading.enumerate())  # another test may have left a hanging model's thread
 
     def look(chunk: Chunk) -> None:
         if here and chunk.video.name.endswith("7.mp4"):
@@ -326,7 +326,7 @@ def test_ten_thousand_small_videos_need_few_open_files(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd")) if here else 0
     fake = FakeParts(look)
     monitored = pytest.MonkeyPatch()
-    monitored.setattr(spool.os, "fsync", lambda file: None)  # ten thousand are the disk's time, not ours
+    monitored.setattr(spool.os, "fsync", lambda file: None)  # ten thousand syncs would measure the disk
     try:
         summary = run(tmp_path, fake, source)
     finally:
@@ -382,7 +382,7 @@ def test_totals_count_unknown_videos_as_the_mean_of_the_others() -> None:
     totals.set(videos[1], 50, known=False)
     assert totals.frames() == 300
     totals.set(videos[0], 90, known=True)
-    totals.set(videos[0], 100, known=False)  # a prober that comes late
+    totals.set(videos[0], 100, known=False)  # a late prober
     for video in videos[1:]:
         totals.set(video, 10, known=True)
     assert totals.frames() == 120

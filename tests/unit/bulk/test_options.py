@@ -54,7 +54,7 @@ def test_pixels_follow_the_server() -> None:
 def test_the_other_modes_send_single_frames() -> None:
     assert planned(flags={"mode": "stream-single"}).chunk_size == 1
     own = planned(flags={"mode": "stream-single", "pixels": "source"})
-    assert own.block_bytes < 480 * 270 * 3  # small frames of their own size take no more memory than they have
+    assert own.block_bytes < 480 * 270 * 3  # small unscaled frames take no more memory than they need
     single = planned(flags={"mode": "single", "decoders": 4}, height=1080, width=1920)
     assert (single.chunk_size, single.decoders) == (1, 1)
     assert single.pool_bytes >= 50 * single.block_bytes  # a round is decoded before it is sent

@@ -32,7 +32,7 @@ def spooled(folder: Path, name: str, rows: list[CaptionRow], seen: int = 0, end:
 
 @pytest.fixture
 def spools(tmp_path: Path) -> list[tuple[Video, Path]]:
-    """Two videos of five rows each, two a second, and one without any; the second has a newline in its name."""
+    """Two videos with five rows each, two per second, and one without; the second name has a newline."""
     rows = [CaptionRow(n * 15, n / 2, None, caption) for n, caption in enumerate(CAPTIONS)]
     return [
         spooled(tmp_path, "in/a.mp4", rows, 75),
@@ -212,9 +212,9 @@ def test_failures_are_listed_in_order_and_an_old_list_is_removed(tmp_path: Path)
         spool.append(path, spool.head_line(of) + row + spool.end_line(end), overwrite=True)
     path = tmp_path / "failures.jsonl"
     assert write_failures(path, spools)
-    told = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [failure["path"] for failure in told] == ["b", "a\n"]
-    assert told[0] == {"path": "b", "stage": "decode", "frame": 5, "error": "broken", "attempts": 2, "captions": 1}
+    listed = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [failure["path"] for failure in listed] == ["b", "a\n"]
+    assert listed[0] == {"path": "b", "stage": "decode", "frame": 5, "error": "broken", "attempts": 2, "captions": 1}
     assert not write_failures(path, spools[3:])
     assert not path.exists()
 

@@ -1,4 +1,4 @@
-"""Pixels of frames: the kernels against a reference, colours, turns, JPEG, and what is missing said clearly."""
+"""Pixels of frames: kernels against a reference, colours, rotation, JPEG, missing libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def painted(shown: Any, pixels: Pixels) -> np.ndarray[Any, Any]:
 
 
 def smooth(width: int, height: int, low: int = 16) -> np.ndarray[Any, Any]:
-    """A picture that scaling changes little: two gradients."""
+    """Two gradients, which scaling hardly changes."""
     across, down = np.arange(width) / width, np.arange(height)[:, None] / height
     planes = [low + 200 * across + 0 * down, low + 200 * down + 0 * across, 120 + 0 * across + 0 * down]
     return np.stack([np.broadcast_to(p, (height, width)) for p in planes], -1).astype(np.uint8)
@@ -90,7 +90,7 @@ def test_a_rotated_recording_is_turned_upright(tmp_path: Path, kernel: Any, degr
     shown = first(make_clip(tmp_path / "a.mp4", 2, size=SIZE, rotate=degrees), 1)
     lying = shown.to_ndarray(format="rgb24", threads=1)
     assert np.array_equal(painted(shown, Pixels(mode="source")), np.rot90(lying, quarters))
-    # scaled to a shape that is neither: the turn comes first for who looks at it
+    # scaled to a third shape: the viewer sees the rotation first
     into = painted(shown, Pixels(kernel=kernel, height=120, width=200))
     upright = np.rot90(into, -quarters)
     assert number_of(upright) == 1
@@ -124,7 +124,7 @@ def test_jpegs_have_quality_90_and_subsampled_colours(monkeypatch: pytest.Monkey
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str | None) -> None:
-    """Makes libraries look as if they were not installed."""
+    """Makes libraries appear to be missing."""
     real = importlib.import_module
 
     def guarded(name: str, package: str | None = None) -> Any:
@@ -148,7 +148,7 @@ def test_a_missing_library_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True)
 def _threads_of_torch() -> Any:
-    """The exact kernel gives the thread that asks one thread of torch's: other tests get theirs back."""
+    """Restores torch's number of threads, which the exact kernel sets to one."""
     torch = importlib.import_module("torch")
     threads = torch.get_num_threads()
     yield

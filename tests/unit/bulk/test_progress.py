@@ -49,16 +49,16 @@ def test_the_progress_line_has_every_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "text"),
     [(None, "?"), (0.2, "0:00"), (187, "3:07"), (7387, "2:03:07"), (5 * 86400 + 7380, "5d 02:03"), (3599.6, "1:00:00")],
 )
-def test_durations_are_readable(seconds: float | None, told: str) -> None:
-    assert duration(seconds) == told
+def test_durations_are_readable(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_plain_progress_prints_lines_and_the_summary() -> None:
     stream = io.StringIO()
-    show = make_reporter("auto", stream)  # no terminal
+    show = make_reporter("auto", stream)  # not a terminal
     show.show(NOW)
     show.note("a note")
     show.close()
@@ -151,9 +151,9 @@ def test_exit_codes_reflect_the_result_of_the_job() -> None:
 def test_the_summary_names_the_next_step() -> None:
     done = JobSummary(videos=3, complete=1, failed=1, partial=1, frames=1234, new_frames=100, seconds=4.0)
     done.failures, done.outputs = "failures.jsonl", ("captions.jsonl",)
-    said = "\n".join(done.lines())
+    output = "\n".join(done.lines())
     for part in ("1 of 3 videos complete", "1,234 captions", "25.0 frames/s", "failures.jsonl", "--retry-failed"):
-        assert part in said
-    assert "1 videos are not finished: run the same command again" in said
+        assert part in output
+    assert "1 videos are not finished: run the same command again" in output
     fields = json.loads(json.dumps(done.fields()))
     assert (fields["unfinished"], fields["stopped"], fields["exit_code"]) == (1, None, 3)

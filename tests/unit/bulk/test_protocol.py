@@ -60,11 +60,11 @@ def test_pixels_are_sent_without_a_copy():
     assert bytes(pixels) == b"\7" * 144
     assert bytes(index) == (5).to_bytes(8, "little") + (9).to_bytes(8, "little")
     assert parcel.body_bytes == len(head) + 144 + 16
-    told = json.loads(bytes(head))
-    assert [(i["name"], i["datatype"], i["shape"]) for i in told["inputs"]] == [
+    request = json.loads(bytes(head))
+    assert [(i["name"], i["datatype"], i["shape"]) for i in request["inputs"]] == [
         ("frames", "UINT8", [2, 4, 6, 3]), ("frame_index", "INT64", [2]),
     ]  # fmt: skip
-    assert [o["name"] for o in told["outputs"]] == ["caption", "frame_index"]
+    assert [o["name"] for o in request["outputs"]] == ["caption", "frame_index"]
     assert dict(parcel.headers)["Inference-Header-Content-Length"] == str(len(head))
 
 
@@ -135,7 +135,7 @@ def test_captions_are_in_the_order_of_the_frames():
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (answer_of([3, 6], "r1"), "2 captions, expected 3"),
         (answer_of([3, 6, 9, 12], "r1"), "4 captions, expected 3"),
@@ -158,8 +158,8 @@ def test_captions_are_in_the_order_of_the_frames():
         (b'["a caption", "for each", "frame"]', "no Open Inference answer"),
     ],
 )
-def test_a_response_that_does_not_match_the_request_is_rejected(body: bytes, told: str):
-    with pytest.raises(WrongAnswer, match=told):
+def test_a_response_that_does_not_match_the_request_is_rejected(body: bytes, message: str):
+    with pytest.raises(WrongAnswer, match=message):
         read(body)
 
 

@@ -17,7 +17,7 @@ BLOCK_BYTES = 4 * 48  # four frames
 
 
 class Kept:
-    """A sender that answers nobody by itself."""
+    """A sender that only collects chunks."""
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
@@ -33,7 +33,7 @@ class Kept:
 
 
 class Fixture(RecordingListener):
-    """DecoderThreads over fake videos, with a writer that runs, and what both told."""
+    """Decoder threads over fake videos with a running writer, and what both report."""
 
     def __init__(self, folder: Path, *frames: int, blocks: int = 100, chunk: int = 4, **more: Any) -> None:
         super().__init__()

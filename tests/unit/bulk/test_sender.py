@@ -1,4 +1,4 @@
-"""The sender against captioners that go wrong: every chunk is answered once, with its own captions or an error."""
+"""The sender against faulty captioners: every chunk gets one result, its own captions or an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def chunk(number: int, rows: int = ROWS, jpeg: bool = False) -> Chunk:
 
 
 class Job:
-    """Sends chunks and waits for their answers; complains of one that comes twice, or in another thread."""
+    """Sends chunks and waits for their results; checks that each arrives once, in the sender's thread."""
 
     def __init__(
         self, *servers: FakeCaptioner, token: str | None = None, ca: str | None = None, **options: Any
@@ -177,7 +177,7 @@ def test_connections_are_reused_for_later_chunks(server: FakeCaptioner):
     job = Job(server)
     job.send(40)
     job.wait()
-    assert server.connections - 1 <= 10  # of which one asked for the metadata; 40 answers make a window of at most 8
+    assert server.connections - 1 <= 10  # less the metadata's; 40 responses open the window to at most 8
     job.close()
 
 
@@ -189,7 +189,7 @@ def test_a_server_with_a_private_certificate_authority_captions():
         job.close()
 
 
-# ---- faults that pass
+# ---- temporary faults
 
 
 ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -257,7 +257,7 @@ def test_a_retry_has_the_same_key_and_body(server: FakeCaptioner):
     assert len({seen.headers["idempotency-key"] for seen in server.seen}) == 1
     assert len({seen.body for seen in server.seen}) == 1
     assert len(server.seen) == 4
-    assert job.sender.stats().retries == 2  # the connection that was reset had been kept: it was opened again unseen
+    assert job.sender.stats().retries == 2  # the reset reused connection was reopened silently
     job.send(1)
     job.wait()
     assert server.seen[-1].headers["idempotency-key"] != server.seen[0].headers["idempotency-key"]
@@ -330,7 +330,7 @@ def test_an_early_rejection_is_received_while_the_body_is_being_sent(server: Fak
     job.close()
 
 
-# ---- faults that stay
+# ---- permanent faults
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_a_rejected_token_ends_the_job(server: FakeCaptioner):
     job.close()
 
 
-# ---- servers that go and come
+# ---- servers that leave and return
 
 
 def test_a_server_that_restarts_captions_every_chunk(server: FakeCaptioner):
@@ -559,7 +559,7 @@ def test_a_server_that_always_fails_rests():
         job.close()
 
 
-# ---- ways of sending
+# ---- modes
 
 
 def test_a_round_waits_for_all_of_the_previous_one(server: FakeCaptioner):
@@ -583,7 +583,7 @@ def test_each_mode_has_the_window_of_the_published_client(server: FakeCaptioner)
     assert window_for("stream-prebatch", info, 1).room() == 9
 
 
-# ---- the end
+# ---- closing
 
 
 def test_a_drain_finishes_chunks_in_flight_and_returns_the_rest(server: FakeCaptioner):

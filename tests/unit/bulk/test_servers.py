@@ -35,8 +35,8 @@ def server() -> Iterator[FakeCaptioner]:
         yield server
 
 
-def told(change: dict[str, Any], parameters: dict[str, Any] | None = None) -> Answerer:
-    """Metadata with something of it changed; None takes a parameter away."""
+def metadata(change: dict[str, Any], parameters: dict[str, Any] | None = None) -> Answerer:
+    """Metadata with some keys changed; None removes a parameter."""
 
     def answer(request: Incoming, server: FakeCaptioner) -> None:
         own = {**server.parameters, "revision": "r1", **(parameters or {})}
@@ -66,25 +66,25 @@ def test_a_captioner_describes_itself(server: FakeCaptioner):
 
 
 def test_a_model_without_jpeg_accepts_only_frames(server: FakeCaptioner):
-    server.metadata.append(told({}))
+    server.metadata.append(metadata({}))
     assert ask(server.url, "captioner").inputs == {"frames"}
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        told({"inputs": [{"name": "x", "datatype": "FP32"}]}),
-        told({"inputs": [{"name": "frames", "datatype": "FP32"}, {"name": "frame_index", "datatype": "INT64"}]}),
-        told({"inputs": [{"name": "frames", "datatype": "UINT8"}]}),
-        told({"outputs": [{"name": "caption", "datatype": "BYTES"}]}),
-        told({"parameters": {}}),
-        told({"parameters": None}),
-        told({}, {"task": "text-to-image"}),
-        told({}, {"revision": None}),
-        told({}, {"height": 0}),
-        told({}, {"height": "224"}),
-        told({}, {"width": 10**6}),
-        told({"inputs": 3}),
+        metadata({"inputs": [{"name": "x", "datatype": "FP32"}]}),
+        metadata({"inputs": [{"name": "frames", "datatype": "FP32"}, {"name": "frame_index", "datatype": "INT64"}]}),
+        metadata({"inputs": [{"name": "frames", "datatype": "UINT8"}]}),
+        metadata({"outputs": [{"name": "caption", "datatype": "BYTES"}]}),
+        metadata({"parameters": {}}),
+        metadata({"parameters": None}),
+        metadata({}, {"task": "text-to-image"}),
+        metadata({}, {"revision": None}),
+        metadata({}, {"height": 0}),
+        metadata({}, {"height": "224"}),
+        metadata({}, {"width": 10**6}),
+        metadata({"inputs": 3}),
         with_status(500),
         with_status(302, "Location: http://example.invalid/"),
         with_raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nnot JSON!"),

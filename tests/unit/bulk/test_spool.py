@@ -47,7 +47,7 @@ def test_a_spool_truncated_anywhere_continues_to_the_same_bytes(tmp_path: Path, 
     path = written(tmp_path, whole[:size] + garbage)
     found = spool.scan(path)
     if found is None or found.bytes > len(whole) or path.read_bytes()[: found.bytes] != whole[: found.bytes]:
-        # garbage that is a line by chance cannot be told from one; without it the head was torn
+        # either the garbage happens to form a line, or the head is incomplete
         assert found is None
         spool.append(path, whole, overwrite=True)
     else:
@@ -65,7 +65,7 @@ def test_a_spool_truncated_anywhere_continues_to_the_same_bytes(tmp_path: Path, 
     [
         spool.row_line(4, row(4)),  # a gap
         spool.row_line(2, row(2)),  # a repeat
-        spool.row_line(3, CaptionRow(6, 0.1, None, "x")),  # a frame that was there before
+        spool.row_line(3, CaptionRow(6, 0.1, None, "x")),  # an earlier frame
         b'{"row":3,"frame":9,"time":0.3,"pts":null,"capt\n',
         b'{"row":3,"frame":9,"time":0.3,"pts":null,"caption":"x","more":1}\n',
         b'{"row":"3","frame":9,"time":0.3,"pts":null,"caption":"x"}\n',

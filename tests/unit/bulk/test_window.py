@@ -72,7 +72,7 @@ def test_refusals_of_one_round_trip_halve_once():
 
 def test_a_refused_size_is_not_retried_at_once():
     window, now, refusals = AimdWindow(16), 0.0, 0
-    for _ in range(300):  # a server that bears twelve, and answers each in a second
+    for _ in range(300):  # a server with room for twelve that answers each in a second
         while window.room() > 0:
             window.sent(now)
         sent, now = window.in_flight, now + 1.0
@@ -95,13 +95,13 @@ def test_a_fixed_window_keeps_its_size():
 
 
 def run(window: Window, seconds: float, *, batch: int, fixed_s: float, row_s: float, way_s: float, rows: int) -> float:
-    """Rows a second over the last half of the time, of a server that runs one batch after the other.
+    """Rows per second over the second half of the time, for a server that runs one batch at a time.
 
     A batch takes what waits, at most `batch` rows; requests travel `way_s` in all.
     """
     now, free_s, order = 0.0, 0.0, 0
     events: list[tuple[float, int, str, list[float]]] = [(0.0, 0, "turn", [])]
-    queue: list[float] = []  # when each that waits was sent
+    queue: list[float] = []  # send times of the waiting requests
     half = 0
     while events and now < seconds:
         now, _, what, those = heapq.heappop(events)

@@ -22,7 +22,7 @@ from support.bulk import RecordingListener
 
 
 class OneBlock:
-    """Memory that knows how often it was given back."""
+    """Memory that counts its releases."""
 
     def __init__(self) -> None:
         self.released = 0
@@ -113,7 +113,7 @@ def test_concurrent_results_are_synced_together(
 
     monkeypatch.setattr(writer.spool, "append", append)
     tasks = [VideoTask(video(name), tmp_path / name, None) for name in ("a", "b")]
-    for task in tasks:  # all of it before the thread starts: one group
+    for task in tasks:  # everything before the thread starts: one group
         recorder.writer.begin(task)
         for number in (1, 0, 2):
             frames = [2 * number, 2 * number + 1]
@@ -196,4 +196,4 @@ def test_decoders_wait_while_too_many_rows_are_uncommitted(
     assert passed.is_set()
     stop.set()
     recorder.writer.chunk_done(chunk(3, [8, 9, 10, 11]), captions([8, 9, 10, 11]))
-    recorder.writer.wait_for_room(stop)  # the job ends: nobody waits
+    recorder.writer.wait_for_room(stop)  # the job ends: no wait

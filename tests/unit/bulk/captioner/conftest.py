@@ -12,7 +12,7 @@ CAPTIONER_SIDE = 32
 
 @pytest.fixture(scope="session")
 def captioner_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a small captioner ("blip-2", "blip", "vision-encoder-decoder") that has learnt nothing."""
+    """The folder of a small captioner ("blip-2", "blip", "vision-encoder-decoder"), untrained."""
     root = tmp_path_factory.mktemp("captioners")
 
     def make(kind: str) -> Path:
@@ -66,12 +66,12 @@ def _write_captioner(kind: str, folder: Path) -> None:
         )
         model = transformers.VisionEncoderDecoderModel(config)
     for weights in model.parameters():
-        if weights.dim() > 1:  # the usual 0.02 would leave little of the image
+        if weights.dim() > 1:  # with the usual 0.02 the image would hardly matter
             torch.nn.init.normal_(weights, std=0.3)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if kind == "blip":  # whose tokenizer writes begin and end of a text
+    if kind == "blip":  # its tokenizer adds begin and end of text
         tokenizer.post_processor = processors.TemplateProcessing(
             "<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
         )

@@ -1,4 +1,4 @@
-"""Pixels as a network takes them: gathered, resized and normalised like the published processors do."""
+"""Pixels as a network takes them: gathered, resized and normalised like the published processors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request(pixels: np.ndarray) -> CaptionRequest:
 
 
 def levels(pixels: torch.Tensor, looks: ImageSpec = LOOKS) -> np.ndarray:
-    """The normalised pixels as uint8 `[rows, height, width, 3]` again."""
+    """The normalised pixels converted back to uint8 `[rows, height, width, 3]`."""
     mean, std = np.array(looks.mean), np.array(looks.std)
     return np.rint((pixels.permute(0, 2, 3, 1).double().numpy() * std + mean) * 255).astype(int)
 

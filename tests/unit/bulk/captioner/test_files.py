@@ -1,4 +1,4 @@
-"""Where a captioner's files are, and what tells that they changed."""
+"""The files of a captioner, and the revision that changes with them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_large_weights_are_sampled(folder: Path) -> None:
     for offset in (0, size // 2, size - 1):
         with weights.open("r+b") as file:
             file.seek(offset - offset % 4096 if offset < size - 1 else offset)
-            file.write(b"\1" * (2**24 if 0 < offset < size - 1 else 1))  # training leaves no 16 MiB as they were
+            file.write(b"\1" * (2**24 if 0 < offset < size - 1 else 1))  # training changes every 16 MiB
         after = revision(ModelSource("net", folder), {})
         assert after != before
         before = after

@@ -1,4 +1,4 @@
-"""A captioner from requests to captions, on small networks that have learnt nothing."""
+"""A captioner from requests to captions, on small untrained networks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def captioner(captioner_folder: Folder) -> TransformersCaptioner:
 
 
 def answers(captioner: TransformersCaptioner, values: list[Any], prepared: bool = True) -> list[Any]:
-    """What each gets, on the way that a worker takes."""
+    """The response to each value, as a worker computes it."""
     given = captioner.__penstock_prepare__(values) if prepared else values
     return [
         found if isinstance(found, Exception) else captioner.postprocess(found) for found in captioner.predict(given)
@@ -144,7 +144,7 @@ def test_part_of_a_prepared_batch_is_captioned_from_its_requests(captioner: Tran
 def test_more_rows_than_expected_run_in_parts(
     captioner: TransformersCaptioner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of a large JSON body are not known before it is decoded."""
+    """The rows of a large JSON body are unknown before it is decoded."""
     values = [{"frames": frames(count, seed=count)} for count in (3, 4, 5, 2)] + [b"no image"]
     expected = [plain(answer) for answer in answers(captioner, values)[:4]]
     batches: list[int] = []
@@ -159,7 +159,7 @@ def test_more_rows_than_expected_run_in_parts(
 def test_a_device_error_is_raised_in_the_main_thread(
     captioner: TransformersCaptioner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker whose reading thread raises ends; its main thread runs the batch again in halves."""
+    """An error in the reading thread ends a worker; its main thread runs the batch again in halves."""
     feed = captioner._feed
 
     def small(requests: Any) -> Any:
@@ -232,7 +232,7 @@ def test_forced_lengths_are_kept(kind: str, captioner_folder: Folder) -> None:
 def test_random_weights_need_only_a_configuration(precision: str, captioner_folder: Folder, tmp_path: Path) -> None:
     config = json.loads((captioner_folder("blip-2") / "config.json").read_text())
     for part in (config, *(value for key, value in config.items() if key.endswith("_config"))):
-        part["dtype"] = "float32"  # what the weights were once
+        part["dtype"] = "float32"  # the dtype of other weights
     (tmp_path / "config.json").write_text(json.dumps(config))
     captioner = loaded(tmp_path, precision, random_weights=True, min_new_tokens=TOKENS)
     found = captions(captioner, frames(2))
@@ -288,7 +288,7 @@ def test_an_unsent_item_passes_through_unchanged(captioner: TransformersCaptione
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"model": ""}, "option model: found '', expected a folder or a name"),
         ({"model": 5}, "option model: found 5"),
@@ -300,17 +300,17 @@ def test_an_unsent_item_passes_through_unchanged(captioner: TransformersCaptione
         ({"prompt": 1}, "option prompt: found 1"),
     ],
 )
-def test_invalid_options_are_rejected(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TransformersCaptioner(**{"model": "x", **options})
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [({"precision": "int8"}, "precision: found 'int8'"), ({"optimize": "optimize_for_inference"}, "optimize: found")],
 )
-def test_invalid_configuration_keys_are_rejected(keys: dict[str, str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_configuration_keys_are_rejected(keys: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TransformersCaptioner("x").load("cpu", **keys)
 
 
@@ -324,4 +324,4 @@ def test_a_gpu_writes_the_same_captions(
     other.load("cuda:0", optimize=optimize)
     pixels = frames(20)
     same = sum(a == b for a, b in zip(captions(other, pixels), captions(captioner, pixels), strict=True))
-    assert same >= 18  # sums are in another order
+    assert same >= 18  # sums are added in another order

@@ -1,4 +1,4 @@
-"""How networks are loaded and made to write."""
+"""Loading networks and generating with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pixels(rows: int) -> torch.Tensor:
 
 @pytest.fixture
 def edited(captioner_folder: Folder, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a captioner's folder in which the keys of a file were changed."""
+    """A copy of a captioner's folder with some keys of a file changed."""
 
     def edit(file: str, kind: str = "blip-2", **keys: Any) -> Path:
         folder = tmp_path / "net"
@@ -46,27 +46,27 @@ def test_an_unsupported_network_is_rejected_with_the_supported_kinds(edited: Cal
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "error"),
     [
         ({"size": {"shortest_edge": 32}}, "net crops images; expected a preprocessor that resizes to height and width"),
         ({"do_center_crop": True}, "net crops images"),
         ({"resample": 0}, "net resamples by 0; expected 2 or 3"),
     ],
 )
-def test_an_unsupported_preprocessor_is_rejected(keys: dict[str, Any], told: str, edited: Callable[..., Path]) -> None:
-    with pytest.raises(LoadFailed, match=told):
+def test_an_unsupported_preprocessor_is_rejected(keys: dict[str, Any], error: str, edited: Callable[..., Path]) -> None:
+    with pytest.raises(LoadFailed, match=error):
         opened(edited("preprocessor_config.json", **keys))
 
 
 @pytest.mark.parametrize(
-    ("missing", "told"),
+    ("missing", "message"),
     [("preprocessor_config.json", "net cannot be loaded: OSError"), ("tokenizer*", "net has no tokenizer")],
 )
-def test_an_incomplete_folder_is_rejected(missing: str, told: str, edited: Callable[..., Path]) -> None:
+def test_an_incomplete_folder_is_rejected(missing: str, message: str, edited: Callable[..., Path]) -> None:
     folder = edited("config.json")
     for path in folder.glob(missing):
         path.unlink()
-    with pytest.raises(LoadFailed, match=told):
+    with pytest.raises(LoadFailed, match=message):
         opened(folder)
 
 

@@ -1,4 +1,4 @@
-"""Greedy writing is that of `generate`, token by token."""
+"""Greedy generation equals the library's `generate`, token by token."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def pixels(seed: int = 3) -> torch.Tensor:
 
 
 def ending(network: Network, token: int) -> Network:
-    """The network with another token for the end: one that it writes in some captions, and in some not."""
+    """The network with another end token, which it writes in some captions and not in others."""
     network._settings.eos_token_id = token
     return network
 
 
 def both(network: Network, shown: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """What it writes with the loop of our own, and with that of the library."""
+    """The tokens of our own loop and of the library's."""
     assert network._greedy
     ours = network.tokens(shown)
     network._greedy = False
@@ -44,7 +44,7 @@ def both(network: Network, shown: torch.Tensor) -> tuple[list[list[int]], list[l
 
 @pytest.fixture(scope="module")
 def network_of(captioner_folder: Callable[[str], Path]) -> Callable[[str, tuple[int, int]], Network]:
-    """A network for a prompt and bounds of length: read once."""
+    """A network for a prompt and length limits, loaded once."""
     return functools.cache(lambda prompt, tokens: opened(captioner_folder("blip-2"), prompt=prompt, tokens=tokens))
 
 
@@ -60,7 +60,7 @@ def test_greedy_generation_equals_the_librarys(
 
 
 def test_captions_end_at_different_steps_and_are_padded(captioner_folder: Callable[[str], Path]) -> None:
-    """What the test above needs to mean anything."""
+    """Without this the test above would prove nothing."""
     lengths = set()
     for end in range(2, 10):
         for caption in ending(opened(captioner_folder("blip-2")), end).tokens(pixels(end)):
@@ -89,7 +89,7 @@ def test_half_precision_generation_equals_the_librarys(precision: str, captioner
     network = opened(captioner_folder("blip-2"), precision=precision)
     ours, expected = both(network, pixels().to(network.dtype))
     same = sum(a == b for a, b in zip(ours, expected, strict=True))
-    assert same >= ROWS - 2  # sums of halves depend on the order in which a kernel adds
+    assert same >= ROWS - 2  # half-precision sums depend on the order of addition
 
 
 @pytest.mark.parametrize(

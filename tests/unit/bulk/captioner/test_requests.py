@@ -1,4 +1,4 @@
-"""What a captioner is asked, and what it refuses."""
+"""Valid and invalid requests to a captioner."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_arrays_from_the_same_process_are_frames() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ({}, "found none of the inputs 'frames' and 'jpeg'"),
         ({"frames": FRAMES, "jpeg": jpegs(b"\xff\xd8\xff")}, "found both of the inputs"),
@@ -96,13 +96,13 @@ def test_arrays_from_the_same_process_are_frames() -> None:
         (["x"], "found a list; expected the bytes of one image, or tensors"),
     ],
 )
-def test_an_invalid_request_is_rejected_with_the_reason(value: Any, told: str) -> None:
-    with pytest.raises(BadRequest, match=told):
+def test_an_invalid_request_is_rejected_with_the_reason(value: Any, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
         read_request(value)
 
 
 def huge_jpeg(width: int, height: int) -> bytes:
-    """A small file whose head says that it is large."""
+    """A small file whose header states a huge size."""
     file = bytearray(simplejpeg.encode_jpeg(noise(8, 8)))
     frame = file.index(b"\xff\xc0")
     file[frame + 5 : frame + 9] = struct.pack(">HH", height, width)
@@ -127,7 +127,7 @@ def test_an_image_with_a_huge_size_in_its_header_is_rejected(
         monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(BadRequest, match="row 3 has 10000 x 8000 pixels; expected 50000000 pixels at most"):
         decode_image(bomb(10_000, 8_000), "row 3")
-    with pytest.raises(BadRequest, match="row 3 "):  # Pillow has a bound of its own
+    with pytest.raises(BadRequest, match="row 3 "):  # Pillow has its own limit
         decode_image(bomb(60_000, 60_000), "row 3")
 
 
