@@ -303,7 +303,6 @@ def _compared(before: Path, after: Path, tolerance: float) -> Comparison:
 
 
 def _comparison_lines(comparison: Comparison) -> list[str]:
-    """The comparison for a terminal."""
     from penstock.perf.bench.compare import HEADER
     from penstock.perf.bench.document import align
 

@@ -62,7 +62,6 @@ class Change(Struct, frozen=True, kw_only=True):
     why: str = ""
 
     def cells(self) -> list[str]:
-        """The row of a table."""
         show = next(metric.show for metric in METRICS if metric.name == self.metric)
         between = ""
         if self.low is not None and self.high is not None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from penstock.client.endpoint import Endpoint
 from penstock.perf.bench.load_run import (
@@ -228,17 +228,7 @@ class _ClosedLoop(LoadRun):
         samples.seconds = self.seconds if by_time else max(ends, default=samples.busy_s)
 
 
-# ---- exact timers: those of the event loop have a resolution of milliseconds
-
-
-class Alarm(Protocol):
-    """Calls its callback on the loop's thread, once per `at`."""
-
-    def at(self, when_s: float) -> None:
-        """Schedules the call at a time of `time.perf_counter` and replaces an earlier schedule."""
-
-    def close(self) -> None:
-        """Cancels the call for good."""
+# ---- alarms: exact timers that call back on the loop's thread, once per `at`; times are those of time.perf_counter
 
 
 class _TimerSpec(ctypes.Structure):
@@ -290,7 +280,7 @@ class TimerFile:
 
 
 class LoopTimer:
-    """An alarm that uses the event loop's timer, which is up to 2 ms late."""
+    """An alarm that uses the event loop's timer, which has a resolution of milliseconds."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
@@ -306,7 +296,7 @@ class LoopTimer:
             self._handle.cancel()
 
 
-def make_alarm(ring: Callable[[], None]) -> Alarm:
+def make_alarm(ring: Callable[[], None]) -> TimerFile | LoopTimer:
     """The most exact alarm available for the running loop."""
     if sys.platform == "linux":
         try:

@@ -169,7 +169,6 @@ class LoadRun(ABC):
         self._heard_s = 0.0  # time of the last response, whatever its status
 
     async def run(self, connections: int) -> Samples:
-        """Runs to the end and returns the samples."""
         most = most_connections()
         if connections > most:
             if most == MOST_CONNECTIONS:
@@ -269,7 +268,6 @@ class LoadRun(ABC):
         return index
 
     def answer(self, index: int, status: int, body: list[bytes]) -> None:
-        """Records a response."""
         samples = self.samples
         self._heard_s = now_s = time.perf_counter() - self.start
         samples.latency_s[index] = now_s - samples.intended_s[index]
@@ -317,7 +315,6 @@ class LoadRun(ABC):
         self.samples.busy_s = time.perf_counter() - clock_s
 
     def end(self, why: Literal["", "gone"] = "") -> None:
-        """Ends the run."""
         if not self.over:
             self.over = True
             self.samples.ended = why

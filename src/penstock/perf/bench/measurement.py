@@ -195,7 +195,6 @@ class LoadPoint(Struct, frozen=True, kw_only=True):
         return f"{self.label} at {self.load.label}" if self.label else self.load.label
 
     def values(self, figure: Figure) -> list[float]:
-        """The figure of each valid repeat that has it."""
         return [value for run in self.runs if (value := figure(run)) is not None]
 
     def median(self, figure: Figure) -> float | None:
@@ -213,7 +212,6 @@ class LoadPoint(Struct, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> dict[str, int]:
-        """The errors of all valid repeats by code."""
         found = Counter[str]()
         for run in self.runs:
             found.update(run.errors)

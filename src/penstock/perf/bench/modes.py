@@ -40,7 +40,6 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     repeat: int = 1
 
     def closed(self, clients: int) -> Load:
-        """A closed loop of that many clients."""
         seconds = 0.0 if self.requests else self.seconds
         return Load(mode="closed", concurrency=clients, seconds=seconds, requests=self.requests, seed=self.seed)
 

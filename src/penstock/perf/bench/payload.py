@@ -118,7 +118,6 @@ def _content(path: Path, most_bytes: int) -> bytes:
 
 
 def content_type_of(path: Path) -> str:
-    """The content type for the name of a file."""
     return _TYPES.get(path.suffix.lower()) or mimetypes.guess_type(path.name)[0] or BYTES
 
 
@@ -137,7 +136,6 @@ def _payload(body: bytes, path: Path, target: Target) -> Payload:
 
 
 def _lines(path: Path) -> list[Payload]:
-    """One payload per line of JSON."""
     found = []
     for number, line in enumerate(_content(path, MOST_BYTES).splitlines(), 1):
         if not line.strip():

@@ -138,7 +138,6 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_error(folder: Path, error: OSError) -> NotWritten:
-    """The NotWritten error for an OSError."""
     reason = _FULL.get(error.errno or 0)
     if reason is None:
         return NotWritten(f"cannot write to {folder}: {error.strerror or error}")

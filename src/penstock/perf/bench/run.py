@@ -150,7 +150,6 @@ class _LoadSender:
         return len(took) / (time.perf_counter() - start) if self._load.mode == "closed" else 1 / statistics.median(took)
 
     async def run(self, samples: Samples, on_progress: Progress | None) -> None:
-        """Sends the counted load."""
         load = self._load
         if load.mode == "open":
             await self._open(self._times, 0.0 if self._whole else load.seconds, samples, on_progress)

@@ -203,7 +203,6 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> None:
-        """Blocks until the process ends."""
         assert self._process is not None, "started"
         self._process.wait()
 

@@ -70,7 +70,6 @@ class BenchSession(Struct, kw_only=True):
                 self.found.append(text)
 
     def store(self, run: Measurement) -> None:
-        """Stores and prints a measurement."""
         self.runs.append(run)
         if self.results is not None:
             self.results.append(run)
@@ -78,7 +77,6 @@ class BenchSession(Struct, kw_only=True):
             click.echo(_CLEAR * sys.stderr.isatty() + line(run, self.plan.repeat), err=True)
 
     def print(self) -> None:
-        """Prints all measurements."""
         if self.as_json:
             found = {"origin": self.origin, "measurements": self.runs, "found": self.found}
             click.echo(msgspec.json.format(msgspec.json.encode(found)))
@@ -231,7 +229,6 @@ def _show_answered(seconds: float, answered: int) -> None:
 
 
 def _run_key(m: Measurement) -> tuple[str, int, int]:
-    """Identifies a run of a suite."""
     return m.label, m.load.concurrency, m.repeat
 
 
@@ -326,7 +323,6 @@ def _server(server: ServerStats) -> str:
 
 
 def line(run: Measurement, repeats: int) -> str:
-    """A run in one line."""
     name = name_of(run, repeats)
     if run.invalid:
         return f"{name}: {INVALID}"

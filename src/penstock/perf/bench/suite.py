@@ -89,7 +89,6 @@ def digest(jobs: Sequence[SuiteJob]) -> str:
 
 
 def load_of(job: SuiteJob, clients: int, seed: int) -> Load:
-    """The closed loop that the suite's files describe."""
     return Load(mode="closed", concurrency=clients, requests=job.case.requests, seed=seed)
 
 
@@ -223,7 +222,6 @@ def _register(management: Endpoint, url: str, point: SuitePoint) -> None:
 
 
 def _largest(data: str | None) -> int:
-    """The size of the largest file of the input."""
     path = Path(data or "")
     files = [path] if path.is_file() else path.rglob("*") if data and path.is_dir() else []
     return max((file.stat().st_size for file in files if file.is_file()), default=0)

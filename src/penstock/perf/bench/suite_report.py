@@ -120,17 +120,13 @@ def _gpu(read: Callable[[Gpu], float | None]) -> Figure:
 _FIGURES: Final[Mapping[str, Figure]] = {
     "TS failed requests": lambda m: sum(m.errors.values()),
     "TS throughput": throughput,
-    "TS latency P50": _ms("p50_s"),
-    "TS latency P90": _ms("p90_s"),
-    "TS latency P99": _ms("p99_s"),
+    **{f"TS latency P{q}": _ms(f"p{q}_s") for q in ("50", "75", "90", "95", "99")},
+    "TS latency P99.9": _ms("p999_s"),
     "TS latency mean": _ms("mean_s"),
+    "TS latency max": _ms("max_s"),
     "TS error rate": lambda m: m.error_share * 100,
-    "Model_p50": _quantile("worker_at_s", "p50"),
-    "Model_p90": _quantile("worker_at_s", "p90"),
-    "Model_p99": _quantile("worker_at_s", "p99"),
-    "Queue time p50": _quantile("queue_at_s", "p50"),
-    "Queue time p90": _quantile("queue_at_s", "p90"),
-    "Queue time p99": _quantile("queue_at_s", "p99"),
+    **{f"Model_{q}": _quantile("worker_at_s", q) for q in ("p50", "p90", "p99")},
+    **{f"Queue time {q}": _quantile("queue_at_s", q) for q in ("p50", "p90", "p99")},
     "predict_mean": _server(lambda s: s.run_s, 1e3),
     "handler_time_mean": _server(_handler_s, 1e3),
     "waiting_time_mean": _server(lambda s: s.queue_s, 1e3),
@@ -139,10 +135,6 @@ _FIGURES: Final[Mapping[str, Figure]] = {
         lambda gpu: gpu.memory_bytes / gpu.total_bytes * 100 if gpu.total_bytes else None
     ),
     "gpu_memory_used_mean": _gpu(lambda gpu: gpu.memory_bytes / 2**20),
-    "TS latency P75": _ms("p75_s"),
-    "TS latency P95": _ms("p95_s"),
-    "TS latency P99.9": _ms("p999_s"),
-    "TS latency max": _ms("max_s"),
     "Batch size mean": _server(lambda s: s.mean_batch),
     "Server CPU cores": _server(lambda s: s.cpu),
     "Server memory MB": _server(lambda s: s.memory_bytes, 2**-20),
@@ -187,7 +179,6 @@ def _cells(row: SuiteRow, machine: Mapping[str, Any]) -> dict[str, object]:
 
 
 def machine_text(machine: Mapping[str, Any]) -> str:
-    """The machine in a few words."""
     gpus = machine.get("gpus") or []
     cards = f", {len(gpus)} x {gpus[0]}" if gpus else ""
     return f"{machine.get('cpu', 'unknown CPU')}, {machine.get('cores', '?')} cores{cards}"

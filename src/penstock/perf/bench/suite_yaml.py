@@ -65,7 +65,6 @@ class SuiteCase(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The name in tables."""
         return f"{self.model} {self.mode}"
 
 
@@ -97,7 +96,6 @@ class SuitePoint(Struct, frozen=True, kw_only=True):
 
 
 def suite_points(case: SuiteCase) -> list[SuitePoint]:
-    """All suite_points of a case, in the order of measurement."""
     return [
         SuitePoint(case=case, processor=processor, workers=workers, batch_size=batch)
         for processor in case.processors
@@ -308,7 +306,6 @@ class YamlFile:
         return f"{self.path}:{line + 1}"
 
     def error(self, at: tuple[str | int, ...], found: str, expected: str) -> ConfigError:
-        """The error for the value with this path of keys."""
         return ConfigError(f"{self.where(at)}: found {found}, expected {expected}")
 
     def _check(self, node: Any, seen: set[int]) -> None:
@@ -332,7 +329,6 @@ class YamlFile:
 
 
 def _kind(value: object) -> str:
-    """The type of a value, for an error."""
     if value is None:
         return "nothing"
     return "keys" if isinstance(value, dict) else "a list" if isinstance(value, list) else _shown(value)

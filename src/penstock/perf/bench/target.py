@@ -363,7 +363,6 @@ def _check_torchserve(endpoint: Endpoint, model: str, token: str | None) -> None
 
 
 def _management(endpoint: Endpoint, token: str | None) -> Endpoint | None:
-    """The management API of a TorchServe on this machine."""
     return find_listeners(endpoint, listening_process(endpoint.port), token)[1] if endpoint.local else None
 
 
