@@ -274,7 +274,7 @@ def test_pain_7_a_forked_child_has_its_own_workers(start: Start, models: ModuleT
     if child == 0:
         code = 1
         try:
-            with pytest.warns(RuntimeWarning, match="workers of its own"):
+            with pytest.warns(RuntimeWarning, match="its own workers"):
                 [theirs] = streamer.predict([1])
             code = 0 if theirs not in (mine, os.getppid()) else 2
             streamer.destroy_workers()

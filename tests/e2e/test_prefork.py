@@ -98,7 +98,7 @@ def check(folder: Path, kind: str, forked: bool, together: bool, *command: str) 
         assert (worker == server) == (kind == "ThreadedStreamer")
     if together:
         assert max(size for _, _, size in answers) > 1
-    assert ("starts workers of its own" in text) == forked, text
+    assert ("starts its own workers" in text) == forked, text
     assert "Traceback" not in text, text
     for worker in set.union(*workers.values()):
         end = time.monotonic() + 5

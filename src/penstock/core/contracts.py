@@ -56,8 +56,8 @@ class Buffer(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """The models, as front-ends see them. Every call runs on the event loop's thread and does not block."""
+class Submitter(Protocol):
+    """Accepts requests."""
 
     def submit(
         self,
@@ -74,6 +74,10 @@ class Backend(Protocol):
         Takes ownership of `item.payload`, also when it raises: the engine releases a Buffer.
         """
         ...
+
+
+class Backend(Submitter, Protocol):
+    """The models, as front-ends see them. Every call runs on the event loop's thread and does not block."""
 
     def ready(self) -> bool:
         """True when every model can answer and the server is not draining."""

@@ -92,7 +92,7 @@ class LocalPipeline:
     ) -> SubmittedItems:
         """Submits one item without a future, which costs less. Calls `done` on the pipeline's own thread."""
         submitted = SubmittedItems(done, self._portal)
-        self._portal.hand("", Item(NewItem(fields, node)), submitted, budget_s=budget_s, priority=priority)
+        self._portal.submit_item("", Item(NewItem(fields, node)), submitted, budget_s=budget_s, priority=priority)
         return submitted
 
     def start_many(
@@ -105,7 +105,7 @@ class LocalPipeline:
         """Submits several items and calls `done` once, with all outcomes in order, or one if all were rejected."""
         submitted = SubmittedItems(lambda found: done(found if isinstance(found, list) else [found]), self._portal)
         item = Item(_new_items(many), rows=len(many), many=True)
-        self._portal.hand("", item, submitted, budget_s=budget_s)
+        self._portal.submit_item("", item, submitted, budget_s=budget_s)
         return submitted
 
     def statistics(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""How greenlets wait for an answer: through their hub, so that the others of their thread go on.
+"""How greenlets wait for an answer: through their hub, so that the other greenlets of their thread keep running.
 
-Only for programs that gevent has patched. The portal's thread never touches what belongs to greenlets, but hands calls
-over to the loop of their hub.
+Only for programs patched by gevent. The portal's thread never touches a greenlet's objects; it posts calls to the loop
+of the hub.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.types import ItemResult
 
 
 class GeventHub:
-    """Calls from the portal's thread to one gevent hub. While some are expected, the hub's loop does not end."""
+    """Calls from the portal's thread to one gevent hub. While a call is expected, the hub's loop does not end."""
 
     def __init__(self, hub: Any) -> None:
         self.pid = os.getpid()
@@ -28,22 +28,22 @@ class GeventHub:
         self._expected = 0
 
     def expect(self) -> None:
-        """In the hub's thread: one call will come."""
+        """In the hub's thread: announces one call."""
         self._expected += 1
         if self._expected == 1:
             self._watcher.start(self._woken)
 
     def post(self, call: Callable[[], object]) -> None:
-        """From any thread: the call that was expected."""
+        """From any thread: makes an announced call."""
         self._calls.append(call)
         self._watcher.send()
 
     def stop(self) -> None:
-        """Expects nothing any more."""
+        """Expects no more calls."""
         self._watcher.stop()
 
     def _woken(self) -> None:
-        gevent.spawn(self._run)  # callbacks of futures may block; the hub may not
+        gevent.spawn(self._run)  # future callbacks may block, the hub must not
 
     def _run(self) -> None:
         while self._calls:
@@ -55,25 +55,25 @@ class GeventHub:
 
 
 def this_hub() -> GeventHub:
-    """The one of this thread; of a hub that was forked, another."""
+    """The hub of this thread; a new one after a fork."""
     hub: Any = gevent.get_hub()
     mine: GeventHub | None = getattr(hub, "penstock", None)
     if mine is None or mine.pid != os.getpid():
         if mine is not None:
-            mine.stop()  # what it expects comes to the parent
+            mine.stop()  # its calls arrive in the parent
         mine = hub.penstock = GeventHub(hub)
     return mine
 
 
 class GeventWaiter(SyncWaiter):
-    """What one greenlet sleeps on, for one call."""
+    """What one greenlet waits on, for one call."""
 
     __slots__ = ("_event", "_hub", "_over")
 
     def __init__(self) -> None:
         self._hub = this_hub()
         self._event = gevent.event.Event()
-        self._over = False  # on the portal's loop: settled, or left
+        self._over = False  # on the portal's loop: settled or abandoned
         self.ticket = None
         self.value = None
         self._hub.expect()
@@ -89,11 +89,11 @@ class GeventWaiter(SyncWaiter):
 
     def leave(self) -> None:
         super().leave()
-        self.settle(None)  # nobody looks, but the hub expects a call
+        self.settle(None)  # the hub expects a call even though nothing waits
 
 
 class GeventFuture(Future):
-    """A Future whose callbacks run in a greenlet of the hub that it was made in."""
+    """A Future whose callbacks run in a greenlet of the hub that created it."""
 
     def __init__(self, post: Post, convert: Convert) -> None:
         super().__init__(post, convert)

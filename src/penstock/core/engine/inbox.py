@@ -1,4 +1,4 @@
-"""How the requests of other threads reach the event loop of a portal, and who answers them there."""
+"""How requests from other threads reach the event loop of a portal, and what answers them there."""
 
 from __future__ import annotations
 
@@ -9,47 +9,34 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
-from penstock.core.contracts import Ticket
+from penstock.core.contracts import Submitter, Ticket
 from penstock.core.engine.waiters import failed
 from penstock.errors import ModelNotReady, PenstockError
-from penstock.types import Item, ItemResult, Sink
+from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.engine")
 
-A_PASS = 256  # requests that one pass of the loop hands over
+A_PASS = 256  # requests submitted in one pass of the loop
 
 
-class PortalBackend(Protocol):
-    """What answers the requests of a portal: an Engine, or what stands for one. Made and called on its loop."""
-
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
-        """Queues one item; see `frontends.base.Backend.submit`."""
-        ...
+class PortalBackend(Submitter, Protocol):
+    """What answers the requests of a portal: an Engine or a substitute. Created and called on its loop."""
 
     def statistics(self, model: str) -> dict[str, object]:
-        """What is known of a model. Raises ModelNotFound."""
+        """Statistics of a model. Raises ModelNotFound."""
         ...
 
     async def close(self, drain_s: float) -> None:
-        """Answers what was accepted, at most for `drain_s`, refuses the rest, and ends what it has started."""
+        """Answers accepted requests for up to `drain_s`, refuses the rest, and stops everything it started."""
         ...
 
     def forget(self) -> None:
-        """In a forked child, on any thread: closes this process's copies of descriptors, and touches nothing else."""
+        """In a forked child, on any thread: closes the child's copies of descriptors, and touches nothing else."""
         ...
 
 
 class Caller(Protocol):
-    """Who waits for an answer: a sink that is told of its ticket, see `waiters.py`."""
+    """A caller: a sink that also receives its ticket, see `waiters.py`."""
 
     def accepted(self, ticket: Ticket) -> None: ...
 
@@ -60,31 +47,31 @@ _Request = tuple[str, Item, Caller, float | None, int]  # model, item, caller, b
 
 
 class RequestInbox:
-    """Requests of other threads on their way to the loop; rings it once for many."""
+    """Requests of other threads on their way to the loop; one wake-up serves many requests."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, backend: PortalBackend) -> None:
         self._loop = loop
         self._backend = backend
         self._requests: deque[_Request] = deque()
-        self._rung = False
+        self._wake_scheduled = False
         self._closed = False
 
     def put(self, model: str, item: Item, caller: Caller, budget_s: float | None, priority: int) -> None:
         self._requests.append((model, item, caller, budget_s, priority))
-        if self._closed:  # looked at after the append: either we see it, or `close` sees the request
+        if self._closed:  # checked after the append: either we see it, or `close` sees the request
             self.close()
-        elif not self._rung:
-            self._rung = True
+        elif not self._wake_scheduled:
+            self._wake_scheduled = True
             self._loop.call_soon_threadsafe(self._drain)
 
     def close(self) -> None:
-        """From any thread, while the loop still runs: what has not reached the backend is refused."""
+        """From any thread, while the loop runs: refuses the requests that have not reached the backend."""
         self._closed = True
         for _, _, caller, _, _ in self._taken():
             caller(ItemResult(error=ModelNotReady("the portal is closed")))
 
     def _taken(self) -> Iterator[_Request]:
-        """Requests, each handed to one thread only."""
+        """Yields each request to one thread only."""
         while True:
             try:
                 yield self._requests.popleft()
@@ -92,9 +79,9 @@ class RequestInbox:
                 return
 
     def _drain(self) -> None:
-        self._rung = False  # before the deque is emptied: a request that comes now rings again
+        self._wake_scheduled = False  # before the deque is emptied, so that a new request rings again
         submit = self._backend.submit
-        # of a flood, some in each pass of the loop: what was handed over is sent in between
+        # a flood is spread over several passes, so that submitted requests are sent in between
         for model, item, caller, budget_s, priority in islice(self._taken(), A_PASS):
             try:
                 caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
@@ -103,6 +90,6 @@ class RequestInbox:
             except Exception as e:
                 log.exception("submit_failed model=%s: its caller gets an error", model)
                 caller(failed(e))
-        if self._requests and not self._rung:
-            self._rung = True
+        if self._requests and not self._wake_scheduled:
+            self._wake_scheduled = True
             self._loop.call_soon(self._drain)

@@ -1,4 +1,4 @@
-"""Instances: the places of one model's workers, from the first start to the last end. It hears of them alone."""
+"""Instances: the worker slots of one model version, from first start to last exit."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from penstock.types import MetricDelta, Ready
 
 log = logging.getLogger("penstock.engine")
 
-HOPELESS = 2  # failures in a row after which nobody is let wait for the next attempt
+HOPELESS = 2  # consecutive failures after which callers no longer wait for the next attempt
 
 
 class Instance(Struct, eq=False):
-    """One place for a worker. `retry_at` is when the next one is tried, in the past while it is starting."""
+    """One worker slot. `retry_at` is the time of the next start, in the past while it is starting."""
 
     device: str
     up: bool = False
-    reported: bool = False  # it came up once, or failed to
-    leaving: bool = False  # out of sight, but it still runs something
-    pid: int = 0  # of the last worker that came up
-    failures: int = 0  # in a row
+    reported: bool = False  # it came up or failed once
+    leaving: bool = False  # being removed, but still running a batch
+    pid: int = 0  # pid of the last worker that came up
+    failures: int = 0  # consecutive
     retry_at: float | None = None
     error: PenstockError | None = None
-    since_s: float = field(default_factory=time.time)  # seconds since the epoch when the place was made
+    since_s: float = field(default_factory=time.time)  # creation time, seconds since the epoch
 
 
 class WorkerSnapshot(Struct, frozen=True):
-    """One place for a worker as it stands; `pid` is 0 without a process of its own."""
+    """The state of one worker slot; `pid` is 0 for a worker without its own process."""
 
     slot: int
     device: str
@@ -53,8 +53,8 @@ class WorkerSnapshot(Struct, frozen=True):
 class Instances:
     """Starts, counts, scales and ends the instances of one model version (a TransportListener).
 
-    `on_up` is called with what a worker tells that came up, and gives back the batcher, which the first call makes.
-    `on_change` is called whenever the number of instances, or of those that are up, may have changed.
+    `on_up` is called with the Ready message of each worker and returns the batcher, which its first call creates.
+    `on_change` is called whenever the number of instances, or of live instances, may have changed.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class Instances:
         self._on_up, self._on_change = on_up, on_change
         self._slots = {slot: Instance(device) for slot, device in enumerate(devices)}
         self._batcher: Batcher | None = None
-        self.broken = False  # the scheduler failed: it hears of no slot any more
+        self.broken = False  # the scheduler failed: it receives no more slot changes
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._scaling = asyncio.Lock()
         self._report_came = asyncio.Event()
-        self._end: PenstockError | None = None  # why no scale goes on
+        self._end: PenstockError | None = None  # why scaling was stopped
         self._removals: set[asyncio.Task[None]] = set()
 
-    # ---- what there is
+    # ---- state
 
     def _seen(self) -> dict[int, Instance]:
         return {slot: i for slot, i in self._slots.items() if not i.leaving}
 
     @property
     def count(self) -> int:
-        """How many there are to be, up or not."""
+        """The number of instances, up or not."""
         return len(self._seen())
 
     @property
@@ -242,7 +242,7 @@ class Instances:
 
     def _gone(self, slot: int) -> None:
         if self._slots.pop(slot, None) is not None:
-            self._tell(slot, "removed")
+            self._notify(slot, "removed")
 
     # ---- slots (TransportListener)
 
@@ -252,7 +252,7 @@ class Instances:
             return
         try:
             self._batcher = self._on_up(ready)
-        except Exception as e:  # another worker would say the same
+        except Exception as e:  # another worker would fail in the same way
             self._fail(_load_error(e, f"the batcher of model '{self._spec.name}' could not be made"))
             self._on_change()
             return
@@ -262,7 +262,7 @@ class Instances:
         if (scheduler := self._scheduler()) is not None:
             scheduler.slot_up(slot, time.monotonic(), ready.concurrency)
         notify(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
-        self._tell(slot, "ready")
+        self._notify(slot, "ready")
         self._report(instance)
 
     def slot_down(self, slot: int, error: PenstockError, retry_in_s: float | None) -> None:
@@ -274,7 +274,7 @@ class Instances:
         instance.retry_at = None if retry_in_s is None else time.monotonic() + retry_in_s
         if was_up and (scheduler := self._scheduler()) is not None:
             scheduler.slot_down(slot, time.monotonic())
-        self._tell(slot, "died" if was_up else "failed")
+        self._notify(slot, "died" if was_up else "failed")
         told = self._loaded.done()
         self._report(instance)
         if told or not self._loaded.done() or self.up:  # else `load` raises it
@@ -302,26 +302,26 @@ class Instances:
             self._batcher.wake()
 
     def _scheduler(self) -> Scheduler | None:
-        """None while there is none, and once it is broken: what it knows of the slots is not true any more."""
+        """None before there is one, and after it failed, because its view of the slots is then wrong."""
         return None if self._batcher is None or self.broken else self._batcher.scheduler
 
     def why_down(self) -> str:
-        """What an instance that is not up said last, for `detail`."""
+        """The last error of an instance that is down, for `detail`."""
         error = self._failure(self._slots, "")
         return error.detail or error.message
 
     def _failure(self, slots: Iterable[int], what: str) -> PenstockError:
-        """Why the first of these that is not up is not."""
+        """The error of the first of these slots that is down."""
         found = (self._slots[slot] for slot in slots)
         error = next((i.error for i in found if not i.up and i.error is not None), None)
         return LoadFailed(what) if error is None else _load_error(error, what)
 
-    def _tell(self, slot: int, state: str) -> None:
+    def _notify(self, slot: int, state: str) -> None:
         notify(self._observers, "on_worker", self._spec.name, self._spec.version, slot, state)
 
 
 def _load_error(error: Exception, what: str) -> PenstockError:
-    """The error as one of loading, with itself as cause: a death, too, is a load that failed for whoever waited."""
+    """The error as a LoadFailed with the original as cause: for a waiting caller, a worker's death is a failed load."""
     if isinstance(error, (LoadFailed, ConfigError)):
         return error
     if isinstance(error, PenstockError):

@@ -1,4 +1,4 @@
-"""LoopThread: what runs behind a portal in one process, a thread with a loop and a backend."""
+"""LoopThread: the background thread of a portal, with an event loop and a backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.core.engine.waiters import SyncWaiter
 
 
 class LoopThread:
-    """One background thread with its loop, its inbox and its backend, from start to close."""
+    """One background thread with its event loop, its inbox and its backend, from start to close."""
 
     def __init__(self, make: Callable[[], PortalBackend]) -> None:
         self.backend: PortalBackend
@@ -23,7 +23,7 @@ class LoopThread:
         os_threads.start_thread(self._main, make, name="penstock-portal")
         self._started.acquire()
         if self._error is not None:
-            raise self._error.with_traceback(None)  # the frames of the other thread tell nothing
+            raise self._error.with_traceback(None)  # the other thread's frames do not help
 
     def _main(self, make: Callable[[], PortalBackend]) -> None:
         self._thread = os_threads.thread_id()
@@ -33,7 +33,7 @@ class LoopThread:
 
         async def made() -> PortalBackend:
             backend = make()
-            await asyncio.sleep(0)  # lets it begin: what it imports there, a fork must not find half imported
+            await asyncio.sleep(0)  # runs its first step: a fork must not find its imports half done
             return backend
 
         try:
@@ -47,11 +47,11 @@ class LoopThread:
                 loop.run_forever()
             _cancel_tasks(loop)
             loop.close()
-        finally:  # whoever closes the portal waits for this
+        finally:  # `close` waits for this
             self._ended.release()
 
     def start(self, coroutine: Coroutine[Any, Any, Any], waiter: SyncWaiter) -> None:
-        """On the loop: runs the coroutine as a task, with which the waiter is settled."""
+        """On the loop: runs the coroutine as a task, and passes the finished task to the waiter."""
         task = self._loop.create_task(coroutine)
         task.add_done_callback(waiter.settle)
         waiter.accepted(task)
@@ -59,21 +59,22 @@ class LoopThread:
     def post_if_open(self, callback: Callable[[], None]) -> None:
         try:
             self.post(callback)
-        except RuntimeError:  # the loop is closed: nothing is left to be taken back
+        except RuntimeError:  # the loop is closed: nothing is left to cancel
             pass
 
     def on_loop(self) -> bool:
         return os_threads.thread_id() == self._thread
 
     def not_on_loop(self) -> None:
-        """A call that blocks must not be made by what the loop calls, such as the done-callback of a future."""
+        """Raises RuntimeError on the loop's thread, for example in the done-callback of a future: it would block
+        itself."""
         if self.on_loop():
             raise RuntimeError(
-                "a call that blocks was made on the thread of the answers, where it would wait for itself"
+                "a blocking call was made on the thread that delivers the answers, where it would wait for itself"
             )
 
     def close(self, drain_s: float, waiter: SyncWaiter) -> None:
-        """Closes the backend, then the loop. Returns when the thread is at its end."""
+        """Closes the backend, then the loop. Returns when the thread has ended."""
         self.post(self.start, self.backend.close(drain_s), waiter)
         waiter.wait(None)
         self.inbox.close()
@@ -91,7 +92,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Ends what still runs on a loop that was stopped, so that no thread waits for it for ever."""
+    """Cancels the tasks of a stopped loop, so that no thread waits for them for ever."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

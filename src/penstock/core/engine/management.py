@@ -32,12 +32,12 @@ from penstock.types import ModelStatus
 
 log = logging.getLogger("penstock.engine")
 
-_OWN = ("env", "options", "trust", "weights")  # keys that only the server's configuration sets
+_OWN = ("env", "options", "trust", "weights")  # keys that only the server's configuration may set
 Change = Callable[[], Coroutine[Any, Any, None]]
 
 
 class _Unload(Struct, eq=False):
-    """An unload that waits for its turn, or has it; `version` None: of all. It may find nothing but a load to end."""
+    """An unload that waits for its turn or has it; `version` None: all versions. It may only have a load to abort."""
 
     model: str
     version: str | None
@@ -45,7 +45,7 @@ class _Unload(Struct, eq=False):
 
 
 class Management:
-    """See `frontends.base.Management`. Until `started` is set, the models of the configuration are still loading."""
+    """Implements `ManagementBackend`. Until `started` is set, the configured models are still loading."""
 
     def __init__(self, engine: Engine, config: Config, sys_path: Sequence[str] = ()) -> None:
         self.started = False
@@ -53,7 +53,7 @@ class Management:
         self._config = config
         self._sys_path = list(sys_path)
         self._targets = AllowedTargets(config)
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by model, while anybody has it
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by model, while in use
         self._unloads: list[_Unload] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -61,7 +61,7 @@ class Management:
         if not self._config.server.management:
             raise Forbidden("changing models is off: set management = true in [server]")
         if self._engine.draining:
-            raise ModelNotReady("the server is draining: nothing is changed any more", retry_after_s=1.0)
+            raise ModelNotReady("the server is draining: it accepts no changes", retry_after_s=1.0)
         if not self.started:
             raise ModelNotReady("the server is starting: its models are still loading", retry_after_s=1.0)
 
@@ -71,7 +71,7 @@ class Management:
     def learned(self, model: str, version: str) -> dict[str, object]:
         try:
             return self._engine.statistics(model, version)
-        except ModelNotFound:  # it is out of sight
+        except ModelNotFound:  # not loaded yet, or no longer
             return {}
 
     # ---- changes
@@ -82,8 +82,7 @@ class Management:
         await self._change(self._in_turn(model, partial(self._put, model, config)))
 
     async def unload(self, model: str, version: str | None) -> None:
-        """Loads and scale-ups of the same end first, those under way and those that wait: they may never end by
-        themselves."""
+        """Aborts running and waiting loads and scale-ups of the same version first: they may never end on their own."""
         self.check_open()
         await self._change(self._unload(_Unload(model, version)))
 
@@ -101,7 +100,7 @@ class Management:
         await self._change(self._in_turn(model, partial(self._set_traffic, model, weights)))
 
     async def _change(self, change: Coroutine[Any, Any, None]) -> None:
-        """Makes the change to its end, also if the caller leaves meanwhile."""
+        """Completes the change, even if the caller leaves meanwhile."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -110,7 +109,9 @@ class Management:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, PenstockError):  # the caller, who may have left, is not told why
+        if error is not None and not isinstance(
+            error, PenstockError
+        ):  # the caller, which may have left, does not receive the reason
             log.error("change_failed error=%s", describe(error), exc_info=error)
 
     async def _in_turn(self, model: str, change: Change) -> None:
@@ -118,7 +119,7 @@ class Management:
         if lock is None:
             lock = self._locks[model] = asyncio.Lock()
         async with lock:
-            self.check_open()  # much may have happened before it was our turn
+            self.check_open()  # the state may have changed before it was our turn
             await change()
 
     async def _put(self, model: str, config: ModelConfig) -> None:
@@ -151,11 +152,11 @@ class Management:
         log.info("unloaded model=%s versions=%s", unload.model, ",".join(v for v in going if v))
 
     def _unless_unloaded(self, model: str, version: str) -> None:
-        """Raises Conflict if an unload waits behind the change whose turn it is: nobody wants its end any more."""
+        """Raises Conflict if an unload waits behind this change, which makes the change pointless."""
         for unload in self._unloads:
             if unload.model == model and unload.version in (None, version):
                 unload.ended_a_load = True
-                raise Conflict(f"model '{model}' version '{version}' is to be unloaded: nothing was begun")
+                raise Conflict(f"model '{model}' version '{version}' is about to be unloaded: nothing was started")
 
     async def _scale(self, model: str, version: str | None, instances: int) -> None:
         self._unless_unloaded(model, self._engine.version_of(model, version))
@@ -173,7 +174,7 @@ class Management:
         except ConfigError as e:
             raise BadRequest(e.message) from None
 
-    # ---- what is allowed
+    # ---- permissions
 
     def _config_of(self, model: str, version: str | None, keys: Mapping[str, Any]) -> ModelConfig:
         """Raises BadRequest, Forbidden."""
@@ -195,8 +196,8 @@ class Management:
         return self._guarded(model, config)
 
     def _guarded(self, model: str, config: ModelConfig) -> ModelConfig:
-        """With a target that is allowed. What would run other code, or run it otherwise, is the configuration's alone
-        to say: `env`, `options`, `trust`, `weights`, and classes for transport and policy."""
+        """The configuration with an allowed target. Only the server's configuration may set keys that run other code:
+        `env`, `options`, `trust`, `weights`, and classes for transport and policy."""
         target, section = self._targets.resolve(config.target, model, config.version)
         own = section or ModelConfig(target=target)
         default = ModelConfig(target=target)
@@ -218,6 +219,6 @@ class Management:
 
     @staticmethod
     def _not_loaded(error: PenstockError, what: str) -> LoadFailed:
-        """What may leave the process: the reason, which may name paths, is in the log."""
+        """The error for the caller; the reason, which may name paths, goes to the log."""
         log.warning("load_failed error=%s%s: %s", error, f"\n{error.detail}" if error.detail else "", what)
-        return LoadFailed(f"{what}; nothing has changed, and the server's log tells why")
+        return LoadFailed(f"{what}; nothing has changed; the server's log has the reason")

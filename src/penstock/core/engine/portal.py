@@ -1,8 +1,8 @@
-"""Portal: the sync face. One background event loop with a backend; any number of threads call it.
+"""Portal: the synchronous interface. One background event loop with a backend, called by any number of threads.
 
-A call is one request of n items and one wake-up. Callers push onto a deque and ring the loop only when it is not rung
-already (many threads, one wake-up), then sleep on a lock that each thread keeps for all its calls: a
-`concurrent.futures.Future` costs a condition variable a call.
+A call is one request of n items and one wake-up. Callers push onto a deque and wake the loop only if no wake-up is
+pending. Then they wait on a lock that each thread reuses: a `concurrent.futures.Future` costs a condition variable per
+call.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ T = TypeVar("T")
 class Portal:
     """Models for the threads of any program: `load` once, then `predict` or `submit` from any thread.
 
-    `make` gives what is to answer in place of an Engine: called on the loop, and once more in a child after a fork.
-    `lazy`: nothing is started before the first call. `word`: what it calls itself in errors.
+    `make` creates a backend other than an Engine; it is called on the loop, and again in a child after a fork. `lazy`:
+    start at the first call. `word`: the portal's name in errors.
 
-    After a fork the child owns nothing of its parent: its first call warns and loads the same models anew. Use as a
-    context manager, or call `close()`; a portal that is forgotten is closed when the interpreter ends.
+    A forked child owns nothing of its parent: its first call warns and loads the same models anew. Use as a context
+    manager, or call `close()`; otherwise the portal closes when the interpreter exits.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Portal:
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
         self._waiters = threading.local()
         self._lock = os_threads.new_lock()
-        self._loop_thread: LoopThread | None = None  # None: to be started by the next call
+        self._loop_thread: LoopThread | None = None  # None: the next call starts one
         self._pid = os.getpid()
         self._forked = False
         self._closed = False
@@ -73,7 +73,7 @@ class Portal:
     def load(self, name: str, config: ModelConfig, *, target: Any = None) -> None:
         """Loads a model and returns when it can answer. Raises LoadFailed, TargetNotFound, ConfigError.
 
-        Only where an Engine answers: TypeError for a portal of another `make`.
+        Raises TypeError if `make` creates a backend other than an Engine.
         """
         life = self._alive()
         if not isinstance(life.backend, Engine):
@@ -83,7 +83,7 @@ class Portal:
         self._loads.append((name, config, target, sys_path))
 
     def statistics(self, model: str) -> dict[str, object]:
-        """What the scheduler of a model has learned and done. Raises ModelNotFound."""
+        """Statistics of a model's scheduler. Raises ModelNotFound."""
         life = self._alive()
 
         async def ask() -> dict[str, object]:
@@ -92,7 +92,7 @@ class Portal:
         return self._run(life, ask())
 
     def call(self, ask: Callable[[Any], Coroutine[Any, Any, T]], *, timeout_s: float | None = None) -> T:
-        """What the coroutine `ask(backend)` returns, run on the loop. Raises what it raises, DeadlineExceeded."""
+        """Runs the coroutine `ask(backend)` on the loop and returns its result. Raises its errors, DeadlineExceeded."""
         life = self._alive()
         return self._run(life, ask(life.backend), timeout_s)
 
@@ -108,10 +108,10 @@ class Portal:
         timeout_s: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """The results of `items`, in order; blocks this thread only. The items share batches with those of other calls.
+        """The results of `items`, in order; blocks this thread only. The items share batches with other calls.
 
-        Raises the error of the first item that failed, unless `return_exceptions`; QueueFull and ModelNotReady at once;
-        DeadlineExceeded after `timeout_s`: what still waits then is not run.
+        Raises the error of the first failed item unless `return_exceptions`, QueueFull and ModelNotReady at once, and
+        DeadlineExceeded after `timeout_s`; items that still wait then are not run.
         """
         if not items:
             return []
@@ -123,7 +123,7 @@ class Portal:
         return every_item(result) if return_exceptions else all_items(result)
 
     def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
-        """A future of the result of one item."""
+        """A future for the result of one item."""
         return self._put(model, Item(item), the_item, budget_s, priority)
 
     def submit_many(
@@ -135,15 +135,17 @@ class Portal:
         priority: int = 0,
         convert: Convert = all_items,
     ) -> Future:
-        """A future of what `convert` makes of the answer: the results of `items`, in order."""
+        """A future for the results of `items`, in order, converted by `convert`."""
         return self._put(model, _many(items), convert, budget_s, priority)
 
-    def hand(self, model: str, item: Item, caller: Caller, *, budget_s: float | None = None, priority: int = 0) -> None:
-        """Queues one item whose `caller` hears of it on the portal's own thread."""
+    def submit_item(
+        self, model: str, item: Item, caller: Caller, *, budget_s: float | None = None, priority: int = 0
+    ) -> None:
+        """Queues one item; `caller` is called on the portal's own thread."""
         self._alive().inbox.put(model, item, caller, budget_s, priority)
 
     def post(self, callback: Callable[[], None]) -> None:
-        """Has something called on the portal's own thread; not at all if it is closed, or not started."""
+        """Calls `callback` on the portal's own thread; does nothing if the portal is closed or not started."""
         if self._loop_thread is not None and self._pid == os.getpid():
             self._loop_thread.post_if_open(callback)
 
@@ -164,12 +166,12 @@ class Portal:
         return waiter
 
     def _wait(self, life: LoopThread, waiter: SyncWaiter, timeout_s: float | None) -> Any:
-        """What the waiter was woken with. Raises DeadlineExceeded."""
+        """The value that wakes the waiter. Raises DeadlineExceeded."""
         answered = False
         try:
             answered = waiter.wait(timeout_s)
         finally:
-            if not answered:  # or interrupted: a late answer must not wake this thread's next call
+            if not answered:  # or interrupted: a late answer must not wake the thread's next call
                 self._waiters.waiter = None
                 life.post_if_open(waiter.leave)
         if not answered:
@@ -178,11 +180,11 @@ class Portal:
         return value
 
     def _run(self, life: LoopThread, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """What the coroutine returns. Raises ModelNotReady when the portal is closed, before or meanwhile."""
+        """The result of the coroutine. Raises ModelNotReady if the portal is or gets closed."""
         try:
             life.not_on_loop()
             waiter = self._waiter()
-            with self._lock:  # `close` cancels what was begun before it
+            with self._lock:  # `close` cancels calls that began before it
                 if self._closed:
                     raise ModelNotReady(f"the {self._word} is closed")
                 life.post(life.start, coroutine, waiter)
@@ -194,10 +196,10 @@ class Portal:
             raise ModelNotReady(f"the {self._word} was closed meanwhile")
         return task.result()
 
-    # ---- life
+    # ---- start and end
 
     def close(self, drain_s: float = 30.0) -> None:
-        """Answers what was accepted, ends the workers and the loop. Idempotent."""
+        """Answers accepted requests, then ends the workers and the loop. Idempotent."""
         self._close(drain_s, None)
 
     def _close(self, drain_s: float, waiter: SyncWaiter | None) -> None:
@@ -213,8 +215,8 @@ class Portal:
         life.close(drain_s, waiter or self._waiter())
 
     def _alive(self) -> LoopThread:
-        """What runs in this process; it is started when nothing does. Raises ModelNotReady."""
-        if self._pid != os.getpid():  # forked by what runs no hooks of Python
+        """The loop thread of this process, started if necessary. Raises ModelNotReady."""
+        if self._pid != os.getpid():  # forked without Python's fork hooks
             self.after_fork()
         if self._closed:
             raise ModelNotReady(f"the {self._word} is closed")
@@ -227,10 +229,11 @@ class Portal:
         return life
 
     def _begin(self) -> LoopThread:
-        """A new loop and new workers, with what was loaded before a fork. Raises what loading raises: none is left."""
+        """A new loop with new workers for the models loaded before a fork. Raises load errors, leaving nothing
+        behind."""
         if self._forked:
             warnings.warn(
-                f"penstock: process {os.getpid()} was forked from one with loaded models; it starts workers of its own",
+                f"penstock: process {os.getpid()} was forked from one with loaded models; it starts its own workers",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -238,7 +241,7 @@ class Portal:
         try:
             for name, config, target, sys_path in self._loads:
                 assert isinstance(life.backend, Engine)
-                waiter = SyncWaiter()  # not of a hub: the lock that is held would stop its other greenlets
+                waiter = SyncWaiter()  # not a GeventWaiter: the held lock would stop other greenlets
                 life.post(life.start, life.backend.load(name, config, target=target, sys_path=sys_path), waiter)
                 waiter.wait(None)
                 waiter.value.result()
@@ -248,7 +251,7 @@ class Portal:
         return life
 
     def after_fork(self) -> None:
-        """In a child, by the fork hook or its first call: forgets the loop of the parent, touches nothing shared."""
+        """In a forked child, from the fork hook or its first call: drops the parent's loop, touches nothing shared."""
         with _FORKING:
             if self._pid == os.getpid():
                 return
@@ -287,7 +290,7 @@ def _after_fork() -> None:
 def _at_exit() -> None:
     for portal in list(_PORTALS):
         life = portal._loop_thread
-        # uWSGI may end on any thread: on the portal's own nothing is waited for, and workers end with their sockets
+        # uWSGI may exit on any thread; on the portal's own thread do not wait: workers end with their sockets
         if portal._pid == os.getpid() and not (life is not None and life.on_loop()):
             portal._close(1.0, SyncWaiter())
 

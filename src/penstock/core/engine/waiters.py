@@ -1,6 +1,6 @@
-"""How callers wait for an answer: a thread on a lock, a greenlet on its hub, and whoever holds a `Future`.
+"""How callers wait for an answer: a thread on a lock, a greenlet on its hub, and the holder of a `Future`.
 
-Each is a sink of `Backend.submit`. `accepted` and `leave` are called on the portal's loop, as the sink itself.
+Each is a sink of `Backend.submit`. The sink, `accepted` and `leave` are called on the portal's loop.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Revocable(Protocol):
 
 
 Post = Callable[..., object]  # `loop.call_soon_threadsafe` of the portal's loop
-Convert = Callable[[ItemResult], Any]  # what a caller gets of an answer; raises what the caller is to get
+Convert = Callable[[ItemResult], Any]  # turns an answer into the caller's result, or raises its error
 
 
 class SyncWaiter:
-    """What one thread sleeps on: a lock that is held, and released by the answer. Used again for its next call."""
+    """What one thread waits on: a held lock that the answer releases. The thread reuses it for its next call."""
 
     __slots__ = ("_lock", "ticket", "value")
 
@@ -44,27 +44,27 @@ class SyncWaiter:
             self.settle(result)
 
     def settle(self, value: Any) -> None:
-        """Wakes the thread, which finds `value`."""
+        """Wakes the thread with `value`."""
         self.value, self.ticket = value, None
         self._lock.release()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """True when it was woken, False after `timeout_s`."""
+        """True when woken, False after `timeout_s`."""
         return bool(self._lock.acquire(timeout=-1 if timeout_s is None else min(timeout_s, _LONGEST_S)))
 
     def leave(self) -> None:
-        """Nobody sleeps here any more: the request is taken back."""
+        """Cancels the request, because its caller no longer waits."""
         if self.ticket is not None:
             self.ticket.cancel()
 
 
-_LONGEST_S = 10**6  # more is not taken by every platform
+_LONGEST_S = 10**6  # some platforms refuse longer timeouts
 
 
 class Future(concurrent.futures.Future[Any]):
-    """A `concurrent.futures.Future` that can be awaited too, on any running asyncio loop.
+    """A `concurrent.futures.Future` that can also be awaited, on any running asyncio loop.
 
-    `cancel` takes the request out of the queue; one that runs already is not interrupted, its answer is dropped.
+    `cancel` removes a queued request. A running request is not interrupted; its answer is dropped.
     """
 
     def __init__(self, post: Post, convert: Convert) -> None:
@@ -72,20 +72,20 @@ class Future(concurrent.futures.Future[Any]):
         self._post = post
         self._convert = convert
         self._ticket: Revocable | None = None
-        self._over = False  # on the loop: answered, or taken back
+        self._over = False  # on the loop: answered or cancelled
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
 
     def cancel(self) -> bool:
-        """True when there will be no answer; False when it is there already."""
+        """True if there will be no answer; False if it already arrived."""
         if self.cancelled():
             return True
         if not super().cancel():
             return False
         try:
             self._post(self.leave)
-        except RuntimeError:  # the loop is closed, and all its requests with it
+        except RuntimeError:  # the closed loop has ended all its requests
             pass
         return True
 
@@ -105,7 +105,7 @@ class Future(concurrent.futures.Future[Any]):
             self._settle(result)
 
     def _settle(self, result: ItemResult | None) -> None:
-        """Tells all who wait; None when it was cancelled."""
+        """Wakes all waiters; None means cancelled."""
         if not self.set_running_or_notify_cancel() or result is None:
             return
         try:
@@ -124,13 +124,13 @@ def the_item(result: ItemResult) -> Any:
 
 
 def every_item(result: ItemResult) -> list[Any]:
-    """The values of many items, exceptions in the place of those that failed. Raises what failed all of them."""
+    """The values of many items, with exceptions in place of failed ones. Raises an error of the whole request."""
     values: list[Any] = the_item(result)
     return values
 
 
 def all_items(result: ItemResult) -> list[Any]:
-    """The values of many items. Raises the error of the first that failed."""
+    """The values of many items. Raises the error of the first failed one."""
     values = every_item(result)
     for value in values:
         if isinstance(value, Exception):
@@ -139,7 +139,7 @@ def all_items(result: ItemResult) -> list[Any]:
 
 
 def failed(error: Exception) -> ItemResult:
-    """The answer of a request that could not be queued."""
+    """The answer to a request that could not be queued."""
     if not isinstance(error, PenstockError):
         error = PenstockError(f"the request cannot be queued: {type(error).__name__}: {error}")
     return ItemResult(error=error)

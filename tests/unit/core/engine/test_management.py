@@ -204,7 +204,7 @@ async def test_unload_ends_a_load_under_way_and_those_that_wait_behind_it(manage
     await asyncio.sleep(0.05)
     async with asyncio.timeout(5):
         await manage.unload("m", "2")
-        for load, words in zip(loads, ("was unloaded while it was loading", *["nothing was begun"] * 2), strict=True):
+        for load, words in zip(loads, ("was unloaded while it was loading", *["nothing was started"] * 2), strict=True):
             with pytest.raises(Conflict, match=words):
                 await load
         await other
@@ -221,7 +221,7 @@ async def test_unload_of_what_only_waits_to_be_loaded_finds_nothing_more_to_do(m
     sys.modules["two"].go.set()
     async with asyncio.timeout(5):
         await hanging
-        with pytest.raises(Conflict, match="nothing was begun"):
+        with pytest.raises(Conflict, match="nothing was started"):
             await waiting
         await unloading
     assert shown(manage) == [("1", "READY"), ("3", "READY")]
@@ -248,7 +248,7 @@ async def test_unload_ends_a_scale_that_hangs_and_one_that_waits(manage: Managem
     await asyncio.sleep(0.05)
     async with asyncio.timeout(5):
         await manage.unload("n", None)
-    for scale, words in zip(scales, ("was unloaded while it was scaled", "nothing was begun"), strict=True):
+    for scale, words in zip(scales, ("was unloaded while it was scaled", "nothing was started"), strict=True):
         with pytest.raises(Conflict, match=words):
             await scale
     assert [s.name for s in manage.statuses()] == ["m"]

@@ -361,4 +361,4 @@ def test_a_blocking_call_on_the_portals_own_thread_is_refused() -> None:
         portal.submit("m", 1).add_done_callback(again)
         gate.set()
         assert told.wait(5)
-    assert "thread of the answers" in str(caught[0])
+    assert "thread that delivers the answers" in str(caught[0])
