@@ -230,7 +230,7 @@ def test_pain_8_one_script_starts_two_models(face: ModuleType, broker: str, tmp_
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(COMPAT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(COMPAT), *sys.path])},
     )
     assert done.stdout.split("\n")[:4] == ["[2, 20]", "[3, 30]", "0", "0"], done.stderr
 

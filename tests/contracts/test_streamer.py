@@ -308,7 +308,7 @@ def test_pain_9_queues_are_bounded_and_calls_have_deadlines_and_priorities(start
 
 def test_pain_9_unused_libraries_are_not_loaded() -> None:
     code = "import sys, service_streamer as s; s.Streamer, s.ThreadedStreamer; print(*sys.modules)"
-    env = {**os.environ, "PYTHONPATH": str(COMPAT)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(COMPAT), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert not {"redis", "tqdm", "torch", "gevent", "uvicorn", "starlette"} & set(done.stdout.split())
 
