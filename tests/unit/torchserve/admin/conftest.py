@@ -26,23 +26,23 @@ def handle(data, context):
 """
 
 
-class House:
-    """A model store, an engine and the administration over them. Archives are written, models asked."""
+class ServerSetup:
+    """A model store, an engine and their administration, with helpers that write archives and send requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = folder / "store"
         self.store.mkdir()
         self.engine: Engine
-        self.served: ServerComponents
+        self.components: ServerComponents
 
     def open(self, **properties: Any) -> ServerComponents:
-        """A new engine, and the administration with these keys of config.properties."""
+        """Creates a new engine and an administration with these keys of config.properties."""
         keys = {"model_store": str(self.store), "log_location": str(self.folder / "logs"), **properties}
         most = keys.pop("max_workers", 8)
         more = {key: keys.pop(key) for key in ("snapshots", "file") if key in keys}
         self.engine = Engine(LimitsConfig(max_versions=keys.pop("max_versions", 256)))
-        self.served = build_components(
+        self.components = build_components(
             self.engine,
             Properties(**keys),
             max_workers=most,
@@ -50,10 +50,10 @@ class House:
             cache=self.folder / "cache",
             **more,
         )
-        return self.served
+        return self.components
 
     def archive(self, name: str, version: str = "1.0", code: str = ECHO, yaml: str = "", file: str = "") -> str:
-        """Writes an archive into the store; its name there."""
+        """Writes an archive to the store and returns its name."""
         model = {"modelName": name, "modelVersion": version, "handler": "service.py"}
         if yaml:
             model["configFile"] = "model-config.yaml"
@@ -66,40 +66,40 @@ class House:
         return path.name
 
     async def ask(self, model: str, version: str | None = None, body: bytes = b"hi") -> str:
-        """The answer of a model, as text. Raises what the request failed with."""
+        """The answer of a model as text. Raises the error of the request."""
         result = await self.result(model, version, body)
         if result.error is not None:
             raise result.error
         return bytes(result.body).decode()
 
     async def result(self, model: str, version: str | None = None, body: bytes = b"hi") -> ItemResult:
-        """The final result of one request. Raises what `submit` does."""
+        """The final result of one request. Raises the errors of `submit`."""
         future: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
         item = Item(body, codec="torchserve", content_type="application/octet-stream", headers=[(b"explain", b"False")])
-        self.served.backend.submit(model, version, item, lambda r: future.set_result(r) if r.final else None)
+        self.components.backend.submit(model, version, item, lambda r: future.set_result(r) if r.final else None)
         return await asyncio.wait_for(future, 20)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until what is under way has come true."""
+        """Waits until the condition holds."""
         for _ in range(2000):
             if condition():
                 return
             await asyncio.sleep(0.01)
-        raise AssertionError("it did not come true")
+        raise AssertionError("the condition never held")
 
     async def close(self) -> None:
-        """As the program does."""
-        self.served.administrator.stop()
+        """Closes in the same order as the program."""
+        self.components.administrator.stop()
         await self.engine.close(5.0)
-        await self.served.administrator.close()
+        await self.components.administrator.close()
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    house = House(tmp_path)
-    yield house
-    if hasattr(house, "served"):
-        await house.close()
+async def server(tmp_path: Path) -> AsyncIterator[ServerSetup]:
+    server = ServerSetup(tmp_path)
+    yield server
+    if hasattr(server, "components"):
+        await server.close()
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from penstock.torchserve.archive import ArchiveExists, DownloadFailed, InstallFa
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
-House = Any  # of conftest.py
+ServerSetup = Any  # see conftest.py
 Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
 
 
-def with_requirements(house: House) -> str:
+def with_requirements(server: ServerSetup) -> str:
     model = {"modelName": "m", "modelVersion": "1.0", "handler": "service.py", "requirementsFile": "requirements.txt"}
-    with zipfile.ZipFile(house.store / "m.mar", "w") as mar:
+    with zipfile.ZipFile(server.store / "m.mar", "w") as mar:
         mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
         mar.writestr("service.py", "def handle(data, context): ...")
         mar.writestr("requirements.txt", "some-package")
@@ -51,30 +51,30 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
     return installs
 
 
-async def test_packages_are_installed_if_enabled(house: House, installs: Installs) -> None:
-    admin = house.open(install_py_dep_per_model=True).administrator
-    await admin.register(RegisterRequest(url=with_requirements(house)))
+async def test_packages_are_installed_if_enabled(server: ServerSetup, installs: Installs) -> None:
+    admin = server.open(install_py_dep_per_model=True).administrator
+    await admin.register(RegisterRequest(url=with_requirements(server)))
     assert installs.asked == [("requirements.txt", "m", False)]
-    house.archive("n")
+    server.archive("n")
     await admin.register(RegisterRequest(url="n.mar"))
     assert len(installs.asked) == 1
 
 
-async def test_packages_are_not_installed_by_default(house: House, installs: Installs) -> None:
-    await house.open().administrator.register(RegisterRequest(url=with_requirements(house)))
+async def test_packages_are_not_installed_by_default(server: ServerSetup, installs: Installs) -> None:
+    await server.open().administrator.register(RegisterRequest(url=with_requirements(server)))
     assert installs.asked == []
 
 
 async def test_a_model_whose_packages_cannot_be_installed_is_not_registered(
-    house: House, installs: Installs, refused: Refused
+    server: ServerSetup, installs: Installs, refused: Refused
 ) -> None:
-    admin = house.open(install_py_dep_per_model=True).administrator
+    admin = server.open(install_py_dep_per_model=True).administrator
     installs.fails = True
     with pytest.raises(ApiError) as found:
-        await admin.register(RegisterRequest(url=with_requirements(house), initial_workers=1))
+        await admin.register(RegisterRequest(url=with_requirements(server), initial_workers=1))
     assert refused(found) == (400, "ModelException", "Custom pip package installation failed for model m")
     assert admin.models(100, 0) == ([], None)
-    assert list((house.folder / "cache").iterdir()) == []
+    assert list((server.folder / "cache").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -86,43 +86,43 @@ async def test_a_model_whose_packages_cannot_be_installed_is_not_registered(
     ],
 )
 async def test_errors_of_the_store_have_torchserves_types(
-    house: House, refused: Refused, monkeypatch: pytest.MonkeyPatch, error: ArchiveError, status: int, kind: str
+    server: ServerSetup, refused: Refused, monkeypatch: pytest.MonkeyPatch, error: ArchiveError, status: int, kind: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(ModelStore, "open", fail)
     with pytest.raises(ApiError) as found:
-        await house.open().administrator.register(RegisterRequest(url="u"))
+        await server.open().administrator.register(RegisterRequest(url="u"))
     assert refused(found) == (status, kind, error.message)
 
 
 async def test_a_full_disk_is_reported_without_its_path(
-    house: House, refused: Refused, monkeypatch: pytest.MonkeyPatch
+    server: ServerSetup, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/secret/path")
 
     monkeypatch.setattr(ModelStore, "open", fail)
     with pytest.raises(ApiError) as found:
-        await house.open().administrator.register(RegisterRequest(url="m.mar"))
+        await server.open().administrator.register(RegisterRequest(url="m.mar"))
     assert refused(found) == (500, "InternalServerException", "Failed to save model: m.mar")
 
 
-async def test_a_download_is_removed_with_its_model(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_download_is_removed_with_its_model(server: ServerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[str] = []
     monkeypatch.setattr(ModelStore, "forget", lambda _, url: forgotten.append(url))
-    admin = house.open().administrator
-    await admin.register(RegisterRequest(url=house.archive("m")))
+    admin = server.open().administrator
+    await admin.register(RegisterRequest(url=server.archive("m")))
     await admin.unregister("m", None)
     assert forgotten == ["m.mar"]
     await asyncio.sleep(0)
 
 
-async def test_versions_with_build_numbers_are_served(house: House) -> None:
-    admin = house.open().administrator
-    await admin.register(RegisterRequest(url=house.archive("m", "1.0+cu118"), initial_workers=1))
-    assert await house.ask("m", "1.0+cu118") == "1.0+cu118 hi"
+async def test_versions_with_build_numbers_are_served(server: ServerSetup) -> None:
+    admin = server.open().administrator
+    await admin.register(RegisterRequest(url=server.archive("m", "1.0+cu118"), initial_workers=1))
+    assert await server.ask("m", "1.0+cu118") == "1.0+cu118 hi"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,9 @@ def test_a_missing_yaml_is_reported(tmp_path: Path) -> None:
         read_yaml(tmp_path, "model-config.yaml")
 
 
-async def test_shutdown_does_not_wait_for_an_opening_archive(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_does_not_wait_for_an_opening_archive(
+    server: ServerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.torchserve.admin.administrator.CLOSE_S", 0.05)
     begun, end = threading.Event(), threading.Event()
 
@@ -157,10 +159,10 @@ async def test_shutdown_does_not_wait_for_an_opening_archive(house: House, monke
         raise ArchiveError("too late")
 
     monkeypatch.setattr(ModelStore, "open", slow)
-    register = asyncio.create_task(house.open().administrator.register(RegisterRequest(url="m.mar")))
-    await house.until(begun.is_set)
+    register = asyncio.create_task(server.open().administrator.register(RegisterRequest(url="m.mar")))
+    await server.until(begun.is_set)
     async with asyncio.timeout(5):
-        await house.close()
+        await server.close()
         with pytest.raises(asyncio.CancelledError):
             await register
     end.set()

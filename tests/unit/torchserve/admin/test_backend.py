@@ -10,7 +10,7 @@ from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 
 class LabelObserver(Observer):
-    """Records the version label of each served request."""
+    """Records the version label of each components request."""
 
     def __init__(self) -> None:
         self.labels: list[str] = []
@@ -21,16 +21,16 @@ class LabelObserver(Observer):
         self.labels += labels
 
 
-async def test_requests_are_counted_by_the_requested_version(house: Any) -> None:
-    served = house.open(disable_token_authorization=True)
+async def test_requests_are_counted_by_the_requested_version(server: Any) -> None:
+    components = server.open(disable_token_authorization=True)
     observer = LabelObserver()
-    house.engine._observers = (observer,)
-    house.archive("m")
-    await served.administrator.register(RegisterRequest(url="m.mar", initial_workers=1))
+    server.engine._observers = (observer,)
+    server.archive("m")
+    await components.administrator.register(RegisterRequest(url="m.mar", initial_workers=1))
     for version in (None, "1.0", None):
-        assert await house.ask("m", version) == "1.0 hi"
+        assert await server.ask("m", version) == "1.0 hi"
     for model, version in (("nobody", None), ("m", "9")):
         with pytest.raises(ApiError):
-            await house.ask(model, version)
-    assert served.backend.requests == {("m", "default"): 2, ("m", "1.0"): 1}
+            await server.ask(model, version)
+    assert components.backend.requests == {("m", "default"): 2, ("m", "1.0"): 1}
     assert observer.labels == ["default", "1.0", "default"]

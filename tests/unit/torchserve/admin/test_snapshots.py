@@ -21,9 +21,9 @@ def test_a_snapshot_is_a_configuration_with_its_models(tmp_path: Path) -> None:
     assert file.parent == tmp_path / "config"
     assert re.fullmatch(r"\d{17}-startup\.cfg", file.name)
     found = {key: each.value for key, each in read_properties(str(file)).items()}
-    told = json.loads(found.pop("model_snapshot"))
+    message = json.loads(found.pop("model_snapshot"))
     assert found == {"job_queue_size": "7"}
-    assert (told["name"], told["modelCount"], told["models"]) == (file.name, 1, MODELS)
+    assert (message["name"], message["modelCount"], message["models"]) == (file.name, 1, MODELS)
 
 
 def test_the_last_snapshot_is_the_newest_by_name(tmp_path: Path) -> None:

@@ -86,11 +86,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("words", "code", "said"), WRONG.values(), ids=WRONG)
-def test_errors_go_to_stderr(work: Path, words: str, code: int, said: str):
+@pytest.mark.parametrize(("words", "code", "printed"), WRONG.values(), ids=WRONG)
+def test_errors_go_to_stderr(work: Path, words: str, code: int, printed: str):
     found = run(words)
     assert found.exit_code == code
-    assert said in found.output
+    assert printed in found.output
     assert not list(work.glob("*.mar"))
 
 

@@ -72,8 +72,8 @@ def test_without_grpcio_there_is_one_warning_and_no_listener(monkeypatch, caplog
     assert listeners(Properties()) == []
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    said = record.getMessage().replace("grpc.aio", "grpc")  # as which it is missed if no other test has loaded it
-    assert said == "event=no_grpc missing=grpc consequence=http_only hint=pip install '.[grpc]'"
+    output = record.getMessage().replace("grpc.aio", "grpc")  # as which it is missed if no other test has loaded it
+    assert output == "event=no_grpc missing=grpc consequence=http_only hint=pip install '.[grpc]'"
 
 
 def test_grpc_is_loaded_only_for_listening():

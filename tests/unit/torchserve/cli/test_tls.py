@@ -42,7 +42,7 @@ def test_pem_files_are_used_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "shown"),
     [
         ({"certificate_file": CERT}, "certificate_file: found without private_key_file; set both, or neither"),
         ({"private_key_file": KEY}, "private_key_file: found without certificate_file"),
@@ -53,10 +53,10 @@ def test_pem_files_are_used_in_place() -> None:
         ),
     ],
 )
-def test_an_unusable_configuration_names_the_key(keys: dict[str, str], told: str) -> None:
+def test_an_unusable_configuration_names_the_key(keys: dict[str, str], shown: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TlsFiles(Properties(**keys))
-    assert told in caught.value.message
+    assert shown in caught.value.message
 
 
 def test_a_key_that_does_not_match_is_refused_on_use(tmp_path: Path) -> None:

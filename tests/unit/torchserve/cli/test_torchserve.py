@@ -78,7 +78,7 @@ def test_penstock_torchserve_is_the_same_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "Missing mandatory parameter --model-store"),
         (["--model-store", "none"], "--model-store directory not found: none"),
@@ -89,9 +89,9 @@ def test_penstock_torchserve_is_the_same_command() -> None:
     ],
 )
 def test_a_missing_path_is_reported_on_stdout_with_status_1(
-    words: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert output_of(capsys, "--start", *words) == (1, told.format(folder=os.path.realpath(folder)) + "\n")
+    assert output_of(capsys, "--start", *words) == (1, message.format(folder=os.path.realpath(folder)) + "\n")
 
 
 def test_a_malformed_file_keeps_the_server_from_starting(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,8 +108,8 @@ def test_an_invalid_temporary_folder_is_reported() -> None:
 
 def test_a_running_server_is_reported_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = PidFile(str(folder / ".model_server.pid"))
-    told = "TorchServe is already running, please use torchserve --stop to stop TorchServe.\n"
-    assert output_of(capsys, "--start", "--model-store", "none") == (1, told)
+    message = "TorchServe is already running, please use torchserve --stop to stop TorchServe.\n"
+    assert output_of(capsys, "--start", "--model-store", "none") == (1, message)
     own.remove()
 
 

@@ -146,7 +146,7 @@ def test_lists_lose_blanks_and_empty_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "shown"),
     [
         ("job_queue_size=many", "job_queue_size: found 'many', expected a whole number, 1 or more"),
         ("job_queue_size=", "job_queue_size: found '', expected a whole number"),
@@ -162,12 +162,12 @@ def test_lists_lose_blanks_and_empty_parts(tmp_path: Path) -> None:
         ("management_address=unix:", "management_address: found 'unix:', expected a path"),
     ],
 )
-def test_a_malformed_value_is_reported_with_file_and_line(tmp_path: Path, line: str, told: str) -> None:
+def test_a_malformed_value_is_reported_with_file_and_line(tmp_path: Path, line: str, shown: str) -> None:
     path = write_file(tmp_path, f"# a comment\n{line}\n")
     with pytest.raises(ConfigError) as caught:
         load_properties(path, env={})
     assert caught.value.message.startswith(f"{path}:2: ")
-    assert told in caught.value.message
+    assert shown in caught.value.message
 
 
 def test_an_unknown_boolean_is_false_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -176,8 +176,8 @@ async def test_parts_are_copied_on_arrival(grpc_site):
 
 async def test_sequences_are_not_served(grpc_site):
     async with grpc_site() as ask:
-        told = ("UNIMPLEMENTED", "sequences are not served: use Predictions or StreamPredictions")
-        assert await ask.refusal("StreamPredictions2", model_name="m") == told
+        shown = ("UNIMPLEMENTED", "sequences are not served: use Predictions or StreamPredictions")
+        assert await ask.refusal("StreamPredictions2", model_name="m") == shown
 
 
 def in_parts(call):

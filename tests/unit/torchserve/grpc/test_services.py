@@ -88,11 +88,11 @@ async def test_an_undecodable_request_is_refused(guarded):
     metadata = [("authorization", f"Bearer {keys['inference']}")]
     async with site(max_request_bytes=1000) as ask:
         for call in ("Predictions", "StreamPredictions"):
-            told = (
+            message = (
                 "INVALID_ARGUMENT",
                 "the request is not a valid org.pytorch.serve.grpc.inference.PredictionsRequest",
             )
-            assert await ask.refusal(call, metadata, raw=b"\xff\xff") == told
+            assert await ask.refusal(call, metadata, raw=b"\xff\xff") == message
         code, _text = await ask.refusal("Predictions", metadata, raw=b"x" * 10_000)
         assert code == "RESOURCE_EXHAUSTED"
 
@@ -184,8 +184,8 @@ def repeated(field):
 @pytest.mark.parametrize("name", FIELDS)
 def test_messages_have_torchserves_names_and_numbers(name):
     found = services.message_class(f"org.pytorch.serve.grpc.{name}").DESCRIPTOR
-    told = [f"{field.number}{repeated(field)} {field.name} {kind(field)}" for field in found.fields]
-    assert ", ".join(told) == FIELDS[name]
+    message = [f"{field.number}{repeated(field)} {field.name} {kind(field)}" for field in found.fields]
+    assert ", ".join(message) == FIELDS[name]
 
 
 def test_maps_hold_bytes_and_parameters():
@@ -200,8 +200,8 @@ def test_maps_hold_bytes_and_parameters():
 @pytest.mark.parametrize("name", CALLS)
 def test_services_have_torchserves_calls(name):
     found = services.service_descriptor(f"org.pytorch.serve.grpc.{name}").methods
-    told = [">" * each.client_streaming + each.name + ">" * each.server_streaming for each in found]
-    assert " ".join(told) == CALLS[name]
+    message = [">" * each.client_streaming + each.name + ">" * each.server_streaming for each in found]
+    assert " ".join(message) == CALLS[name]
 
 
 def test_a_prediction_has_torchserves_wire_format():

@@ -53,7 +53,7 @@ END = b" HTTP/1.1\r\nConnection: close\r\n"
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "output"),
     [
         (b"GET /ping" + END + b"\r\n", '"GET /ping HTTP/1.1" 200'),
         (b"GET /nope?q=1" + END + b"\r\n", '"GET /nope?q=1 HTTP/1.1" 404'),
@@ -66,7 +66,7 @@ END = b" HTTP/1.1\r\nConnection: close\r\n"
         (b"nonsense\r\n\r\n", '"-" 400'),
     ],
 )
-async def test_a_line_has_the_client_the_request_and_the_status(caplog, data, said):
+async def test_a_line_has_the_client_the_request_and_the_status(caplog, data, output):
     caplog.set_level(logging.INFO, "ACCESS_LOG")
     http = listener()
     _, port = await http.start("127.0.0.1", 0)
@@ -74,7 +74,7 @@ async def test_a_line_has_the_client_the_request_and_the_status(caplog, data, sa
     await http.close(1.0)
     lines = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
     assert len(lines) == 1
-    assert re.fullmatch(re.escape(f"{peer} {said} ") + r"\d+", lines[0])
+    assert re.fullmatch(re.escape(f"{peer} {output} ") + r"\d+", lines[0])
 
 
 async def test_pipelined_requests_have_separate_lines(caplog):

@@ -267,8 +267,8 @@ async def test_without_the_management_key_no_route_does_or_reveals_anything(site
             reply = await ask(method, target, line, body=b'{"url": "a.mar"}')
             assert reply.status == 400, (method, target, line)
             if method != "HEAD":
-                told = {"code": 400, "type": "InvalidKeyException", "message": REFUSED}
-                assert reply.json() == told, (method, target, line)
+                shown = {"code": 400, "type": "InvalidKeyException", "message": REFUSED}
+                assert reply.json() == shown, (method, target, line)
         assert administration.asked == []
         assert (await ask("GET", "/models", "authorization: Bearer k")).status == 200
 

@@ -123,11 +123,11 @@ async def test_a_refused_client_that_stays_is_dropped(monkeypatch):
             await writer.wait_closed()
 
 
-@pytest.mark.parametrize("said", [b"", b"\x16", b"\x16\x03\x01\x02\x00"])
-async def test_a_silent_or_slow_client_is_dropped(said):
+@pytest.mark.parametrize("output", [b"", b"\x16", b"\x16\x03\x01\x02\x00"])
+async def test_a_silent_or_slow_client_is_dropped(output):
     async with guarded(header_timeout_s=0.1) as (server, port):
         reader, writer = await plain(port)
-        writer.write(said)
+        writer.write(output)
         with contextlib.suppress(ConnectionError):
             assert REFUSAL not in await rest(reader)
         writer.close()
@@ -147,10 +147,10 @@ async def test_a_failed_handshake_closes_only_its_own_connection():
 
 async def test_clients_that_disconnect_leave_nothing_behind():
     async with guarded() as (server, port):
-        for said in (b"", b"\x16", b"GET "):
+        for output in (b"", b"\x16", b"GET "):
             for _ in range(5):
                 _, writer = await plain(port)
-                writer.write(said)
+                writer.write(output)
                 writer.close()
         assert await post(port, b"a") == b"a"
         await until_gone(server)

@@ -65,7 +65,7 @@ def test_without_a_file_torchserves_metrics_need_no_yaml(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("ts_metrics: {counter: [", r"metrics\.yaml:1: not valid YAML: .+"),
         ("a: b\n\tc: d", r"metrics\.yaml:2: not valid YAML"),
@@ -91,9 +91,9 @@ def test_without_a_file_torchserves_metrics_need_no_yaml(
         ("&a [*a, !!python/object/apply:os.getpid []]", "not valid YAML"),
     ],
 )
-def test_an_invalid_file_is_refused_with_its_line_or_key(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_file_is_refused_with_its_line_or_key(tmp_path: Path, text: str, output: str) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(ConfigError, match=said) as raised:
+    with pytest.raises(ConfigError, match=output) as raised:
         read_config(path)
     assert path in str(raised.value)
 

@@ -95,8 +95,8 @@ async def test_counters_are_logged_as_growth(files: Files) -> None:
         "ts_inference_requests_total[m,default,h]": 2,
         "ts_inference_requests_total[m,2,h]": 1,
     }
-    told = [line.partition("|")[0] for line in files.server]
-    assert told == [
+    message = [line.partition("|")[0] for line in files.server]
+    assert message == [
         "Requests2XX.Count:3.0", "Requests4XX.Count:1.0", "ts_inference_requests_total.Count:2.0",
         "Requests2XX.Count:2.0", "Requests5XX.Count:1.0", "ts_inference_requests_total.Count:1.0",
     ]  # fmt: skip

@@ -79,18 +79,18 @@ print("DiskUsage.Gigabytes:1|#Level:Host|#hostname:h,1")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("raise SystemExit(3)", "it ended with status 3"),
         ("import time; print('x', flush=True); time.sleep(600)", "it did not end within 0.5 s"),
     ],
 )
 async def test_a_command_that_fails_or_hangs_is_logged(
-    tmp_path: Path, text: str, said: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, text: str, output: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit_s = 0.5 if "sleep" in text else 20.0
     assert await MetricsCommand([script(tmp_path, text)], str(tmp_path), limit_s).measure() == []
-    assert said in caplog.text
+    assert output in caplog.text
 
 
 async def test_a_command_that_cannot_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
