@@ -240,7 +240,7 @@ def test_a_callback_may_begin_items_and_is_refused_to_wait_for_them(double: pipe
     assert second.wait(10_000)
     assert again["result"] == 10
     assert len(refused) == 3
-    assert all("must not wait for an event" in text for text in refused)
+    assert "must not wait for an event" in refused[2]
 
 
 # ---- life
