@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("png", type=Path, help="the file to write")
     options = parser.parse_args()
     try:
-        said = sys.stdin.read() if options.answer == "-" else Path(options.answer).read_text()
-        image = shown(decoded(options.picture.read_bytes()), json.loads(said))
+        text = sys.stdin.read() if options.answer == "-" else Path(options.answer).read_text()
+        image = shown(decoded(options.picture.read_bytes()), json.loads(text))
         options.png.write_bytes(bytes(cv2.imencode(".png", image)[1]))
     except (KeyError, TypeError, ValueError) as e:
         raise SystemExit(f"{options.answer} and {options.picture} cannot be shown: {e!r}") from None

@@ -170,13 +170,13 @@ def report(network: FigureNet, count: int) -> None:
     for drawing in drawings:
         shape = drawing.pixels.shape[:2]
         with torch.inference_mode():
-            said = network(torch.from_numpy(fitted(decoded(jpeg(drawing))))[None])
-        scores, classes, found, cells = (part[0].numpy() for part in said)
+            output = network(torch.from_numpy(fitted(decoded(jpeg(drawing))))[None])
+        scores, classes, found, cells = (part[0].numpy() for part in output)
         kept = figures(scores, found, least=0.01)
-        told = on_picture(shape, tightened(found[kept], cells[kept]))
-        boxes.append(Found(scores[kept], classes[kept], told))
+        edges = on_picture(shape, tightened(found[kept], cells[kept]))
+        boxes.append(Found(scores[kept], classes[kept], edges))
         masks.append(
-            Found(scores[kept], classes[kept], [_whole(shape, cells[k], b) for k, b in zip(kept, told, strict=True)])
+            Found(scores[kept], classes[kept], [_whole(shape, cells[k], b) for k, b in zip(kept, edges, strict=True)])
         )
     for name, all_found, truth in (
         ("boxes", boxes, [d.boxes for d in drawings]),

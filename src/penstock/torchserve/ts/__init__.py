@@ -1,7 +1,8 @@
 """The library that TorchServe's handlers import as `ts`: the names, arguments and results of release 0.12.0.
 
 `MODULES` maps TorchServe's import paths to the modules here. In workers they are importable as `ts...`, unless
-TorchServe itself is installed. Only the modules that are useless without torch load it.
+TorchServe itself is installed. No module here has the name of one of TorchServe's packages, which an import of that
+package would hide. Only the modules that are useless without torch load it.
 """
 
 __version__ = "0.12.0"
@@ -15,17 +16,17 @@ MODULES = {
     "handler_utils.text_utils": "text_utils",
     "handler_utils.timer": "util",
     "handler_utils.utils": "util",
-    "metrics.caching_metric": "metrics",
-    "metrics.dimension": "metrics",
-    "metrics.metric": "metrics",
-    "metrics.metric_abstract": "metrics",
+    "metrics.caching_metric": "metric",
+    "metrics.dimension": "metric",
+    "metrics.metric": "metric",
+    "metrics.metric_abstract": "metric",
     "metrics.metric_cache_abstract": "metric_cache",
     "metrics.metric_cache_errors": "metric_cache",
     "metrics.metric_cache_yaml_impl": "metric_cache",
-    "metrics.metric_encoder": "metrics",
-    "metrics.metric_type_enum": "metrics",
+    "metrics.metric_encoder": "metric",
+    "metrics.metric_type_enum": "metric",
     "metrics.metrics_store": "metric_cache",
-    "metrics.unit": "metrics",
+    "metrics.unit": "metric",
     "model_loader": "model_loader",
     "protocol.otf_message_handler": "util",
     "service": "model_loader",

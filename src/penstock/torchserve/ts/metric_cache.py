@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-from penstock.torchserve.ts.metrics import CachingMetric, Dimension, Metric, MetricTypes
+from penstock.torchserve.ts.metric import CachingMetric, Dimension, Metric, MetricTypes
 
 log = logging.getLogger("penstock.model")
 

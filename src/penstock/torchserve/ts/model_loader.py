@@ -10,8 +10,8 @@ from typing import Any
 from penstock.torchserve.handlers.entry import find_entry, in_envelope
 from penstock.torchserve.ts import __version__
 from penstock.torchserve.ts.context import Context
+from penstock.torchserve.ts.metric import Metric
 from penstock.torchserve.ts.metric_cache import MetricsCache
-from penstock.torchserve.ts.metrics import Metric
 from penstock.torchserve.ts.util import get_yaml_config
 
 PREDICTION_METRIC = "PredictionTime"

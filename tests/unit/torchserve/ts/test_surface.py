@@ -111,6 +111,8 @@ def test_every_name_that_handlers_import_exists_once_under_both_paths():
 
 def test_the_table_of_import_paths_is_complete():
     assert set(SURFACE) == {"", *MODULES}
+    packages = {path.partition(".")[0] for path in MODULES if "." in path}
+    assert not packages & set(MODULES.values()), "importing ts.NAME would hide the module of that name"
 
 
 def test_only_modules_that_are_useless_without_torch_load_it():
