@@ -1,4 +1,4 @@
-"""Log files: their names, their lines, and what goes where."""
+"""The log files: their names, their lines, and which records each receives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Open = Callable[..., ServerLogs]
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Iterator[Open]:
-    """Opens logs in tmp_path/logs; closed at the end."""
+    """Opens logs in tmp_path/logs and closes them at the end."""
     found: list[ServerLogs] = []
 
     def open_logs(location: str = "logs", config: str | None = None, **keys: Any) -> ServerLogs:
@@ -150,7 +150,7 @@ def test_closing_stdout_does_not_stop_the_server(logs: Open, tmp_path: Path, mon
 
 @contextlib.contextmanager
 def full_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A pipe that is full in the place of stdout; what it gives empties it. Few records may wait."""
+    """Replaces stdout by a full pipe and returns a function that empties it. The queue is short."""
     monkeypatch.setattr("penstock.torchserve.cli.logs._MAX_QUEUE", 4)
     read, write = os.pipe()
     os.set_blocking(read, False)

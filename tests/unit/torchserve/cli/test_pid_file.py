@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> str:
 
 
 def sleeper(path: str) -> subprocess.Popen[bytes]:
-    """A process that has the file, as a server has, and has said so."""
+    """A running process that owns the file like a server."""
     code = (
         "import sys, signal, threading; from penstock.torchserve.cli.pid_file import PidFile\n"
         "own = PidFile(sys.argv[1]); end = threading.Event()\n"

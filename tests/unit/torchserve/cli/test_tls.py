@@ -1,4 +1,4 @@
-"""The certificate and key that config.properties names, in each form."""
+"""TLS certificates and keys from config.properties, in each form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keystore(folder: Path, password: str = "changeit") -> str:
 
 
 def certificate_of(path: str) -> str:
-    """The first certificate of a file, as text without what openssl writes beside it."""
+    """The first certificate of a file as text, without openssl's comments."""
     text = Path(path).read_text()
     return text[text.index("-----BEGIN CERTIFICATE") : text.index("-----END CERTIFICATE")]
 

@@ -1,4 +1,4 @@
-"""What flags, file and environment make of a `torchserve` command."""
+"""The command `torchserve`: flags, configuration files and environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.properties: its syntax, its keys, and which source wins."""
+"""config.properties: syntax, keys, and the precedence of sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gRPC listener over fakes, and a client that asks it by the names of its calls."""
+"""A gRPC listener with fakes behind it, and a client that calls it by the names of its calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METHODS = {method.name: method for name in SERVICES for method in services.servi
 
 
 class GrpcSite:
-    """A running listener: `await site(call, metadata=..., **fields)` is the answer, a list of them for a stream."""
+    """A running listener: `await site(call, metadata=..., **fields)` returns the answer, or a list for a stream."""
 
     def __init__(self, administration: FakeAdministration, backend: FakeBackend, server: GrpcServer, port: int) -> None:
         self.administration = administration
@@ -37,7 +37,7 @@ class GrpcSite:
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
 
     def begin(self, name: str, /, metadata: Any = None, raw: bytes | None = None, **fields: Any) -> Any:
-        """The call, which may be cancelled, awaited or iterated; `raw` is sent in place of the request."""
+        """The call, which can be cancelled, awaited or iterated; `raw` replaces the request."""
         method = METHODS[name]
         request = services.message_class(method.input_type.full_name)(**fields)
         make = getattr(self.channel, ("stream" if method.client_streaming else "unary") + "_"
@@ -63,7 +63,7 @@ class GrpcSite:
 
 
 class KnownBackend(FakeBackend):
-    """As TorchServe's models: every version but "9" is there."""
+    """A backend that has every version except "9"."""
 
     def _find(self, model: str, version: str | None) -> None:
         if model not in self.models or version == "9":
@@ -77,7 +77,7 @@ def administration() -> FakeAdministration:
 
 @pytest.fixture
 def grpc_site(administration: FakeAdministration) -> Callable[..., Any]:
-    """`async with grpc_site(models, ...) as ask`: both groups on one port, everything is on."""
+    """`async with grpc_site(models, ...) as ask`: both groups on one port, with all options on."""
 
     @asynccontextmanager
     async def run(models: Any = None, max_request_bytes: int = 2**20, **config: Any) -> AsyncIterator[GrpcSite]:

@@ -30,7 +30,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture
 def guarded(grpc_site, administration, tmp_path, monkeypatch):
-    """The listener, the keys of its groups, and a clock to be moved."""
+    """The listener, the keys of its groups, and a settable clock."""
     clock = [datetime(2026, 1, 1, tzinfo=UTC)]
     tokens = Tokens(tmp_path, HOUR_S, lambda: clock[0])
     tokens.publish()
@@ -40,7 +40,7 @@ def guarded(grpc_site, administration, tmp_path, monkeypatch):
 
 
 async def outcome(ask, call, *authorization):
-    """(status, text) of a call with these headers, whatever it answers."""
+    """(status, text) of a call with these authorization headers."""
     try:
         await ask(call, metadata=[("authorization", each) for each in authorization])
     except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""The access log: a short line for each answer, if somebody wants it, and else no cost."""
+"""The access log: one short line per response if it is enabled, and no cost otherwise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def listener() -> HttpServer:
 
 
 async def ask(port: int, data: bytes) -> str:
-    """The client's address, when the listener has closed."""
+    """Sends the data, waits until the listener closes, and returns the client's address."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     await asyncio.wait_for(reader.read(), 10.0)

@@ -1,4 +1,4 @@
-"""The inference API of TorchServe over real sockets, byte by byte, with a scripted backend behind it."""
+"""The HTTP API flavor of TorchServe over real sockets, byte by byte, with a scripted backend."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WRONG = "Requested method is not allowed, please refer to API document."
 
 
 def plain(call: Call) -> None:
-    """Echoes as a handler does: no content type."""
+    """Echoes like a handler, without a content type."""
     call.reply(content_type="")
 
 
@@ -65,7 +65,7 @@ class Peer:
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def come_again(self) -> None:
-        """On a connection of its own."""
+        """Opens a connection."""
         self.writer.close()
         await self.connect(self.port)
 
@@ -80,7 +80,7 @@ class Peer:
         return await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), LIMIT_S)
 
     async def answer(self) -> tuple[bytes, bytes]:
-        """(head with the id replaced, body); the id is kept in `id`."""
+        """(head with the id replaced, body); `id` has the id."""
         head = await self.head()
         length = re.search(rb"content-length: (\d+)\r\n", head)
         body = await asyncio.wait_for(self.reader.readexactly(int(length[1])), LIMIT_S) if length else b""
@@ -90,7 +90,7 @@ class Peer:
         return head.replace(found[1], b"ID"), body
 
     async def rest(self) -> bytes:
-        """Everything until the listener closes."""
+        """All bytes until the listener closes."""
         return await asyncio.wait_for(self.reader.read(), LIMIT_S)
 
 

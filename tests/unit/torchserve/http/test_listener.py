@@ -1,4 +1,4 @@
-"""The OpenAPI documents: every route of the listener stands in its document, and everything in it is a route."""
+"""The OpenAPI documents describe exactly the routes of their listener."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def no_metrics(names: list[str]) -> bytes:
 
 
 def plain(path: str) -> str:
-    """The path with its names left out."""
+    """The path without the names of its parameters."""
     return re.sub(r"\{[^}]*\}", "{}", path)
 
 

@@ -1,4 +1,4 @@
-"""The routes of TorchServe's management API: what each asks of the administration, and what its client is told."""
+"""The routes of TorchServe's management API: the calls to the administration and the responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "HEAD")
 
 
 def aliases(path: str) -> list[str]:
-    """Other ways to write the path."""
+    """Equivalent spellings of the path."""
     return [path, path + "/", path + "?limit=1&url=a.mar", path.replace("m", "%6d"), "http://t" + path]
 
 

@@ -1,4 +1,4 @@
-"""A TorchServe listener behind TLS: those who speak plain HTTP are told so, and nobody else is any worse off."""
+"""A TorchServe listener with TLS: plain HTTP gets a refusal, and faulty clients do not affect others."""
 
 from __future__ import annotations
 

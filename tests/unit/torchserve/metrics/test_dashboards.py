@@ -1,4 +1,4 @@
-"""dashboards/torchserve: what it asks for is what a server shows."""
+"""The queries in dashboards/torchserve match the metrics of a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expressions() -> Iterator[str]:
 
 @pytest.fixture
 def shown(busy: Callable[..., PrometheusObserver], one_gpu: ModuleType) -> dict[str, set[str]]:
-    """Samples' names -> the names of their labels."""
+    """{sample name: label names}."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(busy().render().decode()):
         for sample in family.samples:

@@ -21,7 +21,7 @@ HANDLER = MetricDelta("gauge", "HandlerTime", 1.5, {"ModelName": "m", "Level": "
 
 
 class Files(logging.Handler):
-    """Lines of both files."""
+    """Collects the lines of both log files."""
 
     def __init__(self) -> None:
         super().__init__()

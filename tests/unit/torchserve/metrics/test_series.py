@@ -24,7 +24,7 @@ def page(table: SeriesTable) -> str:
 
 
 def values(table: SeriesTable) -> dict[str, float]:
-    """By name and labels' values, of samples that are not buckets."""
+    """The samples except buckets, by name and label values."""
     text = page(table)
     assert list(text_string_to_metric_families(text)) or not text  # it is read
     samples = [line.rpartition(" ") for line in text.splitlines() if line[0] != "#" and 'le="' not in line]

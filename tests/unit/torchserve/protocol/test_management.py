@@ -1,4 +1,4 @@
-"""What queries and bodies of TorchServe's management API say, and that nothing in them does harm."""
+"""The parsers for queries and bodies of TorchServe's management API, with valid and hostile input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents in the form of OpenAPI 3.0.1."""
+"""OpenAPI 3.0.1 documents."""
 
 from __future__ import annotations
 
